@@ -1,0 +1,3 @@
+"""The commands ``bagua`` and ``baguarun``."""
+
+__all__: list[str] = []

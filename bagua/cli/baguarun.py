@@ -1,0 +1,59 @@
+"""The command ``baguarun``: torchrun under a name that stands beside ``bagua``.
+
+Every flag is torchrun's and means what it means there. Two things differ: ``--version`` prints bagua's version, and
+``--help`` begins with how a script is started.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from bagua import __version__
+
+__all__ = ["main"]
+
+USAGE = """\
+baguarun starts a training script on several processes. It is torchrun: all of its flags work here.
+
+  baguarun --nproc_per_node 2 train.py --epochs 3                on this machine
+  baguarun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d \\
+           --rdzv_endpoint host0:29400 train.py                  the same command on each of two machines
+
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Start a training script on several processes, as torchrun does.
+
+    Args:
+        arguments: what follows ``baguarun`` on the command line; ``sys.argv[1:]`` when None.
+
+    Returns:
+        The exit status: 0, 1 when a rank failed, or 128 and the signal's number when a signal ended the run.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["--version"]:
+        print(f"baguarun (bagua {__version__})")
+        return 0
+
+    from torch.distributed import run  # takes seconds to import
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    if given[:1] in (["--help"], ["-h"]):
+        print(USAGE)
+        flags = run.get_args_parser()
+        flags.prog = "baguarun"
+        flags.print_help()
+        return 0
+    try:
+        run.main(given)
+    except ChildFailedError as failed:
+        print(failed, file=sys.stderr)  # lists the ranks that failed; torchrun's own traceback adds nothing
+        return 1
+    except SignalException as stopped:
+        return 128 + stopped.sigval
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,3 @@
+"""``bagua demo``: train a small language model on the text that every Python brings along."""
+
+__all__: list[str] = []

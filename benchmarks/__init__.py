@@ -1,0 +1,1 @@
+"""Measurements against a peer in the same run; see ``benchmarks/paired.py`` for the method."""
