@@ -1,0 +1,92 @@
+"""The communicator layer: groups, collectives, work handles, transports.
+
+Knows nothing of modules, gradients or optimizers. It is the only room of the
+project that communicates through ``torch.distributed``.
+"""
+
+from bagua.comm.call import Call
+from bagua.comm.communicator import Communicator
+from bagua.comm.functional import (
+    allgather,
+    allgather_object,
+    allreduce,
+    allreduce_coalesced,
+    alltoall,
+    alltoall_v,
+    barrier,
+    broadcast,
+    broadcast_coalesced,
+    broadcast_object,
+    gather,
+    gather_object,
+    recv,
+    reduce,
+    reduce_scatter,
+    scatter,
+    scatter_object,
+    send,
+    sendrecv,
+)
+from bagua.comm.group import ProcessGroup, solo_group
+from bagua.comm.reduction import ReduceOp
+from bagua.comm.statistics import KindStatistics
+from bagua.comm.transport import Handle, Membership, Transport
+from bagua.comm.work import Work
+from bagua.comm.world import (
+    destroy_process_group,
+    from_torch_group,
+    get_default_group,
+    get_local_rank,
+    get_local_size,
+    get_node_rank,
+    get_rank,
+    get_world_size,
+    init_process_group,
+    is_initialized,
+    new_group,
+    stats,
+)
+
+__all__ = [
+    "Call",
+    "Communicator",
+    "Handle",
+    "KindStatistics",
+    "Membership",
+    "ProcessGroup",
+    "ReduceOp",
+    "Transport",
+    "Work",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_v",
+    "barrier",
+    "broadcast",
+    "broadcast_coalesced",
+    "broadcast_object",
+    "destroy_process_group",
+    "from_torch_group",
+    "gather",
+    "gather_object",
+    "get_default_group",
+    "get_local_rank",
+    "get_local_size",
+    "get_node_rank",
+    "get_rank",
+    "get_world_size",
+    "init_process_group",
+    "is_initialized",
+    "new_group",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "scatter_object",
+    "send",
+    "sendrecv",
+    "solo_group",
+    "stats",
+]

@@ -1,0 +1,173 @@
+"""Checks and conversions of what users pass, before anything is sent.
+
+A transport takes dense, contiguous tensors without autograd history. Others are
+copied in and, where they are written, copied back when the call completes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+
+from bagua.comm.reduction import check_communicable
+from bagua.errors import ConfigurationError, InvalidRankError, InvalidTensorError
+
+__all__ = [
+    "as_seconds",
+    "check_counts",
+    "check_rank",
+    "check_tensor",
+    "is_plain",
+    "readable",
+    "shares_memory",
+    "writable",
+]
+
+
+def as_seconds(timeout: float | timedelta, argument: str = "timeout") -> float:
+    """``timeout`` in seconds.
+
+    Raises:
+        ConfigurationError: not a positive number.
+
+    Example:
+        >>> as_seconds(timedelta(minutes=1))
+        60.0
+    """
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+        raise ConfigurationError(
+            "a timeout must be positive",
+            argument=argument,
+            expected="seconds > 0 or a timedelta",
+            seen=repr(timeout),
+        )
+    return float(seconds)
+
+
+def check_rank(rank: object, size: int, argument: str) -> int:
+    """``rank`` if it is a rank of a communicator of ``size``, else ``InvalidRankError``."""
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < size:
+        raise InvalidRankError(
+            "not a rank of this communicator",
+            argument=argument,
+            expected=f"a whole number from 0 to {size - 1}",
+            seen=repr(rank),
+            advice="Ranks are counted inside the communicator, not over the world.",
+        )
+    return rank
+
+
+def check_tensor(tensor: object, argument: str, device_types: frozenset[str]) -> None:
+    """Raise ``InvalidTensorError`` unless ``tensor`` is dense and on a served device."""
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidTensorError(
+            "not a tensor", argument=argument, expected="a torch.Tensor", seen=type(tensor).__name__
+        )
+    if tensor.layout is not torch.strided:
+        raise InvalidTensorError(
+            "only dense tensors can be communicated",
+            argument=argument,
+            expected="layout torch.strided",
+            seen=tensor.layout,
+            advice="Call .to_dense() first.",
+        )
+    if tensor.device.type not in device_types:
+        raise InvalidTensorError(
+            "the transport of this communicator does not serve this device",
+            argument=argument,
+            expected=f"a tensor on {' or '.join(sorted(device_types))}",
+            seen=tensor.device,
+            advice="Move the tensor, or initialize with a backend that serves its device.",
+        )
+    check_communicable(tensor.dtype, argument)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a transport can take ``tensor`` as it is."""
+    return tensor.is_contiguous() and not tensor.requires_grad and not tensor.is_neg() and not tensor.is_conj()
+
+
+def readable(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` or a copy of it, in the form that transports read."""
+    if is_plain(tensor):
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def writable(tensor: torch.Tensor, argument: str, *, keep: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A plain tensor to write to, and where to copy it afterwards (None: nowhere).
+
+    Args:
+        tensor: the user's tensor.
+        argument: its name, for the error.
+        keep: whether the call also reads it.
+
+    Raises:
+        InvalidTensorError: several elements of ``tensor`` share memory.
+    """
+    if is_plain(tensor):
+        return tensor, None
+    bare = tensor.detach()
+    if is_plain(bare):
+        return bare, None
+    if overlaps_itself(bare):
+        raise InvalidTensorError(
+            "elements of this tensor share memory, so it cannot take a result",
+            argument=argument,
+            expected="a tensor whose elements have memory of their own",
+            seen=f"shape {tuple(bare.shape)} with strides {bare.stride()}",
+            advice="Pass tensor.clone().",
+        )
+    stage = readable(bare) if keep else torch.empty(bare.shape, dtype=bare.dtype, device=bare.device)
+    return stage, bare
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements of ``tensor`` lie at the same address.
+
+    Example:
+        >>> overlaps_itself(torch.zeros(1).expand(3)), overlaps_itself(torch.zeros(2, 3).t())
+        (True, False)
+    """
+    if tensor.numel() < 2:
+        return False
+    dimensions = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    if dimensions[0][0] == 0:
+        return True
+    reach = 0
+    for stride, size in dimensions:
+        if stride <= reach:
+            break
+        reach += stride * (size - 1)
+    else:
+        return False
+    # Interleaved strides need not collide: count the addresses.
+    extent = 1 + sum(stride * (size - 1) for stride, size in dimensions)
+    addresses = torch.arange(extent).as_strided(tensor.shape, tensor.stride())
+    return int(addresses.unique().numel()) < tensor.numel()
+
+
+def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two contiguous tensors overlap in memory."""
+    if one.device != other.device or not one.numel() or not other.numel():
+        return False
+    start, other_start = one.data_ptr(), other.data_ptr()
+    end = start + one.numel() * one.element_size()
+    return start < other_start + other.numel() * other.element_size() and other_start < end
+
+
+def check_counts(counts: Sequence[int], size: int, numel: int, argument: str) -> tuple[int, ...]:
+    """Per-rank element counts of ``alltoall_v``, checked against the tensor they describe."""
+    checked = tuple(counts)
+    whole = all(isinstance(count, int) and not isinstance(count, bool) for count in checked)
+    if not whole or len(checked) != size or min(checked) < 0 or sum(checked) != numel:
+        raise ConfigurationError(
+            "counts do not describe the tensor",
+            argument=argument,
+            expected=f"{size} whole numbers >= 0 with sum {numel}",
+            seen=list(checked),
+        )
+    return checked

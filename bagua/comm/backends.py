@@ -1,0 +1,36 @@
+"""From the name of a backend to the transport that implements it. One line per transport."""
+
+from __future__ import annotations
+
+from bagua.comm.solo import SoloTransport
+from bagua.comm.transport import Membership, Transport
+
+__all__ = ["create_transport", "refusal"]
+
+
+def create_transport(backend: str, membership: Membership) -> Transport:
+    """The transport of one communicator. Collective among its members.
+
+    Args:
+        backend: ``threads``, ``solo``, or anything that ``torch.distributed`` knows:
+            ``gloo``, ``nccl``, ``cpu:gloo,cuda:nccl``, a registered third-party one.
+        membership: the ranks to connect. One rank alone never needs a backend.
+    """
+    if membership.size == 1:
+        return SoloTransport(membership)
+    if backend == "threads":
+        from bagua.comm.threads import ThreadsTransport
+
+        return ThreadsTransport(membership)
+    from bagua.comm.c10d import C10dTransport
+
+    return C10dTransport(backend, membership)
+
+
+def refusal(backend: str) -> Exception | None:
+    """Why this process cannot serve ``backend``, or None if it can. Local, quick, no side effect."""
+    if backend in ("threads", "solo"):
+        return None
+    from bagua.comm.c10d import c10d_refusal
+
+    return c10d_refusal(backend)

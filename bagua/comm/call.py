@@ -1,0 +1,79 @@
+"""The description of one collective: a value that is compared, counted, logged and shown."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["COLLECTIVES", "POINT_TO_POINT", "Call"]
+
+#: Kinds in which every rank of the communicator takes part. The position of a
+#: kind is its number in a fingerprint: append, never reorder.
+COLLECTIVES = (
+    "allreduce",
+    "reduce",
+    "broadcast",
+    "allgather",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "alltoall",
+    "alltoall_v",
+    "barrier",
+)
+#: Kinds between two ranks; they do not count in the sequence of collectives.
+POINT_TO_POINT = ("send", "recv", "sendrecv")
+
+
+class Call(NamedTuple):
+    """What one rank asks for, without the data.
+
+    Attributes:
+        kind: one of ``COLLECTIVES`` or ``POINT_TO_POINT``.
+        sequence: number of this call on its communicator, from 1; collectives and
+            point-to-point calls are counted apart.
+        dtype: dtype of the elements, as the user gave it.
+        numel: elements of one rank's share (see ``comm/transport.py``); 0 for ``barrier``.
+        reduction: ``sum``, ``avg``, ...; empty where nothing is reduced.
+        root: root, destination or peer; -1 where there is none.
+        source: for ``sendrecv`` the rank received from; otherwise -1.
+        send_counts: for ``alltoall_v`` the elements sent to each rank; otherwise empty.
+        recv_counts: for ``alltoall_v`` the elements received from each rank; for
+            ``sendrecv`` the one count received; otherwise empty.
+    """
+
+    kind: str
+    sequence: int
+    dtype: torch.dtype
+    numel: int = 0
+    reduction: str = ""
+    root: int = -1
+    source: int = -1
+    send_counts: tuple[int, ...] = ()
+    recv_counts: tuple[int, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's input."""
+        count = sum(self.send_counts) if self.kind == "alltoall_v" else self.numel
+        return count * self.dtype.itemsize
+
+    def agreement(self) -> tuple[str, torch.dtype, int, str, int]:
+        """The part on which all ranks of a collective must agree."""
+        numel = 0 if self.kind == "alltoall_v" else self.numel
+        return self.kind, self.dtype, numel, self.reduction, self.root
+
+    def __str__(self) -> str:
+        parts = [f"{self.numel} x {str(self.dtype).removeprefix('torch.')}"]
+        if self.kind == "barrier":
+            parts = []
+        if self.kind == "alltoall_v":
+            parts = [f"{list(self.send_counts)} x {str(self.dtype).removeprefix('torch.')}"]
+        if self.reduction:
+            parts.append(self.reduction)
+        if self.root >= 0:
+            parts.append(f"root {self.root}" if self.kind not in POINT_TO_POINT else f"peer {self.root}")
+        if self.source >= 0:
+            parts.append(f"from {self.source}")
+        return f"#{self.sequence} {self.kind}({', '.join(parts)})"

@@ -1,0 +1,466 @@
+"""Every tensor collective, written once: what it takes, what it promises, what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from bagua.comm.arguments import (
+    check_counts,
+    check_rank,
+    check_tensor,
+    is_plain,
+    readable,
+    shares_memory,
+    writable,
+)
+from bagua.comm.core import CommunicatorCore, Timeout
+from bagua.comm.reduction import ReduceOp, bytes_reduction, check_communicable, reduction_name
+from bagua.comm.work import Work
+from bagua.errors import InvalidRankError, InvalidTensorError
+
+__all__ = ["TensorCollectives"]
+
+Finish = Callable[[], None] | None
+
+
+class TensorCollectives(CommunicatorCore):
+    """Collectives on tensors.
+
+    All of them take ``async_op`` (return a ``Work`` instead of waiting) and
+    ``timeout`` (seconds or ``timedelta``; default: the communicator's). Ranks are
+    ranks inside this communicator. Tensors may be 0-dimensional, empty,
+    non-contiguous, or require gradients; sparse ones and devices that the
+    transport does not serve raise ``InvalidTensorError`` before anything is sent.
+    """
+
+    # In place.
+
+    def allreduce(
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOp.RedOpType = ReduceOp.SUM,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work | None:
+        """Reduce ``tensor`` over all ranks, in place, bitwise identically everywhere.
+
+        Args:
+            tensor: equal in dtype and number of elements on all ranks.
+            op: a ``ReduceOp``; AVG only for floating and complex dtypes.
+            async_op: return a ``Work`` at once.
+            timeout: deadline.
+
+        Raises:
+            InvalidTensorError, InvalidReduceOpError: before anything is sent.
+            CommunicationError: any of its kinds, when ranks disagree, are late, or die.
+        """
+        plain, finish = self._in_place(tensor, "tensor")
+        reduction = reduction_name(op, tensor.dtype)
+        if plain.dtype is torch.bool:
+            plain, reduction = plain.view(torch.uint8), bytes_reduction(reduction)
+        return self._run(
+            "allreduce", plain, plain, tensor.dtype, plain.numel(), async_op, timeout,
+            reduction, finish=finish, result=tensor,
+        )  # fmt: skip
+
+    def reduce(
+        self,
+        tensor: torch.Tensor,
+        dst: int,
+        op: ReduceOp.RedOpType = ReduceOp.SUM,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work | None:
+        """Reduce ``tensor`` over all ranks into rank ``dst``; other ranks keep theirs.
+
+        Args:
+            tensor: equal in dtype and number of elements on all ranks.
+            dst: the rank that receives the result in its ``tensor``.
+            op: a ``ReduceOp``.
+            async_op: return a ``Work`` at once.
+            timeout: deadline.
+        """
+        plain, finish = self._in_place(tensor, "tensor")
+        reduction = reduction_name(op, tensor.dtype)
+        dst = check_rank(dst, self.size, "dst")
+        if plain.dtype is torch.bool:
+            plain, reduction = plain.view(torch.uint8), bytes_reduction(reduction)
+        return self._run(
+            "reduce", plain, plain, tensor.dtype, plain.numel(), async_op, timeout,
+            reduction, dst, finish=finish if self.rank == dst else None, result=tensor,
+        )  # fmt: skip
+
+    def broadcast(
+        self,
+        tensor: torch.Tensor,
+        root: int = 0,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work | None:
+        """Copy ``tensor`` of rank ``root`` into the ``tensor`` of all other ranks.
+
+        Args:
+            tensor: equal in dtype and number of elements on all ranks.
+            root: the rank whose values are sent.
+            async_op: return a ``Work`` at once.
+            timeout: deadline.
+        """
+        root = check_rank(root, self.size, "root")
+        if self.rank == root:
+            self._check(tensor, "tensor")
+            plain, finish = readable(tensor), None
+            source: torch.Tensor | None = plain
+        else:
+            plain, finish = self._in_place(tensor, "tensor", keep=False)
+            source = None
+        return self._run(
+            "broadcast", source, plain, tensor.dtype, plain.numel(), async_op, timeout,
+            "", root, finish=finish, result=tensor,
+        )  # fmt: skip
+
+    # From an input into an output.
+
+    def allgather(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work | None:
+        """Gather ``tensor`` of all ranks, in rank order, into ``output`` on every rank.
+
+        Args:
+            output: ``size`` times as many elements as ``tensor``, same dtype.
+            tensor: equal in dtype and number of elements on all ranks.
+            async_op: return a ``Work`` at once.
+            timeout: deadline.
+        """
+        share = self._share(tensor, "tensor")
+        target, finish = self._output(output, "output", tensor, self.size * share.numel())
+        return self._run(
+            "allgather", _apart(share, target), target, tensor.dtype, share.numel(),
+            async_op, timeout, finish=finish, result=output,
+        )  # fmt: skip
+
+    def gather(
+        self,
+        output: torch.Tensor | None,
+        tensor: torch.Tensor,
+        dst: int = 0,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work | None:
+        """Gather ``tensor`` of all ranks, in rank order, into ``output`` on rank ``dst``.
+
+        Args:
+            output: on ``dst`` ``size`` times as many elements as ``tensor``; None elsewhere.
+            tensor: equal in dtype and number of elements on all ranks.
+            dst: the rank that receives.
+            async_op: return a ``Work`` at once.
+            timeout: deadline.
+        """
+        share = self._share(tensor, "tensor")
+        dst = check_rank(dst, self.size, "dst")
+        target, finish = self._only_on(dst, output, "output", tensor, share.numel(), written=True)
+        return self._run(
+            "gather", share if target is None else _apart(share, target), target, tensor.dtype,
+            share.numel(), async_op, timeout, "", dst, finish=finish, result=output,
+        )  # fmt: skip
+
+    def scatter(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor | None = None,
+        root: int = 0,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work | None:
+        """Give each rank its share, in rank order, of ``tensor`` of rank ``root``.
+
+        Args:
+            output: receives this rank's share; equal in dtype and size on all ranks.
+            tensor: on ``root`` ``size`` times as many elements as ``output``; None elsewhere.
+            root: the rank that sends.
+            async_op: return a ``Work`` at once.
+            timeout: deadline.
+        """
+        target, finish = self._in_place(output, "output", keep=False)
+        root = check_rank(root, self.size, "root")
+        source, _ = self._only_on(root, tensor, "tensor", output, target.numel(), written=False)
+        return self._run(
+            "scatter", None if source is None else _apart(source, target), target, output.dtype,
+            target.numel(), async_op, timeout, "", root, finish=finish, result=output,
+        )  # fmt: skip
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        op: ReduceOp.RedOpType = ReduceOp.SUM,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work | None:
+        """Reduce ``tensor`` over all ranks and give each rank its share, in rank order.
+
+        Args:
+            output: receives this rank's share.
+            tensor: ``size`` times as many elements as ``output``, same dtype.
+            op: a ``ReduceOp``.
+            async_op: return a ``Work`` at once.
+            timeout: deadline.
+        """
+        target, finish = self._in_place(output, "output", keep=False)
+        source = self._input(tensor, "tensor", output, self.size * target.numel())
+        reduction = reduction_name(op, output.dtype)
+        source = _apart(source, target)
+        if target.dtype is torch.bool:
+            target, source = target.view(torch.uint8), source.view(torch.uint8)
+            reduction = bytes_reduction(reduction)
+        return self._run(
+            "reduce_scatter", source, target, output.dtype, target.numel(), async_op, timeout,
+            reduction, finish=finish, result=output,
+        )  # fmt: skip
+
+    def alltoall(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work | None:
+        """Send the j-th of ``size`` equal shares of ``tensor`` to rank j, and receive likewise.
+
+        Args:
+            output: as many elements as ``tensor``; share j comes from rank j.
+            tensor: a multiple of ``size`` elements.
+            async_op: return a ``Work`` at once.
+            timeout: deadline.
+        """
+        source = self._share(tensor, "tensor")
+        if source.numel() % self.size:
+            raise InvalidTensorError(
+                "the tensor does not split evenly over the ranks",
+                argument="tensor",
+                expected=f"a multiple of {self.size} elements",
+                seen=source.numel(),
+                advice="Pad it, or use alltoall_v.",
+            )
+        target, finish = self._output(output, "output", tensor, source.numel())
+        return self._run(
+            "alltoall", _apart(source, target), target, tensor.dtype,
+            source.numel() // self.size, async_op, timeout, finish=finish, result=output,
+        )  # fmt: skip
+
+    def alltoall_v(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_counts: Sequence[int],
+        input_counts: Sequence[int],
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work | None:
+        """Like ``alltoall`` with shares of different sizes, one after the other.
+
+        Args:
+            output: ``sum(output_counts)`` elements.
+            tensor: ``sum(input_counts)`` elements.
+            output_counts: elements that come from each rank.
+            input_counts: elements that go to each rank. What rank i sends to rank j must
+                be what rank j expects from rank i.
+            async_op: return a ``Work`` at once.
+            timeout: deadline.
+        """
+        source = self._share(tensor, "tensor")
+        send = check_counts(input_counts, self.size, source.numel(), "input_counts")
+        self._check(output, "output")
+        receive = check_counts(output_counts, self.size, output.numel(), "output_counts")
+        target, finish = self._output(output, "output", tensor, output.numel())
+        return self._run(
+            "alltoall_v", _apart(source, target), target, tensor.dtype, 0, async_op, timeout,
+            counts=(send, receive), finish=finish, result=output,
+        )  # fmt: skip
+
+    # Between two ranks.
+
+    def send(self, tensor: torch.Tensor, dst: int, *, async_op: bool = False, timeout: Timeout = None) -> Work | None:
+        """Send ``tensor`` to rank ``dst``, which calls ``recv``. Messages between two ranks keep their order.
+
+        Args:
+            tensor: what to send.
+            dst: another rank.
+            async_op: return a ``Work`` at once.
+            timeout: deadline.
+        """
+        share = self._share(tensor, "tensor")
+        return self._run(
+            "send", share, None, tensor.dtype, share.numel(), async_op, timeout,
+            "", self._other(dst, "dst"), result=tensor,
+        )  # fmt: skip
+
+    def recv(self, tensor: torch.Tensor, src: int, *, async_op: bool = False, timeout: Timeout = None) -> Work | None:
+        """Receive into ``tensor`` what rank ``src`` sends.
+
+        Args:
+            tensor: equal in dtype and number of elements to what is sent.
+            src: another rank.
+            async_op: return a ``Work`` at once.
+            timeout: deadline.
+        """
+        target, finish = self._in_place(tensor, "tensor", keep=False)
+        return self._run(
+            "recv", None, target, tensor.dtype, target.numel(), async_op, timeout,
+            "", self._other(src, "src"), finish=finish, result=tensor,
+        )  # fmt: skip
+
+    def sendrecv(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        src: int,
+        dst: int,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work | None:
+        """Send ``tensor`` to ``dst`` and receive ``output`` from ``src`` at the same time.
+
+        Args:
+            output: receives; same dtype as ``tensor``.
+            tensor: is sent.
+            src: rank received from. This rank itself only if ``dst`` is too: a copy.
+            dst: rank sent to.
+            async_op: return a ``Work`` at once.
+            timeout: deadline.
+        """
+        share = self._share(tensor, "tensor")
+        src, dst = check_rank(src, self.size, "src"), check_rank(dst, self.size, "dst")
+        if (src == self.rank) != (dst == self.rank):
+            raise InvalidRankError(
+                "a rank can exchange with itself only in both directions",
+                argument="src" if src == self.rank else "dst",
+                expected="another rank, or this rank as both src and dst",
+                seen=self.rank,
+            )
+        expected = share.numel() if src == self.rank else output.numel()
+        target, finish = self._output(output, "output", tensor, expected)
+        return self._run(
+            "sendrecv", _apart(share, target), target, tensor.dtype, share.numel(), async_op,
+            timeout, "", dst, peer=src, counts=((), (target.numel(),)), finish=finish, result=output,
+        )  # fmt: skip
+
+    def barrier(self, *, async_op: bool = False, timeout: Timeout = None) -> Work | None:
+        """Return after every rank has called it."""
+        return self._run("barrier", None, None, torch.uint8, 0, async_op, timeout)
+
+    # What the methods above have in common.
+
+    def _check(self, tensor: torch.Tensor, argument: str) -> None:
+        """The checks of ``check_tensor``; the common case without their cost."""
+        try:
+            served = (self._cpu and tensor.is_cpu) or (self._cuda and tensor.is_cuda)
+            plain = served and tensor.layout is torch.strided
+        except AttributeError:
+            plain = False
+        if plain and isinstance(tensor, torch.Tensor):
+            check_communicable(tensor.dtype, argument)
+            return
+        check_tensor(tensor, argument, self._device_types)
+
+    def _in_place(self, tensor: torch.Tensor, argument: str, *, keep: bool = True) -> tuple[torch.Tensor, Finish]:
+        """What the transport works on instead of ``tensor``, and how the result gets back."""
+        self._check(tensor, argument)
+        if is_plain(tensor):
+            return tensor, None
+        stage, destination = writable(tensor, argument, keep=keep)
+        if destination is None:
+            return stage, None
+        return stage, lambda: _copy(destination, stage)
+
+    def _share(self, tensor: torch.Tensor, argument: str) -> torch.Tensor:
+        self._check(tensor, argument)
+        return readable(tensor)
+
+    def _input(self, tensor: torch.Tensor, argument: str, like: torch.Tensor, numel: int) -> torch.Tensor:
+        self._check(tensor, argument)
+        _check_fits(tensor, argument, like, numel)
+        return readable(tensor)
+
+    def _output(
+        self, tensor: torch.Tensor, argument: str, like: torch.Tensor, numel: int
+    ) -> tuple[torch.Tensor, Finish]:
+        self._check(tensor, argument)
+        _check_fits(tensor, argument, like, numel)
+        return self._in_place(tensor, argument, keep=False)
+
+    def _only_on(
+        self,
+        root: int,
+        tensor: torch.Tensor | None,
+        argument: str,
+        like: torch.Tensor,
+        share: int,
+        *,
+        written: bool,
+    ) -> tuple[torch.Tensor | None, Finish]:
+        """The tensor of all shares, which exists on ``root`` only."""
+        if self.rank != root:
+            if tensor is not None:
+                raise InvalidTensorError(
+                    "only one rank has this tensor",
+                    argument=argument,
+                    expected=f"None on every rank but {root}",
+                    seen=f"a tensor on rank {self.rank}",
+                )
+            return None, None
+        if tensor is None:
+            raise InvalidTensorError(
+                "this rank must pass the tensor of all shares",
+                argument=argument,
+                expected=f"{self.size * share} elements on rank {root}",
+                seen=None if tensor is None else tensor,
+            )
+        if written:
+            return self._output(tensor, argument, like, self.size * share)
+        return self._input(tensor, argument, like, self.size * share), None
+
+    def _other(self, rank: int, argument: str) -> int:
+        rank = check_rank(rank, self.size, argument)
+        if rank == self.rank:
+            raise InvalidRankError(
+                "a rank cannot send to or receive from itself",
+                argument=argument,
+                expected="another rank",
+                seen=rank,
+            )
+        return rank
+
+
+def _apart(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """``source``, or a copy of it where the call would overwrite it while it is read."""
+    return source.clone() if shares_memory(source, target) else source
+
+
+def _copy(destination: torch.Tensor, stage: torch.Tensor) -> None:
+    destination.copy_(stage.view(destination.dtype).view(destination.shape))
+
+
+def _check_fits(tensor: torch.Tensor, argument: str, like: torch.Tensor, numel: int) -> None:
+    if tensor.dtype is not like.dtype or tensor.device != like.device or tensor.numel() != numel:
+        raise InvalidTensorError(
+            "tensors do not fit together",
+            argument=argument,
+            expected=f"{numel} elements of {like.dtype} on {like.device}",
+            seen=f"{tensor.numel()} elements of {tensor.dtype} on {tensor.device}",
+        )

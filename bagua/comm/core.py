@@ -1,0 +1,268 @@
+"""The life of a communicator: the path that every call takes, its errors, its counters."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+
+from bagua.comm.arguments import as_seconds
+from bagua.comm.call import COLLECTIVES, Call
+from bagua.comm.statistics import KindStatistics, Statistics
+from bagua.comm.transport import Handle, Transport
+from bagua.comm.work import CompositeWork, PendingWork, Steps, Work
+from bagua.errors import (
+    BaguaError,
+    CommunicationError,
+    CommunicatorClosedError,
+    ConcurrentUseError,
+    ConfigurationError,
+)
+
+__all__ = ["CommunicatorCore", "Timeout"]
+
+Timeout = float | timedelta | None
+
+
+class CommunicatorCore:
+    """Life cycle of a communicator: order, errors, counters. Collectives are added on top.
+
+    Args:
+        transport: moves the bytes.
+        timeout_s: deadline of calls that do not bring their own, in seconds.
+    """
+
+    def __init__(self, transport: Transport, timeout_s: float) -> None:
+        self._transport = transport
+        self._timeout_s = timeout_s
+        self._in_use = threading.Lock()
+        self._broken: BaseException | None = None
+        self._closed = False
+        self._collectives = 0
+        self._others = 0
+        self._composite: CompositeWork | None = None
+        self.statistics = Statistics(transport.rank, transport.size)
+        #: Facts read on every call.
+        self._device_types = transport.device_types
+        self._cpu = "cpu" in transport.device_types
+        self._cuda = "cuda" in transport.device_types
+        self.rank: int = transport.rank
+        self.size: int = transport.size
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global rank of each member."""
+        return self._transport.membership.ranks
+
+    @property
+    def backend(self) -> str:
+        """Name of the transport, for example ``gloo``."""
+        return self._transport.name
+
+    @property
+    def label(self) -> str:
+        """What messages call this communicator."""
+        return self._transport.membership.label
+
+    @property
+    def timeout_s(self) -> float:
+        """Deadline of calls that do not bring their own, in seconds."""
+        return self._timeout_s
+
+    @property
+    def device_types(self) -> frozenset[str]:
+        """Types of the devices whose tensors can be communicated."""
+        return self._device_types
+
+    @property
+    def executor(self) -> Literal["caller", "thread", "stream"]:
+        """Where background exchanges on this communicator run best, by measurement."""
+        return self._transport.executor
+
+    @property
+    def usable(self) -> bool:
+        """Whether calls are still possible: neither closed nor broken."""
+        return self._broken is None and not self._closed
+
+    def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+        """A flat uninitialized tensor that collectives here reduce without a copy if they can.
+
+        Args:
+            numel: number of elements.
+            dtype: of the elements.
+            device: where the memory lies.
+        """
+        return self._transport.empty(numel, dtype, torch.device(device))
+
+    def stats(self) -> dict[str, KindStatistics]:
+        """Calls, bytes and seconds of this communicator, by kind of call."""
+        return self.statistics.snapshot()
+
+    def history(self) -> tuple[str, ...]:
+        """Descriptions of the last calls, oldest first."""
+        return self.statistics.history()
+
+    def abort(self, reason: str = "aborted by the user") -> None:
+        """Break the communicator at once, from any thread.
+
+        Calls under way end with an error, here and on the other ranks, whose
+        ``PeerLostError`` carries ``reason``.
+        """
+        if self._broken is None:
+            self._broken = CommunicatorClosedError(f"the communicator was aborted: {reason}", rank=self.rank)
+        self._transport.abort(reason)
+
+    def close(self) -> None:
+        """Give back threads, sockets and memory. Later calls raise ``CommunicatorClosedError``."""
+        if not self._closed:
+            self._closed = True
+            self._transport.close()
+
+    def __repr__(self) -> str:
+        state = "" if self.usable else ", closed" if self._closed else ", broken"
+        return f"<Communicator {self.label} rank {self.rank} of {self.size} on {self.backend}{state}>"
+
+    # The path of every call.
+
+    def _run(
+        self,
+        kind: str,
+        source: torch.Tensor | None,
+        target: torch.Tensor | None,
+        dtype: torch.dtype,
+        numel: int,
+        async_op: bool,
+        timeout: Timeout,
+        reduction: str = "",
+        root: int = -1,
+        *,
+        peer: int = -1,
+        counts: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
+        finish: Callable[[], None] | None = None,
+        result: Any = None,
+    ) -> Work | None:
+        """Start the described call; wait for it unless ``async_op``."""
+        timeout_s = self._timeout_s if timeout is None else as_seconds(timeout)
+        if self._composite is not None and not self._composite.driven_here():
+            self._composite.wait()
+        if not self._in_use.acquire(blocking=False):
+            raise self._concurrent_use(kind)
+        started = time.perf_counter()
+        call: Call | None = None
+        try:
+            if self._broken is not None or self._closed:
+                raise self._refusal(kind)
+            call = Call(kind, self._next(kind), dtype, numel, reduction, root, peer, counts[0], counts[1])
+            self.statistics.recent.append(call)
+            handle = self._transport.start(call, source, target, timeout_s, async_op)
+            if not async_op:
+                handle.wait()
+                if finish is not None:
+                    finish()
+                self.statistics.add(call, time.perf_counter() - started)
+                return None
+        except BaseException as error:
+            if call is not None:
+                self._break(error, call, started)
+            raise
+        finally:
+            self._in_use.release()
+        return self._pending(handle, call, started, finish, (source, target, result))
+
+    def _next(self, kind: str) -> int:
+        if kind in COLLECTIVES:
+            self._collectives += 1
+            return self._collectives
+        self._others += 1
+        return self._others
+
+    def _pending(
+        self,
+        handle: Handle,
+        call: Call,
+        started: float,
+        finish: Callable[[], None] | None,
+        kept: tuple[Any, ...],
+    ) -> Work:
+        spent = time.perf_counter() - started
+
+        def complete(timeout_s: float | None) -> Any:
+            waiting = time.perf_counter()
+            try:
+                handle.wait(timeout_s)
+                if finish is not None:
+                    finish()
+            except BaseException as error:
+                self._break(error, call, started)
+                raise
+            self.statistics.add(call, spent + time.perf_counter() - waiting)
+            return kept[-1]
+
+        return PendingWork(complete, handle.is_completed)
+
+    def _compose(self, steps: Steps, async_op: bool) -> CompositeWork:
+        """Run, or start, a collective made of several; see ``CompositeWork``."""
+        if self._composite is not None and not self._composite.driven_here():
+            self._composite.wait()
+        outer = self._composite
+
+        def released(_: CompositeWork) -> None:
+            self._composite = outer
+
+        work = CompositeWork(steps, released)
+        if work.is_completed():
+            return work
+        if async_op:
+            self._composite = work
+        else:
+            work.wait()
+        return work
+
+    # Errors.
+
+    def _concurrent_use(self, kind: str) -> ConcurrentUseError:
+        return ConcurrentUseError(
+            f"{kind} was called while another thread is inside a call on {self.label}",
+            rank=self.rank,
+            advice="Give each thread a communicator of its own: group.duplicate().",
+        )
+
+    def _refusal(self, kind: str) -> CommunicatorClosedError:
+        reason = "it was closed"
+        if self._broken is not None:
+            reason = str(getattr(self._broken, "problem", "") or repr(self._broken))
+        refusal = CommunicatorClosedError(
+            f"{kind} on {self.label}, which can no longer be used: {reason}",
+            rank=self.rank,
+            advice="Call destroy_process_group() and start anew, from a checkpoint if need be.",
+        )
+        refusal.__cause__ = self._broken
+        return refusal
+
+    def _break(self, error: BaseException, call: Call, started: float) -> None:
+        """Make this communicator unusable because ``error`` ended ``call`` half-way."""
+        if isinstance(error, ConfigurationError):
+            return  # The transport refused before anything was sent.
+        if isinstance(error, CommunicationError):
+            self._complete_facts(error, call, started)
+        if self._broken is None:
+            self._broken = error
+        name = type(error).__name__
+        detail = error.problem if isinstance(error, BaguaError) else str(error)
+        self._transport.abort(f"rank {self.rank} left {call} with {name}: {detail}")
+
+    def _complete_facts(self, error: CommunicationError, call: Call, started: float) -> None:
+        if error.call is None:
+            error.call = str(call)
+        if error.sequence is None:
+            error.sequence = call.sequence
+        if error.rank is None:
+            error.rank = self.rank
+        if error.elapsed_s is None:
+            error.elapsed_s = round(time.perf_counter() - started, 3)
+        if not error.history:
+            error.history = self.statistics.history()

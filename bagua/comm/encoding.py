@@ -1,0 +1,163 @@
+"""Objects as bytes, without pickle unless the caller asks for it.
+
+The format is one flag byte, the length of a JSON document, the document, and the
+raw bytes of the tensors and byte strings that it refers to. Decoding it can build
+numbers, strings, bytes, lists, tuples, sets, dictionaries and tensors, and nothing
+else, so nothing that comes from the network is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+from typing import Any
+
+import torch
+
+from bagua.comm.reduction import check_communicable
+from bagua.errors import ConfigurationError, InvalidTensorError
+
+__all__ = ["decode", "encode", "encode_failure"]
+
+_HEADER = struct.Struct("<BQ")
+_PLAIN, _PICKLE, _FAILURE = 0, 1, 2
+_SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+
+
+def encode(value: object, *, allow_pickle: bool = False) -> torch.Tensor:
+    """``value`` as a one-dimensional uint8 tensor.
+
+    Args:
+        value: numbers, strings, bytes, None, tensors, and lists, tuples, sets and
+            dictionaries of these; anything else only with ``allow_pickle``.
+        allow_pickle: use pickle for the whole object.
+
+    Raises:
+        ConfigurationError: a part of ``value`` has no safe encoding.
+
+    Example:
+        >>> decode(encode({"step": 3, "tags": ("a", b"b")}))
+        {'step': 3, 'tags': ('a', b'b')}
+    """
+    if allow_pickle:
+        return _as_tensor(_HEADER.pack(_PICKLE, 0), _pickled(value))
+    blobs: list[bytes] = []
+    document = json.dumps(_node(value, blobs)).encode()
+    return _as_tensor(_HEADER.pack(_PLAIN, len(document)), document, *blobs)
+
+
+def encode_failure(reason: str) -> torch.Tensor:
+    """What a rank sends in place of an object that it could not encode."""
+    return _as_tensor(_HEADER.pack(_FAILURE, 0), reason.encode())
+
+
+def decode(data: torch.Tensor, *, allow_pickle: bool = False) -> Any:
+    """The object that ``encode`` turned into ``data``; its tensors are on the CPU.
+
+    Raises:
+        ConfigurationError: the sender failed to encode it, or used pickle and this side
+            did not ask for that.
+    """
+    raw = data.numpy(force=True).tobytes()
+    flag, length = _HEADER.unpack_from(raw)
+    body = raw[_HEADER.size :]
+    if flag == _FAILURE:
+        raise ConfigurationError(f"the sending rank could not encode its object: {body.decode()}", argument="obj")
+    if flag == _PICKLE:
+        if not allow_pickle:
+            raise ConfigurationError(
+                "the sending rank used pickle, which this rank does not accept",
+                argument="allow_pickle",
+                expected="the same value on all ranks",
+                seen="True on the sender, False here",
+            )
+        return pickle.loads(body)  # noqa: S301 - both sides asked for it
+    return _Reader(body[length:]).value(json.loads(body[:length]))
+
+
+def _pickled(value: object) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception as error:  # pickle lets through whatever the object raises
+        raise ConfigurationError("the object cannot be pickled", argument="obj", seen=type(value).__name__) from error
+
+
+def _as_tensor(*parts: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
+
+
+def _node(value: object, blobs: list[bytes]) -> Any:
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind is complex:
+        return ["complex", value.real, value.imag]  # type: ignore[attr-defined]
+    if kind in (bytes, bytearray):
+        blobs.append(bytes(value))  # type: ignore[call-overload]
+        return [kind.__name__, len(blobs[-1])]
+    if isinstance(value, torch.Tensor):
+        return _tensor_node(value, blobs)
+    if kind in (list, tuple, set, frozenset):
+        return [kind.__name__, *(_node(item, blobs) for item in value)]  # type: ignore[attr-defined]
+    if kind is dict:
+        pairs = value.items()  # type: ignore[attr-defined]
+        return ["dict", *([_node(key, blobs), _node(item, blobs)] for key, item in pairs)]
+    raise ConfigurationError(
+        "an object of this type cannot be sent without pickle",
+        argument="obj",
+        expected="numbers, strings, bytes, tensors, and containers of these",
+        seen=f"{kind.__module__}.{kind.__qualname__}",
+        advice="Convert it, or pass allow_pickle=True on every rank if you trust all of them.",
+    )
+
+
+def _tensor_node(value: torch.Tensor, blobs: list[bytes]) -> list[Any]:
+    if value.layout is not torch.strided:
+        raise InvalidTensorError(
+            "only dense tensors can be sent inside an object",
+            argument="obj",
+            expected="layout torch.strided",
+            seen=value.layout,
+        )
+    check_communicable(value.dtype, "obj")
+    plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    blobs.append(plain.view(-1).view(torch.uint8).numpy().tobytes())
+    return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
+
+
+class _Reader:
+    """Rebuilds a value; blobs are consumed in the order in which they were written."""
+
+    def __init__(self, blobs: bytes) -> None:
+        self._blobs = blobs
+        self._position = 0
+
+    def _take(self, length: int) -> bytes:
+        start, self._position = self._position, self._position + length
+        return self._blobs[start : self._position]
+
+    def value(self, node: Any) -> Any:
+        if not isinstance(node, list):
+            return node
+        tag, *rest = node
+        if tag == "tensor":
+            return self._tensor(*rest)
+        if tag == "bytes":
+            return self._take(rest[0])
+        if tag == "bytearray":
+            return bytearray(self._take(rest[0]))
+        if tag == "complex":
+            return complex(*rest)
+        if tag == "dict":
+            return {self.value(key): self.value(item) for key, item in rest}
+        return _SEQUENCES[tag](self.value(item) for item in rest)
+
+    def _tensor(self, dtype_name: str, shape: list[int]) -> torch.Tensor:
+        dtype = getattr(torch, dtype_name)
+        result = torch.empty(shape, dtype=dtype)
+        raw = self._take(result.numel() * dtype.itemsize)
+        if raw:
+            flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+            result.view(-1).view(torch.uint8).copy_(flat)
+        return result

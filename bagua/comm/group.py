@@ -1,0 +1,264 @@
+"""Process groups: a set of ranks, where they live, and its three communicators."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from bagua.comm.backends import create_transport, refusal
+from bagua.comm.communicator import Communicator
+from bagua.comm.hosts import ranks_by_node
+from bagua.comm.rendezvous import exchange, refuse_together
+from bagua.comm.statistics import KindStatistics, Statistics, merge
+from bagua.comm.transport import Membership
+from bagua.errors import CollectiveMismatchError, InvalidRankError
+
+__all__ = ["Ledger", "ProcessGroup", "solo_group"]
+
+
+@dataclass
+class Ledger:
+    """Counters of every communicator that one rank ever made, closed ones included."""
+
+    entries: list[Statistics] = field(default_factory=list)
+
+    def totals(self) -> dict[str, KindStatistics]:
+        """Sums over all communicators, by kind of call."""
+        return merge([entry.snapshot() for entry in list(self.entries)])
+
+
+class ProcessGroup:
+    """Ranks that train together, and their communicators. Building one is collective.
+
+    Users get groups from ``init_process_group``, ``new_group`` and
+    ``from_torch_group``. All three communicators exist as soon as the group does, so
+    no later call waits for ranks that never come. With one host, or one rank per
+    host, those with the same members are one and the same communicator.
+
+    Args:
+        store: written to by the members of this group only.
+        rank: this process's rank in the group.
+        ranks: global rank of each member.
+        nodes: index of the host of each member.
+        backend: name of the transport.
+        timeout_s: default deadline of every call, in seconds.
+        label: what messages call the group.
+        ledger: where the counters go.
+
+    Attributes:
+        global_communicator: all members.
+        intra_node_communicator: the members on this host.
+        inter_node_communicator: the lowest rank of each host; None on other ranks.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        ranks: Sequence[int],
+        nodes: Sequence[int],
+        backend: str,
+        timeout_s: float,
+        label: str,
+        ledger: Ledger,
+    ) -> None:
+        self.store = store
+        self.rank = rank
+        self.ranks = tuple(ranks)
+        self.nodes = tuple(nodes)
+        self.backend = backend
+        self.timeout_s = timeout_s
+        self.label = label
+        self._ledger = ledger
+        self._descendants: list[ProcessGroup] = []
+        self._made: list[Communicator] = []
+        self._numbered = 0
+        self._on_hosts = ranks_by_node(self.nodes)
+        reason = refusal(backend) if self.size > 1 else None
+        refuse_together(store, "refusal", rank, self.ranks, reason, timeout_s)
+        try:
+            self._connect()
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self) -> None:
+        local = self._on_hosts[self.node_rank]
+        leaders = [members[0] for members in self._on_hosts]
+        everyone = list(range(self.size))
+        self.global_communicator = self._communicator(everyone, "")
+        self.intra_node_communicator = (
+            self.global_communicator if local == everyone else self._communicator(local, "/intra")
+        )
+        self.inter_node_communicator: Communicator | None = None
+        if self.rank in leaders:
+            self.inter_node_communicator = (
+                self.global_communicator if leaders == everyone else self._communicator(leaders, "/inter")
+            )
+
+    def _communicator(self, members: list[int], suffix: str) -> Communicator:
+        membership = Membership(
+            store=dist.PrefixStore(f"communicator{suffix}{members[0]}", self.store),
+            rank=members.index(self.rank),
+            ranks=tuple(self.ranks[member] for member in members),
+            nodes=tuple(self.nodes[member] for member in members),
+            timeout_s=self.timeout_s,
+            label=self.label + suffix,
+        )
+        communicator = Communicator(create_transport(self.backend, membership), self.timeout_s)
+        self._made.append(communicator)
+        self._ledger.entries.append(communicator.statistics)
+        return communicator
+
+    # Facts.
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+    @property
+    def node_rank(self) -> int:
+        """Position of this process's host among the hosts of the group."""
+        return next(i for i, members in enumerate(self._on_hosts) if self.rank in members)
+
+    @property
+    def node_sizes(self) -> tuple[int, ...]:
+        """Members on each host; hosts in the order of their lowest rank."""
+        return tuple(len(members) for members in self._on_hosts)
+
+    @property
+    def local_rank(self) -> int:
+        """Rank among the members on this host."""
+        return self._on_hosts[self.node_rank].index(self.rank)
+
+    @property
+    def local_size(self) -> int:
+        """Number of members on this host."""
+        return self.node_sizes[self.node_rank]
+
+    def get_global_communicator(self) -> Communicator:
+        """The communicator of all members."""
+        return self.global_communicator
+
+    def get_intra_node_communicator(self) -> Communicator:
+        """The communicator of the members on this host."""
+        return self.intra_node_communicator
+
+    def get_inter_node_communicator(self) -> Communicator | None:
+        """The communicator of the lowest rank of each host; None on other ranks."""
+        return self.inter_node_communicator
+
+    def __repr__(self) -> str:
+        return (
+            f"<ProcessGroup {self.label} rank {self.rank} of {self.size} on {self.backend}, "
+            f"hosts of {list(self.node_sizes)}>"
+        )
+
+    # Groups from this one.
+
+    def duplicate(self, label: str = "duplicate") -> ProcessGroup:
+        """A group of the same ranks with communicators of its own. Collective.
+
+        Args:
+            label: what messages call it.
+        """
+        return self._derive(range(self.size), None, None, label)
+
+    def subgroup(
+        self,
+        ranks: Sequence[int],
+        *,
+        backend: str | None = None,
+        timeout_s: float | None = None,
+        label: str = "group",
+    ) -> ProcessGroup | None:
+        """A group of some members. Called by all members with the same arguments.
+
+        Args:
+            ranks: ranks in this group; their order does not matter.
+            backend: of the new group; None means this group's.
+            timeout_s: default deadline of the new group; None means this group's.
+            label: what messages call it.
+
+        Returns:
+            The group on its members, None elsewhere.
+
+        Raises:
+            InvalidRankError: ``ranks`` is empty, repeats a rank, or has an unknown one.
+            CollectiveMismatchError: members passed different arguments.
+        """
+        members = sorted(ranks)
+        if not members or len(set(members)) < len(members) or not self._known(members):
+            raise InvalidRankError(
+                "not a set of ranks of this group",
+                argument="ranks",
+                expected=f"different whole numbers from 0 to {self.size - 1}, at least one",
+                seen=list(ranks),
+            )
+        return self._derive(members, backend, timeout_s, label)
+
+    def _known(self, members: list[int]) -> bool:
+        return all(type(member) is int and 0 <= member < self.size for member in members)
+
+    def _derive(
+        self, members: Sequence[int], backend: str | None, timeout_s: float | None, label: str
+    ) -> ProcessGroup | None:
+        self._numbered += 1
+        name = f"{label}{self._numbered}"
+        store = dist.PrefixStore(name, self.store)
+        self._agree(store, [list(members), backend or self.backend, timeout_s or self.timeout_s])
+        if self.rank not in members:
+            return None
+        group = ProcessGroup(
+            dist.PrefixStore("members", store),
+            list(members).index(self.rank),
+            [self.ranks[member] for member in members],
+            [self.nodes[member] for member in members],
+            backend or self.backend,
+            timeout_s or self.timeout_s,
+            f"{self.label}/{name}",
+            self._ledger,
+        )
+        self._descendants.append(group)
+        return group
+
+    def _agree(self, store: dist.Store, wanted: list[object]) -> None:
+        """Compare what every member asks for, before anyone waits for a connection."""
+        answers = exchange(store, "wanted", self.rank, self.ranks, wanted, self.timeout_s)
+        for member, answer in enumerate(answers):
+            if answer != wanted:
+                raise CollectiveMismatchError(
+                    "ranks ask for different groups",
+                    rank=self.rank,
+                    call=f"new group from {self.label}",
+                    peers=(member,),
+                    expected=f"ranks {wanted[0]}, backend {wanted[1]}, timeout {wanted[2]} s",
+                    seen=f"ranks {answer[0]}, backend {answer[1]}, timeout {answer[2]} s",
+                )
+
+    # The end.
+
+    def abort(self, reason: str = "aborted by the user") -> None:
+        """Break all communicators of this group, from any thread; see ``Communicator.abort``."""
+        for communicator in list(self._made):
+            communicator.abort(reason)
+
+    def close(self) -> None:
+        """Close this group and every group derived from it. Idempotent."""
+        for group in reversed(self._descendants):
+            group.close()
+        for communicator in reversed(self._made):
+            communicator.close()
+
+
+def solo_group() -> ProcessGroup:
+    """A group of this process alone, without any initialization.
+
+    Example:
+        >>> solo_group().size
+        1
+    """
+    return ProcessGroup(dist.HashStore(), 0, [0], [0], "solo", 1800.0, "solo", Ledger())

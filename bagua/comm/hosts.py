@@ -1,0 +1,73 @@
+"""Which ranks share a host: found out from what each process sees, not assumed."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from bagua import env
+from bagua.errors import ConfigurationError
+
+__all__ = ["host_identity", "nodes_from_identities", "nodes_from_local_size", "ranks_by_node"]
+
+
+def host_identity() -> str:
+    """A text that two processes share exactly when they run on one host.
+
+    The boot id tells kernels apart, the network namespace tells containers apart
+    that do not reach each other over loopback. Where the kernel does not tell,
+    the launcher's node index and the host name do.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.stat("/proc/self/ns/net")
+    except OSError:
+        return f"{socket.gethostname()}/node{env.get_node_rank()}"
+    return f"{boot}/net{namespace.st_dev}.{namespace.st_ino}"
+
+
+def nodes_from_identities(identities: Sequence[str]) -> tuple[int, ...]:
+    """Index of the host of each rank; hosts are numbered by their lowest rank.
+
+    Example:
+        >>> nodes_from_identities(["b", "a", "b", "c"])
+        (0, 1, 0, 2)
+    """
+    numbers: dict[str, int] = {}
+    return tuple(numbers.setdefault(identity, len(numbers)) for identity in identities)
+
+
+def nodes_from_local_size(world_size: int, local_world_size: int) -> tuple[int, ...]:
+    """Index of the host of each rank when hosts hold consecutive blocks of ranks.
+
+    Raises:
+        ConfigurationError: the blocks do not fit the world.
+
+    Example:
+        >>> nodes_from_local_size(4, 2)
+        (0, 0, 1, 1)
+    """
+    if not 1 <= local_world_size <= world_size or world_size % local_world_size:
+        raise ConfigurationError(
+            "the world does not split into hosts of this size",
+            argument="local_world_size",
+            expected=f"a divisor of the world size {world_size}",
+            seen=local_world_size,
+            advice="Leave it out: hosts are found out, also uneven ones.",
+        )
+    return tuple(rank // local_world_size for rank in range(world_size))
+
+
+def ranks_by_node(nodes: Sequence[int]) -> list[list[int]]:
+    """Ranks on each host in ascending order; hosts in the order of their lowest rank.
+
+    Example:
+        >>> ranks_by_node((0, 1, 0))
+        [[0, 2], [1]]
+    """
+    members: dict[int, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        members.setdefault(node, []).append(rank)
+    return list(members.values())

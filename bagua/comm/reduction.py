@@ -1,0 +1,176 @@
+"""Which reductions exist for which dtypes, and how we add where we do the adding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.distributed import ReduceOp
+
+from bagua.errors import InvalidReduceOpError, InvalidTensorError
+
+__all__ = [
+    "ReduceOp",
+    "bytes_reduction",
+    "check_communicable",
+    "fold",
+    "reduction_name",
+    "wide_dtype",
+]
+
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_COMPLEX = frozenset({torch.complex64, torch.complex128})
+_INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+_BOOL = frozenset({torch.bool})
+_FLOAT8 = frozenset(
+    getattr(torch, name)
+    for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+    if hasattr(torch, name)
+)
+_REDUCIBLE = _FLOATS | _COMPLEX | _INTEGERS | _BOOL
+_COMMUNICABLE = _REDUCIBLE | _FLOAT8
+
+_ALLOWED: dict[str, frozenset[torch.dtype]] = {
+    "sum": _REDUCIBLE,
+    "product": _REDUCIBLE,
+    "min": _FLOATS | _INTEGERS | _BOOL,
+    "max": _FLOATS | _INTEGERS | _BOOL,
+    "avg": _FLOATS | _COMPLEX,
+    "band": _INTEGERS | _BOOL,
+    "bor": _INTEGERS | _BOOL,
+    "bxor": _INTEGERS | _BOOL,
+}
+
+_OPERATIONS = {
+    ReduceOp.SUM: "sum",
+    ReduceOp.PRODUCT: "product",
+    ReduceOp.MIN: "min",
+    ReduceOp.MAX: "max",
+    ReduceOp.AVG: "avg",
+    ReduceOp.BAND: "band",
+    ReduceOp.BOR: "bor",
+    ReduceOp.BXOR: "bxor",
+}
+
+#: One look-up answers both "is this legal" and "what is it called".
+_LEGAL = {(op, dtype): name for op, name in _OPERATIONS.items() for dtype in _ALLOWED[name]}
+
+_FOLDS: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+
+#: Reductions of bool, expressed on its bytes (0 or 1).
+_BOOL_AS_BYTES = {
+    "sum": "max",
+    "max": "max",
+    "bor": "max",
+    "product": "min",
+    "min": "min",
+    "band": "min",
+    "bxor": "bxor",
+}
+
+
+def reduction_name(op: object, dtype: torch.dtype) -> str:
+    """Name of the reduction ``op`` for tensors of ``dtype``.
+
+    Args:
+        op: a ``torch.distributed.ReduceOp`` value.
+        dtype: dtype of the tensors to reduce.
+
+    Returns:
+        One of ``sum, product, min, max, avg, band, bor, bxor``.
+
+    Raises:
+        InvalidReduceOpError: ``op`` is unknown or has no meaning for ``dtype``.
+
+    Example:
+        >>> reduction_name(ReduceOp.AVG, torch.float16)
+        'avg'
+    """
+    try:
+        return _LEGAL[op, dtype]  # type: ignore[index]
+    except (KeyError, TypeError):
+        return _explain(op, dtype)
+
+
+def _explain(op: object, dtype: torch.dtype) -> str:
+    for known, name in _OPERATIONS.items() if isinstance(op, ReduceOp) else ():
+        if op == known:  # a ReduceOp object rather than the enum's value
+            if dtype in _ALLOWED[name]:
+                return name
+            dtypes = sorted(str(allowed) for allowed in _ALLOWED[name])
+            raise InvalidReduceOpError(
+                f"{name.upper()} has no meaning for {dtype}",
+                argument="op",
+                expected=f"{name.upper()} of one of {', '.join(dtypes)}",
+                seen=dtype,
+                advice="Convert the tensor or choose another reduction.",
+            )
+    raise InvalidReduceOpError(
+        "unknown reduction",
+        argument="op",
+        expected="one of ReduceOp." + ", ReduceOp.".join(n.upper() for n in _OPERATIONS.values()),
+        seen=repr(op),
+    )
+
+
+def check_communicable(dtype: torch.dtype, argument: str) -> None:
+    """Raise ``InvalidTensorError`` for a dtype that no collective carries (quantized ones, say)."""
+    if dtype not in _COMMUNICABLE:
+        raise InvalidTensorError(
+            "this dtype cannot be communicated",
+            argument=argument,
+            expected="a floating, complex, integer or bool dtype",
+            seen=dtype,
+        )
+
+
+def bytes_reduction(name: str) -> str:
+    """The reduction of uint8 that does to the bytes of bool tensors what ``name`` does to them."""
+    return _BOOL_AS_BYTES[name]
+
+
+def wide_dtype(dtype: torch.dtype, name: str) -> torch.dtype:
+    """The dtype in which ``name`` accumulates: float32 for sums and products of 16-bit floats."""
+    if dtype in (torch.float16, torch.bfloat16) and name in ("sum", "avg", "product"):
+        return torch.float32
+    return dtype
+
+
+def fold(parts: list[torch.Tensor], name: str, out: torch.Tensor) -> torch.Tensor:
+    """Reduce ``parts`` in their order into ``out`` and return it.
+
+    The order is fixed, so every rank that folds the same parts gets the same
+    bits. 16-bit floats accumulate in float32 and are rounded once.
+
+    Args:
+        parts: one tensor per rank, equal in shape and dtype.
+        name: the reduction, as ``reduction_name`` returns it.
+        out: where the result goes; it may be one of the parts.
+
+    Example:
+        >>> parts = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0])]
+        >>> fold(parts, "avg", torch.empty(2))
+        tensor([2.0000, 3.5000])
+    """
+    if len(parts) == 1:
+        return out if out is parts[0] else out.copy_(parts[0])
+    wide = wide_dtype(out.dtype, name)
+    operation = _FOLDS[name]
+    alias = any(part.data_ptr() == out.data_ptr() for part in parts[2:])
+    direct = wide is out.dtype and not alias
+    total = out if direct else torch.empty_like(out, dtype=wide)
+    operation(parts[0] if direct else parts[0].to(wide), parts[1], out=total)
+    for part in parts[2:]:
+        operation(total, part, out=total)
+    if name == "avg":
+        total.div_(len(parts))
+    return out if direct else out.copy_(total)

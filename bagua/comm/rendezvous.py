@@ -1,0 +1,172 @@
+"""How ranks find each other: a store, who has come, and what each of them brought."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from bagua import env
+from bagua.errors import (
+    CollectiveTimeoutError,
+    ConfigurationError,
+    PeerLostError,
+    TransportUnavailableError,
+)
+
+__all__ = ["connect", "exchange", "refuse_together", "resolve_rank"]
+
+_COMMAND = "torchrun --nproc_per_node 2 train.py (or: baguarun --nproc_per_node 2 train.py)"
+
+
+def resolve_rank(rank: int, world_size: int) -> tuple[int, int]:
+    """Rank and world size from the arguments, else from the launcher, else a single process.
+
+    Raises:
+        ConfigurationError: they are incomplete or contradict each other.
+    """
+    rank = rank if rank >= 0 else _or(env.get_rank(), -1)
+    world_size = world_size if world_size >= 0 else _or(env.get_world_size(), -1)
+    if rank < 0 and world_size in (-1, 1):
+        return 0, 1
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise ConfigurationError(
+            "this process does not know its place in the world",
+            argument="rank, world_size",
+            expected="0 <= rank < world_size, from the arguments or from a launcher",
+            seen=f"rank {'unset' if rank < 0 else rank}, world size {'unset' if world_size < 0 else world_size}",
+            advice=f"Start the script with: {_COMMAND}",
+        )
+    return rank, world_size
+
+
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def connect(rank: int, world_size: int, timeout_s: float) -> dist.Store:
+    """The store of this job, as the launcher's variables describe it.
+
+    Raises:
+        ConfigurationError: several processes but no address to meet at.
+        CollectiveTimeoutError: the process that hosts the store does not answer.
+    """
+    if world_size == 1:
+        return dist.HashStore()
+    found = env.launcher_variables()
+    address, port = found.get("MASTER_ADDR"), found.get("MASTER_PORT", "")
+    if address is None or not port.isdigit():
+        raise ConfigurationError(
+            f"a world of {world_size} processes, but no address where they meet",
+            argument="MASTER_ADDR, MASTER_PORT",
+            expected="both in the environment, as a launcher sets them",
+            seen=f"MASTER_ADDR {address or 'unset'}, MASTER_PORT {port or 'unset'}",
+            advice=f"Start the script with: {_COMMAND}",
+        )
+    agent_hosts = found.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    started = time.monotonic()
+    try:
+        store = dist.TCPStore(
+            address,
+            int(port),
+            world_size,
+            is_master=rank == 0 and not agent_hosts,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except Exception as error:
+        host = "the launcher's agent" if agent_hosts else "rank 0"
+        raise CollectiveTimeoutError(
+            f"rank {rank} could not reach the store of {host} at {address}:{port}",
+            rank=rank,
+            call="init_process_group",
+            peers=() if agent_hosts else (0,),
+            elapsed_s=time.monotonic() - started,
+            timeout_s=timeout_s,
+            advice="Check that it runs, and that MASTER_ADDR and MASTER_PORT are right on every host.",
+        ) from error
+    # A restarted job must not read what the failed attempt left in the agent's store.
+    return dist.PrefixStore(f"attempt{found.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def exchange(store: dist.Store, topic: str, rank: int, ranks: Sequence[int], value: Any, timeout_s: float) -> list[Any]:
+    """What every member posted under ``topic``, in rank order. A barrier that names who is missing.
+
+    Args:
+        store: of the group.
+        topic: used once per store.
+        rank: this member's rank in the group.
+        ranks: what messages call the members.
+        value: anything JSON can hold.
+        timeout_s: how long to wait for the others, in seconds.
+
+    Raises:
+        CollectiveTimeoutError: with the missing ranks as ``peers``.
+    """
+    keys = [f"{topic}/{member}" for member in range(len(ranks))]
+    started = time.monotonic()
+    try:
+        store.set(keys[rank], json.dumps(value))
+        present = _wait_for_keys(store, keys, started + timeout_s)
+        if present:
+            return [json.loads(store.get(key)) for key in keys]
+        missing = [ranks[i] for i, key in enumerate(keys) if not store.check([key])]
+    except dist.DistNetworkError as error:
+        raise PeerLostError(
+            f"rank {ranks[rank]} lost the store through which the ranks meet",
+            rank=ranks[rank],
+            call=topic,
+            peers=ranks[:1],
+            advice="It is hosted by rank 0 or by the launcher: look at its output first.",
+        ) from error
+    raise CollectiveTimeoutError(
+        f"rank {ranks[rank]} waited for ranks {missing}, which did not come",
+        rank=ranks[rank],
+        call=topic,
+        peers=missing,
+        elapsed_s=time.monotonic() - started,
+        timeout_s=timeout_s,
+        advice="Look at the output of those ranks first; did they start at all?",
+    )
+
+
+def _wait_for_keys(store: dist.Store, keys: list[str], deadline: float) -> bool:
+    """Poll until all keys are there, or the deadline has passed."""
+    # Store.wait would hold the store's only connection, ignore Ctrl-C, and print a warning when its time is up.
+    pause_s = 0.0005
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.02)
+    return True
+
+
+def refuse_together(
+    store: dist.Store,
+    topic: str,
+    rank: int,
+    ranks: Sequence[int],
+    refusal: Exception | None,
+    timeout_s: float,
+) -> None:
+    """Raise on every member if one of them has a reason not to go on.
+
+    Raises:
+        TransportUnavailableError: naming the ranks that refuse and why.
+    """
+    answers = exchange(store, topic, rank, ranks, str(refusal) if refusal else "", timeout_s)
+    if refusal is not None:
+        raise refusal
+    refusing = [(ranks[member], reason) for member, reason in enumerate(answers) if reason]
+    if refusing:
+        raise TransportUnavailableError(
+            "; ".join(f"rank {member} refused: {reason}" for member, reason in refusing),
+            rank=ranks[rank],
+            peers=[member for member, _ in refusing],
+        )

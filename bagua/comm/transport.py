@@ -1,0 +1,174 @@
+"""The contract of a transport: the small thing that moves bytes for a communicator.
+
+A transport serves one fixed set of ranks. Everything a user can get wrong has
+been checked before it is called: tensors are dense, contiguous, without autograd
+history, on a device that it serves, of a dtype and reduction that have a meaning,
+and output and input do not overlap except where they are the same tensor.
+
+What each kind of call gets, with n ranks and a share of ``call.numel`` elements
+(shapes are free, only the number of elements counts):
+
+================  ===========================  ============================  ==========
+kind              source                       target                        root
+================  ===========================  ============================  ==========
+allreduce         numel                        the same tensor               -
+reduce            numel                        the same tensor, changed      dst
+                                               on ``dst`` only
+broadcast         numel on root, else None     numel; on root the same       root
+                                               tensor as source
+allgather         numel                        n * numel                     -
+gather            numel                        n * numel on dst, else None   dst
+scatter           n * numel on root,           numel                         root
+                  else None
+reduce_scatter    n * numel                    numel                         -
+alltoall          n * numel                    n * numel                     -
+alltoall_v        sum(send_counts)             sum(recv_counts)              -
+send              numel                        None                          dst
+recv              None                         numel                         src
+sendrecv          numel                        recv_counts[0]                dst, and
+                                                                             source
+barrier           None                         None                          -
+================  ===========================  ============================  ==========
+
+bool arrives as uint8 for reductions (``call.dtype`` still says bool), with the
+reduction that does the same to its bytes in ``call.reduction``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.distributed import Store
+
+from bagua.comm.call import Call
+
+__all__ = ["DONE", "Done", "Handle", "Membership", "Transport"]
+
+
+class Handle(ABC):
+    """A started call, as the transport sees it. Users see ``bagua.comm.Work``."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until the call is complete (on CUDA: until the current stream will see it).
+
+        Args:
+            timeout_s: at most so long; None means until the call's own deadline.
+
+        Raises:
+            CommunicationError: what went wrong, already translated and chained. A
+                deadline that passes is a ``CollectiveTimeoutError``; the transport is
+                unusable after any of these.
+        """
+
+    @abstractmethod
+    def is_completed(self) -> bool:
+        """Whether ``wait`` would return (or raise) at once. Never raises, never blocks."""
+
+
+class Done(Handle):
+    """A call that was complete when ``start`` returned."""
+
+    __slots__ = ()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        return None
+
+    def is_completed(self) -> bool:
+        return True
+
+
+DONE = Done()
+
+
+@dataclass(frozen=True)
+class Membership:
+    """All that a transport needs to know to find its peers.
+
+    Attributes:
+        store: a store that no other communicator writes to (a prefix of its own).
+        rank: this process's rank in the communicator.
+        ranks: global rank of each member, by rank in the communicator.
+        nodes: index of the host of each member, by rank in the communicator.
+        timeout_s: default deadline of every call, in seconds.
+        label: what messages call this communicator (``world``, ``world/intra``, ...).
+    """
+
+    store: Store
+    rank: int
+    ranks: tuple[int, ...]
+    nodes: tuple[int, ...]
+    timeout_s: float
+    label: str = "world"
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+
+class Transport(ABC):
+    """Moves the bytes of one communicator. Three abstract members: start, abort, close.
+
+    Args:
+        membership: the ranks served. Building a transport is collective among them.
+
+    Attributes:
+        name: what logs and ``ProcessGroup.backend`` show, ``gloo`` for example.
+        device_types: ``torch.device.type`` of the tensors it can take.
+        compares_calls: whether ``start`` itself detects ranks that disagree. If not,
+            the communicator puts ``comm/checked.py`` in front when debugging is on.
+        executor: where the engine should run an exchange on this transport, by
+            measurement: in the calling thread, in one background thread in order, or
+            on a communication stream.
+    """
+
+    name: str = "abstract"
+    device_types: frozenset[str] = frozenset({"cpu"})
+    compares_calls: bool = False
+    executor: Literal["caller", "thread", "stream"] = "thread"
+
+    def __init__(self, membership: Membership) -> None:
+        self.membership = membership
+        self.rank = membership.rank
+        self.size = membership.size
+
+    @abstractmethod
+    def start(
+        self,
+        call: Call,
+        source: torch.Tensor | None,
+        target: torch.Tensor | None,
+        timeout_s: float,
+        asynchronous: bool,
+    ) -> Handle:
+        """Start ``call``; calls complete in the order in which they were started.
+
+        With ``asynchronous=False`` the communicator waits on the handle at once, so
+        the transport may do all of the work before it returns. The transport keeps
+        the tensors alive until the call is complete.
+
+        Raises:
+            CommunicationError: translated and chained, as in ``Handle.wait``.
+        """
+
+    @abstractmethod
+    def abort(self, reason: str) -> None:
+        """Break the communicator now, from any thread, and tell the other ranks why.
+
+        Calls under way, here and on peers, end with an error soon; ``reason`` is part
+        of their ``PeerLostError``. Idempotent, never raises, returns quickly.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back: threads, sockets, memory. Idempotent, never blocks for long."""
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A flat tensor in memory that this transport reduces without a copy."""
+        return torch.empty(numel, dtype=dtype, device=device)

@@ -1,0 +1,409 @@
+"""The default group: how it comes to be, who can see it, how it ends."""
+
+from __future__ import annotations
+
+import atexit
+import contextvars
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bagua import env
+from bagua.comm.arguments import as_seconds
+from bagua.comm.group import Ledger, ProcessGroup
+from bagua.comm.hosts import host_identity, nodes_from_identities, nodes_from_local_size
+from bagua.comm.rendezvous import connect, exchange, resolve_rank
+from bagua.comm.statistics import KindStatistics
+from bagua.errors import (
+    CollectiveMismatchError,
+    ConfigurationError,
+    InvalidRankError,
+    NotInitializedError,
+    RepeatedInitializationError,
+)
+
+__all__ = [
+    "destroy_process_group",
+    "from_torch_group",
+    "get_default_group",
+    "get_local_rank",
+    "get_local_size",
+    "get_node_rank",
+    "get_rank",
+    "get_world_size",
+    "init_process_group",
+    "is_initialized",
+    "new_group",
+    "stats",
+]
+
+_log = logging.getLogger("bagua")
+
+#: As in torch: long enough for a checkpoint on rank 0, short enough to notice.
+DEFAULT_TIMEOUT_S = 1800.0
+
+
+@dataclass
+class _World:
+    """What ``init_process_group`` made on one rank, and what must end with it."""
+
+    group: ProcessGroup
+    ledger: Ledger
+    owns_torch: bool
+    process: int = field(default_factory=os.getpid)
+    adopted: list[ProcessGroup] = field(default_factory=list)
+
+    def close(self) -> None:
+        """End all groups, then torch's if it was started here."""
+        for group in reversed(self.adopted):
+            group.close()
+        self.group.close()
+        if self.owns_torch and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class _Holder:
+    """The world of this process, and of the ranks that are threads of it."""
+
+    def __init__(self) -> None:
+        self.process_world: _World | None = None
+        self.exit_registered = False
+        self.context: contextvars.ContextVar[_World | None] = contextvars.ContextVar("bagua_world", default=None)
+
+    def get(self) -> _World | None:
+        return self.context.get() or self.process_world
+
+    def put(self, world: _World | None, backend: str) -> None:
+        if backend == "threads":
+            self.context.set(world)
+            return
+        self.process_world = world
+        if not self.exit_registered:
+            self.exit_registered = True
+            atexit.register(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        world, self.process_world = self.process_world, None
+        if world is not None and world.process == os.getpid():
+            world.close()
+
+
+_holder = _Holder()
+
+
+def init_process_group(
+    *,
+    backend: str | None = None,
+    timeout: float | timedelta | None = None,
+    store: dist.Store | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+    local_world_size: int = -1,
+    _nodes: Sequence[int] | None = None,
+) -> None:
+    """Find the other processes and connect to them. Everything else needs this first.
+
+    Under a launcher (``torchrun``, ``baguarun``, ``mpirun``, ``srun``) no argument is
+    needed; without one, the process is a world of its own. ``torch.distributed`` is
+    initialized too; a default group of it that exists already is joined.
+
+    Args:
+        backend: ``gloo``, ``nccl``, or any other that ``torch.distributed`` knows;
+            ``threads`` for ranks that are threads of one process. None chooses NCCL for
+            CUDA tensors where there is CUDA, and Gloo for tensors on the CPU.
+        timeout: default deadline of every call, in seconds or as a ``timedelta``; else
+            ``BAGUA_TIMEOUT_S``, else 30 minutes.
+        store: a ``torch.distributed`` store to meet at, with ``rank`` and ``world_size``.
+        rank: of this process; else from the launcher.
+        world_size: number of processes; else from the launcher.
+        local_world_size: processes per host, if hosts hold consecutive blocks of ranks
+            and shall not be found out.
+
+    Raises:
+        RepeatedInitializationError: it was called before.
+        ConfigurationError: rank or world size are missing or wrong.
+        CollectiveTimeoutError: ranks that did not come by the timeout, as ``peers``.
+        TransportUnavailableError: the backend cannot run on some rank, on all ranks.
+
+    Example:
+        >>> import bagua.comm
+        >>> bagua.comm.init_process_group()
+        >>> bagua.comm.get_world_size()
+        1
+        >>> bagua.comm.destroy_process_group()
+    """
+    if is_initialized():
+        raise RepeatedInitializationError(
+            "init_process_group() was called before",
+            advice="Call it once, or destroy_process_group() in between.",
+        )
+    _configure_log()
+    timeout_s = DEFAULT_TIMEOUT_S if (found := env.timeout_s()) is None else found
+    timeout_s = timeout_s if timeout is None else as_seconds(timeout)
+    if store is None and backend == "threads":
+        raise ConfigurationError(
+            "ranks that are threads meet at a store that they share",
+            argument="store",
+            expected="one torch.distributed.HashStore for all of them",
+            seen=None,
+            advice="bagua.testing.ThreadRanks does all of this.",
+        )
+    joined = store is None and dist.is_initialized()
+    if joined:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public name for it
+    else:
+        rank, world_size = resolve_rank(rank, world_size)
+        store = connect(rank, world_size, timeout_s) if store is None else store
+    store = _fresh(store, rank)
+    answers = _meet(store, rank, world_size, backend, timeout_s)
+    nodes = _nodes or _layout(answers, world_size, local_world_size)
+    backend = backend or _choose(answers)
+    owns_torch = not joined and not dist.is_initialized() and backend != "threads"
+    if owns_torch:
+        _init_torch(store, rank, world_size, backend, timeout_s)
+    ledger = Ledger()
+    try:
+        group = ProcessGroup(
+            dist.PrefixStore("world", store),
+            rank, range(world_size), nodes, backend, timeout_s, "world", ledger,
+        )  # fmt: skip
+    except BaseException:
+        if owns_torch:
+            dist.destroy_process_group()
+        raise
+    _holder.put(_World(group, ledger, owns_torch), backend)
+    _log.info("rank %d of %d: backend %s, hosts of %s", rank, world_size, backend, group.node_sizes)
+
+
+def _configure_log() -> None:
+    level = env.log_level()
+    if level is None:
+        return
+    try:
+        _log.setLevel(level.upper())
+    except ValueError:
+        raise ConfigurationError(
+            "an environment variable is not a log level",
+            argument="BAGUA_LOG",
+            expected="debug, info, warning or error",
+            seen=repr(level),
+        ) from None
+    if not _log.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("bagua %(levelname)s: %(message)s"))
+        _log.addHandler(handler)
+
+
+def _fresh(store: dist.Store, rank: int) -> dist.Store:
+    """A part of ``store`` that no earlier initialization has written to.
+
+    The generation is counted per rank, so it agrees when all ranks start anew, and a
+    single rank that was restarted waits for the others instead of reading old keys.
+    """
+    generation = store.add(f"bagua/generation/{rank}", 1)
+    return dist.PrefixStore(f"bagua/{generation}", store)
+
+
+def _meet(store: dist.Store, rank: int, world_size: int, backend: str | None, timeout_s: float) -> list[dict[str, Any]]:
+    """Wait for everyone, and learn what each of them has and wants."""
+    own = {
+        "backend": backend,
+        "world_size": world_size,
+        "host": host_identity(),
+        "cuda": torch.cuda.is_available() and dist.is_nccl_available(),
+    }
+    answers: list[dict[str, Any]] = exchange(store, "init_process_group", rank, range(world_size), own, timeout_s)
+    for member, answer in enumerate(answers):
+        for fact in ("backend", "world_size"):
+            if answer[fact] != own[fact]:
+                raise CollectiveMismatchError(
+                    f"ranks were started with different values of {fact}",
+                    rank=rank,
+                    call="init_process_group",
+                    peers=(member,),
+                    expected=own[fact],
+                    seen=answer[fact],
+                )
+    return answers
+
+
+def _layout(answers: list[dict[str, Any]], world_size: int, local_world_size: int) -> tuple[int, ...]:
+    if local_world_size >= 0:
+        return nodes_from_local_size(world_size, local_world_size)
+    return nodes_from_identities([answer["host"] for answer in answers])
+
+
+def _choose(answers: list[dict[str, Any]]) -> str:
+    """The backend for ``backend=None``: a function of what all ranks have, the same on each."""
+    return "cpu:gloo,cuda:nccl" if all(answer["cuda"] for answer in answers) else "gloo"
+
+
+def _init_torch(store: dist.Store, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
+    """Initialize ``torch.distributed`` as well, for everything in torch that needs it."""
+    nccl = "nccl" in backend or backend == "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if nccl else "gloo",
+        store=dist.PrefixStore("torch", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def destroy_process_group() -> None:
+    """Close everything that ``init_process_group`` made on this rank, and nothing else. Idempotent."""
+    world = _holder.get()
+    if world is None:
+        return
+    _holder.put(None, world.group.backend)
+    world.close()
+
+
+def is_initialized() -> bool:
+    """Whether ``init_process_group`` was called on this rank."""
+    return _holder.get() is not None
+
+
+def _world() -> _World:
+    world = _holder.get()
+    if world is None:
+        raise NotInitializedError(
+            "bagua is not initialized",
+            advice="Call bagua.init_process_group() once, before everything else.",
+        )
+    return world
+
+
+def get_default_group() -> ProcessGroup:
+    """The group of all ranks.
+
+    Raises:
+        NotInitializedError: without ``init_process_group``.
+    """
+    return _world().group
+
+
+def new_group(
+    ranks: Sequence[int] | None = None,
+    *,
+    backend: str | None = None,
+    timeout: float | timedelta | None = None,
+) -> ProcessGroup | None:
+    """A group of some ranks. Called by all ranks, with the same arguments and in the same order.
+
+    Args:
+        ranks: its members; None means all.
+        backend: of the new group; None means the default group's.
+        timeout: default deadline of its calls; None means the default group's.
+
+    Returns:
+        The group on its members, None on other ranks.
+
+    Raises:
+        InvalidRankError: ``ranks`` is not a set of ranks.
+        CollectiveMismatchError: ranks passed different arguments.
+    """
+    group = get_default_group()
+    return group.subgroup(
+        range(group.size) if ranks is None else ranks,
+        backend=backend,
+        timeout_s=None if timeout is None else as_seconds(timeout),
+    )
+
+
+_uses_of_torch_group: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def from_torch_group(
+    group: dist.ProcessGroup | None = None,
+    *,
+    backend: str | None = None,
+    timeout: float | timedelta | None = None,
+) -> ProcessGroup:
+    """A group of the ranks of a ``torch.distributed`` group. Called by its members only.
+
+    Args:
+        group: torch's group; None means torch's default one.
+        backend: of the new group; None means the one that ``init_process_group`` chose.
+        timeout: default deadline of its calls; None means the default group's.
+
+    Raises:
+        NotInitializedError: without ``init_process_group``.
+        InvalidRankError: this rank is not a member.
+    """
+    world = _world()
+    torch_group = dist.group.WORLD if group is None else group
+    if torch_group is None or torch_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise InvalidRankError("this rank is not a member of the group", argument="group", expected="a member's group")
+    number = _uses_of_torch_group.get(torch_group, 0) + 1
+    _uses_of_torch_group[torch_group] = number
+    store = dist.PrefixStore(f"bagua/torch_group{number}", dist.distributed_c10d._get_process_group_store(torch_group))
+    ranks = dist.get_process_group_ranks(torch_group)
+    made = ProcessGroup(
+        store,
+        dist.get_rank(torch_group),
+        ranks,
+        [world.group.nodes[rank] for rank in ranks],
+        backend or world.group.backend,
+        world.group.timeout_s if timeout is None else as_seconds(timeout),
+        f"torch_group{number}",
+        world.ledger,
+    )
+    world.adopted.append(made)
+    return made
+
+
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def get_rank(group: ProcessGroup | None = None) -> int:
+    """Rank of this process in ``group``; before initialization what the launcher says, else 0."""
+    if group is None and not is_initialized():
+        return _or(env.get_rank(), 0)
+    return (group or get_default_group()).rank
+
+
+def get_world_size(group: ProcessGroup | None = None) -> int:
+    """Size of ``group``; before initialization what the launcher says, else 1."""
+    if group is None and not is_initialized():
+        return _or(env.get_world_size(), 1)
+    return (group or get_default_group()).size
+
+
+def get_local_rank() -> int:
+    """Rank among the processes of this host; before initialization what the launcher says, else 0."""
+    return get_default_group().local_rank if is_initialized() else _or(env.get_local_rank(), 0)
+
+
+def get_local_size() -> int:
+    """Processes on this host; before initialization what the launcher says, else 1."""
+    if is_initialized():
+        return get_default_group().local_size
+    return _or(env.get_local_world_size(), 1)
+
+
+def get_node_rank() -> int:
+    """Index of this host; before initialization what the launcher says, else 0."""
+    return get_default_group().node_rank if is_initialized() else _or(env.get_node_rank(), 0)
+
+
+def stats() -> dict[str, KindStatistics]:
+    """Calls, bytes and seconds of everything this rank communicated, by kind of call.
+
+    Includes the private communicators of wrapped models. ``Communicator.stats()``
+    tells one communicator alone.
+
+    Raises:
+        NotInitializedError: without ``init_process_group``.
+    """
+    return _world().ledger.totals()

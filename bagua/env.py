@@ -1,0 +1,117 @@
+"""The only reader of ``os.environ``. An explicit argument always beats what is found here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from bagua.errors import ConfigurationError
+
+__all__ = [
+    "debug_checks",
+    "get_local_rank",
+    "get_local_world_size",
+    "get_node_rank",
+    "get_rank",
+    "get_world_size",
+    "launcher_variables",
+    "log_level",
+    "overlay",
+    "timeout_s",
+]
+
+#: What each launcher calls the same thing, in order of precedence.
+_RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_WORLD_SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+_LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+_LOCAL_WORLD_SIZE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+_NODE_RANK = ("GROUP_RANK", "NODE_RANK", "OMPI_COMM_WORLD_NODE_RANK", "SLURM_NODEID")
+
+
+def _integer(names: tuple[str, ...], environ: Mapping[str, str] | None = None) -> int | None:
+    environ = os.environ if environ is None else environ
+    for name in names:
+        text = environ.get(name)
+        if text is None or text == "":
+            continue
+        try:
+            return int(text)
+        except ValueError:
+            raise ConfigurationError(
+                "an environment variable is not a whole number",
+                argument=name,
+                expected="an integer",
+                seen=repr(text),
+            ) from None
+    return None
+
+
+def get_rank() -> int | None:
+    """Rank that the launcher gave to this process, or None without a launcher."""
+    return _integer(_RANK)
+
+
+def get_world_size() -> int | None:
+    """Number of processes that the launcher started, or None without a launcher."""
+    return _integer(_WORLD_SIZE)
+
+
+def get_local_rank() -> int | None:
+    """Rank among the processes of this host as the launcher says, or None."""
+    return _integer(_LOCAL_RANK)
+
+
+def get_local_world_size() -> int | None:
+    """Number of processes on this host as the launcher says, or None."""
+    return _integer(_LOCAL_WORLD_SIZE)
+
+
+def get_node_rank() -> int | None:
+    """Index of this host as the launcher says, or None."""
+    return _integer(_NODE_RANK)
+
+
+def launcher_variables() -> dict[str, str]:
+    """The rendezvous variables of torchrun that are set, for messages and for the rendezvous."""
+    names = (
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID",
+        "TORCHELASTIC_RESTART_COUNT",
+        "TORCHELASTIC_USE_AGENT_STORE",
+    )
+    return {name: os.environ[name] for name in names if os.environ.get(name)}
+
+
+def timeout_s() -> float | None:
+    """``BAGUA_TIMEOUT_S``: default deadline of every collective in seconds, or None."""
+    text = os.environ.get("BAGUA_TIMEOUT_S")
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if seconds <= 0:
+        raise ConfigurationError(
+            "an environment variable is not a positive number of seconds",
+            argument="BAGUA_TIMEOUT_S",
+            expected="seconds > 0",
+            seen=repr(text),
+        )
+    return seconds
+
+
+def debug_checks() -> bool:
+    """``BAGUA_DEBUG=1``: compare every collective's description across ranks before it runs."""
+    return os.environ.get("BAGUA_DEBUG", "") not in ("", "0", "false", "False", "off")
+
+
+def log_level() -> str | None:
+    """``BAGUA_LOG``: level of the logger ``bagua`` (``debug``, ``info``, ...), or None."""
+    return os.environ.get("BAGUA_LOG") or None
+
+
+def overlay(variables: Mapping[str, str]) -> None:
+    """Set ``variables`` for the rest of this process: for ranks that a test pool started."""
+    os.environ.update(variables)

@@ -1,0 +1,216 @@
+"""Every error that bagua raises on purpose, in one tree.
+
+Each class is one condition that a caller can act on, and also derives from the
+standard type that a Python user would catch. The facts are attributes; the
+message is built from them in one place, and ends with what to do next. Errors
+survive pickling with all their attributes, so they cross process boundaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+__all__ = [
+    "BaguaError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
+    "CommunicationError",
+    "CommunicatorClosedError",
+    "ConcurrentUseError",
+    "ConfigurationError",
+    "InvalidRankError",
+    "InvalidReduceOpError",
+    "InvalidTensorError",
+    "NotInitializedError",
+    "PeerLostError",
+    "RepeatedInitializationError",
+    "TransportUnavailableError",
+    "UnsupportedAlgorithmException",
+]
+
+
+def _rebuild(error_class: type[BaguaError], facts: dict[str, Any]) -> BaguaError:
+    # Not error_class.__new__: that is RuntimeError's, which refuses classes that derive from OSError (TimeoutError) too.
+    error = (OSError if issubclass(error_class, OSError) else Exception).__new__(error_class)
+    error.__dict__.update(facts)
+    error.args = (facts.get("problem", ""),)
+    return error
+
+
+class BaguaError(Exception):
+    """Root of all errors raised by bagua.
+
+    Args:
+        problem: what is wrong, one sentence without a final period.
+        advice: what to do next; empty if nothing general can be said.
+
+    Example:
+        >>> str(BaguaError("the sky is falling", advice="Go inside."))
+        'the sky is falling. Go inside.'
+    """
+
+    #: (attribute, label) pairs that the message shows when the attribute is set.
+    _shown: ClassVar[tuple[tuple[str, str], ...]] = ()
+
+    def __init__(self, problem: str, *, advice: str = "") -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.advice = advice
+
+    def __str__(self) -> str:
+        shown = [
+            f"{label} {getattr(self, name)!s}"
+            for name, label in self._shown
+            if getattr(self, name, None) not in (None, "", ())
+        ]
+        facts = f" ({', '.join(shown)})" if shown else ""
+        advice = f". {self.advice}" if self.advice else ""
+        return f"{self.problem}{facts}{advice}{self._appendix()}"
+
+    def _appendix(self) -> str:
+        return ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), dict(self.__dict__))
+
+
+class ConfigurationError(BaguaError, ValueError):
+    """An argument, option or environment variable cannot be used.
+
+    Args:
+        problem: what is wrong.
+        argument: name of the argument.
+        expected: what would have been right.
+        seen: what was given.
+        advice: what to do next.
+
+    Example:
+        >>> error = ConfigurationError("bad size", argument="size", expected=">= 1", seen=0)
+        >>> str(error)
+        'bad size (argument size, expected >= 1, seen 0)'
+    """
+
+    _shown = (("argument", "argument"), ("expected", "expected"), ("seen", "seen"))
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        argument: str | None = None,
+        expected: object = None,
+        seen: object = None,
+        advice: str = "",
+    ) -> None:
+        super().__init__(problem, advice=advice)
+        self.argument = argument
+        self.expected = None if expected is None else str(expected)
+        self.seen = None if seen is None else str(seen)
+
+
+class InvalidTensorError(ConfigurationError, TypeError):
+    """A tensor that this operation cannot take: type, dtype, shape, device or layout."""
+
+
+class InvalidRankError(ConfigurationError):
+    """A rank that is not in the group, or not allowed in this place."""
+
+
+class InvalidReduceOpError(ConfigurationError):
+    """A reduction that has no meaning for the tensor's dtype."""
+
+
+class UnsupportedAlgorithmException(ConfigurationError):  # noqa: N818 - the documented name
+    """The named algorithm does not exist; the message lists those that do."""
+
+
+class NotInitializedError(BaguaError, RuntimeError):
+    """A call that needs ``init_process_group()`` first."""
+
+
+class RepeatedInitializationError(BaguaError, RuntimeError):
+    """``init_process_group()`` was called twice without ``destroy_process_group()``."""
+
+
+class CommunicationError(BaguaError, RuntimeError):
+    """Something went wrong between ranks; the communicator is unusable afterwards.
+
+    Args:
+        problem: what happened.
+        rank: rank that raises, inside its communicator.
+        call: description of the collective that was running.
+        sequence: its number on this communicator.
+        peers: ranks at fault or missing, as far as they are known.
+        expected: this rank's side of a disagreement.
+        seen: the other side of a disagreement.
+        elapsed_s: seconds since the call started.
+        timeout_s: the deadline in force, in seconds.
+        history: descriptions of the last calls on this communicator, oldest first.
+        advice: what to do next.
+    """
+
+    _shown = (
+        ("call", "in"),
+        ("sequence", "sequence number"),
+        ("rank", "on rank"),
+        ("peers", "peers"),
+        ("expected", "this rank has"),
+        ("seen", "others have"),
+        ("elapsed_s", "seconds elapsed"),
+        ("timeout_s", "timeout in seconds"),
+    )
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        rank: int | None = None,
+        call: str | None = None,
+        sequence: int | None = None,
+        peers: Sequence[int] = (),
+        expected: object = None,
+        seen: object = None,
+        elapsed_s: float | None = None,
+        timeout_s: float | None = None,
+        history: Sequence[str] = (),
+        advice: str = "",
+    ) -> None:
+        super().__init__(problem, advice=advice)
+        self.rank = rank
+        self.call = call
+        self.sequence = sequence
+        self.peers = tuple(peers)
+        self.expected = None if expected is None else str(expected)
+        self.seen = None if seen is None else str(seen)
+        self.elapsed_s = None if elapsed_s is None else round(elapsed_s, 3)
+        self.timeout_s = timeout_s
+        self.history = tuple(history)
+
+    def _appendix(self) -> str:
+        if not self.history:
+            return ""
+        return "\nlast calls on this communicator:\n  " + "\n  ".join(self.history)
+
+
+class CollectiveTimeoutError(CommunicationError, TimeoutError):
+    """A collective did not complete before its deadline."""
+
+
+class PeerLostError(CommunicationError, ConnectionError):
+    """A peer died, left, or broke the communicator; ``peers`` names it where known."""
+
+
+class CollectiveMismatchError(CommunicationError):
+    """Ranks disagree on what they are doing; ``expected`` and ``seen`` hold both sides."""
+
+
+class CommunicatorClosedError(CommunicationError):
+    """The communicator was closed, aborted, or broken by an earlier error."""
+
+
+class ConcurrentUseError(CommunicationError):
+    """Two threads used one communicator at the same time."""
+
+
+class TransportUnavailableError(CommunicationError):
+    """The requested transport cannot run here; the message says why."""
