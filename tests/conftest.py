@@ -1,10 +1,26 @@
-"""What all tests share: how many examples the property tests draw."""
+"""What all tests share: how many examples the property tests draw, which transports run, and the ranks they run on.
+
+``--transport NAME`` (repeatable) chooses among threads, solo, gloo and nccl; without it
+all of them run. Tests for one transport carry its name as a marker. Fixtures:
+
+* ``ranks(3, function, *arguments, hosts=[2, 1])`` runs ``function(*arguments)`` on three ranks
+  and returns the list of what they returned, once for each chosen transport with several ranks;
+* ``thread_ranks(...)`` and ``process_ranks(...)`` do the same on threads, and on processes
+  with Gloo. ``rank_pool``, ``thread_pool`` and ``process_pool`` are the pools behind them.
+
+A rank finds its group with ``bagua.comm.get_default_group()``. On processes the function must
+be at the top level of its module. What a rank raises is raised here, the likeliest cause first.
+"""
 
 from __future__ import annotations
 
 import os
 
+import pytest
+import torch
 from hypothesis import HealthCheck, settings
+
+from bagua.testing import ProcessRanks, RankPool, ThreadRanks
 
 # A deadline per example is a wall-clock assertion, and these tests run beside other work.
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -12,3 +28,85 @@ _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("quick", max_examples=20, derandomize=True, **_COMMON)
 settings.register_profile("thorough", max_examples=500, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+#: Ranks of each pool: what the largest test needs.
+_SIZE = 6
+TRANSPORTS = ("threads", "solo", "gloo", "nccl")
+_WITH_SEVERAL_RANKS = ("threads", "gloo", "nccl")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--transport",
+        action="append",
+        choices=TRANSPORTS,
+        help="run the tests of this transport; repeatable; default: all, nccl skipped without a GPU",
+    )
+
+
+def _chosen(config: pytest.Config) -> tuple[str, ...]:
+    return tuple(config.getoption("transport") or TRANSPORTS)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "rank_pool" in metafunc.fixturenames:
+        names = [name for name in _WITH_SEVERAL_RANKS if name in _chosen(metafunc.config)]
+        parameters = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in names]
+        metafunc.parametrize("rank_pool", parameters, indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests of transports that were not chosen; skip, visibly, what needs a GPU."""
+    left_out = set(TRANSPORTS) - set(_chosen(config))
+    dropped = [item for item in items if any(item.get_closest_marker(name) for name in left_out)]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if item not in set(dropped)]
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("nccl"):
+                item.add_marker(pytest.mark.skip(reason="nccl needs a CUDA device; there is none"))
+
+
+@pytest.fixture(scope="session")
+def thread_pool() -> RankPool:
+    return ThreadRanks(_SIZE)
+
+
+@pytest.fixture(scope="session")
+def process_pool() -> RankPool:
+    return ProcessRanks(_SIZE, backend="gloo")
+
+
+@pytest.fixture
+def rank_pool(request: pytest.FixtureRequest) -> RankPool:
+    if request.param == "threads":
+        return request.getfixturevalue("thread_pool")
+    if request.param == "nccl":
+        return ProcessRanks(torch.cuda.device_count(), backend="nccl")
+    return request.getfixturevalue("process_pool")
+
+
+def _runner(pool: RankPool):
+    def run(size, function, *arguments, **options):
+        return pool.run(function, *arguments, size=size, **options)
+
+    return run
+
+
+@pytest.fixture
+def ranks(rank_pool: RankPool):
+    """``ranks(3, function, *arguments, hosts=[2, 1])`` on each chosen transport."""
+    return _runner(rank_pool)
+
+
+@pytest.fixture
+def thread_ranks(thread_pool: RankPool):
+    """Like ``ranks``, on threads."""
+    return _runner(thread_pool)
+
+
+@pytest.fixture
+def process_ranks(process_pool: RankPool):
+    """Like ``ranks``, on processes with Gloo."""
+    return _runner(process_pool)

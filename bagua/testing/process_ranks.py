@@ -1,0 +1,197 @@
+"""Ranks that are processes of this machine.
+
+A fork server imports torch and bagua once per test session. Every run then gets
+fresh processes, forked from it in milliseconds: a rank may be killed, its memory
+ruined, its environment changed, and the next run knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import pickle
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+
+from bagua.comm.stores import serve_store
+from bagua.errors import ConfigurationError
+from bagua.testing import worker
+from bagua.testing.ranks import Job, Outcome, RankDiedError, RankHangsError, RankPool
+
+__all__ = ["ProcessRanks"]
+
+#: How long a process may take to tell its stacks, and to end after its last word.
+_ANSWER_S = 2.0
+_FAREWELL_S = 10.0
+
+
+class ProcessRanks(RankPool):
+    """A pool of ranks that are processes, each with a default process group.
+
+    Args:
+        size: the most ranks of a run.
+        backend: what ``init_process_group`` gets. None: the ranks do not initialize.
+        environment: variables that bagua finds in each rank, ``{"BAGUA_DEBUG": "1"}`` for example.
+        modules: names of modules that each rank imports first, to register a backend for example.
+        timeout_s: default deadline of collectives, in seconds.
+        deadline_s: of a run, in seconds.
+
+    The function and its arguments travel by pickle, so the function is one at the top
+    level of a module that the ranks can import. A script that makes a pool needs the
+    ``if __name__ == "__main__"`` guard, as for all of ``multiprocessing``.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        backend: str | None = "gloo",
+        environment: Mapping[str, str] | None = None,
+        modules: Sequence[str] = (),
+        timeout_s: float = 20.0,
+        deadline_s: float = 60.0,
+    ) -> None:
+        super().__init__(size, backend=backend, timeout_s=timeout_s, deadline_s=deadline_s)
+        self._environment = dict(environment or {})
+        self._modules = tuple(modules)
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([worker.__name__])
+
+    def _outcomes(self, job: Job, deadline_s: float) -> list[Outcome]:
+        deadline = time.monotonic() + deadline_s
+        job_bytes = _pickled(job)
+        store, port = serve_store()
+        run = _ProcessRun()
+        try:
+            for rank in range(job.size):
+                place = worker.Place(rank, port, self._environment, self._modules)
+                run.ranks.append(self._start(place, job_bytes))
+            return run.outcomes(deadline)
+        finally:
+            run.end()
+            del store  # The ranks needed it until now.
+
+    def _start(self, place: worker.Place, job_bytes: bytes) -> _Rank:
+        here, there = self._context.Pipe()
+        process = self._context.Process(
+            target=worker.rank_main, args=(there, place), name=f"rank {place.rank}", daemon=True
+        )
+        process.start()
+        there.close()  # So that the end of the process is the end of its messages.
+        rank = _Rank(place.rank, process, here)
+        rank.say(job_bytes)
+        return rank
+
+
+class _Rank:
+    """A process, as the pool sees it."""
+
+    def __init__(self, rank: int, process: BaseProcess, messages: Connection) -> None:
+        self.rank = rank
+        self.process = process
+        self.messages = messages
+        self.outcome: Outcome | None = None
+        self.silent = False
+        self.ended = False
+
+    @property
+    def finishing(self) -> bool:
+        """Whether it has returned and has yet to leave its group and end."""
+        returned = self.outcome is not None and self.outcome.error is None
+        return returned and not self.ended
+
+    def say(self, command: bytes) -> None:
+        with contextlib.suppress(OSError):  # Its end is noticed where it is listened to.
+            self.messages.send_bytes(command)
+
+    def hear(self) -> str:
+        """Take one message. Returns stacks if that is what was sent."""
+        try:
+            message = pickle.loads(self.messages.recv_bytes())
+        except (EOFError, OSError):
+            self._lose()
+            return ""
+        if isinstance(message, str):
+            return message
+        if isinstance(message, worker.Silent):
+            self.silent = True
+            message = Outcome(self.rank, error=RankHangsError(f"rank {self.rank} fell silent"))
+        if self.outcome is None or (self.outcome.error is None and message is not None):
+            self.outcome = message
+        return ""
+
+    def _lose(self) -> None:
+        """The process has closed its end: after its last word, or without one."""
+        self.process.join(_ANSWER_S)
+        self.ended = True
+        if self.outcome is None or (self.outcome.error is None and self.process.exitcode != 0):
+            self.outcome = Outcome(self.rank, error=RankDiedError(f"rank {self.rank} {self._end()}"))
+
+    def _end(self) -> str:
+        code = self.process.exitcode
+        if code is not None and code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"ended with exit status {code}"
+
+    def give_up(self) -> None:
+        """Ask where it hangs, and note that as its end."""
+        self.say(worker.STACKS)
+        until, stacks = time.monotonic() + _ANSWER_S, ""
+        while not self.ended and not stacks and self.messages.poll(max(0.0, until - time.monotonic())):
+            stacks = self.hear()
+        if self.outcome is None or self.finishing:
+            where = stacks or "It does not say where."
+            hangs = RankHangsError(f"rank {self.rank} was still busy at the deadline.\n{where}")
+            self.outcome = Outcome(self.rank, error=hangs)
+
+
+class _ProcessRun:
+    """One job and its processes."""
+
+    def __init__(self) -> None:
+        self.ranks: list[_Rank] = []
+
+    def outcomes(self, deadline: float) -> list[Outcome]:
+        self._listen(deadline, lambda rank: rank.outcome is None)
+        for rank in self.ranks:
+            rank.say(worker.END)
+        self._listen(time.monotonic() + _FAREWELL_S, lambda rank: rank.finishing)
+        return [rank.outcome for rank in self.ranks if rank.outcome is not None]
+
+    def _listen(self, deadline: float, awaited: Callable[[_Rank], bool]) -> None:
+        """Hear all ranks until none is awaited any more; give up those that still are at the deadline."""
+        while waiting := [rank for rank in self.ranks if awaited(rank)]:
+            ready = wait([rank.messages for rank in waiting], max(0.0, deadline - time.monotonic()))
+            for rank in waiting:
+                if rank.messages in ready:
+                    rank.hear()
+            if not ready:
+                for rank in waiting:
+                    rank.give_up()
+                return
+
+    def end(self) -> None:
+        """Leave no process, whatever has happened. A stopped one is killed as well."""
+        for rank in self.ranks:
+            if not rank.ended:
+                rank.process.kill()
+        for rank in self.ranks:
+            rank.process.join(_FAREWELL_S)
+            rank.process.close()
+            rank.messages.close()
+
+
+def _pickled(job: Job) -> bytes:
+    try:
+        return pickle.dumps(job)
+    except Exception as problem:  # pickle lets anything through
+        raise ConfigurationError(
+            "a job for processes must survive pickling",
+            argument="function, arguments",
+            expected="a function at the top level of a module, and arguments that pickle",
+            seen=repr(job.function),
+            advice="Move the function to the top level and pass it what it needs.",
+        ) from problem

@@ -1,0 +1,181 @@
+"""Ranks that are threads of this process: they start in milliseconds and can be looked into."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextvars import Context
+from datetime import timedelta
+from typing import Any
+
+import bagua.comm
+from bagua.comm.stores import thread_store
+from bagua.testing.ranks import (
+    Job,
+    Outcome,
+    RankDiedError,
+    RankHangsError,
+    RankPool,
+    ThisRank,
+    this_rank,
+)
+
+__all__ = ["ThreadRanks"]
+
+#: How long the ranks of a run that failed may take to end.
+_FAREWELL_S = 5.0
+
+
+class _Killed(BaseException):
+    """Unwinds a rank that dies. Not an Exception, so that no function under test handles it."""
+
+
+class ThreadRanks(RankPool):
+    """A pool of ranks that are threads, each with a default process group of its own.
+
+    Args:
+        size: the most ranks of a run.
+        backend: ``threads``, or another backend for ranks of one process.
+        timeout_s: default deadline of collectives, in seconds.
+        deadline_s: of a run, in seconds.
+
+    Example:
+        >>> import torch, bagua.comm
+        >>> def total():
+        ...     tensor = torch.tensor([float(bagua.comm.get_rank())])
+        ...     bagua.comm.allreduce(tensor)
+        ...     return tensor.item()
+        >>> ThreadRanks(3).run(total)
+        [3.0, 3.0, 3.0]
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        backend: str | None = "threads",
+        timeout_s: float = 20.0,
+        deadline_s: float = 60.0,
+    ) -> None:
+        super().__init__(size, backend=backend, timeout_s=timeout_s, deadline_s=deadline_s)
+
+    def _outcomes(self, job: Job, deadline_s: float) -> list[Outcome]:
+        return _ThreadRun(job).outcomes(time.monotonic() + deadline_s)
+
+
+class _ThreadRun:
+    """One job and its threads."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._store = thread_store()
+        self._changed = threading.Condition()
+        self._over = threading.Event()
+        self._outcomes: dict[int, Outcome] = {}
+        self._abort: dict[int, Callable[[str], None]] = {}
+        self._threads = [
+            threading.Thread(target=Context().run, args=(self._rank, rank), name=f"rank {rank}", daemon=True)
+            for rank in range(job.size)
+        ]
+
+    def outcomes(self, deadline: float) -> list[Outcome]:
+        for thread in self._threads:
+            thread.start()
+        with self._changed:
+            self._changed.wait_for(self._all_ended, timeout=deadline - time.monotonic())
+            hanging = [rank for rank in range(self._job.size) if rank not in self._outcomes]
+            stacks = {rank: self._stack(rank) for rank in hanging}
+            outcomes = {rank: _hangs(rank, stack) for rank, stack in stacks.items()} | self._outcomes
+        self._over.set()
+        for rank in hanging:
+            if rank in self._abort:
+                self._abort[rank]("the run of the pool took too long")
+        self._join(outcomes)
+        return [outcomes[rank] for rank in range(self._job.size)]
+
+    def _all_ended(self) -> bool:
+        return len(self._outcomes) == self._job.size
+
+    def _join(self, outcomes: dict[int, Outcome]) -> None:
+        """Wait for the threads; those that stay although they had ended have not ended."""
+        until = time.monotonic() + _FAREWELL_S
+        for rank, thread in enumerate(self._threads):
+            thread.join(max(0.0, until - time.monotonic()))
+            if outcomes[rank].error is None:
+                alive = thread.is_alive()
+                outcomes[rank] = _hangs(rank, self._stack(rank)) if alive else self._outcomes[rank]
+
+    def _stack(self, rank: int) -> str:
+        frame = sys._current_frames().get(self._threads[rank].ident or -1)  # noqa: SLF001  # there is no other way
+        return "" if frame is None else "".join(traceback.format_stack(frame))
+
+    # On the threads.
+
+    def _rank(self, rank: int) -> None:
+        this_rank.set(_ThisThread(self, rank))
+        job, started = self._job, time.monotonic()
+        try:
+            if job.backend is not None:
+                self._initialize(rank)
+            started = time.monotonic()
+            value = job.function(*job.arguments)
+        except _Killed:
+            self.report(Outcome(rank, error=RankDiedError(f"rank {rank} died")))
+        except BaseException as error:  # noqa: BLE001  # it goes to the pool, whatever it is
+            spent_s = time.monotonic() - started
+            self.report(Outcome(rank, None, error, traceback.format_exc(), spent_s))
+        else:
+            self.report(Outcome(rank, value, seconds=time.monotonic() - started))
+            self._over.wait()  # Nobody leaves a group that others still use.
+        self._end(rank)
+
+    def _initialize(self, rank: int) -> None:
+        job = self._job
+        layout: dict[str, Any] = {} if job.nodes is None else {"_nodes": job.nodes}
+        bagua.comm.init_process_group(
+            backend=job.backend,
+            timeout=timedelta(seconds=job.timeout_s),
+            store=self._store,
+            rank=rank,
+            world_size=job.size,
+            **layout,
+        )
+        self._abort[rank] = bagua.comm.get_default_group().abort
+
+    def _end(self, rank: int) -> None:
+        try:
+            if bagua.comm.is_initialized():
+                bagua.comm.destroy_process_group()
+        except BaseException as error:  # noqa: BLE001  # it goes to the pool, whatever it is
+            self.report(Outcome(rank, None, error, traceback.format_exc()))
+
+    def report(self, outcome: Outcome) -> None:
+        with self._changed:
+            before = self._outcomes.get(outcome.rank)
+            if before is None or before.error is None:
+                self._outcomes[outcome.rank] = outcome
+            self._changed.notify_all()
+
+    def wait_until_over(self) -> None:
+        self._over.wait()
+
+
+class _ThisThread(ThisRank):
+    def __init__(self, run: _ThreadRun, rank: int) -> None:
+        super().__init__(rank)
+        self._run = run
+
+    def die(self) -> None:
+        raise _Killed
+
+    def fall_silent(self) -> None:
+        self._run.report(Outcome(self.rank, error=RankHangsError(f"rank {self.rank} fell silent")))
+        self._run.wait_until_over()
+        raise _Killed
+
+
+def _hangs(rank: int, stack: str) -> Outcome:
+    return Outcome(rank, error=RankHangsError(f"rank {rank} was still busy at the deadline:\n{stack}"))

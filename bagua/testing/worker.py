@@ -1,0 +1,173 @@
+"""What a process that is a rank does from its first line to its last. See ``process_ranks``."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+import torch
+
+import bagua.comm
+from bagua import env
+from bagua.comm.stores import connect_store
+from bagua.testing.ranks import Job, Outcome, ThisRank, this_rank
+
+# The fork server imports this module, and then has all that a rank needs. Tests name
+# these two at their top; without them a rank takes a quarter of a second longer.
+for _name in ("hypothesis", "pytest"):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(_name)
+
+__all__ = ["END", "STACKS", "Place", "Silent", "rank_main"]
+
+#: What the pool says to a rank.
+END, STACKS = b"end", b"stacks"
+
+
+@dataclass(frozen=True)
+class Silent:
+    """A rank's word that nothing more will come from it."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """What one process must know besides the job.
+
+    Attributes:
+        rank: its rank.
+        port: where the pool serves the store.
+        environment: what bagua shall find in its environment.
+        modules: imported first, to register backends for example.
+    """
+
+    rank: int
+    port: int
+    environment: dict[str, str]
+    modules: Sequence[str] = ()
+
+
+class _Line:
+    """The connection to the pool. Its end is the end of this process."""
+
+    def __init__(self, connection: Connection, rank: int) -> None:
+        self._connection = connection
+        self._rank = rank
+        self._main = threading.get_ident()
+        self._sending = threading.Lock()
+        self.commands: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def listen(self) -> None:
+        threading.Thread(target=self._listen, name="bagua pool", daemon=True).start()
+
+    def _listen(self) -> NoReturn:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                command = self._connection.recv_bytes()
+                if command == STACKS:
+                    self.send(_stacks(self._main))
+                else:
+                    self.commands.put(command)
+        os._exit(1)
+
+    def send(self, message: object) -> None:
+        with self._sending, contextlib.suppress(OSError):
+            self._connection.send_bytes(pickle.dumps(message))
+
+    def report(self, outcome: Outcome) -> None:
+        """Send ``outcome``; what does not survive pickling travels as text."""
+        try:
+            pickle.loads(pickle.dumps(outcome))
+        except Exception as problem:  # noqa: BLE001  # pickle lets anything through
+            text = f"rank {outcome.rank} cannot send {outcome.error or outcome.value!r}: {problem}"
+            outcome = Outcome(outcome.rank, None, RuntimeError(text), outcome.trace, outcome.seconds)
+        self.send(outcome)
+
+
+class _ThisProcess(ThisRank):
+    def __init__(self, rank: int, line: _Line) -> None:
+        super().__init__(rank)
+        self._line = line
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def fall_silent(self) -> None:
+        self._line.send(Silent())
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _stacks(main: int) -> str:
+    frames = sys._current_frames()  # noqa: SLF001  # there is no other way
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    ordered = sorted(frames, key=lambda ident: ident != main)
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frames[ident]))}" for ident in ordered
+    )
+
+
+def rank_main(connection: Connection, place: Place) -> None:
+    """Run the job that the pool sends, report how it went, and end with it.
+
+    Args:
+        connection: to the pool, which sends the pickled job first.
+        place: of this rank.
+    """
+    line = _Line(connection, place.rank)
+    job_bytes = connection.recv_bytes()
+    line.listen()
+    this_rank.set(_ThisProcess(place.rank, line))
+    torch.set_num_threads(1)
+    env.overlay(place.environment)
+    warnings.simplefilter("error")
+    started = time.monotonic()
+    try:
+        for module in place.modules:
+            importlib.import_module(module)
+        job: Job = pickle.loads(job_bytes)
+        if job.backend is not None:
+            _initialize(job, place)
+        started = time.monotonic()
+        value = job.function(*job.arguments)
+    except BaseException as error:  # noqa: BLE001  # it goes to the pool, whatever it is
+        spent_s = time.monotonic() - started
+        line.report(Outcome(place.rank, None, error, traceback.format_exc(), spent_s))
+    else:
+        line.report(Outcome(place.rank, value, seconds=time.monotonic() - started))
+        line.commands.get()  # Nobody leaves a group that others still use.
+    line.send(_end(place.rank))
+
+
+def _initialize(job: Job, place: Place) -> None:
+    layout: dict[str, Any] = {} if job.nodes is None else {"_nodes": job.nodes}
+    bagua.comm.init_process_group(
+        backend=job.backend,
+        timeout=timedelta(seconds=job.timeout_s),
+        store=connect_store(place.port, job.timeout_s),
+        rank=place.rank,
+        world_size=job.size,
+        **layout,
+    )
+
+
+def _end(rank: int) -> Outcome | None:
+    """Leave the group; what went wrong, if anything."""
+    try:
+        if bagua.comm.is_initialized():
+            bagua.comm.destroy_process_group()
+    except BaseException as error:  # noqa: BLE001  # it goes to the pool, whatever it is
+        return Outcome(rank, None, error, traceback.format_exc())
+    return None

@@ -1,0 +1,179 @@
+"""A pool returns what ranks return, says how they fail, names who hangs, and leaves nothing behind."""
+
+import os
+import sys
+import threading
+import time
+
+import pytest
+
+from bagua.errors import ConfigurationError, InvalidTensorError, PeerLostError
+from bagua.testing import (
+    ProcessRanks,
+    RankDiedError,
+    RankHangsError,
+    ThreadRanks,
+    die,
+    fall_silent,
+)
+from bagua.testing.ranks import this_rank
+
+# These tests are about the pools alone: the ranks do not communicate.
+POOLS = {
+    "threads": lambda: ThreadRanks(4, backend=None),
+    "processes": lambda: ProcessRanks(4, backend=None),
+}
+
+
+@pytest.fixture(params=sorted(POOLS))
+def pool(request):
+    return POOLS[request.param]()
+
+
+def is_running(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def own_rank() -> int:
+    rank = this_rank.get()
+    return rank.rank
+
+
+def return_argument(value):
+    return value, own_rank()
+
+
+def fail_with_peer_lost_but_one():
+    if own_rank() == 2:
+        raise InvalidTensorError("the cause", argument="tensor", expected=1, seen=2)
+    raise PeerLostError("a peer is gone", rank=own_rank(), peers=(2,))
+
+
+class UnpicklableError(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def fail_unpicklable():
+    raise UnpicklableError(1, 2)
+
+
+def rank_one_dies():
+    if own_rank() == 1:
+        die()
+    return os.getpid()
+
+
+def rank_one_falls_silent():
+    if own_rank() == 1:
+        fall_silent()
+    return os.getpid()
+
+
+def rank_one_hangs():
+    if own_rank() == 1:
+        sleep_in_a_recognizable_place()
+    return os.getpid()
+
+
+def sleep_in_a_recognizable_place():
+    time.sleep(4)
+
+
+def report_process_id(path):
+    with open(os.path.join(path, str(own_rank())), "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(30 if own_rank() == 0 else 0)
+
+
+def test_values_come_in_rank_order(pool):
+    assert pool.run(return_argument, "x", size=3) == [("x", 0), ("x", 1), ("x", 2)]
+    assert pool.run(return_argument, "y", hosts=[1, 1]) == [("y", 0), ("y", 1)]
+
+
+def test_the_cause_is_raised_and_not_its_consequences(pool):
+    with pytest.raises(InvalidTensorError) as caught:
+        pool.run(fail_with_peer_lost_but_one)
+    assert caught.value.argument == "tensor"
+    if sys.version_info >= (3, 11):
+        (note,) = caught.value.__notes__
+        assert note.startswith("rank 2 failed")
+        assert "fail_with_peer_lost" in note
+        assert "rank 3: PeerLost" in note
+
+
+def test_outcomes_say_how_each_rank_ended(pool):
+    outcomes = pool.outcomes(rank_one_dies, size=3)
+    assert [outcome.rank for outcome in outcomes] == [0, 1, 2]
+    assert isinstance(outcomes[1].error, RankDiedError)
+    assert outcomes[0].error is None
+    assert outcomes[2].error is None
+    with pytest.raises(RankDiedError, match="rank 1"):
+        pool.run(rank_one_dies, size=2)
+
+
+def test_a_silent_rank_delays_nobody(pool):
+    started = time.monotonic()
+    outcomes = pool.outcomes(rank_one_falls_silent, size=2)
+    assert isinstance(outcomes[1].error, RankHangsError)
+    assert outcomes[0].error is None
+    assert time.monotonic() - started < 15  # the deadline is 60
+
+
+def test_a_rank_that_hangs_is_named_with_its_stack(pool):
+    with pytest.raises(RankHangsError, match=r"(?s)rank 1 was still busy.*sleep_in_a_recognizable_place"):
+        pool.run(rank_one_hangs, size=2, deadline_s=1)
+
+
+@pytest.mark.parametrize("hosts", [[2, 3], [5]])
+def test_more_ranks_than_the_pool_holds_are_refused(pool, hosts):
+    with pytest.raises(ConfigurationError, match="cannot run so many"):
+        pool.run(return_argument, 0, hosts=hosts)
+
+
+def test_hosts_must_hold_the_ranks(pool):
+    with pytest.raises(ConfigurationError, match="hosts"):
+        pool.run(return_argument, 0, size=3, hosts=[1, 1])
+
+
+def test_processes_of_a_run_that_hangs_are_gone_afterwards(tmp_path):
+    with pytest.raises(RankHangsError, match="rank 0"):
+        POOLS["processes"]().run(report_process_id, str(tmp_path), size=2, deadline_s=2)
+    process_ids = [int(file.read_text()) for file in tmp_path.iterdir()]
+    assert len(process_ids) == 2
+    assert not any(is_running(process_id) for process_id in process_ids)
+
+
+def test_a_process_that_stopped_is_gone_afterwards():
+    outcomes = POOLS["processes"]().outcomes(rank_one_falls_silent, size=2)
+    assert not is_running(outcomes[0].value)
+
+
+def test_threads_leave_no_thread():
+    before = threading.active_count()
+    POOLS["threads"]().outcomes(rank_one_dies, size=4)
+    assert threading.active_count() == before
+
+
+def test_an_error_that_does_not_survive_pickling_arrives_as_text():
+    with pytest.raises(RuntimeError, match="1 and 2"):
+        POOLS["processes"]().run(fail_unpicklable, size=1)
+
+
+def test_a_local_function_cannot_go_to_processes():
+    with pytest.raises(ConfigurationError, match="top level"):
+        POOLS["processes"]().run(lambda: None, size=1)
+
+
+def read_variable(name):
+    return os.environ.get(name)
+
+
+def test_processes_find_the_given_environment():
+    pool = ProcessRanks(2, backend=None, environment={"BAGUA_POOL_TEST": "here"})
+    assert pool.run(read_variable, "BAGUA_POOL_TEST") == ["here", "here"]
+    assert os.environ.get("BAGUA_POOL_TEST") is None
