@@ -1,0 +1,1 @@
+"""Tests that read the sources: who may import whom, and what is public."""

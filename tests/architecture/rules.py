@@ -1,0 +1,227 @@
+"""The house rules. Each takes the parsed sources and returns one line for each violation."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterator
+
+from tests.architecture.source_tree import (
+    PACKAGE,
+    SourceFile,
+    dotted_name,
+    imported_modules,
+    imports_of,
+    is_within,
+)
+
+# The one table of layers. A module imports its own layer and anything below; `bagua` itself imports nothing of ours.
+LAYERS = {
+    "bagua.errors": 0,
+    "bagua.env": 0,
+    "bagua.topology": 1,
+    "bagua.compression": 1,
+    "bagua.comm": 2,
+    "bagua.buckets": 3,
+    "bagua.primitives": 3,
+    "bagua.algorithms": 4,
+    "bagua.optim": 4,
+    "bagua.parallel": 5,
+    "bagua.torch_api": 6,
+    "bagua.utilities": 6,
+    "bagua.integrations": 6,
+    "bagua.cli": 6,
+    "bagua.testing": 7,
+}
+
+# What a module may import beside the standard library. `bagua.integrations` imports what it integrates.
+RUN_TIME_PACKAGES = {"bagua", "torch", "typing_extensions"}
+EXTRA_PACKAGES = {
+    "bagua.cli": {"rich", "matplotlib"},
+    "bagua.testing": {"pytest", "hypothesis", "numpy"},
+}
+
+# Parts of torch.distributed that communicate nothing by themselves.
+LAUNCHER_MODULES = (
+    "torch.distributed.algorithms",
+    "torch.distributed.checkpoint",
+    "torch.distributed.elastic",
+    "torch.distributed.fsdp",
+    "torch.distributed.launcher",
+    "torch.distributed.run",
+)
+ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
+LONGEST_FILE = 450
+
+Rule = Callable[[list[SourceFile]], list[str]]
+
+
+def layer_of(module: str) -> int | None:
+    """The layer of a module; None for one that the table does not know."""
+    if module == PACKAGE:
+        return -1
+    return next((layer for package, layer in LAYERS.items() if is_within(module, package)), None)
+
+
+def imports_point_downwards(sources: list[SourceFile]) -> list[str]:
+    """No module imports from a layer above its own."""
+    known = {source.module for source in sources}
+    violations = []
+    for source in sources:
+        own = layer_of(source.module)
+        if own is None:
+            violations.append(f"{source.path}: {source.module} has no layer; add it to LAYERS")
+            continue
+        for target, line in imported_modules(source, known):
+            layer = layer_of(target)
+            if target != PACKAGE and (layer is None or layer > own):
+                violations.append(f"{source.path}:{line}: {source.module} (layer {own}) imports {target} ({layer})")
+    return violations
+
+
+def no_import_cycles(sources: list[SourceFile]) -> list[str]:
+    """No module imports itself through others."""
+    known = {source.module for source in sources}
+    graph = {
+        source.module: sorted({target for target, _ in imported_modules(source, known) if target in known})
+        for source in sources
+    }
+    return [" -> ".join(cycle) for cycle in _cycles(graph)]
+
+
+def _cycles(graph: dict[str, list[str]]) -> Iterator[list[str]]:
+    finished: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> Iterator[list[str]]:
+        if module in path:
+            yield [*path[path.index(module) :], module]
+        elif module not in finished:
+            for target in graph[module]:
+                yield from visit(target, [*path, module])
+            finished.add(module)
+
+    for module in graph:
+        yield from visit(module, [])
+
+
+def imports_are_absolute_and_by_name(sources: list[SourceFile]) -> list[str]:
+    """No relative and no wildcard imports."""
+    return [
+        f"{source.path}:{item.line}: write the full path and the names"
+        for source in sources
+        for item in imports_of(source)
+        if item.level or "*" in item.names
+    ]
+
+
+def only_declared_packages(sources: list[SourceFile]) -> list[str]:
+    """Only the standard library and the declared dependencies are imported."""
+    violations = []
+    for source in sources:
+        if is_within(source.module, "bagua.integrations"):
+            continue
+        allowed = RUN_TIME_PACKAGES | sys.stdlib_module_names
+        for package, extra in EXTRA_PACKAGES.items():
+            if is_within(source.module, package):
+                allowed = allowed | extra
+        for item in imports_of(source):
+            top = item.target.split(".")[0]
+            if item.level == 0 and top not in allowed:
+                violations.append(f"{source.path}:{item.line}: {top} is not a dependency of {source.module}")
+    return violations
+
+
+def torch_distributed_only_in_comm(sources: list[SourceFile]) -> list[str]:
+    """Only `bagua.comm` communicates through torch; the launcher modules are open to the layers that start things."""
+    violations = []
+    for source in sources:
+        if is_within(source.module, "bagua.comm"):
+            continue
+        launches = is_within(source.module, "bagua.cli") or is_within(source.module, "bagua.integrations")
+        for name, line in _uses_of_torch_distributed(source):
+            if not (launches and any(is_within(name, module) for module in LAUNCHER_MODULES)):
+                violations.append(f"{source.path}:{line}: {source.module} uses {name}")
+    return violations
+
+
+def _uses_of_torch_distributed(source: SourceFile) -> Iterator[tuple[str, int]]:
+    door = "torch.distributed"
+    for item in imports_of(source):
+        names = [f"{item.target}.{name}" for name in item.names] or [item.target]
+        yield from ((name, item.line) for name in names if is_within(name, door) or "_distributed_c10d" in name)
+    outermost = _outermost_attributes(source.tree)
+    yield from ((name, node.lineno) for node in outermost if is_within(name := dotted_name(node), door))
+
+
+def _outermost_attributes(tree: ast.Module) -> list[ast.Attribute]:
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    inner = {id(node.value) for node in attributes}
+    return [node for node in attributes if id(node) not in inner]
+
+
+def environment_only_in_env(sources: list[SourceFile]) -> list[str]:
+    """Only `bagua/env.py` touches the environment."""
+    violations = []
+    for source in sources:
+        if source.module == "bagua.env":
+            continue
+        lines = [node.lineno for node in _outermost_attributes(source.tree) if _is_environment(dotted_name(node))]
+        lines += [
+            item.line
+            for item in imports_of(source)
+            if item.target == "os" and any(_is_environment(f"os.{name}") for name in item.names)
+        ]
+        violations += [f"{source.path}:{line}: read the environment in bagua/env.py" for line in lines]
+    return violations
+
+
+def _is_environment(name: str) -> bool:
+    return any(is_within(name, entry) for entry in ENVIRONMENT)
+
+
+def no_global_statement(sources: list[SourceFile]) -> list[str]:
+    """No function rebinds a module's variables."""
+    return _nodes(sources, lambda node: isinstance(node, ast.Global), "global")
+
+
+def no_print_outside_cli(sources: list[SourceFile]) -> list[str]:
+    """Libraries log; only commands print."""
+    quiet = [source for source in sources if not is_within(source.module, "bagua.cli")]
+    return _nodes(quiet, lambda node: isinstance(node, ast.Call) and dotted_name(node.func) == "print", "print()")
+
+
+def no_bare_except(sources: list[SourceFile]) -> list[str]:
+    """An `except` names what it catches."""
+    return _nodes(sources, lambda node: isinstance(node, ast.ExceptHandler) and node.type is None, "bare except")
+
+
+def _nodes(sources: list[SourceFile], matches: Callable[[ast.AST], bool], what: str) -> list[str]:
+    return [
+        f"{source.path}:{getattr(node, 'lineno', 0)}: {what}"
+        for source in sources
+        for node in ast.walk(source.tree)
+        if matches(node)
+    ]
+
+
+def files_are_short(sources: list[SourceFile]) -> list[str]:
+    """A file that grows longer than this wants to be two."""
+    return [
+        f"{source.path}: {source.line_count} lines, at most {LONGEST_FILE}"
+        for source in sources
+        if source.line_count > LONGEST_FILE
+    ]
+
+
+RULES: tuple[Rule, ...] = (
+    imports_point_downwards,
+    no_import_cycles,
+    imports_are_absolute_and_by_name,
+    only_declared_packages,
+    torch_distributed_only_in_comm,
+    environment_only_in_env,
+    no_global_statement,
+    no_print_outside_cli,
+    no_bare_except,
+    files_are_short,
+)

@@ -1,0 +1,101 @@
+"""The sources keep the rules, and each rule catches what it is there for."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.architecture import rules
+from tests.architecture.source_tree import PACKAGE, REPOSITORY, read_sources
+
+SOURCES = read_sources(REPOSITORY / PACKAGE)
+
+# Rule, the files of a small tree that breaks it, and a word that the violation must contain.
+VIOLATIONS = [
+    (rules.imports_point_downwards, {"env.py": "import bagua.comm", "comm/__init__.py": ""}, "imports bagua.comm"),
+    (
+        rules.imports_point_downwards,
+        {"comm/group.py": "def f():\n    from bagua.parallel import engine", "parallel/engine.py": ""},
+        "group.py:2",
+    ),
+    (
+        rules.imports_point_downwards,
+        {"topology.py": "if TYPE_CHECKING:\n    from bagua import comm", "comm/__init__.py": ""},
+        "topology.py:2",
+    ),
+    (rules.imports_point_downwards, {"helpers.py": ""}, "has no layer"),
+    (
+        rules.no_import_cycles,
+        {"comm/a.py": "from bagua.comm import b", "comm/b.py": "def f():\n    import bagua.comm.a"},
+        "bagua.comm.a -> bagua.comm.b -> bagua.comm.a",
+    ),
+    (
+        rules.no_import_cycles,
+        {"comm/__init__.py": "from bagua.comm.a import x", "comm/a.py": "from bagua.comm import y"},
+        "bagua.comm -> bagua.comm.a -> bagua.comm",
+    ),
+    (rules.imports_are_absolute_and_by_name, {"comm/a.py": "from .b import c"}, "a.py:1"),
+    (rules.imports_are_absolute_and_by_name, {"comm/a.py": "from torch import *"}, "a.py:1"),
+    (rules.only_declared_packages, {"comm/a.py": "import numpy as np"}, "numpy"),
+    (rules.only_declared_packages, {"comm/a.py": "from rich.table import Table"}, "rich"),
+    (rules.torch_distributed_only_in_comm, {"buckets.py": "import torch.distributed as dist"}, "torch.distributed"),
+    (rules.torch_distributed_only_in_comm, {"buckets.py": "from torch import distributed"}, "torch.distributed"),
+    (rules.torch_distributed_only_in_comm, {"buckets.py": "import torch\ntorch.distributed.barrier()"}, "py:2"),
+    (rules.torch_distributed_only_in_comm, {"buckets.py": "import torch.distributed.run"}, "torch.distributed.run"),
+    (rules.torch_distributed_only_in_comm, {"cli/a.py": "from torch.distributed import all_reduce"}, "all_reduce"),
+    (rules.environment_only_in_env, {"comm/a.py": "import os\nos.environ['A'] = '1'"}, "a.py:2"),
+    (rules.environment_only_in_env, {"comm/a.py": "import os\nos.environ.get('A')"}, "a.py:2"),
+    (rules.environment_only_in_env, {"comm/a.py": "from os import getenv"}, "a.py:1"),
+    (rules.no_global_statement, {"comm/a.py": "def f():\n    global x\n    x = 1"}, "a.py:2"),
+    (rules.no_print_outside_cli, {"comm/a.py": "print('hello')"}, "a.py:1"),
+    (rules.no_bare_except, {"comm/a.py": "try:\n    f()\nexcept:\n    raise"}, "a.py:3"),
+    (rules.files_are_short, {"comm/a.py": "x = 1\n" * 451}, "451 lines"),
+]
+
+ALLOWED = {
+    "errors.py": "import bagua",
+    "env.py": "import os\nfrom bagua import errors\nos.environ.get('A')",
+    "comm/__init__.py": "from bagua.comm.c10d import Transport",
+    "comm/c10d.py": "import torch.distributed as dist\nfrom bagua.env import a\nfrom os import path",
+    "cli/main.py": "import torch.distributed.run\nimport rich\nfrom bagua.torch_api import x\nprint('hello')",
+    "torch_api/__init__.py": "from bagua import comm",
+    "testing/pool.py": "import pytest\nfrom bagua import torch_api",
+    "integrations/lightning.py": "import lightning\nfrom torch.distributed.fsdp import fully_shard",
+}
+
+
+def write_tree(folder: Path, files: dict[str, str]) -> Path:
+    root = folder / PACKAGE
+    for name, text in {"__init__.py": "", **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text) + "\n" * (not text.endswith("\n")), encoding="utf-8")
+    return root
+
+
+def test_the_sources_are_found() -> None:
+    assert "bagua" in {source.module for source in SOURCES}
+
+
+@pytest.mark.parametrize("rule", rules.RULES, ids=lambda rule: rule.__name__)
+def test_sources_keep_the_rule(rule: rules.Rule) -> None:
+    violations = rule(SOURCES)
+    assert not violations, f"{rule.__doc__}\n" + "\n".join(violations)
+
+
+@pytest.mark.parametrize(("rule", "files", "said"), VIOLATIONS)
+def test_rule_catches_a_violation(rule: rules.Rule, files: dict[str, str], said: str, tmp_path: Path) -> None:
+    violations = rule(read_sources(write_tree(tmp_path, files)))
+    assert len(violations) >= 1
+    assert said in violations[0]
+
+
+@pytest.mark.parametrize("rule", rules.RULES, ids=lambda rule: rule.__name__)
+def test_rule_accepts_what_is_allowed(rule: rules.Rule, tmp_path: Path) -> None:
+    assert rule(read_sources(write_tree(tmp_path, ALLOWED))) == []
+
+
+def test_every_rule_has_a_violation_that_it_catches() -> None:
+    assert {rule for rule, _, _ in VIOLATIONS} == set(rules.RULES)
