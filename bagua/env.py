@@ -17,6 +17,7 @@ __all__ = [
     "launcher_variables",
     "log_level",
     "overlay",
+    "prefer_nccl_clean_up",
     "timeout_s",
 ]
 
@@ -115,3 +116,11 @@ def log_level() -> str | None:
 def overlay(variables: Mapping[str, str]) -> None:
     """Set ``variables`` for the rest of this process: for ranks that a test pool started."""
     os.environ.update(variables)
+
+
+def prefer_nccl_clean_up() -> None:
+    """Make torch's NCCL watchdog clean up after an error instead of ending the process.
+
+    bagua raises the error itself. A choice that the user made is kept.
+    """
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")

@@ -31,7 +31,7 @@ __all__ = [
 
 
 def _rebuild(error_class: type[BaguaError], facts: dict[str, Any]) -> BaguaError:
-    # Not error_class.__new__: that is RuntimeError's, which refuses classes that derive from OSError (TimeoutError) too.
+    # Not error_class.__new__: that is RuntimeError's, which refuses classes that derive from OSError too.
     error = (OSError if issubclass(error_class, OSError) else Exception).__new__(error_class)
     error.__dict__.update(facts)
     error.args = (facts.get("problem", ""),)

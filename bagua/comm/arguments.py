@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-def as_seconds(timeout: float | timedelta, argument: str = "timeout") -> float:
+def as_seconds(timeout: object, argument: str = "timeout") -> float:
     """``timeout`` in seconds.
 
     Raises:
@@ -147,7 +147,8 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
     # Interleaved strides need not collide: count the addresses.
     extent = 1 + sum(stride * (size - 1) for stride, size in dimensions)
     addresses = torch.arange(extent).as_strided(tensor.shape, tensor.stride())
-    return int(addresses.unique().numel()) < tensor.numel()
+    distinct: int = torch.unique(addresses).numel()
+    return distinct < tensor.numel()
 
 
 def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -159,15 +160,15 @@ def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return start < other_start + other.numel() * other.element_size() and other_start < end
 
 
-def check_counts(counts: Sequence[int], size: int, numel: int, argument: str) -> tuple[int, ...]:
+def check_counts(counts: Sequence[object], size: int, numel: int, argument: str) -> tuple[int, ...]:
     """Per-rank element counts of ``alltoall_v``, checked against the tensor they describe."""
-    checked = tuple(counts)
-    whole = all(isinstance(count, int) and not isinstance(count, bool) for count in checked)
-    if not whole or len(checked) != size or min(checked) < 0 or sum(checked) != numel:
+    checked = tuple(count for count in counts if isinstance(count, int) and not isinstance(count, bool))
+    whole = len(checked) == len(counts) == size
+    if not whole or min(checked) < 0 or sum(checked) != numel:
         raise ConfigurationError(
             "counts do not describe the tensor",
             argument=argument,
             expected=f"{size} whole numbers >= 0 with sum {numel}",
-            seen=list(checked),
+            seen=list(counts),
         )
     return checked

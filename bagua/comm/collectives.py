@@ -373,7 +373,7 @@ class TensorCollectives(CommunicatorCore):
             plain = served and tensor.layout is torch.strided
         except AttributeError:
             plain = False
-        if plain and isinstance(tensor, torch.Tensor):
+        if plain:
             check_communicable(tensor.dtype, argument)
             return
         check_tensor(tensor, argument, self._device_types)
@@ -429,7 +429,7 @@ class TensorCollectives(CommunicatorCore):
                 "this rank must pass the tensor of all shares",
                 argument=argument,
                 expected=f"{self.size * share} elements on rank {root}",
-                seen=None if tensor is None else tensor,
+                seen="None",
             )
         if written:
             return self._output(tensor, argument, like, self.size * share)

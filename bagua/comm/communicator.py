@@ -105,7 +105,7 @@ class Communicator(TensorCollectives):
             for work, flat, parts in zip(works, flats, alike.values(), strict=True):
                 if work is not None:
                     yield work
-                for part, piece in zip(parts, flat.split([p.numel() for p in parts]), strict=True):
+                for part, piece in zip(parts, torch.split(flat, [p.numel() for p in parts]), strict=True):
                     part.view(-1).copy_(piece)
             for _, finish in targets:
                 if finish is not None:

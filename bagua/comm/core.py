@@ -155,7 +155,7 @@ class CommunicatorCore:
         call: Call | None = None
         try:
             if self._broken is not None or self._closed:
-                raise self._refusal(kind)
+                raise self._refusal(kind)  # noqa: TRY301
             call = Call(kind, self._next(kind), dtype, numel, reduction, root, peer, counts[0], counts[1])
             self.statistics.recent.append(call)
             handle = self._transport.start(call, source, target, timeout_s, async_op)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from bagua.comm.reduction import check_communicable
+from bagua.comm.reduction import check_communicable, dtype_by_name
 from bagua.errors import ConfigurationError, InvalidTensorError
 
 __all__ = ["decode", "encode", "encode_failure"]
@@ -59,7 +59,7 @@ def decode(data: torch.Tensor, *, allow_pickle: bool = False) -> Any:
         ConfigurationError: the sender failed to encode it, or used pickle and this side
             did not ask for that.
     """
-    raw = data.numpy(force=True).tobytes()
+    raw = _raw(data)
     flag, length = _HEADER.unpack_from(raw)
     body = raw[_HEADER.size :]
     if flag == _FAILURE:
@@ -85,6 +85,15 @@ def _pickled(value: object) -> bytes:
 
 def _as_tensor(*parts: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
+
+
+def _raw(data: torch.Tensor) -> bytes:
+    """The bytes of a uint8 tensor. By way of a bytearray, because NumPy may not be there."""
+    if not data.numel():
+        return b""
+    raw = bytearray(data.numel())
+    torch.frombuffer(raw, dtype=torch.uint8).copy_(data)
+    return bytes(raw)
 
 
 def _node(value: object, blobs: list[bytes]) -> Any:
@@ -122,7 +131,7 @@ def _tensor_node(value: torch.Tensor, blobs: list[bytes]) -> list[Any]:
         )
     check_communicable(value.dtype, "obj")
     plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    blobs.append(plain.view(-1).view(torch.uint8).numpy().tobytes())
+    blobs.append(_raw(plain.view(-1).view(torch.uint8)))
     return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
 
 
@@ -141,20 +150,19 @@ class _Reader:
         if not isinstance(node, list):
             return node
         tag, *rest = node
-        if tag == "tensor":
-            return self._tensor(*rest)
-        if tag == "bytes":
-            return self._take(rest[0])
-        if tag == "bytearray":
-            return bytearray(self._take(rest[0]))
-        if tag == "complex":
-            return complex(*rest)
+        if tag in _SEQUENCES:
+            return _SEQUENCES[tag](self.value(item) for item in rest)
         if tag == "dict":
             return {self.value(key): self.value(item) for key, item in rest}
-        return _SEQUENCES[tag](self.value(item) for item in rest)
+        if tag == "tensor":
+            return self._tensor(*rest)
+        if tag == "complex":
+            return complex(*rest)
+        raw = self._take(rest[0])
+        return raw if tag == "bytes" else bytearray(raw)
 
     def _tensor(self, dtype_name: str, shape: list[int]) -> torch.Tensor:
-        dtype = getattr(torch, dtype_name)
+        dtype = dtype_by_name(dtype_name)
         result = torch.empty(shape, dtype=dtype)
         raw = self._take(result.numel() * dtype.itemsize)
         if raw:

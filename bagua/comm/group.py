@@ -165,7 +165,9 @@ class ProcessGroup:
         Args:
             label: what messages call it.
         """
-        return self._derive(range(self.size), None, None, label)
+        group = self._derive(range(self.size), None, None, label)
+        assert group is not None  # this rank is one of all ranks
+        return group
 
     def subgroup(
         self,

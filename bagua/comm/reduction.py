@@ -13,6 +13,7 @@ __all__ = [
     "ReduceOp",
     "bytes_reduction",
     "check_communicable",
+    "dtype_by_name",
     "fold",
     "reduction_name",
     "wide_dtype",
@@ -131,6 +132,11 @@ def check_communicable(dtype: torch.dtype, argument: str) -> None:
             expected="a floating, complex, integer or bool dtype",
             seen=dtype,
         )
+
+
+def dtype_by_name(name: str) -> torch.dtype:
+    """The communicable dtype that prints as ``torch.<name>``."""
+    return next(dtype for dtype in _COMMUNICABLE if str(dtype) == f"torch.{name}")
 
 
 def bytes_reduction(name: str) -> str:

@@ -34,19 +34,22 @@ class KindStatistics(NamedTuple):
 def sent_bytes(call: Call, rank: int, size: int) -> int:
     """Bytes that ``rank`` of ``size`` sends for ``call``; see ``KindStatistics.sent_bytes``."""
     share = call.nbytes
+    if call.kind == "alltoall_v":
+        return share - call.send_counts[rank] * call.dtype.itemsize
     if call.kind == "allreduce":
         return 2 * share * (size - 1) // size
     if call.kind in ("reduce", "broadcast"):
         return share * (size - 1) // size
-    if call.kind in ("allgather", "reduce_scatter", "alltoall"):
-        return share * (size - 1)
-    if call.kind == "gather":
-        return 0 if rank == call.root else share
-    if call.kind == "scatter":
-        return share * (size - 1) if rank == call.root else 0
-    if call.kind == "alltoall_v":
-        return share - call.send_counts[rank] * call.dtype.itemsize
-    return share if call.kind in ("send", "sendrecv") else 0
+    times = {
+        "allgather": size - 1,
+        "reduce_scatter": size - 1,
+        "alltoall": size - 1,
+        "gather": int(rank != call.root),
+        "scatter": (size - 1) * int(rank == call.root),
+        "send": 1,
+        "sendrecv": int(call.root != rank),
+    }
+    return share * times.get(call.kind, 0)
 
 
 class Statistics:
@@ -88,5 +91,10 @@ def merge(tables: list[dict[str, KindStatistics]]) -> dict[str, KindStatistics]:
     for table in tables:
         for kind, more in table.items():
             have = totals.get(kind, KindStatistics())
-            totals[kind] = KindStatistics(*(a + b for a, b in zip(have, more, strict=True)))
+            totals[kind] = KindStatistics(
+                have.calls + more.calls,
+                have.bytes + more.bytes,
+                have.sent_bytes + more.sent_bytes,
+                have.seconds + more.seconds,
+            )
     return totals

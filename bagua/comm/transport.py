@@ -77,9 +77,10 @@ class Done(Handle):
     __slots__ = ()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        return None
+        """Return."""
 
     def is_completed(self) -> bool:
+        """Return True."""
         return True
 
 

@@ -342,11 +342,11 @@ def from_torch_group(
     """
     world = _world()
     torch_group = dist.group.WORLD if group is None else group
-    if torch_group is None or torch_group is dist.GroupMember.NON_GROUP_MEMBER:
+    if not isinstance(torch_group, dist.ProcessGroup):  # torch's sentinel for non-members
         raise InvalidRankError("this rank is not a member of the group", argument="group", expected="a member's group")
     number = _uses_of_torch_group.get(torch_group, 0) + 1
     _uses_of_torch_group[torch_group] = number
-    store = dist.PrefixStore(f"bagua/torch_group{number}", dist.distributed_c10d._get_process_group_store(torch_group))
+    store = dist.PrefixStore(f"bagua/torch_group{number}", _store_of(torch_group))
     ranks = dist.get_process_group_ranks(torch_group)
     made = ProcessGroup(
         store,
@@ -360,6 +360,10 @@ def from_torch_group(
     )
     world.adopted.append(made)
     return made
+
+
+def _store_of(torch_group: dist.ProcessGroup) -> dist.Store:
+    return dist.distributed_c10d._get_process_group_store(torch_group)  # noqa: SLF001 - torch has no public name for it
 
 
 def _or(value: int | None, default: int) -> int:
