@@ -1,0 +1,119 @@
+"""Importing `bagua.torch_api` adds `with_bagua` to modules and the backend name `bagua`, and does nothing else."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.source_tree import PACKAGE, REPOSITORY
+
+needs_torch_api = pytest.mark.skipif(
+    not (REPOSITORY / PACKAGE / "torch_api" / "__init__.py").exists(), reason="bagua.torch_api does not exist yet"
+)
+
+# Looks at a fresh interpreter before and after one statement, and prints what has changed.
+PROBE = '''
+import faulthandler, json, logging, os, random, signal, sys, threading, warnings
+import torch
+import torch.distributed as dist
+
+CLASSES = (torch.nn.Module, torch.Tensor, torch.optim.Optimizer, torch.nn.parallel.DistributedDataParallel)
+
+
+def open_sockets():
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink("/proc/self/fd/" + name))
+        except FileNotFoundError:
+            pass
+    return sorted(name for name in found if not name.startswith("/"))
+
+
+def functions_of(module):
+    return {name: id(value) for name, value in vars(module).items() if type(value) is not type(sys)}
+
+
+def look():
+    loggers = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict)]
+    seen = {
+        "threads": [thread.name for thread in threading.enumerate()] + [str(len(os.listdir("/proc/self/task")))],
+        "sockets and pipes": open_sockets(),
+        "environment": dict(os.environ),
+        "torch.distributed is initialised": dist.is_initialized(),
+        "backends": list(dist.Backend.backend_list),
+        "logging handlers": [repr(logger.handlers) for logger in [logging.root, *loggers] if logger.handlers],
+        "warning filters": [repr(entry) for entry in warnings.filters],
+        "signal handlers": [repr(signal.getsignal(number)) for number in signal.valid_signals()],
+        "hooks": [repr(sys.excepthook), repr(threading.excepthook)],
+        "random state": [repr(random.getstate()), repr(torch.get_rng_state().tolist())],
+        "torch settings": [torch.get_num_threads(), torch.is_grad_enabled(), str(torch.get_default_dtype())],
+        "torch functions": functions_of(torch),
+        "torch.distributed functions": functions_of(dist),
+    }
+    for kind in CLASSES:
+        seen[kind.__name__] = {name: id(value) for name, value in vars(kind).items()}
+    return seen
+
+
+def difference(before, after):
+    if isinstance(before, dict):
+        return sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
+    return {"before": before, "after": after}
+
+
+before = look()
+exec(sys.argv[1])
+after = look()
+changed = {key: difference(before[key], after[key]) for key in before if before[key] != after[key]}
+print(json.dumps(changed, default=str))
+'''
+
+
+def changes_made_by(statement: str) -> dict[str, object]:
+    """What a statement changes in a fresh interpreter, in which a warning is an error."""
+    command = [sys.executable, "-W", "error:::bagua", "-c", PROBE, statement]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=REPOSITORY, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+@needs_torch_api
+def test_importing_torch_api_has_its_two_effects_only() -> None:
+    changed = changes_made_by("import bagua.torch_api")
+    assert changed.pop("Module") == ["with_bagua"]
+    backends = changed.pop("backends", None)
+    if backends is not None:
+        assert set(backends["after"]) - set(backends["before"]) == {"bagua"}
+    assert changed == {}
+
+
+def test_importing_bagua_does_not_import_torch() -> None:
+    script = "import sys, bagua; assert 'torch' not in sys.modules; assert bagua.__version__"
+    subprocess.run([sys.executable, "-c", script], timeout=60, cwd=REPOSITORY, check=True)
+
+
+@pytest.mark.parametrize(
+    ("statement", "what"),
+    [
+        ("import os; os.environ['A_NEW_NAME'] = '1'", "environment"),
+        ("import threading, time; threading.Thread(target=time.sleep, args=(9,), daemon=True).start()", "threads"),
+        ("import socket; kept = socket.socket()", "sockets and pipes"),
+        ("import logging; logging.basicConfig()", "logging handlers"),
+        ("import warnings; warnings.simplefilter('ignore')", "warning filters"),
+        ("import torch; torch.nn.Module.other = 1", "Module"),
+        ("import torch; torch.manual_seed(1)", "random state"),
+        ("import torch.distributed as dist; dist.all_reduce = None", "torch.distributed functions"),
+    ],
+)
+def test_the_probe_sees(statement: str, what: str) -> None:
+    assert what in changes_made_by(statement)
+
+
+def test_the_wheel_says_that_it_is_typed() -> None:
+    assert (Path(REPOSITORY) / PACKAGE / "py.typed").exists()
