@@ -1,0 +1,274 @@
+"""Run one function on a few processes of this machine, and leave none of them behind."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NoReturn
+
+import torch
+
+from bagua import comm
+from bagua.comm.stores import connect_store, serve_store
+from bagua.errors import CommunicationError
+
+__all__ = ["Failure", "Rank", "RanksFailedError", "run_ranks"]
+
+# After one rank has failed the others have this long to notice and to say so themselves.
+GRACE_S = 10.0
+STOP_S = 3.0
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a started function knows about its own process.
+
+    Args:
+        rank: its number, from 0.
+        world_size: how many processes were started.
+        port: where the launching process keeps the store for the rendezvous, on the loopback device.
+        report: sends any picklable object to the launching process.
+    """
+
+    rank: int
+    world_size: int
+    port: int
+    report: Callable[[object], None]
+
+    def join(self, backend: str | None, timeout_s: float) -> None:
+        """Initialize bagua's process group with the other started processes."""
+        comm.init_process_group(
+            backend=backend,
+            timeout=timedelta(seconds=timeout_s),
+            store=connect_store(self.port, timeout_s),
+            rank=self.rank,
+            world_size=self.world_size,
+            local_world_size=self.world_size,
+        )
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank ended, if not by returning.
+
+    Args:
+        rank: which one.
+        error: what it raised, or None when the process died without a word.
+        trace: the traceback as text; empty when it died.
+        exit_code: of the process, negative for a signal, when it died.
+    """
+
+    rank: int
+    error: Exception | None = None
+    trace: str = ""
+    exit_code: int | None = None
+
+    def __str__(self) -> str:
+        if self.error is not None:
+            return f"rank {self.rank} failed: {type(self.error).__name__}: {self.error}"
+        if self.exit_code is not None and self.exit_code < 0:
+            return f"rank {self.rank} was killed by {signal.Signals(-self.exit_code).name}"
+        return f"rank {self.rank} ended too early, with exit status {self.exit_code}"
+
+
+class RanksFailedError(RuntimeError):
+    """At least one started process did not return.
+
+    Args:
+        failures: of each rank that failed by itself, in the order in which they were seen.
+    """
+
+    def __init__(self, failures: list[Failure]) -> None:
+        super().__init__("; ".join(str(failure) for failure in sorted(failures, key=is_consequence)))
+        self.failures = sorted(failures, key=is_consequence)
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A rank's last message: what its function returned."""
+
+    value: Any
+
+
+@dataclass
+class Started:
+    """A running process, as the launching process sees it."""
+
+    rank: int
+    process: BaseProcess
+    messages: Connection
+    returned: Returned | None = None
+    failure: Failure | None = None
+
+    def receive(self) -> object:
+        """The next message, or the failure if the process ended without a last one."""
+        try:
+            return self.messages.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join(STOP_S)
+            return Failure(self.rank, exit_code=self.process.exitcode)
+
+
+@dataclass
+class Gathering:
+    """Messages of all ranks until each has returned or failed."""
+
+    ranks: list[Started]
+    on_report: Callable[[object], None]
+    failures: list[Failure] = field(default_factory=list)
+    give_up_at_s: float = float("inf")
+
+    def run(self) -> list[Any]:
+        """Wait for everybody; return what they returned, or raise with how they failed."""
+        while True:
+            open_ranks = {rank.messages: rank for rank in self.ranks if not (rank.returned or rank.failure)}
+            left_s = self.give_up_at_s - time.monotonic()
+            if not open_ranks or left_s <= 0:
+                break
+            for messages in wait(list(open_ranks), timeout=min(left_s, 60.0)):
+                self.take(open_ranks[messages])  # type: ignore[index]  # wait returns what it was given
+        if self.failures:
+            raise RanksFailedError(self.failures)
+        return [rank.returned.value for rank in self.ranks if rank.returned]
+
+    def take(self, rank: Started) -> None:
+        """Act on one message."""
+        message = rank.receive()
+        if isinstance(message, Returned):
+            rank.returned = message
+        elif isinstance(message, Failure):
+            rank.failure = message
+            self.failures.append(message)
+            self.give_up_at_s = min(self.give_up_at_s, time.monotonic() + GRACE_S)
+        else:
+            self.on_report(message)
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    arguments: tuple[Any, ...] = (),
+    on_report: Callable[[object], None] = lambda _: None,
+) -> list[Any]:
+    """Call ``function(rank, *arguments)`` in ``world_size`` new processes with one compute thread each.
+
+    Args:
+        function: found by its name in the new processes, so defined at the top of a module. Its first argument is a
+            :class:`Rank`.
+        world_size: how many processes to start.
+        arguments: picklable, the same for all ranks.
+        on_report: called here with each object that a rank reports.
+
+    Returns:
+        What each rank returned, in the order of ranks.
+
+    Raises:
+        RanksFailedError: a rank raised, died, or was ended because another one did. No process is left.
+        KeyboardInterrupt: as usual; no process is left either.
+    """
+    store, port = serve_store()
+    ranks: list[Started] = []
+    patience_s = 0.0
+    try:
+        with interrupt_held_back():
+            for rank in range(world_size):
+                ranks.append(start(function, rank, world_size, port, arguments))  # noqa: PERF401  # seen by finally
+        values = Gathering(ranks, on_report).run()
+        patience_s = STOP_S
+    finally:
+        with interrupt_held_back():
+            stop([rank.process for rank in ranks], patience_s)
+        del store  # the ranks needed it until now
+    return values
+
+
+def start(function: Callable[..., Any], rank: int, world_size: int, port: int, arguments: tuple[Any, ...]) -> Started:
+    """Start one process."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(
+        target=run_one,
+        args=(function, rank, world_size, port, sender, arguments),
+        name=f"bagua rank {rank}",
+        daemon=True,
+    )
+    process.start()
+    sender.close()  # so that the end of the process is the end of the messages
+    return Started(rank, process, receiver)
+
+
+def run_one(
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    messages: Connection,
+    arguments: tuple[Any, ...],
+) -> None:
+    """What a started process does from its first line to its last."""
+    threading.Thread(target=end_with_parent, name="bagua end with parent", daemon=True).start()
+    torch.set_num_threads(1)
+    try:
+        answer: object = Returned(function(Rank(rank, world_size, port, messages.send), *arguments))
+    except Exception as error:  # noqa: BLE001  # it goes to the launching process, whatever it is
+        answer = Failure(rank, error, traceback.format_exc())
+    messages.send(fit_to_send(answer, rank))
+
+
+def fit_to_send(answer: object, rank: int) -> object:
+    """``answer`` itself, or a failure that says that it does not survive pickle (many exceptions do not)."""
+    try:
+        ForkingPickler.loads(ForkingPickler.dumps(answer))
+    except Exception as error:  # noqa: BLE001  # pickle lets anything through
+        trace = answer.trace if isinstance(answer, Failure) else traceback.format_exc()
+        return Failure(rank, RuntimeError(f"{answer!r} cannot be sent to the launching process: {error}"), trace)
+    return answer
+
+
+def end_with_parent() -> NoReturn:
+    """End this process at once when the launching process is gone, even if that was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def interrupt_held_back() -> Iterator[None]:
+    """Hold Ctrl-C back until the end of the block.
+
+    Processes started inside inherit this and never see Ctrl-C: a terminal sends it to all, and only the launching
+    process shall answer.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def stop(processes: list[BaseProcess], patience_s: float) -> None:
+    """End all processes: wait for a while, then politely, then not."""
+    end_s = time.monotonic() + patience_s
+    for process in processes:
+        process.join(max(0.0, end_s - time.monotonic()))
+    for end in (BaseProcess.terminate, BaseProcess.kill):
+        for process in processes:
+            if process.is_alive():
+                end(process)
+        for process in processes:
+            process.join(STOP_S)
+
+
+def is_consequence(failure: Failure) -> bool:
+    """Whether this failure only says that another rank failed."""
+    return isinstance(failure.error, CommunicationError)

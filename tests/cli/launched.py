@@ -1,0 +1,40 @@
+"""Functions that the tests of the launcher start in other processes."""
+
+import os
+import signal
+import time
+
+from bagua.cli.launch import Rank
+from bagua.errors import CollectiveTimeoutError, PeerLostError
+
+
+def report_and_return(rank: Rank, factor: int) -> int:
+    rank.report(("hello", rank.rank))
+    return rank.rank * factor
+
+
+def rank_one_raises(rank: Rank) -> None:
+    if rank.rank == 1:
+        raise CollectiveTimeoutError("too slow", rank=1, timeout_s=2.5)
+    time.sleep(60)
+
+
+def rank_one_dies_and_the_other_notices(rank: Rank) -> None:
+    if rank.rank == 1:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise PeerLostError("a rank is gone", rank=0, peers=(1,))
+
+
+class Unsendable(Exception):  # noqa: N818
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+def raise_what_does_not_survive_pickle(rank: Rank) -> None:
+    raise Unsendable(1, 2)
+
+
+def sleep_long(rank: Rank) -> None:
+    rank.report(os.getpid())
+    time.sleep(60)

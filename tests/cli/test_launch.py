@@ -1,0 +1,72 @@
+"""The launcher returns what ranks return, raises how they fail, and leaves no process behind."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from bagua.cli import launch
+from bagua.errors import CollectiveTimeoutError, PeerLostError
+from tests.cli import launched
+
+pytestmark = pytest.mark.gloo
+
+
+@pytest.fixture(autouse=True)
+def short_grace(monkeypatch):
+    monkeypatch.setattr(launch, "GRACE_S", 2.0)
+
+
+def is_running(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_returns_values_in_rank_order_and_hands_on_reports():
+    reports = []
+    assert launch.run_ranks(launched.report_and_return, 2, (10,), reports.append) == [0, 10]
+    assert sorted(reports) == [("hello", 0), ("hello", 1)]
+
+
+def test_an_error_of_one_rank_arrives_with_its_type_and_facts():
+    with pytest.raises(launch.RanksFailedError) as caught:
+        launch.run_ranks(launched.rank_one_raises, 2)
+    (failure,) = caught.value.failures
+    assert failure.rank == 1
+    assert isinstance(failure.error, CollectiveTimeoutError)
+    assert failure.error.timeout_s == 2.5
+    assert "rank_one_raises" in failure.trace
+
+
+def test_the_cause_comes_before_the_errors_that_follow_from_it():
+    with pytest.raises(
+        launch.RanksFailedError, match="rank 1 was killed by SIGKILL; rank 0 failed: PeerLost"
+    ) as caught:
+        launch.run_ranks(launched.rank_one_dies_and_the_other_notices, 2)
+    assert [failure.rank for failure in caught.value.failures] == [1, 0]
+    assert isinstance(caught.value.failures[1].error, PeerLostError)
+
+
+def test_an_error_that_does_not_survive_pickle_arrives_as_text():
+    with pytest.raises(launch.RanksFailedError, match="1 and 2") as caught:
+        launch.run_ranks(launched.raise_what_does_not_survive_pickle, 1)
+    assert "Unsendable" in caught.value.failures[0].trace
+
+
+def test_an_interrupt_ends_all_processes():
+    process_ids = []
+
+    def interrupt_at_second_report(report: object) -> None:
+        process_ids.append(report)
+        if len(process_ids) == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    start_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        launch.run_ranks(launched.sleep_long, 2, (), interrupt_at_second_report)
+    assert time.monotonic() - start_s < 50  # they did not sleep to the end
+    assert not any(is_running(process_id) for process_id in process_ids)
