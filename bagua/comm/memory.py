@@ -1,0 +1,214 @@
+"""The transport of ranks that can see each other's memory, written once.
+
+Threads use it now; processes that map each other's segments only need a ``Peers`` and
+a ``Line`` of their own (``memory_peers.py``, ``memory_line.py``). What all of it rests on:
+
+* **A rank writes its own memory only**: its line (words, notices) and its own tensors.
+  It pulls what it needs from peers. So a late or dying peer never changes a survivor's tensor.
+* Words only grow, and each has one writer. A barrier is "raise mine, wait for theirs".
+  Data and notice are written before the word that announces them.
+* A collective starts with publish and barrier. Then every rank reads the same notices, so
+  all see a disagreement, or none, before any tensor is written; and all take the same path.
+* Nobody is more than one collective ahead: to pass the first barrier of call k+1, all
+  must have finished call k. Notices and private data therefore alternate between two
+  slots, and what was published for call k is safe until its owner publishes call k+2.
+* Data that is *lent* (the caller's own tensor) may change when the call returns; if any rank
+  lent, a last barrier ends the call. Small data is copied when published: no last barrier.
+* A rank that fails says so in its line before its caller hears of it. Ranks look at all
+  lines before they arrive at a barrier, hence a result read from a tensor that its owner
+  took back half-way is never returned as good. Who arrived before dying has arrived.
+* A message is offered (``sent``), asked for (``wanted``), pulled, and acknowledged
+  (``taken``); one is under way per pair and direction, and lent until it is acknowledged.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+
+import torch
+
+from bagua.comm.call import POINT_TO_POINT, Call
+from bagua.comm.memory_exchange import SMALL_BYTES, Exchange, compare
+from bagua.comm.memory_lanes import Lane, Pending
+from bagua.comm.memory_line import Deadline, State, Words
+from bagua.comm.memory_messages import Messages
+from bagua.comm.memory_peers import Peers
+from bagua.comm.transport import DONE, Handle, Membership, Transport
+from bagua.errors import CollectiveMismatchError, CommunicatorClosedError
+
+__all__ = ["MemoryTransport"]
+
+_COLLECTIVE: Lane = ("collective", -1)
+
+
+class MemoryTransport(Transport):
+    """All kinds of calls over ``Peers``.
+
+    Collectives complete in the order in which they were started; so do the messages
+    of one pair and direction. Synchronous calls run in the calling thread,
+    asynchronous ones in a background thread per lane.
+
+    Args:
+        membership: the ranks.
+        peers: their lines, and how to wait for them.
+    """
+
+    name = "memory"
+    compares_calls = True
+    executor = "thread"
+
+    def __init__(self, membership: Membership, peers: Peers) -> None:
+        super().__init__(membership)
+        self._peers = peers
+        self._lanes = peers.lanes
+        self._messages = Messages(peers)
+        self._turn = 0
+        self._inline = False
+
+    def start(
+        self,
+        call: Call,
+        source: torch.Tensor | None,
+        target: torch.Tensor | None,
+        timeout_s: float,
+        asynchronous: bool,
+    ) -> Handle:
+        """Run ``call`` here, or behind the calls of its lane that are under way."""
+        deadline = Deadline(time.perf_counter() + timeout_s, timeout_s)
+        lanes = _lanes(call)
+        if not asynchronous and all(self._lanes.idle(lane) for lane in lanes):
+            self._run(call, source, target, deadline, lanes)
+            return DONE
+        futures = [self._submit(lane, call, source, target, deadline) for lane in lanes]
+        return Pending(futures, deadline, self.abort)
+
+    def abort(self, reason: str) -> None:
+        """Mark the own line broken, and wake everyone."""
+        self._peers.leave(State.BROKEN, self.rank, reason)
+
+    def close(self) -> None:
+        """Let asynchronous calls finish for a second, then leave."""
+        if not self._lanes.stop(timeout_s=1.0):
+            self.abort("it was closed with calls under way")
+            self._lanes.stop(timeout_s=1.0)
+        self._peers.leave(State.LEFT, self.rank, "it closed its communicator")
+
+    # Running one call, in the calling thread or in a lane.
+
+    def _submit(
+        self,
+        lane: Lane,
+        call: Call,
+        source: torch.Tensor | None,
+        target: torch.Tensor | None,
+        deadline: Deadline,
+    ) -> Future[None]:
+        task = partial(self._run, call, source, target, deadline, (lane,), inline=False)
+        try:
+            return self._lanes.submit(lane, task)
+        except RuntimeError as error:
+            raise CommunicatorClosedError("the communicator was closed", rank=self.rank) from error
+
+    def _run(
+        self,
+        call: Call,
+        source: torch.Tensor | None,
+        target: torch.Tensor | None,
+        deadline: Deadline,
+        lanes: tuple[Lane, ...],
+        inline: bool = True,
+    ) -> None:
+        try:
+            if lanes[0] is _COLLECTIVE:
+                self._collective(call, source, target, deadline, inline)
+            else:
+                self._message(call, source, target, deadline, lanes, inline)
+        except BaseException as error:
+            # Before the caller can touch its tensors, peers must know not to trust them.
+            self._peers.leave_with(error, call)
+            raise
+
+    def _collective(
+        self,
+        call: Call,
+        source: torch.Tensor | None,
+        target: torch.Tensor | None,
+        deadline: Deadline,
+        inline: bool,
+    ) -> None:
+        peers = self._peers
+        slot = self._turn & 1
+        self._turn += 1
+        peers.step(call, "publish")
+        small = source is not None and source.numel() * source.element_size() <= SMALL_BYTES
+        peers.publish(slot, call, source, small)
+        peers.barrier(call, deadline, partial(self._suspect, call) if inline else None)
+        notices = [line.notice(slot) for line in peers.lines]
+        compare(self.rank, notices)
+        if call.kind != "barrier":
+            Exchange(peers, slot, call, target, notices, deadline).run()
+
+    def _message(
+        self,
+        call: Call,
+        source: torch.Tensor | None,
+        target: torch.Tensor | None,
+        deadline: Deadline,
+        lanes: tuple[Lane, ...],
+        inline: bool,
+    ) -> None:
+        if call.kind == "sendrecv" and call.root == self.rank:
+            assert source is not None and target is not None
+            target.view(-1).copy_(source.view(-1))
+        elif len(lanes) == 2:
+            assert source is not None and target is not None
+            self._messages.exchange(call, source, target, deadline)
+        elif lanes[0][0] == "send":
+            assert source is not None
+            self._messages.send(call, source, deadline, inline)
+        else:
+            assert target is not None
+            self._messages.receive(call, lanes[0][1], target, deadline, inline)
+
+    def _suspect(self, call: Call) -> None:
+        """Raise if a rank waits in a message for this one, which waits for it in ``call``.
+
+        Both calling threads are blocked and no lane of this rank will serve the message:
+        that is for ever.
+        """
+        peers = self._peers
+        sent, wanted, taken = peers.places.sent, peers.places.wanted, peers.places.taken
+        own = peers.own.words
+        for other, line in enumerate(peers.lines):
+            words = line.words
+            if words[Words.AWAITED] != self.rank + 1 or other == self.rank:
+                continue
+            if words[wanted + self.rank] > own[sent + other] and self._lanes.idle(("send", other)):
+                seen = line.notice(peers.slots.incoming(self.rank)).call
+            elif words[sent + self.rank] > own[taken + other] and self._lanes.idle(("recv", other)):
+                seen = line.notice(peers.slots.outgoing(self.rank)).call
+            else:
+                continue
+            raise CollectiveMismatchError(
+                "two ranks wait for each other in different calls",
+                rank=self.rank,
+                peers=(other,),
+                expected=f"{call} on rank {self.rank}",
+                seen=f"{seen} on rank {other}",
+                advice="All ranks must make the same collective calls in the same order.",
+            )
+
+
+def _lanes(call: Call) -> tuple[Lane, ...]:
+    if call.kind not in POINT_TO_POINT:
+        return (_COLLECTIVE,)
+    if call.kind == "send":
+        return (("send", call.root),)
+    if call.kind == "recv":
+        return (("recv", call.root),)
+    if call.root == call.source and call.root == -1:
+        raise AssertionError("sendrecv needs two ranks")
+    return (("send", call.root), ("recv", call.source))

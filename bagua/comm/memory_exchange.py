@@ -1,0 +1,196 @@
+"""The collectives of ranks that see each other's memory: who reads what, in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from bagua.comm.call import Call
+from bagua.comm.memory_line import Deadline, Notice, rows
+from bagua.comm.memory_peers import Peers
+from bagua.comm.reduction import fold
+from bagua.errors import CollectiveMismatchError
+
+__all__ = ["SMALL_BYTES", "Exchange", "compare"]
+
+#: Up to here a private copy and a redundant reduction cost less than a second barrier.
+SMALL_BYTES = 64 * 1024
+
+
+def compare(rank: int, notices: list[Notice]) -> None:
+    """Raise ``CollectiveMismatchError`` unless all ranks published the same collective.
+
+    Every rank compares the same notices, hence all raise or none.
+    """
+    mine = notices[rank].agreement
+    others = [other for other, notice in enumerate(notices) if notice.agreement != mine]
+    if others:
+        first = notices[others[0]].call
+        raise CollectiveMismatchError(
+            "ranks disagree on what they are doing",
+            rank=rank,
+            peers=others,
+            expected=f"{notices[rank].call} on rank {rank}",
+            seen=f"{first} on rank {others[0]}",
+            advice="All ranks must make the same calls, in the same order, with the same dtype and size.",
+        )
+    if mine[0] == "alltoall_v":
+        _compare_counts(rank, notices)
+
+
+def _compare_counts(rank: int, notices: list[Notice]) -> None:
+    size = len(notices)
+    for source in range(size):
+        for target in range(size):
+            sent = notices[source].call.send_counts[target]
+            received = notices[target].call.recv_counts[source]
+            if sent != received:
+                raise CollectiveMismatchError(
+                    f"rank {source} sends {sent} elements to rank {target}, which expects {received}",
+                    rank=rank,
+                    peers=(source, target),
+                    expected=f"{notices[rank].call} receiving {list(notices[rank].call.recv_counts)}",
+                    seen=f"{sent} sent, {received} expected",
+                    advice="input_counts[j] of rank i must equal output_counts[i] of rank j.",
+                )
+
+
+class Exchange:
+    """One collective, from the moment that all ranks have agreed on it.
+
+    It goes through the columns of the share piece by piece: as many as every rank can
+    show at once, which is all of them for most memory.
+
+    Args:
+        peers: the ranks.
+        slot: where they published.
+        call: what they agreed on.
+        target: what this rank writes.
+        notices: what each rank published.
+        deadline: of the call.
+    """
+
+    __slots__ = ("_call", "_deadline", "_notices", "_peers", "_slot", "_target")
+
+    def __init__(
+        self,
+        peers: Peers,
+        slot: int,
+        call: Call,
+        target: torch.Tensor | None,
+        notices: list[Notice],
+        deadline: Deadline,
+    ) -> None:
+        self._peers = peers
+        self._slot = slot
+        self._call = call
+        self._target = None if target is None else target.view(-1)
+        self._notices = notices
+        self._deadline = deadline
+
+    def run(self) -> None:
+        """Move the data, and return when nobody reads this rank's tensors any more."""
+        move = _MOVES[self._call.kind]
+        width = self._width()
+        piece = max(min(notice.piece for notice in self._notices), 1)
+        for start in range(0, max(width, 1), piece):
+            stop = min(start + piece, width)
+            if start:
+                self._peers.stage(self._slot, start, stop)
+                self._barrier()
+            move(self, start, stop)
+        if any(notice.lent for notice in self._notices):
+            self._barrier()
+            self._peers.withdraw(self._slot)
+
+    def _width(self) -> int:
+        if self._call.kind != "alltoall_v":
+            return self._call.numel
+        return max(max(notice.call.send_counts) for notice in self._notices)
+
+    def _barrier(self) -> None:
+        self._peers.barrier(self._call, self._deadline)
+
+    def _view(self, rank: int, start: int, stop: int) -> torch.Tensor:
+        return self._peers.lines[rank].view(self._slot, start, stop)
+
+    def _out(self, start: int, stop: int) -> torch.Tensor:
+        assert self._target is not None
+        return self._target[start:stop]
+
+    # One method per kind: columns ``start`` to ``stop``.
+
+    def _allreduce(self, start: int, stop: int) -> None:
+        if self._call.nbytes <= SMALL_BYTES:
+            parts = [self._view(rank, start, stop) for rank in range(self._peers.size)]
+            fold(parts, self._call.reduction, self._out(start, stop))
+            return
+        # Rank r reduces slice r of all ranks where its own lies published: nobody else
+        # reads that slice before the barrier. Afterwards everyone pulls the slices.
+        size, width = self._peers.size, stop - start
+        bounds = [start + width * rank // size for rank in range(size + 1)]
+        first, last = bounds[self._peers.rank], bounds[self._peers.rank + 1]
+        parts = [self._view(rank, first, last) for rank in range(size)]
+        fold(parts, self._call.reduction, parts[self._peers.rank])
+        self._barrier()
+        for rank in range(size):
+            theirs = self._view(rank, bounds[rank], bounds[rank + 1])
+            ours = self._out(bounds[rank], bounds[rank + 1])
+            if theirs.data_ptr() != ours.data_ptr():
+                ours.copy_(theirs)
+
+    def _reduce(self, start: int, stop: int) -> None:
+        if self._peers.rank == self._call.root:
+            parts = [self._view(rank, start, stop) for rank in range(self._peers.size)]
+            fold(parts, self._call.reduction, self._out(start, stop))
+
+    def _broadcast(self, start: int, stop: int) -> None:
+        if self._peers.rank != self._call.root:
+            self._out(start, stop).copy_(self._view(self._call.root, start, stop))
+
+    def _allgather(self, start: int, stop: int) -> None:
+        for rank in range(self._peers.size):
+            place = rank * self._call.numel
+            self._out(place + start, place + stop).copy_(self._view(rank, start, stop))
+
+    def _gather(self, start: int, stop: int) -> None:
+        if self._peers.rank == self._call.root:
+            self._allgather(start, stop)
+
+    def _scatter(self, start: int, stop: int) -> None:
+        row = self._peers.rank * self._call.numel
+        self._out(start, stop).copy_(self._view(self._call.root, row + start, row + stop))
+
+    def _reduce_scatter(self, start: int, stop: int) -> None:
+        row = self._peers.rank * self._call.numel
+        parts = [self._view(rank, row + start, row + stop) for rank in range(self._peers.size)]
+        fold(parts, self._call.reduction, self._out(start, stop))
+
+    def _alltoall(self, start: int, stop: int) -> None:
+        row = self._peers.rank * self._call.numel
+        for rank in range(self._peers.size):
+            place = rank * self._call.numel
+            self._out(place + start, place + stop).copy_(self._view(rank, row + start, row + stop))
+
+    def _alltoall_v(self, start: int, stop: int) -> None:
+        place = 0
+        for rank, notice in enumerate(self._notices):
+            row, length = rows(notice.call, self._peers.size)[self._peers.rank]
+            end = min(stop, length)
+            if start < end:
+                self._out(place + start, place + end).copy_(self._view(rank, row + start, row + end))
+            place += length
+
+
+_MOVES: dict[str, Callable[[Exchange, int, int], None]] = {
+    "allreduce": Exchange._allreduce,
+    "reduce": Exchange._reduce,
+    "broadcast": Exchange._broadcast,
+    "allgather": Exchange._allgather,
+    "gather": Exchange._gather,
+    "scatter": Exchange._scatter,
+    "reduce_scatter": Exchange._reduce_scatter,
+    "alltoall": Exchange._alltoall,
+    "alltoall_v": Exchange._alltoall_v,
+}

@@ -1,0 +1,243 @@
+"""The ranks of one shared-memory communicator as one of them sees them: waiting, and giving up."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+
+from bagua.comm.call import Call
+from bagua.comm.memory_lanes import Lanes
+from bagua.comm.memory_line import Deadline, FaultHook, Line, RankKilled, Slots, State, Step, Words
+from bagua.errors import (
+    BaguaError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicationError,
+    CommunicatorClosedError,
+    PeerLostError,
+)
+
+__all__ = ["Peers"]
+
+#: A sleeper looks up at least so often: deaths ring no bell.
+SLICE_S = 0.02
+
+
+class Peers(ABC):
+    """Publishes this rank's line, reads the others', and waits for them.
+
+    A kind of memory supplies ``publish``, ``stage``, ``pause``, ``wake``, ``lost`` and
+    ``set_reason``, and a ``Line`` for each rank; waiting and failing are written here, once.
+
+    Args:
+        lines: one per rank; the own one is written.
+        rank: whose view this is.
+        label: what messages call the communicator.
+        fault: called at every step.
+    """
+
+    #: Seconds of busy waiting before ``pause``, for memory whose ranks do not share an interpreter.
+    spin_s: float = 0.0
+
+    def __init__(self, lines: Sequence[Line], rank: int, label: str, fault: FaultHook | None) -> None:
+        self.lines = lines
+        self.rank = rank
+        self.size = len(lines)
+        self.label = label
+        self.own = lines[rank]
+        self.slots = Slots(self.size)
+        self.places = Words(self.size)
+        self.lanes = Lanes(f"bagua-{label}-{rank}")
+        self._fault = fault
+        self._steps = itertools.count(1)
+        self._words = [line.words for line in lines]
+        self._others = tuple(other for other in range(self.size) if other != rank)
+
+    @abstractmethod
+    def publish(self, slot: int, call: Call, source: torch.Tensor | None, private: bool) -> None:
+        """Show ``call`` and the first piece of ``source`` in the own line, in ``slot``.
+
+        Args:
+            slot: where; nobody reads it any more.
+            call: what this rank does.
+            source: what others may read; None if this rank gives nothing.
+            private: whether the data must stay as it is when the caller changes ``source``.
+                It is small then.
+        """
+
+    def stage(self, slot: int, start: int, stop: int) -> None:  # noqa: B027 - most memory shows all at once
+        """Bring columns ``start`` to ``stop`` of the source published in ``slot`` into view.
+
+        Called only where ``Notice.piece`` is smaller than a row, before the barrier (or
+        the counter) that announces the piece. The piece before may still be read.
+        """
+
+    def withdraw(self, slot: int) -> None:  # noqa: B027 - most memory keeps no reference
+        """Forget the tensor that was lent in ``slot``; every rank has read it."""
+
+    @abstractmethod
+    def pause(self, ready: Callable[[], bool], seconds: float) -> None:
+        """Sleep until woken, at most ``seconds``; do not, if ``ready`` once a wake-up is sure to come."""
+
+    @abstractmethod
+    def wake(self, rank: int) -> None:
+        """Wake the sleepers of ``rank``. Never blocks, never raises."""
+
+    @abstractmethod
+    def lost(self, rank: int) -> bool:
+        """Whether ``rank`` is known to be dead although its line says OPEN."""
+
+    @abstractmethod
+    def set_reason(self, reason: str) -> None:
+        """Make ``reason`` the ``Line.reason`` of this rank."""
+
+    # Steps and waits.
+
+    def step(self, call: Call, name: str) -> None:
+        """Let the fault hook, if there is one, do its worst here."""
+        if self._fault is not None:
+            self._fault(Step(self.rank, self.label, call, name, next(self._steps)))
+
+    def barrier(self, call: Call, deadline: Deadline, suspect: Callable[[], None] | None = None) -> None:
+        """Return when every rank has come to this barrier.
+
+        A rank that is gone before this one arrives is an error: what it lent may have
+        changed since. Who was there when this rank arrived has arrived, whatever
+        becomes of it later.
+
+        Args:
+            call: for the fault hook.
+            deadline: of the call.
+            suspect: raises if the ranks wait for each other in vain.
+        """
+        self.step(call, "arrive")
+        self.require_open(self._others)
+        words = self._words
+        mine = words[self.rank][Words.ARRIVED] + 1
+        words[self.rank][Words.ARRIVED] = mine
+        for other in self._others:
+            if words[other][Words.ARRIVED] < mine:
+                break
+        else:
+            for other in self._others:
+                self.wake(other)
+            self.step(call, "pass")
+            return
+
+        def missing() -> tuple[int, ...]:
+            return tuple(other for other in self._others if words[other][Words.ARRIVED] < mine)
+
+        self.wait(missing, deadline, suspect)
+        self.step(call, "pass")
+
+    def wait(
+        self,
+        missing: Callable[[], tuple[int, ...]],
+        deadline: Deadline,
+        suspect: Callable[[], None] | None = None,
+    ) -> None:
+        """Return when ``missing`` names no rank any more.
+
+        Raises:
+            CollectiveTimeoutError: the deadline passed; ``peers`` are the missing ranks.
+            PeerLostError: one of the missing is gone, or someone broke the communicator.
+            CollectiveMismatchError: some ranks found that they disagree.
+            CommunicatorClosedError: this rank aborted or closed in another thread.
+        """
+
+        def ready() -> bool:
+            return not missing()
+
+        spin_until = time.perf_counter() + self.spin_s if self.spin_s else 0.0
+        while waited := missing():
+            now = time.perf_counter()
+            if now < spin_until:
+                continue
+            # Whoever is found gone may have arrived before: look again before giving up.
+            trouble = self._trouble(waited)
+            if trouble is None and now >= deadline.at:
+                trouble = self._timeout(waited, deadline)
+            if trouble is not None:
+                if ready():
+                    return
+                raise trouble
+            if suspect is not None:
+                suspect()
+            self.pause(ready, min(SLICE_S, max(deadline.at - now, 0.0)))
+
+    def require_open(self, needed: Sequence[int]) -> None:
+        """Raise if a rank in ``needed`` has left, or if any rank broke the communicator."""
+        for words in self._words:
+            if words[Words.STATE] != State.OPEN:
+                break
+        else:
+            return
+        trouble = self._trouble(needed)
+        if trouble is not None:
+            raise trouble
+
+    def _trouble(self, needed: Sequence[int]) -> CommunicationError | None:
+        if self._words[self.rank][Words.STATE] != State.OPEN:
+            return CommunicatorClosedError(
+                f"the communicator was closed or aborted during the call: {self.own.reason}", rank=self.rank
+            )
+        for other in self._others:
+            state = self._words[other][Words.STATE]
+            if state >= State.BROKEN:
+                return self._broken_by(other, state)
+        for other in needed:
+            state = self._words[other][Words.STATE]
+            if state == State.LEFT or self.lost(other):
+                reason = self.lines[other].reason or "it ended without closing its communicator"
+                return PeerLostError(f"rank {other} left: {reason}", rank=self.rank, peers=(other,))
+        return None
+
+    def _broken_by(self, other: int, state: int) -> CommunicationError:
+        line = self.lines[other]
+        culprit = line.words[Words.CULPRIT]
+        if state == State.MISMATCHED:
+            return CollectiveMismatchError(
+                "ranks disagree on what they are doing", rank=self.rank, peers=(culprit,), seen=line.reason
+            )
+        return PeerLostError(f"rank {culprit} broke the communicator: {line.reason}", rank=self.rank, peers=(culprit,))
+
+    def _timeout(self, waited: tuple[int, ...], deadline: Deadline) -> CollectiveTimeoutError:
+        return CollectiveTimeoutError(
+            f"{len(waited)} of {self.size} ranks did not come in time",
+            rank=self.rank,
+            peers=waited,
+            timeout_s=deadline.timeout_s,
+            advice="Look at what these ranks do, or allow more time with timeout=.",
+        )
+
+    # The end of this rank's part.
+
+    def leave(self, state: int, culprit: int, reason: str) -> None:
+        """Leave ``State.OPEN`` for good, and wake everyone. The first reason stays."""
+        if self.own.words[Words.STATE] == State.OPEN:
+            self.set_reason(reason)
+            self.own.words[Words.CULPRIT] = culprit
+            self.own.words[Words.STATE] = state
+            for rank in range(self.size):
+                self.wake(rank)
+
+    def leave_with(self, error: BaseException, call: Call) -> None:
+        """Leave because ``error`` ended ``call``; who is to blame is passed on."""
+        if isinstance(error, RankKilled):
+            self.leave(State.LEFT, self.rank, f"it was killed in {call}")
+            return
+        if isinstance(error, (PeerLostError, CollectiveMismatchError)) and error.peers:
+            culprit = error.peers[0]
+            words = self._words[culprit]
+            reason = self.lines[culprit].reason if words[Words.STATE] != State.OPEN else ""
+            if isinstance(error, CollectiveMismatchError):
+                self.leave(State.MISMATCHED, self.rank, reason or f"rank {self.rank} in {call}")
+            else:
+                self.leave(State.BROKEN, culprit, reason or error.problem)
+            return
+        detail = error.problem if isinstance(error, BaguaError) else str(error)
+        self.leave(State.BROKEN, self.rank, f"rank {self.rank} left {call} with {type(error).__name__}: {detail}")
