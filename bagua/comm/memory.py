@@ -24,7 +24,6 @@ a ``Line`` of their own (``memory_peers.py``, ``memory_line.py``). What all of i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
@@ -78,7 +77,7 @@ class MemoryTransport(Transport):
     ) -> Handle:
         """Run ``call`` here, or behind the calls of its lane that are under way."""
         deadline = Deadline(time.perf_counter() + timeout_s, timeout_s)
-        lanes = _lanes(call)
+        lanes = _lanes(call, self.rank)
         if not asynchronous and all(self._lanes.idle(lane) for lane in lanes):
             self._run(call, source, target, deadline, lanes)
             return DONE
@@ -160,18 +159,19 @@ class MemoryTransport(Transport):
         lanes: tuple[Lane, ...],
         inline: bool,
     ) -> None:
-        if call.kind == "sendrecv" and call.root == self.rank:
-            assert source is not None and target is not None
-            target.view(-1).copy_(source.view(-1))
-        elif len(lanes) == 2:
-            assert source is not None and target is not None
-            self._messages.exchange(call, source, target, deadline)
-        elif lanes[0][0] == "send":
-            assert source is not None
-            self._messages.send(call, source, deadline, inline)
-        else:
+        self._peers.require_open(())
+        direction, other = lanes[0]
+        if direction == "recv":
             assert target is not None
-            self._messages.receive(call, lanes[0][1], target, deadline, inline)
+            self._messages.receive(call, other, target, deadline, inline)
+            return
+        assert source is not None
+        if target is None or (len(lanes) == 1 and other != self.rank):
+            self._messages.send(call, source, deadline, inline)
+        elif other == self.rank:
+            target.view(-1).copy_(source.view(-1))
+        else:
+            self._messages.exchange(call, source, target, deadline)
 
     def _suspect(self, call: Call) -> None:
         """Raise if a rank waits in a message for this one, which waits for it in ``call``.
@@ -202,13 +202,13 @@ class MemoryTransport(Transport):
             )
 
 
-def _lanes(call: Call) -> tuple[Lane, ...]:
+def _lanes(call: Call, rank: int) -> tuple[Lane, ...]:
     if call.kind not in POINT_TO_POINT:
         return (_COLLECTIVE,)
     if call.kind == "send":
         return (("send", call.root),)
     if call.kind == "recv":
         return (("recv", call.root),)
-    if call.root == call.source and call.root == -1:
-        raise AssertionError("sendrecv needs two ranks")
+    if call.root == rank:
+        return (("send", rank),)  # to itself: one copy
     return (("send", call.root), ("recv", call.source))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 
@@ -91,7 +92,7 @@ class Exchange:
 
     def run(self) -> None:
         """Move the data, and return when nobody reads this rank's tensors any more."""
-        move = _MOVES[self._call.kind]
+        move = self._MOVES[self._call.kind]
         width = self._width()
         piece = max(min(notice.piece for notice in self._notices), 1)
         for start in range(0, max(width, 1), piece):
@@ -182,15 +183,14 @@ class Exchange:
                 self._out(place + start, place + end).copy_(self._view(rank, row + start, row + end))
             place += length
 
-
-_MOVES: dict[str, Callable[[Exchange, int, int], None]] = {
-    "allreduce": Exchange._allreduce,
-    "reduce": Exchange._reduce,
-    "broadcast": Exchange._broadcast,
-    "allgather": Exchange._allgather,
-    "gather": Exchange._gather,
-    "scatter": Exchange._scatter,
-    "reduce_scatter": Exchange._reduce_scatter,
-    "alltoall": Exchange._alltoall,
-    "alltoall_v": Exchange._alltoall_v,
-}
+    _MOVES: ClassVar[dict[str, Callable[[Exchange, int, int], None]]] = {
+        "allreduce": _allreduce,
+        "reduce": _reduce,
+        "broadcast": _broadcast,
+        "allgather": _allgather,
+        "gather": _gather,
+        "scatter": _scatter,
+        "reduce_scatter": _reduce_scatter,
+        "alltoall": _alltoall,
+        "alltoall_v": _alltoall_v,
+    }

@@ -52,8 +52,10 @@ class Lanes:
     def stop(self, timeout_s: float) -> bool:
         """Finish what was submitted, end the threads, and say whether they ended in time."""
         until = time.perf_counter() + timeout_s
-        threads = list(self._threads.values())
-        return all([thread.stop(max(until - time.perf_counter(), 0.0)) for thread in threads])
+        ended = True
+        for thread in list(self._threads.values()):
+            ended &= thread.stop(max(until - time.perf_counter(), 0.0))
+        return ended
 
 
 class Pending(Handle):

@@ -10,6 +10,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import ClassVar
 
 import torch
 
@@ -21,7 +22,7 @@ from bagua.comm.memory_peers import Peers
 from bagua.comm.transport import Handle, Membership
 from bagua.errors import CollectiveTimeoutError, TransportUnavailableError
 
-__all__ = ["FaultHook", "RankKilled", "Step", "ThreadsTransport", "inject_fault"]
+__all__ = ["FaultHook", "RankKilled", "Step", "ThreadPeers", "ThreadsTransport", "inject_fault"]
 
 _fault: contextvars.ContextVar[FaultHook | None] = contextvars.ContextVar("bagua-fault", default=None)
 
@@ -45,7 +46,7 @@ def inject_fault(fault: FaultHook | None) -> Iterator[None]:
         _fault.reset(token)
 
 
-class _ThreadLine(Line):
+class ThreadLine(Line):
     """A line whose views are the published tensors themselves."""
 
     def __init__(self, size: int) -> None:
@@ -74,17 +75,21 @@ class _ThreadLine(Line):
         return data[start:stop]
 
 
+#: ``Notice.piece`` of memory that shows all at once.
+_EVERYTHING = 1 << 62
+
+
 class _World:
     """The lines of all ranks of one communicator; lives as long as one of them."""
 
     def __init__(self, size: int) -> None:
-        self.lines = [_ThreadLine(size) for _ in range(size)]
+        self.lines = [ThreadLine(size) for _ in range(size)]
 
 
 _worlds: weakref.WeakValueDictionary[str, _World] = weakref.WeakValueDictionary()
 
 
-class _ThreadPeers(Peers):
+class ThreadPeers(Peers):
     """Peers in the same interpreter: everything is visible at once, in one piece."""
 
     def __init__(self, world: _World, membership: Membership, fault: FaultHook | None) -> None:
@@ -99,7 +104,7 @@ class _ThreadPeers(Peers):
             flat = source.view(-1)
             self.line.data[slot] = flat.clone() if private else flat
         lent = source is not None and not private
-        self.line.notices[slot] = Notice(call, call.agreement(), lent, call.numel or 1 << 62)
+        self.line.notices[slot] = Notice(call, call.agreement(), lent, _EVERYTHING)
 
     def withdraw(self, slot: int) -> None:
         self.line.data[slot] = None
@@ -148,10 +153,10 @@ class ThreadsTransport(MemoryTransport):
     """
 
     name = "threads"
+    peers_class: ClassVar[type[ThreadPeers]] = ThreadPeers
 
     def __init__(self, membership: Membership) -> None:
-        world = _attach(membership)
-        peers = _ThreadPeers(world, membership, _fault.get())
+        peers = self.peers_class(_attach(membership), membership, _fault.get())
         super().__init__(membership, peers)
         self._line = peers.line
 
@@ -163,11 +168,12 @@ class ThreadsTransport(MemoryTransport):
         timeout_s: float,
         asynchronous: bool,
     ) -> Handle:
+        """See ``Transport.start``; notes that the calling thread is this rank."""
         self._line.owner = threading.current_thread()
         return super().start(call, source, target, timeout_s, asynchronous)
 
 
-_ATTACHED = b"attached"
+_ATTACHED = "attached"
 
 
 def _attach(membership: Membership) -> _World:
@@ -181,12 +187,12 @@ def _attach(membership: Membership) -> _World:
     else:
         _await(membership, "threads/world", 0)
         world = _worlds.get(store.get("threads/world").decode())
-    verdict = _ATTACHED if world is not None else f"rank {rank} is in process {os.getpid()}".encode()
+    verdict = _ATTACHED if world is not None else f"rank {rank} is in process {os.getpid()}"
     store.set(f"threads/{rank}", verdict)
     for other in range(size):
         _await(membership, f"threads/{other}", other)
-    verdicts = [store.get(f"threads/{other}") for other in range(size)]
-    refusals = [text.decode() for text in verdicts if text != _ATTACHED]
+    verdicts = [store.get(f"threads/{other}").decode() for other in range(size)]
+    refusals = [text for text in verdicts if text != _ATTACHED]
     if refusals or world is None:
         raise TransportUnavailableError(
             f"threads needs all ranks in one process, but {'; '.join(refusals)}",
