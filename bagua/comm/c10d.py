@@ -1,0 +1,274 @@
+"""The transport over the backends of ``torch.distributed``: Gloo, NCCL, or any that is registered.
+
+The backend objects are built and called directly. That is faster than the functions
+of ``torch.distributed``, needs no rank outside the group, and gives every call its
+own deadline.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import threading
+import time
+import weakref
+from collections import deque
+
+import torch
+
+from bagua.comm.c10d_errors import closed_error, lost_error, timeout_error
+from bagua.comm.c10d_groups import BackendGroup, create_group, group_refusal, split_name
+from bagua.comm.c10d_handles import C10dHandle, CollectiveHandle, MessageHandle, StreamHandle, Waiters
+from bagua.comm.c10d_lowering import Lowering
+from bagua.comm.c10d_monitor import monitor
+from bagua.comm.c10d_reports import Cause, Reports, bounded, meet
+from bagua.comm.call import POINT_TO_POINT, Call
+from bagua.comm.transport import DONE, Handle, Membership, Transport
+from bagua.errors import CollectiveTimeoutError, CommunicationError, TransportUnavailableError
+
+__all__ = ["C10dTransport", "c10d_refusal"]
+
+#: Kinds that move something even if ``call.numel`` is 0.
+_NEVER_EMPTY = frozenset({"barrier", "alltoall_v", *POINT_TO_POINT})
+
+
+class _Channel:
+    """One backend and what is needed to start calls on it."""
+
+    __slots__ = ("collective", "group", "message", "start")
+
+    def __init__(self, group: BackendGroup) -> None:
+        self.group = group
+        lowering = Lowering(group.group, group.rank, group.size, group.abilities)
+        self.start = lowering.start
+        self.collective: type[C10dHandle] = StreamHandle if group.on_stream else CollectiveHandle
+        self.message: type[C10dHandle] = StreamHandle if group.on_stream else MessageHandle
+
+
+class C10dTransport(Transport):
+    """Collectives on backends of ``torch.distributed``.
+
+    Args:
+        backend: a backend (``gloo``, ``nccl``, or one registered with torch), or one for
+            each device (``cpu:gloo,cuda:nccl``).
+        membership: the ranks served.
+
+    Raises:
+        TransportUnavailableError: the backend does not exist here or cannot connect.
+        CollectiveTimeoutError: some ranks never came; ``peers`` names them.
+    """
+
+    def __init__(self, backend: str, membership: Membership) -> None:
+        super().__init__(membership)
+        self.name = backend
+        self.waiters = Waiters()
+        self._reports = Reports(membership.store, self.rank, self.size)
+        self._lock = threading.Lock()
+        self._cause: Cause | None = None
+        self._error: CommunicationError | None = None
+        self._closed = False
+        self._outstanding: deque[C10dHandle] = deque()
+        self._channels: dict[str, _Channel] = {}
+        self._meet()
+        for device_type, name in split_name(backend).items():
+            self._add_channel(device_type, create_group(name, membership))
+        self._choose()
+        _living.add(self)
+
+    def _meet(self) -> None:
+        started = time.monotonic()
+        members = self.membership
+        missing = meet(members.store, self.rank, self.size, members.timeout_s)
+        if missing:
+            raise CollectiveTimeoutError(
+                f"communicator {members.label} cannot be set up: some ranks never came",
+                rank=self.rank,
+                peers=missing,
+                elapsed_s=time.monotonic() - started,
+                timeout_s=members.timeout_s,
+                advice="Every member must make the same groups in the same order.",
+            )
+
+    def _add_channel(self, device_type: str, group: BackendGroup) -> None:
+        channel = _Channel(group)
+        for served in [device_type] if device_type else sorted(group.device_types):
+            self._channels[served] = channel
+
+    def _choose(self) -> None:
+        """What follows from the backends: devices, executor, and where barriers run."""
+        self._cpu = self._channels.get("cpu")
+        self._default = self._cpu or next(iter(self._channels.values()))
+        served = set(self._channels)
+        if self._cpu is not None and torch.cuda.is_available():
+            served.add("cuda")  # By way of the CPU, if no backend takes it.
+        self.device_types = frozenset(served)
+        groups = [channel.group for channel in self._channels.values()]
+        streams = [group for group in groups if group.executor == "stream"]
+        self.executor = (streams or groups)[0].executor
+
+    # Calls.
+
+    def start(
+        self,
+        call: Call,
+        source: torch.Tensor | None,
+        target: torch.Tensor | None,
+        timeout_s: float,
+        asynchronous: bool,
+    ) -> Handle:
+        if self._cause is not None:
+            self.check_usable()
+        kind = call[0]
+        if call[3] == 0 and kind not in _NEVER_EMPTY:
+            return DONE
+        tensor = source if target is None else target
+        if tensor is None:
+            channel = self._default
+        elif self._cpu is not None and tensor.is_cpu:
+            channel = self._cpu
+        else:
+            found = self._channels.get(tensor.device.type)
+            if found is None:
+                return self._start_staged(call, source, target, timeout_s, asynchronous)
+            channel = found
+        started = time.monotonic()
+        try:
+            works, finish = channel.start(call, source, target, timeout_s)
+        except NotImplementedError as error:
+            raise self._unable(call, error) from error
+        except RuntimeError as error:
+            raise self.failed(error, time.monotonic() - started, timeout_s) from error
+        handle_class = channel.message if kind in POINT_TO_POINT else channel.collective
+        handle = handle_class(self, works, finish, timeout_s, (source, target))
+        if asynchronous or channel.group.on_stream:
+            self._keep(handle)
+        return handle
+
+    def _start_staged(
+        self,
+        call: Call,
+        source: torch.Tensor | None,
+        target: torch.Tensor | None,
+        timeout_s: float,
+        asynchronous: bool,
+    ) -> Handle:
+        """Tensors of a device that no backend takes travel by way of the CPU."""
+        near_source = None if source is None else source.to("cpu", copy=True)
+        if target is None or target is source:
+            near_target = None if target is None else near_source
+        else:
+            near_target = target.to("cpu", copy=True)
+        handle = self.start(call, near_source, near_target, timeout_s, asynchronous)
+        if target is not None and isinstance(handle, C10dHandle):
+            assert near_target is not None
+            handle.then(functools.partial(target.copy_, near_target))
+        return handle
+
+    def _keep(self, handle: C10dHandle) -> None:
+        """Remember a call that runs on its own: its tensors must live, and close must end it."""
+        outstanding = self._outstanding
+        while outstanding and outstanding[0].is_completed():
+            outstanding.popleft()
+        outstanding.append(handle)
+        handle.unattended()
+
+    def watch(self, handle: StreamHandle) -> None:
+        """Let the monitor enforce the deadline of ``handle``."""
+        monitor.watch(handle)
+
+    def _unable(self, call: Call, error: Exception) -> TransportUnavailableError:
+        return TransportUnavailableError(
+            f"backend {self.name} cannot do {call.kind}: {error}",
+            rank=self.rank,
+            advice="Use another backend for this communicator.",
+        )
+
+    # Failure.
+
+    def check_usable(self) -> None:
+        """Raise if this communicator was broken or closed."""
+        if self._error is not None:
+            raise self._error
+        if self._cause is not None:
+            raise closed_error(self._cause)
+
+    def timed_out(self, elapsed_s: float, timeout_s: float) -> CommunicationError:
+        """End the communicator because a deadline passed; the error to raise."""
+        reason = f"rank {self.rank} gave up after {elapsed_s:.1f} s"
+        if not self._break(Cause(self.rank, "timed out", reason), announce=True):
+            return self._already()
+        return timeout_error(self._reports.attend(), elapsed_s, timeout_s)
+
+    def failed(self, error: BaseException, elapsed_s: float, timeout_s: float) -> CommunicationError:
+        """End the communicator because a call failed; the error to raise."""
+        if not self._break(Cause(self.rank, "failed", str(error)), announce=False):
+            return self._already()
+        return lost_error(self._reports.attend(), self.membership, elapsed_s, timeout_s)
+
+    def record(self, error: CommunicationError) -> None:
+        """Keep ``error``, found by the monitor, for whoever calls next."""
+        self._error = error
+
+    def peers_left(self) -> bool:
+        """Whether a peer left a cause in the store."""
+        cause = bounded(self._reports.cause, 0.5)
+        return cause is not None and cause.rank != self.rank
+
+    def _already(self) -> CommunicationError:
+        assert self._cause is not None
+        return self._error or closed_error(self._cause)
+
+    def _break(self, cause: Cause, *, announce: bool) -> bool:
+        """Close all connections; False if that has happened before."""
+        with self._lock:
+            if self._cause is not None:
+                return False
+            self._cause = cause
+        if announce:
+            # Before the connections close: whoever is woken by that looks for the cause.
+            self._reports.leave(cause)
+        for channel in set(self._channels.values()):
+            channel.group.break_connections()
+        return True
+
+    def abort(self, reason: str) -> None:
+        self._break(Cause(self.rank, "aborted", reason), announce=True)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        pending = [handle for handle in self._outstanding if not handle.is_completed()]
+        cause = Cause(self.rank, "closed", f"rank {self.rank} closed it")
+        if pending:
+            self._break(cause, announce=True)
+        elif self._cause is None:
+            self._cause = cause
+        for handle in self._outstanding:
+            handle.discard(self._already())
+        self._outstanding.clear()
+        self.waiters.stop()
+        for channel in set(self._channels.values()):
+            channel.group.close()
+        self._channels = {}
+        self._cpu = self._default = None  # type: ignore[assignment]
+        _living.discard(self)
+
+
+def c10d_refusal(backend: str) -> TransportUnavailableError | None:
+    """Why this process cannot serve ``backend``, or None if it can."""
+    refusals = (group_refusal(name) for name in split_name(backend).values())
+    return next((refusal for refusal in refusals if refusal is not None), None)
+
+
+_living: weakref.WeakSet[C10dTransport] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """Torch's objects that are alive when the interpreter ends abort the process."""
+    for transport in list(_living):
+        transport.close()
+
+
+atexit.register(_close_all)

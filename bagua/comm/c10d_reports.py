@@ -1,0 +1,145 @@
+"""What ranks tell each other through the store when their connections are gone.
+
+The rank that breaks a communicator on purpose, or gives up waiting, leaves the cause
+there first. Whoever then finds its connections closed reports that it is alive. Who
+has not reported soon after is lost. The store itself may be gone or may never
+answer (its host died or was stopped), so everything here is bounded in time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+from torch.distributed import Store
+
+__all__ = ["ATTENDANCE_S", "Attendance", "Cause", "Reports", "bounded", "meet"]
+
+#: How long a survivor has to report before it counts as lost.
+ATTENDANCE_S = 1.0
+#: How long one conversation with the store may take on top of that.
+_STORE_S = 0.5
+_POLL_S = 0.01
+_MEETING_POLL_S = 0.05
+_CAUSE = "cause"
+
+T = TypeVar("T")
+
+
+class Cause(NamedTuple):
+    """Why a communicator broke, as the rank that broke it says.
+
+    Attributes:
+        rank: that rank.
+        kind: ``aborted``, ``timed out`` or ``closed``.
+        reason: for people.
+    """
+
+    rank: int
+    kind: str
+    reason: str
+
+
+class Attendance(NamedTuple):
+    """What the store knows some time after a communicator broke.
+
+    Attributes:
+        answered: whether the store could be asked at all.
+        cause: who broke the communicator and why; None if nobody says so.
+        missing: ranks that did not report.
+    """
+
+    answered: bool
+    cause: Cause | None = None
+    missing: tuple[int, ...] = ()
+
+
+class Reports:
+    """The notes about one communicator.
+
+    Args:
+        store: shared by its ranks, and by nobody else.
+        rank: this rank.
+        size: number of ranks.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+
+    def leave(self, cause: Cause) -> None:
+        """Leave ``cause`` for the others, unless another rank was first, and report."""
+        bounded(lambda: self._leave(cause), _STORE_S)
+
+    def _leave(self, cause: Cause) -> None:
+        self._store.set(self._key(self._rank), "here")
+        self._store.compare_set(_CAUSE, "", json.dumps(cause))
+
+    def attend(self) -> Attendance:
+        """Report, wait until everyone has, but not for long, and say who is missing and why."""
+        found = bounded(self._attend, ATTENDANCE_S + _STORE_S)
+        return Attendance(answered=False) if found is None else found
+
+    def _attend(self) -> Attendance:
+        self._store.set(self._key(self._rank), "here")
+        deadline = time.monotonic() + ATTENDANCE_S
+        missing = [rank for rank in range(self._size) if rank != self._rank]
+        while True:
+            missing = [rank for rank in missing if not self._store.check([self._key(rank)])]
+            if not missing or time.monotonic() >= deadline:
+                break
+            time.sleep(_POLL_S)
+        return Attendance(True, self.cause(), tuple(missing))
+
+    def cause(self) -> Cause | None:
+        """The cause that some rank left, if any. Not bounded in time."""
+        if not self._store.check([_CAUSE]):
+            return None
+        rank, kind, reason = json.loads(self._store.get(_CAUSE))
+        return Cause(int(rank), str(kind), str(reason))
+
+    @staticmethod
+    def _key(rank: int) -> str:
+        return f"report/{rank}"
+
+
+def bounded(function: Callable[[], T], limit_s: float) -> T | None:
+    """The result of ``function``, or None if it fails or takes longer than ``limit_s``.
+
+    A store whose host was stopped never answers, and its client cannot be interrupted.
+    """
+    results: list[T] = []
+
+    def run() -> None:
+        # Nothing that a store can raise may hide the error that led here.
+        with contextlib.suppress(Exception):
+            results.append(function())
+
+    thread = threading.Thread(target=run, name="bagua-store", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return results[0] if results else None
+
+
+def meet(store: Store, rank: int, size: int, timeout_s: float) -> tuple[int, ...]:
+    """Wait until all ranks are here; the ranks that did not come in time.
+
+    Unlike the connection set-up of backends, this can be interrupted with Ctrl-C.
+    """
+    # Not store.wait in slices: its client writes a warning to stderr whenever a slice ends.
+    store.set(f"here/{rank}", "")
+    deadline = time.monotonic() + timeout_s
+    pause_s = 0.001
+    missing = tuple(other for other in range(size) if other != rank)
+    while missing:
+        missing = tuple(other for other in missing if not store.check([f"here/{other}"]))
+        if not missing or time.monotonic() >= deadline:
+            break
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _MEETING_POLL_S)
+    return missing
