@@ -100,6 +100,7 @@ class ThreadPeers(Peers):
         self.line.lanes = self.lanes
 
     def publish(self, slot: int, call: Call, source: torch.Tensor | None, private: bool) -> None:
+        """Show the tensor itself, or a copy of it."""
         if source is not None:
             flat = source.view(-1)
             self.line.data[slot] = flat.clone() if private else flat
@@ -107,9 +108,11 @@ class ThreadPeers(Peers):
         self.line.notices[slot] = Notice(call, call.agreement(), lent, _EVERYTHING)
 
     def withdraw(self, slot: int) -> None:
+        """Drop the reference to the caller's tensor."""
         self.line.data[slot] = None
 
     def pause(self, ready: Callable[[], bool], seconds: float) -> None:
+        """Hang up a bell, and sleep until it rings."""
         bell = threading.Lock()
         bell.acquire()
         bells = self.line.bells
@@ -120,6 +123,7 @@ class ThreadPeers(Peers):
             bells.remove(bell)
 
     def wake(self, rank: int) -> None:
+        """Ring all bells of ``rank``; each is taken down by the one who rings it."""
         bells = self._world.lines[rank].bells
         while bells:
             try:
@@ -129,11 +133,13 @@ class ThreadPeers(Peers):
             bell.release()
 
     def lost(self, rank: int) -> bool:
+        """Whether the thread of ``rank`` has ended and nothing runs for it in the background."""
         line = self._world.lines[rank]
         alive = line.owner is None or line.owner.is_alive()
         return not alive and not (line.lanes is not None and line.lanes.busy())
 
     def set_reason(self, reason: str) -> None:
+        """Say why this rank leaves."""
         self.line.text = reason
 
 
