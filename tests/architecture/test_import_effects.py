@@ -16,7 +16,7 @@ needs_torch_api = pytest.mark.skipif(
 )
 
 # Looks at a fresh interpreter before and after one statement, and prints what has changed.
-PROBE = '''
+PROBE = """
 import faulthandler, json, logging, os, random, signal, sys, threading, warnings
 import torch
 import torch.distributed as dist
@@ -71,7 +71,7 @@ exec(sys.argv[1])
 after = look()
 changed = {key: difference(before[key], after[key]) for key in before if before[key] != after[key]}
 print(json.dumps(changed, default=str))
-'''
+"""
 
 
 def changes_made_by(statement: str) -> dict[str, object]:
