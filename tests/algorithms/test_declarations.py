@@ -1,0 +1,86 @@
+"""Declarations and the registry: values that can be printed, compared, pickled, and looked up by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+
+from bagua.algorithms import Algorithm, AlgorithmImpl, Registry, Traits, as_algorithm, registry
+from bagua.algorithms.gradient_allreduce import GradientAllReduceAlgorithm, GradientAllReduceAlgorithmImpl
+from bagua.algorithms.registry import DistributedAlgorithm
+from bagua.comm import solo_group
+from bagua.errors import ConfigurationError, UnsupportedAlgorithmException
+
+
+def test_a_declaration_is_reached_by_name_short_name_and_enum():
+    expected = GradientAllReduceAlgorithm()
+    for name in ("gradient_allreduce", "allreduce", DistributedAlgorithm.GradientAllReduce):
+        assert Algorithm.init(name) == expected
+        assert as_algorithm(name) == expected
+    assert as_algorithm(expected) is expected
+
+
+@pytest.mark.parametrize("name", ["", "Gradient_Allreduce", "quantize", DistributedAlgorithm.Decentralize])
+def test_unknown_names_are_refused_and_the_known_ones_named(name):
+    with pytest.raises(UnsupportedAlgorithmException, match="gradient_allreduce"):
+        Algorithm.init(name)
+
+
+@pytest.mark.parametrize("value", [None, 3, GradientAllReduceAlgorithm])
+def test_what_is_no_algorithm_is_a_type_error(value):
+    with pytest.raises(TypeError, match="algorithm"):
+        as_algorithm(value)
+
+
+def test_unknown_options_are_a_type_error_that_names_the_known_ones():
+    with pytest.raises(TypeError, match=r"avrage.*hierarchical.*average"):
+        Algorithm.init("gradient_allreduce", avrage=True)
+
+
+def test_reify_passes_every_option_to_the_bound_form():
+    declaration = GradientAllReduceAlgorithm(hierarchical=True, average=False)
+    bound = declaration.reify(solo_group())
+    assert type(bound) is GradientAllReduceAlgorithmImpl
+    assert bound.options == declaration
+    assert GradientAllReduceAlgorithmImpl(solo_group(), True, False).options == declaration
+
+
+def test_a_name_belongs_to_one_declaration():
+    own: Registry[type] = Registry()
+    own.register("a", int)
+    own.register("a", int)
+    with pytest.raises(ConfigurationError, match="name"):
+        own.register("a", str)
+    assert list(own) == ["a"]
+    assert len(own) == 1
+
+
+def test_an_algorithm_for_an_even_number_of_ranks_refuses_an_odd_one():
+    @dataclass(frozen=True)
+    class Pairs(Algorithm):
+        pass
+
+    class PairsImpl(AlgorithmImpl, declaration=Pairs):
+        traits = Traits(result="consensus", even_size=True)
+
+        def exchange(self, bucket, group, step):
+            return None
+
+    class Group:
+        size = 3
+
+    with pytest.raises(ConfigurationError, match="even number"):
+        PairsImpl(Group())
+    assert Pairs().reify(solo_group()).options == Pairs()
+
+
+@pytest.mark.parametrize("name", list(registry))
+def test_every_registered_declaration_is_a_frozen_dataclass_with_a_bound_form(name):
+    declaration = registry.get(name)
+    assert dataclasses.is_dataclass(declaration)
+    assert declaration.__dataclass_params__.frozen
+    assert issubclass(declaration.implementation, AlgorithmImpl)
+    assert isinstance(declaration.implementation.traits, Traits)
+    assert declaration.__doc__
