@@ -1,0 +1,156 @@
+"""A small training problem with other data on each rank, and its mathematics in one process.
+
+What the engine's tests and the contract of algorithms have in common. Ranks that train
+``mlp()`` on ``loss_of(model, rank, step)`` can be compared with each other, and with
+``reference``, which takes the gradients of all ranks one after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+__all__ = [
+    "Losses",
+    "OptimizerMaker",
+    "State",
+    "adam",
+    "assert_close",
+    "assert_same_on_all_ranks",
+    "batch",
+    "gradients",
+    "loss_of",
+    "mean_gradients",
+    "mlp",
+    "reference",
+    "seeded",
+    "sgd",
+    "snapshot",
+    "train_steps",
+]
+
+OptimizerMaker = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Losses = Callable[[nn.Module, int, int], torch.Tensor]
+State = dict[str, torch.Tensor]
+
+_seeding = threading.RLock()
+
+
+@contextlib.contextmanager
+def seeded(seed: int = 0) -> Iterator[None]:
+    """Torch's one global generator, for one thread at a time: ranks may be threads."""
+    with _seeding, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """SGD with momentum: scales with the gradients, so a wrong factor shows."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Adam: has state from the first step on."""
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def mlp(seed: int = 0) -> nn.Module:
+    """A model with parameters of several sizes; equal on all ranks that use one seed."""
+    with seeded(seed):
+        return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs ``(6, 8)`` and targets ``(6, 4)`` of one rank in one step."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(6, 8, generator=generator), torch.randn(6, 4, generator=generator)
+
+
+def loss_of(model: Callable[[torch.Tensor], torch.Tensor], rank: int, step: int) -> torch.Tensor:
+    """The loss of one rank in one step."""
+    inputs, targets = batch(rank, step)
+    return nn.functional.mse_loss(model(inputs), targets)
+
+
+def train_steps(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rank: int,
+    steps: Iterable[int],
+    *,
+    set_to_none: bool = True,
+) -> None:
+    """The loop that every user writes."""
+    for step in steps:
+        optimizer.zero_grad(set_to_none=set_to_none)
+        loss_of(model, rank, step).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+def mean_gradients(model: nn.Module, size: int, losses: Callable[[nn.Module, int], torch.Tensor]) -> None:
+    """Leave in ``model`` the mean over ranks of the gradients, computed one rank after the other."""
+    totals: State = {}
+    for rank in range(size):
+        model.zero_grad()
+        losses(model, rank).backward()  # type: ignore[no-untyped-call]
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                gradient = parameter.grad.double()
+                totals[name] = totals[name] + gradient if name in totals else gradient
+    for name, parameter in model.named_parameters():
+        parameter.grad = (totals[name] / size).to(parameter.dtype) if name in totals else None
+
+
+def reference(
+    model: nn.Module,
+    make_optimizer: OptimizerMaker,
+    size: int,
+    steps: Iterable[int],
+    losses: Losses = loss_of,
+) -> State:
+    """The state of ``model`` after training on the data of all ranks in this one process."""
+    model = copy.deepcopy(model)
+    optimizer = make_optimizer(model.parameters())
+    for number in steps:
+
+        def losses_of_step(model: nn.Module, rank: int, step: int = number) -> torch.Tensor:
+            return losses(model, rank, step)
+
+        mean_gradients(model, size, losses_of_step)
+        optimizer.step()
+    return snapshot(model)
+
+
+def snapshot(model: nn.Module) -> State:
+    """A copy of the model's state, by name."""
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def gradients(model: nn.Module) -> State:
+    """A copy of the gradients, by name; empty where there is none."""
+    return {
+        name: torch.empty(0) if parameter.grad is None else parameter.grad.detach().clone()
+        for name, parameter in model.named_parameters()
+    }
+
+
+def assert_same_on_all_ranks(states: Sequence[State]) -> None:
+    """Raise ``AssertionError`` unless every rank ended with bitwise the same tensors."""
+    for rank, state in enumerate(states[1:], start=1):
+        assert state.keys() == states[0].keys()
+        for name, value in state.items():
+            assert torch.equal(value, states[0][name]), f"{name} differs between rank 0 and rank {rank}"
+
+
+def assert_close(state: State, expected: State) -> None:
+    """Raise ``AssertionError`` unless both agree within what another order of additions explains."""
+    assert state.keys() == expected.keys()
+    for name, value in state.items():
+        assert torch.allclose(value, expected[name], rtol=1e-4, atol=1e-6), (
+            f"{name} is wrong by up to {(value - expected[name]).abs().max().item():.2g}"
+        )
