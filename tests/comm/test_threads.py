@@ -1,0 +1,203 @@
+"""What is particular to ranks that are threads: how they meet, how they die, what they leave behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from bagua.comm import threads
+from bagua.comm.communicator import Communicator
+from bagua.comm.threads import RankKilled, Step, ThreadsTransport, inject_fault
+from bagua.comm.transport import Membership
+from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError, PeerLostError, TransportUnavailableError
+from tests.comm.memory_ranks import run, values
+
+pytestmark = pytest.mark.threads
+
+
+def membership(store: HashStore, rank: int, size: int, timeout_s: float = 5.0) -> Membership:
+    return Membership(store, rank, tuple(range(size)), (0,) * size, timeout_s)
+
+
+def test_a_rank_in_another_process_is_refused_by_itself() -> None:
+    store = HashStore()
+    store.set("threads/world", "a world of another process")
+    store.set("threads/0", "attached")
+    with pytest.raises(TransportUnavailableError, match="rank 1 is in process") as caught:
+        ThreadsTransport(membership(store, 1, 2))
+    assert caught.value.peers == (1,)
+
+
+def test_a_rank_in_another_process_is_refused_by_the_others() -> None:
+    store = HashStore()
+    store.set("threads/1", "rank 1 is in process 5")
+    with pytest.raises(TransportUnavailableError, match="rank 1 is in process 5"):
+        ThreadsTransport(membership(store, 0, 2))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_do_not_come_are_named(rank: int) -> None:
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        ThreadsTransport(membership(HashStore(), rank, 3, timeout_s=0.1))
+    assert caught.value.peers == tuple({0, 1, 2} - {rank})
+
+
+@pytest.mark.parametrize("error", [SystemExit, ZeroDivisionError])
+def test_a_thread_that_ended_without_closing_is_lost(error: type[BaseException]) -> None:
+    def job(comm: Communicator) -> None:
+        if comm.rank == 1:
+            raise error
+        comm.allreduce(torch.zeros(1), timeout=20)
+
+    outcomes = run(3, job, close=False)
+    for survivor in (0, 2):
+        assert isinstance(outcomes[survivor], PeerLostError)
+        assert outcomes[survivor].peers == (1,)
+
+
+def test_a_rank_that_closed_is_lost_to_those_who_wait_for_it_only() -> None:
+    def job(comm: Communicator) -> object:
+        if comm.rank == 2:
+            return comm.close()
+        tensor = torch.full((2,), float(comm.rank))
+        if comm.rank == 0:
+            comm.send(tensor, 1)
+        else:
+            comm.recv(tensor, 0)
+            assert (tensor == 0).all()
+        return comm.barrier()
+
+    outcomes = run(3, job)
+    assert all(isinstance(outcome, PeerLostError) and outcome.peers == (2,) for outcome in outcomes[:2])
+    assert "closed its communicator" in str(outcomes[0])
+
+
+def test_the_rank_of_a_finished_thread_lives_while_its_asynchronous_calls_run() -> None:
+    """The submitting thread of rank 1 ends; its call still completes with rank 0, which comes later."""
+    submitted, ended = threading.Event(), threading.Event()
+    works: list[object] = []
+
+    def job(comm: Communicator) -> bool:
+        tensor = torch.ones(1)
+        if comm.rank == 1:
+            starter = threading.Thread(target=lambda: works.append(comm.allreduce(tensor, async_op=True)))
+            starter.start()
+            starter.join()
+            submitted.set()
+            assert ended.wait(10)
+            return works[0].wait()  # type: ignore[attr-defined, no-any-return]
+        assert submitted.wait(10)
+        comm.allreduce(tensor)
+        ended.set()
+        return tensor.item() == 2
+
+    assert values(run(2, job)) == [True, True]
+
+
+def test_closing_leaves_nothing_behind() -> None:
+    """No thread, and neither the world nor a tensor that went through it stays alive."""
+    before = threading.active_count()
+    seen: list[weakref.ref[object]] = []
+
+    def job(comm: Communicator) -> None:
+        tensor, small = torch.ones(100_000), torch.ones(2)
+        for each in (tensor, small):
+            work = comm.allreduce(each, async_op=True)
+            assert work is not None
+            work.wait()
+        seen.extend([weakref.ref(tensor), weakref.ref(comm._transport), weakref.ref(comm._transport._peers._world)])
+
+    values(run(3, job))
+    gc.collect()
+    assert len(seen) == 9
+    assert [reference() for reference in seen] == [None] * 9
+    assert threading.active_count() == before
+    assert not threads._worlds
+
+
+def test_a_lent_tensor_is_not_kept_after_the_call() -> None:
+    def job(comm: Communicator) -> bool:
+        tensor = torch.ones(100_000)
+        comm.allreduce(tensor)
+        if comm.rank == 0:
+            comm.send(tensor, 1)
+        else:
+            comm.recv(tensor, 0)
+        reference = weakref.ref(tensor)
+        del tensor
+        return reference() is None
+
+    assert values(run(2, job)) == [True, True]
+
+
+def test_close_ends_a_call_that_nobody_joins() -> None:
+    def job(comm: Communicator) -> object:
+        if comm.rank == 1:
+            return None
+        work = comm.allreduce(torch.zeros(1), async_op=True)
+        assert work is not None
+        comm._transport.close()
+        return work.exception()
+
+    closed = threading.Event()
+
+    def waiting(comm: Communicator) -> object:
+        outcome = job(comm)
+        if comm.rank == 0:
+            closed.set()
+        assert closed.wait(10)
+        return outcome
+
+    outcome = run(2, waiting)[0]
+    assert isinstance(outcome, CommunicatorClosedError)
+    assert threading.active_count() < 20
+
+
+def test_the_fault_hook_is_told_who_does_what_where() -> None:
+    steps: list[Step] = []
+    values(run(2, lambda comm: comm.allreduce(torch.zeros(3)), fault=steps.append))
+    for rank in range(2):
+        own = [step for step in steps if step.rank == rank]
+        assert [step.name for step in own] == ["publish", "arrive", "pass"]
+        assert [step.number for step in own] == [1, 2, 3]
+        assert own[0].call.kind == "allreduce"
+        assert own[0].label == "world"
+
+
+def test_the_fault_hook_ends_with_its_context() -> None:
+    def hook(step: Step) -> None:
+        raise RankKilled
+
+    with inject_fault(hook):
+        pass
+    assert values(run(2, lambda comm: comm.barrier())) == [None, None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.complex128, torch.int16])
+@pytest.mark.parametrize("numel", [0, 3, 100_000])
+def test_dtypes_that_are_only_copied(dtype: torch.dtype, numel: int) -> None:
+    def job(comm: Communicator) -> bool:
+        def of(rank: int) -> torch.Tensor:
+            return torch.arange(numel).add(rank).remainder(5).to(dtype)
+
+        def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+            return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+        gathered = torch.empty(2 * numel, dtype=dtype)
+        comm.allgather(gathered, of(comm.rank))
+        tensor = of(comm.rank)
+        comm.broadcast(tensor, 1)
+        received = torch.empty_like(tensor)
+        comm.sendrecv(received, of(comm.rank), 1 - comm.rank, 1 - comm.rank)
+        own = torch.empty_like(tensor)
+        comm.sendrecv(own, of(7), comm.rank, comm.rank)
+        wanted = torch.cat([of(0), of(1)])
+        checks = [(gathered, wanted), (tensor, of(1)), (received, of(1 - comm.rank)), (own, of(7))]
+        return all(same(*check) for check in checks)
+
+    assert values(run(2, job)) == [True, True]
