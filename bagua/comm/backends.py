@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bagua.comm.c10d import C10dTransport, c10d_refusal
 from bagua.comm.solo import SoloTransport
+from bagua.comm.threads import ThreadsTransport
 from bagua.comm.transport import Membership, Transport
 
 __all__ = ["create_transport", "refusal"]
@@ -19,11 +21,7 @@ def create_transport(backend: str, membership: Membership) -> Transport:
     if membership.size == 1:
         return SoloTransport(membership)
     if backend == "threads":
-        from bagua.comm.threads import ThreadsTransport
-
         return ThreadsTransport(membership)
-    from bagua.comm.c10d import C10dTransport
-
     return C10dTransport(backend, membership)
 
 
@@ -31,6 +29,4 @@ def refusal(backend: str) -> Exception | None:
     """Why this process cannot serve ``backend``, or None if it can. Local, quick, no side effect."""
     if backend in ("threads", "solo"):
         return None
-    from bagua.comm.c10d import c10d_refusal
-
     return c10d_refusal(backend)
