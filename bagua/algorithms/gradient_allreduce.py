@@ -1,0 +1,47 @@
+"""Synchronous training: every rank steps with the gradient of the whole batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bagua.algorithms.base import Algorithm, AlgorithmImpl, Traits
+from bagua.buckets import Bucket
+from bagua.comm import ProcessGroup, Work
+from bagua.primitives import allreduce_sum
+
+__all__ = ["GradientAllReduceAlgorithm", "GradientAllReduceAlgorithmImpl"]
+
+
+@dataclass(frozen=True)
+class GradientAllReduceAlgorithm(Algorithm):
+    """Replace each gradient by its mean (or sum) over all ranks: ``g_i <- (1 / n) sum_j g_j``.
+
+    Args:
+        hierarchical: sum inside each host first, then between hosts. The mean over ranks
+            stays exact when hosts are of different size.
+        average: divide by the number of ranks.
+
+    Example:
+        >>> GradientAllReduceAlgorithm(hierarchical=True)
+        GradientAllReduceAlgorithm(hierarchical=True, average=True)
+    """
+
+    hierarchical: bool = False
+    average: bool = True
+
+
+class GradientAllReduceAlgorithmImpl(AlgorithmImpl, declaration=GradientAllReduceAlgorithm):
+    """``GradientAllReduceAlgorithm`` on a group."""
+
+    traits = Traits(result="exact")
+    options: GradientAllReduceAlgorithm
+
+    @property
+    def gradient_scale(self) -> float:
+        """Dividing before the sum keeps 16-bit gradients in range."""
+        return 1.0 / self.process_group.size if self.options.average else 1.0
+
+    def exchange(self, bucket: Bucket, group: ProcessGroup, step: int) -> Work | None:
+        """Sum the gradients where they lie."""
+        gradients = bucket.allocate_gradients()
+        return allreduce_sum(gradients, group, hierarchical=self.options.hierarchical, async_op=True)

@@ -1,0 +1,83 @@
+"""From the name of an algorithm to its declaration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+from typing import Generic, TypeVar
+
+from bagua.errors import ConfigurationError, UnsupportedAlgorithmException
+
+__all__ = ["DistributedAlgorithm", "Registry"]
+
+Declaration = TypeVar("Declaration")
+
+
+class DistributedAlgorithm(Enum):
+    """Algorithms by the names of ``bagua_init`` and ``ModelSwitchWrapper``; strings do as well."""
+
+    GradientAllReduce = "allreduce"
+    ScatterGatherAllReduce = "sg-allreduce"
+    Decentralize = "decentralize"
+    QuantizeAllReduce = "quantize"
+
+
+#: What the short names stand for.
+_SHORT_NAMES = {
+    "allreduce": "gradient_allreduce",
+    "sg-allreduce": "scatter_gather_allreduce",
+    "decentralize": "decentralized",
+    "quantize": "quantized_allreduce",
+}
+
+
+class Registry(Generic[Declaration]):
+    """Declarations by name, in the order in which they were registered.
+
+    Example:
+        >>> registry = Registry()
+        >>> registry.register("nothing", object)
+        >>> list(registry), registry.get("nothing")
+        (['nothing'], <class 'object'>)
+    """
+
+    def __init__(self) -> None:
+        self._declarations: dict[str, Declaration] = {}
+
+    def register(self, name: str, declaration: Declaration) -> None:
+        """Make ``declaration`` known under ``name``.
+
+        Raises:
+            ConfigurationError: the name is taken by another declaration.
+        """
+        known = self._declarations.setdefault(name, declaration)
+        if known is not declaration:
+            raise ConfigurationError(
+                "another algorithm has this name", argument="name", expected="a new name", seen=repr(name)
+            )
+
+    def get(self, name: str | DistributedAlgorithm) -> Declaration:
+        """The declaration called ``name``.
+
+        Args:
+            name: a registered name, a short name of the documented API, or its enum.
+
+        Raises:
+            UnsupportedAlgorithmException: there is none; the message names those that exist.
+        """
+        text = name.value if isinstance(name, DistributedAlgorithm) else name
+        found = self._declarations.get(_SHORT_NAMES.get(text, text))
+        if found is None:
+            raise UnsupportedAlgorithmException(
+                "there is no algorithm of this name",
+                argument="algorithm",
+                expected=" or ".join(self._declarations),
+                seen=repr(text),
+            )
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._declarations)
+
+    def __len__(self) -> int:
+        return len(self._declarations)

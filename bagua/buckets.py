@@ -1,0 +1,232 @@
+"""Buckets: parameters that are exchanged together, with their gradients and weights in flat memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+import torch
+
+from bagua.comm import Communicator
+from bagua.errors import ConfigurationError
+
+__all__ = ["Bucket", "check_align_bytes", "form_buckets", "padded_numel"]
+
+Key = TypeVar("Key")
+Member = TypeVar("Member")
+
+#: Every tensor starts at a multiple of this inside flat memory: what torch's own
+#: allocator gives, and what vector units and tensor cores run fastest on.
+TENSOR_ALIGNMENT_BYTES = 64
+
+
+def form_buckets(
+    members: Iterable[Member],
+    *,
+    key: Callable[[Member], Key],
+    nbytes: Callable[[Member], int],
+    bucket_bytes: int,
+) -> list[list[Member]]:
+    """Cut an ordered sequence into buckets of one key each, in the order in which they fill up.
+
+    Args:
+        members: what is put into buckets, in the order in which it becomes ready.
+        key: what all members of a bucket have in common (dtype and device).
+        nbytes: size of a member, in bytes.
+        bucket_bytes: a bucket is closed as soon as it holds so many bytes; only the last
+            bucket of each key may hold fewer.
+
+    Returns:
+        Buckets, each member in exactly one of them, ordered by their last member.
+
+    Example:
+        >>> form_buckets([3, 1, 4, 1, 5], key=lambda _: 0, nbytes=lambda size: size, bucket_bytes=4)
+        [[3, 1], [4], [1, 5]]
+    """
+    full: list[tuple[int, list[Member]]] = []
+    filling: dict[Key, tuple[int, int, list[Member]]] = {}
+    for position, member in enumerate(members):
+        kind = key(member)
+        held, _, bucket = filling.pop(kind, (0, 0, []))
+        bucket.append(member)
+        held += nbytes(member)
+        if held >= bucket_bytes:
+            full.append((position, bucket))
+        else:
+            filling[kind] = (held, position, bucket)
+    full += [(position, bucket) for _, position, bucket in filling.values()]
+    return [bucket for _, bucket in sorted(full, key=lambda item: item[0])]
+
+
+def check_align_bytes(align_bytes: int) -> int:
+    """``align_bytes`` if it is a power of two of at least 8.
+
+    Raises:
+        ConfigurationError: it is not.
+    """
+    if type(align_bytes) is not int or align_bytes < 8 or align_bytes & (align_bytes - 1):
+        raise ConfigurationError(
+            "buckets cannot be aligned to this number of bytes",
+            argument="align_bytes",
+            expected="a power of two, at least 8",
+            seen=align_bytes,
+        )
+    return align_bytes
+
+
+def padded_numel(numel: int, itemsize: int, align_bytes: int, shares: int) -> int:
+    """The smallest size >= ``numel`` that splits into ``shares`` parts of aligned size.
+
+    Args:
+        numel: elements that are needed.
+        itemsize: bytes of an element.
+        align_bytes: each share is a multiple of so many bytes.
+        shares: number of equal parts.
+
+    Example:
+        >>> padded_numel(10, itemsize=4, align_bytes=8, shares=3)
+        12
+    """
+    unit = shares * (align_bytes // math.gcd(align_bytes, itemsize))
+    return max(-(-numel // unit), 1) * unit
+
+
+def _dense_view(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+    """A tensor like ``like`` (same strides if they are dense) over its slice of ``flat``.
+
+    It has a storage of its own that covers just the slice. So a saved or deep-copied
+    parameter does not drag its whole bucket along, and changing one parameter in place
+    does not invalidate what autograd saved of its neighbours.
+    """
+    start = (flat.storage_offset() + offset) * flat.itemsize
+    storage = flat.untyped_storage()[start : start + like.numel() * flat.itemsize]
+    dense = torch.empty_like(like, device="meta", memory_format=torch.preserve_format)
+    view = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    return view.set_(storage, 0, like.shape, dense.stride())  # type: ignore[call-overload,no-any-return]
+
+
+class Bucket:
+    """Parameters of one dtype on one device that are exchanged in one go.
+
+    Args:
+        index: position among the buckets of the model; exchanges start in this order.
+        names: name of each parameter.
+        parameters: in the same order.
+        communicator: provides memory that it can exchange without a copy.
+        align_bytes: the flat memory is padded to a multiple of so many bytes.
+        shares: the flat memory splits evenly into so many parts of aligned size.
+        fusion: gradients and weights live in the flat memory and parameters hold views of
+            it. Otherwise they stay where they are, and gradients are copied in and out.
+
+    Attributes:
+        offsets: where each parameter starts in flat memory, in elements.
+        numel: elements of flat memory, padding (always zero in ``gradients``) included.
+        gradients: flat memory of the gradients, once ``allocate_gradients`` was called.
+        gradient_views: the part of each parameter in it, with the parameter's strides.
+        weights: flat memory of the weights, with ``fusion``; else None.
+        state: what the algorithm remembers of this bucket; see ``AlgorithmImpl.init_state``.
+
+    Example:
+        >>> from bagua.comm import solo_group
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> names, parameters = zip(*layer.named_parameters())
+        >>> bucket = Bucket(0, names, parameters, solo_group().global_communicator)
+        >>> bucket
+        Bucket(0, ['weight', 'bias'], 24 bytes of torch.float32)
+    """
+
+    def __init__(
+        self,
+        index: int,
+        names: Sequence[str],
+        parameters: Sequence[torch.nn.Parameter],
+        communicator: Communicator,
+        *,
+        align_bytes: int = 8,
+        shares: int = 1,
+        fusion: bool = True,
+    ) -> None:
+        first = parameters[0]
+        self.index = index
+        self.names = tuple(names)
+        self.parameters = tuple(parameters)
+        self.dtype = first.dtype
+        self.device = first.device
+        self.fusion = fusion
+        self._communicator = communicator
+        self.offsets, end = self._place()
+        self.numel = padded_numel(end, self.dtype.itemsize, align_bytes, shares)
+        self.gradients: torch.Tensor | None = None
+        self.gradient_views: list[torch.Tensor] = []
+        self.weights: torch.Tensor | None = None
+        self.state: dict[str, torch.Tensor] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def _place(self) -> tuple[tuple[int, ...], int]:
+        unit = TENSOR_ALIGNMENT_BYTES // math.gcd(TENSOR_ALIGNMENT_BYTES, self.dtype.itemsize)
+        offsets, end = [], 0
+        for parameter in self.parameters:
+            start = -(-end // unit) * unit
+            offsets.append(start)
+            end = start + parameter.numel()
+        return tuple(offsets), end
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters, without padding."""
+        return sum(parameter.numel() for parameter in self.parameters) * self.dtype.itemsize
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The part of each parameter in ``flat``, a tensor of ``numel`` elements laid out like this bucket."""
+        return [
+            _dense_view(flat, offset, parameter)
+            for offset, parameter in zip(self.offsets, self.parameters, strict=True)
+        ]
+
+    def empty(self) -> torch.Tensor:
+        """Flat memory for this bucket that can be exchanged without a copy, filled with zeros."""
+        return self._communicator.empty(self.numel, dtype=self.dtype, device=self.device).zero_()
+
+    def buffer(self, name: str = "exchange") -> torch.Tensor:
+        """A communication buffer of ``numel`` elements, for what is exchanged other than gradients.
+
+        Args:
+            name: one buffer exists for each name; it keeps its contents between steps.
+        """
+        if name not in self._buffers:
+            self._buffers[name] = self.empty()
+        return self._buffers[name]
+
+    def allocate_gradients(self) -> torch.Tensor:
+        """Make the flat memory of the gradients; the gradients themselves are moved in as they arrive."""
+        if self.gradients is None:
+            self.gradients = self.empty()
+            self.gradient_views = self.views(self.gradients)
+        return self.gradients
+
+    def fuse_weights(self) -> None:
+        """Move the weights into one flat block; the parameters stay the same objects."""
+        if not self.fusion or self.weights is not None:
+            return
+        with torch.no_grad():
+            self.weights = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+            for parameter, view in zip(self.parameters, self.views(self.weights), strict=True):
+                view.copy_(parameter)
+                parameter.data = view
+
+    @torch.no_grad()
+    def read_weights(self, flat: torch.Tensor) -> torch.Tensor:
+        """Copy the weights into ``flat``, laid out like this bucket, and return it."""
+        if self.weights is not None:
+            return flat.copy_(self.weights)
+        torch._foreach_copy_(self.views(flat), list(self.parameters))
+        return flat
+
+    @torch.no_grad()
+    def write_weights(self, flat: torch.Tensor) -> None:
+        """Copy ``flat``, laid out like this bucket, into the weights."""
+        torch._foreach_copy_(list(self.parameters), self.views(flat))
+
+    def __repr__(self) -> str:
+        return f"Bucket({self.index}, {list(self.names)}, {self.nbytes} bytes of {self.dtype})"

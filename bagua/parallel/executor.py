@@ -1,0 +1,110 @@
+"""Who runs an exchange: the thread that computes, a background thread, or a communication stream."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+
+from bagua.comm import ProcessGroup, Work
+from bagua.comm.background import BackgroundThread
+
+__all__ = ["Executor", "create_executor"]
+
+Exchange = Callable[[], Work | None]
+Wait = Callable[[], object]
+
+
+def _nothing() -> None:
+    return None
+
+
+class Executor(ABC):
+    """Runs exchanges in the order in which they are given to it."""
+
+    @abstractmethod
+    def run(self, exchange: Exchange) -> Wait:
+        """Start ``exchange``; the returned function waits for its end and raises its error."""
+
+    def close(self) -> None:
+        """Give back threads. Idempotent."""
+        return
+
+
+class CallerExecutor(Executor):
+    """In the calling thread; what the exchange returns is waited for later."""
+
+    def run(self, exchange: Exchange) -> Wait:
+        """Run ``exchange`` here and now."""
+        work = exchange()
+        return _nothing if work is None else work.wait
+
+
+class ThreadExecutor(Executor):
+    """In one background thread.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._thread = BackgroundThread(name)
+
+    def run(self, exchange: Exchange) -> Wait:
+        """Queue ``exchange``."""
+
+        def complete() -> None:
+            work = exchange()
+            if work is not None:
+                work.wait()
+
+        return self._thread.submit(complete).result
+
+    def close(self) -> None:
+        """Let the thread end."""
+        self._thread.stop()
+
+
+@functools.cache
+def _communication_stream(device: torch.device) -> torch.cuda.Stream:
+    """One stream for all models of the process, so that all ranks issue exchanges in one order."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+class StreamExecutor(Executor):
+    """On a CUDA stream of its own: the host never blocks.
+
+    Args:
+        device: whose gradients are exchanged.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = _communication_stream(device)
+
+    def run(self, exchange: Exchange) -> Wait:
+        """Issue ``exchange`` behind everything that the current stream was given so far."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            work = exchange()
+            if work is not None:
+                work.wait()
+            done = self._stream.record_event()
+        return lambda: torch.cuda.current_stream(self._device).wait_event(done)
+
+
+def create_executor(group: ProcessGroup, device: torch.device) -> Executor:
+    """The executor that the group's transport prefers for tensors on ``device``.
+
+    Args:
+        group: whose exchanges will run.
+        device: where the buckets lie.
+    """
+    preferred = group.global_communicator.executor
+    if device.type == "cuda" and preferred == "stream":
+        return StreamExecutor(device)
+    if preferred == "caller":
+        return CallerExecutor()
+    return ThreadExecutor(f"bagua-{group.label}")

@@ -1,0 +1,181 @@
+"""The hooks into autograd, optimizers and forward passes that drive a reducer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from bagua.errors import ConfigurationError
+from bagua.parallel.outputs import tensors_in
+from bagua.parallel.reducer import Reducer
+
+__all__ = ["BackwardHooks"]
+
+
+class _Pass:
+    """One backward pass. Autograd holds the only strong reference, so it dies with the pass, also on errors."""
+
+    __slots__ = ("__weakref__", "_complete")
+
+    def __init__(self, complete: Callable[[_Pass], None]) -> None:
+        self._complete = complete
+
+    def __call__(self) -> None:
+        self._complete(self)
+
+
+class BackwardHooks:
+    """Tells a reducer when gradients are there and when a backward pass is over.
+
+    It does not care whether a wrapper calls ``before_forward`` and ``after_forward``, or
+    hooks on the module itself do.
+
+    Args:
+        reducer: what is told.
+
+    Attributes:
+        synchronize: whether the backward pass of the next forward is a step; see ``no_sync``.
+    """
+
+    def __init__(self, reducer: Reducer) -> None:
+        self.reducer = reducer
+        self.synchronize = True
+        self._handles: list[Any] = []
+        self._pass: weakref.ref[_Pass] | None = None
+        self._synchronizing = False
+        self._armed = True
+        self._mark: Callable[[torch.nn.Parameter], None] = reducer.add_param
+        self._waiting_for: set[int] = set()
+
+    def create_hooks(self) -> None:
+        """Attach to the parameters and optimizers of the reducer. On one rank there is nothing to attach."""
+        reducer = self.reducer
+        if reducer.idle:
+            return
+        if reducer.group.size > 1:
+            self._handles += [
+                parameter.register_post_accumulate_grad_hook(self._gradient_ready)
+                for parameter in reducer.registration.parameters
+            ]
+        if reducer.algorithm.traits.after_optimizer:
+            self._handles += [
+                optimizer.register_step_post_hook(self._optimizer_stepped) for optimizer in reducer.optimizers
+            ]
+
+    def remove_hooks(self) -> None:
+        """Detach from parameters and optimizers. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes of forwards in this block only accumulate gradients."""
+        before, self.synchronize = self.synchronize, False
+        try:
+            yield
+        finally:
+            self.synchronize = before
+
+    # Forward.
+
+    def before_forward(self, training: bool) -> None:
+        """A forward pass starts.
+
+        Args:
+            training: whether the module is in training mode.
+        """
+        if self.reducer.idle or not training or not torch.is_grad_enabled():
+            return
+        self.reducer.after_optimizers()
+
+    def after_forward(self, output: Any) -> None:
+        """A forward pass has returned ``output``: its backward pass will be noticed there."""
+        if self.reducer.idle or not torch.is_grad_enabled():
+            return
+        self._armed = synchronize = self.synchronize
+
+        def entered(_: torch.Tensor) -> None:
+            self._enter(synchronize)
+
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(entered)
+
+    # Backward.
+
+    def _enter(self, synchronize: bool) -> None:
+        if self._pass is None:
+            self._begin(synchronize)
+        elif synchronize and not self._synchronizing:
+            self._synchronizing = True
+            self._start_step()
+
+    def _begin(self, synchronize: bool) -> None:
+        if synchronize and torch.is_grad_enabled():
+            raise ConfigurationError(
+                "gradients with a graph of their own cannot be put into a bucket",
+                argument="create_graph",
+                expected="backward(create_graph=False)",
+                seen=True,
+                advice="Use torch.autograd.grad(create_graph=True) for the inner derivative.",
+            )
+        current = _Pass(self._complete)
+        torch.autograd.Variable._execution_engine.queue_callback(current)
+        self._pass = weakref.ref(current, self._died)
+        self._synchronizing = synchronize
+        if synchronize:
+            self._start_step()
+
+    def _start_step(self) -> None:
+        reducer = self.reducer
+        self._mark = reducer.mark_tensor_ready if reducer.initialized else reducer.add_param
+        reducer.begin_step()
+
+    def _gradient_ready(self, parameter: torch.nn.Parameter) -> None:
+        if self._pass is None:
+            self._begin(self._armed)
+        if self._synchronizing:
+            self._mark(parameter)
+
+    def _complete(self, ended: _Pass) -> None:
+        if self._pass is None or self._pass() is not ended:
+            return
+        self._pass = None
+        synchronizing, self._synchronizing = self._synchronizing, False
+        if synchronizing:
+            self._complete_step()
+
+    def _complete_step(self) -> None:
+        reducer = self.reducer
+        if not reducer.initialized:
+            arrived = list(reducer._arrival)
+            if not arrived:
+                return
+            reducer.initialize_buckets()
+            reducer.begin_step()
+            for parameter in arrived:
+                reducer.mark_tensor_ready(parameter)
+        reducer.mark_on_complete()
+        self._waiting_for = {id(optimizer) for optimizer in reducer.optimizers}
+
+    def _died(self, _: weakref.ref[_Pass]) -> None:
+        """The backward pass ended with an error somewhere: do not leave peers waiting for the rest of it."""
+        if self._pass is None:
+            return
+        self._pass = None
+        self._synchronizing = False
+        self.reducer.forget_arrivals()
+        if self.reducer.partially_exchanged:
+            self.reducer.group.abort(f"rank {self.reducer.group.rank} left a backward pass half-way")
+
+    # Optimizers.
+
+    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._waiting_for.discard(id(optimizer))
+        if not self._waiting_for:
+            self.reducer.after_optimizers()

@@ -1,0 +1,158 @@
+"""Which parameters of a module are trained together, and whether that is still so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from bagua.errors import InvalidTensorError
+
+__all__ = ["Registration", "ignored_names"]
+
+
+class _Place(NamedTuple):
+    """Where a module keeps a parameter; tied parameters have several places."""
+
+    table: dict[str, torch.nn.Parameter | None]
+    key: str
+    name: str
+
+
+def ignored_names(module: torch.nn.Module) -> frozenset[str]:
+    """Names of parameters and buffers that ``module`` asks to leave alone, as torch's DDP does it."""
+    names: set[str] = set()
+    for attribute in ("_ddp_params_and_buffers_to_ignore", "_bagua_params_and_buffers_to_ignore"):
+        names.update(getattr(module, attribute, ()))
+    return frozenset(names)
+
+
+class Registration:
+    """The trainable parameters of a module, as they were at one moment.
+
+    Args:
+        module: whose parameters are registered.
+
+    Attributes:
+        names: of the trainable parameters, in the module's order.
+        parameters: in the same order; tied ones once, under their first name.
+
+    Raises:
+        InvalidTensorError: a parameter that cannot be trained together: sparse gradients,
+            uninitialized, or not an ordinary dense tensor.
+
+    Example:
+        >>> Registration(torch.nn.Linear(2, 2)).names
+        ('weight', 'bias')
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        ignored = ignored_names(module)
+        _refuse_sparse(module, ignored)
+        every = [(name, p) for name, p in module.named_parameters() if name not in ignored]
+        trained = [(name, _checked(name, p)) for name, p in every if p.requires_grad]
+        self.names = tuple(name for name, _ in trained)
+        self.parameters = tuple(parameter for _, parameter in trained)
+        self._all = [parameter for _, parameter in every]
+        self._flags = [parameter.requires_grad for parameter in self._all]
+        self._facts = [
+            *(
+                f"parameter {name}: shape {list(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}"
+                for name, p in every
+            ),
+            *(
+                f"buffer {name}: shape {list(b.shape)}, {b.dtype}"
+                for name, b in module.named_buffers()
+                if name not in ignored
+            ),
+        ]
+        self._remember_places(ignored)
+        self.remember_storages()
+
+    def _remember_places(self, ignored: Iterable[str]) -> None:
+        self._places: list[_Place] = []
+        self._tables: list[dict[str, object]] = []
+        for prefix, submodule in self._module.named_modules():
+            self._tables += [submodule._parameters, submodule._modules]  # type: ignore[list-item]
+            for key, parameter in submodule._parameters.items():
+                name = f"{prefix}.{key}" if prefix else key
+                if parameter is not None and name not in ignored:
+                    self._places.append(_Place(submodule._parameters, key, name))
+        self._sizes = [len(table) for table in self._tables]
+        self._contents = [place.table[place.key] for place in self._places]
+
+    def remember_storages(self) -> None:
+        """Take the present storages of the parameters as the right ones."""
+        self._pointers = [parameter.data_ptr() for parameter in self.parameters]
+        self._dtypes = [parameter.dtype for parameter in self.parameters]
+
+    @property
+    def facts(self) -> list[str]:
+        """One line for each parameter and buffer: what all ranks must have in common."""
+        return self._facts
+
+    def difference(self) -> str | None:
+        """The first thing that has changed since registration, or None. Costs about 0.2 us per parameter."""
+        if (
+            [p.requires_grad for p in self._all] == self._flags
+            and [p.data_ptr() for p in self.parameters] == self._pointers
+            and [p.dtype for p in self.parameters] == self._dtypes
+            and [len(table) for table in self._tables] == self._sizes
+            and all(
+                place[0].get(place[1]) is parameter
+                for place, parameter in zip(self._places, self._contents, strict=True)
+            )
+        ):
+            return None
+        return self._explained()
+
+    def _explained(self) -> str:
+        for place, parameter in zip(self._places, self._contents, strict=True):
+            if place.table.get(place.key) is not parameter:
+                return f"{place.name} is another tensor now (load_state_dict(assign=True)?)"
+        for parameter, flag in zip(self._all, self._flags, strict=True):
+            if parameter.requires_grad != flag:
+                return f"{self._name(parameter)} was {'frozen' if flag else 'unfrozen'}"
+        for name, parameter, dtype in zip(self.names, self.parameters, self._dtypes, strict=True):
+            if parameter.dtype != dtype:
+                return f"{name} was {dtype} and is {parameter.dtype} now"
+        for name, parameter, pointer in zip(self.names, self.parameters, self._pointers, strict=True):
+            if parameter.data_ptr() != pointer:
+                return f"the data of {name} lies elsewhere now"
+        return "parameters or submodules were added or removed"
+
+    def _name(self, parameter: torch.nn.Parameter | None) -> str:
+        return next(
+            (place.name for place, held in zip(self._places, self._contents, strict=True) if held is parameter),
+            "a parameter",
+        )
+
+
+def _checked(name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    if isinstance(parameter, torch.nn.parameter.UninitializedTensorMixin):
+        problem, seen = "has no shape yet; run a forward pass first", "an uninitialized parameter"
+    elif parameter.layout is not torch.strided:
+        problem, seen = "is not dense", str(parameter.layout)
+    elif parameter.device.type == "meta":
+        problem, seen = "has no memory; materialize the module first", "device meta"
+    elif type(parameter.data) is not torch.Tensor:
+        problem, seen = "is not an ordinary tensor", type(parameter.data).__name__
+    else:
+        return parameter
+    raise InvalidTensorError(f"parameter {name} {problem}", argument="module", expected="dense parameters", seen=seen)
+
+
+def _refuse_sparse(module: torch.nn.Module, ignored: frozenset[str]) -> None:
+    for prefix, submodule in module.named_modules():
+        name = f"{prefix}.weight" if prefix else "weight"
+        embeds = isinstance(submodule, torch.nn.Embedding | torch.nn.EmbeddingBag)
+        if embeds and submodule.sparse and submodule.weight.requires_grad and name not in ignored:
+            raise InvalidTensorError(
+                f"{name} has sparse gradients, which cannot be put into a bucket",
+                argument="module",
+                expected="dense gradients",
+                seen=f"{type(submodule).__name__}(sparse=True)",
+                advice="Use sparse=False, or name it in module._ddp_params_and_buffers_to_ignore.",
+            )

@@ -1,0 +1,268 @@
+"""The time-keeping of exchanges: which bucket, in which step, waits for what."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+
+import torch
+
+from bagua.algorithms import AlgorithmImpl
+from bagua.buckets import Bucket
+from bagua.comm import ProcessGroup
+from bagua.errors import ConfigurationError
+from bagua.parallel.executor import Wait, create_executor
+
+__all__ = ["Scheduler", "Slot"]
+
+
+class Slot:
+    """One parameter in its bucket, as the hooks see it.
+
+    Attributes:
+        lane: the bucket's place in the schedule.
+        view: the parameter's part of the flat gradients; None if they are not gathered.
+        ready: number of the last backward pass that brought its gradient.
+    """
+
+    __slots__ = ("lane", "name", "parameter", "ready", "view")
+
+    def __init__(self, name: str, parameter: torch.nn.Parameter, lane: Lane, view: torch.Tensor | None) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.lane = lane
+        self.view = view
+        self.ready = -1
+
+
+class Lane:
+    """One bucket on its way through the steps.
+
+    Attributes:
+        bucket: the bucket.
+        slots: one for each parameter.
+        pending: gradients that are still missing in this backward pass.
+        due: whether the bucket is exchanged in this step.
+        scale: factor on gradients that are gathered in this step.
+        wait: ends the exchange that is under way; None if there is none.
+        exchanged: the step of that exchange.
+    """
+
+    __slots__ = ("bucket", "due", "exchanged", "pending", "scale", "slots", "wait")
+
+    def __init__(self, bucket: Bucket, *, gathers: bool) -> None:
+        views: Sequence[torch.Tensor | None] = bucket.gradient_views if gathers else [None] * len(bucket.names)
+        self.bucket = bucket
+        self.slots = [
+            Slot(name, parameter, self, view)
+            for name, parameter, view in zip(bucket.names, bucket.parameters, views, strict=True)
+        ]
+        self.pending = len(self.slots)
+        self.due = True
+        self.scale = 1.0
+        self.wait: Wait | None = None
+        self.exchanged = -1
+
+
+class Scheduler:
+    """Starts exchanges in bucket order and applies their results when the algorithm wants them.
+
+    Args:
+        buckets: in the order in which their gradients become complete.
+        algorithm: bound to the user's group.
+        group: private to this model.
+        delay: start no exchange before the end of backward.
+
+    Attributes:
+        slots: by ``id`` of the parameter.
+        launched: buckets started in the backward pass that is under way.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], algorithm: AlgorithmImpl, group: ProcessGroup, *, delay: bool
+    ) -> None:
+        self._algorithm = algorithm
+        self._group = group
+        self._delay = delay
+        self._gathers = algorithm.traits.gathers_gradients
+        self._lanes = [Lane(bucket, gathers=self._gathers) for bucket in buckets]
+        self._executors = {bucket.device: create_executor(group, bucket.device) for bucket in buckets}
+        self.slots = {id(slot.parameter): slot for lane in self._lanes for slot in lane.slots}
+        self.launched = 0
+        self._step = -1
+        self._backward = 0
+        self._owed: int | None = None
+
+    # One backward pass.
+
+    def begin(self, step: int) -> None:
+        """A synchronized backward pass starts."""
+        self._step = step
+        self._backward += 1
+        self.launched = 0
+        now = time.monotonic()
+        scale = self._algorithm.gradient_scale
+        for lane in self._lanes:
+            lane.pending = len(lane.slots)
+            lane.due = self._algorithm.is_due(step, lane.bucket, now)
+            lane.scale = scale if lane.due else 1.0
+
+    def mark_ready(self, parameter: torch.nn.Parameter) -> Lane | None:
+        """Take the gradient of ``parameter``; return its lane when that is complete."""
+        slot = self.slots[id(parameter)]
+        if slot.ready == self._backward:
+            raise twice(slot.name)
+        slot.ready = self._backward
+        if slot.view is not None:
+            self._gather(slot)
+        lane = slot.lane
+        lane.pending -= 1
+        return lane if lane.pending == 0 else None
+
+    def _gather(self, slot: Slot) -> None:
+        gradient, view, scale = slot.parameter.grad, slot.view, slot.lane.scale
+        assert gradient is not None
+        assert view is not None
+        if gradient is view:
+            if scale != 1.0:
+                view.mul_(scale)
+            return
+        if gradient.layout is not torch.strided:
+            raise sparse(slot.name, gradient)
+        if scale == 1.0:
+            view.copy_(gradient)
+        else:
+            torch.mul(gradient, scale, out=view)
+        if slot.lane.bucket.fusion:
+            slot.parameter.grad = view
+
+    def launch_ready(self, *, everything: bool = False) -> None:
+        """Start the exchanges of complete buckets, in order, up to the first incomplete one."""
+        if self._delay and not everything:
+            return
+        while self.launched < len(self._lanes) and self._lanes[self.launched].pending == 0:
+            lane = self._lanes[self.launched]
+            self.launched += 1
+            self._launch(lane)
+
+    def _launch(self, lane: Lane) -> None:
+        if lane.wait is not None:
+            self._finish(lane)
+        if self._algorithm.traits.owns_optimizers:
+            self._algorithm.local_step(lane.bucket, self._step)
+        if lane.due and not self._algorithm.traits.after_optimizer:
+            self._start(lane)
+
+    def _start(self, lane: Lane) -> None:
+        bucket, step = lane.bucket, self._step
+        self._algorithm.fill(bucket, step)
+        lane.exchanged = step
+        lane.wait = self._executors[bucket.device].run(
+            functools.partial(self._algorithm.exchange, bucket, self._group, step)
+        )
+
+    def _finish(self, lane: Lane) -> None:
+        wait, lane.wait = lane.wait, None
+        if wait is not None:
+            wait()
+            self._algorithm.apply(lane.bucket, lane.exchanged)
+
+    def missing(self) -> list[Slot]:
+        """Parameters that have brought no gradient in this backward pass."""
+        return [slot for lane in self._lanes if lane.pending for slot in lane.slots if slot.ready != self._backward]
+
+    def fill_missing(self) -> list[tuple[Slot, torch.Tensor | None]]:
+        """Count missing gradients as zero; return those slots with the gradients that they had."""
+        missing = self.missing()
+        held = [(slot, slot.parameter.grad) for slot in missing]
+        for slot, gradient in held:
+            if gradient is None and slot.view is not None:
+                slot.view.zero_()
+                if slot.lane.bucket.fusion:
+                    slot.parameter.grad = slot.view
+                slot.ready = self._backward
+                slot.lane.pending -= 1
+            else:  # accumulated in an earlier backward pass without synchronization
+                self.mark_ready(slot.parameter)
+        return held
+
+    def complete(self) -> None:
+        """The backward pass is over and every bucket is complete: start and finish what this step needs."""
+        self.launch_ready(everything=True)
+        if self._algorithm.traits.after_optimizer:
+            self._owed = self._step
+        elif self._algorithm.lag == 0:
+            self.finish()
+        if self._gathers:
+            for lane in self._lanes:
+                if not lane.bucket.fusion:
+                    _return_gradients(lane)
+
+    # Between backward passes.
+
+    def finish(self) -> None:
+        """Wait for every exchange under way, and apply its result."""
+        for lane in self._lanes:
+            self._finish(lane)
+
+    def after_optimizers(self) -> None:
+        """The optimizers have stepped, or it is known that they will not: exchange what waited for that."""
+        if self._owed is None:
+            return
+        self._owed = None
+        for lane in self._lanes:
+            self._finish(lane)
+            if lane.due:
+                self._start(lane)
+        if self._algorithm.lag == 0:
+            self.finish()
+
+    def flush(self) -> None:
+        """Nothing owed, nothing under way."""
+        self.after_optimizers()
+        self.finish()
+
+    def drain(self) -> None:
+        """Wait for exchanges under way without using their results."""
+        for lane in self._lanes:
+            wait, lane.wait = lane.wait, None
+            if wait is not None:
+                wait()
+
+    def close(self) -> None:
+        """Give back threads."""
+        for executor in self._executors.values():
+            executor.close()
+
+
+def _return_gradients(lane: Lane) -> None:
+    """Without fusion, the exchanged gradients go back to where the optimizer looks for them."""
+    for slot in lane.slots:
+        assert slot.view is not None
+        if slot.parameter.grad is None:
+            slot.parameter.grad = slot.view.clone()
+        else:
+            slot.parameter.grad.copy_(slot.view)
+
+
+def twice(name: str) -> ConfigurationError:
+    """The error for a parameter whose gradient was accumulated twice in one backward pass."""
+    return ConfigurationError(
+        f"the gradient of {name} was accumulated twice in one backward pass",
+        argument="module",
+        expected="one gradient for each parameter",
+        seen="a second one after the first was taken for the exchange",
+        advice="A parameter used in several reentrant checkpoints does that: use checkpoint(use_reentrant=False).",
+    )
+
+
+def sparse(name: str, gradient: torch.Tensor) -> ConfigurationError:
+    """The error for a gradient that cannot be put into a bucket."""
+    return ConfigurationError(
+        f"the gradient of {name} cannot be put into a bucket",
+        argument="module",
+        expected="a dense gradient",
+        seen=gradient.layout,
+        advice="Use sparse=False, or name it in module._ddp_params_and_buffers_to_ignore.",
+    )

@@ -1,0 +1,152 @@
+"""Making the state of all ranks equal: rank 0's at the start, the mean at a switch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from bagua.comm import Communicator, ReduceOp, get_default_group
+from bagua.errors import ConfigurationError
+from bagua.parallel.registration import ignored_names
+
+__all__ = [
+    "allreduce_optimizer_state",
+    "allreduce_parameters",
+    "broadcast_buffers_of",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+]
+
+
+def _communicator(comm: Communicator | None) -> Communicator:
+    return get_default_group().global_communicator if comm is None else comm
+
+
+def _tensors(module: torch.nn.Module, *, parameters: bool, buffers: bool) -> list[torch.Tensor]:
+    ignored = ignored_names(module)
+
+    def named() -> Iterator[tuple[str, torch.Tensor]]:
+        if parameters:
+            yield from module.named_parameters()
+        if buffers:
+            yield from module.named_buffers()
+
+    return [tensor.detach() for name, tensor in named() if name not in ignored]
+
+
+def broadcast_parameters(
+    module: torch.nn.Module, broadcast_buffers: bool = True, *, comm: Communicator | None = None
+) -> None:
+    """Give all ranks rank 0's parameters, and its buffers. Collective.
+
+    Args:
+        module: equal in names, shapes and dtypes on all ranks.
+        broadcast_buffers: the buffers, too.
+        comm: the ranks; None means all.
+
+    Example:
+        >>> from bagua.comm import solo_group
+        >>> broadcast_parameters(torch.nn.Linear(2, 2), comm=solo_group().global_communicator)
+    """
+    tensors = _tensors(module, parameters=True, buffers=broadcast_buffers)
+    _communicator(comm).broadcast_coalesced(tensors)
+
+
+def broadcast_buffers_of(module: torch.nn.Module, *, comm: Communicator | None = None) -> None:
+    """Give all ranks rank 0's buffers. Collective.
+
+    Args:
+        module: equal in names, shapes and dtypes on all ranks.
+        comm: the ranks; None means all.
+    """
+    tensors = _tensors(module, parameters=False, buffers=True)
+    if tensors:
+        _communicator(comm).broadcast_coalesced(tensors)
+
+
+def _average(tensors: Sequence[torch.Tensor], communicator: Communicator) -> None:
+    """Mean of floating-point tensors over all ranks; the others from rank 0."""
+    floating = [t for t in tensors if t.is_floating_point() or t.is_complex()]
+    others = [t for t in tensors if not (t.is_floating_point() or t.is_complex())]
+    communicator.allreduce_coalesced(floating, ReduceOp.AVG)
+    communicator.broadcast_coalesced(others)
+
+
+def allreduce_parameters(module: torch.nn.Module, *, comm: Communicator | None = None) -> None:
+    """Replace floating-point parameters and buffers by their mean over all ranks, the rest by rank 0's.
+
+    Args:
+        module: equal in names, shapes and dtypes on all ranks.
+        comm: the ranks; None means all.
+
+    Example:
+        >>> from bagua.comm import solo_group
+        >>> allreduce_parameters(torch.nn.Linear(2, 2), comm=solo_group().global_communicator)
+    """
+    _average(_tensors(module, parameters=True, buffers=True), _communicator(comm))
+
+
+def _plain(value: Any) -> Any:
+    """``value`` with what has no safe encoding refused by the communicator, not here."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def broadcast_optimizer_state(optimizers: Sequence[torch.optim.Optimizer], *, comm: Communicator | None = None) -> None:
+    """Give all ranks rank 0's optimizer states and hyper-parameters. Collective.
+
+    Args:
+        optimizers: the same number on all ranks, over the same parameters.
+        comm: the ranks; None means all.
+
+    Raises:
+        ConfigurationError: on all ranks, if a state holds more than numbers, strings,
+            tensors and containers of these.
+
+    Example:
+        >>> from bagua.comm import solo_group
+        >>> optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+        >>> broadcast_optimizer_state([optimizer], comm=solo_group().global_communicator)
+    """
+    communicator = _communicator(comm)
+    if communicator.size == 1:
+        return
+    for optimizer in optimizers:
+        own = optimizer.state_dict()
+        received = communicator.broadcast_object(own if communicator.rank == 0 else None)
+        if communicator.rank == 0:
+            continue
+        if [len(group["params"]) for group in received["param_groups"]] != [
+            len(group["params"]) for group in own["param_groups"]
+        ]:
+            raise ConfigurationError(
+                "rank 0's optimizer has other parameter groups",
+                argument="optimizers",
+                expected=[len(group["params"]) for group in received["param_groups"]],
+                seen=[len(group["params"]) for group in own["param_groups"]],
+            )
+        optimizer.load_state_dict(received)
+
+
+def allreduce_optimizer_state(optimizers: Sequence[torch.optim.Optimizer], *, comm: Communicator | None = None) -> None:
+    """Replace floating-point optimizer state by its mean over all ranks, the rest by rank 0's. Collective.
+
+    Args:
+        optimizers: with states of equal structure on all ranks.
+        comm: the ranks; None means all.
+    """
+    communicator = _communicator(comm)
+    for optimizer in optimizers:
+        tensors = [
+            value
+            for parameter in (p for group in optimizer.param_groups for p in group["params"])
+            for _, value in sorted(optimizer.state.get(parameter, {}).items())
+            if isinstance(value, torch.Tensor)
+        ]
+        if tensors:
+            _average(tensors, communicator)
