@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -65,7 +66,6 @@ class MemoryTransport(Transport):
         self._lanes = peers.lanes
         self._messages = Messages(peers)
         self._turn = 0
-        self._inline = False
 
     def start(
         self,
@@ -121,10 +121,11 @@ class MemoryTransport(Transport):
         inline: bool = True,
     ) -> None:
         try:
-            if lanes[0] is _COLLECTIVE:
-                self._collective(call, source, target, deadline, inline)
-            else:
-                self._message(call, source, target, deadline, lanes, inline)
+            with _writable(target):
+                if lanes[0] is _COLLECTIVE:
+                    self._collective(call, source, target, deadline, inline)
+                else:
+                    self._message(call, source, target, deadline, lanes, inline)
         except BaseException as error:
             # Before the caller can touch its tensors, peers must know not to trust them.
             self._peers.leave_with(error, call)
@@ -200,6 +201,16 @@ class MemoryTransport(Transport):
                 seen=f"{seen} on rank {other}",
                 advice="All ranks must make the same collective calls in the same order.",
             )
+
+
+_NOTHING_TO_DO: AbstractContextManager[object] = nullcontext()
+
+
+def _writable(target: torch.Tensor | None) -> AbstractContextManager[object]:
+    """Where ``target`` may be written: torch guards tensors that were made in inference mode."""
+    if target is None or not target.is_inference():
+        return _NOTHING_TO_DO
+    return torch.inference_mode()
 
 
 def _lanes(call: Call, rank: int) -> tuple[Lane, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -53,6 +54,7 @@ class Peers(ABC):
         self.places = Words(self.size)
         self.lanes = Lanes(f"bagua-{label}-{rank}")
         self._fault = fault
+        self._leaving = threading.Lock()
         self._steps = itertools.count(1)
         self._words = [line.words for line in lines]
         self._others = tuple(other for other in range(self.size) if other != rank)
@@ -218,26 +220,27 @@ class Peers(ABC):
 
     def leave(self, state: int, culprit: int, reason: str) -> None:
         """Leave ``State.OPEN`` for good, and wake everyone. The first reason stays."""
-        if self.own.words[Words.STATE] == State.OPEN:
+        with self._leaving:
+            if self.own.words[Words.STATE] != State.OPEN:
+                return
             self.set_reason(reason)
             self.own.words[Words.CULPRIT] = culprit
             self.own.words[Words.STATE] = state
-            for rank in range(self.size):
-                self.wake(rank)
+        for rank in range(self.size):
+            self.wake(rank)
 
     def leave_with(self, error: BaseException, call: Call) -> None:
         """Leave because ``error`` ended ``call``; who is to blame is passed on."""
         if isinstance(error, RankKilled):
             self.leave(State.LEFT, self.rank, f"it was killed in {call}")
             return
-        if isinstance(error, (PeerLostError, CollectiveMismatchError)) and error.peers:
+        if isinstance(error, CollectiveMismatchError):
+            sides = "; ".join(side for side in (error.expected, error.seen) if side)
+            self.leave(State.MISMATCHED, self.rank, sides)
+            return
+        if isinstance(error, PeerLostError) and error.peers:
             culprit = error.peers[0]
-            words = self._words[culprit]
-            reason = self.lines[culprit].reason if words[Words.STATE] != State.OPEN else ""
-            if isinstance(error, CollectiveMismatchError):
-                self.leave(State.MISMATCHED, self.rank, reason or f"rank {self.rank} in {call}")
-            else:
-                self.leave(State.BROKEN, culprit, reason or error.problem)
+            self.leave(State.BROKEN, culprit, self.lines[culprit].reason or error.problem)
             return
         detail = error.problem if isinstance(error, BaguaError) else str(error)
         self.leave(State.BROKEN, self.rank, f"rank {self.rank} left {call} with {type(error).__name__}: {detail}")

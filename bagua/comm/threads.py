@@ -54,8 +54,9 @@ class ThreadLine(Line):
         self.notices: list[Notice | None] = [None] * Slots(size).count
         self.data: list[torch.Tensor | None] = [None] * Slots(size).count
         self.text = ""
-        #: The thread that is this rank: the one that made its latest call.
-        self.owner: threading.Thread | None = None
+        #: The threads that are this rank: the one that built it, and the one that made its latest call.
+        self.builder: threading.Thread | None = None
+        self.caller: threading.Thread | None = None
         self.lanes: Lanes | None = None
         #: One lock per sleeping thread of this rank; whoever takes it out releases it.
         self.bells: list[threading.Lock] = []
@@ -96,7 +97,7 @@ class ThreadPeers(Peers):
         super().__init__(world.lines, membership.rank, membership.label, fault)
         self._world = world
         self.line = world.lines[membership.rank]
-        self.line.owner = threading.current_thread()
+        self.line.builder = self.line.caller = threading.current_thread()
         self.line.lanes = self.lanes
 
     def publish(self, slot: int, call: Call, source: torch.Tensor | None, private: bool) -> None:
@@ -133,10 +134,11 @@ class ThreadPeers(Peers):
             bell.release()
 
     def lost(self, rank: int) -> bool:
-        """Whether the thread of ``rank`` has ended and nothing runs for it in the background."""
+        """Whether the threads of ``rank`` have ended and nothing runs for it in the background."""
         line = self._world.lines[rank]
-        alive = line.owner is None or line.owner.is_alive()
-        return not alive and not (line.lanes is not None and line.lanes.busy())
+        if line.builder is None or line.caller is None or line.lanes is None:
+            return False  # It has not come yet.
+        return not (line.builder.is_alive() or line.caller.is_alive() or line.lanes.busy())
 
     def set_reason(self, reason: str) -> None:
         """Say why this rank leaves."""
@@ -146,8 +148,8 @@ class ThreadPeers(Peers):
 class ThreadsTransport(MemoryTransport):
     """Ranks are threads of this process.
 
-    A rank lives as long as the thread that built its transport or made its latest
-    call: when that thread has ended, ranks that wait for it get ``PeerLostError``.
+    A rank lives as long as the thread that built its transport, and the one that made
+    its latest call: when both have ended, ranks that wait for it get ``PeerLostError``.
 
     Args:
         membership: its store must be shared by threads of one process, for example a
@@ -175,7 +177,7 @@ class ThreadsTransport(MemoryTransport):
         asynchronous: bool,
     ) -> Handle:
         """See ``Transport.start``; notes that the calling thread is this rank."""
-        self._line.owner = threading.current_thread()
+        self._line.caller = threading.current_thread()
         return super().start(call, source, target, timeout_s, asynchronous)
 
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from bagua.comm import memory, memory_exchange
+from bagua.comm import memory, memory_exchange, memory_peers
 from bagua.comm.call import Call
 from bagua.comm.communicator import Communicator
-from bagua.comm.memory_line import Notice, Step, rows
+from bagua.comm.memory_line import Deadline, Notice, State, Step, Words, rows
 from bagua.comm.threads import RankKilled
 from bagua.errors import (
     CollectiveMismatchError,
@@ -59,7 +59,7 @@ def test_data_that_is_shown_in_pieces(numel: int, size: int, limit: int, small_l
     small_limit(limit)
 
     def job(comm: Communicator) -> bool:
-        return all([agrees(Exercise(kind, numel), comm, times=3) for kind in KINDS])
+        return all(agrees(Exercise(kind, numel), comm, times=3) for kind in KINDS)
 
     assert all(values(run(size, job, transport=StagedTransport)))
 
@@ -72,7 +72,7 @@ def test_results_do_not_depend_on_who_is_late(seed: int) -> None:
         time.sleep(dice.choice((0, 0, 0.0005, 0.002)))
 
     def job(comm: Communicator) -> bool:
-        return all([agrees(exercise, comm) for exercise in EXERCISES])
+        return all(agrees(exercise, comm) for exercise in EXERCISES)
 
     assert all(values(run(3, job, fault=delay)))
 
@@ -165,6 +165,8 @@ def test_a_collective_meets_a_message(kind: str) -> None:
     assert [type(outcome) for outcome in outcomes] == [CollectiveMismatchError] * 3
     assert f"#1 {kind}" in str(outcomes[1])
     assert "#1 allreduce" in str(outcomes[0])
+    assert "on rank 0" in outcomes[2].seen
+    assert "on rank 1" in outcomes[2].seen
     assert time.monotonic() - started < 10
 
 
@@ -266,8 +268,9 @@ def test_a_wait_that_is_given_up_breaks_the_communicator() -> None:
 
 
 @pytest.mark.parametrize("call", ["allreduce", "recv", "send"])
-def test_abort_wakes_everyone_with_the_reason(call: str) -> None:
+def test_abort_wakes_everyone_with_the_reason(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks 1 to 3 wait, in a collective or for each other; rank 0 aborts from another thread."""
+    monkeypatch.setattr(memory_peers, "SLICE_S", 30.0)  # Nobody looks up without being woken.
     waiting = threading.Barrier(4)
 
     def job(comm: Communicator) -> None:
@@ -305,6 +308,24 @@ def test_abort_ends_the_own_calls() -> None:
     outcomes = run(2, job)
     assert isinstance(outcomes[0], CommunicatorClosedError)
     assert "changed my mind" in str(outcomes[0])
+
+
+def test_who_arrived_before_dying_has_arrived() -> None:
+    """Rank 1 arrives and dies between two looks at its line."""
+
+    def job(comm: Communicator) -> None:
+        comm.barrier()
+        if comm.rank == 0:
+            peers = comm._transport._peers
+            peers.lines[1].words[Words.STATE] = State.LEFT
+            soon = Deadline(time.perf_counter() + 5, 5)
+            looks = iter([(1,), ()])
+            peers.wait(lambda: next(looks), soon)
+            with pytest.raises(PeerLostError):
+                peers.wait(lambda: (1,), soon)
+        comm.send(torch.zeros(1), 1) if comm.rank == 0 else comm.recv(torch.zeros(1), 0)
+
+    run(2, job, timeout_s=1)
 
 
 def test_nothing_is_received_on_a_broken_communicator() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -77,26 +79,61 @@ def test_a_rank_that_closed_is_lost_to_those_who_wait_for_it_only() -> None:
     assert "closed its communicator" in str(outcomes[0])
 
 
-def test_the_rank_of_a_finished_thread_lives_while_its_asynchronous_calls_run() -> None:
-    """The submitting thread of rank 1 ends; its call still completes with rank 0, which comes later."""
-    submitted, ended = threading.Event(), threading.Event()
-    works: list[object] = []
+def test_a_rank_lives_while_its_asynchronous_calls_run() -> None:
+    """The thread of rank 1 has ended when rank 0 waits, but its call has yet to arrive."""
+    rank_0_waits = threading.Event()
+    works: list[Any] = []
 
-    def job(comm: Communicator) -> bool:
+    def hook(step: Step) -> None:
+        if step.name == "arrive" and step.rank == 1:
+            assert rank_0_waits.wait(10)
+            time.sleep(0.1)  # Rank 0 looks several times.
+        elif step.name == "arrive":
+            rank_0_waits.set()
+
+    def job(comm: Communicator) -> float:
         tensor = torch.ones(1)
         if comm.rank == 1:
-            starter = threading.Thread(target=lambda: works.append(comm.allreduce(tensor, async_op=True)))
-            starter.start()
-            starter.join()
-            submitted.set()
-            assert ended.wait(10)
-            return works[0].wait()  # type: ignore[attr-defined, no-any-return]
-        assert submitted.wait(10)
+            works.append(comm.allreduce(tensor, async_op=True))
+            return 2.0
         comm.allreduce(tensor)
-        ended.set()
-        return tensor.item() == 2
+        return tensor.item()
 
-    assert values(run(2, job)) == [True, True]
+    assert values(run(2, job, fault=hook, close=False)) == [2.0, 2.0]
+    assert works[0].wait()
+
+
+def test_a_rank_lives_while_the_thread_that_built_it_does() -> None:
+    """A helper thread made the latest call of rank 1 and has ended."""
+    waiting = threading.Event()
+
+    def job(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm.barrier()
+            waiting.set()
+            comm.barrier()
+            return
+        helper = threading.Thread(target=comm.barrier)
+        helper.start()
+        helper.join()
+        assert waiting.wait(10)
+        time.sleep(0.1)  # Rank 0 looks several times.
+        comm.barrier()
+
+    assert values(run(2, job)) == [None, None]
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_tensors_of_inference_mode(async_op: bool) -> None:
+    def job(comm: Communicator) -> float:
+        with torch.inference_mode():
+            tensor = torch.ones(3)
+        work = comm.allreduce(tensor, async_op=async_op)
+        if work is not None:
+            work.wait()
+        return tensor.sum().item()
+
+    assert values(run(2, job)) == [6.0, 6.0]
 
 
 def test_closing_leaves_nothing_behind() -> None:
