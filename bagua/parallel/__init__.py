@@ -1,6 +1,8 @@
 """The engine: hooks into autograd and optimizers, bucket scheduling, wrappers, switching."""
 
+from bagua.parallel.data_parallel import DistributedDataParallel
 from bagua.parallel.hooks import BackwardHooks
+from bagua.parallel.module import BaguaModule, install_with_bagua, with_bagua
 from bagua.parallel.overlapping import DistributedModule, OverlappingWrapper
 from bagua.parallel.reducer import DEFAULT_BUCKET_BYTES, BucketType, Reducer
 from bagua.parallel.state import (
@@ -10,17 +12,24 @@ from bagua.parallel.state import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from bagua.parallel.switch import ModelSwitchWrapper, bagua_init
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
     "BackwardHooks",
+    "BaguaModule",
     "BucketType",
+    "DistributedDataParallel",
     "DistributedModule",
+    "ModelSwitchWrapper",
     "OverlappingWrapper",
     "Reducer",
     "allreduce_optimizer_state",
     "allreduce_parameters",
+    "bagua_init",
     "broadcast_buffers_of",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "install_with_bagua",
+    "with_bagua",
 ]

@@ -1,0 +1,50 @@
+"""What a model can be asked about its engine, whichever way the engine came to it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from bagua.algorithms import AlgorithmImpl
+from bagua.buckets import Bucket
+from bagua.parallel.hooks import BackwardHooks
+
+__all__ = ["EngineAccess"]
+
+
+class EngineAccess:
+    """Adds questions about the engine to a module that keeps it in ``_bagua_engine``."""
+
+    _bagua_engine: BackwardHooks
+
+    @property
+    def bagua_algorithm(self) -> AlgorithmImpl:
+        """The algorithm, bound to its group."""
+        return self._bagua_engine.reducer.algorithm
+
+    @property
+    def bagua_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that step the parameters, as they were given."""
+        return self._bagua_engine.reducer.optimizers
+
+    @property
+    def bagua_buckets(self) -> list[Bucket]:
+        """The buckets; none before the first backward pass."""
+        return self._bagua_engine.reducer.buckets
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes of forwards in this block only accumulate gradients."""
+        return self._bagua_engine.no_sync()
+
+    def bagua_state_dict(self) -> dict[str, Any]:
+        """What the algorithm remembers on this rank, by names of parameters, with the layout of the buckets.
+
+        Every rank saves its own. Collective: exchanges under way are completed first.
+        """
+        return self._bagua_engine.reducer.state_dict()
+
+    def load_bagua_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what ``bagua_state_dict`` returned on this rank."""
+        self._bagua_engine.reducer.load_state_dict(state_dict)

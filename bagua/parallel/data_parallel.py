@@ -1,0 +1,218 @@
+"""A class with the constructor arguments of torch's ``DistributedDataParallel``, for scripts that use that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from bagua.algorithms import Algorithm, DistributedAlgorithm
+from bagua.comm import ProcessGroup
+from bagua.errors import ConfigurationError
+from bagua.parallel.access import EngineAccess
+from bagua.parallel.ddp_arguments import (
+    bucket_bytes_from,
+    buffer_policy,
+    input_device,
+    refuse_what_is_missing,
+    resolve_group,
+)
+from bagua.parallel.hooks import BackwardHooks
+from bagua.parallel.overlapping import OverlappingWrapper
+from bagua.parallel.start import make_equal, optimizer_list
+from bagua.parallel.state import broadcast_buffers_of
+
+__all__ = ["DistributedDataParallel"]
+
+
+class DistributedDataParallel(EngineAccess, OverlappingWrapper):
+    """Trains a module on many ranks; takes the place of torch's class of this name.
+
+    Each argument of torch's constructor is honoured, or refused with a
+    ``ConfigurationError`` that says what to do instead. Two more choose how ranks
+    communicate. As in torch, the keys of ``state_dict()`` begin with ``module.``, so
+    existing checkpoints can be loaded, and the plain module is ``.module``.
+
+    Args:
+        module: the module to train.
+        device_ids: the one device that holds the module, to which inputs are moved; None
+            leaves inputs where they are.
+        output_device: None, or the same device.
+        dim: 0.
+        broadcast_buffers: torch's old name of ``forward_sync_buffers``; False also leaves
+            the buffers of each rank as they are at the start.
+        init_sync: start from rank 0's parameters, buffers and optimizer state.
+        process_group: a group of ``bagua.comm`` or of ``torch.distributed``; None means all ranks.
+        bucket_cap_mb: a bucket is closed when it holds so many MiB; 25 by default.
+        find_unused_parameters: a parameter without a gradient counts as zero; otherwise it
+            is an error.
+        check_reduction: False.
+        gradient_as_bucket_view: gradients are views of flat memory; otherwise they are
+            copied into it and back.
+        static_graph: the same parameters are used in every step: includes
+            ``find_unused_parameters``.
+        delay_all_reduce_named_params: None.
+        param_to_hook_all_reduce: None.
+        mixed_precision: None.
+        device_mesh: a one-dimensional mesh, in place of ``process_group``.
+        skip_all_reduce_unused_params: False.
+        bucket_cap_mb_list: None.
+        batched_grad_copy: False.
+        forward_sync_buffers: take rank 0's buffers before each forward pass, with the
+            exceptions that torch makes: not after a forward pass in ``no_sync()`` or
+            without gradients. So an evaluation on one rank alone must call ``.module``.
+        optimizers: those that step the parameters; some algorithms need them.
+        algorithm: what is exchanged, and when.
+        bucket_bytes: like ``bucket_cap_mb``, in bytes.
+        grad_scaler: the ``GradScaler`` of the training loop, if there is one.
+
+    Raises:
+        CollectiveMismatchError: the models or options of the ranks differ.
+        ConfigurationError: an argument that cannot be honoured.
+
+    Example:
+        >>> import bagua.comm
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> model = DistributedDataParallel(layer, process_group=bagua.comm.solo_group())
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> list(model.state_dict())
+        ['module.weight', 'module.bias']
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: Any = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: None = None,
+        param_to_hook_all_reduce: None = None,
+        mixed_precision: None = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        optimizers: Sequence[torch.optim.Optimizer] | torch.optim.Optimizer | None = None,
+        algorithm: Algorithm | DistributedAlgorithm | str = DistributedAlgorithm.GradientAllReduce,
+        bucket_bytes: int | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        refuse_what_is_missing(locals())
+        _refuse_frozen(module)
+        at_the_start, before_forward = buffer_policy(broadcast_buffers, forward_sync_buffers)
+        device = input_device(module, device_ids, output_device)
+        group = resolve_group(process_group, device_mesh)
+        super().__init__(
+            module,
+            optimizer_list(optimizers),
+            fusion=gradient_as_bucket_view,
+            process_group=group,
+            algorithm=algorithm,
+            bucket_bytes=bucket_bytes_from(bucket_cap_mb, bucket_bytes),
+            find_unused_parameters=find_unused_parameters or static_graph,
+            grad_scaler=grad_scaler,
+        )
+        self.process_group = group
+        self._input_device = device
+        self._buffer_group: ProcessGroup | None = None
+        self._buffers_are_due = True
+        if init_sync:
+            make_equal(self.reducer, average=False, broadcast_buffers=at_the_start)
+        if before_forward and group.size > 1 and any(True for _ in module.buffers()):
+            # Not the engine's own group: an exchange may still be going on there.
+            self._buffer_group = group.duplicate("buffers")
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        if self._buffer_group is not None and self._buffers_are_due:
+            broadcast_buffers_of(self.module, comm=self._buffer_group.global_communicator)
+        if self._input_device is not None:
+            inputs, kwargs = _moved((inputs, kwargs), self._input_device)
+        output = super().forward(*inputs, **kwargs)
+        self._buffers_are_due = torch.is_grad_enabled() and self.require_backward_grad_sync
+        return output
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next backward pass exchanges gradients; ``no_sync`` turns it off."""
+        return self._engine.synchronize
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._engine.synchronize = value
+
+    @property
+    def _bagua_engine(self) -> BackwardHooks:  # type: ignore[override]
+        return self._engine
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state of the module, with keys that begin with ``module.``, as torch's class has them."""
+        return torch.nn.Module.state_dict(self, *args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load what ``state_dict`` returned, or the state of the plain module."""
+        return torch.nn.Module.load_state_dict(self, *args, **kwargs)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
+        """Refused: an algorithm is what a communication hook is in torch.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError(
+            "communication hooks of torch cannot be registered here",
+            argument="hook",
+            expected="an algorithm",
+            seen=getattr(hook, "__name__", repr(hook)),
+            advice="Pass algorithm=... to the constructor; see bagua.algorithms.",
+        )
+
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> NoReturn:
+        """Refused: all ranks must take the same number of steps.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError(
+            "join() is not supported: ranks must take the same number of steps",
+            argument="enable",
+            expected="no call of join()",
+            seen=enable,
+            advice="Give every rank the same number of batches: DistributedSampler(drop_last=True).",
+        )
+
+
+def _refuse_frozen(module: torch.nn.Module) -> None:
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise ConfigurationError(
+            "no parameter of the module requires a gradient",
+            argument="module",
+            expected="something to train",
+            seen=type(module).__name__,
+        )
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """``value`` with the tensors in tuples, lists and dictionaries moved to ``device``."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_moved(item, device) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_moved(item, device) for item in value)
+    if isinstance(value, dict):
+        return {key: _moved(item, device) for key, item in value.items()}
+    return value

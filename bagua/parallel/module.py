@@ -1,0 +1,161 @@
+"""``module.with_bagua(...)``: the engine on the user's own module, which stays what it is."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from bagua.algorithms import Algorithm, DistributedAlgorithm
+from bagua.comm import ProcessGroup
+from bagua.errors import ConfigurationError
+from bagua.parallel.access import EngineAccess
+from bagua.parallel.hooks import BackwardHooks
+from bagua.parallel.reducer import DEFAULT_BUCKET_BYTES, BucketType, Reducer
+from bagua.parallel.start import make_equal, optimizer_list, replace_engine
+
+__all__ = ["BaguaModule", "install_with_bagua", "with_bagua"]
+
+#: Where a module keeps its engine: in its ``__dict__``, so that neither ``_modules`` nor copies see it.
+_ENGINE = "_bagua_engine"
+
+
+class BaguaModule(EngineAccess, torch.nn.Module):
+    """What a module becomes through ``with_bagua``: an instance of its own class and of this one.
+
+    It is the same object with the same submodules, parameter names and attributes. Copies
+    and pickles of it are plain modules.
+
+    Example:
+        >>> import bagua.comm
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        >>> model = with_bagua(layer, [optimizer], "gradient_allreduce", bagua.comm.solo_group())
+        >>> model is layer, isinstance(model, BaguaModule), isinstance(model, torch.nn.Linear)
+        (True, True, True)
+        >>> type(copy.deepcopy(model)) is torch.nn.Linear
+        True
+    """
+
+    _bagua_plain_class: ClassVar[type[torch.nn.Module]]
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module, and let the engine follow."""
+        engine = self._bagua_engine
+        engine.before_forward(self.training)
+        output = super().__call__(*inputs, **kwargs)
+        engine.after_forward(output)
+        return output
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain_twin(self).__reduce_ex__(protocol)
+
+
+def _plain_twin(module: BaguaModule) -> torch.nn.Module:
+    """A plain module with the same contents: not a copy, it shares everything but the engine."""
+    twin = object.__new__(type(module)._bagua_plain_class)
+    twin.__dict__.update({name: value for name, value in module.__dict__.items() if name != _ENGINE})
+    return twin
+
+
+def _deepcopy_plain(module: BaguaModule, memo: dict[int, Any]) -> torch.nn.Module:
+    return copy.deepcopy(_plain_twin(module), memo)
+
+
+@functools.cache
+def _bagua_class(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """A class that is both ``BaguaModule`` and ``plain``, and looks like ``plain``."""
+    body: dict[str, Any] = {
+        "__module__": plain.__module__,
+        "__qualname__": plain.__qualname__,
+        "__doc__": plain.__doc__,
+        "_bagua_plain_class": plain,
+    }
+    if hasattr(plain, "__deepcopy__"):  # It would be given the engine, too.
+        body["__deepcopy__"] = _deepcopy_plain
+    return type(plain.__name__, (BaguaModule, plain), body)
+
+
+def with_bagua(
+    self: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer] | torch.optim.Optimizer,
+    algorithm: Algorithm | DistributedAlgorithm | str,
+    process_group: ProcessGroup | None = None,
+    do_flatten: bool = True,
+    *,
+    broadcast_buffers: bool = True,
+    delay_reduce: bool = False,
+    align_bytes: int = 8,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    find_unused_parameters: bool = False,
+    grad_scaler: torch.amp.GradScaler | None = None,
+) -> BaguaModule:
+    """Make this module a distributed one, in place. Collective.
+
+    The first time, all ranks start from rank 0's parameters, buffers and optimizer state.
+    Calling it again changes the algorithm; floating-point state is then averaged over
+    the ranks, and the rest taken from rank 0.
+
+    Args:
+        self: the module.
+        optimizers: that step its parameters.
+        algorithm: what is exchanged, and when.
+        process_group: the ranks that train together; None means all.
+        do_flatten: gradients and weights of a bucket live in flat memory, parameters are views of it.
+        broadcast_buffers: take the buffers, too, from rank 0 at the start.
+        delay_reduce: exchange everything at the end of backward.
+        align_bytes: buckets are padded to a multiple of this power of two.
+        bucket_bytes: a bucket is closed when it holds so many bytes.
+        find_unused_parameters: a parameter without a gradient counts as zero; otherwise it
+            is an error.
+        grad_scaler: the ``GradScaler`` of the training loop, if there is one.
+
+    Returns:
+        The module itself, now also a ``BaguaModule``.
+
+    Raises:
+        CollectiveMismatchError: the models or options of the ranks differ.
+        UnsupportedAlgorithmException: there is no such algorithm.
+        ConfigurationError: an argument or a module that cannot be used.
+
+    Example:
+        >>> import bagua.torch_api as bagua
+        >>> bagua.init_process_group()
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        >>> model = layer.with_bagua([optimizer], bagua.algorithms.Algorithm.init("gradient_allreduce"))
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> bagua.destroy_process_group()
+    """
+    if isinstance(self, torch.jit.ScriptModule):
+        raise ConfigurationError(
+            "a scripted module cannot be changed in place",
+            argument="self",
+            expected="an ordinary module",
+            seen=type(self).__name__,
+            advice="Use DistributedDataParallel, or torch.compile in place of torch.jit.",
+        )
+    before: BackwardHooks | None = self.__dict__.get(_ENGINE)
+    reducer = Reducer(
+        self, optimizer_list(optimizers), BucketType.Gradient, False, align_bytes, False, do_flatten,
+        process_group=process_group,
+        algorithm=algorithm,
+        bucket_bytes=bucket_bytes,
+        find_unused_parameters=find_unused_parameters,
+        delay_reduce=delay_reduce,
+        grad_scaler=grad_scaler,
+    )  # fmt: skip
+    engine = replace_engine(before, reducer)
+    make_equal(reducer, average=before is not None, broadcast_buffers=broadcast_buffers)
+    self.__dict__[_ENGINE] = engine
+    if not isinstance(self, BaguaModule):
+        self.__class__ = _bagua_class(type(self))  # type: ignore[arg-type]
+    return self  # type: ignore[return-value]
+
+
+def install_with_bagua() -> None:
+    """Make ``with_bagua`` a method of every module. Called by the import of ``bagua.torch_api``, as documented."""
+    torch.nn.Module.with_bagua = with_bagua  # type: ignore[attr-defined]

@@ -1,0 +1,66 @@
+"""How training with the engine begins, or goes on with another one: equal state on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from bagua.parallel.hooks import BackwardHooks
+from bagua.parallel.reducer import Reducer
+from bagua.parallel.state import (
+    allreduce_optimizer_state,
+    allreduce_parameters,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+
+__all__ = ["make_equal", "optimizer_list", "replace_engine"]
+
+
+def optimizer_list(
+    optimizers: Sequence[torch.optim.Optimizer] | torch.optim.Optimizer | None,
+) -> list[torch.optim.Optimizer]:
+    """One optimizer, several, or none, as a list.
+
+    Raises:
+        TypeError: something else than optimizers.
+    """
+    if optimizers is None:
+        return []
+    several = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    for optimizer in several:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"an optimizer, or a list of optimizers, was expected, not {type(optimizer).__name__}")
+    return several
+
+
+def replace_engine(before: BackwardHooks | None, reducer: Reducer) -> BackwardHooks:
+    """Hooks for ``reducer``, after those of the engine before it have ended their work. Collective."""
+    if before is not None:
+        before.remove_hooks()
+        before.reducer.flush()
+        before.reducer.close()
+    engine = BackwardHooks(reducer)
+    engine.create_hooks()
+    return engine
+
+
+def make_equal(reducer: Reducer, *, average: bool, broadcast_buffers: bool) -> None:
+    """Give all ranks equal parameters, buffers and optimizer state. Collective.
+
+    Args:
+        reducer: of the module and its optimizers; it has compared the models already.
+        average: take the mean of what is floating-point, as at a switch of algorithms;
+            otherwise everything comes from rank 0, as at the start.
+        broadcast_buffers: at the start, the buffers, too.
+    """
+    communicator = reducer.group.global_communicator
+    if communicator.size == 1:
+        return
+    if average:
+        allreduce_parameters(reducer.module, comm=communicator)
+        allreduce_optimizer_state(reducer.optimizers, comm=communicator)
+    else:
+        broadcast_parameters(reducer.module, broadcast_buffers, comm=communicator)
+        broadcast_optimizer_state(reducer.optimizers, comm=communicator)

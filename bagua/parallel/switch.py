@@ -1,0 +1,254 @@
+"""``bagua_init`` and ``ModelSwitchWrapper``: one call to start, and another algorithm whenever it is wanted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from typing_extensions import Self
+
+from bagua.algorithms import Algorithm, DistributedAlgorithm, registry
+from bagua.errors import ConfigurationError
+from bagua.parallel.access import EngineAccess
+from bagua.parallel.hooks import BackwardHooks
+from bagua.parallel.overlapping import DistributedModule
+from bagua.parallel.reducer import DEFAULT_BUCKET_BYTES, BucketType, Reducer
+from bagua.parallel.start import make_equal, optimizer_list, replace_engine
+
+__all__ = ["ModelSwitchWrapper", "bagua_init"]
+
+Optimizers = TypeVar("Optimizers", bound=Sequence[torch.optim.Optimizer] | torch.optim.Optimizer)
+
+#: Keyword arguments of ``ModelSwitchWrapper`` and ``bagua_init`` beside the documented ones.
+_OPTIONS = (
+    "align_bytes",
+    "bucket_bytes",
+    "buckets",
+    "chunking",
+    "find_unused_parameters",
+    "fusion",
+    "grad_scaler",
+    "process_group",
+)
+_DOCUMENTED = ("broadcast_buffers", "delay_reduce", "hierarchical_reduce", "message_size")
+
+
+class ModelSwitchWrapper(EngineAccess, DistributedModule):
+    """A module that trains on many ranks, with an algorithm that can be changed during training.
+
+    It does nothing before the first ``switch_to``. That gives all ranks rank 0's
+    parameters, buffers and optimizer state; a later one averages what is floating-point
+    over the ranks, and takes the rest from rank 0.
+
+    Args:
+        module: the module to train.
+        optimizer: that steps its parameters; one or a list.
+        broadcast_buffers: take the buffers, too, from rank 0 at the start.
+        delay_reduce: exchange everything at the end of backward.
+        hierarchical_reduce: inside each host first, then between hosts. None means False
+            for gradient allreduce and True for other algorithms that can.
+        message_size: a bucket is closed when it holds so many bytes.
+        intra_comm_root_rank: the leader among the ranks of a host.
+        kwargs: ``align_bytes``, ``chunking``, ``fusion``, ``buckets``, ``process_group``,
+            ``bucket_bytes`` (another name of ``message_size``), ``find_unused_parameters``,
+            ``grad_scaler``; see ``Reducer``.
+
+    Raises:
+        TypeError: an unknown keyword; the message names the known ones.
+
+    Example:
+        >>> import bagua.comm
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        >>> model = ModelSwitchWrapper(layer, optimizer, process_group=bagua.comm.solo_group())
+        >>> model = model.switch_to(DistributedAlgorithm.GradientAllReduce)
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: Sequence[torch.optim.Optimizer] | torch.optim.Optimizer,
+        broadcast_buffers: bool = True,
+        delay_reduce: bool = False,
+        hierarchical_reduce: bool | None = None,
+        message_size: int = DEFAULT_BUCKET_BYTES,
+        intra_comm_root_rank: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(module)
+        _refuse_unknown(kwargs)
+        if intra_comm_root_rank != 0:
+            raise ConfigurationError(
+                "the leader of a host is its lowest rank",
+                argument="intra_comm_root_rank",
+                expected=0,
+                seen=intra_comm_root_rank,
+            )
+        self._optimizers = optimizer_list(optimizer)
+        self._broadcast_buffers = broadcast_buffers
+        self._delay_reduce = delay_reduce
+        self._hierarchical_reduce = hierarchical_reduce
+        self._options = {"bucket_bytes": message_size, **kwargs}
+        self._engine: BackwardHooks | None = None
+        self.score_record_list: list[float] = []
+
+    def switch_to(self, distributed_algorithm: DistributedAlgorithm | Algorithm | str) -> Self:
+        """Train with this algorithm from now on. Collective.
+
+        Args:
+            distributed_algorithm: a name, or a declaration with options of its own.
+
+        Returns:
+            The wrapper itself.
+
+        Raises:
+            UnsupportedAlgorithmException: there is no such algorithm; the one before stays.
+            CollectiveMismatchError: the models or options of the ranks differ.
+        """
+        options = dict(self._options)
+        reducer = Reducer(
+            self.module,
+            self._optimizers,
+            BucketType.Gradient,
+            False,
+            options.pop("align_bytes", 8),
+            options.pop("chunking", False),
+            options.pop("fusion", True),
+            algorithm=_with_hierarchy(distributed_algorithm, self._hierarchical_reduce),
+            delay_reduce=self._delay_reduce,
+            **options,
+        )
+        average = self._engine is not None
+        self._engine = replace_engine(self._engine, reducer)
+        make_equal(reducer, average=average, broadcast_buffers=self._broadcast_buffers)
+        return self
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module.
+
+        Raises:
+            ConfigurationError: in training, before the first ``switch_to``.
+        """
+        engine = self._engine
+        if engine is None:
+            if self.training and torch.is_grad_enabled():
+                raise _no_algorithm()
+            return self.module(*inputs, **kwargs)
+        engine.before_forward(self.training)
+        output = self.module(*inputs, **kwargs)
+        engine.after_forward(output)
+        return output
+
+    @property
+    def _bagua_engine(self) -> BackwardHooks:  # type: ignore[override]
+        if self._engine is None:
+            raise _no_algorithm()
+        return self._engine
+
+    def report_metrics(self, score_record_list: Sequence[float]) -> None:
+        """Note measured speeds, for a tuner of bucket sizes.
+
+        Args:
+            score_record_list: samples per second, or any score where more is better.
+        """
+        self.score_record_list = [float(score) for score in score_record_list]
+
+    def ask_and_update_hyperparameters(self) -> bool:
+        """Apply the next bucket size that a tuner wants to try. Without a tuner nothing changes.
+
+        Returns:
+            Whether anything was changed.
+        """
+        return False
+
+
+def bagua_init(
+    module: torch.nn.Module,
+    optimizer: Optimizers,
+    distributed_algorithm: DistributedAlgorithm | Algorithm | str = DistributedAlgorithm.GradientAllReduce,
+    broadcast_buffers: bool = True,
+    delay_reduce: bool = False,
+    hierarchical_reduce: bool | None = None,
+    message_size: int = DEFAULT_BUCKET_BYTES,
+    **kwargs: Any,
+) -> tuple[ModelSwitchWrapper, Optimizers]:
+    """Make a module and its optimizer train on all ranks. Collective.
+
+    Args:
+        module: the module to train.
+        optimizer: that steps its parameters; one or a list.
+        distributed_algorithm: a name, or a declaration with options of its own.
+        broadcast_buffers: take the buffers, too, from rank 0 at the start.
+        delay_reduce: exchange everything at the end of backward.
+        hierarchical_reduce: see ``ModelSwitchWrapper``.
+        message_size: a bucket is closed when it holds so many bytes.
+        kwargs: see ``ModelSwitchWrapper``.
+
+    Returns:
+        The wrapped module, and ``optimizer`` as it was given.
+
+    Raises:
+        UnsupportedAlgorithmException: there is no such algorithm.
+        CollectiveMismatchError: the models or options of the ranks differ.
+        TypeError: an unknown keyword; the message names the known ones.
+
+    Example:
+        >>> import bagua.torch_api as bagua
+        >>> bagua.init_process_group()
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        >>> model, optimizer = bagua.bagua_init(layer, optimizer)
+        >>> bagua.destroy_process_group()
+    """
+    wrapper = ModelSwitchWrapper(
+        module, optimizer, broadcast_buffers, delay_reduce, hierarchical_reduce, message_size, **kwargs
+    )
+    return wrapper.switch_to(distributed_algorithm), optimizer
+
+
+def _refuse_unknown(kwargs: dict[str, Any]) -> None:
+    unknown = [name for name in kwargs if name not in _OPTIONS]
+    if unknown:
+        known = ", ".join(sorted((*_DOCUMENTED, *_OPTIONS, "intra_comm_root_rank")))
+        raise TypeError(
+            f"unknown keyword {', '.join(unknown)}; known are {known}. Options of an algorithm belong to its "
+            f"declaration, such as {type(_default()).__name__}(...)"
+        )
+
+
+def _default() -> Algorithm:
+    return Algorithm.init(DistributedAlgorithm.GradientAllReduce)
+
+
+def _with_hierarchy(algorithm: DistributedAlgorithm | Algorithm | str, hierarchical: bool | None) -> Algorithm:
+    """The declaration, with the documented meaning of ``hierarchical_reduce``."""
+    declaration = type(algorithm) if isinstance(algorithm, Algorithm) else registry.get(algorithm)
+    able = "hierarchical" in (field.name for field in dataclasses.fields(declaration))  # type: ignore[arg-type]
+    if hierarchical and not able:
+        raise ConfigurationError(
+            f"{declaration.__name__} has no hierarchical form",
+            argument="hierarchical_reduce",
+            expected="None or False",
+            seen=True,
+        )
+    if isinstance(algorithm, Algorithm):
+        if hierarchical is None or not able:
+            return algorithm
+        return dataclasses.replace(algorithm, hierarchical=hierarchical)  # type: ignore[type-var]
+    if not able:
+        return Algorithm.init(algorithm)
+    flat_by_default = declaration is type(_default())
+    return Algorithm.init(algorithm, hierarchical=not flat_by_default if hierarchical is None else hierarchical)
+
+
+def _no_algorithm() -> ConfigurationError:
+    return ConfigurationError(
+        "no algorithm was chosen yet",
+        argument="distributed_algorithm",
+        expected="switch_to(algorithm) before training",
+        advice="Call switch_to(DistributedAlgorithm.GradientAllReduce), or use bagua_init.",
+    )

@@ -1,0 +1,9 @@
+"""``bagua.torch_api.algorithms``: algorithms under their documented names."""
+
+from __future__ import annotations
+
+from bagua.algorithms import Algorithm, AlgorithmImpl
+from bagua.algorithms import registry as GlobalAlgorithmRegistry  # noqa: N812 (documented name)
+from bagua.torch_api.algorithms import gradient_allreduce
+
+__all__ = ["Algorithm", "AlgorithmImpl", "GlobalAlgorithmRegistry", "gradient_allreduce"]

@@ -1,0 +1,7 @@
+"""``bagua.torch_api.algorithms.gradient_allreduce``: synchronous training."""
+
+from __future__ import annotations
+
+from bagua.algorithms.gradient_allreduce import GradientAllReduceAlgorithm, GradientAllReduceAlgorithmImpl
+
+__all__ = ["GradientAllReduceAlgorithm", "GradientAllReduceAlgorithmImpl"]

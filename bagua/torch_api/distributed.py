@@ -1,0 +1,29 @@
+"""``bagua.torch_api.distributed``: the engine and its wrappers, under their documented names."""
+
+from __future__ import annotations
+
+from bagua.algorithms import DistributedAlgorithm
+from bagua.parallel import (
+    BaguaModule,
+    BucketType,
+    DistributedModule,
+    ModelSwitchWrapper,
+    OverlappingWrapper,
+    Reducer,
+    allreduce_parameters,
+    bagua_init,
+    broadcast_parameters,
+)
+
+__all__ = [
+    "BaguaModule",
+    "BucketType",
+    "DistributedAlgorithm",
+    "DistributedModule",
+    "ModelSwitchWrapper",
+    "OverlappingWrapper",
+    "Reducer",
+    "allreduce_parameters",
+    "bagua_init",
+    "broadcast_parameters",
+]

@@ -1,0 +1,7 @@
+"""``bagua.torch_api.distributed_define``: what a bucket holds."""
+
+from __future__ import annotations
+
+from bagua.parallel import BucketType
+
+__all__ = ["BucketType"]

@@ -1,0 +1,107 @@
+"""Training on n ranks is training on the data of all of them: against mathematics and against torch DDP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import bagua.comm
+from bagua.testing.training import (
+    adam,
+    assert_close,
+    assert_same_on_all_ranks,
+    loss_of,
+    mlp,
+    reference,
+    sgd,
+    snapshot,
+    train_steps,
+)
+from tests.parallel.wrapping import WRAPS
+
+OPTIMIZERS = {"sgd": sgd, "adam": adam}
+STEPS = range(20)
+
+
+def _train(wrap: str, optimizer: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    rank = bagua.comm.get_rank()
+    model = mlp(seed=rank)  # Rank 0's weights must win.
+    made = OPTIMIZERS[optimizer](model.parameters())
+    wrapped = WRAPS[wrap](model, made, **options)
+    train_steps(wrapped, made, rank, STEPS)
+    return snapshot(model)
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_way_in_trains_on_the_mean_of_all_gradients(thread_ranks, wrap, size):
+    states = thread_ranks(size, _train, wrap, "sgd", {})
+    assert_same_on_all_ranks(states)
+    assert_close(states[0], reference(mlp(), sgd, size, STEPS))
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("delay_reduce", [False, True])
+@pytest.mark.parametrize("fusion", [False, True])
+def test_overlap_and_fusion_do_not_change_the_result(thread_ranks, optimizer, delay_reduce, fusion):
+    options = {"delay_reduce": delay_reduce, "fusion": fusion}
+    states = thread_ranks(3, _train, "bagua_init", optimizer, options)
+    assert_same_on_all_ranks(states)
+    assert_close(states[0], reference(mlp(), OPTIMIZERS[optimizer], 3, STEPS))
+
+
+def _train_both(optimizer: str, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    rank = bagua.comm.get_rank()
+    ours = _train("bagua_init", optimizer, options)
+    theirs = mlp()
+    made = OPTIMIZERS[optimizer](theirs.parameters())
+    train_steps(torch.nn.parallel.DistributedDataParallel(theirs), made, rank, STEPS)
+    return ours, snapshot(theirs)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("size", [2, 3])
+def test_processes_agree_bitwise_and_equal_torch_ddp(process_ranks, size):
+    for optimizer in OPTIMIZERS:
+        for options in ({}, {"delay_reduce": True}, {"fusion": False}):
+            results = process_ranks(size, _train_both, optimizer, options)
+            assert_same_on_all_ranks([ours for ours, _ in results])
+            for ours, theirs in results:
+                assert_close(ours, theirs)
+
+
+@pytest.mark.threads
+def test_the_equality_tests_notice_an_exchange_that_does_nothing(thread_ranks, monkeypatch):
+    from bagua.algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
+
+    monkeypatch.setattr(GradientAllReduceAlgorithmImpl, "exchange", lambda self, bucket, group, step: None)
+    states = thread_ranks(2, _train, "bagua_init", "sgd", {})
+    with pytest.raises(AssertionError, match="differs between"):
+        assert_same_on_all_ranks(states)
+    with pytest.raises(AssertionError):
+        assert_close(states[0], reference(mlp(), sgd, 2, STEPS))
+
+
+def _first_gradients(delay_reduce: bool) -> dict[str, torch.Tensor]:
+    rank = bagua.comm.get_rank()
+    model = mlp()
+    optimizer = adam(model.parameters())
+    wrapped = WRAPS["bagua_init"](model, optimizer, delay_reduce=delay_reduce)
+    first = []
+    for step in (0, 0):  # The weights are not changed: both steps must give the same gradients.
+        optimizer.zero_grad()
+        loss_of(wrapped, rank, step).backward()
+        first.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+    for name, gradient in first[0].items():
+        assert torch.equal(gradient, first[1][name]), name
+    return first[0]
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("delay_reduce", [False, True])
+def test_the_first_step_computes_what_every_other_step_computes(thread_ranks, delay_reduce):
+    assert_same_on_all_ranks(thread_ranks(3, _first_gradients, delay_reduce))

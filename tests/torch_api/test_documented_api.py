@@ -1,0 +1,177 @@
+"""The documented names exist, with the documented signatures; the import costs little."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+import bagua.torch_api
+from bagua.torch_api import DistributedAlgorithm
+from bagua.torch_api.distributed import BucketType
+
+EMPTY = inspect.Parameter.empty
+#: name -> (parameter, default) in order; what follows them must be keyword-only.
+DOCUMENTED = {
+    "communication.allreduce": [("tensor", EMPTY), ("op", dist.ReduceOp.SUM), ("comm", None)],
+    "communication.broadcast": [("tensor", EMPTY), ("root", 0), ("comm", None)],
+    "communication.reduce": [("tensor", EMPTY), ("dst", EMPTY), ("op", dist.ReduceOp.SUM), ("comm", None)],
+    "communication.init_process_group": [],
+    "distributed.DistributedModule": [("module", EMPTY)],
+    "distributed.Reducer": [
+        ("module", EMPTY),
+        ("optimizers", EMPTY),
+        ("bucket_type", EMPTY),
+        ("hierarchical_reduce", EMPTY),
+        ("align_bytes", EMPTY),
+        ("chunking", EMPTY),
+        ("fusion", EMPTY),
+        ("decentralize_reduce", False),
+        ("buckets", ()),
+    ],
+    "distributed.OverlappingWrapper": [
+        ("module", EMPTY),
+        ("optimizers", EMPTY),
+        ("delay_reduce", False),
+        ("bucket_type", BucketType.Gradient),
+        ("hierarchical_reduce", False),
+        ("decentralize_reduce", False),
+        ("parameter_manager", None),
+        ("align_bytes", 8),
+        ("chunking", False),
+        ("fusion", True),
+    ],
+    "distributed.OverlappingWrapper.create_hooks": [("self", EMPTY)],
+    "distributed.OverlappingWrapper.reset_reducer": [
+        ("self", EMPTY),
+        ("hierarchical_reduce", None),
+        ("buckets", None),
+    ],
+    "distributed.ModelSwitchWrapper": [
+        ("module", EMPTY),
+        ("optimizer", EMPTY),
+        ("broadcast_buffers", True),
+        ("delay_reduce", False),
+        ("hierarchical_reduce", None),
+        ("message_size", 10_000_000),
+        ("intra_comm_root_rank", 0),
+    ],
+    "distributed.ModelSwitchWrapper.switch_to": [("self", EMPTY), ("distributed_algorithm", EMPTY)],
+    "distributed.ModelSwitchWrapper.report_metrics": [("self", EMPTY), ("score_record_list", EMPTY)],
+    "distributed.ModelSwitchWrapper.ask_and_update_hyperparameters": [("self", EMPTY)],
+    "distributed.broadcast_parameters": [("module", EMPTY), ("broadcast_buffers", True)],
+    "distributed.allreduce_parameters": [("module", EMPTY)],
+    "distributed.bagua_init": [
+        ("module", EMPTY),
+        ("optimizer", EMPTY),
+        ("distributed_algorithm", DistributedAlgorithm.GradientAllReduce),
+        ("broadcast_buffers", True),
+        ("delay_reduce", False),
+        ("hierarchical_reduce", None),
+        ("message_size", 10_000_000),
+    ],
+    "algorithms.gradient_allreduce.GradientAllReduceAlgorithm": [("hierarchical", False), ("average", True)],
+}
+
+
+def _resolve(dotted: str) -> object:
+    thing: object = bagua.torch_api
+    path = "bagua.torch_api"
+    for part in dotted.split("."):
+        path = f"{path}.{part}"
+        if not hasattr(thing, part):
+            importlib.import_module(path)
+        thing = getattr(thing, part)
+    return thing
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_signatures_are_the_documented_ones(name):
+    documented = DOCUMENTED[name]
+    parameters = list(inspect.signature(_resolve(name)).parameters.values())
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)]
+    assert [p.name for p in positional] == [parameter for parameter, _ in documented]
+    for parameter, (_, default) in zip(positional, documented, strict=True):
+        if default == ():
+            assert list(parameter.default) == [], "an empty list or tuple"
+        else:
+            assert parameter.default == default, parameter.name
+
+
+def test_with_bagua_is_on_every_module_as_documented():
+    parameters = inspect.signature(nn.Module.with_bagua).parameters
+    assert list(parameters)[:5] == ["self", "optimizers", "algorithm", "process_group", "do_flatten"]
+    assert parameters["process_group"].default is None
+    assert parameters["do_flatten"].default is True
+
+
+NAMES = {
+    "": """allreduce broadcast reduce allgather gather scatter reduce_scatter alltoall alltoall_v send recv sendrecv
+        barrier allreduce_coalesced broadcast_coalesced broadcast_object allgather_object gather_object scatter_object
+        allreduce_inplace reduce_inplace init_process_group destroy_process_group is_initialized new_group
+        from_torch_group get_default_group get_rank get_world_size get_local_rank get_local_size get_node_rank
+        ReduceOp bagua_init DistributedAlgorithm BaguaModule communication algorithms data_parallel distributed
+        env""",
+    "communication": "init_process_group allreduce broadcast reduce is_initialized new_group from_torch_group",
+    "distributed": """DistributedModule Reducer OverlappingWrapper ModelSwitchWrapper broadcast_parameters
+        allreduce_parameters bagua_init BucketType DistributedAlgorithm BaguaModule""",
+    "distributed_define": "BucketType",
+    "data_parallel": "DistributedDataParallel",
+    "algorithms": "Algorithm AlgorithmImpl GlobalAlgorithmRegistry gradient_allreduce",
+    "algorithms.gradient_allreduce": "GradientAllReduceAlgorithm GradientAllReduceAlgorithmImpl",
+    "env": "get_rank get_world_size get_local_rank get_local_size get_node_rank",
+    "exceptions": "UnsupportedAlgorithmException RepeatedInitializationError",
+}
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_documented_names_can_be_imported_from_their_documented_place(module):
+    place = importlib.import_module(".".join(part for part in ("bagua.torch_api", module) if part))
+    for name in NAMES[module].split():
+        assert hasattr(place, name), name
+        assert name in place.__all__, name
+
+
+def test_distributed_algorithm_has_the_documented_members():
+    assert {member.name: member.value for member in DistributedAlgorithm} == {
+        "GradientAllReduce": "allreduce",
+        "ScatterGatherAllReduce": "sg-allreduce",
+        "Decentralize": "decentralize",
+        "QuantizeAllReduce": "quantize",
+    }
+
+
+def _run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout
+
+
+def test_the_import_pulls_in_nothing_heavy():
+    heavy = ("torch._dynamo", "torch.distributed.algorithms", "torch.distributed.fsdp", "torch.distributed.rpc",
+             "torch._inductor", "sympy", "torch.nn.parallel.distributed")  # fmt: skip
+    code = f"""
+import sys, torch
+before = set(sys.modules)
+import bagua.torch_api
+new = set(sys.modules) - before
+print([name for name in {heavy!r} if any(m == name or m.startswith(name + ".") for m in new)])
+print([name for name in new if not name.startswith(("bagua", "torch", "typing", "_"))])
+"""
+    ours, others = _run(code).splitlines()
+    assert ours == "[]"
+    assert len(eval(others)) < 15, others
+
+
+def test_local_rank_is_known_before_initialization():
+    code = """
+import os
+os.environ["LOCAL_RANK"] = "3"
+import bagua.torch_api as bagua
+print(bagua.get_local_rank(), bagua.is_initialized())
+"""
+    assert _run(code).strip() == "3 False"
