@@ -13,7 +13,7 @@ import torch
 from bagua.comm import memory, memory_exchange, memory_peers
 from bagua.comm.call import Call
 from bagua.comm.communicator import Communicator
-from bagua.comm.memory_line import Deadline, Notice, State, Step, Words, rows
+from bagua.comm.memory_line import Deadline, Notice, State, Step, rows
 from bagua.comm.threads import RankKilled
 from bagua.errors import (
     CollectiveMismatchError,
@@ -311,21 +311,22 @@ def test_abort_ends_the_own_calls() -> None:
 
 
 def test_who_arrived_before_dying_has_arrived() -> None:
-    """Rank 1 arrives and dies between two looks at its line."""
+    """Rank 1 arrives and leaves between two looks at its line."""
+    over = threading.Event()
 
-    def job(comm: Communicator) -> None:
-        comm.barrier()
-        if comm.rank == 0:
-            peers = comm._transport._peers
-            peers.lines[1].words[Words.STATE] = State.LEFT
-            soon = Deadline(time.perf_counter() + 5, 5)
-            looks = iter([(1,), ()])
-            peers.wait(lambda: next(looks), soon)
-            with pytest.raises(PeerLostError):
-                peers.wait(lambda: (1,), soon)
-        comm.send(torch.zeros(1), 1) if comm.rank == 0 else comm.recv(torch.zeros(1), 0)
+    def job(comm: Communicator) -> object:
+        if comm.rank == 1:
+            comm._transport._peers.leave(State.LEFT, 1, "for the test")
+            return over.wait(10)
+        peers, looks = comm._transport._peers, iter([(1,), ()])
+        soon = Deadline(time.perf_counter() + 5, 5)
+        with pytest.raises(PeerLostError):
+            peers.wait(lambda: (1,), soon)
+        peers.wait(lambda: next(looks), soon)
+        over.set()
+        return next(looks, "both looks were needed")
 
-    run(2, job, timeout_s=1)
+    assert values(run(2, job)) == ["both looks were needed", True]
 
 
 def test_nothing_is_received_on_a_broken_communicator() -> None:
