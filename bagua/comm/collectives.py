@@ -353,6 +353,7 @@ class TensorCollectives(CommunicatorCore):
                 expected="another rank, or this rank as both src and dst",
                 seen=self.rank,
             )
+        self._check(output, "output")
         expected = share.numel() if src == self.rank else output.numel()
         target, finish = self._output(output, "output", tensor, expected)
         return self._run(

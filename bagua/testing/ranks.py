@@ -157,6 +157,7 @@ class RankPool(ABC):
             Exception: what a rank raised: of several the likeliest cause, so that the
                 ``PeerLostError`` of survivors does not hide why they lost a peer.
         """
+        __tracebackhide__ = True  # pytest shows what failed, not how it got here
         outcomes = self.outcomes(
             function, *arguments, size=size, hosts=hosts, timeout_s=timeout_s, deadline_s=deadline_s
         )

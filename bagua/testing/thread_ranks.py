@@ -13,6 +13,7 @@ from typing import Any
 
 import bagua.comm
 from bagua.comm.stores import thread_store
+from bagua.comm.threads import FaultHook, RankKilled, inject_fault
 from bagua.testing.ranks import (
     Job,
     Outcome,
@@ -29,10 +30,6 @@ __all__ = ["ThreadRanks"]
 _FAREWELL_S = 5.0
 
 
-class _Killed(BaseException):
-    """Unwinds a rank that dies. Not an Exception, so that no function under test handles it."""
-
-
 class ThreadRanks(RankPool):
     """A pool of ranks that are threads, each with a default process group of its own.
 
@@ -41,6 +38,8 @@ class ThreadRanks(RankPool):
         backend: ``threads``, or another backend for ranks of one process.
         timeout_s: default deadline of collectives, in seconds.
         deadline_s: of a run, in seconds.
+        fault: called at each step of each collective of each rank; it raises ``RankKilled`` to
+            kill that rank there, or delays it. See ``bagua.comm.threads``.
 
     Example:
         >>> import torch, bagua.comm
@@ -59,18 +58,21 @@ class ThreadRanks(RankPool):
         backend: str | None = "threads",
         timeout_s: float = 20.0,
         deadline_s: float = 60.0,
+        fault: FaultHook | None = None,
     ) -> None:
         super().__init__(size, backend=backend, timeout_s=timeout_s, deadline_s=deadline_s)
+        self._fault = fault
 
     def _outcomes(self, job: Job, deadline_s: float) -> list[Outcome]:
-        return _ThreadRun(job).outcomes(time.monotonic() + deadline_s)
+        return _ThreadRun(job, self._fault).outcomes(time.monotonic() + deadline_s)
 
 
 class _ThreadRun:
     """One job and its threads."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, fault: FaultHook | None) -> None:
         self._job = job
+        self._fault = fault
         self._store = thread_store()
         self._changed = threading.Condition()
         self._over = threading.Event()
@@ -119,10 +121,11 @@ class _ThreadRun:
         job, started = self._job, time.monotonic()
         try:
             if job.backend is not None:
-                self._initialize(rank)
+                with inject_fault(self._fault):
+                    self._initialize(rank)
             started = time.monotonic()
             value = job.function(*job.arguments)
-        except _Killed:
+        except RankKilled:
             self.report(Outcome(rank, error=RankDiedError(f"rank {rank} died")))
         except BaseException as error:  # noqa: BLE001  # it goes to the pool, whatever it is
             spent_s = time.monotonic() - started
@@ -169,12 +172,12 @@ class _ThisThread(ThisRank):
         self._run = run
 
     def die(self) -> None:
-        raise _Killed
+        raise RankKilled
 
     def fall_silent(self) -> None:
         self._run.report(Outcome(self.rank, error=RankHangsError(f"rank {self.rank} fell silent")))
         self._run.wait_until_over()
-        raise _Killed
+        raise RankKilled
 
 
 def _hangs(rank: int, stack: str) -> Outcome:

@@ -1,0 +1,1 @@
+"""The chapters of the transport contract; ``bagua.testing.transport_contract`` joins them."""

@@ -1,0 +1,165 @@
+"""Chapter 3: calls that are started now and waited for later, and communicators side by side."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+import bagua.comm
+from bagua.comm import Work
+from bagua.testing.contract.base import ContractBase
+from bagua.testing.contract.exercises import EXERCISES, Exercise, Setting, communicator, home, perform
+from bagua.testing.ranks import RankPool
+
+__all__ = ["AsynchronousContract"]
+
+#: How long something that must happen may take, in seconds. An upper bound, never reached.
+PATIENCE_S = 5.0
+
+
+class AsynchronousContract(ContractBase):
+    """What ``async_op=True`` gives."""
+
+    def test_every_collective_can_be_waited_for(self, pool: RankPool) -> None:
+        self.on_every_size(pool, exercise_asynchronously)
+
+    def test_several_in_flight_waited_for_in_any_order(self, pool: RankPool) -> None:
+        self.on_every_size(pool, wait_backwards)
+
+    def test_a_synchronous_call_comes_after_what_was_started(self, pool: RankPool) -> None:
+        self.on_every_size(pool, mix_with_synchronous)
+
+    def test_everything_that_a_work_offers(self, pool: RankPool) -> None:
+        self.on_every_size(pool, use_all_of_work)
+
+    def test_synchronous_calls_return_nothing(self, pool: RankPool) -> None:
+        pool.run(return_values_of_calls, size=self.size)
+
+    def test_a_work_keeps_its_tensors_alive(self, pool: RankPool) -> None:
+        self.on_every_size(pool, forget_tensors)
+
+    def test_closing_lets_started_calls_end(self, pool: RankPool) -> None:
+        pool.run(forget_works, size=self.size)
+
+    def test_two_communicators_do_not_interfere(self, pool: RankPool) -> None:
+        self.need(self.keeps_apart, "communicators are used in one order")
+        pool.run(cross_two_communicators, size=self.size)
+
+
+def start(kind: str, setting: Setting) -> Exercise:
+    exercise = EXERCISES[kind](communicator(), setting.with_options(async_op=True))
+    assert all(isinstance(work, Work) for work in exercise.works), f"{kind} returned {exercise.works}"
+    return exercise
+
+
+def works_of(exercise: Exercise) -> list[Work]:
+    return [work for work in exercise.works if work is not None]
+
+
+def finish(exercise: Exercise) -> None:
+    for work in works_of(exercise):
+        assert work.wait() is True
+    exercise.check()
+
+
+def exercise_asynchronously() -> None:
+    for kind in EXERCISES:
+        finish(start(kind, Setting(shape=(4,))))
+        finish(start(kind, Setting(shape=(4,)).with_options(timeout=PATIENCE_S)))
+
+
+def wait_backwards() -> None:
+    """Seven started calls of all sizes; the last is waited for first."""
+    kinds = ("allreduce", "broadcast", "allreduce", "allgather", "reduce_scatter", "barrier", "allreduce")
+    exercises = [start(kind, Setting(shape=(10**i,), seed=i + 1)) for i, kind in enumerate(kinds[:6])]
+    exercises.append(start(kinds[6], Setting(seed=9)))
+    for exercise in reversed(exercises):
+        finish(exercise)
+
+
+def mix_with_synchronous() -> None:
+    comm = communicator()
+    tensor = torch.ones(100_000, device=home(comm))
+    work = comm.allreduce(tensor, async_op=True)
+    perform("allreduce", comm, Setting(seed=5))
+    assert work is not None
+    work.wait()
+    assert bool((tensor == comm.size).all())
+    coalesced = start("allreduce_coalesced", Setting(seed=6))
+    perform("broadcast_coalesced", comm, Setting(seed=7))
+    perform("allreduce", comm, Setting(seed=8))
+    finish(coalesced)
+    obj = comm.allgather_object(comm.rank, async_op=True)
+    perform("allreduce", comm, Setting(seed=9))
+    assert obj.result() == list(range(comm.size))
+
+
+def use_all_of_work() -> None:
+    comm = communicator()
+    tensor = torch.full((3,), comm.rank + 1.0, device=home(comm))
+    total = comm.size * (comm.size + 1) / 2
+    work = comm.allreduce(tensor, async_op=True)
+    assert work is not None
+    until = time.monotonic() + PATIENCE_S
+    while not work.is_completed():
+        assert time.monotonic() < until, "is_completed never became true"
+        time.sleep(0.001)
+    assert work.exception() is None
+    assert work.wait() is True
+    assert work.wait(timeout=1.0) is True, "waiting twice is allowed"
+    assert work.result() is tensor
+    assert tensor.tolist() == [total] * 3
+    work = comm.allreduce(tensor, async_op=True)
+    assert work is not None
+    assert work.get_future().wait().tolist() == [total * comm.size] * 3
+    work = comm.allgather_object({"rank": comm.rank}, async_op=True)
+    assert work.get_future().wait() == [{"rank": rank} for rank in range(comm.size)]
+
+
+def return_values_of_calls() -> None:
+    comm = communicator()
+    for kind in EXERCISES:
+        exercise = EXERCISES[kind](comm, Setting())
+        assert all(work is None for work in exercise.works), f"{kind} returned {exercise.works}"
+        exercise.check()
+
+
+def forget_tensors() -> None:
+    """The memory of a started call is not given to the next tensors."""
+    comm = communicator()
+    works = []
+    for i in range(5):
+        works.append(comm.allreduce(torch.full((50_000,), float(i), device=home(comm)), async_op=True))
+        torch.full((50_000,), -1.0, device=home(comm))
+    for i, work in enumerate(works):
+        assert work is not None
+        assert bool((work.result() == i * comm.size).all()), f"call {i} lost its tensor"
+
+
+def forget_works() -> None:
+    """Nobody waits: the group still closes (the pool does that) and the process ends."""
+    comm = communicator()
+    for _ in range(3):
+        comm.allreduce(torch.ones(1000, device=home(comm)), async_op=True)
+    comm.barrier()
+
+
+def cross_two_communicators() -> None:
+    """Started in one order on even ranks and in the other on odd ones."""
+    group = bagua.comm.get_default_group()
+    one, other = group.global_communicator, group.duplicate().global_communicator
+    for seed in range(1, 6):
+        order = [(one, 2 * seed), (other, 2 * seed + 1)]
+        if one.rank % 2:
+            order.reverse()
+        exercises = [
+            EXERCISES["allreduce"](comm, Setting(shape=(1000,), seed=number, options={"async_op": True}))
+            for comm, number in order
+        ]
+        for exercise in exercises:
+            finish(exercise)
+    assert one.stats()["allreduce"].calls == 5
+    assert other.stats()["allreduce"].calls == 5
+    other.close()
+    perform("allreduce", one, Setting())

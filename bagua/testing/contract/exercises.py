@@ -1,0 +1,335 @@
+"""Every collective once, as data: what each rank passes, and what it must find afterwards.
+
+The rest of the suite varies these exercises: other dtypes, layouts, roots, sizes;
+asynchronous; with a rank that is late, dead, or does something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+
+import bagua.comm
+from bagua.comm import Communicator, ReduceOp, Work
+from bagua.testing.reference import assert_same, garbage, reduced, values
+
+__all__ = ["EXERCISES", "TENSOR_KINDS", "Exercise", "Setting", "communicator", "home", "perform"]
+
+
+def communicator() -> Communicator:
+    """The communicator of all ranks of this run."""
+    return bagua.comm.get_default_group().global_communicator
+
+
+def home(comm: Communicator) -> torch.device:
+    """A device whose tensors ``comm`` carries."""
+    if "cpu" in comm.device_types:
+        return torch.device("cpu")
+    return torch.device(next(iter(comm.device_types)), comm.ranks[comm.rank])
+
+
+def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    """The plainest layout."""
+    return tensor
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How an exercise is done.
+
+    Attributes:
+        shape: of one rank's share.
+        dtype: of the elements.
+        op: where something is reduced.
+        root: where there is one; also the destination.
+        seed: of the numbers.
+        present: gives a tensor another layout, keeping its values.
+        options: ``async_op``, ``timeout``.
+    """
+
+    shape: tuple[int, ...] = (2, 3)
+    dtype: torch.dtype = torch.float32
+    op: ReduceOp.RedOpType = ReduceOp.SUM
+    root: int = 0
+    seed: int = 1
+    present: Callable[[torch.Tensor], torch.Tensor] = as_it_is
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def own(self, rank: int, shares: int | None = None) -> torch.Tensor:
+        """The numbers that ``rank`` contributes: one share, or several along a new first dimension."""
+        shape = self.shape if shares is None else (shares, *self.shape)
+        return values(shape, self.dtype, 1000 * self.seed + rank)
+
+    def place(self, numbers: torch.Tensor, comm: Communicator) -> torch.Tensor:
+        """A new tensor with these numbers, where and how the exercise wants it."""
+        return self.present(numbers.to(home(comm), copy=True))
+
+    def room(self, shape: tuple[int, ...], comm: Communicator) -> torch.Tensor:
+        """A new tensor for a result."""
+        return self.place(garbage(shape, self.dtype), comm)
+
+    def with_options(self, **options: Any) -> Setting:
+        """The same with other options of the call."""
+        return replace(self, options={**self.options, **options})
+
+
+class Exercise(NamedTuple):
+    """A started collective.
+
+    Attributes:
+        works: what the calls returned; None for those that were synchronous.
+        check: fails unless the result is right and nothing else was changed.
+        results: tensors that must be bitwise identical on all ranks.
+        touched: every tensor that was passed.
+    """
+
+    works: list[Work | None]
+    check: Callable[[], None]
+    results: list[torch.Tensor]
+    touched: list[torch.Tensor]
+
+
+Begin = Callable[[Communicator, Setting], Exercise]
+
+
+def perform(kind: str, comm: Communicator, setting: Setting) -> Exercise:
+    """Do the exercise ``kind``, wait for it, and check the result."""
+    exercise = EXERCISES[kind](comm, setting)
+    for work in exercise.works:
+        if work is not None:
+            work.wait()
+    exercise.check()
+    return exercise
+
+
+def _describe(kind: str, comm: Communicator, s: Setting) -> str:
+    what = f"{kind} of {tuple(s.shape)} {s.dtype} {s.op} root {s.root}"
+    return f"{what} {s.present.__name__} on rank {comm.rank} of {comm.size}"
+
+
+def _allreduce(comm: Communicator, s: Setting) -> Exercise:
+    inputs = [s.own(rank) for rank in range(comm.size)]
+    tensor = s.place(inputs[comm.rank], comm)
+    work = comm.allreduce(tensor, s.op, **s.options)
+
+    def check() -> None:
+        expected = reduced(inputs, s.op)
+        assert_same(tensor, expected, _describe("allreduce", comm, s), rounding_steps=comm.size)
+
+    return Exercise([work], check, [tensor], [tensor])
+
+
+def _reduce(comm: Communicator, s: Setting) -> Exercise:
+    inputs = [s.own(rank) for rank in range(comm.size)]
+    tensor = s.place(inputs[comm.rank], comm)
+    work = comm.reduce(tensor, s.root, s.op, **s.options)
+
+    def check() -> None:
+        what = _describe("reduce", comm, s)
+        if comm.rank == s.root:
+            assert_same(tensor, reduced(inputs, s.op), what, rounding_steps=comm.size)
+        else:
+            assert_same(tensor, inputs[comm.rank], f"{what}, which is not the destination")
+
+    return Exercise([work], check, [], [tensor])
+
+
+def _broadcast(comm: Communicator, s: Setting) -> Exercise:
+    tensor = s.place(s.own(comm.rank), comm)
+    work = comm.broadcast(tensor, s.root, **s.options)
+
+    def check() -> None:
+        assert_same(tensor, s.own(s.root), _describe("broadcast", comm, s))
+
+    return Exercise([work], check, [tensor], [tensor])
+
+
+def _allgather(comm: Communicator, s: Setting) -> Exercise:
+    output = s.room((comm.size, *s.shape), comm)
+    tensor = s.place(s.own(comm.rank), comm)
+    work = comm.allgather(output, tensor, **s.options)
+
+    def check() -> None:
+        what = _describe("allgather", comm, s)
+        assert_same(output, torch.stack([s.own(rank) for rank in range(comm.size)]), what)
+        assert_same(tensor, s.own(comm.rank), f"input of {what}")
+
+    return Exercise([work], check, [output], [output, tensor])
+
+
+def _gather(comm: Communicator, s: Setting) -> Exercise:
+    receives = comm.rank == s.root
+    output = s.room((comm.size, *s.shape), comm) if receives else None
+    tensor = s.place(s.own(comm.rank), comm)
+    work = comm.gather(output, tensor, s.root, **s.options)
+
+    def check() -> None:
+        what = _describe("gather", comm, s)
+        if output is not None:
+            assert_same(output, torch.stack([s.own(rank) for rank in range(comm.size)]), what)
+        assert_same(tensor, s.own(comm.rank), f"input of {what}")
+
+    return Exercise([work], check, [], [tensor] if output is None else [output, tensor])
+
+
+def _scatter(comm: Communicator, s: Setting) -> Exercise:
+    output = s.room(s.shape, comm)
+    sends = comm.rank == s.root
+    tensor = s.place(s.own(s.root, comm.size), comm) if sends else None
+    work = comm.scatter(output, tensor, s.root, **s.options)
+
+    def check() -> None:
+        what = _describe("scatter", comm, s)
+        assert_same(output, s.own(s.root, comm.size)[comm.rank], what)
+        if tensor is not None:
+            assert_same(tensor, s.own(s.root, comm.size), f"input of {what}")
+
+    return Exercise([work], check, [], [output] if tensor is None else [output, tensor])
+
+
+def _reduce_scatter(comm: Communicator, s: Setting) -> Exercise:
+    inputs = [s.own(rank, comm.size) for rank in range(comm.size)]
+    output = s.room(s.shape, comm)
+    tensor = s.place(inputs[comm.rank], comm)
+    work = comm.reduce_scatter(output, tensor, s.op, **s.options)
+
+    def check() -> None:
+        what = _describe("reduce_scatter", comm, s)
+        expected = reduced(inputs, s.op)[comm.rank]
+        assert_same(output, expected, what, rounding_steps=comm.size)
+        assert_same(tensor, inputs[comm.rank], f"input of {what}")
+
+    return Exercise([work], check, [], [output, tensor])
+
+
+def _alltoall(comm: Communicator, s: Setting) -> Exercise:
+    inputs = [s.own(rank, comm.size) for rank in range(comm.size)]
+    output = s.room((comm.size, *s.shape), comm)
+    tensor = s.place(inputs[comm.rank], comm)
+    work = comm.alltoall(output, tensor, **s.options)
+
+    def check() -> None:
+        what = _describe("alltoall", comm, s)
+        assert_same(output, torch.stack([sent[comm.rank] for sent in inputs]), what)
+        assert_same(tensor, inputs[comm.rank], f"input of {what}")
+
+    return Exercise([work], check, [], [output, tensor])
+
+
+def _alltoall_v(comm: Communicator, s: Setting) -> Exercise:
+    """Shares of 0 to 3 elements, so that some ranks send nothing to some."""
+    counts = [[(i + 2 * j) % 4 if s.shape != (0,) else 0 for j in range(comm.size)] for i in range(comm.size)]
+    inputs = [replace(s, shape=(sum(row),)).own(rank) for rank, row in enumerate(counts)]
+    received = [row[comm.rank] for row in counts]
+    output = s.room((sum(received),), comm)
+    tensor = s.place(inputs[comm.rank], comm)
+    work = comm.alltoall_v(output, tensor, received, counts[comm.rank], **s.options)
+
+    def check() -> None:
+        what = _describe("alltoall_v", comm, s)
+        parts = [torch.split(numbers, row)[comm.rank] for numbers, row in zip(inputs, counts, strict=True)]
+        assert_same(output, torch.cat(parts), what)
+        assert_same(tensor, inputs[comm.rank], f"input of {what}")
+
+    return Exercise([work], check, [], [output, tensor])
+
+
+def _sendrecv(comm: Communicator, s: Setting) -> Exercise:
+    """Around a ring."""
+    before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    output = s.room(s.shape, comm)
+    tensor = s.place(s.own(comm.rank), comm)
+    work = comm.sendrecv(output, tensor, before, after, **s.options)
+
+    def check() -> None:
+        what = _describe("sendrecv", comm, s)
+        assert_same(output, s.own(before), what)
+        assert_same(tensor, s.own(comm.rank), f"input of {what}")
+
+    return Exercise([work], check, [], [output, tensor])
+
+
+def _send_and_recv(comm: Communicator, s: Setting) -> Exercise:
+    """Along a line: each rank receives from the one before it, then sends to the next, twice."""
+    works: list[Work | None] = []
+    received: list[torch.Tensor] = []
+    sent: list[torch.Tensor] = []
+    for message in range(2):
+        if comm.rank > 0:
+            received.append(s.room(s.shape, comm))
+            works.append(comm.recv(received[-1], comm.rank - 1, **s.options))
+        if comm.rank < comm.size - 1:
+            sent.append(s.place(s.own(comm.rank + 10 * message), comm))
+            works.append(comm.send(sent[-1], comm.rank + 1, **s.options))
+
+    def check() -> None:
+        what = _describe("send and recv", comm, s)
+        for message, tensor in enumerate(received):
+            assert_same(tensor, s.own(comm.rank - 1 + 10 * message), f"message {message} of {what}")
+        for message, tensor in enumerate(sent):
+            assert_same(tensor, s.own(comm.rank + 10 * message), f"input of {what}")
+
+    return Exercise(works, check, [], [*received, *sent])
+
+
+def _barrier(comm: Communicator, s: Setting) -> Exercise:
+    return Exercise([comm.barrier(**s.options)], lambda: None, [], [])
+
+
+def _several(s: Setting) -> list[Setting]:
+    """Three settings with two dtypes, in an order that mixes them."""
+    other = torch.int32 if s.dtype is not torch.int32 else torch.int64
+    return [s, replace(s, dtype=other, shape=(4,), seed=s.seed + 1), replace(s, shape=(), seed=s.seed + 2)]
+
+
+def _allreduce_coalesced(comm: Communicator, s: Setting) -> Exercise:
+    parts = _several(s)
+    tensors = [part.place(part.own(comm.rank), comm) for part in parts]
+    work = comm.allreduce_coalesced(tensors, s.op, **s.options)
+
+    def check() -> None:
+        for part, tensor in zip(parts, tensors, strict=True):
+            inputs = [part.own(rank) for rank in range(comm.size)]
+            what = _describe("allreduce_coalesced", comm, part)
+            assert_same(tensor, reduced(inputs, s.op), what, rounding_steps=comm.size)
+
+    return Exercise([work], check, tensors, tensors)
+
+
+def _broadcast_coalesced(comm: Communicator, s: Setting) -> Exercise:
+    parts = _several(s)
+    tensors = [part.place(part.own(comm.rank), comm) for part in parts]
+    work = comm.broadcast_coalesced(tensors, s.root, **s.options)
+
+    def check() -> None:
+        for part, tensor in zip(parts, tensors, strict=True):
+            assert_same(tensor, part.own(s.root), _describe("broadcast_coalesced", comm, part))
+
+    return Exercise([work], check, tensors, tensors)
+
+
+#: Exercises on one kind of tensor collective each.
+TENSOR_KINDS: dict[str, Begin] = {
+    "allreduce": _allreduce,
+    "reduce": _reduce,
+    "broadcast": _broadcast,
+    "allgather": _allgather,
+    "gather": _gather,
+    "scatter": _scatter,
+    "reduce_scatter": _reduce_scatter,
+    "alltoall": _alltoall,
+    "alltoall_v": _alltoall_v,
+    "sendrecv": _sendrecv,
+    "send_and_recv": _send_and_recv,
+}
+
+#: All exercises.
+EXERCISES: dict[str, Begin] = {
+    **TENSOR_KINDS,
+    "barrier": _barrier,
+    "allreduce_coalesced": _allreduce_coalesced,
+    "broadcast_coalesced": _broadcast_coalesced,
+}

@@ -1,0 +1,380 @@
+"""Chapter 4: failures. Ranks that disagree, are late, silent or dead; aborts; use after the end."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import bagua.comm
+from bagua.comm import Communicator, ReduceOp
+from bagua.errors import (
+    BaguaError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicationError,
+    CommunicatorClosedError,
+    ConcurrentUseError,
+    PeerLostError,
+)
+from bagua.testing.contract.base import ContractBase
+from bagua.testing.contract.exercises import EXERCISES, Setting, communicator, home, perform
+from bagua.testing.ranks import RankPool, die, fall_silent
+
+__all__ = ["FailuresContract"]
+
+#: Every error must be there so many seconds after the deadline at the latest.
+GRACE_S = 1.0
+#: What must happen soon happens within this many seconds; deadlines in these tests are longer.
+SOON_S = 5.0
+PATIENT_S = 30.0
+#: The rank that causes the trouble.
+CULPRIT = 1
+
+DISAGREEMENTS = ("kind", "size", "dtype", "reduction", "root", "empty", "coalesced", "asynchronous")
+#: After the loss of a rank, some ranks of these have all that they need and may succeed.
+NEEDS_EVERYONE = ("allreduce", "allgather", "alltoall", "barrier", "reduce_scatter", "allreduce_coalesced")
+NEEDS_SOME = ("broadcast", "reduce", "gather", "scatter", "sendrecv", "send_and_recv")
+
+
+class Caught(NamedTuple):
+    """An error and how long it took to come."""
+
+    error: BaguaError
+    seconds: float
+
+
+def caught(call: Callable[[], Any]) -> Caught:
+    """The error that ``call`` raises; failing if it raises none."""
+    started = time.monotonic()
+    try:
+        call()
+    except BaguaError as error:
+        return Caught(error, time.monotonic() - started)
+    raise AssertionError("no error was raised")
+
+
+class FailuresContract(ContractBase):
+    """How collectives fail: all of them, in time, with the facts."""
+
+    @pytest.mark.parametrize("disagreement", DISAGREEMENTS)
+    def test_ranks_that_disagree(self, pool: RankPool, disagreement: str) -> None:
+        self.need(self.can_lose_ranks, "there is nobody to disagree with")
+        self.need(self.compares_calls, "calls are not compared")
+        results = pool.run(disagree, disagreement, size=self.size)
+        for rank, (error, others) in enumerate(results):
+            assert isinstance(error, CollectiveMismatchError), f"rank {rank} got {error!r}"
+            expected, seen = str(error.expected), str(error.seen)
+            theirs = results[CULPRIT if rank != CULPRIT else 0][1]
+            assert others in expected, f"rank {rank} does not know what it asked for: {error}"
+            assert theirs in seen, f"rank {rank} does not name the other side: {error}"
+            assert error.peers, f"rank {rank} names no rank: {error}"
+            assert rank not in error.peers
+
+    @pytest.mark.parametrize("kind", [*NEEDS_EVERYONE, *NEEDS_SOME])
+    def test_a_rank_that_died(self, pool: RankPool, kind: str) -> None:
+        self.need(self.can_lose_ranks, "there is nobody to lose")
+        outcomes = pool.outcomes(lose_a_rank, kind, "die", size=self.size, timeout_s=self.deadline_s)
+        for outcome in self.survivors(outcomes, CULPRIT):
+            self.check_loss(outcome.rank, outcome.value, (PeerLostError, CollectiveTimeoutError))
+
+    @pytest.mark.parametrize("kind", ["allreduce", "barrier", "broadcast"])
+    def test_a_silent_rank(self, pool: RankPool, kind: str) -> None:
+        self.need(self.can_lose_ranks, "there is nobody to lose")
+        outcomes = pool.outcomes(lose_a_rank, kind, "fall_silent", size=self.size, timeout_s=self.deadline_s)
+        survivors = self.survivors(outcomes, CULPRIT)
+        for outcome in survivors:
+            self.check_loss(outcome.rank, outcome.value, (PeerLostError, CollectiveTimeoutError))
+        errors = [outcome.value[0].error for outcome in survivors]
+        assert any(isinstance(error, CollectiveTimeoutError) for error in errors), errors
+
+    def check_loss(self, rank: int, value: tuple[Caught, Caught], kinds: tuple[type[BaguaError], ...]) -> None:
+        """In time, of the right kind, with facts; then refused at once."""
+        (error, seconds), (again, seconds_again) = value
+        assert isinstance(error, kinds), f"rank {rank} got {error!r}"
+        assert seconds < self.deadline_s + GRACE_S, f"rank {rank} waited {seconds:.1f} s for {error}"
+        assert isinstance(again, CommunicatorClosedError), f"rank {rank} got {again!r} from the next call"
+        assert seconds_again < 0.5, f"rank {rank} waited {seconds_again:.1f} s to be refused"
+
+    def test_a_late_rank(self, pool: RankPool) -> None:
+        self.need(self.can_lose_ranks, "there is nobody to be late")
+        results = pool.run(come_late, self.deadline_s, size=self.size)
+        errors = [error for error, _ in results]
+        for rank, (error, seconds) in enumerate(results):
+            assert isinstance(error, CommunicationError), f"rank {rank} got {error!r}"
+            assert seconds < self.deadline_s + GRACE_S, f"rank {rank} waited {seconds:.1f} s for {error}"
+        assert any(isinstance(error, CollectiveTimeoutError) for error in errors), errors
+
+    def test_a_rank_just_in_time(self, pool: RankPool) -> None:
+        self.need(self.can_lose_ranks, "there is nobody to wait for")
+        pool.run(come_just_in_time, size=self.size)
+
+    def test_the_facts_of_a_timeout(self, pool: RankPool) -> None:
+        self.need(self.can_lose_ranks, "there is nobody to wait for")
+        errors = pool.run(time_out_with_facts, self.deadline_s, size=self.size)
+        timeouts = [error for error in errors if isinstance(error, CollectiveTimeoutError)]
+        assert timeouts
+        for error in timeouts:
+            assert error.sequence == 4, "three calls came before"
+            assert "allreduce(3 x float64, sum)" in str(error.call)
+            assert error.rank in range(self.size)
+            assert error.timeout_s == self.deadline_s
+            assert error.elapsed_s is not None
+            assert error.elapsed_s >= self.deadline_s - 0.1
+            assert "broadcast" in error.history[0]
+            for fact in ("sequence number 4", "allreduce", "broadcast", "barrier", f"{self.deadline_s}"):
+                assert fact in str(error), str(error)
+
+    def test_waiting_with_a_timeout(self, pool: RankPool) -> None:
+        self.need(self.can_lose_ranks, "there is nobody to wait for")
+        self.need(self.blocks_host, "waiting does not block")
+        results = pool.run(wait_with_timeout, size=self.size)
+        for rank, (error, seconds) in enumerate(results):
+            assert isinstance(error, CommunicationError), f"rank {rank} got {error!r}"
+            assert seconds < SOON_S, f"rank {rank} waited {seconds:.1f} s"
+        assert isinstance(results[0][0], CollectiveTimeoutError)
+        told = [error for error, _ in results[1:] if isinstance(error, PeerLostError)]
+        assert told, f"nobody lost a peer: {results}"
+        assert any(0 in error.peers and "rank 0" in str(error) for error in told), told
+
+    def test_abort_from_another_thread(self, pool: RankPool) -> None:
+        self.need(self.can_lose_ranks, "there is nobody to wait for")
+        results = pool.run(abort_from_thread, size=self.size)
+        for rank, (error, seconds) in enumerate(results):
+            assert isinstance(error, CommunicationError), f"rank {rank} got {error!r}"
+            assert seconds < SOON_S, f"rank {rank} waited {seconds:.1f} s"
+        others = [error for rank, (error, _) in enumerate(results) if rank not in (0, CULPRIT)]
+        for error in others:
+            assert isinstance(error, PeerLostError), f"{error!r}"
+            assert "because of this test" in str(error), str(error)
+
+    def test_errors_of_works(self, pool: RankPool) -> None:
+        self.need(self.can_lose_ranks, "there is nobody to lose")
+        outcomes = pool.outcomes(lose_a_rank_asynchronously, size=self.size, timeout_s=self.deadline_s)
+        self.survivors(outcomes, CULPRIT)
+
+    def test_use_by_two_threads(self, pool: RankPool) -> None:
+        self.need(self.can_lose_ranks, "no call waits")
+        pool.run(use_from_two_threads, size=self.size)
+
+    def test_closing(self, pool: RankPool) -> None:
+        self.on_every_size(pool, close_twice)
+
+    def test_a_broken_communicator_leaves_others_alone(self, pool: RankPool) -> None:
+        self.need(self.keeps_apart, "communicators share their fate")
+        pool.run(break_one_of_two, size=self.size)
+
+    def test_errors_survive_pickling(self, pool: RankPool) -> None:
+        self.need(self.can_lose_ranks, "there is nobody to wait for")
+        pool.run(pickle_an_error, self.deadline_s, size=self.size)
+
+
+# A rank that disagrees.
+
+
+def other_call(comm: Communicator, disagreement: str) -> tuple[Callable[[], Any], str]:
+    """What a rank calls, and how messages name it: something else on the culprit."""
+    culprit = comm.rank == CULPRIT
+    dtype = torch.float64 if disagreement == "dtype" and culprit else torch.float32
+    numel = 5 if culprit and disagreement == "size" else 0 if culprit and disagreement == "empty" else 4
+    tensor = torch.full((numel,), 3.0, dtype=dtype, device=home(comm))
+    dtype_name = str(dtype).removeprefix("torch.")
+    asynchronous = disagreement == "asynchronous"
+    if disagreement == "root":
+        return lambda: comm.broadcast(tensor, 1 if culprit else 0), f"root {1 if culprit else 0}"
+    if culprit and disagreement in ("kind", "asynchronous"):
+        return lambda: _finish(comm.broadcast(tensor, async_op=asynchronous)), "broadcast"
+    if disagreement == "coalesced":
+        return lambda: comm.allreduce_coalesced([tensor, tensor[: 2 if culprit else 3]]), f"{6 if culprit else 7} x"
+    op = ReduceOp.MAX if culprit and disagreement == "reduction" else ReduceOp.SUM
+    name = "max" if op == ReduceOp.MAX else "sum"
+    return lambda: _finish(
+        comm.allreduce(tensor, op, async_op=asynchronous)
+    ), f"allreduce({numel} x {dtype_name}, {name}"
+
+
+def _finish(work: Any) -> None:
+    if work is not None:
+        work.wait()
+
+
+def disagree(disagreement: str) -> tuple[BaguaError, str]:
+    comm = communicator()
+    perform("allreduce", comm, Setting())
+    call, name = other_call(comm, disagreement)
+    error, seconds = caught(call)
+    assert seconds < SOON_S, f"it took {seconds:.1f} s to see that ranks disagree"
+    assert not comm.usable
+    assert isinstance(caught(comm.barrier).error, CommunicatorClosedError)
+    return error, name
+
+
+# A rank that is lost.
+
+
+def lose_a_rank(kind: str, way: str) -> tuple[Caught, Caught]:
+    """The survivors' errors: of the call in which a rank is missing (or the one after it), and of the next."""
+    comm = communicator()
+    perform("allreduce", comm, Setting())
+    perform(kind, comm, Setting(shape=(1000,), root=CULPRIT))
+    if comm.rank == CULPRIT:
+        (die if way == "die" else fall_silent)()
+    try:
+        first = caught(lambda: EXERCISES[kind](comm, Setting(shape=(1000,), root=CULPRIT)))
+    except AssertionError:
+        assert kind in NEEDS_SOME, f"{kind} succeeded without rank {CULPRIT}"
+        first = caught(comm.barrier)
+    assert not comm.usable
+    return first, caught(lambda: perform("allreduce", comm, Setting()))
+
+
+def lose_a_rank_asynchronously() -> None:
+    comm = communicator()
+    comm.barrier()
+    if comm.rank == CULPRIT:
+        die()
+    work = comm.allreduce(torch.ones(10, device=home(comm)), async_op=True)
+    assert work is not None
+    until = time.monotonic() + PATIENT_S
+    while not work.is_completed():
+        assert time.monotonic() < until, "is_completed never became true"
+        time.sleep(0.01)
+    error = work.exception()
+    assert isinstance(error, (PeerLostError, CollectiveTimeoutError)), f"{error!r}"
+    for attempt in (work.wait, work.result):
+        assert caught(attempt).error is error, "a work raises its error each time"
+    future = work.get_future()
+    with pytest.raises(Exception, match="allreduce"):
+        future.wait()
+    assert not comm.usable
+
+
+# Ranks that are late.
+
+
+def come_late(deadline_s: float) -> Caught:
+    comm = communicator()
+    perform("allreduce", comm, Setting())
+    if comm.rank == CULPRIT:
+        time.sleep(deadline_s + 2 * GRACE_S)
+    return caught(lambda: comm.allreduce(torch.ones(3, device=home(comm)), timeout=deadline_s))
+
+
+def come_just_in_time() -> None:
+    comm = communicator()
+    for kind in ("allreduce", "broadcast", "barrier"):
+        if comm.rank == CULPRIT:
+            time.sleep(0.4)
+        perform(kind, comm, Setting(options={"timeout": 20.0}))
+
+
+def time_out_with_facts(deadline_s: float) -> BaguaError:
+    comm = communicator()
+    for kind in ("broadcast", "barrier", "allreduce"):
+        perform(kind, comm, Setting())
+    if comm.rank == CULPRIT:
+        time.sleep(deadline_s + GRACE_S)
+    tensor = torch.ones(3, dtype=torch.float64, device=home(comm))
+    return caught(lambda: comm.allreduce(tensor, timeout=deadline_s)).error
+
+
+def wait_with_timeout() -> Caught:
+    """Rank 0 loses patience; the others would have waited for much longer."""
+    comm = communicator()
+    perform("allreduce", comm, Setting())
+    if comm.rank == CULPRIT:
+        time.sleep(2.0)
+    work = comm.allreduce(torch.ones(3, device=home(comm)), async_op=True, timeout=PATIENT_S)
+    assert work is not None
+    result = caught(lambda: work.wait(0.4 if comm.rank == 0 else None))
+    assert not comm.usable
+    return result
+
+
+# The end.
+
+
+def abort_from_thread() -> Caught:
+    """All wait for the culprit, until a thread of rank 0 ends that."""
+    comm = communicator()
+    perform("allreduce", comm, Setting())
+    if comm.rank == CULPRIT:
+        time.sleep(2.0)
+    if comm.rank == 0:
+        threading.Timer(0.5, comm.abort, ["because of this test"]).start()
+    result = caught(lambda: comm.allreduce(torch.ones(3, device=home(comm)), timeout=PATIENT_S))
+    comm.abort("once more")
+    assert not comm.usable
+    assert isinstance(caught(comm.barrier).error, CommunicatorClosedError)
+    return result
+
+
+def use_from_two_threads() -> None:
+    """While one thread waits in a call, another one is refused, and the first notices nothing."""
+    group = bagua.comm.get_default_group()
+    comm, signals = group.global_communicator, group.duplicate().global_communicator
+    tensor = torch.zeros(1, device=home(comm))
+    flag = torch.ones(1, device=home(comm))
+    if comm.rank == 0:
+        waiting = threading.Thread(target=comm.recv, args=(tensor, 1))
+        waiting.start()
+        until = time.monotonic() + SOON_S
+        while not any("recv" in call for call in comm.history()):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        time.sleep(0.1)
+        assert isinstance(caught(comm.barrier).error, ConcurrentUseError)
+        assert isinstance(caught(lambda: comm.allreduce(flag)).error, ConcurrentUseError)
+        signals.send(flag, 1)
+        waiting.join(SOON_S)
+        assert not waiting.is_alive()
+        assert tensor.item() == 7.0
+    if comm.rank == 1:
+        signals.recv(flag, 0)
+        comm.send(tensor + 7.0, 0)
+    assert comm.usable
+    perform("allreduce", comm, Setting())
+
+
+def close_twice() -> None:
+    comm = bagua.comm.get_default_group().duplicate().global_communicator
+    perform("allreduce", comm, Setting())
+    comm.barrier()
+    comm.close()
+    comm.close()
+    assert not comm.usable
+    for kind in EXERCISES:
+        if kind == "send_and_recv" and comm.size == 1:
+            continue  # a line of one rank has no messages
+        error = caught(partial(EXERCISES[kind], comm, Setting())).error
+        assert isinstance(error, CommunicatorClosedError), f"{kind} on a closed communicator: {error!r}"
+    assert isinstance(caught(lambda: comm.broadcast_object(1)).error, CommunicatorClosedError)
+    comm.abort("after the end")
+    perform("allreduce", communicator(), Setting())
+
+
+def break_one_of_two() -> None:
+    comm = bagua.comm.get_default_group().duplicate().global_communicator
+    perform("allreduce", comm, Setting())
+    communicator().barrier()
+    comm.abort("to see what happens to the other")
+    assert isinstance(caught(comm.barrier).error, CommunicatorClosedError)
+    perform("allreduce", communicator(), Setting())
+    comm.close()
+
+
+def pickle_an_error(deadline_s: float) -> None:
+    comm = communicator()
+    if comm.rank == CULPRIT:
+        time.sleep(deadline_s + 0.5)
+    error = caught(lambda: comm.barrier(timeout=deadline_s)).error
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert vars(copy) == vars(error)

@@ -1,0 +1,221 @@
+"""Chapter 5: objects, counters and the ring buffer of calls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import torch
+
+from bagua.comm import Communicator
+from bagua.errors import ConfigurationError
+from bagua.testing.contract.base import ContractBase
+from bagua.testing.contract.exercises import Setting, communicator, home, perform
+from bagua.testing.contract.failures import caught
+from bagua.testing.ranks import RankPool
+from bagua.testing.reference import assert_same
+
+__all__ = ["RecordsContract"]
+
+
+class RecordsContract(ContractBase):
+    """Objects from rank to rank, and what a communicator remembers of its calls."""
+
+    def test_objects_arrive(self, pool: RankPool) -> None:
+        self.on_every_size(pool, send_objects)
+
+    def test_tensors_in_objects_arrive(self, pool: RankPool) -> None:
+        self.on_every_size(pool, send_tensors_in_objects)
+
+    def test_objects_without_a_safe_encoding_are_refused_everywhere(self, pool: RankPool) -> None:
+        self.on_every_size(pool, send_unsafe_objects)
+
+    def test_pickle_is_used_when_all_ask_for_it(self, pool: RankPool) -> None:
+        self.on_every_size(pool, send_pickled_objects)
+
+    def test_pickle_is_refused_by_a_rank_that_did_not_ask(self, pool: RankPool) -> None:
+        self.need(self.can_lose_ranks, "there is nobody to send to")
+        pool.run(refuse_pickle, size=self.size)
+
+    def test_empty_lists_of_tensors(self, pool: RankPool) -> None:
+        self.on_every_size(pool, coalesce_nothing)
+
+    def test_counters(self, pool: RankPool) -> None:
+        self.on_every_size(pool, count_calls)
+
+    def test_history_is_bounded_and_in_order(self, pool: RankPool) -> None:
+        self.on_every_size(pool, fill_history)
+
+    def test_facts_about_the_communicator(self, pool: RankPool) -> None:
+        self.on_every_size(pool, read_facts)
+
+
+def value_of(rank: int) -> Any:
+    """Everything that has a safe encoding, and different on each rank."""
+    return {
+        "rank": rank,
+        "large": 2**80 + rank,
+        "floats": [0.1 * rank, math.inf, -0.0, 1e-300],
+        "text": "ä\u4e00\U0001f600\n\x00" * rank,
+        "raw": bytes(range(rank, 256)),
+        "buffer": bytearray(b"abc") * rank,
+        3: {("a", rank): {1, 2, rank}, None: frozenset({b"x"})},
+        "nothing": (None, True, False, (), [], {}, set()),
+        "complex": complex(rank, -1.5),
+        (1, (2, rank)): [[["deep"]]],
+        "tag": ["tensor", "float32", [1]],
+    }
+
+
+def exchange_all(comm: Communicator, make: Any, **options: Any) -> None:
+    """Every object collective, with an object of ``make(rank)`` from each rank."""
+    size, rank = comm.size, comm.rank
+    everything = [make(other) for other in range(size)]
+    for root in range(size):
+        assert comm.broadcast_object(make(rank) if rank == root else None, root, **options) == make(root)
+        gathered = comm.gather_object(make(rank), root, **options)
+        assert gathered == (everything if rank == root else None)
+        assert comm.scatter_object(everything if rank == root else None, root, **options) == make(rank)
+    assert comm.allgather_object(make(rank), **options) == everything
+
+
+def send_objects() -> None:
+    comm = communicator()
+    exchange_all(comm, value_of)
+    exchange_all(comm, lambda rank: rank)
+    exchange_all(comm, lambda rank: "x" * (10_000 * rank))
+    exchange_all(comm, lambda _: None)
+    assert math.isnan(comm.broadcast_object(math.nan))
+    for got in comm.allgather_object(value_of(comm.rank)):
+        assert {type(item) for item in got["nothing"]} == {type(None), bool, tuple, list, dict, set}
+        assert type(got["buffer"]) is bytearray
+
+
+def send_tensors_in_objects() -> None:
+    comm = communicator()
+    base = torch.arange(6.0).view(2, 3) + comm.rank
+    sent = {
+        "transposed": base.t(),
+        "scalar": torch.tensor(comm.rank),
+        "empty": torch.empty(0, 3),
+        "half": base.to(torch.bfloat16),
+        "complex": torch.complex(base, base).conj(),
+        "bool": base > 2,
+        "float8": base.to(torch.float8_e4m3fn),
+        "with history": base.clone().requires_grad_() * 2,
+    }
+    for rank, got in enumerate(comm.allgather_object(sent)):
+        shift = rank - comm.rank
+        assert_same(got["transposed"], base.t() + shift, "a transposed tensor")
+        assert_same(got["scalar"], torch.tensor(rank), "a scalar")
+        assert got["empty"].shape == (0, 3)
+        assert got["half"].dtype is torch.bfloat16
+        assert_same(got["complex"], torch.complex(base + shift, base + shift).conj(), "a conjugated tensor")
+        assert_same(got["bool"], base + shift > 2, "a bool tensor")
+        assert_same(got["float8"], (base + shift).to(torch.float8_e4m3fn), "a float8 tensor")
+        assert not got["with history"].requires_grad
+        got["transposed"].add_(1)  # it is the receiver's own
+
+
+def send_unsafe_objects() -> None:
+    """The culprit's object has no encoding: everybody hears it, and the communicator goes on."""
+    comm = communicator()
+    size, rank = comm.size, comm.rank
+    for unsafe in (Fraction(1, 3), object, len, {"deep": [Fraction(1, 3)]}):
+        for call in object_calls(unsafe if rank == size - 1 else "harmless", root=size - 1):
+            error = caught(partial(call, comm)).error
+            assert isinstance(error, ConfigurationError), f"{error!r}"
+            assert "obj" in str(error), str(error)
+            assert comm.usable
+    if size == 1 or rank in (0, size - 1):
+        error = caught(lambda: comm.gather_object(Fraction(1, 3) if rank == size - 1 else "harmless")).error
+        assert "Fraction" in str(error), str(error)
+    else:
+        assert comm.gather_object("harmless") is None
+    error = caught(lambda: comm.allgather_object(Fraction(rank + 1, 3))).error
+    assert "Fraction" in str(error), str(error)
+    perform("allreduce", comm, Setting())
+
+
+def object_calls(mine: object, root: int) -> list[Callable[[Communicator], Any]]:
+    """The object collectives from which every rank gets something of the root."""
+    return [
+        lambda c: c.broadcast_object(mine, root),
+        lambda c: c.allgather_object(mine),
+        lambda c: c.scatter_object([mine] * c.size if c.rank == root else None, root),
+    ]
+
+
+def send_pickled_objects() -> None:
+    exchange_all(communicator(), lambda rank: Fraction(rank, 7), allow_pickle=True)
+
+
+def refuse_pickle() -> None:
+    comm = communicator()
+    if comm.rank == 0:
+        assert comm.broadcast_object(Fraction(1, 3), allow_pickle=True) == Fraction(1, 3)
+    else:
+        error = caught(comm.broadcast_object).error
+        assert isinstance(error, ConfigurationError), f"{error!r}"
+        assert "pickle" in str(error)
+    assert comm.usable
+    perform("allreduce", comm, Setting())
+
+
+def coalesce_nothing() -> None:
+    comm = communicator()
+    assert comm.allreduce_coalesced([]) is None
+    assert comm.broadcast_coalesced([]) is None
+    work = comm.allreduce_coalesced([], async_op=True)
+    assert work is not None
+    assert work.result() == []
+    perform("allreduce", comm, Setting())
+
+
+def count_calls() -> None:
+    comm = communicator()
+    assert comm.stats() == {}
+    tensor = torch.ones(10, device=home(comm))
+    for _ in range(3):
+        comm.allreduce(tensor)
+    work = comm.allreduce(tensor, async_op=True)
+    assert work is not None
+    assert comm.stats()["allreduce"].calls == 3, "a call counts when it is complete"
+    work.wait()
+    comm.broadcast(tensor[:5].double())
+    comm.barrier()
+    stats = comm.stats()
+    assert set(stats) == {"allreduce", "broadcast", "barrier"}
+    assert stats["allreduce"].calls == 4
+    assert stats["allreduce"].bytes == 4 * 40
+    assert stats["allreduce"].sent_bytes == 4 * (2 * 40 * (comm.size - 1) // comm.size)
+    assert stats["broadcast"].bytes == 40
+    assert stats["barrier"].bytes == 0
+    assert all(kind.seconds > 0 for kind in stats.values())
+
+
+def fill_history() -> None:
+    comm = communicator()
+    assert comm.history() == ()
+    for count in range(1, 40):
+        comm.allreduce(torch.ones(count, device=home(comm)))
+    history = comm.history()
+    assert 8 <= len(history) <= 64
+    assert "#39" in history[-1]
+    assert "39 x float32" in history[-1]
+    assert "sum" in history[-1]
+    numbers = [int(line.split()[0].lstrip("#")) for line in history]
+    assert numbers == list(range(40 - len(history), 40))
+
+
+def read_facts() -> None:
+    comm = communicator()
+    assert comm.ranks == tuple(range(comm.size))
+    assert comm.usable
+    assert comm.backend
+    assert comm.executor in ("caller", "thread", "stream")
+    assert comm.timeout_s == 20.0, "the pool's"
+    assert f"rank {comm.rank} of {comm.size}" in repr(comm)

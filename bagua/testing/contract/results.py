@@ -1,0 +1,281 @@
+"""Chapter 1: results. Every collective against plain tensors: dtypes, reductions, roots, layouts, aliases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+import bagua.comm
+from bagua.comm import ReduceOp
+from bagua.testing.contract.base import ContractBase
+from bagua.testing.contract.exercises import TENSOR_KINDS, Setting, communicator, home, perform
+from bagua.testing.ranks import RankPool
+from bagua.testing.reference import COPIED, FLOATS, LEGAL, assert_same, values
+
+__all__ = ["ResultsContract"]
+
+REDUCING = ("allreduce", "reduce", "reduce_scatter")
+COPYING = tuple(kind for kind in TENSOR_KINDS if kind not in REDUCING)
+ROOTED = ("reduce", "broadcast", "gather", "scatter", "broadcast_coalesced")
+#: Above every threshold at which a transport changes its algorithm, and no multiple of anything.
+LARGE = 300_007
+
+
+class ResultsContract(ContractBase):
+    """What comes out of a collective."""
+
+    def test_every_reduction_of_every_dtype(self, pool: RankPool) -> None:
+        self.on_every_size(pool, reduce_everything)
+
+    def test_every_dtype_is_carried(self, pool: RankPool) -> None:
+        self.on_every_size(pool, carry_everything)
+
+    def test_every_root(self, pool: RankPool) -> None:
+        self.on_every_size(pool, use_every_root)
+
+    def test_large_tensors(self, pool: RankPool) -> None:
+        self.on_every_size(pool, exercise_all, Setting(shape=(LARGE,)))
+
+    def test_scalars(self, pool: RankPool) -> None:
+        self.on_every_size(pool, exercise_all, Setting(shape=()))
+
+    def test_empty_tensors(self, pool: RankPool) -> None:
+        self.on_every_size(pool, exercise_all, Setting(shape=(0,)))
+
+    def test_every_layout(self, pool: RankPool) -> None:
+        self.on_every_size(pool, use_every_layout)
+
+    def test_tensors_that_require_gradients(self, pool: RankPool) -> None:
+        self.on_every_size(pool, use_tensors_with_history)
+
+    def test_inference_mode(self, pool: RankPool) -> None:
+        self.on_every_size(pool, exercise_in_inference_mode)
+
+    def test_output_and_input_may_overlap(self, pool: RankPool) -> None:
+        self.on_every_size(pool, overlap_output_and_input)
+
+    def test_shapes_may_differ_where_sizes_agree(self, pool: RankPool) -> None:
+        self.on_every_size(pool, use_other_shapes)
+
+    def test_results_are_bitwise_identical(self, pool: RankPool) -> None:
+        for size in self.sizes:
+            per_rank = pool.run(return_results, size=size)
+            for rank, results in enumerate(per_rank):
+                for mine, first in zip(results, per_rank[0], strict=True):
+                    assert_same(mine, first, f"rank {rank} of {size} against rank 0")
+
+    def test_sums_of_16_bit_floats_accumulate_in_float32(self, pool: RankPool) -> None:
+        self.need(self.adds_in_float32, "a foreign library adds")
+        pool.run(add_small_to_large, size=self.size)
+
+    def test_memory_of_the_communicator_is_ordinary_memory(self, pool: RankPool) -> None:
+        self.on_every_size(pool, reduce_own_memory)
+
+    def test_communicators_of_some_ranks(self, pool: RankPool) -> None:
+        pool.run(exercise_in_subgroups, size=self.size)
+
+
+def exercise_all(setting: Setting) -> None:
+    for kind in TENSOR_KINDS:
+        perform(kind, communicator(), setting)
+
+
+def reduce_everything() -> None:
+    comm = communicator()
+    for op, dtypes in LEGAL:
+        for dtype in dtypes:
+            for kind in REDUCING:
+                perform(kind, comm, Setting(shape=(7,), dtype=dtype, op=op, root=comm.size - 1))
+
+
+def carry_everything() -> None:
+    for dtype in COPIED:
+        for kind in COPYING:
+            perform(kind, communicator(), Setting(dtype=dtype))
+
+
+def use_every_root() -> None:
+    comm = communicator()
+    for root in range(comm.size):
+        for kind in ROOTED:
+            perform(kind, comm, Setting(root=root, seed=root + 1))
+
+
+# Layouts: each gives a tensor of the same values.
+
+
+def transposed(tensor: torch.Tensor) -> torch.Tensor:
+    backwards = list(range(tensor.dim()))[::-1]
+    return tensor.permute(backwards).contiguous().permute(backwards)
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    wide = torch.zeros((*tensor.shape, 2), dtype=tensor.dtype, device=tensor.device)
+    wide[..., 0] = tensor
+    return wide[..., 0]
+
+
+def with_offset(tensor: torch.Tensor) -> torch.Tensor:
+    wide = torch.zeros(tensor.numel() + 3, dtype=tensor.dtype, device=tensor.device)
+    wide[2:-1] = tensor.reshape(-1)
+    return wide[2:-1].view(tensor.shape)
+
+
+def conjugated(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.conj().resolve_conj().conj()
+
+
+def negated(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.complex(torch.zeros_like(tensor), -tensor).conj().imag
+
+
+def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.requires_grad_()
+
+
+def with_history(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.requires_grad_() * 1
+
+
+def use_every_layout() -> None:
+    comm = communicator()
+    for kind in TENSOR_KINDS:
+        for present in (transposed, with_offset, negated):
+            perform(kind, comm, Setting(present=present))
+        perform(kind, comm, Setting(dtype=torch.complex64, present=conjugated))
+        # A single element is "contiguous" whatever its stride; each dtype may take another path.
+        for shape in ((2, 3), (1,), ()):
+            for dtype in (torch.float32, torch.int16, torch.bool, torch.complex64):
+                exercise = perform(kind, comm, Setting(shape=shape, dtype=dtype, present=strided))
+                for tensor in exercise.touched:
+                    between = tensor._base[..., 1]  # type: ignore[index]  # noqa: SLF001
+                    assert not between.any(), f"{kind} wrote between the elements of its tensor"
+
+
+def use_tensors_with_history() -> None:
+    for present in (as_leaf, with_history):
+        for kind in TENSOR_KINDS:
+            exercise = perform(kind, communicator(), Setting(present=present))
+            for tensor in exercise.touched:
+                assert tensor.requires_grad, f"{kind} made a tensor forget that it requires gradients"
+
+
+def exercise_in_inference_mode() -> None:
+    with torch.inference_mode():
+        for kind in TENSOR_KINDS:
+            perform(kind, communicator(), Setting())
+            perform(kind, communicator(), Setting(present=strided))
+
+
+def overlap_output_and_input() -> None:
+    """Where the output lies upon the input, the result is what separate tensors give."""
+    comm = communicator()
+    size, rank, device = comm.size, comm.rank, home(comm)
+    own = [values((size, 4), torch.float32, 50 + other).to(device) for other in range(size)]
+
+    both = own[rank].clone()
+    comm.alltoall(both, both)
+    assert_same(both, torch.stack([sent[rank] for sent in own]), "alltoall onto its input")
+
+    both = own[rank].clone()
+    comm.reduce_scatter(both[0], both)
+    assert_same(both[0], sum(own[1:], own[0])[rank], "reduce_scatter into its input", rounding_steps=size)
+    assert_same(both[1:], own[rank][1:], "reduce_scatter beside its output")
+
+    both = own[rank].clone()
+    comm.allgather(both, both[size - 1])
+    assert_same(both, torch.stack([sent[-1] for sent in own]), "allgather from its output")
+
+    both = own[rank].clone()
+    comm.gather(both if rank == 0 else None, both[1 % size])
+    if rank == 0:
+        assert_same(both, torch.stack([sent[1 % size] for sent in own]), "gather from its output")
+
+    both = own[rank].clone()
+    comm.scatter(both[0], both if rank == 0 else None)
+    assert_same(both[0], own[0][rank], "scatter into its input")
+
+    line = values((9,), torch.float32, 70 + rank).to(device)
+    expected = values((9,), torch.float32, 70 + (rank - 1) % size)[:6]
+    comm.sendrecv(line[3:], line[:6], (rank - 1) % size, (rank + 1) % size)
+    assert_same(line[3:], expected, "sendrecv onto its input")
+
+
+def use_other_shapes() -> None:
+    """Only the number of elements counts."""
+    comm = communicator()
+    device = home(comm)
+    tensor = torch.full((6,) if comm.rank % 2 else (2, 3), 1.0, device=device)
+    comm.allreduce(tensor)
+    assert tensor.tolist() == ([float(comm.size)] * 6 if comm.rank % 2 else [[float(comm.size)] * 3] * 2)
+    output = torch.zeros(comm.size * 6, device=device)
+    comm.allgather(output, tensor)
+    assert output.tolist() == [float(comm.size)] * 6 * comm.size
+
+
+def return_results() -> list[torch.Tensor]:
+    """Everything that must be the same bits on all ranks, on numbers where order and rounding matter."""
+    comm = communicator()
+    results: list[torch.Tensor] = []
+    for shape in ((5,), (1023,), (LARGE,)):
+        for dtype in FLOATS:
+            for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT):
+                results += perform("allreduce", comm, Setting(shape=shape, dtype=dtype, op=op)).results
+        for kind in ("broadcast", "allgather", "allreduce_coalesced", "broadcast_coalesced"):
+            results += perform(kind, comm, Setting(shape=shape)).results
+    return [result.cpu() if result.numel() < LARGE else _digest(result) for result in results]
+
+
+def _digest(tensor: torch.Tensor) -> torch.Tensor:
+    """A few numbers in place of many: two different tensors hardly share them."""
+    raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).to(torch.int64)
+    places = torch.arange(1, raw.numel() + 1)
+    return torch.stack([raw.sum(), (raw * places).sum(), (raw * (places % 65_521) * places).sum()])
+
+
+def add_small_to_large() -> None:
+    """256 and the spacing of numbers there: each 1 alone is lost in bfloat16, all of them together are not."""
+    comm = communicator()
+    for shape in ((3,), (LARGE,)):
+        for kind in REDUCING:
+            tensor = torch.full((comm.size, *shape), 256.0 if comm.rank == 0 else 1.0, dtype=torch.bfloat16)
+            tensor = tensor.to(home(comm))
+            result = tensor
+            if kind == "allreduce":
+                comm.allreduce(tensor)
+            elif kind == "reduce":
+                comm.reduce(tensor, 0)
+                result = tensor if comm.rank == 0 else tensor[:0]
+            else:
+                result = tensor[0].clone()
+                comm.reduce_scatter(result, tensor)
+            expected = torch.tensor(256.0 + comm.size - 1).to(torch.bfloat16).item()
+            assert bool((result == expected).all()), f"{kind}: {result.flatten()[:3]} instead of {expected}"
+
+
+def reduce_own_memory() -> None:
+    comm = communicator()
+    for numel in (0, 5, LARGE):
+        tensor = comm.empty(numel, dtype=torch.float32, device=home(comm))
+        assert tensor.shape == (numel,)
+        for _ in range(2):
+            tensor.fill_(comm.rank + 1.0)
+            comm.allreduce(tensor)
+            assert bool((tensor == comm.size * (comm.size + 1) / 2).all())
+        part = tensor[: numel // 2]
+        comm.broadcast(part, comm.size - 1)
+
+
+def exercise_in_subgroups() -> None:
+    """Ranks in a call are ranks inside the communicator; ranks outside need not know."""
+    size = communicator().size
+    members = ([*range(size)], [size - 1], [*range(size // 2, size)], [*range(0, size, 2)])
+    groups = [bagua.comm.new_group(some) for some in members]
+    for number, group in enumerate(groups):
+        if group is None:
+            continue
+        comm = group.global_communicator
+        for kind in TENSOR_KINDS:
+            perform(kind, comm, replace(Setting(seed=number + 1), root=comm.size - 1))
+    perform("allreduce", communicator(), Setting())

@@ -1,0 +1,60 @@
+"""The transports of this project against the contract that all transports share."""
+
+import pytest
+import torch
+
+from bagua.testing import ProcessRanks, ThreadRanks
+from bagua.testing.transport_contract import TransportContract
+
+
+@pytest.mark.threads
+class TestThreads(TransportContract):
+    sizes = (2, 3, 5)
+
+    @pytest.fixture
+    def pool(self):
+        return ThreadRanks(5)
+
+
+@pytest.mark.solo
+class TestSolo(TransportContract):
+    sizes = (1,)
+    can_lose_ranks = False
+
+    @pytest.fixture
+    def pool(self):
+        return ProcessRanks(1, backend="solo")
+
+
+@pytest.mark.gloo
+class TestGloo(TransportContract):
+    compares_calls = False
+    adds_in_float32 = False
+
+    @pytest.fixture
+    def pool(self):
+        return ProcessRanks(3, backend="gloo")
+
+
+@pytest.mark.gloo
+class TestGlooWithDebugChecks(TransportContract):
+    adds_in_float32 = False
+
+    @pytest.fixture
+    def pool(self):
+        return ProcessRanks(3, backend="gloo", environment={"BAGUA_DEBUG": "1"})
+
+
+@pytest.mark.nccl
+class TestNccl(TransportContract):
+    sizes = (2,)
+    compares_calls = False
+    adds_in_float32 = False
+    keeps_apart = False
+    blocks_host = False
+
+    @pytest.fixture
+    def pool(self):
+        if torch.cuda.device_count() < 2:
+            pytest.skip("two ranks on NCCL need two CUDA devices")
+        return ProcessRanks(2, backend="nccl")
