@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bagua import env
 from bagua.comm.c10d import C10dTransport, c10d_refusal
+from bagua.comm.checked import CheckedTransport, check_membership
 from bagua.comm.solo import SoloTransport
 from bagua.comm.threads import ThreadsTransport
 from bagua.comm.transport import Membership, Transport
@@ -22,7 +24,10 @@ def create_transport(backend: str, membership: Membership) -> Transport:
         return SoloTransport(membership)
     if backend == "threads":
         return ThreadsTransport(membership)
-    return C10dTransport(backend, membership)
+    transport = C10dTransport(backend, membership)
+    if env.debug_checks():
+        return CheckedTransport(transport, C10dTransport("gloo", check_membership(membership)))
+    return transport
 
 
 def refusal(backend: str) -> Exception | None:

@@ -197,13 +197,13 @@ class C10dTransport(Transport):
         reason = f"rank {self.rank} gave up after {elapsed_s:.1f} s"
         if not self._break(Cause(self.rank, "timed out", reason), announce=True):
             return self._already()
-        return timeout_error(self._reports.attend(), elapsed_s, timeout_s)
+        return timeout_error(self._reports.attend(), self.membership, elapsed_s, timeout_s)
 
     def failed(self, error: BaseException, elapsed_s: float, timeout_s: float) -> CommunicationError:
         """End the communicator because a call failed; the error to raise."""
         if not self._break(Cause(self.rank, "failed", str(error)), announce=False):
             return self._already()
-        return lost_error(self._reports.attend(), self.membership, elapsed_s, timeout_s)
+        return lost_error(error, self._reports.attend(), self.membership, elapsed_s, timeout_s)
 
     def record(self, error: CommunicationError) -> None:
         """Keep ``error``, found by the monitor, for whoever calls next."""

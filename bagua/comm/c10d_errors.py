@@ -21,13 +21,19 @@ def closed_error(cause: Cause) -> CommunicatorClosedError:
     return CommunicatorClosedError(f"this rank's side of the communicator {cause.kind}: {cause.reason}")
 
 
-def timeout_error(attendance: Attendance, elapsed_s: float, timeout_s: float) -> CollectiveTimeoutError:
+def timeout_error(
+    attendance: Attendance, membership: Membership, elapsed_s: float, timeout_s: float
+) -> CollectiveTimeoutError:
     """A deadline passed."""
-    silent = ", ".join(map(str, attendance.missing))
-    who = f"; rank {silent} did not answer" if silent else ""
+    problem, peers = "not complete before its deadline", attendance.missing
+    if not attendance.answered:
+        about_store, peers = _without_store(membership)
+        problem = f"{problem}, {about_store}"
+    elif peers:
+        problem = f"{problem}; rank {_listed(peers)} did not answer"
     return CollectiveTimeoutError(
-        f"not complete before its deadline{who}",
-        peers=attendance.missing,
+        problem,
+        peers=peers,
         elapsed_s=elapsed_s,
         timeout_s=timeout_s,
         advice="Find out what the silent ranks are doing. Pass timeout= if they may take this long.",
@@ -35,29 +41,34 @@ def timeout_error(attendance: Attendance, elapsed_s: float, timeout_s: float) ->
 
 
 def lost_error(
-    attendance: Attendance, membership: Membership, elapsed_s: float, timeout_s: float
+    error: BaseException, attendance: Attendance, membership: Membership, elapsed_s: float, timeout_s: float
 ) -> CommunicationError:
-    """A connection closed, or a call failed on the way."""
+    """A connection closed, or a call failed on the way with ``error``."""
     cause = attendance.cause
     if cause is not None and cause.kind == "timed out" and elapsed_s >= timeout_s / 2:
         # This rank waited as well; the other one's clock was only a little ahead.
-        return timeout_error(attendance, elapsed_s, timeout_s)
+        return timeout_error(attendance, membership, elapsed_s, timeout_s)
     if cause is not None:
         problem, peers = f"rank {cause.rank} ended the communicator ({cause.kind}): {cause.reason}", (cause.rank,)
     elif not attendance.answered:
-        problem, peers = _without_store(membership)
+        about_store, peers = _without_store(membership)
+        problem = f"a connection was lost, {about_store}"
     elif attendance.missing:
         peers = attendance.missing
-        names = ", ".join(map(str, peers))
-        problem = f"a connection was lost, and rank {names} did not answer: dead, stopped, or gone"
+        problem = f"a connection was lost, and rank {_listed(peers)} did not answer: dead, stopped, or gone"
     else:
-        problem, peers = "a connection was lost, though all ranks are alive", ()
+        what = str(error).partition("\n")[0]
+        problem, peers = f"the call failed, though all ranks are alive: {what}", ()
     return PeerLostError(problem, peers=peers, elapsed_s=elapsed_s, timeout_s=timeout_s, advice=_RESTART)
 
 
+def _listed(ranks: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ranks))
+
+
 def _without_store(membership: Membership) -> tuple[str, tuple[int, ...]]:
-    problem = "a connection was lost, and the store does not answer either"
+    """What a silent store says, and the rank that hosts it if this is one of the members."""
     if 0 in membership.ranks and membership.ranks.index(0) != membership.rank:
         host = membership.ranks.index(0)
-        return f"{problem}: its host, which is rank {host} unless a launcher keeps it, is probably dead", (host,)
-    return f"{problem}: its host is probably dead", ()
+        return f"and the store is silent: rank {host}, its host unless a launcher is, seems dead or stopped", (host,)
+    return "and the store is silent: its host seems dead or stopped", ()

@@ -63,7 +63,11 @@ class BackendGroup(ABC):
 
 
 class GlooGroup(BackendGroup):
-    """Gloo: CPU tensors over TCP. It neither propagates failures nor aborts."""
+    """Gloo: CPU tensors over TCP. It neither propagates failures nor aborts.
+
+    Its reduce-scatter is an allreduce whose work does not know when it is complete,
+    and which kills the process if the output is 0-dimensional; so it is not used.
+    """
 
     abilities = Abilities(
         copies=frozenset({*_FLOATS, *_INTEGERS, torch.bool}),
@@ -104,6 +108,7 @@ class NcclGroup(BackendGroup):
     abilities = Abilities(
         copies=frozenset({*_FLOATS, *_INTEGERS, torch.bool}),
         reductions=_pairs(_ARITHMETIC, _FLOATS + _INTEGERS) | _pairs(("avg",), _FLOATS),
+        reduce_scatters=True,
         grouped_messages=True,
     )
     device_types = frozenset({"cuda"})

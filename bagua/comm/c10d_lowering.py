@@ -54,11 +54,13 @@ class Abilities:
     Attributes:
         copies: dtypes that it moves.
         reductions: pairs of reduction and dtype that it reduces, with equal bits on all ranks.
+        reduce_scatters: it has a reduce-scatter of its own, for the same pairs, that can be polled.
         grouped_messages: several messages must be started as one group (NCCL).
     """
 
     copies: frozenset[torch.dtype]
     reductions: frozenset[tuple[str, torch.dtype]]
+    reduce_scatters: bool = False
     grouped_messages: bool = False
 
 
@@ -115,7 +117,7 @@ class Lowering:
             return works, lambda: target.copy_(wide)
         parts = target.new_empty((self._size, target.numel()))
         works, _ = self.allgather(call, target, parts, timeout_s)
-        flat = target.view(-1)
+        flat = _flat(target)
         return works, lambda: fold(list(parts.unbind()), reduction, flat)
 
     def reduce(self, call: Call, _: torch.Tensor | None, target: torch.Tensor, timeout_s: float) -> Started:
@@ -131,7 +133,7 @@ class Lowering:
         return works, (lambda: target.div_(self._size)) if divide else None
 
     def _reduce_otherwise(self, call: Call, target: torch.Tensor, timeout_s: float) -> Started:
-        flat = target.view(-1)
+        flat = _flat(target)
         at_root = call.root == self._rank
         parts = target.new_empty((self._size, target.numel())) if at_root else None
         works, _ = self.gather(call, flat, parts, timeout_s)
@@ -141,20 +143,16 @@ class Lowering:
 
     def reduce_scatter(self, call: Call, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Started:
         """Reduce, and keep this rank's share."""
-        reduction, dtype = call.reduction, target.dtype
-        # Flat: Gloo crashes the process on a 0-dim output.
-        flat, shares = target.view(-1), source.view(-1)
-        if (reduction, dtype) in self._reductions:
-            options = self._reducing("reduce_scatter", dist.ReduceScatterOptions, reduction, timeout_s)
-            return (self._reduce_scatter(flat, shares, options),), None
-        if dtype.is_complex and reduction in ("sum", "avg"):
-            reals, real_shares = torch.view_as_real(flat), torch.view_as_real(shares)
-            return self.reduce_scatter(call, real_shares, reals, timeout_s)
-        if dtype is torch.int16 and (reduction, torch.int32) in self._reductions:
-            wide = flat.new_empty(flat.shape, dtype=torch.int32)
-            works, _ = self.reduce_scatter(call, shares.to(torch.int32), wide, timeout_s)
-            return works, lambda: flat.copy_(wide)
-        parts = source.new_empty((self._size, target.numel()))
+        reduction = call.reduction
+        flat, shares = _flat(target), _flat(source)
+        if self._abilities.reduce_scatters:
+            if (reduction, flat.dtype) in self._reductions:
+                options = self._reducing("reduce_scatter", dist.ReduceScatterOptions, reduction, timeout_s)
+                return (self._reduce_scatter(flat, shares, options),), None
+            if flat.dtype.is_complex and reduction in ("sum", "avg"):
+                reals, real_shares = torch.view_as_real(flat), torch.view_as_real(shares)
+                return self.reduce_scatter(call, real_shares, reals, timeout_s)
+        parts = shares.new_empty((self._size, flat.numel()))
         works, _ = self.alltoall(call, shares, parts, timeout_s)
         return works, lambda: fold(list(parts.unbind()), reduction, flat)
 
@@ -214,7 +212,7 @@ class Lowering:
     def sendrecv(self, call: Call, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Started:
         """Send to ``call.root`` and receive from ``call.source`` at the same time."""
         if call.root == self._rank:
-            target.view(-1).copy_(source.view(-1))
+            _flat(target).copy_(_flat(source))
             return (), None
         outgoing, incoming = self._movable(source), self._movable(target)
         if self._abilities.grouped_messages:
@@ -234,7 +232,7 @@ class Lowering:
 
     def _movable(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, flat, in a dtype that the backend moves."""
-        return tensor.view(-1) if tensor.dtype in self._copies else _bytes(tensor)
+        return _flat(tensor) if tensor.dtype in self._copies else _bytes(tensor)
 
     def _rows(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         return list(self._movable(tensor).view(self._size, -1).unbind())
@@ -265,8 +263,14 @@ class Lowering:
         self._options[key] = options
 
 
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """One dimension with stride 1; a single element may claim any other stride."""
+    flat = tensor.view(-1)
+    return flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))
+
+
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
+    return _flat(tensor).view(torch.uint8)
 
 
 def _method(group: Any, *names: str) -> Any:

@@ -20,9 +20,9 @@ from torch.distributed import Store
 __all__ = ["ATTENDANCE_S", "Attendance", "Cause", "Reports", "bounded", "meet"]
 
 #: How long a survivor has to report before it counts as lost.
-ATTENDANCE_S = 1.0
+ATTENDANCE_S = 0.6
 #: How long one conversation with the store may take on top of that.
-_STORE_S = 0.5
+_STORE_S = 0.3
 _POLL_S = 0.01
 _MEETING_POLL_S = 0.05
 _CAUSE = "cause"
@@ -71,18 +71,21 @@ class Reports:
         self._store = store
         self._rank = rank
         self._size = size
+        self._answers = True
 
     def leave(self, cause: Cause) -> None:
         """Leave ``cause`` for the others, unless another rank was first, and report."""
-        bounded(lambda: self._leave(cause), _STORE_S)
+        self._answers = bounded(lambda: self._leave(cause), _STORE_S) is not None
 
-    def _leave(self, cause: Cause) -> None:
+    def _leave(self, cause: Cause) -> bool:
         self._store.set(self._key(self._rank), "here")
         self._store.compare_set(_CAUSE, "", json.dumps(cause))
+        return True
 
     def attend(self) -> Attendance:
         """Report, wait until everyone has, but not for long, and say who is missing and why."""
-        found = bounded(self._attend, ATTENDANCE_S + _STORE_S)
+        # A store that did not take the cause will not tell more.
+        found = bounded(self._attend, ATTENDANCE_S + _STORE_S) if self._answers else None
         return Attendance(answered=False) if found is None else found
 
     def _attend(self) -> Attendance:
