@@ -126,6 +126,7 @@ class Bucket:
         gradient_views: the part of each parameter in it, with the parameter's strides.
         weights: flat memory of the weights, with ``fusion``; else None.
         state: what the algorithm remembers of this bucket; see ``AlgorithmImpl.init_state``.
+        buffers: communication buffers made so far, by name.
 
     Example:
         >>> from bagua.comm import solo_group
@@ -161,7 +162,7 @@ class Bucket:
         self.gradient_views: list[torch.Tensor] = []
         self.weights: torch.Tensor | None = None
         self.state: dict[str, torch.Tensor] = {}
-        self._buffers: dict[str, torch.Tensor] = {}
+        self.buffers: dict[str, torch.Tensor] = {}
 
     def _place(self) -> tuple[tuple[int, ...], int]:
         unit = TENSOR_ALIGNMENT_BYTES // math.gcd(TENSOR_ALIGNMENT_BYTES, self.dtype.itemsize)
@@ -194,9 +195,9 @@ class Bucket:
         Args:
             name: one buffer exists for each name; it keeps its contents between steps.
         """
-        if name not in self._buffers:
-            self._buffers[name] = self.empty()
-        return self._buffers[name]
+        if name not in self.buffers:
+            self.buffers[name] = self.empty()
+        return self.buffers[name]
 
     def allocate_gradients(self) -> torch.Tensor:
         """Make the flat memory of the gradients; the gradients themselves are moved in as they arrive."""

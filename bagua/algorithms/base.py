@@ -84,11 +84,15 @@ class AlgorithmImpl(ABC):
         lag: steps between an exchange and its ``apply``: 0 or 1. With 1, the exchange goes
             on while the next step's gradients arrive, so ``fill`` must copy what it
             sends to ``bucket.buffer()``.
+        loss_scale: what the loss was multiplied by in this step; 1.0 without a
+            ``GradScaler``. Set by the engine. State made of gradients is kept in unscaled
+            units.
     """
 
     traits: ClassVar[Traits]
     declaration: ClassVar[type[Algorithm]]
     lag: int = 0
+    loss_scale: float = 1.0
 
     def __init_subclass__(cls, declaration: type[Algorithm] | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

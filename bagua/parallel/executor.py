@@ -11,14 +11,15 @@ import torch
 from bagua.comm import ProcessGroup, Work
 from bagua.comm.background import BackgroundThread
 
-__all__ = ["Executor", "create_executor"]
+__all__ = ["Executor", "create_executor", "nothing"]
 
 Exchange = Callable[[], Work | None]
 Wait = Callable[[], object]
 
 
-def _nothing() -> None:
-    return None
+def nothing() -> None:
+    """Wait for something that is over."""
+    return
 
 
 class Executor(ABC):
@@ -39,7 +40,7 @@ class CallerExecutor(Executor):
     def run(self, exchange: Exchange) -> Wait:
         """Run ``exchange`` here and now."""
         work = exchange()
-        return _nothing if work is None else work.wait
+        return nothing if work is None else work.wait
 
 
 class ThreadExecutor(Executor):

@@ -58,7 +58,7 @@ class BackwardHooks:
             return
         if reducer.group.size > 1:
             self._handles += [
-                parameter.register_post_accumulate_grad_hook(self._gradient_ready)
+                parameter.register_post_accumulate_grad_hook(self._gradient_ready)  # type: ignore[no-untyped-call]
                 for parameter in reducer.registration.parameters
             ]
         if reducer.algorithm.traits.after_optimizer:
@@ -88,10 +88,19 @@ class BackwardHooks:
 
         Args:
             training: whether the module is in training mode.
+
+        Raises:
+            CommunicationError: the module has changed, but not in the same way on all ranks.
         """
-        if self.reducer.idle or not training or not torch.is_grad_enabled():
+        reducer = self.reducer
+        if reducer.idle or not training or not torch.is_grad_enabled():
             return
-        self.reducer.after_optimizers()
+        reducer.after_optimizers()
+        difference = reducer.registration.difference()
+        if difference is not None:
+            self.remove_hooks()
+            reducer.rebuild(difference)
+            self.create_hooks()
 
     def after_forward(self, output: Any) -> None:
         """A forward pass has returned ``output``: its backward pass will be noticed there."""
@@ -104,7 +113,7 @@ class BackwardHooks:
 
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
-                tensor.register_hook(entered)
+                tensor.register_hook(entered)  # type: ignore[no-untyped-call]
 
     # Backward.
 
@@ -125,7 +134,7 @@ class BackwardHooks:
                 advice="Use torch.autograd.grad(create_graph=True) for the inner derivative.",
             )
         current = _Pass(self._complete)
-        torch.autograd.Variable._execution_engine.queue_callback(current)
+        torch.autograd.Variable._execution_engine.queue_callback(current)  # noqa: SLF001 - torch's own DDP uses it
         self._pass = weakref.ref(current, self._died)
         self._synchronizing = synchronize
         if synchronize:
@@ -140,38 +149,67 @@ class BackwardHooks:
         if self._pass is None:
             self._begin(self._armed)
         if self._synchronizing:
-            self._mark(parameter)
+            try:
+                self._mark(parameter)
+            except BaseException as error:
+                self._break(error)
+                raise
 
     def _complete(self, ended: _Pass) -> None:
         if self._pass is None or self._pass() is not ended:
             return
         self._pass = None
         synchronizing, self._synchronizing = self._synchronizing, False
-        if synchronizing:
+        if not synchronizing or not self.reducer.registration.parameters:
+            return
+        if not self.reducer.initialized and not self._form_buckets():
+            return
+        try:
             self._complete_step()
+        except BaseException as error:
+            self._break(error)
+            raise
+
+    def _form_buckets(self) -> bool:
+        """After the first backward pass: form buckets, and take the gradients that arrived in it."""
+        reducer = self.reducer
+        arrived = self._with_gradients() if reducer.group.size == 1 else reducer.arrival
+        if not arrived and not reducer.find_unused_parameters:
+            return False
+        reducer.arrival = arrived
+        reducer.initialize_buckets()
+        reducer.begin_step()
+        if reducer.group.size > 1:
+            for parameter in arrived:
+                reducer.mark_tensor_ready(parameter)
+        return True
 
     def _complete_step(self) -> None:
         reducer = self.reducer
-        if not reducer.initialized:
-            arrived = list(reducer._arrival)
-            if not arrived:
-                return
-            reducer.initialize_buckets()
-            reducer.begin_step()
-            for parameter in arrived:
+        if reducer.group.size == 1:  # There are no hooks on parameters.
+            for parameter in self._with_gradients():
                 reducer.mark_tensor_ready(parameter)
         reducer.mark_on_complete()
         self._waiting_for = {id(optimizer) for optimizer in reducer.optimizers}
 
+    def _with_gradients(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self.reducer.registration.parameters if parameter.grad is not None]
+
     def _died(self, _: weakref.ref[_Pass]) -> None:
-        """The backward pass ended with an error somewhere: do not leave peers waiting for the rest of it."""
+        """Autograd gave the backward pass up, because of an error in it."""
         if self._pass is None:
             return
         self._pass = None
         self._synchronizing = False
         self.reducer.forget_arrivals()
-        if self.reducer.partially_exchanged:
-            self.reducer.group.abort(f"rank {self.reducer.group.rank} left a backward pass half-way")
+        if self.reducer.exchanging:
+            self._break("left a backward pass half-way")
+
+    def _break(self, reason: BaseException | str) -> None:
+        """Peers wait for exchanges of this step that will never start here: tell them."""
+        group = self.reducer.group
+        problem = reason if isinstance(reason, str) else getattr(reason, "problem", None) or repr(reason)
+        group.abort(f"rank {group.rank}: {problem}")
 
     # Optimizers.
 

@@ -40,7 +40,7 @@ class DistributedModule(torch.nn.Module):
         super().__init__()
         self.module = module
         # For the case that this wrapper is a submodule of a module whose load_state_dict is called.
-        self.register_load_state_dict_pre_hook(_insert_prefix)
+        self.register_load_state_dict_pre_hook(_insert_prefix)  # type: ignore[no-untyped-call]
 
     def unwrap(self) -> torch.nn.Module:
         """The inner module."""
@@ -65,7 +65,7 @@ class DistributedModule(torch.nn.Module):
         return _itself, (self.module,)
 
 
-def _insert_prefix(wrapper: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def _insert_prefix(_wrapper: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     inner = prefix + "module."
     for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(inner)]:
         state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)
@@ -143,6 +143,27 @@ class OverlappingWrapper(DistributedModule):
         """Attach to the parameters and the optimizers. Done by the constructor; idempotent."""
         self._engine.remove_hooks()
         self._engine.create_hooks()
+
+    def reset_reducer(
+        self,
+        hierarchical_reduce: bool | None = None,
+        buckets: Sequence[Sequence[torch.Tensor | str]] | None = None,
+        *,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        """Go on with other settings. Collective; see ``Reducer.reset``.
+
+        Args:
+            hierarchical_reduce: None leaves it as it is.
+            buckets: lists of parameters or names; None forms buckets in the next backward pass.
+            bucket_bytes: None leaves it as it is.
+        """
+        self.reducer.reset(hierarchical_reduce, buckets, bucket_bytes)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state of the inner module, after everything that is owed to it was exchanged."""
+        self.reducer.after_optimizers()
+        return super().state_dict(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes of forwards in this block only accumulate gradients."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Sequence
 from enum import Enum
 from typing import Any
@@ -9,16 +10,20 @@ from typing import Any
 import torch
 
 from bagua.algorithms import Algorithm, DistributedAlgorithm, GradientAllReduceAlgorithm, as_algorithm
-from bagua.buckets import Bucket, check_align_bytes, form_buckets
+from bagua.buckets import Bucket, check_align_bytes
 from bagua.comm import ProcessGroup, ReduceOp, get_default_group
+from bagua.comm.rendezvous import exchange
 from bagua.errors import ConfigurationError
 from bagua.parallel.agreement import compare
+from bagua.parallel.layout import agreed_order, cut, name_of, positions_of, unused
 from bagua.parallel.registration import Registration
+from bagua.parallel.saving import Remembered, collect, restore
 from bagua.parallel.scheduler import Scheduler, twice
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "BucketType", "Reducer"]
 
 DEFAULT_BUCKET_BYTES = 10_000_000
+_UNLIMITED = 2**63
 
 
 class BucketType(Enum):
@@ -27,23 +32,6 @@ class BucketType(Enum):
     Gradient = 0
     Weight = 1
     Param = 2
-
-
-def _chosen(
-    algorithm: Algorithm | DistributedAlgorithm | str | None,
-    bucket_type: BucketType,
-    hierarchical_reduce: bool,
-    decentralize_reduce: bool,
-    chunking: bool,
-) -> Algorithm:
-    """The algorithm, by name or by the flags of the documented constructor."""
-    if algorithm is not None:
-        return as_algorithm(algorithm)
-    if decentralize_reduce or bucket_type is BucketType.Weight:
-        return Algorithm.init(DistributedAlgorithm.Decentralize, hierarchical=hierarchical_reduce)
-    if chunking:
-        return Algorithm.init(DistributedAlgorithm.ScatterGatherAllReduce, hierarchical=hierarchical_reduce)
-    return GradientAllReduceAlgorithm(hierarchical=hierarchical_reduce)
 
 
 class Reducer:
@@ -61,7 +49,8 @@ class Reducer:
         bucket_type: gradients, or weights, which chooses a decentralized algorithm.
         hierarchical_reduce: inside each host first, then between hosts.
         align_bytes: buckets are padded to a multiple of this power of two.
-        chunking: pad buckets so that they split evenly over the ranks.
+        chunking: choose a scatter-gather algorithm, and pad buckets so that they split
+            evenly over the ranks.
         fusion: gradients and weights of a bucket live in flat memory. Otherwise gradients
             are copied into it and back.
         decentralize_reduce: choose a decentralized algorithm.
@@ -74,6 +63,7 @@ class Reducer:
         delay_reduce: start no exchange before the end of backward.
         grad_scaler: the ``GradScaler`` of the training loop, for algorithms that must know
             by how much gradients are scaled.
+        unknown: refused.
 
     Attributes:
         group: private to this reducer.
@@ -85,6 +75,7 @@ class Reducer:
         CollectiveMismatchError: the models or options of the ranks differ.
         InvalidTensorError: a parameter that cannot be put into a bucket.
         ConfigurationError: an argument that cannot be used.
+        TypeError: an argument that does not exist.
 
     Example:
         >>> from bagua.comm import solo_group
@@ -106,7 +97,7 @@ class Reducer:
         chunking: bool,
         fusion: bool,
         decentralize_reduce: bool = False,
-        buckets: Sequence[Sequence[torch.Tensor | str]] = [],  # noqa: B006 - documented; never changed
+        buckets: Sequence[Sequence[torch.Tensor | str]] = [],  # the documented default; never changed
         *,
         process_group: ProcessGroup | None = None,
         algorithm: Algorithm | DistributedAlgorithm | str | None = None,
@@ -114,7 +105,9 @@ class Reducer:
         find_unused_parameters: bool = False,
         delay_reduce: bool = False,
         grad_scaler: torch.amp.GradScaler | None = None,
+        **unknown: Any,
     ) -> None:
+        _refuse_unknown(unknown)
         self.module = module
         self.optimizers = list(optimizers)
         self.declaration = _chosen(algorithm, bucket_type, hierarchical_reduce, decentralize_reduce, chunking)
@@ -132,39 +125,47 @@ class Reducer:
         self.group = user_group.duplicate("model")
         self.step = 0
         self.buckets: list[Bucket] = []
+        self.arrival: list[torch.nn.Parameter] = []
+        self._arrived: set[int] = set()
         self._scheduler: Scheduler | None = None
         self._phase: Hashable = None
-        self._arrival: list[torch.nn.Parameter] = []
-        self._arrived: set[int] = set()
+        self._remembered: Remembered | None = None
+        self._rebuilt = 0
         try:
-            compare(self._facts(), self.group.global_communicator, "models")
-            if self._wanted:
-                self._form([self._members(bucket) for bucket in self._wanted])
+            self._agree()
         except BaseException:
             self.group.close()
             raise
 
+    def _agree(self) -> None:
+        """Make sure that all ranks mean the same, and form the buckets that the user wants."""
+        compare(self._facts(), self.group.global_communicator, "models")
+        if self._wanted:
+            self._form(positions_of(self.registration, self._wanted))
+
     def _facts(self) -> list[str]:
+        wanted = [[name_of(self.registration, member) for member in bucket] for bucket in self._wanted]
+        options = {
+            "bucket_bytes": self._bucket_bytes,
+            "align_bytes": self._align_bytes,
+            "chunking": self._chunking,
+            "fusion": self._fusion,
+            "find_unused_parameters": self._find_unused,
+            "delay_reduce": self._delay,
+            "buckets": wanted,
+        }
         return [
             f"algorithm {self.declaration!r}",
-            f"bucket_bytes={self._bucket_bytes}, align_bytes={self._align_bytes}, chunking={self._chunking}, "
-            f"fusion={self._fusion}, find_unused_parameters={self._find_unused}, delay_reduce={self._delay}",
-            f"buckets {[[self._as_name(member) for member in bucket] for bucket in self._wanted]}",
+            *(f"{name}={value}" for name, value in options.items()),
             *self.registration.facts,
         ]
-
-    def _as_name(self, member: torch.Tensor | str) -> str:
-        if isinstance(member, str):
-            return member
-        names = zip(self.registration.names, self.registration.parameters, strict=True)
-        return next((name for name, parameter in names if parameter is member), "a tensor that is no parameter")
 
     # What a caller may ask.
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do, as on a group of one rank."""
-        return not self.registration.parameters or (self.group.size == 1 and not self.algorithm.traits.active_alone)
+        return self.group.size == 1 and not self.algorithm.traits.active_alone
 
     @property
     def initialized(self) -> bool:
@@ -172,7 +173,12 @@ class Reducer:
         return self._scheduler is not None
 
     @property
-    def partially_exchanged(self) -> bool:
+    def find_unused_parameters(self) -> bool:
+        """Whether a parameter without a gradient counts as zero."""
+        return self._find_unused
+
+    @property
+    def exchanging(self) -> bool:
         """Whether the backward pass under way has started exchanges already."""
         return self._scheduler is not None and self._scheduler.launched > 0
 
@@ -190,7 +196,7 @@ class Reducer:
         if slot.view is not None:
             return slot.view
         bucket = slot.lane.bucket
-        return bucket.views(bucket.buffer())[bucket.parameters.index(param)]
+        return bucket.views(bucket.buffer())[bucket.names.index(slot.name)]
 
     # The first backward pass.
 
@@ -201,13 +207,13 @@ class Reducer:
             ConfigurationError: it was there before in the same backward pass.
         """
         if id(param) in self._arrived:
-            raise twice(self._as_name(param))
+            raise twice(name_of(self.registration, param))
         self._arrived.add(id(param))
-        self._arrival.append(param)
+        self.arrival.append(param)
 
     def forget_arrivals(self) -> None:
-        """The backward pass that ``add_param`` was told about did not end."""
-        self._arrival = []
+        """The backward pass that ``add_param`` was told about is over."""
+        self.arrival = []
         self._arrived = set()
 
     def initialize_buckets(self) -> list[list[torch.Tensor]]:
@@ -220,74 +226,26 @@ class Reducer:
             ConfigurationError: on all ranks, if some rank lacks gradients and
                 ``find_unused_parameters`` is off.
         """
-        members = form_buckets(
-            self._agreed_order(),
-            key=lambda position: (self._parameter(position).dtype, self._parameter(position).device),
-            nbytes=lambda position: self._parameter(position).nbytes,
-            bucket_bytes=self._bytes_per_bucket(),
-        )
-        self._form(members)
+        arrival = self.arrival
+        self.forget_arrivals()
+        communicator = self.group.global_communicator
+        order = agreed_order(self.registration, arrival, communicator, find_unused=self._find_unused)
+        self._form(cut(self.registration, order, self._bytes_per_bucket()))
         return [list(bucket.parameters) for bucket in self.buckets]
 
-    def _parameter(self, position: int) -> torch.nn.Parameter:
-        return self.registration.parameters[position]
-
     def _bytes_per_bucket(self) -> int:
-        wishes = self.algorithm.bucketing(self.step)
-        return 2**63 if wishes.one_bucket else self._bucket_bytes
-
-    def _agreed_order(self) -> list[int]:
-        """Positions of the parameters, in the order of their gradients on rank 0."""
-        positions = {id(parameter): position for position, parameter in enumerate(self.registration.parameters)}
-        place = [-1] * len(positions)
-        for arrived, parameter in enumerate(self._arrival):
-            place[positions[id(parameter)]] = arrived
-        self.forget_arrivals()
-        everyone: list[list[int]] = self.group.global_communicator.allgather_object(place)
-        if not self._find_unused:
-            self._refuse_missing(everyone)
-        first = everyone[0]
-        return sorted(range(len(first)), key=lambda position: (first[position] < 0, first[position]))
-
-    def _refuse_missing(self, everyone: list[list[int]]) -> None:
-        lacking = {
-            rank: [name for name, arrived in zip(self.registration.names, place, strict=True) if arrived < 0]
-            for rank, place in enumerate(everyone)
-        }
-        lacking = {rank: names for rank, names in lacking.items() if names}
-        if lacking:
-            raise unused(lacking)
-
-    def _members(self, bucket: Sequence[torch.Tensor | str]) -> list[int]:
-        names = [self._as_name(member) for member in bucket]
-        unknown = [name for name in names if name not in self.registration.names]
-        if unknown:
-            raise ConfigurationError(
-                "a bucket holds something else than trainable parameters",
-                argument="buckets",
-                expected="parameters of the module, or their names",
-                seen=", ".join(unknown),
-            )
-        return [self.registration.names.index(name) for name in names]
+        return _UNLIMITED if self.algorithm.bucketing(self.step).one_bucket else self._bucket_bytes
 
     def _form(self, members: Sequence[Sequence[int]]) -> None:
-        counted = sorted(position for bucket in members for position in bucket)
-        if counted != list(range(len(self.registration.parameters))):
-            raise ConfigurationError(
-                "buckets do not hold each trainable parameter exactly once",
-                argument="buckets",
-                expected=f"{len(self.registration.parameters)} parameters",
-                seen=f"{len(counted)}, {len(set(counted))} of them different",
-            )
-        wishes = self.algorithm.bucketing(self.step)
+        chunked = self._chunking or self.algorithm.bucketing(self.step).chunked
         self.buckets = [
             Bucket(
                 index,
                 [self.registration.names[position] for position in positions],
-                [self._parameter(position) for position in positions],
+                [self.registration.parameters[position] for position in positions],
                 self.group.global_communicator,
                 align_bytes=self._align_bytes,
-                shares=self.group.size if self._chunking or wishes.chunked else 1,
+                shares=self.group.size if chunked else 1,
                 fusion=self._fusion,
             )
             for index, positions in enumerate(members)
@@ -304,13 +262,29 @@ class Reducer:
             bucket.state = self.algorithm.init_state(bucket)
         self.registration.remember_storages()
         self._scheduler = Scheduler(self.buckets, self.algorithm, self.group, delay=self._delay)
+        remembered, self._remembered = self._remembered, None
+        if remembered is not None:
+            restore(self.buckets, remembered)
+            if remembered["buckets"] == [list(bucket.names) for bucket in self.buckets]:
+                self._scheduler.resume(remembered["exchanged"])
 
     # Every backward pass.
 
     def begin_step(self) -> None:
         """A synchronized backward pass starts."""
-        if self._scheduler is not None:
-            self._scheduler.begin(self.step)
+        if self._scheduler is None:
+            return
+        if self.algorithm.phase(self.step) != self._phase:
+            self._form_anew()
+        if self._grad_scaler is not None:
+            self.algorithm.loss_scale = self._grad_scaler.get_scale()
+        self._scheduler.begin(self.step)
+
+    def _form_anew(self) -> None:
+        """The algorithm has changed its ways: buckets of another kind, in the same order."""
+        order = [self.registration.names.index(name) for bucket in self.buckets for name in bucket.names]
+        self._put_aside()
+        self._form(cut(self.registration, order, self._bytes_per_bucket()))
 
     def mark_tensor_ready(self, param: torch.nn.Parameter) -> None:
         """Take the gradient of ``param``; start the exchange of its bucket if it was the last one.
@@ -318,9 +292,10 @@ class Reducer:
         Raises:
             ConfigurationError: its gradient was there before in the same backward pass.
         """
-        assert self._scheduler is not None
-        if self._scheduler.mark_ready(param) is not None:
-            self._scheduler.launch_ready()
+        scheduler = self._scheduler
+        assert scheduler is not None
+        if scheduler.mark_ready(param):
+            scheduler.launch_ready()
 
     def mark_bucket_ready(self, bucket: Bucket) -> None:
         """Take the gradients of all parameters of ``bucket``."""
@@ -330,38 +305,33 @@ class Reducer:
     def mark_on_complete(self) -> None:
         """End the step: start what has not started, and wait for what this step needs.
 
+        A backward pass that brought no gradient at all, as that of ``torch.autograd.grad``
+        for the inputs, is no step, unless ``find_unused_parameters`` is on.
+
         Raises:
             ConfigurationError: parameters without a gradient, and ``find_unused_parameters`` is off.
             CommunicationError: what happened in an exchange, wherever it ran.
         """
         scheduler = self._scheduler
         assert scheduler is not None
-        held = []
-        if missing := scheduler.missing():
-            if not self._find_unused:
-                self._abandon_missing([slot.name for slot in missing])
-            held = scheduler.fill_missing()
+        missing = scheduler.missing()
+        if missing and not self._find_unused:
+            if len(missing) == len(scheduler.slots):
+                return
+            raise unused({self.group.rank: [slot.name for slot in missing]})
+        without = scheduler.fill_missing(missing)
         scheduler.complete()
-        if self._find_unused and self.algorithm.traits.gathers_gradients:
-            unused_here = {slot.name: gradient for slot, gradient in held if gradient is None}
-            self._restore_unused(unused_here)
+        if self._find_unused and self.algorithm.traits.gathers_gradients and self.group.size > 1:
+            self._restore_unused({slot.name for slot in without})
         self.step += 1
 
-    def _abandon_missing(self, names: list[str]) -> None:
-        error = unused({self.group.rank: names})
-        assert self._scheduler is not None
-        try:
-            self._scheduler.drain()
-        finally:
-            self.group.abort(f"rank {self.group.rank}: {error.problem}")
-        raise error
-
-    def _restore_unused(self, unused_here: dict[str, Any]) -> None:
+    def _restore_unused(self, unused_here: set[str]) -> None:
         """Gradients that no rank has stay None, so that optimizers skip them as without bagua."""
-        used = torch.tensor([name not in unused_here for name in self.registration.names], dtype=torch.uint8)
-        device = self.buckets[0].device if "cpu" not in self.group.global_communicator.device_types else "cpu"
-        used = used.to(device)
-        self.group.global_communicator.allreduce(used, ReduceOp.MAX)
+        communicator = self.group.global_communicator
+        device = torch.device("cpu") if "cpu" in communicator.device_types else self.buckets[0].device
+        flags = [name not in unused_here for name in self.registration.names]
+        used = torch.tensor(flags, dtype=torch.uint8, device=device)
+        communicator.allreduce(used, ReduceOp.MAX)
         for parameter, flag in zip(self.registration.parameters, used.tolist(), strict=True):
             if not flag:
                 parameter.grad = None
@@ -378,11 +348,153 @@ class Reducer:
         if self._scheduler is not None:
             self._scheduler.flush()
 
+    def _put_aside(self) -> None:
+        """Take the buckets apart, and keep what the algorithm remembers for those to come."""
+        if self._scheduler is not None:
+            self._scheduler.flush()
+            self._scheduler.close()
+            self._remembered = collect(self.buckets, [-1] * len(self.buckets))
+        self._scheduler = None
+        self.buckets = []
+        self.forget_arrivals()
+
+    def rebuild(self, difference: str) -> None:
+        """Register the module anew, because it has changed on all ranks. Collective.
+
+        The next backward pass forms new buckets; what the algorithm remembers is carried
+        over to parameters of the same name.
+
+        Args:
+            difference: what has changed here.
+
+        Raises:
+            CollectiveTimeoutError: the module has not changed on all ranks.
+            CollectiveMismatchError: it has become different on different ranks.
+        """
+        self._rebuilt += 1
+        topic = f"rebuild{self._rebuilt}"
+        group = self.group
+        try:
+            exchange(group.store, topic, group.rank, group.ranks, difference, group.timeout_s)
+        except BaseException:
+            group.abort(
+                f"rank {group.rank} waited for a change of the model that other ranks did not make: {difference}"
+            )
+            raise
+        self._put_aside()
+        self.registration = Registration(self.module)
+        self._wanted = []
+        self._agree()
+
+    def reset(
+        self,
+        hierarchical_reduce: bool | None = None,
+        buckets: Sequence[Sequence[torch.Tensor | str]] | None = None,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        """Go on with other settings. Collective; what the algorithm remembers is carried over.
+
+        Args:
+            hierarchical_reduce: None leaves it as it is.
+            buckets: lists of parameters or names; None forms buckets in the next backward pass.
+            bucket_bytes: None leaves it as it is.
+
+        Raises:
+            ConfigurationError: the algorithm has no hierarchical form, or bad buckets.
+            CollectiveMismatchError: ranks asked for different settings.
+        """
+        declaration = self.declaration
+        if hierarchical_reduce is not None:
+            declaration = _with_hierarchy(declaration, hierarchical_reduce)
+        if buckets is not None:
+            positions_of(self.registration, buckets)
+        if bucket_bytes is not None:
+            self._bucket_bytes = _check_bucket_bytes(bucket_bytes)
+        self._put_aside()
+        self.declaration = declaration
+        self.algorithm = declaration.reify(self.algorithm.process_group)
+        self._wanted = [list(bucket) for bucket in buckets or []]
+        self._agree()
+
     def close(self) -> None:
         """Give back threads and communicators; the module keeps working on its own. Idempotent."""
         if self._scheduler is not None:
             self._scheduler.close()
         self.group.close()
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the algorithm remembers on this rank; the weights are in the module's own ``state_dict``.
+
+        Every rank saves its own. Made of numbers, strings, lists, dictionaries and tensors.
+        """
+        remembered = self._remembered
+        if self._scheduler is not None:
+            self._scheduler.after_optimizers()
+            remembered = collect(self.buckets, self._scheduler.settle())
+        return {"algorithm": repr(self.declaration), "step": self.step, **(remembered or collect([], []))}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken, in the same buckets. Collective.
+
+        Args:
+            state_dict: of this rank.
+
+        Raises:
+            ConfigurationError: it belongs to another algorithm or to other parameters.
+            CollectiveMismatchError: ranks load different checkpoints.
+        """
+        kind = type(self.declaration).__name__
+        if state_dict["algorithm"].partition("(")[0] != kind:
+            raise ConfigurationError(
+                "this state belongs to another algorithm",
+                argument="state_dict",
+                expected=kind,
+                seen=state_dict["algorithm"],
+            )
+        members = positions_of(self.registration, state_dict["buckets"]) if state_dict["buckets"] else []
+        facts = [f"step {state_dict['step']}", *(f"bucket {names}" for names in state_dict["buckets"])]
+        compare(facts, self.group.global_communicator, "checkpoints")
+        self._put_aside()
+        self.step = state_dict["step"]
+        self._remembered = Remembered(**{key: state_dict[key] for key in Remembered.__annotations__})  # type: ignore[typeddict-item]
+        if members and not self.idle:
+            self._form(members)
+
+
+def _chosen(
+    algorithm: Algorithm | DistributedAlgorithm | str | None,
+    bucket_type: BucketType,
+    hierarchical_reduce: bool,
+    decentralize_reduce: bool,
+    chunking: bool,
+) -> Algorithm:
+    """The algorithm, by name or by the flags of the documented constructor."""
+    if algorithm is not None:
+        return as_algorithm(algorithm)
+    if decentralize_reduce or bucket_type is BucketType.Weight:
+        return Algorithm.init(DistributedAlgorithm.Decentralize, hierarchical=hierarchical_reduce)
+    if chunking:
+        return Algorithm.init(DistributedAlgorithm.ScatterGatherAllReduce, hierarchical=hierarchical_reduce)
+    return GradientAllReduceAlgorithm(hierarchical=hierarchical_reduce)
+
+
+def _with_hierarchy(declaration: Algorithm, hierarchical: bool) -> Algorithm:
+    if "hierarchical" not in {field.name for field in dataclasses.fields(declaration)}:  # type: ignore[arg-type]
+        raise ConfigurationError(
+            f"{declaration!r} has no hierarchical form",
+            argument="hierarchical_reduce",
+            expected=None,
+            seen=hierarchical,
+        )
+    return dataclasses.replace(declaration, hierarchical=hierarchical)  # type: ignore[type-var]
+
+
+def _refuse_unknown(unknown: dict[str, Any]) -> None:
+    if unknown:
+        known = [name for name, default in (Reducer.__init__.__kwdefaults__ or {}).items()]
+        raise TypeError(f"unknown keyword arguments: {', '.join(unknown)}; known ones are {', '.join(known)}")
 
 
 def _check_bucket_bytes(bucket_bytes: int) -> int:
@@ -394,15 +506,3 @@ def _check_bucket_bytes(bucket_bytes: int) -> int:
             seen=bucket_bytes,
         )
     return bucket_bytes
-
-
-def unused(lacking: dict[int, list[str]]) -> ConfigurationError:
-    """The error for parameters without a gradient, by rank."""
-    seen = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in lacking.items())
-    return ConfigurationError(
-        f"parameters without a gradient in this backward pass: {seen}",
-        argument="find_unused_parameters",
-        expected="a gradient for every trainable parameter",
-        seen=f"none on {'; '.join(f'rank {rank} for {len(names)} parameters' for rank, names in lacking.items())}",
-        advice="Pass find_unused_parameters=True, or freeze them with requires_grad_(False) on every rank.",
-    )

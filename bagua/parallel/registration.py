@@ -75,11 +75,13 @@ class Registration:
         self._places: list[_Place] = []
         self._tables: list[dict[str, object]] = []
         for prefix, submodule in self._module.named_modules():
-            self._tables += [submodule._parameters, submodule._modules]  # type: ignore[list-item]
-            for key, parameter in submodule._parameters.items():
+            # The tables themselves: looking into them costs a tenth of asking the module.
+            parameters, submodules = vars(submodule)["_parameters"], vars(submodule)["_modules"]
+            self._tables += [parameters, submodules]
+            for key, parameter in parameters.items():
                 name = f"{prefix}.{key}" if prefix else key
                 if parameter is not None and name not in ignored:
-                    self._places.append(_Place(submodule._parameters, key, name))
+                    self._places.append(_Place(parameters, key, name))
         self._sizes = [len(table) for table in self._tables]
         self._contents = [place.table[place.key] for place in self._places]
 
@@ -131,7 +133,7 @@ class Registration:
 
 
 def _checked(name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    if isinstance(parameter, torch.nn.parameter.UninitializedTensorMixin):
+    if torch.nn.parameter.is_lazy(parameter):
         problem, seen = "has no shape yet; run a forward pass first", "an uninitialized parameter"
     elif parameter.layout is not torch.strided:
         problem, seen = "is not dense", str(parameter.layout)

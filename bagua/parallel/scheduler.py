@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -12,7 +13,7 @@ from bagua.algorithms import AlgorithmImpl
 from bagua.buckets import Bucket
 from bagua.comm import ProcessGroup
 from bagua.errors import ConfigurationError
-from bagua.parallel.executor import Wait, create_executor
+from bagua.parallel.executor import Executor, Wait, create_executor, nothing
 
 __all__ = ["Scheduler", "Slot"]
 
@@ -77,6 +78,7 @@ class Scheduler:
     Attributes:
         slots: by ``id`` of the parameter.
         launched: buckets started in the backward pass that is under way.
+        close: gives back threads. Idempotent.
     """
 
     def __init__(
@@ -88,6 +90,9 @@ class Scheduler:
         self._gathers = algorithm.traits.gathers_gradients
         self._lanes = [Lane(bucket, gathers=self._gathers) for bucket in buckets]
         self._executors = {bucket.device: create_executor(group, bucket.device) for bucket in buckets}
+        # A model that nobody holds any more leaves no thread behind.
+        self.close = weakref.finalize(self, _close_all, list(self._executors.values()))
+        self.close.atexit = False
         self.slots = {id(slot.parameter): slot for lane in self._lanes for slot in lane.slots}
         self.launched = 0
         self._step = -1
@@ -108,8 +113,8 @@ class Scheduler:
             lane.due = self._algorithm.is_due(step, lane.bucket, now)
             lane.scale = scale if lane.due else 1.0
 
-    def mark_ready(self, parameter: torch.nn.Parameter) -> Lane | None:
-        """Take the gradient of ``parameter``; return its lane when that is complete."""
+    def mark_ready(self, parameter: torch.nn.Parameter) -> bool:
+        """Take the gradient of ``parameter``; whether it was the last one of its bucket."""
         slot = self.slots[id(parameter)]
         if slot.ready == self._backward:
             raise twice(slot.name)
@@ -118,7 +123,7 @@ class Scheduler:
             self._gather(slot)
         lane = slot.lane
         lane.pending -= 1
-        return lane if lane.pending == 0 else None
+        return lane.pending == 0
 
     def _gather(self, slot: Slot) -> None:
         gradient, view, scale = slot.parameter.grad, slot.view, slot.lane.scale
@@ -172,20 +177,20 @@ class Scheduler:
         """Parameters that have brought no gradient in this backward pass."""
         return [slot for lane in self._lanes if lane.pending for slot in lane.slots if slot.ready != self._backward]
 
-    def fill_missing(self) -> list[tuple[Slot, torch.Tensor | None]]:
-        """Count missing gradients as zero; return those slots with the gradients that they had."""
-        missing = self.missing()
-        held = [(slot, slot.parameter.grad) for slot in missing]
-        for slot, gradient in held:
-            if gradient is None and slot.view is not None:
+    def fill_missing(self, missing: Sequence[Slot]) -> list[Slot]:
+        """Count missing gradients as zero; return the slots that had none."""
+        without = [slot for slot in missing if slot.parameter.grad is None]
+        for slot in missing:
+            if slot.parameter.grad is not None:  # accumulated before, without synchronization
+                self.mark_ready(slot.parameter)
+                continue
+            slot.ready = self._backward
+            slot.lane.pending -= 1
+            if slot.view is not None:
                 slot.view.zero_()
                 if slot.lane.bucket.fusion:
                     slot.parameter.grad = slot.view
-                slot.ready = self._backward
-                slot.lane.pending -= 1
-            else:  # accumulated in an earlier backward pass without synchronization
-                self.mark_ready(slot.parameter)
-        return held
+        return without
 
     def complete(self) -> None:
         """The backward pass is over and every bucket is complete: start and finish what this step needs."""
@@ -223,17 +228,24 @@ class Scheduler:
         self.after_optimizers()
         self.finish()
 
-    def drain(self) -> None:
-        """Wait for exchanges under way without using their results."""
+    def settle(self) -> list[int]:
+        """Wait for exchanges under way, but apply nothing; the step of each bucket's result, or -1."""
         for lane in self._lanes:
-            wait, lane.wait = lane.wait, None
-            if wait is not None:
-                wait()
+            if lane.wait is not None:
+                lane.wait()
+                lane.wait = nothing
+        return [-1 if lane.wait is None else lane.exchanged for lane in self._lanes]
 
-    def close(self) -> None:
-        """Give back threads."""
-        for executor in self._executors.values():
-            executor.close()
+    def resume(self, exchanged: Sequence[int]) -> None:
+        """Take results in the buckets' buffers as those of the given steps, as ``settle`` left them."""
+        for lane, step in zip(self._lanes, exchanged, strict=True):
+            if step >= 0:
+                lane.exchanged, lane.wait = step, nothing
+
+
+def _close_all(executors: Sequence[Executor]) -> None:
+    for executor in executors:
+        executor.close()
 
 
 def _return_gradients(lane: Lane) -> None:

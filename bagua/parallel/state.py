@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -86,15 +85,6 @@ def allreduce_parameters(module: torch.nn.Module, *, comm: Communicator | None =
         >>> allreduce_parameters(torch.nn.Linear(2, 2), comm=solo_group().global_communicator)
     """
     _average(_tensors(module, parameters=True, buffers=True), _communicator(comm))
-
-
-def _plain(value: Any) -> Any:
-    """``value`` with what has no safe encoding refused by the communicator, not here."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
 
 
 def broadcast_optimizer_state(optimizers: Sequence[torch.optim.Optimizer], *, comm: Communicator | None = None) -> None:

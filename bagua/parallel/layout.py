@@ -1,0 +1,110 @@
+"""How parameters are dealt into buckets: agreed between ranks, given by the user, or read from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from bagua.buckets import form_buckets
+from bagua.comm import Communicator
+from bagua.errors import ConfigurationError
+from bagua.parallel.registration import Registration
+
+__all__ = ["agreed_order", "cut", "name_of", "positions_of", "unused"]
+
+
+def agreed_order(
+    registration: Registration,
+    arrival: Sequence[torch.nn.Parameter],
+    communicator: Communicator,
+    *,
+    find_unused: bool,
+) -> list[int]:
+    """Positions of the parameters, in the order in which their gradients appeared on rank 0. Collective.
+
+    Args:
+        registration: equal on all ranks.
+        arrival: parameters whose gradients appeared here, in that order.
+        communicator: of all ranks.
+        find_unused: parameters without a gradient come last; otherwise they are an error.
+
+    Raises:
+        ConfigurationError: on all ranks, naming what is missing on each.
+    """
+    positions = {id(parameter): position for position, parameter in enumerate(registration.parameters)}
+    place = [-1] * len(positions)
+    for arrived, parameter in enumerate(arrival):
+        place[positions[id(parameter)]] = arrived
+    everyone: list[list[int]] = communicator.allgather_object(place)
+    lacking = {
+        rank: [name for name, arrived in zip(registration.names, places, strict=True) if arrived < 0]
+        for rank, places in enumerate(everyone)
+    }
+    if not find_unused and any(lacking.values()):
+        raise unused({rank: names for rank, names in lacking.items() if names})
+    first = everyone[0]
+    return sorted(range(len(first)), key=lambda position: (first[position] < 0, first[position]))
+
+
+def cut(registration: Registration, order: Sequence[int], bucket_bytes: int) -> list[list[int]]:
+    """Positions of the parameters of each bucket, for parameters whose gradients appear in ``order``."""
+    parameters = registration.parameters
+    return form_buckets(
+        order,
+        key=lambda position: (parameters[position].dtype, parameters[position].device),
+        nbytes=lambda position: parameters[position].nbytes,
+        bucket_bytes=bucket_bytes,
+    )
+
+
+def name_of(registration: Registration, member: torch.Tensor | str) -> str:
+    """The name of a parameter that is given by itself or by its name."""
+    if isinstance(member, str):
+        return member
+    named = zip(registration.names, registration.parameters, strict=True)
+    return next((name for name, parameter in named if parameter is member), "a tensor that is no trainable parameter")
+
+
+def positions_of(registration: Registration, buckets: Sequence[Sequence[torch.Tensor | str]]) -> list[list[int]]:
+    """Positions of the parameters of buckets that are given as parameters or names.
+
+    Raises:
+        ConfigurationError: a bucket mixes dtypes or devices, or something else than each
+            trainable parameter exactly once is in the buckets.
+    """
+    position = {name: number for number, name in enumerate(registration.names)}
+    named = [[name_of(registration, member) for member in bucket] for bucket in buckets]
+    flat = [name for bucket in named for name in bucket]
+    wrong = sorted({name for name in flat if name not in position or flat.count(name) > 1})
+    wrong += [name for name in registration.names if name not in flat]
+    if wrong:
+        raise ConfigurationError(
+            "buckets do not hold each trainable parameter exactly once",
+            argument="buckets",
+            expected="lists of parameters or of their names",
+            seen=f"missing, repeated or unknown: {', '.join(wrong)}",
+        )
+    members = [[position[name] for name in bucket] for bucket in named if bucket]
+    for bucket in members:
+        kinds = {(registration.parameters[p].dtype, registration.parameters[p].device) for p in bucket}
+        if len(kinds) > 1:
+            raise ConfigurationError(
+                "a bucket holds different kinds of parameters",
+                argument="buckets",
+                expected="one dtype and one device in a bucket",
+                seen=", ".join(f"{dtype} on {device}" for dtype, device in sorted(kinds, key=str)),
+            )
+    return members
+
+
+def unused(lacking: dict[int, list[str]]) -> ConfigurationError:
+    """The error for parameters without a gradient, by rank."""
+    seen = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in lacking.items())
+    return ConfigurationError(
+        f"parameters without a gradient in this backward pass: {seen}",
+        argument="find_unused_parameters",
+        expected="a gradient for every trainable parameter, or True",
+        seen=False,
+        advice="Pass find_unused_parameters=True, or freeze them with requires_grad_(False) on every rank.",
+    )
