@@ -17,6 +17,7 @@ version = release = bagua.__version__
 extensions = [
     "myst_parser",
     "algorithm_index",
+    "facade_index",
     "sphinx.ext.autodoc",
     "sphinx.ext.doctest",
     "sphinx.ext.napoleon",

@@ -5,15 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.architecture.source_tree import PACKAGE, REPOSITORY
-
-needs_torch_api = pytest.mark.skipif(
-    not (REPOSITORY / PACKAGE / "torch_api" / "__init__.py").exists(), reason="bagua.torch_api does not exist yet"
-)
 
 # Looks at a fresh interpreter before and after one statement, and prints what has changed.
 PROBE = """
@@ -83,7 +78,6 @@ def changes_made_by(statement: str) -> dict[str, object]:
     return json.loads(done.stdout)
 
 
-@needs_torch_api
 def test_importing_torch_api_has_its_two_effects_only() -> None:
     changed = changes_made_by("import bagua.torch_api")
     assert changed.pop("Module") == ["with_bagua"]
@@ -116,4 +110,4 @@ def test_the_probe_sees(statement: str, what: str) -> None:
 
 
 def test_the_wheel_says_that_it_is_typed() -> None:
-    assert (Path(REPOSITORY) / PACKAGE / "py.typed").exists()
+    assert (REPOSITORY / PACKAGE / "py.typed").exists()

@@ -1,0 +1,100 @@
+"""Public names change only on purpose, and each is explained."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.public_names import API_PAGES, FROZEN_LIST, public_modules, public_names
+
+# How a page shows all public names of a module.
+SHOWN = re.compile(r"^\.\. automodule:: (\S+)\n   :members:|^```\{facade-index\} (\S+)", re.MULTILINE)
+
+
+def documented_modules(pages: Path) -> set[str]:
+    """The modules whose `__all__` the API pages show."""
+    return {
+        automodule or facade
+        for page in sorted(pages.glob("*.md"))
+        for automodule, facade in SHOWN.findall(page.read_text(encoding="utf-8"))
+    }
+
+
+def unexplained(owner: object, names: list[str]) -> list[str]:
+    """The functions and classes among `names`, and their public methods, that have no docstring."""
+    missing = []
+    for name in names:
+        value = getattr(owner, name)
+        if not (inspect.isclass(value) or inspect.isroutine(value)):
+            continue
+        if not (value.__doc__ or "").strip():
+            missing.append(name)
+        if inspect.isclass(value) and value.__module__.startswith("bagua"):
+            methods = [key for key, member in vars(value).items() if key[0] != "_" and inspect.isroutine(member)]
+            missing += [f"{name}.{method}" for method in methods if not inspect.getdoc(getattr(value, method))]
+    return missing
+
+
+def test_public_names_are_the_frozen_ones() -> None:
+    now = public_names()
+    frozen = FROZEN_LIST.read_text(encoding="utf-8").splitlines()
+    advice = "if this is wanted: python -m tests.architecture.public_names, and a line in CHANGELOG.md"
+    assert {"added": sorted({*now} - {*frozen}), "gone": sorted({*frozen} - {*now})} == {"added": [], "gone": []}, (
+        advice
+    )
+
+
+@pytest.mark.parametrize("name", public_modules())
+def test_all_lists_each_name_once_and_all_exist(name: str) -> None:
+    module = importlib.import_module(name)
+    assert len(module.__all__) == len(set(module.__all__))
+    assert [public for public in module.__all__ if not hasattr(module, public)] == []
+
+
+@pytest.mark.parametrize("name", public_modules())
+def test_every_public_name_has_a_docstring(name: str) -> None:
+    module = importlib.import_module(name)
+    assert (module.__doc__ or "").strip()
+    assert unexplained(module, list(module.__all__)) == []
+
+
+def test_every_public_module_is_in_the_api_pages() -> None:
+    assert {*public_modules()} - {"bagua"} == documented_modules(API_PAGES)
+
+
+def test_a_missing_docstring_is_seen() -> None:
+    class Owner:
+        class Thing:
+            """Explained."""
+
+            def method(self) -> None: ...
+
+        def function(self) -> None: ...
+
+    Owner.Thing.__module__ = "bagua.synthetic"
+    assert unexplained(Owner, ["Thing", "function"]) == ["Thing.method", "function"]
+
+
+def test_an_undocumented_module_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text(
+        "```{eval-rst}\n.. automodule:: bagua.one\n   :members:\n\n.. automodule:: bagua.two\n```\n"
+    )
+    assert documented_modules(tmp_path) == {"bagua.one"}
+
+
+def test_only_doors_and_open_packages_are_public(tmp_path: Path) -> None:
+    for name in (
+        "comm/__init__.py",
+        "comm/inner.py",
+        "torch_api/data.py",
+        "torch_api/_hidden.py",
+        "parallel/engine.py",
+    ):
+        path = tmp_path / "bagua" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    assert public_modules(tmp_path / "bagua") == ["bagua.comm", "bagua.torch_api.data"]
