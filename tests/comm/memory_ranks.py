@@ -233,3 +233,12 @@ KINDS = (
 )  # fmt: skip
 #: Copied when published, and lent.
 SMALL, LARGE = 7, 20_000
+EXERCISES = [Exercise(kind, numel) for kind in KINDS for numel in (SMALL, LARGE) if (kind, numel) != ("barrier", LARGE)]
+
+
+def agrees(exercise: Exercise, comm: Communicator, times: int = 1, **options: object) -> bool:
+    """Make the call so many times, and check each result."""
+    for _ in range(times):
+        seen, wanted = exercise.call(comm, **options)
+        assert torch.equal(seen, wanted), (exercise, comm.rank)
+    return True
