@@ -1,0 +1,126 @@
+"""The command line of ``bagua demo``."""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from bagua.algorithms import registry
+from bagua.cli.demo.report import choose_display, draw_losses, table
+from bagua.cli.demo.training import Result, Settings, train
+from bagua.cli.launch import RanksFailedError, run_ranks
+from bagua.errors import BaguaError
+
+__all__ = ["main"]
+
+RANKS_PER_CORE = 4
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train a small language model on a few processes and say how it went.
+
+    Args:
+        arguments: what follows ``bagua demo`` on the command line.
+
+    Returns:
+        The exit status: 0, 1 when a rank failed, 130 after Ctrl-C. Bad arguments exit with 2.
+    """
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    settings = make_settings(parser, options)
+    print(f"starting {options.nproc} processes", flush=True)
+    try:
+        with choose_display(settings.steps) as display:
+            results: list[Result] = run_ranks(train, options.nproc, (settings,), display.show)
+    except KeyboardInterrupt:
+        print("interrupted; all processes have ended", file=sys.stderr)
+        return 130
+    except RanksFailedError as failed:
+        print(explain(failed), file=sys.stderr)
+        return 1
+    conclude(results[0], settings, options)
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """All options of the command."""
+    defaults = Settings()
+    parser = argparse.ArgumentParser(
+        prog="bagua demo",
+        description="Train a byte-level language model on the source of Python's standard library, on this machine.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--nproc", type=positive, default=2, metavar="N", help="processes to start")
+    add("--algorithm", choices=list(registry), default=defaults.algorithm, help="how they communicate")
+    add("--backend", metavar="NAME", help="what they communicate through: gloo, nccl, ... (None: the best there is)")
+    add("--steps", type=positive, default=defaults.steps, metavar="N", help="optimizer steps")
+    add("--batch-per-rank", type=positive, default=defaults.batch_per_rank, metavar="N", help="windows of text")
+    add("--learning-rate", type=float, default=defaults.learning_rate, metavar="X", help="the highest in the schedule")
+    add("--seed", type=int, default=defaults.seed, metavar="N", help="of weights and batches")
+    add("--timeout", type=float, default=defaults.timeout_s, metavar="S", help="seconds to wait for another process")
+    add("--plot", type=Path, default=Path("bagua-demo-loss.png"), metavar="FILE", help="where the loss curve goes")
+    add("--no-plot", action="store_const", const=None, dest="plot", help="draw no loss curve")
+    add("--json", type=Path, metavar="FILE", help="write all numbers to this file as well")
+    return parser
+
+
+def positive(text: str) -> int:
+    """A whole number above zero."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {number}")
+    return number
+
+
+def make_settings(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Settings:
+    """Check what argparse cannot check by itself; ends the program with a message where something is wrong."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    gpus = torch.cuda.device_count()
+    if options.nproc > RANKS_PER_CORE * cores:
+        parser.error(f"--nproc {options.nproc}: at most {RANKS_PER_CORE * cores}, {RANKS_PER_CORE} for each core here")
+    if options.backend == "nccl" and options.nproc > gpus:
+        parser.error(f"--backend nccl: --nproc {options.nproc} needs as many GPUs, this machine has {gpus}")
+    if options.timeout <= 0:
+        parser.error(f"--timeout {options.timeout}: expected more than 0 seconds")
+    if options.learning_rate <= 0:
+        parser.error(f"--learning-rate {options.learning_rate}: expected more than 0")
+    for path in (options.plot, options.json):
+        if path is not None and not path.absolute().parent.is_dir():
+            parser.error(f"{path}: there is no such folder")
+    on_gpu = options.backend == "nccl" or (options.backend is None and gpus >= options.nproc)
+    return Settings(
+        algorithm=options.algorithm,
+        backend="gloo" if options.backend is None and gpus and not on_gpu else options.backend,
+        device="cuda" if on_gpu else "cpu",
+        steps=options.steps,
+        batch_per_rank=options.batch_per_rank,
+        learning_rate=options.learning_rate,
+        seed=options.seed,
+        timeout_s=options.timeout,
+    )
+
+
+def explain(failed: RanksFailedError) -> str:
+    """The failures of all ranks, the cause first; a traceback only where the error is not one of bagua's own."""
+    cause = failed.failures[0]
+    lines = [str(failure) for failure in failed.failures]
+    if cause.error is not None and not isinstance(cause.error, BaguaError):
+        lines.insert(0, cause.trace.rstrip())
+    return "\n".join([*lines, "all processes have ended"])
+
+
+def conclude(result: Result, settings: Settings, options: argparse.Namespace) -> None:
+    """Print the table, draw the curve, write the numbers."""
+    print(table(result, options.nproc, settings.algorithm))
+    if options.plot is not None:
+        drawn = draw_losses(result, options.plot)
+        print(f"loss curve: {options.plot}" if drawn else "loss curve: not drawn, matplotlib is not installed")
+    if options.json is not None:
+        numbers = {**dataclasses.asdict(settings), **dataclasses.asdict(result), "world_size": options.nproc}
+        options.json.write_text(json.dumps(numbers, indent=2) + "\n")

@@ -1,0 +1,164 @@
+"""What the demo shows: progress while it trains, a table and a picture at the end."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from typing_extensions import Self
+
+from bagua.cli.demo.training import LAST_STEPS, Phase, Progress, Result
+
+__all__ = ["Display", "PlainDisplay", "RichDisplay", "choose_display", "draw_losses", "table"]
+
+PLAIN_LINES = 20
+
+
+class Display(Protocol):
+    """Shows what rank 0 reports; a context manager, so that the terminal is in order afterwards."""
+
+    def show(self, report: object) -> None:
+        """Take one report."""
+
+    def __enter__(self) -> Self:
+        """Begin."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End, also after an error."""
+
+
+def choose_display(steps: int) -> Display:
+    """A progress bar on a terminal if rich is installed, otherwise a line now and then."""
+    on_terminal = sys.stdout.isatty()
+    if on_terminal and importlib.util.find_spec("rich") is not None:
+        return RichDisplay(steps)
+    if on_terminal:
+        print("(pip install 'bagua[cli]' adds a progress bar)")
+    return PlainDisplay(steps)
+
+
+class PlainDisplay:
+    """About twenty lines of text.
+
+    Args:
+        steps: how many steps there will be.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.every = max(1, steps // PLAIN_LINES)
+
+    def show(self, report: object) -> None:
+        """Print a phase, and every so many steps the step."""
+        if isinstance(report, Phase):
+            print(report.name, flush=True)
+        if isinstance(report, Progress) and (report.step % self.every == 0 or report.step == self.steps):
+            print(f"step {report.step:>5}/{self.steps}  {progress_text(report)}", flush=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+
+class RichDisplay:
+    """A progress bar.
+
+    Args:
+        steps: how many steps there will be.
+    """
+
+    def __init__(self, steps: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        self.bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[numbers]}"),
+        )
+        self.task = self.bar.add_task("starting", total=steps, numbers="")
+
+    def show(self, report: object) -> None:
+        """Move the bar, or say what is being done."""
+        if isinstance(report, Phase):
+            self.bar.update(self.task, description=report.name)
+        if isinstance(report, Progress):
+            self.bar.update(self.task, completed=report.step, numbers=progress_text(report))
+
+    def __enter__(self) -> Self:
+        self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+
+
+def progress_text(progress: Progress) -> str:
+    """One step in a few words."""
+    return (
+        f"loss {progress.loss:.3f}  {progress.tokens_per_s:,.0f} tokens/s  "
+        f"{progress.sent_bytes / 1e6:.2f} MB sent per step"
+    )
+
+
+def table(result: Result, world_size: int, algorithm: str) -> str:
+    """The final numbers, a line each.
+
+    Args:
+        result: rank 0's.
+        world_size: how many ranks trained.
+        algorithm: how they communicated.
+    """
+    fallen = 1 - result.last_loss / result.first_loss
+    alone = world_size * result.solo_tokens_per_s
+    agreement = "bit for bit" if result.disagreement == 0 else f"up to {result.disagreement:.2g}"
+    rows = [
+        ("model", f"{result.parameters:,} parameters, trained on {result.files} files"),
+        ("ranks", f"{world_size}, {algorithm} through {result.backend}"),
+        ("first training loss", f"{result.first_loss:.3f} nats per byte"),
+        ("final training loss", f"{result.last_loss:.3f} (mean of the last {LAST_STEPS} steps), {fallen:.0%} lower"),
+        ("held-out loss", f"{result.held_out_loss:.3f} (files that were not trained on)"),
+        ("throughput", f"{result.tokens_per_s:,.0f} tokens/s (median step, all ranks)"),
+        ("one process alone", f"{result.solo_tokens_per_s:,.0f} tokens/s (plain model, timed before and after)"),
+        ("scaling efficiency", f"{result.tokens_per_s / alone:.0%} of {world_size} x one process alone"),
+        ("sent per step", f"{result.sent_bytes_per_step / 1e6:.2f} MB by each rank"),
+        ("ranks agree", agreement),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
+
+def draw_losses(result: Result, path: Path) -> bool:
+    """Draw the loss curve into a file.
+
+    Args:
+        result: rank 0's.
+        path: where to write; the ending chooses the format.
+
+    Returns:
+        False, and nothing drawn, where matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        return False
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(range(1, len(result.losses) + 1), result.losses, linewidth=0.8, label="training (rank 0)")
+    axes.axhline(result.held_out_loss, color="tab:orange", linestyle="--", label="held-out files, at the end")
+    axes.set(xlabel="step", ylabel="loss, nats per byte", title="Learning Python's standard library, byte by byte")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    return True

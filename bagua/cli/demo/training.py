@@ -1,0 +1,278 @@
+"""What every process of the demo does: measure one process alone, train together, evaluate."""
+
+import dataclasses
+import math
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import bagua.torch_api as bagua
+from bagua import comm
+from bagua.cli.demo.model import ByteTransformer, Shape
+from bagua.cli.demo.text import Text, batch, read_standard_library, windows
+from bagua.cli.launch import Rank
+from bagua.torch_api.algorithms import Algorithm
+
+__all__ = ["Phase", "Progress", "Result", "Settings", "train"]
+
+WARM_UP_STEPS = 3  # of a measurement, not counted
+SOLO_STEPS = 12  # measured before training and once more after it
+LAST_STEPS = 20  # whose mean is the final training loss
+HELD_OUT_BATCHES = 32
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the demo is asked to do.
+
+    Args:
+        algorithm: a name in the registry of algorithms.
+        backend: as for ``init_process_group``.
+        device: ``cpu`` or ``cuda``.
+        steps: optimizer steps.
+        batch_per_rank: windows of text in one rank's batch.
+        learning_rate: the highest one, reached after a tenth of the steps.
+        seed: of the weights and of the choice of windows.
+        timeout_s: longest wait for another process in one call.
+        shape: of the model.
+    """
+
+    algorithm: str = "gradient_allreduce"
+    backend: str | None = None
+    device: str = "cpu"
+    steps: int = 400
+    batch_per_rank: int = 8
+    learning_rate: float = 2e-3
+    seed: int = 0
+    timeout_s: float = 60.0
+    shape: Shape = dataclasses.field(default_factory=Shape)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Rank 0 begins something; reported while it runs."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Rank 0 has finished a step; reported while it runs.
+
+    Args:
+        step: how many steps are done.
+        loss: rank 0's loss in this step, nats per byte.
+        tokens_per_s: of all ranks, in this step.
+        sent_bytes: by rank 0, in this step.
+    """
+
+    step: int
+    loss: float
+    tokens_per_s: float
+    sent_bytes: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a rank knows at the end.
+
+    Args:
+        backend: what the ranks communicated through.
+        parameters: how many numbers the model holds.
+        files: how many files the text came from.
+        losses: this rank's training loss, nats per byte, step by step.
+        first_loss: the first step's training loss, mean over ranks.
+        last_loss: the mean of the last steps' training loss over ranks.
+        held_out_loss: on files that were not trained on.
+        tokens_per_s: all ranks together, from the median step.
+        solo_tokens_per_s: one process alone, without bagua, from the median step.
+        sent_bytes_per_step: by rank 0, mean over steps.
+        disagreement: the largest difference between a parameter here and on rank 0, over all ranks.
+    """
+
+    backend: str
+    parameters: int
+    files: int
+    losses: list[float]
+    first_loss: float
+    last_loss: float
+    held_out_loss: float
+    tokens_per_s: float
+    solo_tokens_per_s: float
+    sent_bytes_per_step: float
+    disagreement: float
+
+
+class Trainer:
+    """A model with its optimizer, its learning rates and its share of the text.
+
+    Args:
+        settings: see there.
+        text: uint8, shape ``[n]``.
+        share: ranks with different numbers draw different windows.
+    """
+
+    def __init__(self, settings: Settings, text: Tensor, share: int) -> None:
+        self.settings = settings
+        self.text = text
+        self.device = torch.device("cuda", share) if settings.device == "cuda" else torch.device("cpu")
+        self.generator = torch.Generator().manual_seed(settings.seed + 1 + share)
+        torch.manual_seed(settings.seed)
+        self.model = ByteTransformer(settings.shape).to(self.device)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1
+        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.learning_rate_at)
+
+    def learning_rate_at(self, step: int) -> float:
+        """The share of the highest learning rate: a line up, then half a cosine down to a tenth."""
+        rising = (step + 1) / (self.settings.steps // 10 + 1)
+        falling = 0.55 + 0.45 * math.cos(math.pi * step / self.settings.steps)
+        return min(rising, falling)
+
+    def step(self) -> float:
+        """Train on one batch; returns its loss."""
+        inputs, targets = batch(self.text, self.settings.batch_per_rank, self.settings.shape.context, self.generator)
+        loss = self.model(inputs.to(self.device), targets.to(self.device))
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.schedule.step()
+        return float(loss.item())
+
+    def step_seconds(self, steps: int) -> list[float]:
+        """Take a few steps and time each one."""
+        seconds = []
+        for _ in range(WARM_UP_STEPS + steps):
+            start_s = time.perf_counter()
+            self.step()
+            seconds.append(time.perf_counter() - start_s)
+        return seconds[WARM_UP_STEPS:]
+
+
+def train(rank: Rank, settings: Settings) -> Result:
+    """Run the demo on one of its processes.
+
+    Args:
+        rank: which one this is.
+        settings: the same on all ranks.
+
+    Returns:
+        The losses of this rank, and for the rest the same on all ranks.
+
+    Raises:
+        BaguaError: an option that bagua refuses, or another rank that is gone.
+    """
+    if settings.device == "cuda":
+        torch.cuda.set_device(rank.rank)
+    rank.join(settings.backend, settings.timeout_s)
+    text = read_standard_library()
+
+    solo = Trainer(settings, text.training, rank.rank)
+    solo_seconds = measure_alone(rank, solo)
+    trainer = Trainer(settings, text.training, rank.rank)
+    algorithm = Algorithm.init(settings.algorithm)
+    trainer.model.with_bagua([trainer.optimizer], algorithm)  # type: ignore[operator]  # the import put it on all modules
+    losses, seconds, sent_bytes = train_together(rank, trainer)
+    solo_seconds += measure_alone(rank, solo)
+
+    result = evaluate(rank, trainer, text, losses, seconds, solo_seconds, sent_bytes)
+    bagua.destroy_process_group()
+    return result
+
+
+def measure_alone(rank: Rank, trainer: Trainer) -> list[float]:
+    """Time steps of a plain model on rank 0 while all other ranks wait."""
+    seconds = []
+    if rank.rank == 0:
+        rank.report(Phase("timing one process alone"))
+        seconds = trainer.step_seconds(SOLO_STEPS)
+    bagua.barrier()
+    return seconds
+
+
+def train_together(rank: Rank, trainer: Trainer) -> tuple[list[float], list[float], int]:
+    """The training itself: each step's loss, each step's seconds, and the bytes that this rank sent."""
+    settings = trainer.settings
+    tokens = rank.world_size * settings.batch_per_rank * settings.shape.context
+    losses: list[float] = []
+    seconds: list[float] = []
+    first_bytes = sent = all_sent_bytes()
+    if rank.rank == 0:
+        rank.report(Phase("training"))
+    for step in range(1, settings.steps + 1):
+        start_s = time.perf_counter()
+        losses.append(trainer.step())
+        seconds.append(time.perf_counter() - start_s)
+        before, sent = sent, all_sent_bytes()
+        if rank.rank == 0:
+            rank.report(Progress(step, losses[-1], tokens / seconds[-1], sent - before))
+    return losses, seconds, sent - first_bytes
+
+
+def all_sent_bytes() -> int:
+    """Bytes that this process has sent so far."""
+    return sum(entry.sent_bytes for entry in comm.stats().values())
+
+
+def evaluate(
+    rank: Rank,
+    trainer: Trainer,
+    text: Text,
+    losses: list[float],
+    seconds: list[float],
+    solo_seconds: list[float],
+    sent_bytes: int,
+) -> Result:
+    """Put the numbers of all ranks together."""
+    settings = trainer.settings
+    if rank.rank == 0:
+        rank.report(Phase("evaluating on held-out files"))
+    last = losses[-LAST_STEPS:]
+    own = torch.tensor([losses[0], sum(last) / len(last), held_out_loss(trainer, text.held_out)])
+    mean = own.to(trainer.device)
+    bagua.allreduce(mean, op=comm.ReduceOp.SUM)
+    first_loss, last_loss, loss_on_held_out = (mean / rank.world_size).tolist()
+    tokens = settings.batch_per_rank * settings.shape.context
+    return Result(
+        backend=comm.get_default_group().global_communicator.backend,
+        parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),
+        files=text.files,
+        losses=losses,
+        first_loss=first_loss,
+        last_loss=last_loss,
+        held_out_loss=loss_on_held_out,
+        tokens_per_s=rank.world_size * tokens / statistics.median(seconds),
+        solo_tokens_per_s=tokens / statistics.median(solo_seconds) if solo_seconds else 0.0,
+        sent_bytes_per_step=sent_bytes / settings.steps,
+        disagreement=disagreement(trainer),
+    )
+
+
+@torch.no_grad()
+def held_out_loss(trainer: Trainer, text: Tensor) -> float:
+    """This rank's loss on evenly spaced windows of the held-out text, the same windows for every seed."""
+    settings = trainer.settings
+    last_start = len(text) - settings.shape.context - 1
+    starts = torch.linspace(0, last_start, HELD_OUT_BATCHES * settings.batch_per_rank).long()
+    trainer.model.eval()
+    losses = []
+    for part in torch.split(starts, settings.batch_per_rank):
+        inputs, targets = windows(text, part, settings.shape.context)
+        losses.append(float(trainer.model(inputs.to(trainer.device), targets.to(trainer.device)).item()))
+    trainer.model.train()
+    return sum(losses) / len(losses)
+
+
+@torch.no_grad()
+def disagreement(trainer: Trainer) -> float:
+    """The largest difference between a parameter of any rank and the same parameter of rank 0."""
+    own = torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
+    of_rank_0 = own.clone()
+    bagua.broadcast(of_rank_0, 0)
+    largest = (own - of_rank_0).abs().max()
+    bagua.allreduce(largest, op=comm.ReduceOp.MAX)
+    return float(largest.item())

@@ -1,0 +1,77 @@
+"""What the commands answer to bad arguments, and what they print without starting anything."""
+
+import signal
+
+import pytest
+import torch.distributed.run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+
+from bagua import __version__
+from bagua.algorithms import registry
+from bagua.cli import baguarun, main
+from bagua.cli.demo import command
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as caught:
+        command.main(arguments)
+    assert caught.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--nproc", "0"], "expected 1 or more, got 0"),
+        (["--nproc", "two"], "invalid positive value: 'two'"),
+        (["--nproc", "100000"], "--nproc 100000: at most"),
+        (["--steps", "-1"], "expected 1 or more, got -1"),
+        (["--backend", "nccl", "--nproc", "64"], "--nproc 64"),
+        (["--timeout", "0"], "expected more than 0 seconds"),
+        (["--learning-rate", "-1"], "expected more than 0"),
+        (["--plot", "no/such/folder/curve.png"], "there is no such folder"),
+        (["--json", "no/such/folder/numbers.json"], "there is no such folder"),
+        (["--nprocs=x", "--unknown"], "unrecognized arguments"),
+    ],
+)
+def test_the_demo_says_what_is_wrong_with_an_argument(arguments, said, capsys):
+    assert said in refused(arguments, capsys)
+
+
+def test_an_unknown_algorithm_is_answered_with_all_that_exist(capsys):
+    said = refused(["--algorithm", "magic"], capsys)
+    assert all(name in said for name in registry)
+
+
+def test_bagua_names_its_commands(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main.main(["--help"])
+    assert caught.value.code == 0
+    assert "demo" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as caught:
+        main.main(["dance"])
+    assert caught.value.code == 2
+    assert "demo" in capsys.readouterr().err
+
+
+def test_versions(capsys):
+    with pytest.raises(SystemExit):
+        main.main(["--version"])
+    assert capsys.readouterr().out == f"bagua {__version__}\n"
+    assert baguarun.main(["--version"]) == 0
+    assert __version__ in capsys.readouterr().out
+
+
+def test_baguarun_help_shows_how_to_start_a_script_and_torchruns_flags(capsys):
+    assert baguarun.main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert "baguarun --nproc_per_node 2 train.py" in said
+    assert "--rdzv-backend" in said
+
+
+def test_a_signal_becomes_the_exit_status_that_shells_use(monkeypatch):
+    def end_by_signal(_: list[str]) -> None:
+        raise SignalException("ended", signal.SIGTERM)
+
+    monkeypatch.setattr(torch.distributed.run, "main", end_by_signal)
+    assert baguarun.main(["train.py"]) == 128 + signal.SIGTERM
