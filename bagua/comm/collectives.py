@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from bagua.comm.arguments import (
-    check_counts,
-    check_rank,
-    check_tensor,
-    is_plain,
-    readable,
-    shares_memory,
-    writable,
-)
-from bagua.comm.core import CommunicatorCore, Timeout
-from bagua.comm.reduction import ReduceOp, bytes_reduction, check_communicable, reduction_name
+from bagua.comm.arguments import check_counts, check_rank, readable, shares_memory
+from bagua.comm.core import Timeout
+from bagua.comm.intake import Intake
+from bagua.comm.reduction import ReduceOp, bytes_reduction, reduction_name
 from bagua.comm.work import Work
 from bagua.errors import InvalidRankError, InvalidTensorError
 
 __all__ = ["TensorCollectives"]
 
-Finish = Callable[[], None] | None
 
-
-class TensorCollectives(CommunicatorCore):
+class TensorCollectives(Intake):
     """Collectives on tensors.
 
     All of them take ``async_op`` (return a ``Work`` instead of waiting) and
@@ -365,103 +356,7 @@ class TensorCollectives(CommunicatorCore):
         """Return after every rank has called it."""
         return self._run("barrier", None, None, torch.uint8, 0, async_op, timeout)
 
-    # What the methods above have in common.
-
-    def _check(self, tensor: torch.Tensor, argument: str) -> None:
-        """The checks of ``check_tensor``; the common case without their cost."""
-        try:
-            served = (self._cpu and tensor.is_cpu) or (self._cuda and tensor.is_cuda)
-            plain = served and tensor.layout is torch.strided
-        except AttributeError:
-            plain = False
-        if plain:
-            check_communicable(tensor.dtype, argument)
-            return
-        check_tensor(tensor, argument, self._device_types)
-
-    def _in_place(self, tensor: torch.Tensor, argument: str, *, keep: bool = True) -> tuple[torch.Tensor, Finish]:
-        """What the transport works on instead of ``tensor``, and how the result gets back."""
-        self._check(tensor, argument)
-        if is_plain(tensor):
-            return tensor, None
-        stage, destination = writable(tensor, argument, keep=keep)
-        if destination is None:
-            return stage, None
-        return stage, lambda: _copy(destination, stage)
-
-    def _share(self, tensor: torch.Tensor, argument: str) -> torch.Tensor:
-        self._check(tensor, argument)
-        return readable(tensor)
-
-    def _input(self, tensor: torch.Tensor, argument: str, like: torch.Tensor, numel: int) -> torch.Tensor:
-        self._check(tensor, argument)
-        _check_fits(tensor, argument, like, numel)
-        return readable(tensor)
-
-    def _output(
-        self, tensor: torch.Tensor, argument: str, like: torch.Tensor, numel: int
-    ) -> tuple[torch.Tensor, Finish]:
-        self._check(tensor, argument)
-        _check_fits(tensor, argument, like, numel)
-        return self._in_place(tensor, argument, keep=False)
-
-    def _only_on(
-        self,
-        root: int,
-        tensor: torch.Tensor | None,
-        argument: str,
-        like: torch.Tensor,
-        share: int,
-        *,
-        written: bool,
-    ) -> tuple[torch.Tensor | None, Finish]:
-        """The tensor of all shares, which exists on ``root`` only."""
-        if self.rank != root:
-            if tensor is not None:
-                raise InvalidTensorError(
-                    "only one rank has this tensor",
-                    argument=argument,
-                    expected=f"None on every rank but {root}",
-                    seen=f"a tensor on rank {self.rank}",
-                )
-            return None, None
-        if tensor is None:
-            raise InvalidTensorError(
-                "this rank must pass the tensor of all shares",
-                argument=argument,
-                expected=f"{self.size * share} elements on rank {root}",
-                seen="None",
-            )
-        if written:
-            return self._output(tensor, argument, like, self.size * share)
-        return self._input(tensor, argument, like, self.size * share), None
-
-    def _other(self, rank: int, argument: str) -> int:
-        rank = check_rank(rank, self.size, argument)
-        if rank == self.rank:
-            raise InvalidRankError(
-                "a rank cannot send to or receive from itself",
-                argument=argument,
-                expected="another rank",
-                seen=rank,
-            )
-        return rank
-
 
 def _apart(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """``source``, or a copy of it where the call would overwrite it while it is read."""
     return source.clone() if shares_memory(source, target) else source
-
-
-def _copy(destination: torch.Tensor, stage: torch.Tensor) -> None:
-    destination.copy_(stage.view(destination.dtype).view(destination.shape))
-
-
-def _check_fits(tensor: torch.Tensor, argument: str, like: torch.Tensor, numel: int) -> None:
-    if tensor.dtype is not like.dtype or tensor.device != like.device or tensor.numel() != numel:
-        raise InvalidTensorError(
-            "tensors do not fit together",
-            argument=argument,
-            expected=f"{numel} elements of {like.dtype} on {like.device}",
-            seen=f"{tensor.numel()} elements of {tensor.dtype} on {tensor.device}",
-        )

@@ -148,7 +148,7 @@ class Transport(ABC):
         timeout_s: float,
         asynchronous: bool,
     ) -> Handle:
-        """Start ``call``; calls complete in the order in which they were started.
+        """Start ``call``; collectives, and messages between two ranks, keep the order in which they were started.
 
         With ``asynchronous=False`` the communicator waits on the handle at once, so
         the transport may do all of the work before it returns. The transport keeps
