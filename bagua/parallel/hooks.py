@@ -28,6 +28,25 @@ class _Pass:
         self._complete(self)
 
 
+class _ParameterHook:
+    """Tells an engine of a gradient. Autograd keeps it, out of the garbage collector's sight, so it keeps nothing."""
+
+    __slots__ = ("engine",)
+
+    def __init__(self, engine: BackwardHooks) -> None:
+        self.engine = weakref.ref(engine)
+
+    def __call__(self, parameter: torch.nn.Parameter) -> None:
+        engine = self.engine()
+        if engine is not None:
+            engine._gradient_ready(parameter)
+
+
+def _remove(handles: list[Any]) -> None:
+    while handles:
+        handles.pop().remove()
+
+
 class BackwardHooks:
     """Tells a reducer when gradients are there and when a backward pass is over.
 
@@ -45,6 +64,7 @@ class BackwardHooks:
         self.reducer = reducer
         self.synchronize = True
         self._handles: list[Any] = []
+        weakref.finalize(self, _remove, self._handles).atexit = False
         self._pass: weakref.ref[_Pass] | None = None
         self._synchronizing = False
         self._armed = True
@@ -52,13 +72,19 @@ class BackwardHooks:
         self._waiting_for: set[int] = set()
 
     def create_hooks(self) -> None:
-        """Attach to the parameters and optimizers of the reducer. On one rank there is nothing to attach."""
+        """Attach to the parameters and optimizers of the reducer. On one rank there is nothing to attach.
+
+        Parameters have one engine at a time: an earlier one is detached.
+        """
         reducer = self.reducer
         if reducer.idle:
             return
         if reducer.group.size > 1:
+            for parameter in reducer.registration.parameters:
+                _detach_earlier(parameter)
+            hook = _ParameterHook(self)
             self._handles += [
-                parameter.register_post_accumulate_grad_hook(self._gradient_ready)  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 for parameter in reducer.registration.parameters
             ]
         if reducer.algorithm.traits.after_optimizer:
@@ -68,9 +94,7 @@ class BackwardHooks:
 
     def remove_hooks(self) -> None:
         """Detach from parameters and optimizers. Idempotent."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        _remove(self._handles)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -95,6 +119,7 @@ class BackwardHooks:
         reducer = self.reducer
         if reducer.idle or not training or not torch.is_grad_enabled():
             return
+        reducer.check_usable()
         reducer.after_optimizers()
         difference = reducer.registration.difference()
         if difference is not None:
@@ -152,7 +177,7 @@ class BackwardHooks:
             try:
                 self._mark(parameter)
             except BaseException as error:
-                self._break(error)
+                self.reducer.give_up(error)
                 raise
 
     def _complete(self, ended: _Pass) -> None:
@@ -167,7 +192,7 @@ class BackwardHooks:
         try:
             self._complete_step()
         except BaseException as error:
-            self._break(error)
+            self.reducer.give_up(error)
             raise
 
     def _form_buckets(self) -> bool:
@@ -203,13 +228,7 @@ class BackwardHooks:
         self._synchronizing = False
         self.reducer.forget_arrivals()
         if self.reducer.exchanging:
-            self._break("left a backward pass half-way")
-
-    def _break(self, reason: BaseException | str) -> None:
-        """Peers wait for exchanges of this step that will never start here: tell them."""
-        group = self.reducer.group
-        problem = reason if isinstance(reason, str) else getattr(reason, "problem", None) or repr(reason)
-        group.abort(f"rank {group.rank}: {problem}")
+            self.reducer.give_up("left a backward pass half-way")
 
     # Optimizers.
 
@@ -217,3 +236,11 @@ class BackwardHooks:
         self._waiting_for.discard(id(optimizer))
         if not self._waiting_for:
             self.reducer.after_optimizers()
+
+
+def _detach_earlier(parameter: torch.nn.Parameter) -> None:
+    hooks: dict[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    for hook in list(hooks.values()):
+        earlier = hook.engine() if isinstance(hook, _ParameterHook) else None
+        if earlier is not None:
+            earlier.remove_hooks()

@@ -13,7 +13,7 @@ from bagua.algorithms import Algorithm, DistributedAlgorithm, GradientAllReduceA
 from bagua.buckets import Bucket, check_align_bytes
 from bagua.comm import ProcessGroup, ReduceOp, get_default_group
 from bagua.comm.rendezvous import exchange
-from bagua.errors import ConfigurationError
+from bagua.errors import CommunicatorClosedError, ConfigurationError
 from bagua.parallel.agreement import compare
 from bagua.parallel.layout import agreed_order, cut, name_of, positions_of, unused
 from bagua.parallel.registration import Registration
@@ -131,6 +131,7 @@ class Reducer:
         self._phase: Hashable = None
         self._remembered: Remembered | None = None
         self._rebuilt = 0
+        self._failure = ""
         try:
             self._agree()
         except BaseException:
@@ -272,6 +273,7 @@ class Reducer:
 
     def begin_step(self) -> None:
         """A synchronized backward pass starts."""
+        self.check_usable()
         if self._scheduler is None:
             return
         if self.algorithm.phase(self.step) != self._phase:
@@ -347,6 +349,27 @@ class Reducer:
         """Leave no exchange owed or under way. Collective if the algorithm is."""
         if self._scheduler is not None:
             self._scheduler.flush()
+
+    def give_up(self, reason: BaseException | str) -> None:
+        """End a step that cannot be finished here; ranks that wait for the rest of it get ``PeerLostError``."""
+        problem = reason if isinstance(reason, str) else getattr(reason, "problem", None) or repr(reason)
+        self.group.abort(f"rank {self.group.rank}: {problem}")
+        self._failure = self._failure or str(problem)
+        if self._scheduler is not None:
+            self._scheduler.give_up()
+
+    def check_usable(self) -> None:
+        """Raise if an earlier step could not be finished.
+
+        Raises:
+            CommunicatorClosedError: it could not.
+        """
+        if self._failure:
+            raise CommunicatorClosedError(
+                f"this model can no longer be synchronized: {self._failure}",
+                rank=self.group.rank,
+                advice="Wrap it anew on all ranks, from a checkpoint if need be.",
+            )
 
     def _put_aside(self) -> None:
         """Take the buckets apart, and keep what the algorithm remembers for those to come."""

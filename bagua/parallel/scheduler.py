@@ -228,6 +228,12 @@ class Scheduler:
         self.after_optimizers()
         self.finish()
 
+    def give_up(self) -> None:
+        """The communicator is broken: forget what is under way and what is owed."""
+        self._owed = None
+        for lane in self._lanes:
+            lane.wait = None
+
     def settle(self) -> list[int]:
         """Wait for exchanges under way, but apply nothing; the step of each bucket's result, or -1."""
         for lane in self._lanes:

@@ -1,0 +1,224 @@
+"""A wrapped module stays an ordinary object: names, copies, files, evaluation, one process alone."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import bagua.comm
+from bagua.testing.training import assert_same_on_all_ranks, loss_of, mlp, sgd, snapshot, train_steps
+from bagua.torch_api.data_parallel import DistributedDataParallel
+from tests.parallel.wrapping import WRAPS, by_bagua_init, by_with_bagua
+
+pytestmark = pytest.mark.threads
+
+
+def _trained(wrap: str, steps: int = 3) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+    """The user's model, what wraps it, and its optimizer, after some steps."""
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    wrapped = WRAPS[wrap](model, optimizer)
+    train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(steps))
+    return model, wrapped, optimizer
+
+
+@pytest.mark.parametrize("wrap", ["bagua_init", "with_bagua"])
+def test_state_dict_has_the_keys_of_the_plain_module_and_loads_back(thread_ranks, wrap):
+    def check() -> None:
+        model, wrapped, optimizer = _trained(wrap)
+        state = wrapped.state_dict()
+        assert list(state) == list(mlp().state_dict())
+        plain = mlp(seed=3)
+        plain.load_state_dict(state)
+        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(2))
+        result = wrapped.load_state_dict(plain.state_dict())
+        assert not result.missing_keys
+        assert not result.unexpected_keys
+        assert_same_on_all_ranks([snapshot(model), snapshot(plain)])
+
+    thread_ranks(2, check)
+
+
+def test_state_dict_of_the_ddp_like_class_has_the_prefix_that_its_users_know(thread_ranks):
+    def check() -> None:
+        model, wrapped, _ = _trained("data_parallel")
+        theirs = [f"module.{name}" for name in mlp().state_dict()]
+        assert list(wrapped.state_dict()) == theirs
+        assert list(wrapped.module.state_dict()) == list(mlp().state_dict())
+        wrapped.load_state_dict({f"module.{name}": value for name, value in mlp(seed=3).state_dict().items()})
+        assert_same_on_all_ranks([snapshot(model), snapshot(mlp(seed=3))])
+
+    thread_ranks(2, check)
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("what", ["state_dict", "one tensor", "gradient"])
+def test_saved_tensors_do_not_drag_a_bucket_into_the_file(thread_ranks, wrap, what):
+    def check() -> None:
+        _, wrapped, _ = _trained(wrap)
+        first = next(iter(wrapped.parameters()))
+        saved, plain = {
+            "state_dict": (wrapped.state_dict(), mlp().state_dict()),
+            "one tensor": (next(iter(wrapped.state_dict().values())), next(mlp().parameters()).detach()),
+            "gradient": (first.grad.clone(), torch.zeros_like(first)),
+        }[what]
+        assert _file_bytes(saved) <= _file_bytes(plain) * 1.2 + 500
+
+    thread_ranks(2, check)
+
+
+def _file_bytes(value: object) -> int:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return len(file.getvalue())
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+def test_a_copy_is_a_plain_module_without_engine(thread_ranks, wrap, way):
+    def check() -> None:
+        model, wrapped, _ = _trained(wrap)
+        copied = {"deepcopy": copy.deepcopy, "pickle": _pickled, "torch.save": _saved}[way](wrapped)
+        before = snapshot(model)
+        assert_same_on_all_ranks([before, {n.removeprefix("module."): v for n, v in snapshot(copied).items()}])
+        assert type(copied) is type(mlp()), "a plain unwrapped module of the user's class"
+        if bagua.comm.get_rank() == 0:  # One rank alone: nothing of the engine can be left in the copy.
+            own = sgd(copied.parameters())
+            train_steps(copied, own, 0, range(2))
+        assert_same_on_all_ranks([before, snapshot(model)])
+
+    thread_ranks(2, check)
+
+
+def _pickled(module: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(module))
+
+
+def _saved(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_the_original_still_trains_after_it_was_copied(thread_ranks, wrap):
+    def check() -> dict[str, torch.Tensor]:
+        model, wrapped, optimizer = _trained(wrap)
+        copy.deepcopy(wrapped)
+        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(3, 6))
+        return snapshot(model)
+
+    assert_same_on_all_ranks(thread_ranks(2, check))
+
+
+@pytest.mark.parametrize("wrap", ["bagua_init", "with_bagua"])
+def test_averaged_model_works(thread_ranks, wrap):
+    def check() -> dict[str, torch.Tensor]:
+        model, wrapped, optimizer = _trained(wrap)
+        averaged = torch.optim.swa_utils.AveragedModel(wrapped)
+        for step in range(3, 6):
+            train_steps(wrapped, optimizer, bagua.comm.get_rank(), [step])
+            averaged.update_parameters(wrapped)
+        averaged.eval()
+        averaged(torch.zeros(1, 8))
+        assert not any(torch.equal(a, b) for a, b in zip(averaged.parameters(), model.parameters(), strict=True))
+        return snapshot(averaged)
+
+    assert_same_on_all_ranks(thread_ranks(2, check))
+
+
+def test_with_bagua_keeps_the_identity_and_class_of_the_module(thread_ranks):
+    def check() -> None:
+        model = mlp()
+        children, names = list(model.children()), [name for name, _ in model.named_modules()]
+        wrapped = by_with_bagua(model, sgd(model.parameters()))
+        assert wrapped is model
+        assert isinstance(wrapped, nn.Sequential)
+        assert isinstance(wrapped, bagua.torch_api.BaguaModule)
+        assert list(wrapped.children()) == children
+        assert [name for name, _ in wrapped.named_modules()] == names
+        assert type(wrapped).__name__ == "Sequential"
+        assert len(wrapped) == 5
+
+    thread_ranks(2, check)
+
+
+def _hooks(module: nn.Module) -> int:
+    """Per-parameter hooks, as autograd sees them."""
+    return sum(bool(parameter._post_accumulate_grad_hooks) for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_one_rank_alone_has_no_hooks_on_its_parameters(thread_ranks, wrap):
+    def check() -> int:
+        model, wrapped, _ = _trained(wrap)  # Without its wrapper, a model loses the hooks.
+        count = _hooks(model)
+        del wrapped
+        return count
+
+    assert thread_ranks(1, check) == [0]
+    assert all(count > 0 for count in thread_ranks(2, check)), "this test can fail"
+
+
+def test_a_model_that_nobody_holds_is_freed(thread_ranks):
+    def check() -> None:
+        model, wrapped, optimizer = _trained("bagua_init")
+        gone = weakref.ref(model)
+        del model, wrapped, optimizer
+        gc.collect()
+        assert gone() is None
+
+    thread_ranks(2, check)
+
+
+def test_the_ddp_like_class_can_be_wrapped_around_the_module_of_another(thread_ranks):
+    """Wrapping anew, as notebooks do, gives a model that is still synchronized."""
+
+    def check() -> dict[str, torch.Tensor]:
+        rank = bagua.comm.get_rank()
+        model, first, optimizer = _trained("data_parallel")
+        del first
+        wrapped = DistributedDataParallel(model, optimizers=[optimizer])
+        train_steps(wrapped, optimizer, rank, range(3, 6))
+        return snapshot(model)
+
+    assert_same_on_all_ranks(thread_ranks(2, check))
+
+
+def test_wrapping_leaves_initial_values_of_rank_0_everywhere(thread_ranks):
+    def check() -> dict[str, torch.Tensor]:
+        rank = bagua.comm.get_rank()
+        model = nn.Sequential(mlp(seed=rank), nn.BatchNorm1d(4))
+        model[1].running_mean.fill_(float(rank + 5))
+        by_bagua_init(model, sgd(model.parameters()))
+        return snapshot(model)
+
+    results = thread_ranks(3, check)
+    assert_same_on_all_ranks(results)
+    assert results[2]["1.running_mean"].tolist() == [5.0] * 4
+
+
+def test_the_optimizer_state_of_rank_0_is_everywhere_after_wrapping(thread_ranks):
+    def check() -> dict[str, torch.Tensor]:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01 * (rank + 1))
+        if rank == 0:  # As after loading a checkpoint on rank 0 only.
+            loss_of(model, rank, 0).backward()
+            optimizer.step()
+        by_bagua_init(model, optimizer)
+        state = optimizer.state_dict()
+        flat = {f"{index}.{name}": value for index, entry in state["state"].items() for name, value in entry.items()}
+        return flat | {"lr": torch.tensor(state["param_groups"][0]["lr"])}
+
+    results = thread_ranks(2, check)
+    assert any(name.endswith("exp_avg") for name in results[0])
+    assert_same_on_all_ranks(results)
