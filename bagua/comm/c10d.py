@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 
 import torch
 
@@ -64,6 +65,7 @@ class C10dTransport(Transport):
         self.waiters = Waiters()
         self._reports = Reports(membership.store, self.rank, self.size)
         self._lock = threading.Lock()
+        self._verdict = threading.Lock()
         self._cause: Cause | None = None
         self._error: CommunicationError | None = None
         self._closed = False
@@ -187,10 +189,11 @@ class C10dTransport(Transport):
 
     def check_usable(self) -> None:
         """Raise if this communicator was broken or closed."""
-        if self._error is not None:
-            raise self._error
-        if self._cause is not None:
-            raise closed_error(self._cause)
+        if self._cause is None:
+            return
+        with self._verdict:
+            error, self._error = self._error, None
+        raise error or self._already()
 
     def timed_out(self, elapsed_s: float, timeout_s: float) -> CommunicationError:
         """End the communicator because a deadline passed; the error to raise."""
@@ -205,9 +208,10 @@ class C10dTransport(Transport):
             return self._already()
         return lost_error(error, self._reports.attend(), self.membership, elapsed_s, timeout_s)
 
-    def record(self, error: CommunicationError) -> None:
-        """Keep ``error``, found by the monitor, for whoever calls next."""
-        self._error = error
+    def end_unattended(self, judge: Callable[[], CommunicationError]) -> None:
+        """For the monitor: end the communicator with ``judge()``, which the next call or wait raises."""
+        with self._verdict:  # Who comes meanwhile waits for the verdict.
+            self._error = judge()
 
     def peers_left(self) -> bool:
         """Whether a peer left a cause in the store."""
@@ -216,7 +220,7 @@ class C10dTransport(Transport):
 
     def _already(self) -> CommunicationError:
         assert self._cause is not None
-        return self._error or closed_error(self._cause)
+        return closed_error(self._cause)
 
     def _break(self, cause: Cause, *, announce: bool) -> bool:
         """Close all connections; False if that has happened before."""

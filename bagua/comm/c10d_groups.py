@@ -118,7 +118,7 @@ class NcclGroup(BackendGroup):
     def _create(self, store: Store, membership: Membership) -> Any:
         env.prefer_nccl_clean_up()
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = as_timedelta(membership.timeout_s)
+        options._timeout = as_timedelta(membership.timeout_s)  # noqa: SLF001  # it has no other name
         return dist.ProcessGroupNCCL(store, membership.rank, membership.size, options)
 
     def break_connections(self) -> None:
@@ -146,14 +146,14 @@ class OtherGroup(BackendGroup):
     )
 
     def _create(self, store: Store, membership: Membership) -> Any:
-        plugin = dist.Backend._plugins[self.name.upper()]
+        plugin = _plugins()[self.name.upper()]
         capability = dist.Backend.backend_capability.get(self.name, ["cpu"])
         self.device_types = frozenset(capability)
         self.on_stream = "cuda" in self.device_types and "cpu" not in self.device_types
         timeout = as_timedelta(membership.timeout_s)
         if not plugin.extended_api:
             return plugin.creator_fn(store, membership.rank, membership.size, timeout)
-        options = dist.distributed_c10d._DistributedBackendOptions()
+        options = dist.distributed_c10d._DistributedBackendOptions()  # noqa: SLF001  # what creators take
         options.store = store
         options.group_rank = membership.rank
         options.group_size = membership.size
@@ -209,15 +209,20 @@ def create_group(name: str, membership: Membership) -> BackendGroup:
         ) from error
 
 
+def _plugins() -> dict[str, Any]:
+    """What was registered with torch, by upper-case name."""
+    return dist.Backend._plugins  # type: ignore[return-value]  # noqa: SLF001  # torch has no question for it
+
+
 def group_refusal(name: str) -> TransportUnavailableError | None:
     """Why backend ``name`` cannot be used in this process, or None if it can."""
     available = {
         "gloo": dist.is_gloo_available(),
         "nccl": dist.is_nccl_available() and torch.cuda.is_available(),
-    }.get(name, name.upper() in dist.Backend._plugins)
+    }.get(name, name.upper() in _plugins())
     if available:
         return None
-    plugins = ", ".join(sorted(plugin.lower() for plugin in dist.Backend._plugins))
+    plugins = ", ".join(sorted(plugin.lower() for plugin in _plugins()))
     return TransportUnavailableError(
         f"torch.distributed has no backend {name!r} here",
         advice=f"nccl needs a CUDA build of torch and a GPU. Registered beside gloo and nccl: {plugins or 'none'}.",

@@ -243,13 +243,17 @@ class StreamHandle(C10dHandle):
 
     def end_overdue(self) -> None:
         """For the monitor: break the communicator because of the deadline."""
-        self._transport.record(self._transport.timed_out(self.elapsed_s(), self._timeout_s))
+        transport = self._transport
+        transport.end_unattended(lambda: transport.timed_out(self.elapsed_s(), self._timeout_s))
 
-    def end_if_peers_left(self) -> None:
-        """For the monitor: break the communicator if a peer left it."""
-        if self._transport.peers_left():
-            lost = ConnectionError("a peer left")
-            self._transport.record(self._transport.failed(lost, self.elapsed_s(), self._timeout_s))
+    def end_if_peers_left(self) -> bool:
+        """For the monitor: break the communicator if a peer left it; whether that was so."""
+        transport = self._transport
+        if not transport.peers_left():
+            return False
+        left = ConnectionError("a peer left")
+        transport.end_unattended(lambda: transport.failed(left, self.elapsed_s(), self._timeout_s))
+        return True
 
     def _wait(self, timeout_s: float | None) -> None:
         if timeout_s is not None:
@@ -265,7 +269,7 @@ class StreamHandle(C10dHandle):
             except RuntimeError as error:
                 raise self._transport.failed(error, self.elapsed_s(), self._timeout_s) from error
 
-    def settle(self, limit_s: float = 1.0) -> None:
+    def settle(self, limit_s: float = 1.0) -> None:  # noqa: ARG002
         return  # An aborted communicator writes nothing.
 
     def is_completed(self) -> bool:

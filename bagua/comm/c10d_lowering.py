@@ -166,7 +166,7 @@ class Lowering:
         tensor = target if target.dtype in self._copies else _bytes(target)
         return (self._group.broadcast([tensor], options),), None
 
-    def allgather(self, call: Call, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Started:
+    def allgather(self, _: Call, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Started:
         """Gather everyone's share everywhere."""
         options = self._prepared("allgather", dist.distributed_c10d.AllgatherOptions, -1, timeout_s)
         return (self._all_gather(self._movable(target), self._movable(source), options),), None
@@ -184,7 +184,7 @@ class Lowering:
         rows = [] if source is None else [self._rows(source)]
         return (self._group.scatter([self._movable(target)], rows, options),), None
 
-    def alltoall(self, call: Call, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Started:
+    def alltoall(self, _: Call, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Started:
         """Exchange equal shares."""
         options = self._prepared("alltoall", dist.AllToAllOptions, -1, timeout_s)
         work = self._all_to_all(self._movable(target), self._movable(source), [], [], options)
@@ -201,29 +201,29 @@ class Lowering:
 
     # Messages.
 
-    def send(self, call: Call, source: torch.Tensor, _: object, timeout_s: float) -> Started:
+    def send(self, call: Call, source: torch.Tensor, _: object, __: float) -> Started:
         """Send to ``call.root``."""
         return (self._group.send([self._movable(source)], call.root, MESSAGE_TAG),), None
 
-    def recv(self, call: Call, _: object, target: torch.Tensor, timeout_s: float) -> Started:
+    def recv(self, call: Call, _: object, target: torch.Tensor, __: float) -> Started:
         """Receive from ``call.root``."""
         return (self._group.recv([self._movable(target)], call.root, MESSAGE_TAG),), None
 
-    def sendrecv(self, call: Call, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Started:
+    def sendrecv(self, call: Call, source: torch.Tensor, target: torch.Tensor, _: float) -> Started:
         """Send to ``call.root`` and receive from ``call.source`` at the same time."""
         if call.root == self._rank:
             _flat(target).copy_(_flat(source))
             return (), None
         outgoing, incoming = self._movable(source), self._movable(target)
         if self._abilities.grouped_messages:
-            self._group._start_coalescing()
+            self._group._start_coalescing()  # noqa: SLF001  # torch has no public name for it
             self._group.send([outgoing], call.root, MESSAGE_TAG)
             self._group.recv([incoming], call.source, MESSAGE_TAG)
-            return (self._group._end_coalescing(),), None
+            return (self._group._end_coalescing(),), None  # noqa: SLF001
         receiving = self._group.recv([incoming], call.source, MESSAGE_TAG)
         return (self._group.send([outgoing], call.root, MESSAGE_TAG), receiving), None
 
-    def barrier(self, call: Call, _: object, __: object, timeout_s: float) -> Started:
+    def barrier(self, _: Call, __: object, ___: object, timeout_s: float) -> Started:
         """Wait for everyone."""
         options = self._prepared("barrier", dist.BarrierOptions, -1, timeout_s)
         return (self._group.barrier(options),), None

@@ -30,8 +30,8 @@ class Watched(Protocol):
     def end_overdue(self) -> None:
         """Break its communicator because of the deadline."""
 
-    def end_if_peers_left(self) -> None:
-        """Break its communicator if a peer left a cause. May take a moment."""
+    def end_if_peers_left(self) -> bool:
+        """Break its communicator if a peer left a cause, and say so. May take a moment."""
 
 
 class Monitor:
@@ -84,9 +84,7 @@ class Monitor:
         if call.overdue():
             call.end_overdue()
             return True
-        if ask:
-            call.end_if_peers_left()
-        return False
+        return ask and call.end_if_peers_left()
 
     def stop(self) -> None:
         """End the thread; nothing is watched any more."""

@@ -1,0 +1,137 @@
+"""What the throw-away ranks of ``test_c10d_processes.py`` do. Prints one line per event."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import torch
+from torch.distributed import PrefixStore, TCPStore
+
+from bagua.comm.c10d import C10dTransport
+from bagua.comm.communicator import Communicator
+from bagua.comm.stores import connect_store
+from tests.comm.c10d_ranks import membership
+
+BIG = 20_000_000
+DEADLINE_S = 1.5
+
+
+def kill_soon(number: int, delay_s: float = 0.2) -> None:
+    threading.Timer(delay_s, os.kill, [os.getpid(), number]).start()
+
+
+def killed_in_the_middle(comm: Communicator) -> None:
+    """The last rank dies while megabytes are on the way."""
+    if comm.rank == comm.size - 1:
+        kill_soon(signal.SIGKILL)
+    tensor = torch.ones(BIG)
+    while True:
+        comm.allreduce(tensor)
+        tensor.fill_(1)
+
+
+def killed_while_others_wait(comm: Communicator) -> None:
+    """The last rank dies when all others wait for it."""
+    if comm.rank == comm.size - 1:
+        kill_soon(signal.SIGKILL)
+        time.sleep(60)
+    comm.barrier()
+
+
+def store_host_killed(comm: Communicator) -> None:
+    """Rank 0, which hosts the store, dies when all others wait for it."""
+    if comm.rank == 0:
+        kill_soon(signal.SIGKILL)
+        time.sleep(60)
+    comm.barrier()
+
+
+def stopped(comm: Communicator) -> None:
+    """The last rank is stopped."""
+    if comm.rank == comm.size - 1:
+        kill_soon(signal.SIGSTOP, 0.0)
+        time.sleep(60)
+    time.sleep(0.1)
+    comm.allreduce(torch.ones(3), timeout=DEADLINE_S)
+
+
+def stopped_host(comm: Communicator) -> None:
+    """Rank 0, which hosts the store, is stopped."""
+    if comm.rank == 0:
+        kill_soon(signal.SIGSTOP, 0.0)
+        time.sleep(60)
+    time.sleep(0.1)
+    comm.allreduce(torch.ones(3), timeout=DEADLINE_S)
+
+
+def interrupted(comm: Communicator) -> None:
+    """Ctrl-C on the last rank, which waits in a collective; the others come later."""
+    if comm.rank == comm.size - 1:
+        kill_soon(signal.SIGINT)
+    else:
+        time.sleep(1.0)
+    comm.allreduce(torch.ones(3))
+
+
+def interrupted_in_a_message(comm: Communicator) -> None:
+    """Ctrl-C on the last rank, which waits for a message."""
+    if comm.rank == comm.size - 1:
+        kill_soon(signal.SIGINT)
+        comm.recv(torch.ones(3), 0)
+    comm.allreduce(torch.ones(3))
+
+
+def leaves_with_calls_under_way(comm: Communicator) -> None:
+    """Rank 0 ends normally although a collective and a message of it never complete."""
+    if comm.rank > 0:
+        time.sleep(1.0)
+        return
+    comm.allreduce(torch.ones(BIG), async_op=True)
+    comm.recv(torch.ones(3), comm.size - 1, async_op=True)
+
+
+def late_writes(comm: Communicator) -> None:
+    """After a timeout the tensor belongs to the caller again."""
+    tensor = torch.ones(BIG)
+    if comm.rank == 0:
+        try:
+            comm.allreduce(tensor, timeout=0.5)
+        finally:
+            tensor.fill_(7)
+            time.sleep(1.5)
+            print("untouched", bool((tensor == 7).all()), flush=True)
+    time.sleep(0.8)
+    comm.allreduce(tensor)
+
+
+def main(scenario: str, size: int, port: int, rank: int, own_store: bool) -> None:
+    torch.set_num_threads(1)
+    store = connect_store(port, 20.0)
+    if own_store:
+        if rank == 0:
+            hosted = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            store.set("hosted", str(hosted.port))
+        inner_port = int(store.get("hosted"))
+        if rank > 0:
+            hosted = TCPStore("127.0.0.1", inner_port, is_master=False, timeout=timedelta(seconds=20))
+        store = hosted
+    comm = Communicator(C10dTransport("gloo", membership(PrefixStore("test", store), rank, size)), 20.0)
+    comm.barrier()
+    print("ready", flush=True)
+    started = time.monotonic()
+    try:
+        globals()[scenario](comm)
+    except BaseException as error:
+        waited_s = time.monotonic() - started
+        peers = getattr(error, "peers", None)
+        print(f"{type(error).__name__} peers={peers} soon={waited_s < 5.0} {error}", flush=True)
+        raise SystemExit(3) from None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), bool(int(sys.argv[5])))
