@@ -52,7 +52,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "rank_pool" in metafunc.fixturenames:
         names = [name for name in _WITH_SEVERAL_RANKS if name in _chosen(metafunc.config)]
         parameters = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in names]
-        metafunc.parametrize("rank_pool", parameters, indirect=True)
+        metafunc.parametrize("rank_pool", parameters, indirect=True, scope="session")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -78,7 +78,7 @@ def process_pool() -> RankPool:
     return ProcessRanks(_SIZE, backend="gloo")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def rank_pool(request: pytest.FixtureRequest) -> RankPool:
     if request.param == "threads":
         return request.getfixturevalue("thread_pool")

@@ -130,7 +130,8 @@ def _tensor_node(value: torch.Tensor, blobs: list[bytes]) -> list[Any]:
             seen=value.layout,
         )
     check_communicable(value.dtype, "obj")
-    plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    # Not contiguous(): that leaves a single element its odd stride, which no view as bytes accepts.
+    plain = value.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     blobs.append(_raw(plain.view(-1).view(torch.uint8)))
     return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
 
