@@ -164,7 +164,7 @@ class DistributedDataParallel(EngineAccess, OverlappingWrapper):
         """Load what ``state_dict`` returned, or the state of the plain module."""
         return torch.nn.Module.load_state_dict(self, *args, **kwargs)
 
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:  # noqa: ARG002 - as in torch
         """Refused: an algorithm is what a communication hook is in torch.
 
         Raises:
@@ -179,7 +179,10 @@ class DistributedDataParallel(EngineAccess, OverlappingWrapper):
         )
 
     def join(
-        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+        self,
+        divide_by_initial_world_size: bool = True,  # noqa: ARG002 - as in torch
+        enable: bool = True,
+        throw_on_early_termination: bool = False,  # noqa: ARG002 - as in torch
     ) -> NoReturn:
         """Refused: all ranks must take the same number of steps.
 

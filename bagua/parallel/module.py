@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -51,12 +52,17 @@ class BaguaModule(EngineAccess, torch.nn.Module):
         return output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _plain_twin(self).__reduce_ex__(protocol)
+        function, arguments, *rest = _plain_twin(self).__reduce_ex__(protocol)
+        if function is copyreg.__newobj__:  # type: ignore[attr-defined]
+            # pickle compares this class with the one of the pickled object, which is another.
+            function = copyreg._reconstructor  # type: ignore[attr-defined]  # noqa: SLF001 - what protocol 1 names
+            arguments = (arguments[0], object, None)
+        return function, arguments, *rest
 
 
 def _plain_twin(module: BaguaModule) -> torch.nn.Module:
     """A plain module with the same contents: not a copy, it shares everything but the engine."""
-    twin = object.__new__(type(module)._bagua_plain_class)
+    twin = object.__new__(type(module)._bagua_plain_class)  # noqa: SLF001 - ours
     twin.__dict__.update({name: value for name, value in module.__dict__.items() if name != _ENGINE})
     return twin
 

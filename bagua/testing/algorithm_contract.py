@@ -1,0 +1,355 @@
+"""What every algorithm promises. Subclass ``AlgorithmContract`` to hold one of your own to it.
+
+The suite does not know any algorithm by name: ``Traits`` say what to expect. It needs
+pytest, and two fixtures: ``algorithm``, a declaration, and ``pool``, thread ranks::
+
+    @pytest.fixture
+    def algorithm():
+        return MyAlgorithm(period=4)
+
+
+    @pytest.fixture
+    def pool():
+        return ThreadRanks(4)
+
+
+    class TestMyAlgorithm(AlgorithmContract):
+        pass
+"""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+
+import bagua.comm
+from bagua.algorithms import Algorithm, AlgorithmImpl, Traits
+from bagua.buckets import Bucket
+from bagua.comm import ProcessGroup, ReduceOp, Work
+from bagua.errors import ConfigurationError
+from bagua.parallel import BaguaModule, with_bagua
+from bagua.testing.ranks import RankPool
+from bagua.testing.training import (
+    State,
+    assert_close,
+    assert_same_on_all_ranks,
+    loss_of,
+    mlp,
+    reference,
+    sgd,
+    snapshot,
+    train_steps,
+)
+
+__all__ = ["AlgorithmContract", "assert_keeps_promises", "spread"]
+
+#: Enough for several buckets in the model of the suite, and for one.
+BUCKET_BYTES = 1000
+ONE_BUCKET_BYTES = 10**9
+STEPS = 12
+
+Exchange = Callable[[AlgorithmImpl, Bucket, ProcessGroup, int], Work | None]
+
+
+def build(
+    algorithm: Algorithm, *, seed: int = 0, bucket_bytes: int = BUCKET_BYTES
+) -> tuple[BaguaModule, torch.optim.Optimizer]:
+    """The suite's model, ready to be trained with ``algorithm`` on the default group."""
+    model = mlp(seed)
+    optimizer = sgd(model.parameters())
+    return with_bagua(model, [optimizer], algorithm, bucket_bytes=bucket_bytes), optimizer
+
+
+def train(algorithm: Algorithm, steps: Iterable[int] = range(STEPS), bucket_bytes: int = BUCKET_BYTES) -> State:
+    """The model of this rank after some steps. Ranks start from different weights; rank 0's must win."""
+    rank = bagua.comm.get_rank()
+    model, optimizer = build(algorithm, seed=rank, bucket_bytes=bucket_bytes)
+    train_steps(model, optimizer, rank, steps)
+    return snapshot(model)
+
+
+def spread(states: list[State]) -> float:
+    """How far apart ranks are: the largest distance of a rank from the mean, relative to the mean."""
+    flat = torch.stack([torch.cat([value.flatten().double() for value in state.values()]) for state in states])
+    mean = flat.mean(dim=0)
+    return float((flat - mean).norm(dim=1).max() / mean.norm())
+
+
+def assert_keeps_promises(traits: Traits, states: list[State], expected: State) -> None:
+    """Raise ``AssertionError`` unless the ranks ended where ``traits.result`` says.
+
+    Args:
+        traits: of the algorithm.
+        states: of all ranks, after training.
+        expected: of one process that trained with the data of all ranks.
+    """
+    if traits.result == "consensus":
+        apart = spread(states)
+        assert apart > 0 or len(states) == 1, "ranks that only approach each other are bitwise equal"
+        assert apart < 0.5, f"ranks have drifted apart by {apart:.0%}"
+        return
+    assert_same_on_all_ranks(states)
+    if traits.result == "exact" or len(states) == 1:
+        assert_close(states[0], expected)
+        return
+    distance = spread([states[0], expected])
+    assert 0 < distance < 0.1, f"a lossy exchange gave a relative error of {distance:.2g}"
+
+
+def exchange_nothing(self: AlgorithmImpl, bucket: Bucket, group: ProcessGroup, step: int) -> None:
+    """A mutation: communication is forgotten."""
+
+
+def exchange_exact_mean(self: AlgorithmImpl, bucket: Bucket, group: ProcessGroup, step: int) -> None:  # noqa: ARG001
+    """A mutation: the exact mean over all ranks, where something cheaper was promised."""
+    flats = [bucket.gradients] if self.traits.gathers_gradients and bucket.gradients is not None else []
+    for flat in flats or [bucket.buffer()]:
+        group.global_communicator.allreduce(flat, ReduceOp.AVG)
+
+
+class AlgorithmContract:
+    """Tests that any algorithm passes.
+
+    Attributes:
+        sizes: numbers of ranks that it is tried on.
+    """
+
+    sizes: tuple[int, ...] = (1, 2, 3, 4)
+
+    # The declaration.
+
+    def test_the_declaration_prints_as_its_constructor_call(self, algorithm: Algorithm) -> None:
+        kind = type(algorithm)
+        names = vars(importlib.import_module(kind.__module__))
+        assert eval(repr(algorithm), {**names, kind.__name__: kind}) == algorithm
+
+    def test_the_declaration_survives_pickle(self, algorithm: Algorithm) -> None:
+        assert pickle.loads(pickle.dumps(algorithm)) == algorithm
+
+    def test_the_bound_form_keeps_the_options(self, algorithm: Algorithm) -> None:
+        bound = algorithm.reify(bagua.comm.solo_group())
+        assert bound.options == algorithm
+        assert type(bound) is type(algorithm).implementation
+
+    def test_the_schedule_is_a_function_of_the_step(self, algorithm: Algorithm) -> None:
+        bucket = a_bucket()
+        bound = algorithm.reify(bagua.comm.solo_group())
+        again = algorithm.reify(bagua.comm.solo_group())
+        steps = [3, 0, 1, 7, 1000, 1, 0, 3]
+
+        def schedule(impl: AlgorithmImpl) -> list[Any]:
+            return [(impl.is_due(step, bucket, 0.0), impl.phase(step), impl.bucketing(step)) for step in steps]
+
+        assert schedule(bound) == schedule(bound) == schedule(again)
+        assert bound.lag in (0, 1)
+
+    # Training.
+
+    def test_training_gives_what_the_traits_promise(self, algorithm: Algorithm, pool: RankPool) -> None:
+        for size in self.sizes_of(algorithm):
+            assert_keeps_promises(self.traits(algorithm), pool.run(train, algorithm, size=size), self.expected(size))
+
+    def test_sizes_that_cannot_work_are_refused_on_every_rank(self, algorithm: Algorithm, pool: RankPool) -> None:
+        for size in set(self.sizes) - set(self.sizes_of(algorithm)):
+            pool.run(expect_refusal, algorithm, size=size)
+
+    @pytest.mark.parametrize("hosts", [(2, 1), (1, 3), (2, 2)], ids=str)
+    def test_host_layouts_work_or_are_refused(
+        self, algorithm: Algorithm, pool: RankPool, hosts: tuple[int, ...]
+    ) -> None:
+        results = pool.run(train_or_refuse, algorithm, hosts=list(hosts))
+        if any(isinstance(result, str) for result in results):
+            assert len(set(results)) == 1, "one rank trains where another refuses"
+            return
+        assert_keeps_promises(self.traits(algorithm), results, self.expected(sum(hosts)))
+
+    def test_every_rank_exchanges_every_bucket_once_per_due_step(
+        self, algorithm: Algorithm, pool: RankPool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        counted = count_exchanges(type(algorithm).implementation, monkeypatch)
+        pool.run(train, algorithm, size=2)
+        assert counted, "nothing was ever exchanged"
+        assert set(counted.values()) == {1}, "a bucket was exchanged twice in one step"
+        if not self.traits(algorithm).rank_local:
+            mine = {key[1:] for key in counted if key[0] == 0}
+            assert mine == {key[1:] for key in counted if key[0] == 1}
+
+    def test_one_rank_alone_trains_as_without_bagua(self, algorithm: Algorithm, pool: RankPool) -> None:
+        if not self.traits(algorithm).active_alone:
+            assert_close(pool.run(train, algorithm, size=1)[0], self.expected(1))
+
+    # What ends badly on one rank.
+
+    def test_an_update_that_one_rank_skips_stops_nobody(self, algorithm: Algorithm, pool: RankPool) -> None:
+        for state in pool.run(train_with_a_skipped_update, algorithm, size=2):
+            assert all(torch.isfinite(value).all() for value in state.values())
+
+    def test_an_inf_on_one_rank_poisons_nothing(self, algorithm: Algorithm, pool: RankPool) -> None:
+        states = pool.run(train_with_an_inf, algorithm, size=2)
+        for state in states:
+            assert all(torch.isfinite(value).all() for value in state.values()), "weights or state kept an Inf"
+        if self.traits(algorithm).result == "exact":
+            steps = [step for step in range(STEPS) if step != INF_STEP]
+            assert_keeps_promises(self.traits(algorithm), states, reference(mlp(), sgd, 2, steps))
+
+    # What is remembered.
+
+    def test_training_resumes_bit_exactly_with_the_saved_buckets(self, algorithm: Algorithm, pool: RankPool) -> None:
+        whole = pool.run(train, algorithm, size=2)
+        saved = pool.run(train_and_save, algorithm, size=2)
+        resumed = pool.run(resume_and_train, algorithm, saved, ONE_BUCKET_BYTES, size=2)
+        for before, after in zip(whole, resumed, strict=True):
+            assert_same_on_all_ranks([before, after])
+
+    def test_state_is_saved_under_the_names_of_parameters(self, algorithm: Algorithm, pool: RankPool) -> None:
+        for saved in pool.run(train_and_save, algorithm, size=2):
+            buckets = saved["algorithm"]["buckets"]
+            assert sorted(name for bucket in buckets for name in bucket) == sorted(mlp().state_dict())
+
+    def test_switching_away_and_back_is_possible(self, algorithm: Algorithm, pool: RankPool) -> None:
+        for state in pool.run(switch_away_and_back, algorithm, size=2):
+            assert all(torch.isfinite(value).all() for value in state.values())
+
+    # Would these tests notice?
+
+    def test_the_suite_notices_that_nothing_is_exchanged(
+        self, algorithm: Algorithm, pool: RankPool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.assert_noticed(algorithm, pool, monkeypatch, exchange_nothing)
+
+    def test_the_suite_notices_an_exact_mean_in_place_of_a_lossy_exchange(
+        self, algorithm: Algorithm, pool: RankPool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if self.traits(algorithm).result != "exact":
+            self.assert_noticed(algorithm, pool, monkeypatch, exchange_exact_mean)
+
+    def assert_noticed(
+        self, algorithm: Algorithm, pool: RankPool, monkeypatch: pytest.MonkeyPatch, exchange: Exchange
+    ) -> None:
+        """Fail unless training with ``exchange`` in place of the algorithm's own breaks a promise."""
+        monkeypatch.setattr(type(algorithm).implementation, "exchange", exchange)
+        states = pool.run(train, algorithm, size=2)
+        with pytest.raises(AssertionError):
+            assert_keeps_promises(self.traits(algorithm), states, self.expected(2))
+
+    # Facts about the algorithm.
+
+    def traits(self, algorithm: Algorithm) -> Traits:
+        """What the algorithm promises."""
+        return type(algorithm).implementation.traits
+
+    def sizes_of(self, algorithm: Algorithm) -> list[int]:
+        """The sizes it can run on."""
+        even = self.traits(algorithm).even_size
+        return [size for size in self.sizes if size == 1 or size % 2 == 0 or not even]
+
+    def expected(self, size: int) -> State:
+        """Where one process with the data of all ranks ends."""
+        return reference(mlp(), sgd, size, range(STEPS))
+
+
+# What the ranks run.
+
+INF_STEP = 4
+
+
+def a_bucket() -> Bucket:
+    """A bucket that is not part of any training."""
+    names, parameters = zip(*mlp().named_parameters(), strict=True)
+    return Bucket(0, names, parameters, bagua.comm.solo_group().global_communicator)
+
+
+def train_or_refuse(algorithm: Algorithm) -> State | str:
+    """Train, or the message of the refusal at construction."""
+    try:
+        build(algorithm)
+    except ConfigurationError as error:
+        return error.problem
+    return train(algorithm)
+
+
+def expect_refusal(algorithm: Algorithm) -> None:
+    """Fail unless the algorithm refuses the group when the model is wrapped."""
+    with pytest.raises(ConfigurationError):
+        build(algorithm)
+
+
+def count_exchanges(kind: type[AlgorithmImpl], monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int, int]]:
+    """Count calls of ``exchange`` by rank, step and bucket."""
+    counted: Counter[tuple[int, int, int]] = Counter()
+    guard, exchange = threading.Lock(), kind.exchange
+
+    def count(self: AlgorithmImpl, bucket: Bucket, group: ProcessGroup, step: int) -> Work | None:
+        with guard:
+            counted[group.rank, step, bucket.index] += 1
+        return exchange(self, bucket, group, step)
+
+    monkeypatch.setattr(kind, "exchange", count)
+    return counted
+
+
+def train_with_a_skipped_update(algorithm: Algorithm) -> State:
+    """Rank 1 leaves out one ``optimizer.step()``; the exchanges go on."""
+    rank = bagua.comm.get_rank()
+    model, optimizer = build(algorithm)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()  # type: ignore[no-untyped-call]
+        if (rank, step) != (1, 3):
+            optimizer.step()
+    return snapshot(model)
+
+
+def train_with_an_inf(algorithm: Algorithm) -> State:
+    """Train with a ``GradScaler``; in one step the loss of rank 1 is infinite."""
+    rank = bagua.comm.get_rank()
+    model, optimizer = build(algorithm)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model, rank, step)
+        scaler.scale(loss * float("inf") if (rank, step) == (1, INF_STEP) else loss).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+    return snapshot(model)
+
+
+def train_and_save(algorithm: Algorithm) -> dict[str, Any]:
+    """Half of the steps, then what a checkpoint of this rank holds."""
+    rank = bagua.comm.get_rank()
+    model, optimizer = build(algorithm)
+    train_steps(model, optimizer, rank, range(STEPS // 2))
+    return {
+        "model": snapshot(model),
+        "optimizer": pickle.loads(pickle.dumps(optimizer.state_dict())),
+        "algorithm": pickle.loads(pickle.dumps(model.bagua_state_dict())),
+    }
+
+
+def resume_and_train(algorithm: Algorithm, saved: list[dict[str, Any]], bucket_bytes: int) -> State:
+    """The other half, after a new start from the checkpoints of all ranks."""
+    rank = bagua.comm.get_rank()
+    model, optimizer = build(algorithm, seed=5, bucket_bytes=bucket_bytes)
+    model.load_state_dict(saved[rank]["model"])
+    optimizer.load_state_dict(saved[rank]["optimizer"])
+    model.load_bagua_state_dict(saved[rank]["algorithm"])
+    train_steps(model, optimizer, rank, range(STEPS // 2, STEPS))
+    return snapshot(model)
+
+
+def switch_away_and_back(algorithm: Algorithm) -> State:
+    """Train with ``algorithm``, with gradient allreduce, and with ``algorithm`` again."""
+    rank = bagua.comm.get_rank()
+    model, optimizer = build(algorithm)
+    train_steps(model, optimizer, rank, range(4))
+    for number, other in enumerate((Algorithm.init("gradient_allreduce"), algorithm), start=1):
+        with_bagua(model, [optimizer], other, bucket_bytes=BUCKET_BYTES)
+        train_steps(model, optimizer, rank, range(4 * number, 4 * number + 4))
+    return snapshot(model)

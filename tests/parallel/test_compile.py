@@ -1,0 +1,70 @@
+"""``torch.compile``: compile, then wrap; nothing is compiled again as steps go by."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import bagua.comm
+from bagua.testing.training import (
+    State,
+    assert_close,
+    assert_same_on_all_ranks,
+    mlp,
+    reference,
+    sgd,
+    snapshot,
+    train_steps,
+)
+from tests.parallel.wrapping import WRAPS
+
+pytestmark = pytest.mark.gloo
+
+
+class OwnForward(nn.Module):
+    """Dynamo compiles frames of user code only; ``nn.Sequential`` alone has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layers(inputs)
+
+
+def _train_compiled(wrap: str, in_place: bool) -> tuple[State, int]:
+    """The trained model, and how often it was compiled after the third step."""
+    graphs = 0
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    torch._dynamo.reset()
+    model = OwnForward()
+    optimizer = sgd(model.parameters())
+    if in_place:
+        model.compile(backend=backend)
+    compiled = model if in_place else torch.compile(model, backend=backend)
+    wrapped = WRAPS[wrap](compiled, optimizer)
+    train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(3))
+    before = graphs
+    train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(3, 9))
+    assert before > 0, "this test can fail"
+    return snapshot(model), graphs - before
+
+
+def _train_every_way() -> dict[str, tuple[State, int]]:
+    # In one go: torch._dynamo takes seconds to import.
+    return {f"{wrap}, in place: {in_place}": _train_compiled(wrap, in_place) for wrap in WRAPS for in_place in (0, 1)}
+
+
+def test_compiled_models_train_alike_and_are_compiled_once(process_ranks):
+    first, second = process_ranks(2, _train_every_way)
+    expected = reference(OwnForward(), sgd, 2, range(9))
+    for way, (state, compiled_again) in first.items():
+        assert compiled_again == second[way][1] == 0, way
+        assert_same_on_all_ranks([state, second[way][0]])
+        assert_close(state, expected)

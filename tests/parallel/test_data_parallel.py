@@ -1,0 +1,222 @@
+"""The class with torch DDP's arguments: each is honoured or refused, none is ignored."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+import bagua.comm
+from bagua.errors import BaguaError, ConfigurationError
+from bagua.testing.training import assert_same_on_all_ranks, batch, loss_of, mlp, sgd, snapshot, train_steps
+from bagua.torch_api.data_parallel import DistributedDataParallel
+
+pytestmark = pytest.mark.threads
+
+
+def test_it_takes_every_argument_of_torch_in_the_same_order():
+    theirs = list(inspect.signature(nn.parallel.DistributedDataParallel).parameters)
+    ours = list(inspect.signature(DistributedDataParallel).parameters)
+    assert ours[: len(theirs)] == theirs
+
+
+REFUSED = {
+    "device_ids": [0],
+    "output_device": 0,
+    "dim": 1,
+    "check_reduction": True,
+    "delay_all_reduce_named_params": [("weight", nn.Parameter(torch.zeros(1)))],
+    "param_to_hook_all_reduce": nn.Parameter(torch.zeros(1)),
+    "mixed_precision": object(),
+    "skip_all_reduce_unused_params": True,
+    "bucket_cap_mb_list": [1, 25],
+    "batched_grad_copy": True,
+    "process_group": object(),
+    "device_mesh": object(),
+    "bucket_cap_mb": -1,
+}
+
+
+@pytest.mark.parametrize("argument", REFUSED)
+def test_what_cannot_be_honoured_is_refused_by_name(thread_ranks, argument):
+    def check() -> None:
+        with pytest.raises(ConfigurationError) as caught:
+            DistributedDataParallel(mlp(), **{argument: REFUSED[argument]})
+        assert caught.value.argument == argument
+
+    thread_ranks(1, check)
+
+
+def test_a_model_without_trainable_parameters_is_refused(thread_ranks):
+    def check() -> None:
+        with pytest.raises(ConfigurationError, match="requires"):
+            DistributedDataParallel(nn.ReLU())
+
+    thread_ranks(1, check)
+
+
+def test_bucket_cap_mb_is_the_size_of_the_buckets(thread_ranks):
+    def count(bucket_cap_mb: float) -> int:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb)
+        train_steps(wrapped, optimizer, rank, range(3))
+        before = bagua.comm.stats()["allreduce"].calls
+        train_steps(wrapped, optimizer, rank, [3])
+        return bagua.comm.stats()["allreduce"].calls - before
+
+    assert thread_ranks(2, count, 25) == [1, 1]
+    assert all(calls >= 3 for calls in thread_ranks(2, count, 0.0001))
+
+
+def test_init_sync_false_leaves_the_values_of_each_rank(thread_ranks):
+    def check(init_sync: bool) -> dict[str, torch.Tensor]:
+        model = mlp(seed=bagua.comm.get_rank())
+        DistributedDataParallel(model, init_sync=init_sync)
+        return snapshot(model)
+
+    first, second = thread_ranks(2, check, False)
+    assert not torch.equal(first["0.weight"], second["0.weight"])
+    assert_same_on_all_ranks(thread_ranks(2, check, True))
+
+
+@pytest.mark.parametrize(
+    ("options", "at_the_start", "before_forward"),
+    [
+        ({}, True, True),
+        ({"broadcast_buffers": True}, True, True),
+        ({"broadcast_buffers": False}, False, False),
+        ({"forward_sync_buffers": True}, True, True),
+        ({"forward_sync_buffers": False}, True, False),
+    ],
+    ids=str,
+)
+def test_buffers_come_from_rank_0_when_torch_would_bring_them(thread_ranks, options, at_the_start, before_forward):
+    class Counting(nn.Module):
+        def __init__(self, start: float) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 4)
+            self.register_buffer("seen", torch.tensor(start))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            self.observed = self.seen.item()
+            return self.linear(inputs)
+
+    def check() -> tuple[float, float]:
+        rank = bagua.comm.get_rank()
+        model = Counting(float(rank))
+        wrapped = DistributedDataParallel(model, **options)
+        at_start = model.seen.item()
+        model.seen.fill_(10.0 + rank)
+        wrapped(batch(rank, 0)[0])
+        return at_start, model.observed
+
+    _, (at_start, observed) = thread_ranks(2, check)
+    assert at_start == (0.0 if at_the_start else 1.0)
+    assert observed == (10.0 if before_forward else 11.0)
+
+
+def test_contradicting_arguments_for_buffers_are_refused(thread_ranks):
+    def check() -> None:
+        with pytest.raises(ConfigurationError):
+            DistributedDataParallel(mlp(), broadcast_buffers=True, forward_sync_buffers=False)
+
+    thread_ranks(1, check)
+
+
+def test_gradient_as_bucket_view_decides_where_gradients_live(thread_ranks):
+    def check(as_view: bool) -> int:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=as_view)
+        train_steps(wrapped, optimizer, rank, range(3))
+        flat = wrapped.bagua_buckets[0].gradients
+        start, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
+        return sum(start <= parameter.grad.data_ptr() < end for parameter in model.parameters())
+
+    assert thread_ranks(2, check, True) == [6, 6]
+    assert thread_ranks(2, check, False) == [0, 0]
+
+
+def test_static_graph_allows_parameters_that_are_never_used(thread_ranks):
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(8, 4), nn.Linear(8, 4)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.used(inputs)
+
+    def train() -> dict[str, torch.Tensor]:
+        rank = bagua.comm.get_rank()
+        model = Half()
+        optimizer = sgd(model.parameters())
+        train_steps(DistributedDataParallel(model, static_graph=True), optimizer, rank, range(4))
+        return snapshot(model)
+
+    assert_same_on_all_ranks(thread_ranks(2, train))
+
+
+def test_a_sub_group_can_be_used(thread_ranks):
+    def train() -> dict[str, torch.Tensor] | None:
+        rank = bagua.comm.get_rank()
+        group = bagua.comm.new_group([0, 2])
+        model = mlp(seed=rank)
+        optimizer = sgd(model.parameters())
+        if group is None:
+            return None
+        train_steps(DistributedDataParallel(model, process_group=group), optimizer, rank, range(3))
+        return snapshot(model)
+
+    first, none, third = thread_ranks(3, train)
+    assert none is None
+    assert_same_on_all_ranks([first, third])
+
+
+def test_what_the_class_does_not_offer_says_what_to_do_instead(thread_ranks):
+    def check() -> None:
+        wrapped = DistributedDataParallel(mlp())
+        with pytest.raises(BaguaError, match="algorithm"):
+            wrapped.register_comm_hook(None, lambda state, bucket: None)
+        with pytest.raises(BaguaError, match="join"):
+            wrapped.join()
+
+    thread_ranks(1, check)
+
+
+def test_no_sync_sets_the_attribute_that_frameworks_look_at(thread_ranks):
+    def check() -> None:
+        wrapped = DistributedDataParallel(mlp())
+        assert wrapped.require_backward_grad_sync
+        with wrapped.no_sync():
+            assert not wrapped.require_backward_grad_sync
+            loss_of(wrapped, 0, 0).backward()
+        assert wrapped.require_backward_grad_sync
+
+    thread_ranks(1, check)
+
+
+def _with_torch_group() -> dict[str, torch.Tensor]:
+    import torch.distributed as dist
+
+    rank = bagua.comm.get_rank()
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    states = {}
+    for name, options in {
+        "group": {"process_group": dist.new_group([0, 1])},
+        "mesh": {"device_mesh": mesh},
+    }.items():
+        model = mlp(seed=rank)
+        optimizer = sgd(model.parameters())
+        train_steps(DistributedDataParallel(model, **options), optimizer, rank, range(2))
+        states |= {f"{name}.{key}": value for key, value in snapshot(model).items()}
+    return states
+
+
+@pytest.mark.gloo
+def test_groups_and_meshes_of_torch_are_taken(process_ranks):
+    assert_same_on_all_ranks(process_ranks(2, _with_torch_group))

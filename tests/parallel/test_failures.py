@@ -1,0 +1,182 @@
+"""Errors: in a user's hook, in the exchange, on another rank. They reach the training loop; nothing hangs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import bagua.comm
+from bagua import testing
+from bagua.algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
+from bagua.errors import BaguaError, CommunicationError
+from bagua.testing.training import mlp, sgd, train_steps
+from tests.parallel.wrapping import WRAPS, by_bagua_init
+
+
+class CodecError(Exception):
+    """What a user's own code raises in these tests."""
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    chain = []
+    while error is not None:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return chain
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("delay_reduce", [False, True])
+def test_an_error_in_the_exchange_reaches_the_end_of_backward(thread_ranks, monkeypatch, wrap, delay_reduce):
+    if wrap == "data_parallel" and delay_reduce:
+        pytest.skip("the class has torch's constructor arguments, and no delay_reduce")
+    exchange = GradientAllReduceAlgorithmImpl.exchange
+
+    def fails(self, bucket, group, step):
+        if step == 2 and group.rank == 0:
+            raise CodecError("no such block")
+        return exchange(self, bucket, group, step)
+
+    monkeypatch.setattr(GradientAllReduceAlgorithmImpl, "exchange", fails)
+
+    def train() -> str:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        options = {"delay_reduce": True} if delay_reduce else {}
+        wrapped = WRAPS[wrap](model, optimizer, **options)
+        train_steps(wrapped, optimizer, rank, range(2))
+        with pytest.raises((CodecError, CommunicationError)) as caught:
+            train_steps(wrapped, optimizer, rank, range(2, 6))
+        chain = _chain(caught.value)
+        if rank == 0:
+            assert any(isinstance(error, CodecError) for error in chain)
+        else:
+            assert any(isinstance(error, CommunicationError) for error in chain)
+        with pytest.raises(BaguaError):  # And it stays an error, at once.
+            train_steps(wrapped, optimizer, rank, [6])
+        return type(caught.value).__name__
+
+    thread_ranks(2, train)
+
+
+@pytest.mark.threads
+def test_an_error_in_a_users_own_hook_ends_every_rank(thread_ranks):
+    def train() -> None:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        wrapped = by_bagua_init(model, optimizer)
+        train_steps(wrapped, optimizer, rank, range(2))
+
+        def refuses(gradient: torch.Tensor) -> None:
+            raise CodecError("user's hook")
+
+        if rank == 1:
+            model[2].weight.register_hook(refuses)
+            with pytest.raises(CodecError):
+                train_steps(wrapped, optimizer, rank, [2])
+            raise CodecError("rank 1 ends")
+        with pytest.raises(CommunicationError):
+            train_steps(wrapped, optimizer, rank, range(2, 5))
+
+    with pytest.raises(CodecError, match="rank 1 ends"):
+        thread_ranks(2, train, timeout_s=5.0)
+
+
+@pytest.mark.threads
+def test_a_rank_that_survives_its_own_hook_can_be_used_again_after_wrapping_anew(thread_ranks):
+    """A broken step leaves no hook, lock or thread behind that the next model would trip over."""
+
+    def train() -> None:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        wrapped = by_bagua_init(model, optimizer)
+        train_steps(wrapped, optimizer, rank, range(2))
+        handle = model[2].weight.register_hook(_raise)
+        with pytest.raises(CodecError):
+            train_steps(wrapped, optimizer, rank, [2])
+        handle.remove()
+        other = mlp()
+        fresh = sgd(other.parameters())
+        train_steps(by_bagua_init(other, fresh), fresh, rank, range(3))
+
+    thread_ranks(2, train)
+
+
+def _raise(gradient: torch.Tensor) -> None:
+    raise CodecError("user's hook")
+
+
+@pytest.mark.threads
+def test_an_error_in_forward_or_loss_leaves_the_engine_usable(thread_ranks):
+    def train() -> None:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        wrapped = by_bagua_init(model, optimizer)
+        for step in range(3):
+            with pytest.raises(RuntimeError):
+                wrapped(torch.zeros(2, 3))  # A wrong shape.
+            train_steps(wrapped, optimizer, rank, [step])
+
+    thread_ranks(2, train)
+
+
+@pytest.mark.threads
+def test_a_parameter_that_arrives_twice_in_one_backward_is_named(thread_ranks):
+    """Two reentrant checkpoints of one layer: its gradient is not complete when it arrives first."""
+
+    class Twice(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.shared = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            hidden = self.first(inputs)
+            for _ in range(2):
+                hidden = torch.utils.checkpoint.checkpoint(self.shared, hidden, use_reentrant=True)
+            return hidden[:, :4]
+
+    def train() -> str:
+        model = Twice()
+        optimizer = sgd(model.parameters())
+        wrapped = by_bagua_init(model, optimizer)
+        with pytest.raises(BaguaError, match=r"shared\.(weight|bias)") as caught:
+            train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(2))
+        return str(caught.value)
+
+    thread_ranks(2, train)
+
+
+def _train_until_killed(victim: int) -> str:
+    rank = bagua.comm.get_rank()
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    wrapped = by_bagua_init(model, optimizer)
+    train_steps(wrapped, optimizer, rank, range(3))
+    try:
+        for step in range(3, 10_000):
+            if rank == victim and step == 5:
+                testing.die()
+            train_steps(wrapped, optimizer, rank, [step])
+    except CommunicationError as error:
+        return type(error).__name__
+    return "trained on alone"
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_killed_process_ends_the_others_with_a_typed_error(process_pool, victim):
+    outcomes = process_pool.outcomes(_train_until_killed, victim, size=3, timeout_s=10.0)
+    survivors = [outcome for outcome in outcomes if outcome.rank != victim]
+    assert all(outcome.value in ("PeerLostError", "CollectiveTimeoutError") for outcome in survivors), survivors
+
+
+@pytest.mark.threads
+def test_a_killed_thread_rank_ends_the_others_with_a_typed_error(thread_pool):
+    outcomes = thread_pool.outcomes(_train_until_killed, 1, size=3, timeout_s=5.0)
+    survivors = [outcome for outcome in outcomes if outcome.rank != 1]
+    assert all(outcome.value in ("PeerLostError", "CollectiveTimeoutError") for outcome in survivors), survivors

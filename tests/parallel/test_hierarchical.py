@@ -1,0 +1,37 @@
+"""Hierarchical exchange: inside hosts, between their leaders, inside hosts; exact for uneven hosts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import bagua.comm
+from bagua.testing.training import assert_close, assert_same_on_all_ranks, mlp, reference, sgd, snapshot, train_steps
+from tests.parallel.wrapping import by_bagua_init
+
+pytestmark = pytest.mark.threads
+
+
+def _train(intra_comm_root_rank: int = 0) -> tuple[dict[str, torch.Tensor], int]:
+    rank = bagua.comm.get_rank()
+    model = mlp(seed=rank)
+    optimizer = sgd(model.parameters())
+    options = {"hierarchical_reduce": True}
+    wrapped = by_bagua_init(model, optimizer, **options)
+    train_steps(wrapped, optimizer, rank, range(4))
+    stats = bagua.comm.stats()
+    return snapshot(model), stats["reduce"].calls if "reduce" in stats else 0
+
+
+@pytest.mark.parametrize("hosts", [[2, 1], [1, 3, 2], [2, 2], [3], [1, 1]], ids=str)
+def test_the_mean_is_exact_on_uneven_hosts(thread_ranks, hosts):
+    size = sum(hosts)
+    results = thread_ranks(size, _train, hosts=hosts)
+    assert_same_on_all_ranks([state for state, _ in results])
+    assert_close(results[0][0], reference(mlp(), sgd, size, range(4)))
+
+
+def test_one_host_and_one_rank_per_host_use_the_flat_form(thread_ranks):
+    assert all(reduces == 0 for _, reduces in thread_ranks(3, _train, hosts=[3]))
+    assert all(reduces == 0 for _, reduces in thread_ranks(2, _train, hosts=[1, 1]))
+    assert any(reduces > 0 for _, reduces in thread_ranks(3, _train, hosts=[2, 1])), "this test can fail"

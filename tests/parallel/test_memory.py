@@ -1,0 +1,53 @@
+"""Memory of a wrapped model: at most one buffer of the gradients' size more than without bagua."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+import bagua.comm
+from bagua.testing.training import mlp, sgd, train_steps
+from tests.parallel.wrapping import WRAPS
+
+pytestmark = pytest.mark.gloo
+
+
+def _held_bytes() -> int:
+    """Bytes of memory under all dense CPU tensors that exist, each byte counted once."""
+    spans = set()
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and thing.device.type == "cpu" and thing.layout is torch.strided:
+            start = thing.untyped_storage().data_ptr()
+            spans.add((start, start + thing.untyped_storage().nbytes()))
+    total, reached = 0, 0
+    for start, end in sorted(spans):
+        total += max(end - max(start, reached), 0)
+        reached = max(reached, end)
+    return total
+
+
+def _bytes_with_and_without(wrap: str) -> tuple[int, int]:
+    """What the model, its gradients and its optimizer hold after some steps: wrapped, and plain."""
+    rank = bagua.comm.get_rank()
+    amounts = []
+    for wrapping in (WRAPS[wrap], None):
+        gc.collect()
+        before = _held_bytes()
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        wrapped = model if wrapping is None else wrapping(model, optimizer)
+        train_steps(wrapped, optimizer, rank, range(3))
+        amounts.append(_held_bytes() - before)
+        del wrapped, model, optimizer
+    return amounts[0], amounts[1]
+
+
+def test_extra_memory_is_at_most_one_buffer_of_the_gradients_size(process_ranks):
+    gradient_bytes = sum(parameter.nbytes for parameter in mlp().parameters())
+    alignment_bytes = 64 * 2 * sum(1 for _ in mlp().parameters())
+    for wrap in WRAPS:
+        for wrapped, plain in process_ranks(2, _bytes_with_and_without, wrap):
+            assert plain == 3 * gradient_bytes, "weights, gradients, momentum; this test can fail"
+            assert wrapped <= plain + gradient_bytes + alignment_bytes

@@ -1,0 +1,190 @@
+"""``ModelSwitchWrapper``: changing the algorithm while a model is trained."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import bagua.comm
+import bagua.torch_api
+from bagua.errors import ConfigurationError, UnsupportedAlgorithmException
+from bagua.testing.training import (
+    adam,
+    assert_close,
+    assert_same_on_all_ranks,
+    mlp,
+    reference,
+    sgd,
+    snapshot,
+    train_steps,
+)
+from bagua.torch_api import DistributedAlgorithm, bagua_init
+from bagua.torch_api.distributed import ModelSwitchWrapper, allreduce_parameters, broadcast_parameters
+
+pytestmark = pytest.mark.threads
+
+
+def test_switching_to_the_same_algorithm_again_changes_nothing(thread_ranks):
+    def train() -> dict[str, torch.Tensor]:
+        rank = bagua.comm.get_rank()
+        model = mlp(seed=rank)
+        optimizer = adam(model.parameters())
+        wrapped = ModelSwitchWrapper(model, optimizer, message_size=1000)
+        assert wrapped.switch_to(DistributedAlgorithm.GradientAllReduce) is wrapped
+        train_steps(wrapped, optimizer, rank, range(3))
+        wrapped.switch_to("allreduce")
+        train_steps(wrapped, optimizer, rank, range(3, 6))
+        return snapshot(model)
+
+    results = thread_ranks(2, train)
+    assert_same_on_all_ranks(results)
+    assert_close(results[0], reference(mlp(), adam, 2, range(6)))
+
+
+def test_a_switch_averages_what_ranks_did_apart(thread_ranks):
+    """Weights, momentum and running statistics that drifted are averaged, as documented."""
+
+    def train() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        rank = bagua.comm.get_rank()
+        model = torch.nn.Sequential(mlp(), torch.nn.BatchNorm1d(4))
+        optimizer = sgd(model.parameters())
+        wrapped, optimizer = bagua_init(model, optimizer)
+        train_steps(wrapped, optimizer, rank, range(2))
+        with torch.no_grad():
+            model[0][0].weight.fill_(float(rank))
+            optimizer.state[model[0][0].weight]["momentum_buffer"].fill_(float(10 * rank))
+            model[1].running_mean.fill_(float(rank))
+            model[1].num_batches_tracked.fill_(rank + 7)
+        wrapped.switch_to(DistributedAlgorithm.GradientAllReduce)
+        momentum = optimizer.state[model[0][0].weight]["momentum_buffer"]
+        return snapshot(model), {"momentum": momentum.clone()}
+
+    results = thread_ranks(3, train)
+    assert_same_on_all_ranks([state for state, _ in results])
+    state, momentum = results[0]
+    assert state["0.0.weight"].unique().tolist() == [1.0]
+    assert momentum["momentum"].unique().tolist() == [10.0]
+    assert state["1.running_mean"].unique().tolist() == [1.0]
+    assert state["1.num_batches_tracked"].item() == 7
+
+
+@pytest.mark.parametrize("name", ["sg-allreduce", "decentralize", "quantize", "no such thing"])
+def test_algorithms_that_do_not_exist_are_refused_and_those_that_do_are_named(thread_ranks, name):
+    def check() -> None:
+        model = mlp()
+        wrapped = ModelSwitchWrapper(model, sgd(model.parameters()))
+        with pytest.raises(UnsupportedAlgorithmException, match="gradient_allreduce"):
+            wrapped.switch_to(name)
+
+    thread_ranks(2, check)
+
+
+def test_a_refused_switch_leaves_the_model_as_it_was(thread_ranks):
+    def train() -> dict[str, torch.Tensor]:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        wrapped, optimizer = bagua_init(model, sgd(model.parameters()))
+        train_steps(wrapped, optimizer, rank, range(2))
+        with pytest.raises(UnsupportedAlgorithmException):
+            wrapped.switch_to(DistributedAlgorithm.Decentralize)
+        train_steps(wrapped, optimizer, rank, range(2, 4))
+        return snapshot(model)
+
+    results = thread_ranks(2, train)
+    assert_same_on_all_ranks(results)
+    assert_close(results[0], reference(mlp(), sgd, 2, range(4)))
+
+
+def test_training_before_the_first_switch_is_an_error(thread_ranks):
+    def check() -> None:
+        model = mlp()
+        wrapped = ModelSwitchWrapper(model, sgd(model.parameters()))
+        with pytest.raises(ConfigurationError, match="switch_to"):
+            wrapped(torch.zeros(1, 8))
+
+    thread_ranks(1, check)
+
+
+def test_bagua_init_returns_what_it_was_given(thread_ranks):
+    def check() -> None:
+        model = mlp()
+        one = sgd(model.parameters())
+        wrapped, same = bagua_init(model, one)
+        assert isinstance(wrapped, ModelSwitchWrapper)
+        assert same is one
+        several = [sgd(mlp().parameters())]
+        other = mlp()
+        several = [sgd(other[:2].parameters()), sgd(other[2:].parameters())]
+        assert bagua_init(other, several)[1] is several
+
+    thread_ranks(1, check)
+
+
+@pytest.mark.parametrize(
+    ("options", "pattern"),
+    [
+        ({"hierarchical": True}, "hierarchical_reduce"),
+        ({"bucket_size": 5}, "bucket_bytes"),
+        ({"compressor": "MinMaxUInt8"}, "compressor"),
+    ],
+)
+def test_unknown_keywords_are_a_type_error_that_names_the_known_ones(thread_ranks, options, pattern):
+    def check() -> None:
+        model = mlp()
+        with pytest.raises(TypeError, match=pattern):
+            bagua_init(model, sgd(model.parameters()), **options)
+
+    thread_ranks(1, check)
+
+
+@pytest.mark.parametrize("intra_comm_root_rank", [-1, 5])
+def test_a_leader_that_does_not_exist_is_refused(thread_ranks, intra_comm_root_rank):
+    def check() -> None:
+        model = mlp()
+        with pytest.raises(ConfigurationError, match="intra_comm_root_rank"):
+            wrapper = ModelSwitchWrapper(model, sgd(model.parameters()), intra_comm_root_rank=intra_comm_root_rank)
+            wrapper.switch_to("allreduce")
+
+    thread_ranks(2, check)
+
+
+def test_without_a_tuner_reports_are_taken_and_nothing_changes(thread_ranks):
+    def check() -> None:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        wrapped, optimizer = bagua_init(model, sgd(model.parameters()))
+        train_steps(wrapped, optimizer, rank, range(2))
+        wrapped.report_metrics([1.0, 2.0])
+        assert wrapped.ask_and_update_hyperparameters() is False
+
+    thread_ranks(2, check)
+
+
+def test_broadcast_parameters_takes_buffers_only_if_asked(thread_ranks):
+    def check() -> list[float]:
+        rank = bagua.comm.get_rank()
+        seen = []
+        for broadcast_buffers in (False, True):
+            model = torch.nn.BatchNorm1d(2)
+            with torch.no_grad():
+                model.weight.fill_(float(rank))
+                model.running_mean.fill_(float(rank))
+            broadcast_parameters(model, broadcast_buffers)
+            seen += [model.weight[0].item(), model.running_mean[0].item()]
+        return seen
+
+    assert thread_ranks(2, check) == [[0.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
+
+
+def test_allreduce_parameters_averages_floats_and_takes_counters_from_rank_0(thread_ranks):
+    def check() -> list[float]:
+        rank = bagua.comm.get_rank()
+        model = torch.nn.BatchNorm1d(2)
+        with torch.no_grad():
+            model.weight.fill_(float(rank))
+            model.running_mean.fill_(float(rank))
+            model.num_batches_tracked.fill_(rank + 3)
+        allreduce_parameters(model)
+        return [model.weight[0].item(), model.running_mean[0].item(), model.num_batches_tracked.item()]
+
+    assert thread_ranks(3, check) == [[1.0, 1.0, 3]] * 3
