@@ -1,0 +1,437 @@
+"""The transport over torch's backends: what is supplied where a backend lacks it, deadlines, and the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import threading
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore
+
+from bagua.comm.c10d import C10dTransport, c10d_refusal
+from bagua.comm.c10d_groups import GlooGroup, NcclGroup, OtherGroup, split_name
+from bagua.comm.c10d_lowering import Abilities, Lowering, as_timedelta
+from bagua.comm.call import Call
+from bagua.comm.communicator import Communicator
+from bagua.comm.reduction import ReduceOp, fold, reduction_name
+from bagua.comm.transport import Membership
+from bagua.errors import (
+    CollectiveTimeoutError,
+    CommunicatorClosedError,
+    InvalidReduceOpError,
+    PeerLostError,
+    TransportUnavailableError,
+)
+from tests.comm.c10d_ranks import membership, run, values
+
+pytestmark = pytest.mark.gloo
+
+OPS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BXOR)
+DTYPES = (
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.uint8, torch.int8,
+    torch.int16, torch.int64,
+)  # fmt: skip
+COPIED = (torch.float32, torch.int16, torch.bool, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def numbers(dtype: torch.dtype, numel: int, seed: int) -> torch.Tensor:
+    """Small numbers, of which sums and products of three are exact in every dtype."""
+    whole = torch.arange(numel) * (seed + 1) % 5 + seed % 2
+    if dtype is torch.bool:
+        return whole % 2 == 0
+    if dtype.is_complex:
+        return torch.complex(whole.double(), whole.flip(0).double()).to(dtype)
+    return whole.to(dtype)
+
+
+class BareTransport(C10dTransport):
+    """Gloo that is not trusted with more than ``abilities``."""
+
+    abilities: Abilities
+
+    def _add_channel(self, device_type: str, group: Any) -> None:
+        group.abilities = self.abilities
+        super()._add_channel(device_type, group)
+
+
+def limited_to(abilities: Abilities) -> Any:
+    """Builds transports on Gloo with these abilities."""
+    limited = type("LimitedTransport", (BareTransport,), {"abilities": abilities})
+    return lambda member: limited("gloo", member)
+
+
+#: As little as may be taken for granted, what NCCL has, and all of Gloo.
+ABILITIES = {
+    "nothing": Abilities(copies=frozenset({torch.uint8}), reductions=frozenset()),
+    "other": OtherGroup.abilities,
+    "nccl": dataclasses.replace(NcclGroup.abilities, grouped_messages=False),
+    "gloo": GlooGroup.abilities,
+}
+
+
+def reduce_everything(comm: Communicator) -> None:
+    for dtype in DTYPES:
+        for op in OPS:
+            try:
+                name = reduction_name(op, dtype)
+            except InvalidReduceOpError:
+                continue
+            for numel in (0, 1, 7):
+                reduce_all_ways(comm, dtype, op, name, numel)
+
+
+def reduce_all_ways(comm: Communicator, dtype: torch.dtype, op: Any, name: str, numel: int) -> None:
+    inputs = [numbers(dtype, numel * comm.size, rank) for rank in range(comm.size)]
+    expected = fold(inputs, name, torch.empty_like(inputs[0]))
+    share = slice(comm.rank * numel, (comm.rank + 1) * numel)
+    what = f"{name} of {dtype}, {numel} elements"
+    tensor = inputs[comm.rank].clone()
+    comm.allreduce(tensor, op)
+    torch.testing.assert_close(tensor, expected, msg=f"allreduce, {what}")
+    everyone = torch.empty(comm.size * tensor.numel(), dtype=dtype)
+    comm.allgather(everyone, tensor)
+    assert all(row.equal(tensor) for row in everyone.view(comm.size, -1)), f"other bits elsewhere, {what}"
+    tensor = inputs[comm.rank].clone()
+    comm.reduce(tensor, 1, op)
+    torch.testing.assert_close(tensor, expected if comm.rank == 1 else inputs[comm.rank], msg=f"reduce, {what}")
+    source, output = inputs[comm.rank].clone(), torch.empty(numel, dtype=dtype)
+    comm.reduce_scatter(output, source, op)
+    torch.testing.assert_close(output, expected[share], msg=f"reduce_scatter, {what}")
+    assert source.equal(inputs[comm.rank]), f"reduce_scatter spoils its input, {what}"
+
+
+@pytest.mark.parametrize("abilities", ABILITIES)
+def test_reductions_that_a_backend_lacks_are_supplied(abilities: str) -> None:
+    values(run(3, reduce_everything, transport=limited_to(ABILITIES[abilities])))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def copy_everything(comm: Communicator) -> None:
+    for dtype in COPIED:
+        for numel in (0, 1, 7):
+            copy_all_ways(comm, dtype, numel)
+
+
+def copy_all_ways(comm: Communicator, dtype: torch.dtype, numel: int) -> None:
+    n, rank = comm.size, comm.rank
+    inputs = [numbers(dtype, numel, other) for other in range(n)]
+    table = bits(torch.stack(inputs))
+    tensor = inputs[1].clone() if rank == 1 else torch.empty(numel, dtype=dtype)
+    comm.broadcast(tensor, 1)
+    assert bits(tensor).equal(bits(inputs[1]))
+    gathered = torch.empty(n * numel, dtype=dtype)
+    comm.allgather(gathered, inputs[rank])
+    assert bits(gathered).equal(table)
+    on_root = torch.empty(n * numel, dtype=dtype) if rank == 2 else None
+    comm.gather(on_root, inputs[rank], 2)
+    assert on_root is None or bits(on_root).equal(table)
+    comm.scatter(tensor, gathered if rank == 0 else None, 0)
+    assert bits(tensor).equal(bits(inputs[rank]))
+    exchanged = torch.empty(n * numel, dtype=dtype)
+    comm.alltoall(exchanged, torch.cat([inputs[rank]] * n))
+    assert bits(exchanged).equal(table)
+    # Everybody sends 1 + its rank elements to rank 0, and nothing to the others.
+    counts = [min(1 + other, numel) for other in range(n)] if rank == 0 else [0] * n
+    some = torch.empty(sum(counts), dtype=dtype)
+    mine = min(1 + rank, numel)
+    comm.alltoall_v(some, inputs[rank][:mine].clone(), counts, [mine] + [0] * (n - 1))
+    assert bits(some).equal(bits(torch.cat([row[:count] for row, count in zip(inputs, counts, strict=True)])))
+    comm.sendrecv(tensor, inputs[rank], (rank - 1) % n, (rank + 1) % n)
+    assert bits(tensor).equal(bits(inputs[(rank - 1) % n]))
+
+
+@pytest.mark.parametrize("abilities", ["nothing", "gloo"])
+def test_copies_keep_every_bit_of_every_dtype(abilities: str) -> None:
+    values(run(3, copy_everything, transport=limited_to(ABILITIES[abilities])))
+
+
+def test_sums_that_we_fold_accumulate_in_float32() -> None:
+    def job(comm: Communicator) -> float:
+        tensor = torch.tensor([[2048.0], [1.0], [1.0]][comm.rank], dtype=torch.float16)
+        comm.allreduce(tensor)
+        return tensor.item()
+
+    # 2048 + 1 is 2048 in float16.
+    assert values(run(3, job, transport=limited_to(ABILITIES["nothing"]))) == [2050.0] * 3
+
+
+def test_a_single_element_may_have_any_stride() -> None:
+    def job(comm: Communicator) -> None:
+        tensor = torch.ones(1, 2, dtype=torch.int16)[:, 0]
+        assert tensor.stride() == (2,)
+        comm.broadcast(tensor)
+        comm.reduce(tensor, 0)
+        output = torch.zeros((), dtype=torch.int16)
+        comm.reduce_scatter(output, torch.ones(2, dtype=torch.int16))
+        assert (output.item(), tensor.item()) == (2, 2 if comm.rank == 0 else 1)
+
+    values(run(2, job))
+
+
+class RecordingGroup:
+    """A backend that only notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> str:
+            self.asked.append((name, arguments))
+            return f"work of {name}"
+
+        return call
+
+
+def test_messages_of_nccl_start_as_one_group() -> None:
+    group = RecordingGroup()
+    lowering = Lowering(group, 0, 3, NcclGroup.abilities)
+    call = Call("sendrecv", 1, torch.float32, 2, "", 1, 2, (), (2,))
+    works, _ = lowering.start(call, torch.ones(2), torch.zeros(2), 5.0)
+    assert [name for name, _ in group.asked] == ["_start_coalescing", "send", "recv", "_end_coalescing"]
+    assert works == ("work of _end_coalescing",)
+
+
+def test_every_call_carries_its_own_deadline() -> None:
+    group = RecordingGroup()
+    lowering = Lowering(group, 0, 2, GlooGroup.abilities)
+    kinds = ("allreduce", "reduce", "broadcast", "allgather", "gather", "scatter", "alltoall", "barrier")
+    for kind in kinds:
+        reduction = "sum" if "reduce" in kind else ""
+        for timeout_s in (3.0, 7.0, 3.0):
+            tensor, pair = torch.ones(2), torch.ones(4)
+            source = pair if kind in ("scatter", "alltoall") else tensor
+            target = pair if kind in ("allgather", "gather", "alltoall") else tensor
+            lowering.start(Call(kind, 1, torch.float32, 2, reduction, 0), source, target, timeout_s)
+        *_, three, seven, again = [arguments[-1] for _, arguments in group.asked]
+        assert (three.timeout, seven.timeout) == (as_timedelta(3.0), as_timedelta(7.0)), kind
+        assert again is three, "options are made once"
+
+
+def test_a_deadline_is_never_no_deadline() -> None:
+    assert as_timedelta(1e-9).total_seconds() == 0.001
+
+
+# Backends.
+
+
+def test_a_name_may_hold_a_backend_for_each_device() -> None:
+    def job(comm: Communicator) -> tuple[str, frozenset[str]]:
+        tensor = torch.ones(3)
+        comm.allreduce(tensor)
+        assert tensor.equal(torch.full((3,), 2.0))
+        return comm.backend, comm.device_types
+
+    assert values(run(2, job, backend="cpu:gloo")) == [("cpu:gloo", frozenset({"cpu"}))] * 2
+    assert split_name("CPU:Gloo, cuda:nccl") == {"cpu": "gloo", "cuda": "nccl"}
+
+
+def test_a_backend_that_does_not_exist_is_refused() -> None:
+    refusal = c10d_refusal("cpu:gloo,cuda:carrier-pigeon")
+    assert isinstance(refusal, TransportUnavailableError)
+    assert "carrier-pigeon" in str(refusal)
+    assert c10d_refusal("gloo") is None
+    outcomes = run(2, lambda _: None, backend="carrier-pigeon")
+    assert all(isinstance(outcome, TransportUnavailableError) for outcome in outcomes)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="nccl can be used here")
+def test_nccl_without_a_gpu_is_refused() -> None:
+    assert "nccl" in str(c10d_refusal("nccl"))
+
+
+class TinyBackends:
+    """Gloo under other names, as a third party would register it."""
+
+    made: list[str] = []
+
+    @classmethod
+    def create(cls, store: Any, rank: int, size: int, timeout: Any) -> Any:
+        cls.made.append("tiny")
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    @classmethod
+    def create_extended(cls, options: Any, _: Any) -> Any:
+        cls.made.append("tinyextended")
+        return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
+
+
+@pytest.mark.parametrize("name", ["tiny", "tinyextended"])
+def test_a_backend_registered_with_torch_serves(name: str) -> None:
+    if name.upper() not in dist.Backend._plugins:
+        extended = name == "tinyextended"
+        creator = TinyBackends.create_extended if extended else TinyBackends.create
+        dist.Backend.register_backend(name, creator, extended_api=extended, devices=["cpu"])
+
+    def job(comm: Communicator) -> str:
+        copy_all_ways(comm, torch.bool, 5)
+        reduce_all_ways(comm, torch.float16, ReduceOp.AVG, "avg", 5)
+        comm.barrier()
+        return comm.backend
+
+    assert values(run(3, job, backend=name)) == [name] * 3
+    assert TinyBackends.made.count(name) == 3
+
+
+def test_tensors_of_other_devices_travel_by_way_of_the_cpu() -> None:
+    def job(comm: Communicator) -> None:
+        transport = comm._transport
+        assert isinstance(transport, C10dTransport)
+        tensor = torch.full((3,), float(comm.rank))
+        transport._start_staged(Call("allreduce", 1, torch.float32, 3, "sum"), tensor, tensor, 5.0, False).wait()
+        assert tensor.equal(torch.full((3,), 1.0))
+        output = torch.zeros(6)
+        transport._start_staged(Call("allgather", 2, torch.float32, 3), tensor, output, 5.0, True).wait()
+        assert output.equal(torch.full((6,), 1.0))
+        transport._start_staged(Call("barrier", 3, torch.uint8), None, None, 5.0, True).wait()
+
+    values(run(2, job))
+
+
+# Failure and the end.
+
+
+def test_ranks_that_never_come_are_named() -> None:
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        C10dTransport("gloo", membership(HashStore(), 1, 3, timeout_s=0.2))
+    assert caught.value.peers == (0, 2)
+
+
+def test_an_own_deadline_beats_the_default() -> None:
+    def job(comm: Communicator) -> Any:
+        if comm.rank == 1:
+            return None
+        started = time.monotonic()
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            comm.allreduce(torch.ones(2), timeout=0.3)
+        assert caught.value.timeout_s == 0.3
+        assert time.monotonic() - started < 5.0
+        return caught.value.peers
+
+    assert values(run(2, job, timeout_s=60.0))[0] == (1,)
+
+
+@pytest.mark.parametrize("message", [False, True])
+def test_a_failed_wait_ends_the_call_everywhere(message: bool) -> None:
+    def job(comm: Communicator) -> Any:
+        if comm.rank == 0:
+            work = (
+                comm.recv(torch.ones(2), 1, async_op=True) if message else comm.allreduce(torch.ones(2), async_op=True)
+            )
+            with pytest.raises(CollectiveTimeoutError):
+                work.wait(0.2)
+            return None
+        if message:
+            return comm.recv(torch.ones(2), 0)
+        time.sleep(0.5)
+        return comm.allreduce(torch.ones(2))
+
+    outcomes = run(2, job)
+    assert outcomes[0] is None
+    assert isinstance(outcomes[1], PeerLostError)
+    assert outcomes[1].peers == (0,)
+    assert "rank 0 gave up" in str(outcomes[1])
+
+
+def test_messages_wait_in_any_order() -> None:
+    def job(comm: Communicator) -> list[float]:
+        other = 1 - comm.rank
+        first, second = torch.zeros(1), torch.zeros(1)
+        if comm.rank == 0:
+            receiving = comm.recv(first, other, async_op=True)
+            sending = comm.send(torch.tensor([5.0]), other, async_op=True)
+            sending.wait()
+            comm.send(torch.tensor([6.0]), other)
+            receiving.wait()
+            assert receiving.is_completed()
+        else:
+            comm.recv(first, other)
+            comm.recv(second, other)
+            comm.send(first + second, other)
+        return [first.item(), second.item()]
+
+    assert values(run(2, job)) == [[11.0, 0.0], [5.0, 6.0]]
+
+
+def test_completion_can_be_polled() -> None:
+    def job(comm: Communicator) -> None:
+        other = 1 - comm.rank
+        tensor = torch.ones(2)
+        works = [comm.allreduce(tensor, async_op=True)]
+        works += [comm.recv(torch.ones(2), other, async_op=True), comm.send(torch.ones(2), other, async_op=True)]
+        until = time.monotonic() + 10
+        while not all(work.is_completed() for work in works):
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        assert tensor.equal(torch.full((2,), 2.0))
+
+    values(run(2, job))
+
+
+def test_works_that_outlive_their_communicator_raise() -> None:
+    def job(comm: Communicator) -> None:
+        tensor = torch.ones(2)
+        if comm.rank == 1:
+            return
+        work = comm.allreduce(tensor, async_op=True)
+        comm.close()
+        comm.close()
+        with pytest.raises(CommunicatorClosedError):
+            work.wait()
+        with pytest.raises(CommunicatorClosedError):
+            comm.barrier()
+
+    values(run(2, job))
+
+
+def sockets() -> int:
+    """Open sockets of this process."""
+    count = 0
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            count += os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:")
+        except FileNotFoundError:
+            continue
+    return count
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_closing_leaves_no_thread_and_no_socket(broken: bool) -> None:
+    def job(comm: Communicator) -> Any:
+        other = 1 - comm.rank
+        comm.sendrecv(torch.ones(1), torch.ones(1), other, other)
+        comm.recv(torch.ones(1), other, async_op=True)
+        comm.send(torch.ones(1), other, async_op=True).wait()
+        if broken:
+            comm.abort("to see what stays")
+        return weakref.ref(comm._transport)
+
+    run(2, job)  # What the first use of Gloo in a process opens may stay.
+    gc.collect()
+    before_sockets, before_threads = sockets(), threading.active_count()
+    transports = values(run(2, job))
+    gc.collect()
+    until = time.monotonic() + 5
+    while (sockets(), threading.active_count()) > (before_sockets, before_threads) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert (sockets(), threading.active_count()) == (before_sockets, before_threads)
+    assert [transport() for transport in transports] == [None, None]
+
+
+def test_membership_of_one_needs_no_peer() -> None:
+    transport = C10dTransport("gloo", Membership(HashStore(), 0, (0,), (0,), 5.0))
+    comm = Communicator(transport, 5.0)
+    tensor = torch.ones(2)
+    comm.allreduce(tensor, ReduceOp.AVG)
+    comm.barrier()
+    comm.close()
+    assert tensor.equal(torch.ones(2))
