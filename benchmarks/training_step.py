@@ -1,0 +1,215 @@
+"""A training step through bagua against torch's DDP, against the bare module, and what it costs in memory.
+
+The MLP is 1024-2048-2048-2048-1024 with ReLU, 12.6 million parameters, trained with SGD. Two processes with one compute
+thread each, Gloo, the loopback device. Both sides use their default buckets (torch: 25 MB, of which the first 1 MB).
+
+"Communication off" has two meanings, and both are printed: the bare module without any hooks, and bagua's engine with
+an exchange that does nothing. The memory is the peak of a process's resident memory while it takes a few steps, in new
+processes for each kind of training, less that of the bare module. It includes what Gloo itself holds for its messages,
+so the limit is for the silent form.
+
+``python -m benchmarks.training_step``
+"""
+
+import argparse
+import functools
+import itertools
+import resource
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed
+from torch import nn
+
+import bagua.torch_api as bagua
+from bagua.cli.launch import Rank, run_ranks
+from bagua.torch_api.algorithms import Algorithm
+from benchmarks.paired import (
+    Comparison,
+    Rounds,
+    add_arguments,
+    compare,
+    compare_added,
+    conclude,
+    measure,
+    slowest,
+)
+from benchmarks.silent import SilentAlgorithm
+
+TIMEOUT_S = 60.0
+LIMIT = 1.05
+MEMORY_LIMIT = 1.0
+MEMORY_TOLERANCE = 0.05  # about 2 MB of pages that come and go
+HIDDEN = 2048
+OUTER = 1024
+BATCHES = (64, 16)
+SMALL_LAYERS = 100
+MEMORY_STEPS = 5
+
+Step = Callable[[], object]
+
+
+def multilayer_perceptron(hidden: int) -> nn.Module:
+    """Four linear layers with ReLU between them."""
+    layers: list[nn.Module] = []
+    widths = (OUTER, hidden, hidden, hidden, OUTER)
+    for before, after in itertools.pairwise(widths):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def many_small_parameters() -> nn.Module:
+    """A model of 200 parameters in which computing takes next to nothing."""
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(SMALL_LAYERS)))
+
+
+def bare(module: nn.Module, _: torch.optim.Optimizer) -> nn.Module:
+    """No communication at all."""
+    return module
+
+
+def through_ddp(module: nn.Module, _: torch.optim.Optimizer, as_view: bool = False) -> nn.Module:
+    """DistributedDataParallel of torch."""
+    return nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=as_view)
+
+
+def through_bagua(module: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+    """The engine with gradient allreduce."""
+    return module.with_bagua([optimizer], Algorithm.init("gradient_allreduce"))
+
+
+def through_silent_bagua(module: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+    """The engine with an exchange that does nothing."""
+    return module.with_bagua([optimizer], SilentAlgorithm())
+
+
+KINDS = {
+    "bare": bare,
+    "DDP": through_ddp,
+    "DDP, views": functools.partial(through_ddp, as_view=True),
+    "bagua": through_bagua,
+    "bagua, silent": through_silent_bagua,
+}
+
+PAIRS = [
+    ("DDP", "bagua"),
+    ("DDP, views", "bagua"),
+    ("bare", "bagua"),
+    ("bagua, silent", "bagua"),
+    ("bare", "bagua, silent"),
+]
+
+
+def make_step(kind: str, make_model: Callable[[], nn.Module], width: int, batch: int) -> Step:
+    """A function that takes one training step of a new model."""
+    torch.manual_seed(0)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    wrapped = KINDS[kind](model, optimizer)
+    inputs = torch.randn(batch, width)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        wrapped(inputs).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(3):  # the first backward only shows the order of gradients
+        step()
+    return step
+
+
+def time_steps(
+    rank: Rank, pairs: list[tuple[str, str]], hidden: int, batches: Sequence[int], rounds: int
+) -> list[Rounds]:
+    """Steps of the MLP on this rank, for each batch and each pair of kinds."""
+    rank.join("gloo", TIMEOUT_S)
+    model = functools.partial(multilayer_perceptron, hidden)
+    timed = []
+    for batch in batches:
+        for baseline, candidate in pairs:
+            steps = [make_step(kind, model, OUTER, batch) for kind in (baseline, candidate)]
+            timed.append(measure(*steps, rounds=rounds, before_each=torch.distributed.barrier))
+    bagua.destroy_process_group()
+    return timed
+
+
+def time_small_parameters(rank: Rank, pairs: list[tuple[str, str]], rounds: int) -> list[Rounds]:
+    """Steps of the model with 200 small parameters on this rank, for each pair of kinds."""
+    rank.join("gloo", TIMEOUT_S)
+    timed = []
+    for baseline, candidate in pairs:
+        steps = [make_step(kind, many_small_parameters, 8, 4) for kind in (baseline, candidate)]
+        timed.append(measure(*steps, rounds=rounds, calls=5, before_each=torch.distributed.barrier))
+    bagua.destroy_process_group()
+    return timed
+
+
+def peak_memory_bytes(rank: Rank, kind: str, hidden: int) -> int:
+    """The most memory that this process has held after five steps of the MLP."""
+    rank.join("gloo", TIMEOUT_S)
+    step = make_step(kind, functools.partial(multilayer_perceptron, hidden), OUTER, BATCHES[0])
+    for _ in range(MEMORY_STEPS):
+        step()
+    del step
+    bagua.destroy_process_group()
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def compare_steps(options: argparse.Namespace) -> list[Comparison]:
+    """All lines about the MLP."""
+    of_ranks = run_ranks(time_steps, 2, (PAIRS, options.hidden, options.batches, options.rounds))
+    lines = []
+    cases = [(batch, *pair) for batch in options.batches for pair in PAIRS]
+    for (batch, baseline, candidate), *rounds in zip(cases, *of_ranks, strict=True):
+        name = f"2 ranks, batch {batch}: {candidate} : {baseline}"
+        lines.append(compare(name, slowest(rounds), LIMIT if baseline.startswith("DDP") else None))
+    (alone,) = run_ranks(time_steps, 1, ([("bare", "bagua")], options.hidden, options.batches, options.rounds))
+    for batch, rounds in zip(options.batches, alone, strict=True):
+        lines.append(compare(f"1 rank, batch {batch}: bagua : bare", rounds, LIMIT))
+    return lines
+
+
+def compare_small_parameters(options: argparse.Namespace) -> list[Comparison]:
+    """All lines about many small parameters."""
+    pairs = [("bare", "bagua, silent"), ("DDP", "bagua")]
+    of_ranks = run_ranks(time_small_parameters, 2, (pairs, options.rounds))
+    per_rank = [slowest(rounds) for rounds in zip(*of_ranks, strict=True)]
+    return [
+        compare_added("2 ranks, 200 small parameters: hooks, whole step", per_rank[0]),
+        compare("2 ranks, 200 small parameters: bagua : DDP", per_rank[1]),
+    ]
+
+
+def extra_memory(hidden: int) -> dict[str, object]:
+    """Peak memory beyond that of the bare module, in multiples of the gradients' size."""
+    gradient_bytes = sum(4 * parameter.numel() for parameter in multilayer_perceptron(hidden).parameters())
+    kinds = ("bare", "DDP", "bagua", "bagua, silent")
+    peaks = {kind: statistics.mean(run_ranks(peak_memory_bytes, 2, (kind, hidden))) for kind in kinds}
+    extra = {kind: round((peaks[kind] - peaks["bare"]) / gradient_bytes, 2) for kind in kinds[1:]}
+    verdict = "met" if extra["bagua, silent"] <= MEMORY_LIMIT + MEMORY_TOLERANCE else "MISSED"
+    return {
+        "peak memory beyond the bare module, in sizes of the gradients": extra,
+        f"limit {MEMORY_LIMIT} for bagua, silent": verdict,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, and return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.training_step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments(parser, rounds=20)
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, metavar="N", help="rows in a batch")
+    parser.add_argument("--hidden", type=int, default=HIDDEN, metavar="N", help="width of the hidden layers")
+    parser.add_argument("--no-memory", action="store_true", help="leave the peak memory out")
+    options = parser.parse_args(arguments)
+    comparisons = [*compare_steps(options), *compare_small_parameters(options)]
+    return conclude(comparisons, options, {} if options.no_memory else extra_memory(options.hidden))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

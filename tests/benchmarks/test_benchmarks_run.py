@@ -1,0 +1,38 @@
+"""Each benchmark runs and writes its lines; with so few rounds it does not judge."""
+
+import json
+
+import pytest
+
+from benchmarks import collectives, import_time, training_step
+
+pytestmark = pytest.mark.gloo
+
+
+@pytest.fixture
+def numbers_file(tmp_path):
+    return tmp_path / "numbers.json"
+
+
+def names(numbers_file):
+    return [comparison["name"] for comparison in json.loads(numbers_file.read_text())["comparisons"]]
+
+
+def test_collectives(numbers_file):
+    few = ["--rounds", "2", "--largest", "4000", "--calls", "10"]
+    assert collectives.main([*few, "--json", str(numbers_file)]) == 0
+    assert [name.split(":")[0] for name in names(numbers_file)][:2] == ["2 ranks, 4 B", "2 ranks, 4 KB"]
+    assert sum(name.startswith("1 rank") for name in names(numbers_file)) >= 2
+
+
+def test_training_step(numbers_file, monkeypatch):
+    monkeypatch.setattr(training_step, "PAIRS", [("DDP", "bagua"), ("bagua, silent", "bagua")])
+    few = ["--rounds", "1", "--batches", "2", "--hidden", "8", "--no-memory"]
+    assert training_step.main([*few, "--json", str(numbers_file)]) == 0
+    assert len(names(numbers_file)) == 5
+    assert "2 ranks, batch 2: bagua : bagua, silent" in names(numbers_file)
+
+
+def test_import_time(numbers_file):
+    assert import_time.main(["--rounds", "1", "--json", str(numbers_file)]) == 0
+    assert names(numbers_file) == ["import bagua.torch_api : import torch"]
