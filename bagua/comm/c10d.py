@@ -19,7 +19,7 @@ import torch
 
 from bagua.comm.c10d_errors import closed_error, lost_error, timeout_error
 from bagua.comm.c10d_groups import BackendGroup, create_group, group_refusal, split_name
-from bagua.comm.c10d_handles import C10dHandle, CollectiveHandle, MessageHandle, StreamHandle, Waiters
+from bagua.comm.c10d_handles import C10dHandle, CollectiveHandle, MessageHandle, StreamHandle, StreamWatch, Waiters
 from bagua.comm.c10d_lowering import Lowering
 from bagua.comm.c10d_monitor import monitor
 from bagua.comm.c10d_reports import Cause, Reports, bounded, meet
@@ -174,9 +174,9 @@ class C10dTransport(Transport):
         outstanding.append(handle)
         handle.unattended()
 
-    def watch(self, handle: StreamHandle) -> None:
-        """Let the monitor enforce the deadline of ``handle``."""
-        monitor.watch(handle)
+    def watch(self, works: StreamWatch) -> None:
+        """Let the monitor enforce the deadline of ``works``."""
+        monitor.watch(works)
 
     def _unable(self, call: Call, error: Exception) -> TransportUnavailableError:
         return TransportUnavailableError(
@@ -186,6 +186,11 @@ class C10dTransport(Transport):
         )
 
     # Failure.
+
+    @property
+    def broken(self) -> bool:
+        """Whether the communicator was broken or closed."""
+        return self._cause is not None
 
     def check_usable(self) -> None:
         """Raise if this communicator was broken or closed."""

@@ -24,7 +24,7 @@ from bagua.errors import CommunicationError
 if TYPE_CHECKING:
     from bagua.comm.c10d import C10dTransport
 
-__all__ = ["C10dHandle", "CollectiveHandle", "MessageHandle", "StreamHandle", "Waiters"]
+__all__ = ["C10dHandle", "CollectiveHandle", "MessageHandle", "StreamHandle", "StreamWatch", "Waiters"]
 
 #: How long Ctrl-C may have to wait.
 SLICE_S = 0.1
@@ -235,25 +235,7 @@ class StreamHandle(C10dHandle):
     __slots__ = ()
 
     def unattended(self) -> None:
-        self._transport.watch(self)
-
-    def overdue(self) -> bool:
-        """For the monitor: whether the deadline has passed."""
-        return self._left_s(None) <= 0
-
-    def end_overdue(self) -> None:
-        """For the monitor: break the communicator because of the deadline."""
-        transport = self._transport
-        transport.end_unattended(lambda: transport.timed_out(self.elapsed_s(), self._timeout_s))
-
-    def end_if_peers_left(self) -> bool:
-        """For the monitor: break the communicator if a peer left it; whether that was so."""
-        transport = self._transport
-        if not transport.peers_left():
-            return False
-        left = ConnectionError("a peer left")
-        transport.end_unattended(lambda: transport.failed(left, self.elapsed_s(), self._timeout_s))
-        return True
+        self._transport.watch(StreamWatch(self._transport, self._works or (), self._timeout_s))
 
     def _wait(self, timeout_s: float | None) -> None:
         if timeout_s is not None:
@@ -273,10 +255,55 @@ class StreamHandle(C10dHandle):
         return  # An aborted communicator writes nothing.
 
     def is_completed(self) -> bool:
-        try:
-            return all(work.is_completed() for work in self._works or ())
-        except RuntimeError:
-            return True  # Waiting raises it.
+        return _all_completed(self._works or ())
+
+
+class StreamWatch:
+    """What the monitor watches: the works themselves, for the host does not wait for their end.
+
+    Args:
+        transport: whose works they are.
+        works: of one call.
+        timeout_s: deadline of the call, from now.
+    """
+
+    def __init__(self, transport: C10dTransport, works: tuple[Any, ...], timeout_s: float) -> None:
+        self._transport = transport
+        self._works = works
+        self._timeout_s = timeout_s
+        self._started = time.monotonic()
+
+    def is_completed(self) -> bool:
+        """Whether the device is done with the call, or nobody cares any more."""
+        return self._transport.broken or _all_completed(self._works)
+
+    def overdue(self) -> bool:
+        """Whether the deadline has passed."""
+        return self._elapsed_s() >= self._timeout_s
+
+    def end_overdue(self) -> None:
+        """Break the communicator because of the deadline."""
+        transport = self._transport
+        transport.end_unattended(lambda: transport.timed_out(self._elapsed_s(), self._timeout_s))
+
+    def end_if_peers_left(self) -> bool:
+        """Break the communicator if a peer left it; whether that was so."""
+        transport = self._transport
+        if not transport.peers_left():
+            return False
+        left = ConnectionError("a peer left")
+        transport.end_unattended(lambda: transport.failed(left, self._elapsed_s(), self._timeout_s))
+        return True
+
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._started
+
+
+def _all_completed(works: tuple[Any, ...]) -> bool:
+    try:
+        return all(work.is_completed() for work in works)
+    except RuntimeError:
+        return True  # Waiting raises it.
 
 
 class Waiters:

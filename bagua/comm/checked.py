@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator
 
@@ -67,6 +68,7 @@ class CheckedTransport(Transport):
         self.check = check
         self.messages = _Messages(check)
         self._advancing = threading.RLock()
+        _living.add(self)
         #: Calls that have not started: collectives in order; messages by peer, in order.
         self._collectives: deque[_CheckedHandle] = deque()
         self._others: list[_CheckedHandle] = []
@@ -81,8 +83,8 @@ class CheckedTransport(Transport):
     ) -> Handle:
         if call.kind in POINT_TO_POINT and call.root == self.rank:
             return self.data.start(call, source, target, timeout_s, asynchronous)
-        handle = _CheckedHandle(self, call, source, target, timeout_s)
         with self._advancing:
+            handle = _CheckedHandle(self, call, source, target, timeout_s)
             if call.kind in POINT_TO_POINT:
                 self._others.append(handle)
             else:
@@ -91,21 +93,29 @@ class CheckedTransport(Transport):
 
     def advance(self) -> None:
         """Start what can be started, in order."""
-        with self._advancing:
+        if not self._advancing.acquire(blocking=False):
+            return  # Another thread is at it.
+        try:
             while self._collectives and self._collectives[0].try_start():
                 self._collectives.popleft()
             self._others = [handle for handle in self._others if not handle.try_start()]
+        finally:
+            self._advancing.release()
 
     def abort(self, reason: str) -> None:
         self.data.abort(reason)
         self.check.abort(reason)
 
     def close(self) -> None:
+        _living.discard(self)
         self.data.close()
         self.check.close()
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.data.empty(numel, dtype, device)
+
+
+_living: weakref.WeakSet[CheckedTransport] = weakref.WeakSet()
 
 
 class _CheckedHandle(Handle):
@@ -159,7 +169,9 @@ class _CheckedHandle(Handle):
         self._inner.wait(max(until - time.monotonic(), 0.001))
 
     def is_completed(self) -> bool:
-        self._transport.advance()
+        # All of them: a peer may wait for a call that this rank made on another communicator.
+        for transport in list(_living):
+            transport.advance()
         return self._error is not None or (self._inner is not None and self._inner.is_completed())
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed import HashStore
+from typing_extensions import Self
 
 from bagua.comm.c10d import C10dTransport
 from bagua.comm.communicator import Communicator
@@ -93,7 +94,7 @@ class Processes:
             for rank in range(size)
         ]
 
-    def __enter__(self) -> Processes:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

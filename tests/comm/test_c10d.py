@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -252,7 +252,7 @@ def test_nccl_without_a_gpu_is_refused() -> None:
 class TinyBackends:
     """Gloo under other names, as a third party would register it."""
 
-    made: list[str] = []
+    made: ClassVar[list[str]] = []
 
     @classmethod
     def create(cls, store: Any, rank: int, size: int, timeout: Any) -> Any:

@@ -1,0 +1,187 @@
+"""Works on CUDA streams, which no host thread waits for: on a backend that only pretends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from bagua.comm import c10d
+from bagua.comm.c10d import C10dTransport
+from bagua.comm.c10d_groups import BackendGroup, NcclGroup
+from bagua.comm.c10d_handles import StreamWatch
+from bagua.comm.c10d_monitor import Monitor
+from bagua.comm.c10d_reports import Cause, Reports
+from bagua.comm.communicator import Communicator
+from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError, PeerLostError
+from tests.comm.c10d_ranks import membership
+
+
+class StreamWork:
+    """A work whose wait makes a stream wait, and returns at once."""
+
+    def __init__(self) -> None:
+        self.completed = False
+        self.waits = 0
+
+    def wait(self) -> bool:
+        self.waits += 1
+        return True
+
+    def is_completed(self) -> bool:
+        return self.completed
+
+
+class StreamBackend:
+    """NCCL as bagua sees it: every call starts a work that this test completes."""
+
+    def __init__(self) -> None:
+        self.works: list[StreamWork] = []
+        self.ended: list[str] = []
+
+    def allreduce(self, *_: Any) -> StreamWork:
+        self.works.append(StreamWork())
+        return self.works[-1]
+
+    def abort(self) -> None:
+        self.ended.append("abort")
+
+    def shutdown(self) -> None:
+        self.ended.append("shutdown")
+
+
+class StreamGroup(NcclGroup):
+    device_types = frozenset({"cpu"})
+
+    def _create(self, store: Any, members: Any) -> Any:
+        return StreamBackend()
+
+
+class Rank:
+    """One rank of a communicator of two on the pretended backend."""
+
+    def __init__(self, rank: int, store: HashStore) -> None:
+        self.transport = C10dTransport("gloo", membership(store, rank, 2, timeout_s=20.0))
+        self.comm = Communicator(self.transport, 20.0)
+        self.backend: StreamBackend = self.transport._default.group.group
+
+
+@pytest.fixture
+def monitor(monkeypatch: pytest.MonkeyPatch) -> Any:
+    quick = Monitor(poll_s=0.005, store_poll_s=0.02)
+    monkeypatch.setattr(c10d, "monitor", quick)
+    yield quick
+    quick.stop()
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch, monitor: Monitor) -> Any:
+    def create(name: str, members: Any) -> BackendGroup:
+        return StreamGroup(name, members.store, members)
+
+    monkeypatch.setattr(c10d, "create_group", create)
+    store = HashStore()
+    store.set("here/0", "")
+    store.set("here/1", "")
+    pair = [Rank(rank, store) for rank in range(2)]
+    yield pair
+    for rank in pair:
+        rank.comm.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.002)
+
+
+def test_the_host_does_not_wait(ranks: list[Rank]) -> None:
+    rank = ranks[0]
+    assert rank.comm.executor == "stream"
+    rank.comm.allreduce(torch.ones(2))
+    work = rank.comm.allreduce(torch.ones(2), async_op=True)
+    work.wait()
+    assert [started.waits for started in rank.backend.works] == [1, 1]
+    assert not any(started.completed for started in rank.backend.works)
+    assert rank.comm.usable
+
+
+def test_a_wait_with_a_timeout_does_block(ranks: list[Rank]) -> None:
+    rank = ranks[0]
+    work = rank.comm.allreduce(torch.ones(2), async_op=True)
+    threading.Timer(0.1, setattr, [rank.backend.works[0], "completed", True]).start()
+    work.wait(10.0)
+    assert rank.backend.works[0].completed
+    late = rank.comm.allreduce(torch.ones(2), async_op=True)
+    with pytest.raises(CollectiveTimeoutError):
+        late.wait(0.05)
+    assert rank.backend.ended == ["abort"]
+
+
+def test_a_deadline_breaks_the_communicator_and_the_next_call_says_so(ranks: list[Rank]) -> None:
+    rank = ranks[0]
+    rank.comm.allreduce(torch.ones(2), timeout=0.05)  # Nobody waits for it.
+    until(lambda: rank.backend.ended == ["abort"])
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        rank.comm.allreduce(torch.ones(2))
+    assert (caught.value.timeout_s, caught.value.peers) == (0.05, (1,))
+    with pytest.raises(CommunicatorClosedError):
+        rank.comm.allreduce(torch.ones(2))
+
+
+def test_a_deadline_breaks_the_communicator_and_the_wait_says_so(ranks: list[Rank]) -> None:
+    rank = ranks[0]
+    work = rank.comm.allreduce(torch.ones(2), async_op=True, timeout=0.05)
+    until(lambda: rank.backend.ended == ["abort"])
+    with pytest.raises(CollectiveTimeoutError):
+        work.wait()
+    assert not rank.comm.usable
+
+
+def test_the_reason_of_a_peer_that_left_reaches_the_next_call(ranks: list[Rank]) -> None:
+    ranks[0].comm.allreduce(torch.ones(2))
+    ranks[1].comm.abort("its loss is not finite")
+    until(lambda: ranks[0].backend.ended == ["abort"])
+    with pytest.raises(PeerLostError, match="its loss is not finite") as caught:
+        ranks[0].comm.allreduce(torch.ones(2))
+    assert caught.value.peers == (1,)
+
+
+def test_completed_works_are_forgotten(ranks: list[Rank], monitor: Monitor) -> None:
+    rank = ranks[0]
+    rank.comm.allreduce(torch.ones(2), timeout=0.2)
+    rank.backend.works[0].completed = True
+    until(lambda: not monitor._watched)
+    time.sleep(0.3)
+    assert rank.comm.usable
+
+
+def test_closing_shuts_the_backend_down(ranks: list[Rank]) -> None:
+    rank = ranks[0]
+    rank.comm.allreduce(torch.ones(2))
+    rank.backend.works[0].completed = True
+    rank.comm.close()
+    assert rank.backend.ended == ["shutdown"]
+
+
+def test_closing_with_works_under_way_aborts_first(ranks: list[Rank]) -> None:
+    ranks[0].comm.allreduce(torch.ones(2), async_op=True)
+    ranks[0].comm.close()
+    assert ranks[0].backend.ended == ["abort", "shutdown"]
+    reports = Reports(ranks[1].transport.membership.store, 1, 2)
+    assert reports.cause() == Cause(0, "closed", "rank 0 closed it")
+
+
+def test_a_stopped_monitor_has_no_thread(monitor: Monitor, ranks: list[Rank]) -> None:
+    monitor.watch(StreamWatch(ranks[0].transport, (StreamWork(),), 20.0))
+    thread = monitor._thread
+    assert thread is not None
+    assert thread.is_alive()
+    monitor.stop()
+    assert not thread.is_alive()
