@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -21,6 +22,9 @@ from bagua.errors import (
 __all__ = ["connect", "exchange", "refuse_together", "resolve_rank"]
 
 _COMMAND = "torchrun --nproc_per_node 2 train.py (or: baguarun --nproc_per_node 2 train.py)"
+#: Stores that this process hosts for a job without an agent, by process and port. They end with the process: after
+#: destroy_process_group() faster ranks may be back already, and must not meet at a store that is about to close.
+_hosted: dict[tuple[int, str], dist.Store] = {}
 
 
 def resolve_rank(rank: int, world_size: int) -> tuple[int, int]:
@@ -90,6 +94,8 @@ def connect(rank: int, world_size: int, timeout_s: float) -> dist.Store:
             timeout_s=timeout_s,
             advice="Check that it runs, and that MASTER_ADDR and MASTER_PORT are right on every host.",
         ) from error
+    if rank == 0 and not agent_hosts:
+        _hosted[os.getpid(), port] = store
     # A restarted job must not read what the failed attempt left in the agent's store.
     return dist.PrefixStore(f"attempt{found.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 

@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 from bagua import env
 from bagua.comm.arguments import as_seconds
+from bagua.comm.backends import refusal
 from bagua.comm.group import Ledger, ProcessGroup
 from bagua.comm.hosts import host_identity, nodes_from_identities, nodes_from_local_size
-from bagua.comm.rendezvous import connect, exchange, resolve_rank
+from bagua.comm.rendezvous import connect, exchange, refuse_together, resolve_rank
 from bagua.comm.statistics import KindStatistics
 from bagua.errors import (
     CollectiveMismatchError,
@@ -167,6 +168,7 @@ def init_process_group(
     answers = _meet(store, rank, world_size, backend, timeout_s)
     nodes = _nodes or _layout(answers, world_size, local_world_size)
     backend = backend or _choose(answers)
+    refuse_together(store, "refusal", rank, range(world_size), refusal(backend), timeout_s)
     owns_torch = not joined and not dist.is_initialized() and backend != "threads"
     if owns_torch:
         _init_torch(store, rank, world_size, backend, timeout_s)

@@ -2,7 +2,8 @@
 
 import pickle
 import struct
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -34,7 +35,11 @@ VALUES = st.recursive(
     ),
     max_leaves=12,
 )
-Point = namedtuple("Point", "x y")
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
 
 
 def same(one, other):

@@ -1,0 +1,276 @@
+"""Groups: hosts, sub-groups, duplicates, groups of torch; who is in them and who need not be."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import bagua.comm
+from bagua.comm.background import BackgroundThread
+from bagua.errors import CollectiveMismatchError, CommunicatorClosedError, InvalidRankError, NotInitializedError
+
+LAYOUTS = [[3], [2, 1], [1, 1, 1], [1, 3, 2], [2, 2]]
+
+
+def total(communicator):
+    """The sum of (global rank + 1) over a communicator."""
+    tensor = torch.tensor([communicator.ranks[communicator.rank] + 1.0])
+    communicator.allreduce(tensor)
+    return tensor.item()
+
+
+# Hosts.
+
+
+def look_at_hosts():
+    group = bagua.comm.get_default_group()
+    inter = group.inter_node_communicator
+    return {
+        "node_sizes": group.node_sizes,
+        "node_rank": group.node_rank,
+        "local_rank": group.local_rank,
+        "local_size": group.local_size,
+        "module": (bagua.comm.get_node_rank(), bagua.comm.get_local_rank(), bagua.comm.get_local_size()),
+        "intra": group.intra_node_communicator.ranks,
+        "intra_total": total(group.intra_node_communicator),
+        "inter": None if inter is None else inter.ranks,
+        "inter_total": None if inter is None else total(inter),
+        "total": total(group.global_communicator),
+        "getters": group.get_global_communicator() is group.global_communicator
+        and group.get_intra_node_communicator() is group.intra_node_communicator
+        and group.get_inter_node_communicator() is inter,
+        "intra_is_global": group.intra_node_communicator is group.global_communicator,
+        "inter_is_global": inter is group.global_communicator,
+    }
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+def test_hosts_and_their_communicators(ranks, hosts):
+    size = sum(hosts)
+    firsts = [sum(hosts[:node]) for node in range(len(hosts))]
+    for rank, seen in enumerate(ranks(size, look_at_hosts, hosts=hosts)):
+        node = max(node for node, first in enumerate(firsts) if first <= rank)
+        local = tuple(range(firsts[node], firsts[node] + hosts[node]))
+        leads = rank in firsts
+        assert seen == {
+            "node_sizes": tuple(hosts),
+            "node_rank": node,
+            "local_rank": rank - firsts[node],
+            "local_size": hosts[node],
+            "module": (node, rank - firsts[node], hosts[node]),
+            "intra": local,
+            "intra_total": sum(other + 1.0 for other in local),
+            "inter": tuple(firsts) if leads else None,
+            "inter_total": sum(first + 1.0 for first in firsts) if leads else None,
+            "total": size * (size + 1) / 2,
+            "getters": True,
+            "intra_is_global": len(hosts) == 1,
+            "inter_is_global": len(hosts) == size,
+        }, f"rank {rank}"
+
+
+def test_without_a_layout_processes_find_their_common_host(ranks):
+    for seen in ranks(2, look_at_hosts):
+        assert seen["node_sizes"] == (2,)
+
+
+# Sub-groups.
+
+
+def make_groups():
+    world = bagua.comm.get_default_group()
+    groups = [bagua.comm.new_group(members) for members in (None, [2, 0], [1], range(1, 3))]
+    seen = []
+    for group in groups:
+        if group is None:
+            seen.append(None)
+            continue
+        assert group is not world
+        assert group.global_communicator.ranks == group.ranks
+        assert bagua.comm.get_rank(group) == group.rank
+        assert bagua.comm.get_world_size(group) == group.size == len(group.ranks)
+        seen.append((group.ranks, group.rank, group.nodes, total(group.global_communicator)))
+    return seen
+
+
+def test_new_groups(ranks):
+    everyone, ends, middle, others = (
+        ((0, 1, 2), (0, 0, 1), 6.0),
+        ((0, 2), (0, 1), 4.0),
+        ((1,), (0,), 2.0),
+        ((1, 2), (0, 1), 5.0),
+    )
+
+    def member(group, rank):
+        members, nodes, summed = group
+        return (members, members.index(rank), nodes, summed) if rank in members else None
+
+    seen = ranks(3, make_groups, hosts=[2, 1])
+    for rank in range(3):
+        assert seen[rank] == [member(group, rank) for group in (everyone, ends, middle, others)]
+
+
+def nest_groups():
+    outer = bagua.comm.new_group([1, 2, 3])
+    if outer is None:
+        return None  # and this rank takes no part in what follows
+    inner = outer.subgroup([0, 2])
+    return None if inner is None else (inner.ranks, total(inner.global_communicator))
+
+
+def test_a_group_in_a_group_needs_nobody_from_outside(ranks):
+    assert ranks(4, nest_groups) == [None, ((1, 3), 6.0), None, ((1, 3), 6.0)]
+
+
+def set_group_timeout():
+    group = bagua.comm.new_group([0, 1], timeout=7.5)
+    return (group.timeout_s, group.global_communicator.timeout_s, bagua.comm.get_default_group().timeout_s)
+
+
+def test_a_group_has_its_own_timeout(ranks):
+    assert ranks(2, set_group_timeout, timeout_s=11) == [(7.5, 7.5, 11.0)] * 2
+
+
+@pytest.mark.parametrize("wrong", [[], [0, 0], [3], [-1], ["0"], [True, 0]], ids=str)
+def test_what_is_no_set_of_ranks(thread_ranks, wrong):
+    def ask():
+        with pytest.raises(InvalidRankError, match="different whole numbers from 0 to 2"):
+            bagua.comm.new_group(wrong)
+        return total(bagua.comm.get_default_group().global_communicator)
+
+    assert thread_ranks(3, ask) == [6.0] * 3
+
+
+def ask_for_different_groups():
+    rank = bagua.comm.get_rank()
+    with pytest.raises(CollectiveMismatchError, match="different groups") as caught:
+        bagua.comm.new_group([0, 1] if rank == 0 else [0, 2])
+    assert "[0, 1]" in str(caught.value)
+    assert "[0, 2]" in str(caught.value)
+    return total(bagua.comm.new_group([0, 1, 2]).global_communicator)
+
+
+def test_ranks_that_ask_for_different_groups_all_hear_of_it_and_go_on(ranks):
+    assert ranks(3, ask_for_different_groups) == [6.0] * 3
+
+
+# Duplicates and the end.
+
+
+def use_duplicates():
+    group = bagua.comm.get_default_group()
+    copies = [group.duplicate(), group.duplicate("mine")]
+    assert "mine" in copies[1].global_communicator.label
+    for copy in copies:
+        assert (copy.ranks, copy.nodes, copy.rank) == (group.ranks, group.nodes, group.rank)
+        assert copy.global_communicator is not group.global_communicator
+        assert copy.intra_node_communicator is not group.intra_node_communicator
+    sums = [total(one.global_communicator) for one in (copies[1], group, copies[0])]
+    assert group.global_communicator.stats()["allreduce"].calls == 1
+    copies[0].close()
+    copies[0].close()
+    with pytest.raises(CommunicatorClosedError):
+        total(copies[0].global_communicator)
+    return [*sums, total(group.global_communicator), total(copies[1].global_communicator)]
+
+
+def test_duplicates_live_and_end_apart(ranks):
+    assert ranks(3, use_duplicates, hosts=[2, 1]) == [[6.0] * 5] * 3
+
+
+def close_a_parent():
+    outer = bagua.comm.new_group([0, 1])
+    inner = outer.duplicate()
+    communicators = [one.global_communicator for one in (outer, inner)]
+    assert [total(one) for one in communicators] == [3.0, 3.0]
+    outer.close()
+    return [one.usable for one in communicators] + [total(bagua.comm.get_default_group().global_communicator)]
+
+
+def test_a_group_takes_those_derived_from_it_along(ranks):
+    assert ranks(2, close_a_parent) == [[False, False, 3.0]] * 2
+
+
+def use_after_destroy():
+    group = bagua.comm.get_default_group()
+    extra = bagua.comm.new_group([0, 1])
+    bagua.comm.destroy_process_group()
+    bagua.comm.destroy_process_group()
+    with pytest.raises(NotInitializedError, match="init_process_group"):
+        bagua.comm.allreduce(torch.ones(1))
+    return [group.global_communicator.usable, extra.global_communicator.usable, bagua.comm.is_initialized()]
+
+
+def test_destroying_ends_every_group(ranks):
+    assert ranks(2, use_after_destroy) == [[False, False, False]] * 2
+
+
+def count_everything():
+    group = bagua.comm.get_default_group()
+    for one in (group, group.duplicate(), bagua.comm.new_group([0, 1])):
+        one.global_communicator.allreduce(torch.ones(5))
+        one.close() if one is not group else None
+    return bagua.comm.stats()["allreduce"]
+
+
+def test_statistics_count_all_communicators_closed_ones_too(ranks):
+    for seen in ranks(2, count_everything):
+        assert (seen.calls, seen.bytes, seen.sent_bytes) == (3, 60, 60)
+        assert seen.seconds > 0
+
+
+# Whose default group.
+
+
+def test_each_thread_rank_has_its_own_default_group(thread_ranks):
+    def see():
+        background = BackgroundThread("test")
+        try:
+            in_background = background.submit(bagua.comm.get_rank).result(5)
+        finally:
+            background.stop()
+        assert not dist.is_initialized()
+        return bagua.comm.get_rank(), bagua.comm.get_world_size(), in_background
+
+    assert thread_ranks(3, see) == [(0, 3, 0), (1, 3, 1), (2, 3, 2)]
+    assert not bagua.comm.is_initialized()
+
+
+# Groups of torch.
+
+
+def join_torch_groups():
+    rank = dist.get_rank()
+    torch_group = dist.new_group([0, 2])
+    if rank == 1:
+        with pytest.raises(InvalidRankError, match="not a member"):
+            bagua.comm.from_torch_group(torch_group)
+    seen = []
+    for _ in range(2 if rank != 1 else 0):
+        group = bagua.comm.from_torch_group(torch_group)
+        seen.append((group.ranks, group.rank, group.node_sizes, total(group.global_communicator)))
+    world = bagua.comm.from_torch_group()
+    seen.append((world.ranks, total(world.global_communicator)))
+    bagua.comm.destroy_process_group()
+    return seen, world.global_communicator.usable
+
+
+@pytest.mark.gloo
+def test_groups_of_torch_can_be_joined_by_their_members(process_ranks):
+    (first, closed_first), (outside, _), (last, _) = process_ranks(3, join_torch_groups, hosts=[1, 2])
+    assert first == [((0, 2), 0, (1, 1), 4.0)] * 2 + [((0, 1, 2), 6.0)]
+    assert last == [((0, 2), 1, (1, 1), 4.0)] * 2 + [((0, 1, 2), 6.0)]
+    assert outside == [((0, 1, 2), 6.0)]
+    assert closed_first is False
+
+
+def use_torch_beside():
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)
+    bagua.comm.allreduce(tensor)
+    dist.barrier()
+    return tensor.tolist(), dist.get_backend()
+
+
+@pytest.mark.gloo
+def test_torch_is_initialized_too(process_ranks):
+    assert process_ranks(3, use_torch_beside) == [([9.0, 9.0], "gloo")] * 3

@@ -1,0 +1,358 @@
+"""How a group begins: with a launcher, without, with a store; what is refused; how it ends."""
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import bagua.comm
+from bagua.comm.stores import connect_store, serve_store, thread_store
+from bagua.errors import (
+    BaguaError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    ConfigurationError,
+    NotInitializedError,
+    RepeatedInitializationError,
+    TransportUnavailableError,
+)
+from bagua.testing import ProcessRanks, ThreadRanks
+from bagua.testing.ranks import this_rank
+
+#: Ranks that do not initialize by themselves.
+THREADS = ThreadRanks(4, backend=None)
+PROCESSES = ProcessRanks(3, backend=None)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def total():
+    tensor = torch.tensor([bagua.comm.get_rank() + 1.0])
+    bagua.comm.allreduce(tensor)
+    return tensor.item()
+
+
+def own_rank():
+    return this_rank.get().rank
+
+
+def init_thread(store, world_size, **options):
+    bagua.comm.init_process_group(
+        **{
+            "backend": "threads",
+            "store": store,
+            "rank": own_rank(),
+            "world_size": world_size,
+            "timeout": 10.0,
+            **options,
+        }
+    )
+
+
+# Alone.
+
+
+def start_alone():
+    assert (bagua.comm.get_rank(), bagua.comm.get_world_size()) == (0, 1)
+    bagua.comm.init_process_group()
+    assert dist.is_initialized()
+    facts = (
+        bagua.comm.get_rank(),
+        bagua.comm.get_world_size(),
+        bagua.comm.get_local_rank(),
+        bagua.comm.get_local_size(),
+    )
+    result = total()
+    bagua.comm.destroy_process_group()
+    return facts, bagua.comm.get_node_rank(), result, dist.is_initialized(), bagua.comm.is_initialized()
+
+
+def test_without_a_launcher_a_process_is_a_world():
+    assert PROCESSES.run(start_alone, size=1) == [((0, 1, 0, 1), 0, 1.0, False, False)]
+
+
+def start_twice():
+    bagua.comm.init_process_group()
+    group = bagua.comm.get_default_group()
+    with pytest.raises(RepeatedInitializationError, match="destroy_process_group"):
+        bagua.comm.init_process_group()
+    assert bagua.comm.get_default_group() is group
+    return total()
+
+
+def test_a_second_call_is_an_error_and_changes_nothing():
+    assert PROCESSES.run(start_twice, size=1) == [1.0]
+
+
+def test_before_initialization_calls_say_what_to_do():
+    for call in (bagua.comm.get_default_group, bagua.comm.barrier, bagua.comm.stats, bagua.comm.new_group):
+        with pytest.raises(NotInitializedError, match="init_process_group"):
+            call()
+    bagua.comm.destroy_process_group()  # nothing to do
+
+
+# With a launcher.
+
+
+def start_as_launched(world_size, port, restarts):
+    os.environ.update(RANK=str(own_rank()), WORLD_SIZE=str(world_size), LOCAL_RANK=str(own_rank()))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    assert (bagua.comm.get_rank(), bagua.comm.get_world_size()) == (own_rank(), world_size)
+    results = []
+    for attempt in range(restarts + 1):
+        bagua.comm.init_process_group(backend="gloo", timeout=20)
+        results.append(total() + 10 * attempt)
+        bagua.comm.destroy_process_group()
+        assert not dist.is_initialized()
+    return results
+
+
+def test_the_launchers_variables_are_enough_and_a_world_can_start_anew():
+    assert PROCESSES.run(start_as_launched, 3, free_port(), 2, size=3) == [[6.0, 16.0, 26.0]] * 3
+
+
+def start_again_on_the_store(port):
+    store = connect_store(port, 10.0)
+    results = []
+    for _ in range(3):
+        bagua.comm.init_process_group(backend="gloo", store=store, rank=own_rank(), world_size=2, timeout=10)
+        results.append(total())
+        bagua.comm.destroy_process_group()
+    return results
+
+
+def test_a_store_can_be_used_again():
+    store, port = serve_store()
+    assert PROCESSES.run(start_again_on_the_store, port, size=2) == [[3.0] * 3] * 2
+    assert PROCESSES.run(start_again_on_the_store, port, size=2) == [[3.0] * 3] * 2
+    del store
+
+
+def join_torch(port):
+    os.environ.update(RANK=str(own_rank()), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo")
+    bagua.comm.init_process_group(timeout=20)
+    result = total()
+    bagua.comm.destroy_process_group()
+    assert dist.is_initialized(), "it was the user's"
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return result, tensor.item()
+
+
+def test_an_existing_group_of_torch_is_joined_and_not_destroyed():
+    assert PROCESSES.run(join_torch, free_port(), size=2) == [(3.0, 2.0)] * 2
+
+
+def start_without_an_address():
+    os.environ.update(RANK="0", WORLD_SIZE="2")
+    with pytest.raises(ConfigurationError, match=r"MASTER_ADDR.*baguarun --nproc_per_node 2"):
+        bagua.comm.init_process_group()
+    os.environ.pop("RANK")
+    with pytest.raises(ConfigurationError, match=r"rank unset, world size 2.*torchrun --nproc_per_node 2"):
+        bagua.comm.init_process_group()
+    os.environ.update(RANK="one")
+    with pytest.raises(ConfigurationError, match="RANK"):
+        bagua.comm.init_process_group()
+    return bagua.comm.is_initialized(), dist.is_initialized()
+
+
+def test_a_world_size_without_a_launcher_shows_the_command():
+    assert PROCESSES.run(start_without_an_address, size=1) == [(False, False)]
+
+
+def start_without_the_host(port):
+    os.environ.update(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    started = time.monotonic()
+    with pytest.raises(CollectiveTimeoutError, match=str(port)) as caught:
+        bagua.comm.init_process_group(timeout=1.0)
+    assert time.monotonic() - started < 10  # torch tries for a while before it gives up
+    return caught.value.peers
+
+
+def test_a_host_of_the_store_that_does_not_answer_is_named():
+    assert PROCESSES.run(start_without_the_host, free_port(), size=1) == [(0,)]
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rank": 2, "world_size": 2},
+        {"rank": 0, "world_size": 0},
+        {"world_size": 2},
+        {"timeout": 0},
+        {"timeout": "soon"},
+        {"local_world_size": 2, "rank": 0, "world_size": 1},
+        {"backend": "threads"},
+    ],
+    ids=str,
+)
+def test_arguments_that_cannot_work(options):
+    def ask():
+        with pytest.raises(ConfigurationError) as caught:
+            bagua.comm.init_process_group(**options)
+        assert caught.value.argument
+        return bagua.comm.is_initialized()
+
+    assert THREADS.run(ask, size=1) == [False]
+
+
+def test_missing_ranks_are_named_after_the_timeout_and_one_can_try_again():
+    stores = [thread_store(), thread_store()]
+
+    def ask():
+        started = time.monotonic()
+        with pytest.raises(CollectiveTimeoutError, match="did not come") as caught:
+            init_thread(stores[0], 4, timeout=0.5)
+        assert time.monotonic() - started < 2
+        assert not bagua.comm.is_initialized()
+        init_thread(stores[1], 2)
+        return caught.value.peers, total()
+
+    assert THREADS.run(ask, size=2) == [((2, 3), 3.0)] * 2
+
+
+@pytest.mark.parametrize("fact", ["world_size", "backend"])
+def test_ranks_that_were_started_differently_all_hear_of_it(fact):
+    store = thread_store()
+
+    def ask():
+        different = {"world_size": 3, "backend": "gloo"}[fact]
+        usual = {"world_size": 2, "backend": "threads"}[fact]
+        with pytest.raises((CollectiveMismatchError, CollectiveTimeoutError)) as caught:
+            init_thread(store, **{"world_size": 2, fact: different if own_rank() else usual, "timeout": 1.0})
+        return type(caught.value) is CollectiveMismatchError and fact in str(caught.value)
+
+    outcome = THREADS.run(ask, size=2)
+    assert outcome[0] is True
+    assert outcome[1] is (fact == "backend") or outcome[1] is True
+
+
+def ask_for_a_backend(port, backend):
+    store = connect_store(port, 10.0)
+    with pytest.raises(BaguaError) as caught:
+        bagua.comm.init_process_group(backend=backend, store=store, rank=own_rank(), world_size=2, timeout=10)
+    assert not bagua.comm.is_initialized()
+    assert not dist.is_initialized()
+    return type(caught.value), backend in str(caught.value)
+
+
+@pytest.mark.parametrize("backend", ["nosuchthing", "threads", "nccl"])
+def test_a_backend_that_cannot_run_here_is_refused_on_all_ranks(backend):
+    if backend == "nccl" and torch.cuda.is_available():
+        pytest.skip("NCCL can run here")
+    store, port = serve_store()
+    for kind, named in PROCESSES.run(ask_for_a_backend, port, backend, size=2):
+        assert issubclass(kind, (TransportUnavailableError, ConfigurationError))
+        assert named
+    del store
+
+
+# Settings.
+
+
+def read_timeout(explicit):
+    bagua.comm.init_process_group(timeout=explicit)
+    return bagua.comm.get_default_group().timeout_s
+
+
+def test_an_explicit_timeout_beats_the_environment():
+    patient = ProcessRanks(1, backend=None, environment={"BAGUA_TIMEOUT_S": "77"})
+    assert patient.run(read_timeout, None) == [77.0]
+    assert patient.run(read_timeout, 5) == [5.0]
+    assert PROCESSES.run(read_timeout, None, size=1) == [1800.0]
+
+
+def refuse_timeout():
+    with pytest.raises(ConfigurationError, match="BAGUA_TIMEOUT_S"):
+        bagua.comm.init_process_group()
+
+
+def test_a_timeout_that_is_none_is_an_error():
+    ProcessRanks(1, backend=None, environment={"BAGUA_TIMEOUT_S": "soon"}).run(refuse_timeout)
+
+
+def test_blocks_of_ranks_can_be_called_hosts():
+    store = thread_store()
+
+    def ask():
+        init_thread(store, 4, local_world_size=2)
+        group = bagua.comm.get_default_group()
+        return group.node_rank, group.local_rank
+
+    assert THREADS.run(ask, size=4) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_hosts_need_not_hold_neighbouring_ranks():
+    store = thread_store()
+
+    def ask():
+        init_thread(store, 4, _nodes=(0, 1, 0, 1))
+        group = bagua.comm.get_default_group()
+        inter = group.inter_node_communicator
+        return group.intra_node_communicator.ranks, None if inter is None else inter.ranks
+
+    assert THREADS.run(ask, size=4) == [((0, 2), (0, 1)), ((1, 3), (0, 1)), ((0, 2), None), ((1, 3), None)]
+
+
+# The end of a process that forgot to end its groups.
+
+FORGETFUL = """
+    import sys, torch, bagua.comm
+    bagua.comm.init_process_group({arguments})
+    tensor = torch.ones(3)
+    bagua.comm.allreduce(tensor)
+    work = bagua.comm.allreduce(tensor, async_op=True)
+    {ending}
+    print(tensor.tolist(), flush=True)
+"""
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    "ending", ["work.wait()", "work.wait(); group = bagua.comm.new_group([0, 1])"], ids=["plain", "group"]
+)
+def test_processes_that_forget_to_destroy_end_well(ending):
+    script = textwrap.dedent(FORGETFUL.format(arguments="backend='gloo', timeout=20", ending=ending))
+    launched = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            env={**os.environ, **launched, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            output, errors = process.communicate(timeout=60)
+            assert output.strip() == "[4.0, 4.0, 4.0]", errors
+            assert errors == ""
+            assert process.returncode == 0
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.solo
+def test_a_single_process_that_forgets_to_destroy_ends_well():
+    script = textwrap.dedent(FORGETFUL.format(arguments="", ending="work.wait()"))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[1.0, 1.0, 1.0]", "")
