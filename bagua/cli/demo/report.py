@@ -80,7 +80,7 @@ class RichDisplay:
 
         self.bar = Bar(
             TextColumn("{task.description}"),
-            BarColumn(),
+            BarColumn(bar_width=12),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[numbers]}"),
@@ -106,10 +106,7 @@ class RichDisplay:
 
 def progress_text(progress: Progress) -> str:
     """One step in a few words."""
-    return (
-        f"loss {progress.loss:.3f}  {progress.tokens_per_s:,.0f} tokens/s  "
-        f"{progress.sent_bytes / 1e6:.2f} MB sent per step"
-    )
+    return f"loss {progress.loss:.3f}  {progress.tokens_per_s:,.0f} tokens/s  {progress.sent_bytes / 1e6:.2f} MB sent"
 
 
 def table(result: Result, world_size: int, algorithm: str) -> str:
@@ -124,10 +121,13 @@ def table(result: Result, world_size: int, algorithm: str) -> str:
     alone = world_size * result.solo_tokens_per_s
     agreement = "bit for bit" if result.disagreement == 0 else f"up to {result.disagreement:.2g}"
     rows = [
-        ("model", f"{result.parameters:,} parameters, trained on {result.files} files"),
+        ("model", f"{result.parameters:,} parameters; text from {result.files} files, a tenth held out"),
         ("ranks", f"{world_size}, {algorithm} through {result.backend}"),
         ("first training loss", f"{result.first_loss:.3f} nats per byte"),
-        ("final training loss", f"{result.last_loss:.3f} (mean of the last {LAST_STEPS} steps), {fallen:.0%} lower"),
+        (
+            "final training loss",
+            f"{result.last_loss:.3f} (mean of the last {min(LAST_STEPS, len(result.losses))} steps), {fallen:.0%} lower",
+        ),
         ("held-out loss", f"{result.held_out_loss:.3f} (files that were not trained on)"),
         ("throughput", f"{result.tokens_per_s:,.0f} tokens/s (median step, all ranks)"),
         ("one process alone", f"{result.solo_tokens_per_s:,.0f} tokens/s (plain model, timed before and after)"),

@@ -188,7 +188,7 @@ def measure_alone(rank: Rank, trainer: Trainer) -> list[float]:
     """Time steps of a plain model on rank 0 while all other ranks wait."""
     seconds = []
     if rank.rank == 0:
-        rank.report(Phase("timing one process alone"))
+        rank.report(Phase("one process alone"))
         seconds = trainer.step_seconds(SOLO_STEPS)
     bagua.barrier()
     return seconds
@@ -230,7 +230,7 @@ def evaluate(
     """Put the numbers of all ranks together."""
     settings = trainer.settings
     if rank.rank == 0:
-        rank.report(Phase("evaluating on held-out files"))
+        rank.report(Phase("held-out files"))
     last = losses[-LAST_STEPS:]
     own = torch.tensor([losses[0], sum(last) / len(last), held_out_loss(trainer, text.held_out)])
     mean = own.to(trainer.device)
