@@ -118,16 +118,14 @@ def table(result: Result, world_size: int, algorithm: str) -> str:
         algorithm: how they communicated.
     """
     fallen = 1 - result.last_loss / result.first_loss
+    last_steps = min(LAST_STEPS, len(result.losses))
     alone = world_size * result.solo_tokens_per_s
     agreement = "bit for bit" if result.disagreement == 0 else f"up to {result.disagreement:.2g}"
     rows = [
         ("model", f"{result.parameters:,} parameters; text from {result.files} files, a tenth held out"),
         ("ranks", f"{world_size}, {algorithm} through {result.backend}"),
         ("first training loss", f"{result.first_loss:.3f} nats per byte"),
-        (
-            "final training loss",
-            f"{result.last_loss:.3f} (mean of the last {min(LAST_STEPS, len(result.losses))} steps), {fallen:.0%} lower",
-        ),
+        ("final training loss", f"{result.last_loss:.3f}, {fallen:.0%} lower (mean of the last {last_steps} steps)"),
         ("held-out loss", f"{result.held_out_loss:.3f} (files that were not trained on)"),
         ("throughput", f"{result.tokens_per_s:,.0f} tokens/s (median step, all ranks)"),
         ("one process alone", f"{result.solo_tokens_per_s:,.0f} tokens/s (plain model, timed before and after)"),
