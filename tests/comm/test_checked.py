@@ -1,0 +1,220 @@
+"""Calls are compared before they start: who disagrees learns it, who agrees is never held up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from bagua.comm.c10d import C10dTransport
+from bagua.comm.checked import CheckedTransport, check_membership
+from bagua.comm.communicator import Communicator
+from bagua.comm.reduction import ReduceOp
+from bagua.comm.transport import Membership, Transport
+from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicatorClosedError
+from tests.comm.c10d_ranks import run, values
+
+pytestmark = pytest.mark.gloo
+
+
+class SpyTransport(C10dTransport):
+    """Notes which calls were started."""
+
+    def __init__(self, backend: str, member: Membership) -> None:
+        super().__init__(backend, member)
+        self.started: list[str] = []
+
+    def start(self, call: Any, *arguments: Any) -> Any:
+        self.started.append(call.kind)
+        return super().start(call, *arguments)
+
+
+def checked(member: Membership) -> Transport:
+    return CheckedTransport(SpyTransport("gloo", member), C10dTransport("gloo", check_membership(member)))
+
+
+def started(comm: Communicator) -> list[str]:
+    """The data calls that this rank has started."""
+    transport = comm._transport
+    assert isinstance(transport, CheckedTransport)
+    assert isinstance(transport.data, SpyTransport)
+    return transport.data.started
+
+
+def disagreement(*calls: Callable[[Communicator], Any]) -> list[CollectiveMismatchError]:
+    """The errors of ranks that call different things. No data call may start."""
+
+    def job(comm: Communicator) -> BaseException:
+        with pytest.raises(CollectiveMismatchError) as caught:
+            calls[comm.rank](comm)
+        assert started(comm) == []
+        with pytest.raises(CommunicatorClosedError):
+            comm.barrier()
+        return caught.value
+
+    return values_of_errors(run(len(calls), job, transport=checked))
+
+
+def values_of_errors(outcomes: list[Any]) -> list[Any]:
+    for outcome in outcomes:
+        assert isinstance(outcome, CollectiveMismatchError), repr(outcome)
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    ("odd", "named"),
+    [
+        (lambda comm: comm.barrier(), "barrier()"),
+        (lambda comm: comm.allreduce(torch.ones(5)), "5 x float32, sum"),
+        (lambda comm: comm.allreduce(torch.ones(4).double()), "4 x float64, sum"),
+        (lambda comm: comm.allreduce(torch.ones(4), ReduceOp.MAX), "4 x float32, max"),
+        (lambda comm: comm.reduce(torch.ones(4), 2), "reduce(4 x float32, sum, root 2)"),
+    ],
+)
+def test_every_rank_learns_both_sides(odd: Callable[[Communicator], Any], named: str) -> None:
+    def usual(comm: Communicator) -> None:
+        comm.allreduce(torch.ones(4))
+
+    errors = disagreement(usual, odd, usual)
+    for rank in (0, 2):
+        assert errors[rank].peers == (1,)
+        assert "allreduce(4 x float32, sum)" in str(errors[rank].expected)
+        assert named in str(errors[rank].seen)
+    assert errors[1].peers == (0, 2)
+    assert named in str(errors[1].expected)
+
+
+def test_counts_of_alltoall_v_are_compared_in_pairs() -> None:
+    def call(send: list[int], receive: list[int]) -> Callable[[Communicator], Any]:
+        return lambda comm: comm.alltoall_v(torch.empty(sum(receive)), torch.ones(sum(send)), receive, send)
+
+    errors = disagreement(call([1, 2], [1, 3]), call([2, 1], [2, 1]))
+    assert "sends 2 elements" in str(errors[1]) + str(errors[0])
+    assert "expects 3 elements" in str(errors[1]) + str(errors[0])
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_sender_and_receiver_are_compared(asynchronous: bool) -> None:
+    def finish(work: Any) -> None:
+        if asynchronous:
+            work.wait()
+
+    errors = disagreement(
+        lambda comm: finish(comm.send(torch.ones(4), 1, async_op=asynchronous)),
+        lambda comm: finish(comm.recv(torch.ones(3, dtype=torch.int64), 0, async_op=asynchronous)),
+    )
+    assert "send(4 x float32" in str(errors[0].expected)
+    assert "recv(3 x int64" in str(errors[0].seen)
+    assert "recv(3 x int64" in str(errors[1].expected)
+
+
+def test_both_halves_of_an_exchange_are_compared() -> None:
+    errors = disagreement(
+        lambda comm: comm.sendrecv(torch.ones(2), torch.ones(2), 1, 1),
+        lambda comm: comm.sendrecv(torch.ones(2), torch.ones(3), 0, 0),
+    )
+    assert {error.peers for error in errors} == {(0,), (1,)}
+
+
+# Programs that are right without checks are right with them.
+
+
+def both_send_first(comm: Communicator) -> None:
+    other = 1 - comm.rank
+    sending = comm.send(torch.full((2,), float(comm.rank)), other, async_op=True)
+    tensor = torch.empty(2)
+    comm.recv(tensor, other)
+    sending.wait()
+    assert tensor.equal(torch.full((2,), float(other)))
+
+
+def both_receive_first(comm: Communicator) -> None:
+    other = 1 - comm.rank
+    tensor = torch.empty(2)
+    receiving = comm.recv(tensor, other, async_op=True)
+    comm.send(torch.full((2,), float(comm.rank)), other)
+    receiving.wait()
+    assert tensor.equal(torch.full((2,), float(other)))
+
+
+def an_exchange_against_two_messages(comm: Communicator) -> None:
+    mine, other = torch.full((2,), float(comm.rank)), 1 - comm.rank
+    tensor = torch.empty(2)
+    if comm.rank == 0:
+        comm.sendrecv(tensor, mine, other, other)
+    else:
+        works = [comm.recv(tensor, other, async_op=True), comm.send(mine, other, async_op=True)]
+        for work in works:
+            work.wait()
+    assert tensor.equal(torch.full((2,), float(other)))
+
+
+def a_collective_is_started_before_a_message_is_awaited(comm: Communicator) -> None:
+    tensor, message = torch.ones(2), torch.ones(1)
+    if comm.rank == 0:
+        work = comm.allreduce(tensor, async_op=True)
+        comm.send(message, 1)
+        work.wait()
+    else:
+        comm.recv(message, 0)
+        comm.allreduce(tensor)
+    assert tensor.equal(torch.full((2,), 2.0))
+
+
+def messages_in_a_row_keep_their_order(comm: Communicator) -> None:
+    if comm.rank == 0:
+        works = [comm.send(torch.full((size,), float(size)), 1, async_op=True) for size in (1, 2, 3)]
+    else:
+        tensors = [torch.empty(size) for size in (1, 2, 3)]
+        works = [comm.recv(tensor, 0, async_op=True) for tensor in tensors]
+    for work in reversed(works):
+        work.wait()
+    if comm.rank == 1:
+        assert [tensor[0].item() for tensor in tensors] == [1.0, 2.0, 3.0]
+
+
+def collectives_waited_for_in_another_order(comm: Communicator) -> None:
+    tensors = [torch.full((2,), float(number)) for number in range(4)]
+    works = [comm.allreduce(tensor, async_op=True) for tensor in tensors]
+    for work in works if comm.rank == 0 else reversed(works):
+        work.wait()
+    assert [tensor[0].item() for tensor in tensors] == [0.0, 2.0, 4.0, 6.0]
+
+
+def a_message_to_oneself(comm: Communicator) -> None:
+    tensor = torch.empty(2)
+    comm.sendrecv(tensor, torch.ones(2), comm.rank, comm.rank)
+    assert tensor.equal(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        both_send_first,
+        both_receive_first,
+        an_exchange_against_two_messages,
+        a_collective_is_started_before_a_message_is_awaited,
+        messages_in_a_row_keep_their_order,
+        collectives_waited_for_in_another_order,
+        a_message_to_oneself,
+    ],
+)
+def test_a_correct_program_stays_correct(program: Callable[[Communicator], None]) -> None:
+    values(run(2, program, transport=checked))
+
+
+@pytest.mark.parametrize("message", [False, True])
+def test_a_rank_that_never_comes_is_a_timeout(message: bool) -> None:
+    def job(comm: Communicator) -> None:
+        if comm.rank == 0:
+            with pytest.raises(CollectiveTimeoutError) as caught:
+                if message:
+                    comm.recv(torch.ones(1), 1, timeout=0.2)
+                else:
+                    comm.allreduce(torch.ones(1), timeout=0.2)
+            assert caught.value.peers == (1,)
+            assert started(comm) == []
+
+    values(run(2, job, transport=checked))
