@@ -149,7 +149,7 @@ class CollectiveHandle(C10dHandle):
                 try:
                     work.wait()
                 except RuntimeError as failure:
-                    raise self._transport.failed(failure, self.elapsed_s(), self._timeout_s) from failure
+                    raise self._judge(failure) from failure
                 return
             left = self._left_s(until)
             if left <= 0:
@@ -162,6 +162,13 @@ class CollectiveHandle(C10dHandle):
                 error = again
             else:
                 return
+
+    def _judge(self, failure: RuntimeError) -> CommunicationError:
+        # The backend has the same deadline, and its clock may be a little ahead; nobody may have waited before.
+        overdue = self._left_s(None) <= SLICE_S and "timed out" in str(failure).lower()
+        if overdue:
+            return self._transport.timed_out(self.elapsed_s(), self._timeout_s)
+        return self._transport.failed(failure, self.elapsed_s(), self._timeout_s)
 
     def settle(self, limit_s: float = 1.0) -> None:
         deadline = time.monotonic() + limit_s

@@ -320,6 +320,19 @@ def test_an_own_deadline_beats_the_default() -> None:
     assert values(run(2, job, timeout_s=60.0))[0] == (1,)
 
 
+def test_a_deadline_that_passed_before_anybody_waited() -> None:
+    def job(comm: Communicator) -> Any:
+        if comm.rank == 1:
+            return None
+        work = comm.allreduce(torch.ones(2), async_op=True, timeout=0.2)
+        time.sleep(0.5)
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            work.wait()
+        return caught.value.peers
+
+    assert values(run(2, job))[0] == (1,)
+
+
 @pytest.mark.parametrize("message", [False, True])
 def test_a_failed_wait_ends_the_call_everywhere(message: bool) -> None:
     def job(comm: Communicator) -> Any:
