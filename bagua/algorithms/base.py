@@ -153,6 +153,11 @@ class AlgorithmImpl(ABC):
 
     # How.
 
+    @property
+    def blocking(self) -> bool:
+        """Whether ``exchange`` waits for a call that it starts, instead of returning its ``Work``."""
+        return True
+
     @abstractmethod
     def exchange(self, bucket: Bucket, group: ProcessGroup, step: int) -> Work | None:
         """Communicate, with ``bagua.primitives`` or the communicators of ``group``.

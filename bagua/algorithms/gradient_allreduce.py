@@ -41,6 +41,11 @@ class GradientAllReduceAlgorithmImpl(AlgorithmImpl, declaration=GradientAllReduc
         """Dividing before the sum keeps 16-bit gradients in range."""
         return 1.0 / self.process_group.size if self.options.average else 1.0
 
+    @property
+    def blocking(self) -> bool:
+        """Only with several calls, one after the other."""
+        return self.options.hierarchical
+
     def exchange(self, bucket: Bucket, group: ProcessGroup, step: int) -> Work | None:
         """Sum the gradients where they lie."""
         gradients = bucket.allocate_gradients()

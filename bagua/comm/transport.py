@@ -125,8 +125,8 @@ class Transport(ABC):
         compares_calls: whether ``start`` itself detects ranks that disagree. If not,
             the communicator puts ``comm/checked.py`` in front when debugging is on.
         executor: where the engine should run an exchange on this transport, by
-            measurement: in the calling thread, in one background thread in order, or
-            on a communication stream.
+            measurement: started in the calling thread, because calls go on by themselves;
+            in one background thread, in order; or on a communication stream.
     """
 
     name: str = "abstract"

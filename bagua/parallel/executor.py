@@ -96,16 +96,18 @@ class StreamExecutor(Executor):
         return lambda: torch.cuda.current_stream(self._device).wait_event(done)
 
 
-def create_executor(group: ProcessGroup, device: torch.device) -> Executor:
+def create_executor(group: ProcessGroup, device: torch.device, *, blocking: bool) -> Executor:
     """The executor that the group's transport prefers for tensors on ``device``.
 
     Args:
         group: whose exchanges will run.
         device: where the buckets lie.
+        blocking: exchanges wait for calls that they start, so they cannot run where
+            gradients are computed.
     """
     preferred = group.global_communicator.executor
     if device.type == "cuda" and preferred == "stream":
         return StreamExecutor(device)
-    if preferred == "caller":
+    if group.size == 1 or (preferred == "caller" and not blocking):
         return CallerExecutor()
     return ThreadExecutor(f"bagua-{group.label}")

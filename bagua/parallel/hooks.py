@@ -38,8 +38,16 @@ class _ParameterHook:
 
     def __call__(self, parameter: torch.nn.Parameter) -> None:
         engine = self.engine()
-        if engine is not None:
-            engine._gradient_ready(parameter)
+        if engine is None:
+            return
+        if engine.current is None:
+            engine.begin()
+        if engine.take is not None:
+            try:
+                engine.take(parameter)
+            except BaseException as error:
+                engine.reducer.give_up(error)
+                raise
 
 
 def _remove(handles: list[Any]) -> None:
@@ -58,6 +66,8 @@ class BackwardHooks:
 
     Attributes:
         synchronize: whether the backward pass of the next forward is a step; see ``no_sync``.
+        current: the backward pass that is under way.
+        take: what gets each gradient of it; None if it only accumulates.
     """
 
     def __init__(self, reducer: Reducer) -> None:
@@ -65,10 +75,9 @@ class BackwardHooks:
         self.synchronize = True
         self._handles: list[Any] = []
         weakref.finalize(self, _remove, self._handles).atexit = False
-        self._pass: weakref.ref[_Pass] | None = None
-        self._synchronizing = False
+        self.current: weakref.ref[_Pass] | None = None
+        self.take: Callable[[torch.nn.Parameter], None] | None = None
         self._armed = True
-        self._mark: Callable[[torch.nn.Parameter], None] = reducer.add_param
         self._waiting_for: set[int] = set()
 
     def create_hooks(self) -> None:
@@ -143,49 +152,30 @@ class BackwardHooks:
     # Backward.
 
     def _enter(self, synchronize: bool) -> None:
-        if self._pass is None:
-            self._begin(synchronize)
-        elif synchronize and not self._synchronizing:
-            self._synchronizing = True
+        if self.current is None:
+            self._armed = synchronize
+            self.begin()
+        elif synchronize and self.take is None:
             self._start_step()
 
-    def _begin(self, synchronize: bool) -> None:
-        if synchronize and torch.is_grad_enabled():
-            raise ConfigurationError(
-                "gradients with a graph of their own cannot be put into a bucket",
-                argument="create_graph",
-                expected="backward(create_graph=False)",
-                seen=True,
-                advice="Use torch.autograd.grad(create_graph=True) for the inner derivative.",
-            )
+    def begin(self) -> None:
+        """The first sign of a backward pass."""
         current = _Pass(self._complete)
         torch.autograd.Variable._execution_engine.queue_callback(current)  # noqa: SLF001 - torch's own DDP uses it
-        self._pass = weakref.ref(current, self._died)
-        self._synchronizing = synchronize
-        if synchronize:
+        self.current = weakref.ref(current, self._died)
+        if self._armed:
             self._start_step()
 
     def _start_step(self) -> None:
-        reducer = self.reducer
-        self._mark = reducer.mark_tensor_ready if reducer.initialized else reducer.add_param
-        reducer.begin_step()
-
-    def _gradient_ready(self, parameter: torch.nn.Parameter) -> None:
-        if self._pass is None:
-            self._begin(self._armed)
-        if self._synchronizing:
-            try:
-                self._mark(parameter)
-            except BaseException as error:
-                self.reducer.give_up(error)
-                raise
+        self.reducer.begin_step()
+        self.take = _refuse_graph if torch.is_grad_enabled() else self.reducer.taker
 
     def _complete(self, ended: _Pass) -> None:
-        if self._pass is None or self._pass() is not ended:
+        if self.current is None or self.current() is not ended:
             return
-        self._pass = None
-        synchronizing, self._synchronizing = self._synchronizing, False
-        if not synchronizing or not self.reducer.registration.parameters:
+        self.current = None
+        take, self.take = self.take, None
+        if take is None or not self.reducer.registration.parameters:
             return
         if not self.reducer.initialized and not self._form_buckets():
             return
@@ -222,10 +212,10 @@ class BackwardHooks:
 
     def _died(self, _: weakref.ref[_Pass]) -> None:
         """Autograd gave the backward pass up, because of an error in it."""
-        if self._pass is None:
+        if self.current is None:
             return
-        self._pass = None
-        self._synchronizing = False
+        self.current = None
+        self.take = None
         self.reducer.forget_arrivals()
         if self.reducer.exchanging:
             self.reducer.give_up("left a backward pass half-way")
@@ -236,6 +226,26 @@ class BackwardHooks:
         self._waiting_for.discard(id(optimizer))
         if not self._waiting_for:
             self.reducer.after_optimizers()
+
+
+def _with_graph() -> ConfigurationError:
+    return ConfigurationError(
+        "gradients with a graph of their own cannot be put into a bucket",
+        argument="create_graph",
+        expected="backward(create_graph=False)",
+        seen=True,
+        advice="Use torch.autograd.grad(create_graph=True) for the inner derivative.",
+    )
+
+
+def _refuse_graph(_: torch.nn.Parameter) -> None:
+    raise ConfigurationError(
+        "gradients with a graph of their own cannot be put into a bucket",
+        argument="create_graph",
+        expected="backward(create_graph=False)",
+        seen=True,
+        advice="Use torch.autograd.grad(create_graph=True) for the inner derivative.",
+    )
 
 
 def _detach_earlier(parameter: torch.nn.Parameter) -> None:

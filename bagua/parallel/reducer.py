@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -199,6 +199,11 @@ class Reducer:
         bucket = slot.lane.bucket
         return bucket.views(bucket.buffer())[bucket.names.index(slot.name)]
 
+    @property
+    def taker(self) -> Callable[[torch.nn.Parameter], None]:
+        """What hooks call for each gradient of this backward pass: ``add_param`` or ``mark_tensor_ready``."""
+        return self.add_param if self._scheduler is None else self._scheduler.take
+
     # The first backward pass.
 
     def add_param(self, param: torch.nn.Parameter) -> None:
@@ -294,10 +299,8 @@ class Reducer:
         Raises:
             ConfigurationError: its gradient was there before in the same backward pass.
         """
-        scheduler = self._scheduler
-        assert scheduler is not None
-        if scheduler.mark_ready(param):
-            scheduler.launch_ready()
+        assert self._scheduler is not None
+        self._scheduler.take(param)
 
     def mark_bucket_ready(self, bucket: Bucket) -> None:
         """Take the gradients of all parameters of ``bucket``."""

@@ -45,12 +45,24 @@ class Lane:
         slots: one for each parameter.
         pending: gradients that are still missing in this backward pass.
         due: whether the bucket is exchanged in this step.
-        scale: factor on gradients that are gathered in this step.
+        fusion: whether parameters get their part of the flat gradients.
+        scale: factor on gradients that are gathered in this step; None for 1.
         wait: ends the exchange that is under way; None if there is none.
         exchanged: the step of that exchange.
     """
 
-    __slots__ = ("bucket", "due", "exchanged", "pending", "scale", "slots", "wait")
+    __slots__ = (
+        "_factor",
+        "_factor_tensor",
+        "bucket",
+        "due",
+        "exchanged",
+        "fusion",
+        "pending",
+        "scale",
+        "slots",
+        "wait",
+    )
 
     def __init__(self, bucket: Bucket, *, gathers: bool) -> None:
         views: Sequence[torch.Tensor | None] = bucket.gradient_views if gathers else [None] * len(bucket.names)
@@ -61,9 +73,20 @@ class Lane:
         ]
         self.pending = len(self.slots)
         self.due = True
-        self.scale = 1.0
+        self.fusion = bucket.fusion
+        self.scale: torch.Tensor | None = None
         self.wait: Wait | None = None
         self.exchanged = -1
+        self._factor = 1.0
+        self._factor_tensor: torch.Tensor | None = None
+
+    def factor(self, factor: float) -> torch.Tensor | None:
+        """``factor`` as a tensor, which multiplies in a third of the time that a Python number takes."""
+        if factor != self._factor:
+            exact = self.bucket.dtype in (torch.float32, torch.float64)
+            self._factor = factor
+            self._factor_tensor = torch.tensor(factor, dtype=self.bucket.dtype if exact else torch.float64)
+        return None if factor == 1.0 else self._factor_tensor
 
 
 class Scheduler:
@@ -89,7 +112,9 @@ class Scheduler:
         self._delay = delay
         self._gathers = algorithm.traits.gathers_gradients
         self._lanes = [Lane(bucket, gathers=self._gathers) for bucket in buckets]
-        self._executors = {bucket.device: create_executor(group, bucket.device) for bucket in buckets}
+        self._executors = {
+            bucket.device: create_executor(group, bucket.device, blocking=algorithm.blocking) for bucket in buckets
+        }
         # A model that nobody holds any more leaves no thread behind.
         self.close = weakref.finalize(self, _close_all, list(self._executors.values()))
         self.close.atexit = False
@@ -107,40 +132,39 @@ class Scheduler:
         self._backward += 1
         self.launched = 0
         now = time.monotonic()
-        scale = self._algorithm.gradient_scale
+        factor = self._algorithm.gradient_scale
         for lane in self._lanes:
             lane.pending = len(lane.slots)
             lane.due = self._algorithm.is_due(step, lane.bucket, now)
-            lane.scale = scale if lane.due else 1.0
+            lane.scale = lane.factor(factor) if lane.due else None
 
-    def mark_ready(self, parameter: torch.nn.Parameter) -> bool:
-        """Take the gradient of ``parameter``; whether it was the last one of its bucket."""
+    def take(self, parameter: torch.nn.Parameter) -> None:
+        """Take the gradient of ``parameter``, and start the exchange of its bucket if it was the last one.
+
+        Runs once for each parameter in each step, so it is written for speed.
+        """
         slot = self.slots[id(parameter)]
         if slot.ready == self._backward:
             raise twice(slot.name)
         slot.ready = self._backward
-        if slot.view is not None:
-            self._gather(slot)
-        lane = slot.lane
+        lane, view = slot.lane, slot.view
+        if view is not None:
+            gradient = parameter.grad
+            assert gradient is not None
+            if gradient is not view:
+                if gradient.layout is not torch.strided:
+                    raise sparse(slot.name, gradient)
+                if lane.scale is None:
+                    view.copy_(gradient)
+                else:
+                    torch.mul(gradient, lane.scale, out=view)
+                if lane.fusion:
+                    parameter.grad = view
+            elif lane.scale is not None:
+                view.mul_(lane.scale)
         lane.pending -= 1
-        return lane.pending == 0
-
-    def _gather(self, slot: Slot) -> None:
-        gradient, view, scale = slot.parameter.grad, slot.view, slot.lane.scale
-        assert gradient is not None
-        assert view is not None
-        if gradient is view:
-            if scale != 1.0:
-                view.mul_(scale)
-            return
-        if gradient.layout is not torch.strided:
-            raise sparse(slot.name, gradient)
-        if scale == 1.0:
-            view.copy_(gradient)
-        else:
-            torch.mul(gradient, scale, out=view)
-        if slot.lane.bucket.fusion:
-            slot.parameter.grad = view
+        if lane.pending == 0:
+            self.launch_ready()
 
     def launch_ready(self, *, everything: bool = False) -> None:
         """Start the exchanges of complete buckets, in order, up to the first incomplete one."""
@@ -182,7 +206,7 @@ class Scheduler:
         without = [slot for slot in missing if slot.parameter.grad is None]
         for slot in missing:
             if slot.parameter.grad is not None:  # accumulated before, without synchronization
-                self.mark_ready(slot.parameter)
+                self.take(slot.parameter)
                 continue
             slot.ready = self._backward
             slot.lane.pending -= 1
