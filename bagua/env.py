@@ -18,6 +18,7 @@ __all__ = [
     "log_level",
     "overlay",
     "prefer_nccl_clean_up",
+    "shm_staging_bytes",
     "timeout_s",
 ]
 
@@ -93,7 +94,7 @@ def timeout_s() -> float | None:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if seconds <= 0:
+    if not seconds > 0:  # nan is no timeout either
         raise ConfigurationError(
             "an environment variable is not a positive number of seconds",
             argument="BAGUA_TIMEOUT_S",
@@ -111,6 +112,21 @@ def debug_checks() -> bool:
 def log_level() -> str | None:
     """``BAGUA_LOG``: level of the logger ``bagua`` (``debug``, ``info``, ...), or None."""
     return os.environ.get("BAGUA_LOG") or None
+
+
+def shm_staging_bytes() -> int:
+    """``BAGUA_SHM_STAGING_BYTES``: size of each of the two staging areas of a communicator (4 MiB)."""
+    found = _integer(("BAGUA_SHM_STAGING_BYTES",))
+    if found is None:
+        return 4 * 1024 * 1024
+    if found < 64 * 1024:
+        raise ConfigurationError(
+            "the staging areas are too small",
+            argument="BAGUA_SHM_STAGING_BYTES",
+            expected="at least 65536",
+            seen=found,
+        )
+    return found
 
 
 def overlay(variables: Mapping[str, str]) -> None:

@@ -1,0 +1,253 @@
+"""The path of every call, over a transport that does what a test says."""
+
+import threading
+
+import pytest
+import torch
+
+from bagua.comm import Communicator, Membership
+from bagua.comm.call import COLLECTIVES, POINT_TO_POINT, Call
+from bagua.comm.statistics import HISTORY_LENGTH, merge, sent_bytes
+from bagua.comm.stores import thread_store
+from bagua.comm.transport import DONE, Handle, Transport
+from bagua.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicatorClosedError,
+    ConcurrentUseError,
+    ConfigurationError,
+    PeerLostError,
+)
+
+
+class Scripted(Transport):
+    """Notes its calls; `then` says what becomes of each."""
+
+    name = "scripted"
+
+    def __init__(self, size=3):
+        super().__init__(Membership(thread_store(), 0, tuple(range(size)), (0,) * size, 9.0, "test"))
+        self.calls, self.aborts, self.closed = [], [], 0
+        self.then = lambda call: DONE
+
+    def start(self, call, source, target, timeout_s, asynchronous):
+        self.calls.append((call, timeout_s, asynchronous))
+        return self.then(call)
+
+    def abort(self, reason):
+        self.aborts.append(reason)
+
+    def close(self):
+        self.closed += 1
+
+
+class Later(Handle):
+    """A started call that ends with an error, or well."""
+
+    def __init__(self, error=None, completed=False):
+        self.error, self.completed, self.waits = error, completed, []
+
+    def wait(self, timeout_s=None):
+        self.waits.append(timeout_s)
+        if self.error is not None:
+            raise self.error
+
+    def is_completed(self):
+        return self.completed
+
+
+@pytest.fixture
+def transport():
+    return Scripted()
+
+
+@pytest.fixture
+def comm(transport):
+    return Communicator(transport, 9.0)
+
+
+def raising(error):
+    def then(call):
+        raise error
+
+    return then
+
+
+def test_a_call_is_described_to_the_transport(comm, transport):
+    comm.allreduce(torch.ones(2, 3))
+    comm.reduce(torch.ones(4, dtype=torch.int64), 2, timeout=1.5)
+    comm.send(torch.ones(1), 1, async_op=True)
+    comm.barrier()
+    described = [(str(call), timeout_s, asynchronous) for call, timeout_s, asynchronous in transport.calls]
+    assert described == [
+        ("#1 allreduce(6 x float32, sum)", 9.0, False),
+        ("#2 reduce(4 x int64, sum, root 2)", 1.5, False),
+        ("#1 send(1 x float32, peer 1)", 9.0, True),
+        ("#3 barrier()", 9.0, False),
+    ]
+    assert comm.history() == tuple(text for text, _, _ in described)
+
+
+def test_an_error_of_the_transport_gets_its_facts_and_breaks_the_communicator(comm, transport):
+    comm.barrier()
+    transport.then = raising(CollectiveTimeoutError("too late", timeout_s=9.0))
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        comm.allreduce(torch.ones(3))
+    error = caught.value
+    assert (error.call, error.sequence, error.rank) == ("#2 allreduce(3 x float32, sum)", 2, 0)
+    assert error.elapsed_s is not None
+    assert error.history == ("#1 barrier()", "#2 allreduce(3 x float32, sum)")
+    assert not comm.usable
+    (reason,) = transport.aborts
+    assert "rank 0 left #2 allreduce(3 x float32, sum) with CollectiveTimeoutError: too late" in reason
+    transport.then = lambda call: DONE
+    with pytest.raises(CommunicatorClosedError, match="too late") as refused:
+        comm.barrier()
+    assert refused.value.__cause__ is error
+    assert len(transport.calls) == 2, "a refused call is not sent"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), RuntimeError("a bug"), MemoryError()])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_whatever_ends_a_call_half_way_breaks_the_communicator(comm, transport, error, asynchronous):
+    transport.then = lambda call: Later(error)
+    with pytest.raises(type(error)) as caught:
+        work = comm.allreduce(torch.ones(3), async_op=asynchronous)
+        work.wait()
+    assert caught.value is error
+    assert not comm.usable
+    assert type(error).__name__ in transport.aborts[0]
+    with pytest.raises(CommunicatorClosedError):
+        comm.barrier()
+
+
+def test_an_argument_that_only_the_transport_can_refuse_breaks_nothing(comm, transport):
+    transport.then = raising(ConfigurationError("not here", argument="tensor"))
+    with pytest.raises(ConfigurationError):
+        comm.allreduce(torch.ones(3))
+    transport.then = lambda call: DONE
+    comm.barrier()
+    assert comm.usable
+    assert transport.aborts == []
+
+
+def test_the_result_is_copied_back_when_the_wait_is_over(comm, transport):
+    odd = torch.zeros(2, 3).t()
+    stage = {}
+
+    class Writing(Scripted):
+        def start(self, call, source, target, timeout_s, asynchronous):
+            stage["target"] = target
+            return Later()
+
+    work = Communicator(Writing(), 9.0).allreduce(odd, async_op=True)
+    stage["target"].fill_(5.0)
+    assert odd.sum().item() == 0.0
+    work.wait()
+    assert odd.sum().item() == 30.0
+
+
+def test_a_call_from_inside_a_call_of_another_thread_is_refused_and_breaks_nothing(comm, transport):
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Slow(Handle):
+        def wait(self, timeout_s=None):
+            inside.set()
+            assert go_on.wait(5)
+
+        def is_completed(self):
+            return False
+
+    transport.then = lambda call: Slow()
+    thread = threading.Thread(target=comm.barrier)
+    thread.start()
+    assert inside.wait(5)
+    with pytest.raises(ConcurrentUseError, match=r"duplicate\(\)"):
+        comm.allreduce(torch.ones(1))
+    go_on.set()
+    thread.join(5)
+    transport.then = lambda call: DONE
+    comm.barrier()
+    assert len(transport.calls) == 2
+
+
+def test_abort_is_told_to_the_transport_and_kept_as_the_reason(comm, transport):
+    comm.abort("the user is tired")
+    assert transport.aborts == ["the user is tired"]
+    with pytest.raises(CommunicatorClosedError, match="the user is tired"):
+        comm.barrier()
+    assert "broken" in repr(comm)
+
+
+def test_closing_twice_closes_once(comm, transport):
+    comm.close()
+    comm.close()
+    assert transport.closed == 1
+    assert "closed" in repr(comm)
+    with pytest.raises(CommunicatorClosedError, match="it was closed"):
+        comm.allreduce(torch.ones(1))
+
+
+def test_the_first_reason_stays(comm, transport):
+    transport.then = raising(PeerLostError("rank 2 is gone", peers=(2,)))
+    with pytest.raises(PeerLostError):
+        comm.barrier()
+    comm.abort("later")
+    with pytest.raises(CommunicatorClosedError, match="rank 2 is gone"):
+        comm.barrier()
+
+
+def test_history_is_a_ring(comm):
+    for _ in range(3 * HISTORY_LENGTH):
+        comm.barrier()
+    assert len(comm.history()) == HISTORY_LENGTH
+    assert comm.history()[-1] == f"#{3 * HISTORY_LENGTH} barrier()"
+
+
+def test_a_failed_call_is_not_counted(comm, transport):
+    comm.barrier()
+    transport.then = raising(CollectiveMismatchError("no"))
+    with pytest.raises(CollectiveMismatchError):
+        comm.barrier()
+    assert comm.stats()["barrier"].calls == 1
+
+
+# Counters.
+
+
+@pytest.mark.parametrize(
+    ("call", "bytes_sent"),
+    [
+        (Call("allreduce", 1, torch.float32, 8, "sum"), 2 * 32 * 3 // 4),
+        (Call("broadcast", 1, torch.float32, 8, root=0), 32 * 3 // 4),
+        (Call("reduce", 1, torch.float32, 8, "sum", 0), 32 * 3 // 4),
+        (Call("allgather", 1, torch.float32, 8), 32 * 3),
+        (Call("reduce_scatter", 1, torch.float32, 8, "sum"), 32 * 3),
+        (Call("alltoall", 1, torch.float32, 8), 32 * 3),
+        (Call("gather", 1, torch.float32, 8, root=1), 0),
+        (Call("gather", 1, torch.float32, 8, root=0), 32),
+        (Call("scatter", 1, torch.float32, 8, root=1), 32 * 3),
+        (Call("scatter", 1, torch.float32, 8, root=0), 0),
+        (Call("alltoall_v", 1, torch.float32, 0, send_counts=(1, 5, 2, 3), recv_counts=(1, 1, 1, 1)), 4 * 6),
+        (Call("send", 1, torch.float64, 8, root=0), 64),
+        (Call("recv", 1, torch.float64, 8, root=0), 0),
+        (Call("sendrecv", 1, torch.float64, 8, root=0, source=2), 64),
+        (Call("barrier", 1, torch.uint8), 0),
+    ],
+    ids=str,
+)
+def test_bytes_that_a_rank_must_send(call, bytes_sent):
+    assert sent_bytes(call, rank=1, size=4) == bytes_sent
+
+
+def test_every_kind_is_counted_somewhere():
+    (parameters,) = test_bytes_that_a_rank_must_send.pytestmark
+    assert {call.kind for call, _ in parameters.args[1]} == {*COLLECTIVES, *POINT_TO_POINT}
+
+
+def test_merging_adds_up(comm):
+    comm.barrier()
+    comm.allreduce(torch.ones(2))
+    twice = merge([comm.stats(), comm.stats()])
+    assert twice["barrier"].calls == 2
+    assert twice["allreduce"].bytes == 16

@@ -1,0 +1,67 @@
+"""What bagua reads from the environment, and how it answers nonsense there."""
+
+import pytest
+
+from bagua import env
+from bagua.errors import ConfigurationError
+
+READERS = {
+    env.get_rank: ["RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"],
+    env.get_world_size: ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS"],
+    env.get_local_rank: ["LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"],
+    env.get_local_world_size: ["LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"],
+    env.get_node_rank: ["GROUP_RANK", "OMPI_COMM_WORLD_NODE_RANK", "SLURM_NODEID"],
+}
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    for names in READERS.values():
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+    for name in ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "NODE_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("BAGUA_TIMEOUT_S", "BAGUA_DEBUG", "BAGUA_LOG"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("read", READERS, ids=lambda read: read.__name__)
+def test_launchers_are_understood_in_order_of_precedence(read, monkeypatch):
+    assert read() is None
+    for value, name in enumerate(reversed(READERS[read])):
+        monkeypatch.setenv(name, str(value))
+        assert read() == value
+    monkeypatch.setenv(READERS[read][0], "")
+    assert read() == len(READERS[read]) - 2, "an empty variable is none"
+
+
+@pytest.mark.parametrize("read", READERS, ids=lambda read: read.__name__)
+def test_a_number_that_is_none_is_an_error_that_names_the_variable(read, monkeypatch):
+    monkeypatch.setenv(READERS[read][0], "three")
+    with pytest.raises(ConfigurationError, match=f"{READERS[read][0]}.*three"):
+        read()
+
+
+def test_timeout(monkeypatch):
+    assert env.timeout_s() is None
+    monkeypatch.setenv("BAGUA_TIMEOUT_S", "2.5")
+    assert env.timeout_s() == 2.5
+    for wrong in ("0", "-1", "soon", "nan"):
+        monkeypatch.setenv("BAGUA_TIMEOUT_S", wrong)
+        with pytest.raises(ConfigurationError, match="BAGUA_TIMEOUT_S"):
+            env.timeout_s()
+
+
+@pytest.mark.parametrize(("text", "on"), [("1", True), ("yes", True), ("0", False), ("", False), ("false", False)])
+def test_debugging_is_switched_on_by_anything_but_a_no(text, on, monkeypatch):
+    assert env.debug_checks() is False
+    monkeypatch.setenv("BAGUA_DEBUG", text)
+    assert env.debug_checks() is on
+
+
+def test_launcher_variables_are_those_that_are_set(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "host")
+    monkeypatch.setenv("MASTER_PORT", "")
+    found = env.launcher_variables()
+    assert found["MASTER_ADDR"] == "host"
+    assert "MASTER_PORT" not in found

@@ -1,0 +1,112 @@
+"""The error tree: what each class is, what its message says, and that it survives pickling."""
+
+import copy
+import pickle
+
+import pytest
+
+from bagua import errors
+from bagua.errors import (
+    BaguaError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicationError,
+    CommunicatorClosedError,
+    ConcurrentUseError,
+    ConfigurationError,
+    InvalidRankError,
+    InvalidReduceOpError,
+    InvalidTensorError,
+    NotInitializedError,
+    PeerLostError,
+    RepeatedInitializationError,
+    TransportUnavailableError,
+    UnsupportedAlgorithmException,
+)
+
+PARENTS = {
+    BaguaError: (Exception,),
+    ConfigurationError: (BaguaError, ValueError),
+    InvalidTensorError: (ConfigurationError, TypeError),
+    InvalidRankError: (ConfigurationError,),
+    InvalidReduceOpError: (ConfigurationError,),
+    UnsupportedAlgorithmException: (ConfigurationError,),
+    NotInitializedError: (BaguaError, RuntimeError),
+    RepeatedInitializationError: (BaguaError, RuntimeError),
+    CommunicationError: (BaguaError, RuntimeError),
+    CollectiveTimeoutError: (CommunicationError, TimeoutError),
+    PeerLostError: (CommunicationError, ConnectionError),
+    CollectiveMismatchError: (CommunicationError,),
+    CommunicatorClosedError: (CommunicationError,),
+    ConcurrentUseError: (CommunicationError,),
+    TransportUnavailableError: (CommunicationError,),
+}
+FACTS = {
+    "rank": 1,
+    "call": "#7 allreduce(3 x float32, sum)",
+    "sequence": 7,
+    "peers": (0, 2),
+    "expected": "a sum",
+    "seen": "a product",
+    "elapsed_s": 1.23456,
+    "timeout_s": 5.0,
+    "history": ("#6 barrier()", "#7 allreduce(3 x float32, sum)"),
+    "advice": "Do this.",
+}
+
+
+def example(kind):
+    if issubclass(kind, CommunicationError):
+        return kind("it went wrong", **FACTS)
+    if issubclass(kind, ConfigurationError):
+        return kind("it cannot be", argument="size", expected=">= 1", seen=0, advice="Do this.")
+    return kind("it went wrong", advice="Do this.")
+
+
+def test_the_tree_is_complete():
+    assert {getattr(errors, name) for name in errors.__all__} == set(PARENTS)
+
+
+@pytest.mark.parametrize("kind", PARENTS, ids=lambda kind: kind.__name__)
+def test_each_error_is_what_a_user_would_catch(kind):
+    for parent in PARENTS[kind]:
+        assert issubclass(kind, parent)
+
+
+@pytest.mark.parametrize("kind", PARENTS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])
+def test_each_error_survives_copying_with_its_facts(kind, again):
+    error = example(kind)
+    twin = again(error)
+    assert type(twin) is kind
+    assert vars(twin) == vars(error)
+    assert str(twin) == str(error)
+    assert twin.args == error.args
+    with pytest.raises(kind):
+        raise twin
+
+
+def test_the_message_of_a_communication_error_tells_all_it_knows():
+    message = str(example(PeerLostError))
+    assert message.startswith("it went wrong (in #7 allreduce(3 x float32, sum), sequence number 7, on rank 1")
+    for part in ("peers (0, 2)", "this rank has a sum", "others have a product", "1.235", "5.0", "Do this."):
+        assert part in message
+    assert message.endswith("last calls on this communicator:\n  #6 barrier()\n  #7 allreduce(3 x float32, sum)")
+
+
+def test_what_is_not_known_is_not_mentioned():
+    assert str(CollectiveTimeoutError("too late", rank=0)) == "too late (on rank 0)"
+    assert str(ConfigurationError("no", argument="x", seen=0)) == "no (argument x, seen 0)"
+
+
+def test_a_rank_of_zero_and_a_false_value_are_facts():
+    error = ConfigurationError("no", argument="flag", expected=True, seen=False)
+    assert "seen False" in str(error)
+    assert "on rank 0" in str(CommunicationError("no", rank=0))
+
+
+def test_facts_that_become_known_later_are_in_the_message():
+    error = CollectiveTimeoutError("too late")
+    error.call = "barrier"
+    assert "in barrier" in str(error)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)

@@ -1,0 +1,162 @@
+"""Handles of started calls, without any rank: once, in order, and with their error each time."""
+
+import threading
+
+import pytest
+import torch
+
+from bagua.comm.work import CompositeWork, PendingWork
+from bagua.errors import ConfigurationError, PeerLostError
+
+
+class Started:
+    """A call that completes when it is told to."""
+
+    def __init__(self, result=None, error=None):
+        self.ready = threading.Event()
+        self.result, self.error = result, error
+        self.waits = []
+
+    def complete(self, timeout_s):
+        self.waits.append(timeout_s)
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+    def work(self):
+        return PendingWork(self.complete, self.ready.is_set)
+
+
+def test_a_call_is_completed_once():
+    started = Started(result="sum")
+    work = started.work()
+    assert not work.is_completed()
+    assert work.exception() is None, "it does not wait"
+    assert started.waits == []
+    assert work.wait(1.5) is True
+    assert work.wait() is True
+    assert work.result() == "sum"
+    assert work.is_completed()
+    assert started.waits == [1.5]
+
+
+def test_an_error_is_raised_by_every_wait():
+    error = PeerLostError("gone")
+    started = Started(error=error)
+    work = started.work()
+    for ask in (work.wait, work.result, work.wait):
+        with pytest.raises(PeerLostError) as caught:
+            ask()
+        assert caught.value is error
+    assert work.exception() is error
+    assert work.is_completed()
+    assert len(started.waits) == 1
+
+
+def test_exception_finds_the_error_of_a_call_that_has_ended():
+    started = Started(error=PeerLostError("gone"))
+    work = started.work()
+    started.ready.set()
+    assert isinstance(work.exception(), PeerLostError)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, "1"])
+def test_a_wrong_timeout_leaves_the_call_alone(wrong):
+    started = Started()
+    work = started.work()
+    with pytest.raises(ConfigurationError, match="timeout"):
+        work.wait(wrong)
+    assert work.wait() is True
+
+
+def test_futures_carry_results_and_errors():
+    assert Started(result=torch.ones(2)).work().get_future().wait().tolist() == [1.0, 1.0]
+    with pytest.raises(Exception, match="gone"):
+        Started(error=PeerLostError("gone")).work().get_future().wait()
+
+
+def test_a_thread_that_waits_too_gets_the_same_answer():
+    entered, go_on = threading.Event(), threading.Event()
+
+    def complete(_):
+        entered.set()
+        assert go_on.wait(5)
+        return 7
+
+    work = PendingWork(complete, lambda: False)
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(work.result())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert entered.wait(5)
+    go_on.set()
+    for thread in threads:
+        thread.join(5)
+    assert results == [7, 7]
+
+
+# Collectives made of others.
+
+
+def test_steps_are_taken_one_after_the_other():
+    first, second, log = Started(), Started(), []
+
+    def steps():
+        log.append("first")
+        yield first.work()
+        log.append("second")
+        yield second.work()
+        return "both"
+
+    released = []
+    work = CompositeWork(steps(), released.append)
+    assert log == ["first"]
+    assert not work.is_completed()
+    first.ready.set()
+    assert not work.is_completed()
+    assert log == ["first", "second"], "who asks also advances it"
+    assert work.result() == "both"
+    assert released == [work]
+
+
+def test_an_error_in_a_step_ends_the_whole():
+    closed = []
+
+    def steps():
+        try:
+            yield Started(error=PeerLostError("gone")).work()
+        finally:
+            closed.append(True)
+
+    released = []
+    work = CompositeWork(steps(), released.append)
+    with pytest.raises(PeerLostError):
+        work.wait()
+    assert released == [work]
+    assert closed == [True]
+    assert isinstance(work.exception(), PeerLostError)
+
+
+def test_an_error_between_steps_is_kept_for_the_waiter():
+    first = Started()
+
+    def steps():
+        yield first.work()
+        raise ConfigurationError("no encoding", argument="obj")
+
+    work = CompositeWork(steps(), lambda _: None)
+    first.ready.set()
+    assert work.is_completed()
+    assert isinstance(work.exception(), ConfigurationError)
+    with pytest.raises(ConfigurationError, match="obj"):
+        work.wait()
+
+
+def test_nothing_to_do_is_done_at_once():
+    def steps():
+        return []
+        yield
+
+    work = CompositeWork(steps(), lambda _: None)
+    assert work.is_completed()
+    assert work.result() == []
