@@ -84,6 +84,7 @@ class Registration:
                     self._places.append(_Place(parameters, key, name))
         self._sizes = [len(table) for table in self._tables]
         self._contents = [place.table[place.key] for place in self._places]
+        self._identities = [id(parameter) for parameter in self._contents]
 
     def remember_storages(self) -> None:
         """Take the present storages of the parameters as the right ones."""
@@ -100,12 +101,8 @@ class Registration:
         if (
             [p.requires_grad for p in self._all] == self._flags
             and [p.data_ptr() for p in self.parameters] == self._pointers
-            and [p.dtype for p in self.parameters] == self._dtypes
-            and [len(table) for table in self._tables] == self._sizes
-            and all(
-                place[0].get(place[1]) is parameter
-                for place, parameter in zip(self._places, self._contents, strict=True)
-            )
+            and list(map(len, self._tables)) == self._sizes
+            and [id(table.get(key)) for table, key, _ in self._places] == self._identities
         ):
             return None
         return self._explained()

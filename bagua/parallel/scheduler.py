@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -120,6 +121,7 @@ class Scheduler:
         self.close.atexit = False
         self.slots = {id(slot.parameter): slot for lane in self._lanes for slot in lane.slots}
         self.launched = 0
+        self._launching = threading.Lock()
         self._step = -1
         self._backward = 0
         self._owed: int | None = None
@@ -170,10 +172,11 @@ class Scheduler:
         """Start the exchanges of complete buckets, in order, up to the first incomplete one."""
         if self._delay and not everything:
             return
-        while self.launched < len(self._lanes) and self._lanes[self.launched].pending == 0:
-            lane = self._lanes[self.launched]
-            self.launched += 1
-            self._launch(lane)
+        with self._launching:  # Autograd has one thread for each device.
+            while self.launched < len(self._lanes) and self._lanes[self.launched].pending == 0:
+                lane = self._lanes[self.launched]
+                self.launched += 1
+                self._launch(lane)
 
     def _launch(self, lane: Lane) -> None:
         if lane.wait is not None:
