@@ -133,13 +133,12 @@ class C10dTransport(Transport):
             if found is None:
                 return self._start_staged(call, source, target, timeout_s, asynchronous)
             channel = found
-        started = time.monotonic()
         try:
             works, finish = channel.start(call, source, target, timeout_s)
         except NotImplementedError as error:
             raise self._unable(call, error) from error
         except RuntimeError as error:
-            raise self.failed(error, time.monotonic() - started, timeout_s) from error
+            raise self.failed(error, 0.0, timeout_s) from error
         handle_class = channel.message if kind in POINT_TO_POINT else channel.collective
         handle = handle_class(self, works, finish, timeout_s, (source, target))
         if asynchronous or channel.group.on_stream:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bagua.comm.call import Call
+from bagua.comm.call import COLLECTIVES, POINT_TO_POINT, Call
 from bagua.comm.reduction import ReduceOp, fold
 
 __all__ = ["Abilities", "Finish", "Lowering", "Started", "as_timedelta"]
@@ -83,24 +83,26 @@ class Lowering:
         self._reductions = abilities.reductions
         # Setting up an options object costs as much as the rest of a call; they are only read.
         self._options: dict[tuple[str, str | int, float], Any] = {}
+        #: Those of allreduce once more: one look-up says that the backend can do it, and how.
+        self._allreduces: dict[tuple[str, torch.dtype, float], Any] = {}
         self._all_gather = _method(group, "_allgather_base", "all_gather_single")
         self._reduce_scatter = _method(group, "_reduce_scatter_base", "reduce_scatter_single")
         self._all_to_all = _method(group, "alltoall_base", "all_to_all_single")
 
     def start(self, call: Call, source: torch.Tensor | None, target: torch.Tensor | None, timeout_s: float) -> Started:
         """Start ``call``; see ``bagua.comm.transport`` for what the tensors are."""
-        started: Started = getattr(self, call[0])(call, source, target, timeout_s)
+        started: Started = _STARTERS[call[0]](self, call, source, target, timeout_s)
         return started
 
     # Reductions.
 
     def allreduce(self, call: Call, _: torch.Tensor | None, target: torch.Tensor, timeout_s: float) -> Started:
         """Reduce in place on every rank."""
-        reduction = call[4]
-        if (reduction, target.dtype) in self._reductions:
-            options = self._options.get(("allreduce", reduction, timeout_s))
-            if options is None:
-                options = self._reducing("allreduce", dist.AllreduceOptions, reduction, timeout_s)
+        options = self._allreduces.get((call[4], target.dtype, timeout_s))
+        if options is None and (call.reduction, target.dtype) in self._reductions:
+            options = self._reducing("allreduce", dist.AllreduceOptions, call.reduction, timeout_s)
+            self._allreduces[call.reduction, target.dtype, timeout_s] = options
+        if options is not None:
             return (self._group.allreduce([target], options),), None
         return self._allreduce_otherwise(call, target, timeout_s)
 
@@ -260,7 +262,12 @@ class Lowering:
             options.rootRank = root
         if len(self._options) > 1000:  # Somebody passes another timeout every time.
             self._options.clear()
+            self._allreduces.clear()
         self._options[key] = options
+
+
+#: Not bound methods: a cycle would keep torch's object alive until the next garbage collection.
+_STARTERS: dict[str, Callable[..., Started]] = {kind: getattr(Lowering, kind) for kind in COLLECTIVES + POINT_TO_POINT}
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

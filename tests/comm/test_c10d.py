@@ -417,6 +417,23 @@ def sockets() -> int:
     return count
 
 
+def test_closing_frees_the_backend_without_the_garbage_collector() -> None:
+    """What is still alive when the interpreter ends aborts the process."""
+
+    def job(comm: Communicator) -> Any:
+        comm.allreduce(torch.ones(2))
+        transport = comm._transport
+        assert isinstance(transport, C10dTransport)
+        lowering = transport._default.start.__self__  # type: ignore[attr-defined]
+        return weakref.ref(lowering)
+
+    gc.disable()
+    try:
+        assert [lowering() for lowering in values(run(2, job))] == [None, None]
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("broken", [False, True])
 def test_closing_leaves_no_thread_and_no_socket(broken: bool) -> None:
     def job(comm: Communicator) -> Any:
