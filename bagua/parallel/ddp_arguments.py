@@ -61,8 +61,10 @@ def resolve_group(process_group: Any, device_mesh: Any) -> ProcessGroup:
                 advice="Pass device_mesh['name of a dimension'].",
             )
         return from_torch_group(device_mesh.get_group())
-    if process_group is None or isinstance(process_group, ProcessGroup):
-        return get_default_group() if process_group is None else process_group
+    if process_group is None:
+        return get_default_group()
+    if isinstance(process_group, ProcessGroup):
+        return process_group
     if not callable(getattr(process_group, "rank", None)) or not callable(getattr(process_group, "size", None)):
         raise ConfigurationError(
             "not a process group",
@@ -84,7 +86,7 @@ def bucket_bytes_from(bucket_cap_mb: float | None, bucket_bytes: int | None) -> 
         )
     if bucket_bytes is not None:
         return bucket_bytes
-    megabytes = DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
+    megabytes: object = DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
     if isinstance(megabytes, bool) or not isinstance(megabytes, (int, float)) or not megabytes > 0:
         raise ConfigurationError(
             "a bucket must have a size", argument="bucket_cap_mb", expected="MiB > 0", seen=repr(megabytes)

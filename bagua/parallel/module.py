@@ -52,7 +52,8 @@ class BaguaModule(EngineAccess, torch.nn.Module):
         return output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        function, arguments, *rest = _plain_twin(self).__reduce_ex__(protocol)
+        reduced: Any = _plain_twin(self).__reduce_ex__(protocol)
+        function, arguments, *rest = reduced
         if function is copyreg.__newobj__:  # type: ignore[attr-defined]
             # pickle compares this class with the one of the pickled object, which is another.
             function = copyreg._reconstructor  # type: ignore[attr-defined]  # noqa: SLF001 - what protocol 1 names

@@ -50,7 +50,7 @@ class ModelSwitchWrapper(EngineAccess, DistributedModule):
         hierarchical_reduce: inside each host first, then between hosts. None means False
             for gradient allreduce and True for other algorithms that can.
         message_size: a bucket is closed when it holds so many bytes.
-        intra_comm_root_rank: the leader among the ranks of a host.
+        intra_comm_root_rank: the local rank that speaks for its host, on every host.
         kwargs: ``align_bytes``, ``chunking``, ``fusion``, ``buckets``, ``process_group``,
             ``bucket_bytes`` (another name of ``message_size``), ``find_unused_parameters``,
             ``grad_scaler``; see ``Reducer``.
@@ -81,18 +81,11 @@ class ModelSwitchWrapper(EngineAccess, DistributedModule):
     ) -> None:
         super().__init__(module)
         _refuse_unknown(kwargs)
-        if intra_comm_root_rank != 0:
-            raise ConfigurationError(
-                "the leader of a host is its lowest rank",
-                argument="intra_comm_root_rank",
-                expected=0,
-                seen=intra_comm_root_rank,
-            )
         self._optimizers = optimizer_list(optimizer)
         self._broadcast_buffers = broadcast_buffers
         self._delay_reduce = delay_reduce
         self._hierarchical_reduce = hierarchical_reduce
-        self._options = {"bucket_bytes": message_size, **kwargs}
+        self._options = {"bucket_bytes": message_size, "intra_comm_root_rank": intra_comm_root_rank, **kwargs}
         self._engine: BackwardHooks | None = None
         self.score_record_list: list[float] = []
 

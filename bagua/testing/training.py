@@ -100,7 +100,7 @@ def mean_gradients(model: nn.Module, size: int, losses: Callable[[nn.Module, int
         losses(model, rank).backward()  # type: ignore[no-untyped-call]
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
-                gradient = parameter.grad.double()
+                gradient = parameter.grad.clone() if parameter.is_complex() else parameter.grad.double()
                 totals[name] = totals[name] + gradient if name in totals else gradient
     for name, parameter in model.named_parameters():
         parameter.grad = (totals[name] / size).to(parameter.dtype) if name in totals else None

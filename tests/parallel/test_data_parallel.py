@@ -198,25 +198,3 @@ def test_no_sync_sets_the_attribute_that_frameworks_look_at(thread_ranks):
         assert wrapped.require_backward_grad_sync
 
     thread_ranks(1, check)
-
-
-def _with_torch_group() -> dict[str, torch.Tensor]:
-    import torch.distributed as dist
-
-    rank = bagua.comm.get_rank()
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-    states = {}
-    for name, options in {
-        "group": {"process_group": dist.new_group([0, 1])},
-        "mesh": {"device_mesh": mesh},
-    }.items():
-        model = mlp(seed=rank)
-        optimizer = sgd(model.parameters())
-        train_steps(DistributedDataParallel(model, **options), optimizer, rank, range(2))
-        states |= {f"{name}.{key}": value for key, value in snapshot(model).items()}
-    return states
-
-
-@pytest.mark.gloo
-def test_groups_and_meshes_of_torch_are_taken(process_ranks):
-    assert_same_on_all_ranks(process_ranks(2, _with_torch_group))

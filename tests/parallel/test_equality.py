@@ -54,24 +54,28 @@ def test_overlap_and_fusion_do_not_change_the_result(thread_ranks, optimizer, de
     assert_close(states[0], reference(mlp(), OPTIMIZERS[optimizer], 3, STEPS))
 
 
-def _train_both(optimizer: str, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def _train_both_every_way() -> dict[str, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+    """By optimizer and options: the states that bagua and torch DDP end with."""
     rank = bagua.comm.get_rank()
-    ours = _train("bagua_init", optimizer, options)
-    theirs = mlp()
-    made = OPTIMIZERS[optimizer](theirs.parameters())
-    train_steps(torch.nn.parallel.DistributedDataParallel(theirs), made, rank, STEPS)
-    return ours, snapshot(theirs)
+    results = {}
+    for name, make in OPTIMIZERS.items():
+        theirs = mlp()
+        made = make(theirs.parameters())
+        train_steps(torch.nn.parallel.DistributedDataParallel(theirs), made, rank, STEPS)
+        for options in ({}, {"delay_reduce": True}, {"fusion": False}):
+            results[f"{name} {options}"] = _train("bagua_init", name, options), snapshot(theirs)
+    return results
 
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("size", [2, 3])
 def test_processes_agree_bitwise_and_equal_torch_ddp(process_ranks, size):
-    for optimizer in OPTIMIZERS:
-        for options in ({}, {"delay_reduce": True}, {"fusion": False}):
-            results = process_ranks(size, _train_both, optimizer, options)
-            assert_same_on_all_ranks([ours for ours, _ in results])
-            for ours, theirs in results:
-                assert_close(ours, theirs)
+    results = process_ranks(size, _train_both_every_way)
+    assert len(results[0]) == 6
+    for way in results[0]:
+        assert_same_on_all_ranks([result[way][0] for result in results])
+        for result in results:
+            assert_close(*result[way])
 
 
 @pytest.mark.threads

@@ -16,7 +16,7 @@ def _train(intra_comm_root_rank: int = 0) -> tuple[dict[str, torch.Tensor], int]
     rank = bagua.comm.get_rank()
     model = mlp(seed=rank)
     optimizer = sgd(model.parameters())
-    options = {"hierarchical_reduce": True}
+    options = {"hierarchical_reduce": True, "intra_comm_root_rank": intra_comm_root_rank}
     wrapped = by_bagua_init(model, optimizer, **options)
     train_steps(wrapped, optimizer, rank, range(4))
     stats = bagua.comm.stats()
@@ -35,3 +35,22 @@ def test_one_host_and_one_rank_per_host_use_the_flat_form(thread_ranks):
     assert all(reduces == 0 for _, reduces in thread_ranks(3, _train, hosts=[3]))
     assert all(reduces == 0 for _, reduces in thread_ranks(2, _train, hosts=[1, 1]))
     assert any(reduces > 0 for _, reduces in thread_ranks(3, _train, hosts=[2, 1])), "this test can fail"
+
+
+def _leads(intra_comm_root_rank: int) -> bool:
+    model = mlp()
+    wrapped = by_bagua_init(
+        model, sgd(model.parameters()), hierarchical_reduce=True, intra_comm_root_rank=intra_comm_root_rank
+    )
+    return wrapped.bagua_algorithm is not None and _engine_group(wrapped).inter_node_communicator is not None
+
+
+def _engine_group(wrapped: torch.nn.Module) -> bagua.comm.ProcessGroup:
+    return wrapped._bagua_engine.reducer.group
+
+
+def test_any_local_rank_that_every_host_has_can_lead(thread_ranks):
+    assert thread_ranks(4, _leads, 0, hosts=[2, 2]) == [True, False, True, False]
+    assert thread_ranks(4, _leads, 1, hosts=[2, 2]) == [False, True, False, True]
+    results = thread_ranks(4, _train, 1, hosts=[2, 2])
+    assert_close(results[0][0], reference(mlp(), sgd, 4, range(4)))

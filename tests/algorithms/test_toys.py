@@ -1,0 +1,267 @@
+"""What the engine owes an algorithm: the order of its questions, lag, phases, memory, clocks. Shown on toys."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+import bagua.comm
+from bagua.algorithms import Algorithm, GradientAllReduceAlgorithm
+from bagua.parallel import with_bagua
+from bagua.testing.algorithm_contract import AlgorithmContract
+from bagua.testing.training import (
+    State,
+    assert_close,
+    assert_same_on_all_ranks,
+    loss_of,
+    mlp,
+    reference,
+    sgd,
+    snapshot,
+    train_steps,
+)
+from tests.algorithms.toys import (
+    ByTheClock,
+    DelayedGossip,
+    DelayedGossipImpl,
+    LocalSgd,
+    LocalSgdImpl,
+    OwnSgd,
+    Rounded,
+    WarmsUp,
+)
+
+pytestmark = pytest.mark.threads
+
+
+@pytest.fixture
+def pool(thread_pool):
+    return thread_pool
+
+
+class TestDelayedGossip(AlgorithmContract):
+    @pytest.fixture
+    def algorithm(self):
+        return DelayedGossip()
+
+
+class TestRounded(AlgorithmContract):
+    @pytest.fixture
+    def algorithm(self):
+        return Rounded()
+
+
+class TestLocalSgd(AlgorithmContract):
+    exchange_is_the_exact_mean = True
+
+    @pytest.fixture
+    def algorithm(self):
+        return LocalSgd()
+
+
+class TestWarmsUp(AlgorithmContract):
+    @pytest.fixture
+    def algorithm(self):
+        return WarmsUp()
+
+
+def plain_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def _train(algorithm: Algorithm, steps: int, **options: object) -> State:
+    rank = bagua.comm.get_rank()
+    model = mlp()
+    optimizer = plain_sgd(model.parameters())
+    wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=1000, **options)
+    train_steps(wrapped, optimizer, rank, range(steps))
+    wrapped.bagua_state_dict()  # Completes what is owed.
+    return snapshot(model)
+
+
+def _flat(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten().double() for parameter in model.parameters()])
+
+
+def _local_step(model: torch.nn.Module, rank: int, step: int) -> None:
+    optimizer = plain_sgd(model.parameters())
+    optimizer.zero_grad()
+    loss_of(model, rank, step).backward()
+    optimizer.step()
+
+
+def _add(model: torch.nn.Module, change: torch.Tensor) -> None:
+    pieces = change.split([parameter.numel() for parameter in model.parameters()])
+    with torch.no_grad():
+        for parameter, piece in zip(model.parameters(), pieces, strict=True):
+            parameter.add_(piece.view_as(parameter))
+
+
+def test_a_result_with_lag_1_is_used_one_step_later(thread_ranks):
+    """In each backward, before the next exchange starts: ``x <- x + (mixed - sent)`` of the step before."""
+    size, steps = 4, 5
+    models = [mlp() for _ in range(size)]
+    changes = [torch.zeros_like(_flat(models[0])) for _ in models]
+    for step in range(steps):
+        for rank, model in enumerate(models):  # Gradients are taken before the change is added.
+            before = _flat(model)
+            _local_step(model, rank, step)
+            updated = _flat(model) - before
+            _add(model, -updated)
+            _add(model, changes[rank])
+            changes[rank] = updated
+        sent = [_flat(model) for model in models]
+        for rank, model in enumerate(models):
+            _add(model, changes[rank])
+            changes[rank] = (sent[DelayedGossipImpl.peer(rank, size, step)] - sent[rank]) / 2
+    results = thread_ranks(size, _train_without_completing, steps)
+    for state, model in zip(results, models, strict=True):
+        assert_close(state, snapshot(model))
+
+
+def _train_without_completing(steps: int) -> State:
+    rank = bagua.comm.get_rank()
+    model = mlp()
+    optimizer = plain_sgd(model.parameters())
+    wrapped = with_bagua(model, [optimizer], DelayedGossip(), bucket_bytes=1000)
+    train_steps(wrapped, optimizer, rank, range(steps))
+    return snapshot(model)
+
+
+def test_an_exchange_after_the_optimizer_sees_the_updated_weights(thread_ranks):
+    results = thread_ranks(3, _train, LocalSgd(period=2), 6)
+    models = [mlp() for _ in range(3)]
+    for step in range(6):
+        for rank, model in enumerate(models):
+            _local_step(model, rank, step)
+        if step % 2 == 1:
+            mean = torch.stack([_flat(model) for model in models]).mean(dim=0)
+            for model in models:
+                _add(model, mean - _flat(model))
+    assert_same_on_all_ranks(results)
+    assert_close(results[0], snapshot(models[0]))
+
+
+@pytest.mark.parametrize("completes", ["forward", "bagua_state_dict", "with_bagua"])
+def test_what_an_update_that_is_skipped_everywhere_owes_is_exchanged_later(thread_ranks, completes):
+    def train() -> list[State]:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = plain_sgd(model.parameters())
+        wrapped = with_bagua(model, [optimizer], LocalSgd(period=1))
+        with torch.no_grad():
+            model[0].weight += rank  # Something to be averaged.
+        loss_of(wrapped, rank, 0).backward()
+        before = snapshot(model)
+        if completes == "forward":
+            loss_of(wrapped, rank, 1)
+        elif completes == "bagua_state_dict":
+            wrapped.bagua_state_dict()
+        else:
+            with_bagua(model, [optimizer], GradientAllReduceAlgorithm())
+        return [before, snapshot(model)]
+
+    first, second = thread_ranks(2, train)
+    assert not torch.equal(first[0]["0.weight"], second[0]["0.weight"])
+    assert torch.equal(first[1]["0.weight"], second[1]["0.weight"])
+
+
+def test_forwards_for_evaluation_owe_nothing_and_complete_nothing(thread_ranks):
+    def train() -> State:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        wrapped = with_bagua(model, [plain_sgd(model.parameters())], LocalSgd(period=1))
+        with torch.no_grad():
+            model[0].weight += rank
+        loss_of(wrapped, rank, 0).backward()
+        if rank == 0:
+            wrapped.eval()
+            with torch.no_grad():
+                loss_of(wrapped, rank, 1)
+            wrapped.train()
+        return snapshot(model)
+
+    first, second = thread_ranks(2, train)
+    assert not torch.equal(first["0.weight"], second["0.weight"])
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_an_algorithm_that_owns_the_optimizer_steps_during_backward(thread_ranks, size):
+    def train() -> State:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        wrapped = with_bagua(model, [], OwnSgd(), bucket_bytes=1000)
+        for step in range(5):
+            model.zero_grad()
+            loss_of(wrapped, rank, step).backward()
+        return snapshot(model)
+
+    results = thread_ranks(size, train)
+    assert_same_on_all_ranks(results)
+    assert_close(results[0], reference(mlp(), plain_sgd, size, range(5)))
+
+
+def test_an_algorithm_with_a_clock_exchanges_when_its_own_rank_is_due(thread_ranks, monkeypatch):
+    """The clock of rank 0 goes by one second in each step, that of rank 1 by three. Nobody waits."""
+    clocks = threading.local()
+
+    def monotonic() -> float:
+        clocks.now = getattr(clocks, "now", 0) + clocks.pace
+        return clocks.now
+
+    def train() -> list[int]:
+        rank = bagua.comm.get_rank()
+        clocks.pace = 1 + 2 * rank
+        model = mlp()
+        optimizer = plain_sgd(model.parameters())
+        wrapped = with_bagua(model, [optimizer], ByTheClock(interval_s=6))
+        monkeypatch.setattr("bagua.parallel.scheduler.time", _Time(monotonic))
+        train_steps(wrapped, optimizer, rank, range(12))
+        return sorted(wrapped.bagua_algorithm.exchanged)
+
+    assert thread_ranks(2, train) == [[5, 11], [1, 3, 5, 7, 9, 11]]
+
+
+class _Time:
+    """The module ``time`` with another ``monotonic``."""
+
+    def __init__(self, monotonic) -> None:
+        self.monotonic = monotonic
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(time, name)
+
+
+def test_a_change_of_phase_forms_new_buckets_and_carries_memory_over(thread_ranks):
+    def train() -> tuple[list[int], State, State]:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        wrapped = with_bagua(model, [optimizer], WarmsUp(warmup_steps=3), bucket_bytes=1000)
+        counts, totals = [], {}
+        for step in range(6):
+            train_steps(wrapped, optimizer, rank, [step])
+            counts.append(len(wrapped.bagua_buckets))
+            for name, parameter in model.named_parameters():
+                totals[name] = totals.get(name, 0) + parameter.grad
+        remembered = wrapped.bagua_state_dict()
+        saved = {name: state["total"] for name, state in _parameters_of(remembered).items()}
+        return counts, saved, totals
+
+    results = thread_ranks(2, train)
+    for counts, saved, totals in results:
+        assert counts == [2, 2, 2, 1, 1, 1]
+        assert_close(saved, {name: totals[name] for name in saved})
+
+
+def _parameters_of(remembered: dict) -> dict[str, State]:
+    return remembered["parameters"] if "parameters" in remembered else remembered["state"]["parameters"]
+
+
+def test_a_local_sgd_that_never_exchanges_would_be_noticed(thread_ranks, monkeypatch):
+    monkeypatch.setattr(LocalSgdImpl, "is_due", lambda self, step, bucket, now: False)
+    first, second = thread_ranks(2, _train, LocalSgd(period=2), 6)
+    assert not torch.equal(first["0.weight"], second["0.weight"])
