@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from bagua.comm.arguments import check_rank
 from bagua.comm.backends import create_transport, refusal
 from bagua.comm.communicator import Communicator
 from bagua.comm.hosts import ranks_by_node
@@ -22,11 +23,18 @@ __all__ = ["Ledger", "ProcessGroup", "solo_group"]
 class Ledger:
     """Counters of every communicator that one rank ever made, closed ones included."""
 
-    entries: list[Statistics] = field(default_factory=list)
+    open: list[Statistics] = field(default_factory=list)
+    closed: dict[str, KindStatistics] = field(default_factory=dict)
+
+    def retire(self, entry: Statistics) -> None:
+        """Keep the sums of a communicator that was closed, and forget the rest."""
+        if entry in self.open:
+            self.open.remove(entry)
+            self.closed = merge([self.closed, entry.snapshot()])
 
     def totals(self) -> dict[str, KindStatistics]:
         """Sums over all communicators, by kind of call."""
-        return merge([entry.snapshot() for entry in list(self.entries)])
+        return merge([self.closed, *(entry.snapshot() for entry in list(self.open))])
 
 
 class ProcessGroup:
@@ -46,11 +54,15 @@ class ProcessGroup:
         timeout_s: default deadline of every call, in seconds.
         label: what messages call the group.
         ledger: where the counters go.
+        leader: the local rank that speaks for its host, on every host.
 
     Attributes:
         global_communicator: all members.
         intra_node_communicator: the members on this host.
-        inter_node_communicator: the lowest rank of each host; None on other ranks.
+        inter_node_communicator: the leader of each host; None on other ranks.
+
+    Raises:
+        InvalidRankError: some host has no rank ``leader``.
     """
 
     def __init__(
@@ -63,6 +75,7 @@ class ProcessGroup:
         timeout_s: float,
         label: str,
         ledger: Ledger,
+        leader: int = 0,
     ) -> None:
         self.store = store
         self.rank = rank
@@ -76,6 +89,8 @@ class ProcessGroup:
         self._made: list[Communicator] = []
         self._numbered = 0
         self._on_hosts = ranks_by_node(self.nodes)
+        self.leader = check_rank(leader, min(self.node_sizes), "leader")
+        self.closed = False
         reason = refusal(backend) if self.size > 1 else None
         refuse_together(store, "refusal", rank, self.ranks, reason, timeout_s)
         try:
@@ -86,7 +101,7 @@ class ProcessGroup:
 
     def _connect(self) -> None:
         local = self._on_hosts[self.node_rank]
-        leaders = [members[0] for members in self._on_hosts]
+        leaders = [members[self.leader] for members in self._on_hosts]
         everyone = list(range(self.size))
         self.global_communicator = self._communicator(everyone, "")
         self.intra_node_communicator = (
@@ -109,7 +124,7 @@ class ProcessGroup:
         )
         communicator = Communicator(create_transport(self.backend, membership), self.timeout_s)
         self._made.append(communicator)
-        self._ledger.entries.append(communicator.statistics)
+        self._ledger.open.append(communicator.statistics)
         return communicator
 
     # Facts.
@@ -148,7 +163,7 @@ class ProcessGroup:
         return self.intra_node_communicator
 
     def get_inter_node_communicator(self) -> Communicator | None:
-        """The communicator of the lowest rank of each host; None on other ranks."""
+        """The communicator of the leader of each host; None on other ranks."""
         return self.inter_node_communicator
 
     def __repr__(self) -> str:
@@ -159,13 +174,18 @@ class ProcessGroup:
 
     # Groups from this one.
 
-    def duplicate(self, label: str = "duplicate") -> ProcessGroup:
+    def duplicate(self, label: str = "duplicate", *, leader: int | None = None) -> ProcessGroup:
         """A group of the same ranks with communicators of its own. Collective.
 
         Args:
             label: what messages call it.
+            leader: the local rank that speaks for its host; None means as in this group.
+
+        Raises:
+            InvalidRankError: some host has no rank ``leader``.
         """
-        group = self._derive(range(self.size), None, None, label)
+        leader = self.leader if leader is None else check_rank(leader, min(self.node_sizes), "leader")
+        group = self._derive(range(self.size), None, None, label, leader)
         assert group is not None  # this rank is one of all ranks
         return group
 
@@ -206,12 +226,12 @@ class ProcessGroup:
         return all(type(member) is int and 0 <= member < self.size for member in members)
 
     def _derive(
-        self, members: Sequence[int], backend: str | None, timeout_s: float | None, label: str
+        self, members: Sequence[int], backend: str | None, timeout_s: float | None, label: str, leader: int = 0
     ) -> ProcessGroup | None:
         self._numbered += 1
         name = f"{label}{self._numbered}"
         store = dist.PrefixStore(name, self.store)
-        self._agree(store, [list(members), backend or self.backend, timeout_s or self.timeout_s])
+        self._agree(store, [list(members), backend or self.backend, timeout_s or self.timeout_s, leader])
         if self.rank not in members:
             return None
         group = ProcessGroup(
@@ -223,8 +243,9 @@ class ProcessGroup:
             timeout_s or self.timeout_s,
             f"{self.label}/{name}",
             self._ledger,
+            leader,
         )
-        self._descendants.append(group)
+        self._descendants = [one for one in self._descendants if not one.closed] + [group]
         return group
 
     def _agree(self, store: dist.Store, wanted: list[object]) -> None:
@@ -237,8 +258,8 @@ class ProcessGroup:
                     rank=self.rank,
                     call=f"new group from {self.label}",
                     peers=(member,),
-                    expected=f"ranks {wanted[0]}, backend {wanted[1]}, timeout {wanted[2]} s",
-                    seen=f"ranks {answer[0]}, backend {answer[1]}, timeout {answer[2]} s",
+                    expected=_described(wanted),
+                    seen=_described(answer),
                 )
 
     # The end.
@@ -250,10 +271,17 @@ class ProcessGroup:
 
     def close(self) -> None:
         """Close this group and every group derived from it. Idempotent."""
+        self.closed = True
         for group in reversed(self._descendants):
             group.close()
         for communicator in reversed(self._made):
             communicator.close()
+            self._ledger.retire(communicator.statistics)
+
+
+def _described(wanted: Sequence[object]) -> str:
+    members, backend, timeout_s, leader = wanted
+    return f"ranks {members}, backend {backend}, timeout {timeout_s} s, leader {leader}"
 
 
 def solo_group() -> ProcessGroup:

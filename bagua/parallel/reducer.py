@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from enum import Enum
 from typing import Any
 
 import torch
 
-from bagua.algorithms import Algorithm, DistributedAlgorithm, GradientAllReduceAlgorithm, as_algorithm
+from bagua.algorithms import Algorithm, DistributedAlgorithm
 from bagua.buckets import Bucket, check_align_bytes
 from bagua.comm import ProcessGroup, ReduceOp, get_default_group
 from bagua.comm.rendezvous import exchange
 from bagua.errors import CommunicatorClosedError, ConfigurationError
 from bagua.parallel.agreement import compare
 from bagua.parallel.layout import agreed_order, cut, name_of, positions_of, unused
+from bagua.parallel.options import (
+    BucketType,
+    check_bucket_bytes,
+    check_leader,
+    chosen_algorithm,
+    refuse_unknown,
+    with_hierarchy,
+)
 from bagua.parallel.registration import Registration
 from bagua.parallel.saving import Remembered, collect, restore
 from bagua.parallel.scheduler import Scheduler, twice
@@ -24,14 +30,6 @@ __all__ = ["DEFAULT_BUCKET_BYTES", "BucketType", "Reducer"]
 
 DEFAULT_BUCKET_BYTES = 10_000_000
 _UNLIMITED = 2**63
-
-
-class BucketType(Enum):
-    """What the buckets of a ``Reducer`` are made of."""
-
-    Gradient = 0
-    Weight = 1
-    Param = 2
 
 
 class Reducer:
@@ -63,6 +61,8 @@ class Reducer:
         delay_reduce: start no exchange before the end of backward.
         grad_scaler: the ``GradScaler`` of the training loop, for algorithms that must know
             by how much gradients are scaled.
+        intra_comm_root_rank: the local rank that speaks for its host in hierarchical
+            exchanges, on every host.
         unknown: refused.
 
     Attributes:
@@ -105,14 +105,15 @@ class Reducer:
         find_unused_parameters: bool = False,
         delay_reduce: bool = False,
         grad_scaler: torch.amp.GradScaler | None = None,
+        intra_comm_root_rank: int = 0,
         **unknown: Any,
     ) -> None:
-        _refuse_unknown(unknown)
+        refuse_unknown(unknown, Reducer.__init__.__kwdefaults__ or ())
         self.module = module
         self.optimizers = list(optimizers)
-        self.declaration = _chosen(algorithm, bucket_type, hierarchical_reduce, decentralize_reduce, chunking)
+        self.declaration = chosen_algorithm(algorithm, bucket_type, hierarchical_reduce, decentralize_reduce, chunking)
         self._align_bytes = check_align_bytes(align_bytes)
-        self._bucket_bytes = _check_bucket_bytes(bucket_bytes)
+        self._bucket_bytes = check_bucket_bytes(bucket_bytes)
         self._chunking = chunking
         self._fusion = fusion
         self._find_unused = find_unused_parameters
@@ -122,7 +123,7 @@ class Reducer:
         user_group = get_default_group() if process_group is None else process_group
         self.algorithm = self.declaration.reify(user_group)
         self.registration = Registration(module)
-        self.group = user_group.duplicate("model")
+        self.group = user_group.duplicate("model", leader=check_leader(intra_comm_root_rank, user_group))
         self.step = 0
         self.buckets: list[Bucket] = []
         self.arrival: list[torch.nn.Parameter] = []
@@ -431,11 +432,11 @@ class Reducer:
         """
         declaration = self.declaration
         if hierarchical_reduce is not None:
-            declaration = _with_hierarchy(declaration, hierarchical_reduce)
+            declaration = with_hierarchy(declaration, hierarchical_reduce)
         if buckets is not None:
             positions_of(self.registration, buckets)
         if bucket_bytes is not None:
-            self._bucket_bytes = _check_bucket_bytes(bucket_bytes)
+            self._bucket_bytes = check_bucket_bytes(bucket_bytes)
         self._put_aside()
         self.declaration = declaration
         self.algorithm = declaration.reify(self.algorithm.process_group)
@@ -487,48 +488,3 @@ class Reducer:
         self._remembered = Remembered(**{key: state_dict[key] for key in Remembered.__annotations__})  # type: ignore[typeddict-item]
         if members and not self.idle:
             self._form(members)
-
-
-def _chosen(
-    algorithm: Algorithm | DistributedAlgorithm | str | None,
-    bucket_type: BucketType,
-    hierarchical_reduce: bool,
-    decentralize_reduce: bool,
-    chunking: bool,
-) -> Algorithm:
-    """The algorithm, by name or by the flags of the documented constructor."""
-    if algorithm is not None:
-        return as_algorithm(algorithm)
-    if decentralize_reduce or bucket_type is BucketType.Weight:
-        return Algorithm.init(DistributedAlgorithm.Decentralize, hierarchical=hierarchical_reduce)
-    if chunking:
-        return Algorithm.init(DistributedAlgorithm.ScatterGatherAllReduce, hierarchical=hierarchical_reduce)
-    return GradientAllReduceAlgorithm(hierarchical=hierarchical_reduce)
-
-
-def _with_hierarchy(declaration: Algorithm, hierarchical: bool) -> Algorithm:
-    if "hierarchical" not in {field.name for field in dataclasses.fields(declaration)}:  # type: ignore[arg-type]
-        raise ConfigurationError(
-            f"{declaration!r} has no hierarchical form",
-            argument="hierarchical_reduce",
-            expected=None,
-            seen=hierarchical,
-        )
-    return dataclasses.replace(declaration, hierarchical=hierarchical)  # type: ignore[type-var]
-
-
-def _refuse_unknown(unknown: dict[str, Any]) -> None:
-    if unknown:
-        known = [name for name, default in (Reducer.__init__.__kwdefaults__ or {}).items()]
-        raise TypeError(f"unknown keyword arguments: {', '.join(unknown)}; known ones are {', '.join(known)}")
-
-
-def _check_bucket_bytes(bucket_bytes: int) -> int:
-    if type(bucket_bytes) is not int or bucket_bytes < 1:
-        raise ConfigurationError(
-            "buckets cannot have this size",
-            argument="bucket_bytes",
-            expected="a number of bytes >= 1",
-            seen=bucket_bytes,
-        )
-    return bucket_bytes

@@ -21,7 +21,7 @@ def on_leaders(
 
     Args:
         tensor: equal in dtype and number of elements on all ranks; changed in place.
-        group: the ranks that take part. The leader of a host is its lowest rank.
+        group: the ranks that take part, and who leads on each host.
         between_hosts: called on leaders with the sum over their host and the communicator
             of all leaders.
 
@@ -34,11 +34,11 @@ def on_leaders(
     """
     local, leaders = group.intra_node_communicator, group.inter_node_communicator
     if local.size > 1:
-        local.reduce(tensor, 0)
+        local.reduce(tensor, group.leader)
     if leaders is not None:
         between_hosts(tensor, leaders)
     if local.size > 1:
-        local.broadcast(tensor, 0)
+        local.broadcast(tensor, group.leader)
 
 
 def hierarchical_sum(tensor: torch.Tensor, group: ProcessGroup) -> None:
