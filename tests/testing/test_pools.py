@@ -6,7 +6,10 @@ import threading
 import time
 
 import pytest
+import torch
 
+import bagua.comm
+from bagua.comm.threads import RankKilled
 from bagua.errors import ConfigurationError, InvalidTensorError, PeerLostError
 from bagua.testing import (
     ProcessRanks,
@@ -177,3 +180,24 @@ def test_processes_find_the_given_environment():
     pool = ProcessRanks(2, backend=None, environment={"BAGUA_POOL_TEST": "here"})
     assert pool.run(read_variable, "BAGUA_POOL_TEST") == ["here", "here"]
     assert os.environ.get("BAGUA_POOL_TEST") is None
+
+
+def reduce_once():
+    tensor = torch.ones(3)
+    bagua.comm.allreduce(tensor)
+    return tensor.tolist()
+
+
+def test_a_fault_hook_kills_a_thread_rank_where_it_wants():
+    steps = []
+
+    def kill_rank_two_on_arrival(step):
+        steps.append((step.rank, step.name))
+        if step.rank == 2 and step.name == "arrive":
+            raise RankKilled
+
+    outcomes = ThreadRanks(3, fault=kill_rank_two_on_arrival).outcomes(reduce_once)
+    assert isinstance(outcomes[2].error, RankDiedError)
+    assert [type(outcome.error) for outcome in outcomes[:2]] == [PeerLostError] * 2
+    assert (2, "publish") in steps
+    assert ThreadRanks(3).run(reduce_once) == [[3.0] * 3] * 3
