@@ -18,7 +18,7 @@ _RESTART = "Restart the job from its last checkpoint; look at the output of the 
 
 def closed_error(cause: Cause) -> CommunicatorClosedError:
     """This rank ended the communicator itself, earlier or in another thread."""
-    return CommunicatorClosedError(f"this rank's side of the communicator {cause.kind}: {cause.reason}")
+    return CommunicatorClosedError(f"this rank ended the communicator before ({cause.kind}): {cause.reason}")
 
 
 def timeout_error(

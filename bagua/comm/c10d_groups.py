@@ -78,11 +78,12 @@ class GlooGroup(BackendGroup):
     #: Users' messages have tag 0.
     _POISON_TAG = 1
     _POISON_S = 0.001
+    _CONNECT_S = 120.0
 
     def _create(self, store: Store, membership: Membership) -> Any:
-        return dist.ProcessGroupGloo(
-            store, membership.rank, membership.size, timeout=as_timedelta(membership.timeout_s)
-        )
+        # Everybody is here already, and every call brings its own deadline.
+        timeout = as_timedelta(min(membership.timeout_s, self._CONNECT_S))
+        return dist.ProcessGroupGloo(store, membership.rank, membership.size, timeout=timeout)
 
     def break_connections(self) -> None:
         """Close all connections.
@@ -112,6 +113,7 @@ class NcclGroup(BackendGroup):
         reductions=_pairs(_ARITHMETIC, _FLOATS + _INTEGERS) | _pairs(("avg",), _FLOATS),
         reduce_scatters=True,
         grouped_messages=True,
+        device_type="cuda",
     )
     device_types = frozenset({"cuda"})
     executor = "stream"

@@ -138,8 +138,10 @@ class CollectiveHandle(C10dHandle):
             left = self._left_s(until)
             try:
                 work.wait(_SLICE if left > SLICE_S else as_timedelta(left))
+                continue
             except RuntimeError as error:
-                self._wait_on(work, until, error)
+                problem = error
+            self._wait_on(work, until, problem)  # Out here its errors have no misleading context.
 
     def _wait_on(self, work: Any, until: float | None, error: RuntimeError) -> None:
         """Go on waiting after ``error``, which may be nothing but the end of a slice."""

@@ -56,12 +56,14 @@ class Abilities:
         reductions: pairs of reduction and dtype that it reduces, with equal bits on all ranks.
         reduce_scatters: it has a reduce-scatter of its own, for the same pairs, that can be polled.
         grouped_messages: several messages must be started as one group (NCCL).
+        device_type: where barriers run.
     """
 
     copies: frozenset[torch.dtype]
     reductions: frozenset[tuple[str, torch.dtype]]
     reduce_scatters: bool = False
     grouped_messages: bool = False
+    device_type: str = "cpu"
 
 
 class Lowering:
@@ -228,6 +230,9 @@ class Lowering:
     def barrier(self, _: Call, __: object, ___: object, timeout_s: float) -> Started:
         """Wait for everyone."""
         options = self._prepared("barrier", dist.BarrierOptions, -1, timeout_s)
+        if self._abilities.device_type != "cpu":
+            # Left to itself NCCL takes the device with the number of the rank.
+            options.device = torch.device(self._abilities.device_type, torch.accelerator.current_device_index())
         return (self._group.barrier(options),), None
 
     # What they have in common.

@@ -155,6 +155,23 @@ def test_copies_keep_every_bit_of_every_dtype(abilities: str) -> None:
     values(run(3, copy_everything, transport=limited_to(ABILITIES[abilities])))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64])
+@pytest.mark.parametrize("size", [3, 4])
+def test_all_ranks_have_the_same_bits(dtype: torch.dtype, size: int) -> None:
+    def job(comm: Communicator) -> None:
+        random = torch.Generator().manual_seed(comm.rank)
+        for numel in (1, 3, 1000, 100_003):
+            for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT):
+                tensor = torch.randn(numel, dtype=dtype, generator=random)
+                comm.allreduce(tensor, op)
+                everyone = torch.empty(size * numel, dtype=dtype)
+                comm.allgather(everyone, tensor)
+                rows = bits(everyone).view(size, -1)
+                assert rows.eq(rows[0]).all(), f"{op}, {numel} elements"
+
+    values(run(size, job))
+
+
 def test_sums_that_we_fold_accumulate_in_float32() -> None:
     def job(comm: Communicator) -> float:
         tensor = torch.tensor([[2048.0], [1.0], [1.0]][comm.rank], dtype=torch.float16)
@@ -199,6 +216,14 @@ def test_messages_of_nccl_start_as_one_group() -> None:
     works, _ = lowering.start(call, torch.ones(2), torch.zeros(2), 5.0)
     assert [name for name, _ in group.asked] == ["_start_coalescing", "send", "recv", "_end_coalescing"]
     assert works == ("work of _end_coalescing",)
+
+
+def test_barriers_of_nccl_run_on_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 5)
+    group = RecordingGroup()
+    Lowering(group, 0, 3, NcclGroup.abilities).start(Call("barrier", 1, torch.uint8), None, None, 5.0)
+    [(name, (options,))] = group.asked
+    assert (name, options.device) == ("barrier", torch.device("cuda", 5))
 
 
 def test_every_call_carries_its_own_deadline() -> None:
