@@ -19,7 +19,9 @@ class GradientAllReduceAlgorithm(Algorithm):
     Args:
         hierarchical: sum inside each host first, then between hosts. The mean over ranks
             stays exact when hosts are of different size.
-        average: divide by the number of ranks.
+        average: divide by the number of ranks. Without it, several backward passes between
+            two ``zero_grad()`` must be in ``no_sync()`` except the last: what was summed over
+            ranks and is still there would be summed again.
 
     Example:
         >>> GradientAllReduceAlgorithm(hierarchical=True)

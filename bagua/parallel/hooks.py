@@ -83,14 +83,16 @@ class BackwardHooks:
     def create_hooks(self) -> None:
         """Attach to the parameters and optimizers of the reducer. On one rank there is nothing to attach.
 
-        Parameters have one engine at a time: an earlier one is detached.
+        Parameters have one engine at a time. Wrapping the same ones anew detaches the earlier.
+
+        Raises:
+            ConfigurationError: an engine of another model exchanges some of them.
         """
         reducer = self.reducer
         if reducer.idle:
             return
         if reducer.group.size > 1:
-            for parameter in reducer.registration.parameters:
-                _detach_earlier(parameter)
+            self._replace_earlier()
             hook = _ParameterHook(self)
             self._handles += [
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -100,6 +102,21 @@ class BackwardHooks:
             self._handles += [
                 optimizer.register_step_post_hook(self._optimizer_stepped) for optimizer in reducer.optimizers
             ]
+
+    def _replace_earlier(self) -> None:
+        registration = self.reducer.registration
+        here = {id(parameter) for parameter in registration.parameters}
+        for name, parameter in zip(registration.names, registration.parameters, strict=True):
+            for earlier in _engines_of(parameter):
+                if not here.issuperset(map(id, earlier.reducer.registration.parameters)):
+                    raise ConfigurationError(
+                        f"{name} is exchanged by the engine of another model, which has other parameters besides",
+                        argument="module",
+                        expected="parameters of one model",
+                        seen="parameters that two wrapped models share",
+                        advice="Wrap one module that contains both.",
+                    )
+                earlier.remove_hooks()
 
     def remove_hooks(self) -> None:
         """Detach from parameters and optimizers. Idempotent."""
@@ -248,9 +265,8 @@ def _refuse_graph(_: torch.nn.Parameter) -> None:
     )
 
 
-def _detach_earlier(parameter: torch.nn.Parameter) -> None:
+def _engines_of(parameter: torch.nn.Parameter) -> list[BackwardHooks]:
+    """Engines that listen to ``parameter``: none or one."""
     hooks: dict[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    for hook in list(hooks.values()):
-        earlier = hook.engine() if isinstance(hook, _ParameterHook) else None
-        if earlier is not None:
-            earlier.remove_hooks()
+    engines = [hook.engine() for hook in hooks.values() if isinstance(hook, _ParameterHook)]
+    return [engine for engine in engines if engine is not None]

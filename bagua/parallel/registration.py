@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -49,7 +48,7 @@ class Registration:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
-        ignored = ignored_names(module)
+        self._ignored = ignored = ignored_names(module)
         _refuse_sparse(module, ignored)
         every = [(name, p) for name, p in module.named_parameters() if name not in ignored]
         trained = [(name, _checked(name, p)) for name, p in every if p.requires_grad]
@@ -68,10 +67,10 @@ class Registration:
                 if name not in ignored
             ),
         ]
-        self._remember_places(ignored)
+        self._remember_places()
         self.remember_storages()
 
-    def _remember_places(self, ignored: Iterable[str]) -> None:
+    def _remember_places(self) -> None:
         self._places: list[_Place] = []
         self._tables: list[dict[str, object]] = []
         for prefix, submodule in self._module.named_modules():
@@ -80,7 +79,7 @@ class Registration:
             self._tables += [parameters, submodules]
             for key, parameter in parameters.items():
                 name = f"{prefix}.{key}" if prefix else key
-                if parameter is not None and name not in ignored:
+                if parameter is not None and name not in self._ignored:
                     self._places.append(_Place(parameters, key, name))
         self._sizes = [len(table) for table in self._tables]
         self._contents = [place.table[place.key] for place in self._places]
@@ -105,7 +104,18 @@ class Registration:
             and [id(table.get(key)) for table, key, _ in self._places] == self._identities
         ):
             return None
-        return self._explained()
+        return self._explained() if self._has_changed() else None
+
+    def _has_changed(self) -> bool:
+        """The slow look: submodules without parameters may come and go."""
+        found = [parameter for name, parameter in self._module.named_parameters() if name not in self._ignored]
+        storages = [parameter.data_ptr() for parameter in self.parameters]
+        if list(map(id, found)) != list(map(id, self._all)) or storages != self._pointers:
+            return True
+        if [parameter.requires_grad for parameter in found] != self._flags:
+            return True
+        self._remember_places()
+        return False
 
     def _explained(self) -> str:
         for place, parameter in zip(self._places, self._contents, strict=True):
