@@ -16,6 +16,8 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from bagua.comm.background import BackgroundThread
 from bagua.comm.c10d_lowering import Finish, as_timedelta
 from bagua.comm.transport import Handle
@@ -244,6 +246,8 @@ class StreamHandle(C10dHandle):
     __slots__ = ()
 
     def unattended(self) -> None:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return  # Nothing runs yet, and asking would spoil the graph.
         self._transport.watch(StreamWatch(self._transport, self._works or (), self._timeout_s))
 
     def _wait(self, timeout_s: float | None) -> None:

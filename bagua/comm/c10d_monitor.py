@@ -69,11 +69,11 @@ class Monitor:
                     return
                 calls = list(self._watched)
             ask = time.monotonic() - asked >= self._store_poll_s
-            done = [call for call in calls if self._look_at(call, ask)]
+            done = {id(call) for call in calls if self._look_at(call, ask)}
             if ask:
                 asked = time.monotonic()
             with self._changed:
-                self._watched = [call for call in self._watched if call not in done]
+                self._watched = [call for call in self._watched if id(call) not in done]
                 self._changed.wait_for(lambda: self._stopped, self._poll_s)
 
     @staticmethod

@@ -70,7 +70,7 @@ class Reports:
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store = store
         self._rank = rank
-        self._size = size
+        self._keys = {other: f"report/{other}" for other in range(size)}
         self._answers = True
 
     def leave(self, cause: Cause) -> None:
@@ -78,7 +78,7 @@ class Reports:
         self._answers = bounded(lambda: self._leave(cause), _STORE_S) is not None
 
     def _leave(self, cause: Cause) -> bool:
-        self._store.set(self._key(self._rank), "here")
+        self._store.set(self._keys[self._rank], "here")
         self._store.compare_set(_CAUSE, "", json.dumps(cause))
         return True
 
@@ -89,15 +89,10 @@ class Reports:
         return Attendance(answered=False) if found is None else found
 
     def _attend(self) -> Attendance:
-        self._store.set(self._key(self._rank), "here")
+        self._store.set(self._keys[self._rank], "here")
         deadline = time.monotonic() + ATTENDANCE_S
-        missing = [rank for rank in range(self._size) if rank != self._rank]
-        while True:
-            missing = [rank for rank in missing if not self._store.check([self._key(rank)])]
-            if not missing or time.monotonic() >= deadline:
-                break
-            time.sleep(_POLL_S)
-        return Attendance(True, self.cause(), tuple(missing))
+        missing = _await_keys(self._store, self._keys, deadline, _POLL_S)
+        return Attendance(True, self.cause(), missing)
 
     def cause(self) -> Cause | None:
         """The cause that some rank left, if any. Not bounded in time."""
@@ -105,10 +100,6 @@ class Reports:
             return None
         rank, kind, reason = json.loads(self._store.get(_CAUSE))
         return Cause(int(rank), str(kind), str(reason))
-
-    @staticmethod
-    def _key(rank: int) -> str:
-        return f"report/{rank}"
 
 
 def bounded(function: Callable[[], T], limit_s: float) -> T | None:
@@ -134,15 +125,19 @@ def meet(store: Store, rank: int, size: int, timeout_s: float) -> tuple[int, ...
 
     Unlike the connection set-up of backends, this can be interrupted with Ctrl-C.
     """
+    keys = {other: f"here/{other}" for other in range(size)}
+    store.set(keys[rank], "")
+    return _await_keys(store, keys, time.monotonic() + timeout_s, _MEETING_POLL_S)
+
+
+def _await_keys(store: Store, keys: dict[int, str], deadline: float, poll_s: float) -> tuple[int, ...]:
+    """Wait until the keys of all ranks are in the store; those whose keys are not in time."""
     # Not store.wait in slices: its client writes a warning to stderr whenever a slice ends.
-    store.set(f"here/{rank}", "")
-    deadline = time.monotonic() + timeout_s
+    everyone = list(keys.values())
     pause_s = 0.001
-    missing = tuple(other for other in range(size) if other != rank)
-    while missing:
-        missing = tuple(other for other in missing if not store.check([f"here/{other}"]))
-        if not missing or time.monotonic() >= deadline:
-            break
+    while not store.check(everyone):
+        if time.monotonic() >= deadline:
+            return tuple(rank for rank, key in keys.items() if not store.check([key]))
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _MEETING_POLL_S)
-    return missing
+        pause_s = min(2 * pause_s, poll_s)
+    return ()
