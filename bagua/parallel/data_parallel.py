@@ -158,6 +158,7 @@ class DistributedDataParallel(EngineAccess, OverlappingWrapper):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state of the module, with keys that begin with ``module.``, as torch's class has them."""
+        self.reducer.after_optimizers()
         return torch.nn.Module.state_dict(self, *args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:

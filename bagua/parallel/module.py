@@ -51,6 +51,11 @@ class BaguaModule(EngineAccess, torch.nn.Module):
         engine.after_forward(output)
         return output
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state of the module, after everything that is owed to it was exchanged."""
+        self._bagua_engine.reducer.after_optimizers()
+        return super().state_dict(*args, **kwargs)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = _plain_twin(self).__reduce_ex__(protocol)
         function, arguments, *rest = reduced

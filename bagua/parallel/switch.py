@@ -142,6 +142,12 @@ class ModelSwitchWrapper(EngineAccess, DistributedModule):
             raise _no_algorithm()
         return self._engine
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state of the plain module, after everything that is owed to it was exchanged."""
+        if self._engine is not None:
+            self._engine.reducer.after_optimizers()
+        return super().state_dict(*args, **kwargs)
+
     def report_metrics(self, score_record_list: Sequence[float]) -> None:
         """Note measured speeds, for a tuner of bucket sizes.
 

@@ -145,7 +145,7 @@ def test_an_exchange_after_the_optimizer_sees_the_updated_weights(thread_ranks):
     assert_close(results[0], snapshot(models[0]))
 
 
-@pytest.mark.parametrize("completes", ["forward", "bagua_state_dict", "with_bagua"])
+@pytest.mark.parametrize("completes", ["forward", "state_dict", "bagua_state_dict", "with_bagua"])
 def test_what_an_update_that_is_skipped_everywhere_owes_is_exchanged_later(thread_ranks, completes):
     def train() -> list[State]:
         rank = bagua.comm.get_rank()
@@ -155,14 +155,16 @@ def test_what_an_update_that_is_skipped_everywhere_owes_is_exchanged_later(threa
         with torch.no_grad():
             model[0].weight += rank  # Something to be averaged.
         loss_of(wrapped, rank, 0).backward()
-        before = snapshot(model)
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         if completes == "forward":
             loss_of(wrapped, rank, 1)
+        elif completes == "state_dict":
+            wrapped.state_dict()
         elif completes == "bagua_state_dict":
             wrapped.bagua_state_dict()
         else:
             with_bagua(model, [optimizer], GradientAllReduceAlgorithm())
-        return [before, snapshot(model)]
+        return [before, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}]
 
     first, second = thread_ranks(2, train)
     assert not torch.equal(first[0]["0.weight"], second[0]["0.weight"])
@@ -182,7 +184,7 @@ def test_forwards_for_evaluation_owe_nothing_and_complete_nothing(thread_ranks):
             with torch.no_grad():
                 loss_of(wrapped, rank, 1)
             wrapped.train()
-        return snapshot(model)
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
     first, second = thread_ranks(2, train)
     assert not torch.equal(first["0.weight"], second["0.weight"])

@@ -1,0 +1,73 @@
+"""Processes end by themselves after training: with or without ``destroy_process_group``, whatever is still alive."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch.distributed as dist
+
+pytestmark = pytest.mark.gloo
+
+SCRIPT = """
+import sys
+import torch
+import bagua.torch_api as bagua
+
+bagua.init_process_group()
+model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
+kept = []
+for wrap in (
+    lambda: bagua.bagua_init(model, [], message_size=1000)[0],
+    lambda: bagua.data_parallel.DistributedDataParallel(model, bucket_bytes=1000),
+    lambda: model.with_bagua([], "gradient_allreduce", bucket_bytes=1000),
+):
+    wrapped = wrap()
+    kept.append(wrapped)
+    for step in range(3):
+        model.zero_grad()
+        wrapped(torch.randn(4, 8)).sum().backward()
+        with torch.no_grad():  # An optimizer would import half of torch at its first step.
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+if sys.argv[1] == "destroy":
+    bagua.destroy_process_group()
+print("trained", flush=True)
+if sys.argv[1] == "raise":
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize("endings", [("nothing", "destroy"), ("raise", "nothing")], ids=str)
+def test_the_exit_code_is_the_scripts(endings):
+    # The ranks meet at a store of this process, so nobody has to guess a free port.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "BAGUA_TIMEOUT_S": "60",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, ending],
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, ending in enumerate(endings)
+    ]
+    try:
+        results = [(rank.communicate(timeout=90), rank.returncode) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for ending, ((output, errors), returned) in zip(endings, results, strict=True):
+        assert returned == (3 if ending == "raise" else 0), errors
+        assert output == "trained\n"
+        assert "terminate called" not in errors

@@ -1,0 +1,200 @@
+"""``OverlappingWrapper`` and ``Reducer``, used directly as they are documented."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import bagua.comm
+import bagua.torch_api
+from bagua.errors import ConfigurationError, UnsupportedAlgorithmException
+from bagua.testing.training import (
+    State,
+    assert_close,
+    assert_same_on_all_ranks,
+    gradients,
+    loss_of,
+    mean_gradients,
+    mlp,
+    reference,
+    sgd,
+    snapshot,
+    train_steps,
+)
+from bagua.torch_api.distributed import BucketType, DistributedModule, OverlappingWrapper, Reducer
+
+pytestmark = pytest.mark.threads
+
+
+def _reducer(model: torch.nn.Module, **options: object) -> Reducer:
+    return Reducer(model, [], BucketType.Gradient, False, 8, False, True, bucket_bytes=1000, **options)
+
+
+def test_the_documented_life_of_a_reducer(thread_ranks):
+    """Collected in the first iteration, marked one by one in the later ones; without any hook."""
+
+    def train() -> list[State]:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        reducer = _reducer(model)
+        seen = []
+        for step in range(3):
+            model.zero_grad()
+            loss_of(model, rank, step).backward()
+            order = list(reversed(list(model.parameters())))
+            if step == 0:
+                for parameter in order:
+                    reducer.add_param(parameter)
+                buckets = reducer.initialize_buckets()
+                assert sum(len(bucket) for bucket in buckets) == len(order)
+                reducer.begin_step()
+                for bucket in reducer.buckets:
+                    reducer.mark_bucket_ready(bucket)
+            else:
+                reducer.begin_step()
+                for parameter in order:
+                    reducer.mark_tensor_ready(parameter)
+            reducer.mark_on_complete()
+            for parameter in order:
+                assert torch.equal(reducer.fill_slot(parameter), parameter.grad)
+            seen.append(gradients(model))
+        return seen
+
+    for step, states in enumerate(zip(*thread_ranks(2, train), strict=True)):
+        expected = mlp()
+        mean_gradients(expected, 2, lambda model, rank, step=step: loss_of(model, rank, step))
+        assert_same_on_all_ranks(list(states))
+        assert_close(states[0], gradients(expected))
+
+
+def test_a_reducer_can_be_given_its_buckets(thread_ranks):
+    def check() -> list[int]:
+        model = mlp()
+        wanted = [["4.weight", "4.bias"], [model[2].weight, model[2].bias, "0.bias"], ["0.weight"]]
+        reducer = Reducer(model, [], BucketType.Gradient, False, 8, False, True, False, wanted)
+        return [len(bucket.parameters) for bucket in reducer.buckets]
+
+    assert thread_ranks(2, check) == [[2, 3, 1]] * 2
+
+
+@pytest.mark.parametrize(
+    "buckets",
+    [[["0.weight"]], [["0.weight", "no such parameter"]], [["0.weight"]] * 6],
+    ids=["few", "unknown", "twice"],
+)
+def test_buckets_that_are_not_the_parameters_are_refused(thread_ranks, buckets):
+    def check() -> None:
+        with pytest.raises(ConfigurationError, match="buckets"):
+            Reducer(mlp(), [], BucketType.Gradient, False, 8, False, True, False, buckets)
+
+    thread_ranks(2, check)
+
+
+@pytest.mark.parametrize("align_bytes", [0, 4, 12, -8, 8.0])
+def test_impossible_alignments_are_refused(thread_ranks, align_bytes):
+    def check() -> None:
+        with pytest.raises(ConfigurationError, match="align_bytes"):
+            Reducer(mlp(), [], BucketType.Gradient, False, align_bytes, False, True)
+
+    thread_ranks(1, check)
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, -1, 1.5, True])
+def test_impossible_bucket_sizes_are_refused(thread_ranks, bucket_bytes):
+    def check() -> None:
+        with pytest.raises(ConfigurationError, match="bucket_bytes"):
+            OverlappingWrapper(mlp(), [], bucket_bytes=bucket_bytes)
+
+    thread_ranks(1, check)
+
+
+def test_the_wrapper_trains_and_unwraps(thread_ranks):
+    def train() -> State:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        wrapped = OverlappingWrapper(model, optimizer, align_bytes=64, bucket_bytes=1000)
+        assert isinstance(wrapped, DistributedModule)
+        assert wrapped.unwrap() is model
+        train_steps(wrapped, optimizer, rank, range(3))
+        wrapped.create_hooks()  # Idempotent.
+        train_steps(wrapped, optimizer, rank, range(3, 6))
+        return snapshot(model)
+
+    results = thread_ranks(2, train)
+    assert_same_on_all_ranks(results)
+    assert_close(results[0], reference(mlp(), sgd, 2, range(6)))
+
+
+def test_reset_reducer_goes_on_with_other_buckets_and_hierarchy(thread_ranks):
+    def train() -> tuple[State, list[int], bool]:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        wrapped = OverlappingWrapper(model, [optimizer], bucket_bytes=10**6)
+        train_steps(wrapped, optimizer, rank, range(2))
+        names = [name for name, _ in model.named_parameters()]
+        wrapped.reset_reducer(hierarchical_reduce=True, buckets=[names[4:], names[:4]])
+        train_steps(wrapped, optimizer, rank, range(2, 4))
+        sizes = [len(bucket.names) for bucket in wrapped.reducer.buckets]
+        return snapshot(model), sizes, "reduce" in bagua.comm.stats()
+
+    results = thread_ranks(3, train, hosts=[2, 1])
+    assert [sizes for _, sizes, _ in results] == [[2, 4]] * 3
+    assert any(reduced for _, _, reduced in results)
+    assert_same_on_all_ranks([state for state, _, _ in results])
+    assert_close(results[0][0], reference(mlp(), sgd, 3, range(4)))
+
+
+FLAGS = [
+    {"bucket_type": BucketType.Weight},
+    {"decentralize_reduce": True},
+    {"chunking": True},
+]
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_flags_that_choose_an_algorithm_that_does_not_exist_name_those_that_do(thread_ranks, flags):
+    def check() -> None:
+        with pytest.raises(UnsupportedAlgorithmException, match="gradient_allreduce"):
+            OverlappingWrapper(mlp(), [], **flags)
+
+    thread_ranks(1, check)
+
+
+def test_parameter_managers_are_refused(thread_ranks):
+    def check() -> None:
+        with pytest.raises(ConfigurationError, match="parameter_manager"):
+            OverlappingWrapper(mlp(), [], parameter_manager=object())
+
+    thread_ranks(1, check)
+
+
+def test_unknown_keywords_are_a_type_error_that_names_the_known_ones(thread_ranks):
+    def check() -> None:
+        with pytest.raises(TypeError, match="bucket_bytes"):
+            OverlappingWrapper(mlp(), [], bucket_size=3)
+        with pytest.raises(TypeError, match="bucket_bytes"):
+            Reducer(mlp(), [], BucketType.Gradient, False, 8, False, True, priority=1)
+
+    thread_ranks(1, check)
+
+
+@pytest.mark.parametrize("chunking", [False, True])
+def test_chunking_pads_buckets_so_that_they_split_evenly(thread_ranks, chunking):
+    def check() -> list[tuple[int, float]]:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        wrapped, _ = bagua.torch_api.bagua_init(model, optimizer, chunking=chunking, align_bytes=64)
+        train_steps(wrapped, optimizer, rank, range(2))
+        (bucket,) = wrapped.bagua_buckets
+        used = torch.zeros_like(bucket.gradients, dtype=torch.bool)
+        for view in bucket.views(used):
+            view.fill_(True)
+        return bucket.gradients.nbytes, bucket.gradients[~used].abs().sum().item()
+
+    for nbytes, padding in thread_ranks(3, check):
+        assert nbytes % 64 == 0
+        assert (nbytes % (3 * 64) == 0) == chunking
+        assert padding == 0.0
