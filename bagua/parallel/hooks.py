@@ -105,7 +105,8 @@ class BackwardHooks:
 
     def _replace_earlier(self) -> None:
         registration = self.reducer.registration
-        here = {id(parameter) for parameter in registration.parameters}
+        # With the frozen ones, which an earlier engine of this module may have exchanged.
+        here = set(map(id, self.reducer.module.parameters()))
         for name, parameter in zip(registration.names, registration.parameters, strict=True):
             for earlier in _engines_of(parameter):
                 if not here.issuperset(map(id, earlier.reducer.registration.parameters)):
