@@ -103,7 +103,7 @@ def _dense_view(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Te
     storage = flat.untyped_storage()[start : start + like.numel() * flat.itemsize]
     dense = torch.empty_like(like, device="meta", memory_format=torch.preserve_format)
     view = torch.empty(0, dtype=flat.dtype, device=flat.device)
-    return view.set_(storage, 0, like.shape, dense.stride())  # type: ignore[call-overload,no-any-return]
+    return view.set_(storage, 0, like.shape, dense.stride())
 
 
 class Bucket:

@@ -48,6 +48,7 @@ def lost_error(
     if cause is not None and cause.kind == "timed out" and elapsed_s >= timeout_s / 2:
         # This rank waited as well; the other one's clock was only a little ahead.
         return timeout_error(attendance, membership, elapsed_s, timeout_s)
+    peers: tuple[int, ...]
     if cause is not None:
         problem, peers = f"rank {cause.rank} ended the communicator ({cause.kind}): {cause.reason}", (cause.rank,)
     elif not attendance.answered:

@@ -215,7 +215,7 @@ def create_group(name: str, membership: Membership) -> BackendGroup:
 
 def _plugins() -> dict[str, Any]:
     """What was registered with torch, by upper-case name."""
-    return dist.Backend._plugins  # type: ignore[return-value]  # noqa: SLF001  # torch has no question for it
+    return dist.Backend._plugins  # noqa: SLF001 - torch has no question for it
 
 
 def group_refusal(name: str) -> TransportUnavailableError | None:
