@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from bagua.algorithms import Algorithm, DistributedAlgorithm
-from bagua.buckets import Bucket, check_align_bytes
-from bagua.comm import ProcessGroup, ReduceOp, get_default_group
-from bagua.comm.rendezvous import exchange
+from bagua.buckets import Bucket
+from bagua.comm import ReduceOp
 from bagua.errors import CommunicatorClosedError, ConfigurationError
 from bagua.parallel.agreement import compare
-from bagua.parallel.layout import agreed_order, cut, name_of, positions_of, unused
-from bagua.parallel.options import (
-    BucketType,
-    check_bucket_bytes,
-    check_leader,
-    chosen_algorithm,
-    refuse_unknown,
-    with_hierarchy,
-)
-from bagua.parallel.registration import Registration
-from bagua.parallel.saving import Remembered, collect, restore
-from bagua.parallel.scheduler import Scheduler, twice
+from bagua.parallel.formation import DEFAULT_BUCKET_BYTES, BucketFormation
+from bagua.parallel.layout import positions_of, unused
+from bagua.parallel.options import BucketType
+from bagua.parallel.saving import Remembered, collect
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "BucketType", "Reducer"]
 
-DEFAULT_BUCKET_BYTES = 10_000_000
-_UNLIMITED = 2**63
 
-
-class Reducer:
+class Reducer(BucketFormation):
     """Collects the gradients of a module in buckets, and has each bucket exchanged when it is complete.
 
     Building one is collective: it makes a private duplicate of the process group and
@@ -87,102 +74,7 @@ class Reducer:
         [2]
     """
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        bucket_type: BucketType,
-        hierarchical_reduce: bool,
-        align_bytes: int,
-        chunking: bool,
-        fusion: bool,
-        decentralize_reduce: bool = False,
-        buckets: Sequence[Sequence[torch.Tensor | str]] = [],  # the documented default; never changed
-        *,
-        process_group: ProcessGroup | None = None,
-        algorithm: Algorithm | DistributedAlgorithm | str | None = None,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        find_unused_parameters: bool = False,
-        delay_reduce: bool = False,
-        grad_scaler: torch.amp.GradScaler | None = None,
-        intra_comm_root_rank: int = 0,
-        **unknown: Any,
-    ) -> None:
-        refuse_unknown(unknown, Reducer.__init__.__kwdefaults__ or ())
-        self.module = module
-        self.optimizers = list(optimizers)
-        self.declaration = chosen_algorithm(algorithm, bucket_type, hierarchical_reduce, decentralize_reduce, chunking)
-        self._align_bytes = check_align_bytes(align_bytes)
-        self._bucket_bytes = check_bucket_bytes(bucket_bytes)
-        self._chunking = chunking
-        self._fusion = fusion
-        self._find_unused = find_unused_parameters
-        self._delay = delay_reduce
-        self._grad_scaler = grad_scaler
-        self._wanted = [list(bucket) for bucket in buckets]
-        user_group = get_default_group() if process_group is None else process_group
-        self.algorithm = self.declaration.reify(user_group)
-        self.registration = Registration(module)
-        self.group = user_group.duplicate("model", leader=check_leader(intra_comm_root_rank, user_group))
-        self.step = 0
-        self.buckets: list[Bucket] = []
-        self.arrival: list[torch.nn.Parameter] = []
-        self._arrived: set[int] = set()
-        self._scheduler: Scheduler | None = None
-        self._phase: Hashable = None
-        self._remembered: Remembered | None = None
-        self._rebuilt = 0
-        self._failure = ""
-        try:
-            self._agree()
-        except BaseException:
-            self.group.close()
-            raise
-
-    def _agree(self) -> None:
-        """Make sure that all ranks mean the same, and form the buckets that the user wants."""
-        compare(self._facts(), self.group.global_communicator, "models")
-        if self._wanted:
-            self._form(positions_of(self.registration, self._wanted))
-
-    def _facts(self) -> list[str]:
-        wanted = [[name_of(self.registration, member) for member in bucket] for bucket in self._wanted]
-        options = {
-            "bucket_bytes": self._bucket_bytes,
-            "align_bytes": self._align_bytes,
-            "chunking": self._chunking,
-            "fusion": self._fusion,
-            "find_unused_parameters": self._find_unused,
-            "delay_reduce": self._delay,
-            "buckets": wanted,
-        }
-        return [
-            f"algorithm {self.declaration!r}",
-            *(f"{name}={value}" for name, value in options.items()),
-            *self.registration.facts,
-        ]
-
-    # What a caller may ask.
-
-    @property
-    def idle(self) -> bool:
-        """Whether there is nothing to do, as on a group of one rank."""
-        return self.group.size == 1 and not self.algorithm.traits.active_alone
-
-    @property
-    def initialized(self) -> bool:
-        """Whether buckets have been formed."""
-        return self._scheduler is not None
-
-    @property
-    def find_unused_parameters(self) -> bool:
-        """Whether a parameter without a gradient counts as zero."""
-        return self._find_unused
-
-    @property
-    def exchanging(self) -> bool:
-        """Whether the backward pass under way has started exchanges already."""
-        return self._scheduler is not None and self._scheduler.launched > 0
+    # Every backward pass.
 
     def fill_slot(self, param: torch.nn.Parameter) -> torch.Tensor:
         """The tensor that is communicated for ``param``: its part of the bucket's flat memory.
@@ -205,78 +97,6 @@ class Reducer:
         """What hooks call for each gradient of this backward pass: ``add_param`` or ``mark_tensor_ready``."""
         return self.add_param if self._scheduler is None else self._scheduler.take
 
-    # The first backward pass.
-
-    def add_param(self, param: torch.nn.Parameter) -> None:
-        """Note that the gradient of ``param`` is there, in a backward pass before buckets exist.
-
-        Raises:
-            ConfigurationError: it was there before in the same backward pass.
-        """
-        if id(param) in self._arrived:
-            raise twice(name_of(self.registration, param))
-        self._arrived.add(id(param))
-        self.arrival.append(param)
-
-    def forget_arrivals(self) -> None:
-        """The backward pass that ``add_param`` was told about is over."""
-        self.arrival = []
-        self._arrived = set()
-
-    def initialize_buckets(self) -> list[list[torch.Tensor]]:
-        """Form the buckets in the order in which gradients appeared on rank 0. Collective.
-
-        Returns:
-            The parameters of each bucket.
-
-        Raises:
-            ConfigurationError: on all ranks, if some rank lacks gradients and
-                ``find_unused_parameters`` is off.
-        """
-        arrival = self.arrival
-        self.forget_arrivals()
-        communicator = self.group.global_communicator
-        order = agreed_order(self.registration, arrival, communicator, find_unused=self._find_unused)
-        self._form(cut(self.registration, order, self._bytes_per_bucket()))
-        return [list(bucket.parameters) for bucket in self.buckets]
-
-    def _bytes_per_bucket(self) -> int:
-        return _UNLIMITED if self.algorithm.bucketing(self.step).one_bucket else self._bucket_bytes
-
-    def _form(self, members: Sequence[Sequence[int]]) -> None:
-        chunked = self._chunking or self.algorithm.bucketing(self.step).chunked
-        self.buckets = [
-            Bucket(
-                index,
-                [self.registration.names[position] for position in positions],
-                [self.registration.parameters[position] for position in positions],
-                self.group.global_communicator,
-                align_bytes=self._align_bytes,
-                shares=self.group.size if chunked else 1,
-                fusion=self._fusion,
-            )
-            for index, positions in enumerate(members)
-        ]
-        self._phase = self.algorithm.phase(self.step)
-        self.register_bagua_buckets()
-
-    def register_bagua_buckets(self) -> None:
-        """Give the buckets their flat memory and state, and schedule them."""
-        for bucket in self.buckets:
-            bucket.fuse_weights()
-            if self.algorithm.traits.gathers_gradients:
-                bucket.allocate_gradients()
-            bucket.state = self.algorithm.init_state(bucket)
-        self.registration.remember_storages()
-        self._scheduler = Scheduler(self.buckets, self.algorithm, self.group, delay=self._delay)
-        remembered, self._remembered = self._remembered, None
-        if remembered is not None:
-            restore(self.buckets, remembered)
-            if remembered["buckets"] == [list(bucket.names) for bucket in self.buckets]:
-                self._scheduler.resume(remembered["exchanged"])
-
-    # Every backward pass.
-
     def begin_step(self) -> None:
         """A synchronized backward pass starts."""
         self.check_usable()
@@ -287,12 +107,6 @@ class Reducer:
         if self._grad_scaler is not None:
             self.algorithm.loss_scale = self._grad_scaler.get_scale()
         self._scheduler.begin(self.step)
-
-    def _form_anew(self) -> None:
-        """The algorithm has changed its ways: buckets of another kind, in the same order."""
-        order = [self.registration.names.index(name) for bucket in self.buckets for name in bucket.names]
-        self._put_aside()
-        self._form(cut(self.registration, order, self._bytes_per_bucket()))
 
     def mark_tensor_ready(self, param: torch.nn.Parameter) -> None:
         """Take the gradient of ``param``; start the exchange of its bucket if it was the last one.
@@ -333,7 +147,7 @@ class Reducer:
 
     def _restore_unused(self, unused_here: set[str]) -> None:
         """Gradients that no rank has stay None, so that optimizers skip them as without bagua."""
-        communicator = self.group.global_communicator
+        communicator = self.communicator
         device = torch.device("cpu") if "cpu" in communicator.device_types else self.buckets[0].device
         flags = [name not in unused_here for name in self.registration.names]
         used = torch.tensor(flags, dtype=torch.uint8, device=device)
@@ -341,6 +155,11 @@ class Reducer:
         for parameter, flag in zip(self.registration.parameters, used.tolist(), strict=True):
             if not flag:
                 parameter.grad = None
+
+    @property
+    def exchanging(self) -> bool:
+        """Whether the backward pass under way has started exchanges already."""
+        return self._scheduler is not None and self._scheduler.launched > 0
 
     # Between backward passes.
 
@@ -374,74 +193,6 @@ class Reducer:
                 rank=self.group.rank,
                 advice="Wrap it anew on all ranks, from a checkpoint if need be.",
             )
-
-    def _put_aside(self) -> None:
-        """Take the buckets apart, and keep what the algorithm remembers for those to come."""
-        if self._scheduler is not None:
-            self._scheduler.flush()
-            self._scheduler.close()
-            self._remembered = collect(self.buckets, [-1] * len(self.buckets))
-        self._scheduler = None
-        self.buckets = []
-        self.forget_arrivals()
-
-    def rebuild(self, difference: str) -> None:
-        """Register the module anew, because it has changed on all ranks. Collective.
-
-        The next backward pass forms new buckets; what the algorithm remembers is carried
-        over to parameters of the same name.
-
-        Args:
-            difference: what has changed here.
-
-        Raises:
-            CollectiveTimeoutError: the module has not changed on all ranks.
-            CollectiveMismatchError: it has become different on different ranks.
-        """
-        self._rebuilt += 1
-        topic = f"rebuild{self._rebuilt}"
-        group = self.group
-        try:
-            exchange(group.store, topic, group.rank, group.ranks, difference, group.timeout_s)
-        except BaseException:
-            group.abort(
-                f"rank {group.rank} waited for a change of the model that other ranks did not make: {difference}"
-            )
-            raise
-        self._put_aside()
-        self.registration = Registration(self.module)
-        self._wanted = []
-        self._agree()
-
-    def reset(
-        self,
-        hierarchical_reduce: bool | None = None,
-        buckets: Sequence[Sequence[torch.Tensor | str]] | None = None,
-        bucket_bytes: int | None = None,
-    ) -> None:
-        """Go on with other settings. Collective; what the algorithm remembers is carried over.
-
-        Args:
-            hierarchical_reduce: None leaves it as it is.
-            buckets: lists of parameters or names; None forms buckets in the next backward pass.
-            bucket_bytes: None leaves it as it is.
-
-        Raises:
-            ConfigurationError: the algorithm has no hierarchical form, or bad buckets.
-            CollectiveMismatchError: ranks asked for different settings.
-        """
-        declaration = self.declaration
-        if hierarchical_reduce is not None:
-            declaration = with_hierarchy(declaration, hierarchical_reduce)
-        if buckets is not None:
-            positions_of(self.registration, buckets)
-        if bucket_bytes is not None:
-            self._bucket_bytes = check_bucket_bytes(bucket_bytes)
-        self._put_aside()
-        self.declaration = declaration
-        self.algorithm = declaration.reify(self.algorithm.process_group)
-        self._wanted = [list(bucket) for bucket in buckets or []]
-        self._agree()
 
     def close(self) -> None:
         """Give back threads and communicators; the module keeps working on its own. Idempotent."""
@@ -482,7 +233,7 @@ class Reducer:
             )
         members = positions_of(self.registration, state_dict["buckets"]) if state_dict["buckets"] else []
         facts = [f"step {state_dict['step']}", *(f"bucket {names}" for names in state_dict["buckets"])]
-        compare(facts, self.group.global_communicator, "checkpoints")
+        compare(facts, self.communicator, "checkpoints")
         self._put_aside()
         self.step = state_dict["step"]
         self._remembered = Remembered(**{key: state_dict[key] for key in Remembered.__annotations__})  # type: ignore[typeddict-item]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
 
 import bagua.comm
-from bagua.errors import ConfigurationError, InvalidTensorError
+from bagua.algorithms import Algorithm, AlgorithmImpl, Traits
+from bagua.buckets import Bucket
+from bagua.comm import ProcessGroup
+from bagua.errors import BaguaError, ConfigurationError, InvalidTensorError
 from bagua.parallel import OverlappingWrapper
 from bagua.parallel.registration import Registration
 from bagua.testing.training import assert_same_on_all_ranks, mlp, sgd, snapshot, train_steps
@@ -93,3 +98,62 @@ def test_submodules_without_parameters_may_come_and_go():
 def test_parameters_that_cannot_be_put_into_a_bucket_are_named(make, problem):
     with pytest.raises(InvalidTensorError, match=f"weight .*{problem}"):
         Registration(make())
+
+
+def test_a_model_that_only_one_rank_cannot_wrap_is_an_error_on_every_rank(thread_ranks):
+    def check() -> str:
+        rank = bagua.comm.get_rank()
+        model = nn.Sequential(nn.Embedding(4, 2, sparse=rank == 1), nn.Linear(2, 2))
+        with pytest.raises(BaguaError) as caught:
+            OverlappingWrapper(model, sgd(model.parameters()))
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    results = thread_ranks(3, check)
+    assert results[1].startswith("InvalidTensorError: 0.weight has sparse gradients")
+    for result in (results[0], results[2]):
+        assert result.startswith("CollectiveMismatchError")
+        assert "0.weight has sparse gradients" in result
+
+
+@dataclass(frozen=True)
+class InBackground(Algorithm):
+    """Sums of gradients, that nobody uses, in a background thread that goes on until the next step."""
+
+
+class InBackgroundImpl(AlgorithmImpl, declaration=InBackground):
+    traits = Traits(result="consensus")
+    lag = 1
+
+    def fill(self, bucket: Bucket, step: int) -> None:
+        bucket.buffer().copy_(bucket.gradients)
+
+    def exchange(self, bucket: Bucket, group: ProcessGroup, step: int) -> None:
+        for _ in range(20):
+            group.global_communicator.allreduce(bucket.buffer())
+
+
+class Branches(nn.Module):
+    """Two heads, of which a forward uses the one that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2), nn.Linear(4, 2)])
+
+    def forward(self, inputs: torch.Tensor, head: int) -> torch.Tensor:
+        return self.heads[head](inputs)
+
+
+def test_gradients_that_no_rank_has_stay_none_with_every_lag(thread_ranks):
+    def check() -> None:
+        rank = bagua.comm.get_rank()
+        for algorithm in (Algorithm.init("gradient_allreduce"), InBackground()):
+            model = Branches()
+            wrapped = OverlappingWrapper(
+                model, sgd(model.parameters()), algorithm=algorithm, find_unused_parameters=True, bucket_bytes=1
+            )
+            for _ in range(4):
+                model.zero_grad()
+                wrapped(torch.ones(1, 4), rank).sum().backward()
+            assert [head.weight.grad is not None for head in model.heads] == [True, True, False]
+
+    thread_ranks(2, check)
