@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
 
 __all__ = ["tensors_in"]
+
+#: So many objects of unknown classes are looked into, one inside the other. Outputs that
+#: keep a reference to their model, or to a trainer, would lead everywhere otherwise.
+_DEPTH_OF_UNKNOWN = 3
+
+_LEAVES = (str, bytes, int, float, complex, type, ModuleType, torch.nn.Module)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -24,23 +31,27 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):  # by far the most common output
         yield value
         return
-    pending, seen = [value], set()
+    pending: list[tuple[Any, int]] = [(value, 0)]
+    seen = set()
     while pending:
-        item = pending.pop()
+        item, depth = pending.pop()
         if isinstance(item, torch.Tensor):
             yield item
         elif item is not None and id(item) not in seen:
             seen.add(id(item))
-            pending.extend(reversed(_parts(item)))
+            parts, deeper = _parts(item)
+            if depth + deeper <= _DEPTH_OF_UNKNOWN:
+                pending.extend((part, depth + deeper) for part in reversed(parts))
 
 
-def _parts(item: Any) -> list[Any]:
-    if isinstance(item, str | bytes | int | float | complex | type | torch.nn.Module):
-        return []
+def _parts(item: Any) -> tuple[list[Any], int]:
+    """What ``item`` is made of, and 1 if that is a guess."""
+    if isinstance(item, _LEAVES) or callable(item):
+        return [], 0
     if isinstance(item, Mapping):
-        return list(item.values())
+        return list(item.values()), 0
     if isinstance(item, list | tuple | set | frozenset):
-        return list(item)
+        return list(item), 0
     if dataclasses.is_dataclass(item):
-        return [getattr(item, field.name, None) for field in dataclasses.fields(item)]
-    return list(getattr(item, "__dict__", {}).values())
+        return [getattr(item, field.name, None) for field in dataclasses.fields(item)], 0
+    return list(getattr(item, "__dict__", {}).values()), 1

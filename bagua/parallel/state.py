@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from bagua.comm import Communicator, ReduceOp, get_default_group
-from bagua.errors import ConfigurationError
+from bagua.parallel.agreement import compare
 from bagua.parallel.registration import ignored_names
 
 __all__ = [
@@ -87,14 +87,23 @@ def allreduce_parameters(module: torch.nn.Module, *, comm: Communicator | None =
     _average(_tensors(module, parameters=True, buffers=True), _communicator(comm))
 
 
+def _facts(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
+    return [
+        f"optimizer {number}: {type(optimizer).__name__}, parameter groups of "
+        f"{[len(group['params']) for group in optimizer.param_groups]}"
+        for number, optimizer in enumerate(optimizers)
+    ]
+
+
 def broadcast_optimizer_state(optimizers: Sequence[torch.optim.Optimizer], *, comm: Communicator | None = None) -> None:
     """Give all ranks rank 0's optimizer states and hyper-parameters. Collective.
 
     Args:
-        optimizers: the same number on all ranks, over the same parameters.
+        optimizers: over the same parameters on all ranks.
         comm: the ranks; None means all.
 
     Raises:
+        CollectiveMismatchError: ranks have other optimizers or parameter groups.
         ConfigurationError: on all ranks, if a state holds more than numbers, strings,
             tensors and containers of these.
 
@@ -106,37 +115,35 @@ def broadcast_optimizer_state(optimizers: Sequence[torch.optim.Optimizer], *, co
     communicator = _communicator(comm)
     if communicator.size == 1:
         return
+    compare(_facts(optimizers), communicator, "optimizers")
     for optimizer in optimizers:
-        own = optimizer.state_dict()
-        received = communicator.broadcast_object(own if communicator.rank == 0 else None)
-        if communicator.rank == 0:
-            continue
-        if [len(group["params"]) for group in received["param_groups"]] != [
-            len(group["params"]) for group in own["param_groups"]
-        ]:
-            raise ConfigurationError(
-                "rank 0's optimizer has other parameter groups",
-                argument="optimizers",
-                expected=[len(group["params"]) for group in received["param_groups"]],
-                seen=[len(group["params"]) for group in own["param_groups"]],
-            )
-        optimizer.load_state_dict(received)
+        received = communicator.broadcast_object(optimizer.state_dict() if communicator.rank == 0 else None)
+        if communicator.rank != 0:
+            optimizer.load_state_dict(received)
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    for number, parameter in enumerate(parameters):
+        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+            if isinstance(value, torch.Tensor):
+                yield f"{key} of parameter {number}", value
 
 
 def allreduce_optimizer_state(optimizers: Sequence[torch.optim.Optimizer], *, comm: Communicator | None = None) -> None:
     """Replace floating-point optimizer state by its mean over all ranks, the rest by rank 0's. Collective.
 
     Args:
-        optimizers: with states of equal structure on all ranks.
+        optimizers: over the same parameters on all ranks.
         comm: the ranks; None means all.
+
+    Raises:
+        CollectiveMismatchError: ranks have other optimizers, or states of other structure.
     """
     communicator = _communicator(comm)
-    for optimizer in optimizers:
-        tensors = [
-            value
-            for parameter in (p for group in optimizer.param_groups for p in group["params"])
-            for _, value in sorted(optimizer.state.get(parameter, {}).items())
-            if isinstance(value, torch.Tensor)
-        ]
-        if tensors:
-            _average(tensors, communicator)
+    if communicator.size == 1:
+        return
+    named = [item for optimizer in optimizers for item in _state_tensors(optimizer)]
+    facts = [f"{name}: shape {list(tensor.shape)}, {tensor.dtype}" for name, tensor in named]
+    compare([*_facts(optimizers), *facts], communicator, "optimizers")
+    _average([tensor for _, tensor in named], communicator)

@@ -1,0 +1,166 @@
+"""The parts of the engine that no model is needed for: outputs, executors, optimizer state."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import bagua.comm
+from bagua.errors import CollectiveMismatchError
+from bagua.parallel import allreduce_optimizer_state, broadcast_optimizer_state, executor
+from bagua.parallel.outputs import tensors_in
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+    extra: Any = None
+
+
+class Opaque:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def test_tensors_are_found_in_everything_that_models_return():
+    a, b, c, d, e = (torch.tensor(float(number)) for number in range(5))
+    output = Output(a, extra={"b": [b, (c, "text", 3)], "d": Opaque(Opaque(d)), "set": {1, 2}, "e": e})
+    assert [tensor.item() for tensor in tensors_in(output)] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert list(tensors_in(None)) == []
+    assert [tensor is a for tensor in tensors_in(a)] == [True]
+
+
+def test_outputs_that_contain_themselves_or_lead_everywhere_end():
+    cyclic: list[Any] = [torch.zeros(1)]
+    cyclic.append(cyclic)
+    assert len(list(tensors_in(cyclic))) == 1
+    model = nn.Linear(2, 2)
+    assert list(tensors_in(Opaque([model, torch, Opaque, lambda: model]))) == []
+    deep = Opaque(torch.zeros(1))
+    for _ in range(5):
+        deep = Opaque(deep)
+    assert list(tensors_in(deep)) == []
+
+
+class Device:
+    """Stands in for CUDA: notes what is issued on which stream."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.current = Stream(self, "compute")
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+
+class Stream:
+    def __init__(self, device: Device, name: str) -> None:
+        self.device, self.name = device, name
+
+    def wait_stream(self, other: Stream) -> None:
+        self.device.notes.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self) -> str:
+        self.device.notes.append(f"{self.name} records")
+        return f"event of {self.name}"
+
+    def wait_event(self, event: str) -> None:
+        self.device.notes.append(f"{self.name} waits for {event}")
+
+
+def test_on_a_stream_exchanges_come_after_gradients_and_before_their_use(monkeypatch):
+    device = Device()
+    exchanges = Stream(device, "exchange")
+    monkeypatch.setattr(executor, "_communication_stream", lambda _: exchanges)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: device.current)
+    monkeypatch.setattr(torch.cuda, "stream", device.on)
+
+    class Work:
+        def wait(self) -> None:
+            device.notes.append(f"{device.current.name} waits for the work")
+
+    def exchange() -> Any:
+        device.notes.append(f"exchange on {device.current.name}")
+        return Work()
+
+    wait = executor.StreamExecutor(torch.device("cuda", 0)).run(exchange)
+    assert device.current.name == "compute"
+    wait()
+    assert device.notes == [
+        "exchange waits for compute",
+        "exchange on exchange",
+        "exchange waits for the work",
+        "exchange records",
+        "compute waits for event of exchange",
+    ]
+
+
+def test_the_background_thread_keeps_order_raises_errors_and_ends():
+    background = executor.ThreadExecutor("test-exchanges")
+    order: list[int] = []
+    waits = [background.run(lambda number=number: order.append(number)) for number in range(20)]
+
+    def fails() -> None:
+        raise ArithmeticError("of the exchange")
+
+    failing = background.run(fails)
+    for wait in waits:
+        wait()
+    assert order == list(range(20))
+    with pytest.raises(ArithmeticError, match="of the exchange"):
+        failing()
+    background.close()
+    assert "test-exchanges" not in [thread.name for thread in threading.enumerate()]
+
+
+def _optimizer(rank: int, *, groups: int = 1, steps: int = 1) -> torch.optim.Optimizer:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    parameters = [{"params": layer.parameters()} for layer in model] if groups == 2 else model.parameters()
+    optimizer = torch.optim.Adam(parameters, lr=0.1 * (rank + 1))
+    for _ in range(steps):
+        model(torch.ones(1, 2) * (rank + 1)).sum().backward()
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("exchange", [broadcast_optimizer_state, allreduce_optimizer_state])
+def test_optimizers_that_differ_are_named_on_every_rank(thread_ranks, exchange):
+    def check() -> None:
+        rank = bagua.comm.get_rank()
+        with pytest.raises(CollectiveMismatchError, match="parameter groups of"):
+            exchange([_optimizer(rank, groups=1 + rank % 2)])
+
+    thread_ranks(3, check)
+
+
+@pytest.mark.threads
+def test_averaging_needs_the_same_state_on_all_ranks(thread_ranks):
+    def check() -> None:
+        with pytest.raises(CollectiveMismatchError, match="exp_avg of parameter 0"):
+            allreduce_optimizer_state([_optimizer(0, steps=bagua.comm.get_rank())])
+
+    thread_ranks(2, check)
+
+
+@pytest.mark.threads
+def test_optimizer_state_is_averaged_over_ranks(thread_ranks):
+    def check() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        optimizer = _optimizer(bagua.comm.get_rank())
+        before = [state["exp_avg"].clone() for state in optimizer.state.values()]
+        allreduce_optimizer_state([optimizer])
+        return before, [state["exp_avg"] for state in optimizer.state.values()]
+
+    (first, mean), (second, same) = thread_ranks(2, check)
+    for a, b, averaged, again in zip(first, second, mean, same, strict=True):
+        torch.testing.assert_close(averaged, (a + b) / 2)
+        assert torch.equal(averaged, again)
