@@ -23,7 +23,7 @@ from bagua.comm.c10d_lowering import Finish, as_timedelta
 from bagua.comm.transport import Handle
 from bagua.errors import CommunicationError
 
-__all__ = ["C10dHandle", "CollectiveHandle", "MessageHandle", "StreamHandle", "StreamWatch", "Waiters"]
+__all__ = ["C10dHandle", "CollectiveHandle", "MessageHandle", "Owner", "StreamHandle", "StreamWatch", "Waiters"]
 
 #: How long Ctrl-C may have to wait.
 SLICE_S = 0.1
@@ -63,6 +63,38 @@ class HandleOwner(Protocol):
 
     def end_unattended(self, judge: Callable[[], CommunicationError]) -> None:
         """Break the transport for a call that nobody waits for; the next call raises the error."""
+
+
+class Owner(Protocol):
+    """What handles need of their transport."""
+
+    rank: int
+    waiters: Waiters
+
+    @property
+    def broken(self) -> bool:
+        """Whether the communicator was broken or closed."""
+
+    def abort(self, reason: str) -> None:
+        """Break the communicator."""
+
+    def check_usable(self) -> None:
+        """Raise if the communicator was broken or closed."""
+
+    def timed_out(self, elapsed_s: float, timeout_s: float) -> CommunicationError:
+        """End the communicator because a deadline passed; the error to raise."""
+
+    def failed(self, error: BaseException, elapsed_s: float, timeout_s: float) -> CommunicationError:
+        """End the communicator because a call failed; the error to raise."""
+
+    def watch(self, works: StreamWatch) -> None:
+        """Let the monitor enforce the deadline of ``works``."""
+
+    def peers_left(self) -> bool:
+        """Whether a peer left a cause in the store."""
+
+    def end_unattended(self, judge: Callable[[], CommunicationError]) -> None:
+        """End the communicator with ``judge()``, which the next call or wait raises."""
 
 
 class C10dHandle(Handle):

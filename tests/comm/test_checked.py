@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import PrefixStore
 
 from bagua.comm.c10d import C10dTransport
 from bagua.comm.checked import CheckedTransport, check_membership
@@ -189,6 +191,18 @@ def a_message_to_oneself(comm: Communicator) -> None:
     assert tensor.equal(torch.ones(2))
 
 
+def two_communicators_waited_for_crosswise(comm: Communicator) -> None:
+    member = comm._transport.membership
+    second = Communicator(checked(replace(member, store=PrefixStore("second", member.store))), 5.0)
+    pair = [comm, second] if comm.rank == 0 else [second, comm]
+    tensors = [torch.ones(2), torch.ones(2)]
+    works = [each.allreduce(tensor, async_op=True) for each, tensor in zip(pair, tensors, strict=True)]
+    for work in works:
+        work.wait(5.0)
+    assert all(tensor.equal(torch.full((2,), 2.0)) for tensor in tensors)
+    second.close()
+
+
 @pytest.mark.parametrize(
     "program",
     [
@@ -199,6 +213,7 @@ def a_message_to_oneself(comm: Communicator) -> None:
         messages_in_a_row_keep_their_order,
         collectives_waited_for_in_another_order,
         a_message_to_oneself,
+        two_communicators_waited_for_crosswise,
     ],
 )
 def test_a_correct_program_stays_correct(program: Callable[[Communicator], None]) -> None:
