@@ -78,6 +78,7 @@ class BackwardHooks:
         self.current: weakref.ref[_Pass] | None = None
         self.take: Callable[[torch.nn.Parameter], None] | None = None
         self._armed = True
+        self._retired = False
         self._waiting_for: set[int] = set()
 
     def create_hooks(self) -> None:
@@ -117,7 +118,12 @@ class BackwardHooks:
                         seen="parameters that two wrapped models share",
                         advice="Wrap one module that contains both.",
                     )
-                earlier.remove_hooks()
+                earlier.retire()
+
+    def retire(self) -> None:
+        """Leave the parameters to another engine, for good: forward passes no longer concern this one."""
+        self.remove_hooks()
+        self._retired = True
 
     def remove_hooks(self) -> None:
         """Detach from parameters and optimizers. Idempotent."""
@@ -144,7 +150,7 @@ class BackwardHooks:
             CommunicationError: the module has changed, but not in the same way on all ranks.
         """
         reducer = self.reducer
-        if reducer.idle or not training or not torch.is_grad_enabled():
+        if reducer.idle or self._retired or not training or not torch.is_grad_enabled():
             return
         reducer.check_usable()
         reducer.after_optimizers()
@@ -156,7 +162,7 @@ class BackwardHooks:
 
     def after_forward(self, output: Any) -> None:
         """A forward pass has returned ``output``: its backward pass will be noticed there."""
-        if self.reducer.idle or not torch.is_grad_enabled():
+        if self.reducer.idle or self._retired or not torch.is_grad_enabled():
             return
         self._armed = synchronize = self.synchronize
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import copyreg
-import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -77,9 +76,11 @@ def _deepcopy_plain(module: BaguaModule, memo: dict[int, Any]) -> torch.nn.Modul
     return copy.deepcopy(_plain_twin(module), memo)
 
 
-@functools.cache
 def _bagua_class(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """A class that is both ``BaguaModule`` and ``plain``, and looks like ``plain``."""
+    """A class that is both ``BaguaModule`` and ``plain``, and looks like ``plain``. One for each ``plain``."""
+    for kind in plain.__subclasses__():
+        if kind.__dict__.get("_bagua_plain_class") is plain:
+            return kind
     body: dict[str, Any] = {
         "__module__": plain.__module__,
         "__qualname__": plain.__qualname__,
@@ -88,7 +89,9 @@ def _bagua_class(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:
     }
     if hasattr(plain, "__deepcopy__"):  # It would be given the engine, too.
         body["__deepcopy__"] = _deepcopy_plain
-    return type(plain.__name__, (BaguaModule, plain), body)
+    metaclass: Any = type(plain)
+    made: type[torch.nn.Module] = metaclass(plain.__name__, (BaguaModule, plain), body)
+    return made
 
 
 def with_bagua(
@@ -164,7 +167,7 @@ def with_bagua(
     make_equal(reducer, average=before is not None, broadcast_buffers=broadcast_buffers)
     self.__dict__[_ENGINE] = engine
     if not isinstance(self, BaguaModule):
-        self.__class__ = _bagua_class(type(self))  # type: ignore[arg-type]
+        self.__class__ = _bagua_class(type(self))
     return self  # type: ignore[return-value]
 
 

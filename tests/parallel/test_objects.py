@@ -13,7 +13,20 @@ import torch
 from torch import nn
 
 import bagua.comm
-from bagua.testing.training import assert_same_on_all_ranks, loss_of, mlp, sgd, snapshot, train_steps
+import bagua.torch_api
+from bagua.algorithms import GradientAllReduceAlgorithm
+from bagua.testing.training import (
+    State,
+    assert_close,
+    assert_same_on_all_ranks,
+    gradients,
+    loss_of,
+    mean_gradients,
+    mlp,
+    sgd,
+    snapshot,
+    train_steps,
+)
 from bagua.torch_api.data_parallel import DistributedDataParallel
 from tests.parallel.wrapping import WRAPS, by_bagua_init, by_with_bagua
 
@@ -222,3 +235,43 @@ def test_the_optimizer_state_of_rank_0_is_everywhere_after_wrapping(thread_ranks
     results = thread_ranks(2, check)
     assert any(name.endswith("exp_avg") for name in results[0])
     assert_same_on_all_ranks(results)
+
+
+@pytest.mark.parametrize("find_unused_parameters", [False, True])
+def test_of_two_engines_on_one_model_only_the_later_one_works(thread_ranks, find_unused_parameters):
+    """The sum over ranks, unlike the mean, shows when gradients are exchanged twice."""
+
+    def train() -> tuple[State, int]:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        options = {"find_unused_parameters": find_unused_parameters, "bucket_bytes": 10**6}
+        total = GradientAllReduceAlgorithm(average=False)
+        first = by_with_bagua(model, optimizer, algorithm=total, **options)
+        for step in range(2):
+            model.zero_grad()
+            loss_of(first, rank, step).backward()
+        second = bagua.torch_api.bagua_init(first, optimizer, total, **options)[0]
+        for step in range(3):
+            model.zero_grad()
+            loss_of(second, rank, step).backward()
+        before = bagua.comm.stats()["allreduce"].calls
+        model.zero_grad()
+        loss_of(second, rank, 3).backward()
+        return gradients(model), bagua.comm.stats()["allreduce"].calls - before
+
+    results = thread_ranks(2, train)
+    assert [calls for _, calls in results] == [2 if find_unused_parameters else 1] * 2
+    expected = mlp()
+    mean_gradients(expected, 2, lambda model, rank: 2 * loss_of(model, rank, 3))
+    assert_close(results[0][0], gradients(expected))
+
+
+def test_modules_of_one_class_are_still_of_one_class(thread_ranks):
+    def check() -> None:
+        first, second = (by_with_bagua(mlp(), []) for _ in range(2))
+        assert type(first) is type(second)
+        with pytest.raises(TypeError, match="optimizer"):
+            by_with_bagua(mlp(), ["not an optimizer"])
+
+    thread_ranks(1, check)

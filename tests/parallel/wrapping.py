@@ -24,7 +24,8 @@ def by_bagua_init(model: nn.Module, optimizer: optim.Optimizer, **options: Any) 
 
 def by_with_bagua(model: nn.Module, optimizer: optim.Optimizer, **options: Any) -> nn.Module:
     algorithm = options.pop("algorithm", None) or bagua.algorithms.Algorithm.init("gradient_allreduce")
-    return model.with_bagua([optimizer], algorithm, **_small(options))
+    optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
+    return model.with_bagua(optimizers, algorithm, **_small(options))
 
 
 def by_data_parallel(model: nn.Module, optimizer: optim.Optimizer, **options: Any) -> nn.Module:
