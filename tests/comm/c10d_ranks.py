@@ -116,7 +116,7 @@ class Processes:
                 return "".join(lines)
         raise AssertionError(f"rank {rank} never said {word!r}: {''.join(lines)}")
 
-    def end(self, rank: int, timeout_s: float = 40.0) -> tuple[int, str]:
+    def end(self, rank: int, timeout_s: float = 90.0) -> tuple[int, str]:
         """Exit status and remaining output of ``rank``."""
         output, _ = self.ranks[rank].communicate(timeout=timeout_s)
         return self.ranks[rank].returncode, output
