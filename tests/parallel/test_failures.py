@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -180,3 +182,41 @@ def test_a_killed_thread_rank_ends_the_others_with_a_typed_error(thread_pool):
     outcomes = thread_pool.outcomes(_train_until_killed, 1, size=3, timeout_s=5.0)
     survivors = [outcome for outcome in outcomes if outcome.rank != 1]
     assert all(outcome.value in ("PeerLostError", "CollectiveTimeoutError") for outcome in survivors), survivors
+
+
+def _raise_in_a_hook(model: torch.nn.Module) -> None:
+    # In the last bucket: the first one is under way by then. Before that, the step could still be tried again.
+    model[0].weight.register_hook(_raise)
+
+
+def _detach(model: torch.nn.Module) -> None:
+    model[1].register_forward_hook(lambda module, inputs, output: output.detach())
+
+
+MISHAPS = {"hook": _raise_in_a_hook, "unused": _detach}
+
+
+def _train_with_mishap(mishap: str) -> tuple[str, float]:
+    """What ends the training when something happens to rank 1 only, and after how many seconds."""
+    rank = bagua.comm.get_rank()
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    wrapped = by_bagua_init(model, optimizer)
+    train_steps(wrapped, optimizer, rank, range(3))
+    if rank == 1:
+        MISHAPS[mishap](model)
+    begun = time.monotonic()
+    try:
+        train_steps(wrapped, optimizer, rank, range(3, 10))
+    except Exception as error:
+        return type(error).__name__, time.monotonic() - begun
+    return "nothing", 0.0
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("mishap", "here"), [("hook", "CodecError"), ("unused", "ConfigurationError")])
+def test_what_ends_one_process_ends_the_others_long_before_the_timeout(process_ranks, mishap, here):
+    (other, seconds), (own, _) = process_ranks(2, _train_with_mishap, mishap, timeout_s=40.0)
+    assert own == here
+    assert other in ("PeerLostError", "CommunicatorClosedError")
+    assert seconds < 20

@@ -346,13 +346,23 @@ def _other_dtype() -> nn.Module:
     return model
 
 
+def _other_buffer() -> nn.Module:
+    model = mlp()
+    model.register_buffer("calls", torch.zeros(3))
+    return model
+
+
 DIFFERENCES: dict[str, tuple[Callable[[], nn.Module], dict[str, object], str]] = {
     "shape": (_other_shape, {}, r"0\.weight"),
     "name": (_other_names, {}, r"4\.(0\.)?weight"),
     "dtype": (_other_dtype, {}, r"2\.weight"),
     "requires_grad": (_frozen, {}, r"0\.weight"),
+    "buffer": (_other_buffer, {}, "calls"),
     "bucket_bytes": (mlp, {"bucket_bytes": 77_000}, "bucket"),
     "hierarchical": (mlp, {"hierarchical_reduce": True}, "hierarchical"),
+    "delay_reduce": (mlp, {"delay_reduce": True}, "delay_reduce"),
+    "fusion": (mlp, {"fusion": False}, "fusion"),
+    "find_unused_parameters": (mlp, {"find_unused_parameters": True}, "find_unused_parameters"),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 
 import pytest
@@ -23,8 +24,6 @@ from bagua.testing.training import (
     snapshot,
 )
 from tests.parallel.wrapping import WRAPS
-
-pytestmark = pytest.mark.threads
 
 #: One action: its name and a number that some of them use.
 Action = tuple[str, int]
@@ -146,16 +145,35 @@ def _run(wrap: str, program: list[Action]) -> State:
     return snapshot(rank.model)
 
 
+@pytest.mark.threads
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_random_programs(thread_pool, wrap):
     @given(program=PROGRAMS, size=st.integers(2, 3))
     def check(program: list[Action], size: int) -> None:
         program = [*program, ("train", 0)]
-        expected = Reference(size)
-        for action in program:
-            expected.act(*action)
         results = thread_pool.run(_run, wrap, program, size=size, timeout_s=10.0)
         assert_same_on_all_ranks(results)
-        assert_close(results[0], snapshot(expected.model))
+        assert_close(results[0], _expected(program, size))
 
     check()
+
+
+def _expected(program: list[Action], size: int) -> State:
+    reference = Reference(size)
+    for action in program:
+        reference.act(*action)
+    return snapshot(reference.model)
+
+
+def _run_all(programs: list[list[Action]]) -> list[State]:
+    return [_run(list(WRAPS)[number % len(WRAPS)], program) for number, program in enumerate(programs)]
+
+
+@pytest.mark.gloo
+def test_random_programs_on_processes(process_ranks):
+    dice = random.Random(0)
+    programs = [[(dice.choice(ACTIONS), dice.randrange(6)) for _ in range(8)] + [("train", 0)] for _ in range(12)]
+    results = process_ranks(2, _run_all, programs)
+    for number, program in enumerate(programs):
+        assert_same_on_all_ranks([states[number] for states in results])
+        assert_close(results[0][number], _expected(program, 2))

@@ -20,6 +20,7 @@ from bagua.testing.training import (
 )
 from bagua.torch_api import DistributedAlgorithm, bagua_init
 from bagua.torch_api.distributed import ModelSwitchWrapper, allreduce_parameters, broadcast_parameters
+from tests.algorithms.toys import LocalSgd
 
 pytestmark = pytest.mark.threads
 
@@ -188,3 +189,27 @@ def test_allreduce_parameters_averages_floats_and_takes_counters_from_rank_0(thr
         return [model.weight[0].item(), model.running_mean[0].item(), model.num_batches_tracked.item()]
 
     assert thread_ranks(3, check) == [[1.0, 1.0, 3]] * 3
+
+
+def test_switching_there_and_back_again(thread_ranks):
+    """Apart with one algorithm, averaged at the switch, together with the other, and so on."""
+
+    def train() -> list[dict[str, torch.Tensor]]:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        wrapped = ModelSwitchWrapper(model, optimizer, message_size=1000)
+        states, start = [], 0
+        for algorithm in (DistributedAlgorithm.GradientAllReduce, LocalSgd(period=100)) * 2:
+            wrapped.switch_to(algorithm)
+            states.append(snapshot(model))
+            train_steps(wrapped, optimizer, rank, range(start, start + 3))
+            states.append(snapshot(model))
+            start += 3
+        return states
+
+    first, second = thread_ranks(2, train)
+    together = [all(torch.equal(a[name], b[name]) for name in a) for a, b in zip(first, second, strict=True)]
+    assert together == [True, True, True, False, True, True, True, False]
+    mean = {name: (first[3][name] + second[3][name]) / 2 for name in first[3]}
+    assert_close(first[4], mean)
