@@ -1,6 +1,6 @@
 """What all tests share: how many examples the property tests draw, which transports run, and the ranks they run on.
 
-``--transport NAME`` (repeatable) chooses among threads, solo, gloo and nccl; without it
+``--transport NAME`` (repeatable) chooses among threads, solo, shm, gloo and nccl; without it
 all of them run. Tests for one transport carry its name as a marker. Fixtures:
 
 * ``ranks(3, function, *arguments, hosts=[2, 1])`` runs ``function(*arguments)`` on three ranks
@@ -31,8 +31,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 #: Ranks of each pool: what the largest test needs.
 _SIZE = 6
-TRANSPORTS = ("threads", "solo", "gloo", "nccl")
-_WITH_SEVERAL_RANKS = ("threads", "gloo", "nccl")
+TRANSPORTS = ("threads", "solo", "shm", "gloo", "nccl")
+_WITH_SEVERAL_RANKS = ("threads", "shm", "gloo", "nccl")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -79,9 +79,16 @@ def process_pool() -> RankPool:
 
 
 @pytest.fixture(scope="session")
+def shm_pool() -> RankPool:
+    return ProcessRanks(_SIZE, backend="shm")
+
+
+@pytest.fixture(scope="session")
 def rank_pool(request: pytest.FixtureRequest) -> RankPool:
     if request.param == "threads":
         return request.getfixturevalue("thread_pool")
+    if request.param == "shm":
+        return request.getfixturevalue("shm_pool")
     if request.param == "nccl":
         return ProcessRanks(torch.cuda.device_count(), backend="nccl")
     return request.getfixturevalue("process_pool")

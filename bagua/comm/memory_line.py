@@ -124,7 +124,7 @@ class Notice(NamedTuple):
 class Line(ABC):
     """All that is visible of one rank. Its rank writes; the others only read."""
 
-    words: MutableSequence[int]
+    words: MutableSequence[int] | memoryview[int]
 
     @property
     @abstractmethod

@@ -81,6 +81,9 @@ class Peers(ABC):
     def withdraw(self, slot: int) -> None:  # noqa: B027 - most memory keeps no reference
         """Forget the tensor that was lent in ``slot``; every rank has read it."""
 
+    def fence(self) -> None:  # noqa: B027 - ranks of one interpreter take turns anyway
+        """Make what this rank wrote visible before it reads what others wrote."""
+
     @abstractmethod
     def pause(self, ready: Callable[[], bool], seconds: float) -> None:
         """Sleep until woken, at most ``seconds``; do not, if ``ready`` once a wake-up is sure to come."""
@@ -121,6 +124,8 @@ class Peers(ABC):
         words = self._words
         mine = words[self.rank][Words.ARRIVED] + 1
         words[self.rank][Words.ARRIVED] = mine
+        # Of two ranks that arrive last together, one must see the other and wake the rest.
+        self.fence()
         for other in self._others:
             if words[other][Words.ARRIVED] < mine:
                 break

@@ -22,14 +22,14 @@ from bagua.comm.memory_peers import Peers
 from bagua.comm.transport import Handle, Membership
 from bagua.errors import CollectiveTimeoutError, TransportUnavailableError
 
-__all__ = ["FaultHook", "RankKilled", "Step", "ThreadPeers", "ThreadsTransport", "inject_fault"]
+__all__ = ["FaultHook", "RankKilled", "Step", "ThreadPeers", "ThreadsTransport", "current_fault", "inject_fault"]
 
 _fault: contextvars.ContextVar[FaultHook | None] = contextvars.ContextVar("bagua-fault", default=None)
 
 
 @contextlib.contextmanager
 def inject_fault(fault: FaultHook | None) -> Iterator[None]:
-    """Give ``fault`` to every threads transport that is built in this context.
+    """Give ``fault`` to every transport over shared memory that is built in this context.
 
     Args:
         fault: called at each step; raises ``RankKilled`` to kill a rank, sleeps to
@@ -44,6 +44,11 @@ def inject_fault(fault: FaultHook | None) -> Iterator[None]:
         yield
     finally:
         _fault.reset(token)
+
+
+def current_fault() -> FaultHook | None:
+    """The hook of this context, for a transport that is being built."""
+    return _fault.get()
 
 
 class ThreadLine(Line):
@@ -164,7 +169,7 @@ class ThreadsTransport(MemoryTransport):
     peers_class: ClassVar[type[ThreadPeers]] = ThreadPeers
 
     def __init__(self, membership: Membership) -> None:
-        peers = self.peers_class(_attach(membership), membership, _fault.get())
+        peers = self.peers_class(_attach(membership), membership, current_fault())
         super().__init__(membership, peers)
         self._line = peers.line
 

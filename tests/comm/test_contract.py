@@ -26,6 +26,15 @@ class TestSolo(TransportContract):
         return ProcessRanks(1, backend="solo")
 
 
+@pytest.mark.shm
+class TestShm(TransportContract):
+    sizes = (2, 3, 5)
+
+    @pytest.fixture
+    def pool(self):
+        return ProcessRanks(5, backend="shm")
+
+
 @pytest.mark.gloo
 class TestGloo(TransportContract):
     compares_calls = False
@@ -38,6 +47,7 @@ class TestGloo(TransportContract):
 
 @pytest.mark.gloo
 class TestGlooWithDebugChecks(TransportContract):
+    sizes = (3,)
     adds_in_float32 = False
 
     @pytest.fixture

@@ -1,0 +1,134 @@
+"""The transport of processes that run on one Linux host: they read each other's memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import sys
+import weakref
+
+import torch
+
+from bagua import env
+from bagua.comm.call import Call
+from bagua.comm.memory import MemoryTransport
+from bagua.comm.memory_exchange import SMALL_BYTES
+from bagua.comm.shm_peers import ShmPeers
+from bagua.comm.shm_segments import HEADER_BYTES, allocate
+from bagua.comm.threads import current_fault
+from bagua.comm.transport import Handle, Membership, Transport
+from bagua.errors import CommunicatorClosedError, TransportUnavailableError
+
+__all__ = ["ShmTransport", "shm_refusal"]
+
+_log = logging.getLogger("bagua")
+
+
+def shm_refusal() -> Exception | None:
+    """Why this process cannot share memory with others, or None. Local, quick, no side effect."""
+    reason = _obstacle()
+    if not reason:
+        return None
+    return TransportUnavailableError(
+        f"the shared-memory transport cannot run here: {reason}",
+        advice="Leave the choice to backend=None, or use backend='gloo'.",
+    )
+
+
+def _obstacle() -> str:
+    if not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "AMD64"):
+        return f"it needs Linux on x86-64, this is {sys.platform} on {platform.machine()}"
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return "it relies on the global interpreter lock, and this Python runs without"
+    try:
+        os.close(os.memfd_create("bagua", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        os.close(os.eventfd(0, os.EFD_CLOEXEC))
+        os.close(os.pidfd_open(os.getpid()))
+    except (OSError, AttributeError) as error:
+        return f"memfd, eventfd and pidfd are needed: {error}"
+    return ""
+
+
+class ShmTransport(MemoryTransport):
+    """Ranks are processes of this host, all of the same user.
+
+    Args:
+        membership: the ranks.
+
+    Raises:
+        TransportUnavailableError: on all ranks, if one of them cannot.
+        CollectiveTimeoutError: some ranks did not come.
+    """
+
+    name = "shm"
+    executor = "thread"
+
+    def __init__(self, membership: Membership) -> None:
+        peers = ShmPeers(membership, env.shm_staging_bytes(), current_fault())
+        super().__init__(membership, peers)
+        self._shm_peers = peers
+        self._in_parent = True
+        _family.add(self)
+
+    def start(
+        self,
+        call: Call,
+        source: torch.Tensor | None,
+        target: torch.Tensor | None,
+        timeout_s: float,
+        asynchronous: bool,
+    ) -> Handle:
+        """See ``Transport.start``."""
+        if not self._in_parent:
+            raise CommunicatorClosedError("this process was forked; the communicator is its parent's", rank=self.rank)
+        return super().start(call, source, target, timeout_s, asynchronous)
+
+    def abort(self, reason: str) -> None:
+        """Mark the own line broken, and wake everyone."""
+        if self._in_parent:
+            super().abort(reason)
+
+    def close(self) -> None:
+        """Leave, and close what the kernel holds for us."""
+        if self._in_parent:
+            super().close()
+            self._shm_peers.release()
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory that peers can map, for all that is too large to be copied on the way."""
+        nbytes = numel * dtype.itemsize
+        if self._in_parent and device.type == "cpu" and nbytes > SMALL_BYTES:
+            try:
+                memory, _ = allocate(nbytes, in_children=True)
+                return memory.tensor(dtype, numel, HEADER_BYTES)
+            except OSError as error:
+                _log.info("rank %d: ordinary memory instead of shared memory: %s", self.rank, error)
+        return Transport.empty(self, numel, dtype, device)
+
+    def disown(self) -> None:
+        """In a forked child: do nothing any more, least of all to the parent's peers."""
+        self._in_parent = False
+        self._shm_peers.disown()
+
+
+class _Family:
+    """The transports of this process, to be disowned by its forked children."""
+
+    def __init__(self) -> None:
+        self._members: weakref.WeakSet[ShmTransport] = weakref.WeakSet()
+        self._registered = False
+
+    def add(self, transport: ShmTransport) -> None:
+        self._members.add(transport)
+        if not self._registered:
+            self._registered = True
+            os.register_at_fork(after_in_child=self._disown_all)
+
+    def _disown_all(self) -> None:
+        for transport in list(self._members):
+            transport.disown()
+        self._members.clear()
+
+
+_family = _Family()

@@ -1,0 +1,102 @@
+"""How segments come to a peer: their descriptors travel over a socket before a notice names them."""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import struct
+import threading
+import weakref
+
+from bagua.comm.shm_segments import MappedSegment, Segment
+from bagua.errors import PeerLostError
+
+__all__ = ["Channel"]
+
+_MESSAGE = struct.Struct("q")
+
+
+class Channel:
+    """The connection of this process to one peer, for the segments of one communicator.
+
+    The owner sends before it publishes, without waiting, so whoever reads the notice
+    finds the descriptor there. Nobody ever waits for an answer, and no thread serves.
+
+    Args:
+        connection: to the peer; not blocking.
+        peer: its rank, for messages.
+    """
+
+    def __init__(self, connection: socket.socket, peer: int) -> None:
+        self._connection = connection
+        self._peer = peer
+        self._lock = threading.Lock()
+        self._sent: weakref.WeakSet[Segment] = weakref.WeakSet()
+        self._mapped: dict[int, MappedSegment] = {}
+
+    def offer(self, segment: Segment) -> bool:
+        """Make ``segment`` known to the peer. Returns whether it will find it.
+
+        It will not if it has not taken what was sent for a long time; the data can go
+        through memory that it knows.
+        """
+        if segment in self._sent:
+            return True
+        message = _MESSAGE.pack(segment.number)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [segment.descriptor]))]
+        with self._lock:
+            try:
+                self._connection.sendmsg([message], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except ConnectionError:
+                return True  # The peer has ended; whoever waits for it will find out.
+            except OSError:
+                return False
+            self._sent.add(segment)
+        return True
+
+    def segment(self, number: int) -> MappedSegment:
+        """The peer's segment ``number``, which it has announced.
+
+        Raises:
+            PeerLostError: it is not there: the peer has ended, or given the memory up.
+        """
+        found = self._mapped.get(number)
+        if found is not None:
+            return found
+        with self._lock:
+            while number not in self._mapped:
+                self._take_one(number)
+            found = self._mapped[number]
+        self.drop_gone()
+        return found
+
+    def _take_one(self, wanted: int) -> None:
+        flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._connection, _MESSAGE.size, 1, flags)
+            if len(data) < _MESSAGE.size or not descriptors:
+                raise ConnectionResetError("the connection was closed")
+        except OSError as error:
+            raise PeerLostError(
+                f"memory {wanted} of rank {self._peer} cannot be reached: {error}", peers=(self._peer,)
+            ) from error
+        try:
+            self._mapped[_MESSAGE.unpack(data)[0]] = MappedSegment(descriptors[0])
+        finally:
+            os.close(descriptors[0])
+
+    def drop_gone(self) -> None:
+        """Unmap what the peer does not use any more."""
+        if self._mapped and self._lock.acquire(blocking=False):
+            try:
+                for number in [number for number, segment in self._mapped.items() if segment.gone]:
+                    del self._mapped[number]
+            finally:
+                self._lock.release()
+
+    def close(self) -> None:
+        """Close the connection and forget the peer's memory."""
+        with self._lock:
+            self._connection.close()
+            self._mapped.clear()

@@ -1,0 +1,338 @@
+"""What one rank tells the others, as bytes in its control memory."""
+
+from __future__ import annotations
+
+import bisect
+import struct
+from abc import abstractmethod
+from collections.abc import Callable
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from bagua.comm.call import COLLECTIVES, POINT_TO_POINT, Call
+from bagua.comm.memory_exchange import SMALL_BYTES
+from bagua.comm.memory_line import Line, Notice, Slots, Words
+from bagua.comm.shm_memory import SharedMemory
+from bagua.comm.shm_segments import MappedSegment, Views
+
+__all__ = ["NONCE_BYTES", "NOWHERE", "ControlLayout", "ControlLine", "OwnLine", "PeerLine", "Place", "Where", "Window"]
+
+_KINDS = COLLECTIVES + POINT_TO_POINT
+_KIND_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
+_REDUCTIONS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+_REDUCTION_NUMBERS = {name: number for number, name in enumerate(_REDUCTIONS)}
+#: Equal on all ranks, as long as they run the same torch; attaching compares torch's version.
+_DTYPES = tuple(sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str))
+_DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
+#: Kinds of collectives that are all said in their agreement, the number of the call apart.
+_WITHOUT_COUNTS = frozenset(_KIND_NUMBERS[kind] for kind in COLLECTIVES if kind != "alltoall_v")
+_BY_ROWS = ("scatter", "reduce_scatter", "alltoall")
+
+#: ``Notice.piece`` of data that is visible all at once.
+EVERYTHING = 1 << 62
+
+_CACHE_LINE_BYTES = 64
+_PAGE_BYTES = 4096
+_REASON_BYTES = 1024
+#: At the beginning of the control memory.
+NONCE_BYTES = 16
+
+#: Kind, dtype, number of elements, reduction and root come first, so that one comparison
+#: shows whether ranks agree; then the rest of the call, then the place.
+_RECORD = struct.Struct("17q")
+_AGREEMENT, _PLACE = 5, 10
+
+
+class Where:
+    """Where published data lies."""
+
+    NOWHERE = 0
+    #: In the control memory, copied.
+    INLINE = 1
+    #: In a segment, as the caller has it.
+    WHOLE = 2
+    #: In a segment, copied, piece by piece into areas that alternate.
+    STAGED = 3
+    #: In a segment, copied, piece by piece into one area.
+    OUTBOX = 4
+
+
+class Place(NamedTuple):
+    """Where the data of one published call lies.
+
+    Attributes:
+        where: a value of ``Where``.
+        dtype: of the stored elements; bytes for the reduction of a bool, for example.
+        segment: number of the owner's segment; 0 where there is none.
+        offset: of the data in the segment, or of the first area; in bytes.
+        piece: elements of each row that can be seen at once.
+        first: which area holds the first piece.
+        area_bytes: distance of the areas.
+    """
+
+    where: int
+    dtype: torch.dtype = torch.uint8
+    segment: int = 0
+    offset: int = 0
+    piece: int = EVERYTHING
+    first: int = 0
+    area_bytes: int = 0
+
+
+NOWHERE = Place(Where.NOWHERE)
+
+
+class ControlLayout:
+    """Where things lie in the control memory of each rank of a communicator of ``size`` ranks."""
+
+    def __init__(self, size: int) -> None:
+        self.words = _CACHE_LINE_BYTES
+        #: One word more than in other memory: how many threads of the rank sleep.
+        self.sleepers = Words(size).count
+        self.word_count = self.sleepers + 1
+        self.reason = _up(self.words + 8 * self.word_count, _CACHE_LINE_BYTES)
+        self.records = _up(self.reason + 8 + _REASON_BYTES, _CACHE_LINE_BYTES)
+        self.record_bytes = _up(_RECORD.size + 8 * (2 * size + 1), _CACHE_LINE_BYTES)
+        self.inline = _up(self.records + self.record_bytes * Slots(size).count, _PAGE_BYTES)
+        self.nbytes = self.inline + 2 * SMALL_BYTES
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+class Window:
+    """Which columns the ranks look at in each of the two slots for collectives; private to a rank."""
+
+    __slots__ = ("base", "index")
+
+    def __init__(self) -> None:
+        #: First column of the current piece, and how many pieces came before it.
+        self.base = [0, 0]
+        self.index = [0, 0]
+
+    def open(self, slot: int) -> None:
+        """Look at the first piece."""
+        self.base[slot] = self.index[slot] = 0
+
+    def move(self, slot: int, start: int) -> None:
+        """Look at the next piece, which begins with column ``start``."""
+        self.base[slot] = start
+        self.index[slot] += 1
+
+
+class ControlLine(Line):
+    """What the line of this rank and those of its peers have in common.
+
+    Args:
+        memory: the control memory of the rank.
+        size: of the communicator.
+        window: of this rank.
+    """
+
+    def __init__(self, memory: SharedMemory, size: int, window: Window) -> None:
+        self._layout = layout = ControlLayout(size)
+        self._window = window
+        self._bytes = memory.view()
+        end = layout.words + 8 * layout.word_count
+        self.words = self._bytes[layout.words : end].cast("q")
+        self._inline = Views(memory)
+        slots = Slots(size).count
+        self._calls: list[Call] = [Call("barrier", 0, torch.uint8)] * slots
+        self._places = [NOWHERE] * slots
+
+    @property
+    def nonce(self) -> bytes:
+        """What the owner wrote there, to show that this is its memory."""
+        return bytes(self._bytes[:NONCE_BYTES])
+
+    def view(self, slot: int, start: int, stop: int) -> torch.Tensor:
+        """Elements of what was published in ``slot``, when ``notice`` has been called; see ``Line.view``."""
+        place = self._places[slot]
+        if place.where == Where.INLINE:
+            return self._inline_view(slot, place.dtype, start, stop)
+        if start == stop:
+            return torch.empty(0, dtype=place.dtype)
+        return self._views(slot).get(place.dtype, self._offset(slot, place, start), stop - start)
+
+    @abstractmethod
+    def _views(self, slot: int) -> Views:
+        """The segment in which the data published in ``slot`` lies."""
+
+    def _offset(self, slot: int, place: Place, start: int) -> int:
+        itemsize = place.dtype.itemsize
+        if place.where == Where.WHOLE:
+            return place.offset + start * itemsize
+        if place.where == Where.OUTBOX:
+            return place.offset
+        row, column = _row_and_column(self._calls[slot], start)
+        area = (place.first + self._window.index[slot]) & 1
+        element = row * place.piece + column - self._window.base[slot]
+        return place.offset + area * place.area_bytes + element * itemsize
+
+    def _record(self, slot: int) -> int:
+        return self._layout.records + slot * self._layout.record_bytes
+
+    def _inline_view(self, slot: int, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
+        offset = self._layout.inline + slot * SMALL_BYTES + start * dtype.itemsize
+        return self._inline.get(dtype, offset, stop - start)
+
+
+def _row_and_column(call: Call, start: int) -> tuple[int, int]:
+    """Where element ``start`` of the source of ``call`` is; see ``memory_line.rows``."""
+    if call.kind in _BY_ROWS:
+        return divmod(start, call.numel)
+    if call.kind != "alltoall_v":
+        return 0, start
+    firsts = list(accumulate(call.send_counts, initial=0))
+    row = bisect.bisect_right(firsts, start) - 1
+    return row, start - firsts[row]
+
+
+class OwnLine(ControlLine):
+    """The line of this rank: remembers as Python objects what it writes as bytes."""
+
+    def __init__(self, memory: SharedMemory, size: int, window: Window) -> None:
+        super().__init__(memory, size, window)
+        slots = Slots(size).count
+        self._reason = ""
+        self._notices: list[Notice | None] = [None] * slots
+        self._segments: list[Views | None] = [None] * slots
+        self._lent: list[torch.Tensor | None] = [None] * slots
+        #: The beginning of each record, for peers' lines to compare with.
+        self.agreements: list[tuple[int, ...]] = [()] * slots
+
+    def write_nonce(self, nonce: bytes) -> None:
+        """Show that this memory belongs to the rank that announced ``nonce``."""
+        self._bytes[:NONCE_BYTES] = nonce
+
+    @property
+    def reason(self) -> str:
+        """Why the state is no longer OPEN."""
+        return self._reason
+
+    @reason.setter
+    def reason(self, reason: str) -> None:
+        self._reason = reason
+        text = reason.encode()[:_REASON_BYTES]
+        start = self._layout.reason + 8
+        self._bytes[start : start + len(text)] = text
+        struct.pack_into("q", self._bytes, self._layout.reason, len(text))
+
+    def inline(self, slot: int, source: torch.Tensor) -> Place:
+        """Copy ``source`` into the control memory."""
+        self._inline_view(slot, source.dtype, 0, source.numel()).copy_(source)
+        return Place(Where.INLINE, source.dtype)
+
+    def write(
+        self, slot: int, call: Call, place: Place, lent: torch.Tensor | None = None, segment: Views | None = None
+    ) -> None:
+        """Publish ``call``.
+
+        Args:
+            slot: where.
+            call: what this rank does.
+            place: of its data.
+            lent: the data, if it is the caller's.
+            segment: where the data was copied, if not into the control memory.
+        """
+        agreement = call.agreement()
+        numbers = (
+            _KIND_NUMBERS[call.kind], _DTYPE_NUMBERS[call.dtype], agreement[2],
+            _REDUCTION_NUMBERS[call.reduction], call.root,
+        )  # fmt: skip
+        sends, receives = call.send_counts, call.recv_counts
+        _RECORD.pack_into(
+            self._bytes, self._record(slot), *numbers,
+            call.sequence, call.numel, call.source, len(sends), len(receives),
+            place.where, _DTYPE_NUMBERS[place.dtype], *place[2:],
+        )  # fmt: skip
+        if sends or receives:
+            counts = sends + receives
+            struct.pack_into(f"{len(counts)}q", self._bytes, self._record(slot) + _RECORD.size, *counts)
+        self.agreements[slot] = numbers
+        self._notices[slot] = Notice(call, agreement, place.where == Where.WHOLE, place.piece)
+        self._calls[slot], self._places[slot] = call, place
+        self._lent[slot], self._segments[slot] = lent, segment
+
+    def place(self, slot: int) -> Place:
+        """Where the data published last in ``slot`` lies."""
+        return self._places[slot]
+
+    def withdraw(self, slot: int) -> None:
+        """Forget the caller's tensor."""
+        self._lent[slot] = None
+
+    def forget_segments(self) -> None:
+        """Drop all references to memory other than the control memory."""
+        self._lent = [None] * len(self._lent)
+        self._segments = [None] * len(self._segments)
+
+    def notice(self, slot: int) -> Notice:
+        """What was published last in ``slot``."""
+        notice = self._notices[slot]
+        assert notice is not None
+        return notice
+
+    def view(self, slot: int, start: int, stop: int) -> torch.Tensor:
+        """See ``Line.view``."""
+        lent = self._lent[slot]
+        return super().view(slot, start, stop) if lent is None else lent[start:stop]
+
+    def _views(self, slot: int) -> Views:
+        segment = self._segments[slot]
+        assert segment is not None
+        return segment
+
+
+class PeerLine(ControlLine):
+    """The line of a peer, which is only read.
+
+    Args:
+        memory: its control memory.
+        size: of the communicator.
+        window: of this rank.
+        own: the line of this rank; peers that agree share its objects.
+        segments: maps the segment with the given number.
+    """
+
+    def __init__(
+        self, memory: SharedMemory, size: int, window: Window, own: OwnLine, segments: Callable[[int], MappedSegment]
+    ) -> None:
+        super().__init__(memory, size, window)
+        self._own = own
+        self._mapped = segments
+
+    @property
+    def reason(self) -> str:
+        """Why the state is no longer OPEN."""
+        (length,) = struct.unpack_from("q", self._bytes, self._layout.reason)
+        start = self._layout.reason + 8
+        return bytes(self._bytes[start : start + length]).decode(errors="replace")
+
+    def notice(self, slot: int) -> Notice:
+        """What was published last in ``slot``."""
+        record = _RECORD.unpack_from(self._bytes, self._record(slot))
+        place = Place(record[_PLACE], _DTYPES[record[_PLACE + 1]], *record[_PLACE + 2 :])
+        if place.segment:
+            self._mapped(place.segment)  # Announced segments are fetched even if this rank needs nothing.
+        if record[:_AGREEMENT] == self._own.agreements[slot] and record[0] in _WITHOUT_COUNTS:
+            call, agreement = self._own.notice(slot)[:2]
+        else:
+            call = self._decode(slot, record)
+            agreement = call.agreement()
+        self._calls[slot], self._places[slot] = call, place
+        return Notice(call, agreement, place.where == Where.WHOLE, place.piece)
+
+    def _decode(self, slot: int, record: tuple[int, ...]) -> Call:
+        kind, dtype, _, reduction, root, sequence, numel, source, sends, receives = record[:_PLACE]
+        counts = struct.unpack_from(f"{sends + receives}q", self._bytes, self._record(slot) + _RECORD.size)
+        return Call(
+            _KINDS[kind], sequence, _DTYPES[dtype], numel, _REDUCTIONS[reduction], root, source,
+            counts[:sends], counts[sends:],
+        )  # fmt: skip
+
+    def _views(self, slot: int) -> Views:
+        return self._mapped(self._places[slot].segment).views

@@ -1,0 +1,227 @@
+"""The ranks of one shared-memory communicator: where their data lies, and how they wait."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from bagua.comm.call import Call
+from bagua.comm.memory_line import FaultHook
+from bagua.comm.memory_peers import Peers
+from bagua.comm.shm_attach import Attached, attach
+from bagua.comm.shm_channel import Channel
+from bagua.comm.shm_line import NOWHERE, ControlLayout, ControlLine, OwnLine, PeerLine, Place, Where, Window
+from bagua.comm.shm_segments import Segment, find
+from bagua.comm.shm_staging import Outbox, Staging
+from bagua.comm.transport import Membership
+from bagua.errors import TransportUnavailableError
+
+__all__ = ["ShmPeers"]
+
+#: Mappings of peers' memory that has gone are looked for once in so many calls, and while waiting.
+_CALLS_PER_SWEEP = 1024
+#: The first area of an outbox, and the largest one.
+_OUTBOX_BYTES = (64 * 1024, 1024 * 1024)
+_FAREWELL_S = 1.0
+
+
+class ShmPeers(Peers):
+    """Peers that are processes of this host.
+
+    Args:
+        membership: the ranks.
+        staging_bytes: of each of the two areas for data in ordinary memory.
+        fault: called at every step.
+    """
+
+    spin_s = 20e-6
+
+    def __init__(self, membership: Membership, staging_bytes: int, fault: FaultHook | None) -> None:
+        layout = ControlLayout(membership.size)
+        attached = attach(membership, layout.nbytes)
+        self._window = Window()
+        self._line = OwnLine(attached.memory, membership.size, self._window)
+        self._channels = {rank: Channel(peer.connection, rank) for rank, peer in attached.peers.items()}
+        super().__init__(self._lines_of(attached, membership), membership.rank, membership.label, fault)
+        self._staging_bytes = staging_bytes
+        self._staging: Staging | None = None
+        self._outboxes: dict[int, Outbox] = {}
+        self._calls = 0
+        self._sleepers_word = layout.sleepers
+        self._bells = {rank: peer.bell for rank, peer in attached.peers.items()} | {membership.rank: attached.bell}
+        self._processes = {peer.process: rank for rank, peer in attached.peers.items()}
+        self._lost: set[int] = set()
+        self._watches: list[select.poll] = []
+        self._fence = threading.Lock()
+        #: Held while the number of sleepers changes, and while descriptors are used or closed.
+        self._bed = threading.Lock()
+        self._closed = False
+
+    def _lines_of(self, attached: Attached, membership: Membership) -> list[ControlLine]:
+        lines: list[ControlLine] = []
+        for rank in range(membership.size):
+            if rank == membership.rank:
+                lines.append(self._line)
+                continue
+            memory, segments = attached.peers[rank].memory, self._channels[rank].segment
+            lines.append(PeerLine(memory, membership.size, self._window, self._line, segments))
+        return lines
+
+    # Where the data lies.
+
+    def publish(self, slot: int, call: Call, source: torch.Tensor | None, private: bool) -> None:
+        """Show the data in the control memory, where it lies, or in an area of our own."""
+        if slot < 2:
+            self._window.open(slot)
+            self._calls += 1
+            if self._calls % _CALLS_PER_SWEEP == 0:
+                self._drop_gone()
+        if source is None or source.numel() == 0:
+            place = NOWHERE if source is None else Place(Where.NOWHERE, source.dtype)
+            self._line.write(slot, call, place)
+            return
+        flat = source if source.dim() == 1 else source.view(-1)
+        if private:
+            self._line.write(slot, call, self._line.inline(slot, flat))
+        else:
+            self._publish_large(slot, call, flat)
+
+    def _publish_large(self, slot: int, call: Call, source: torch.Tensor) -> None:
+        segment = find(source)
+        if segment is not None and self._offer(slot, segment):
+            offset = source.data_ptr() - segment.address
+            self._line.write(slot, call, Place(Where.WHOLE, source.dtype, segment.number, offset), lent=source)
+            return
+        area = self._staging_area() if slot < 2 else self._outbox(slot, source.numel() * source.element_size())
+        if not self._offer(slot, area.segment):
+            raise TransportUnavailableError("a descriptor of shared memory could not be passed", rank=self.rank)
+        place = area.open(call, source) if isinstance(area, Staging) else area.open(source)
+        self._line.write(slot, call, place, segment=area.views)
+
+    def _offer(self, slot: int, segment: Segment) -> bool:
+        """Make ``segment`` known to those who read ``slot``."""
+        readers = self._others if slot < 2 else (slot - 2,)
+        return all(self._channels[rank].offer(segment) for rank in readers)
+
+    def _staging_area(self) -> Staging:
+        if self._staging is None:
+            self._staging = Staging(self._staging_bytes, self.size)
+        return self._staging
+
+    def _outbox(self, slot: int, nbytes: int) -> Outbox:
+        small, large = _OUTBOX_BYTES
+        wanted = small if nbytes <= small else large
+        outbox = self._outboxes.get(slot)
+        if outbox is None or outbox.nbytes < wanted:
+            outbox = self._outboxes[slot] = Outbox(wanted)
+        return outbox
+
+    def stage(self, slot: int, start: int, stop: int) -> None:
+        """Show the next piece, if the data is shown in pieces."""
+        if slot < 2:
+            self._window.move(slot, start)
+        where = self._line.place(slot).where
+        if where == Where.STAGED:
+            assert self._staging is not None
+            self._staging.show(start, stop)
+        elif where == Where.OUTBOX:
+            self._outboxes[slot].show(start, stop)
+
+    def withdraw(self, slot: int) -> None:
+        """Drop the reference to the caller's tensor."""
+        self._line.withdraw(slot)
+
+    def _drop_gone(self) -> None:
+        for channel in self._channels.values():
+            channel.drop_gone()
+
+    # Waiting.
+
+    def fence(self) -> None:
+        """Taking a lock is an instruction that orders stores before later loads."""
+        with self._fence:
+            pass
+
+    def pause(self, ready: Callable[[], bool], seconds: float) -> None:
+        """Sleep until the bell rings or a process ends."""
+        self._go_to_bed(1)
+        try:
+            if ready():
+                return
+            watch = self._watch()
+            for descriptor, _ in watch.poll(max(1, round(seconds * 1000))):
+                rank = self._processes.get(descriptor)
+                if rank is not None:
+                    self._lost.add(rank)
+            if not self._lost:
+                self._watches.append(watch)
+        finally:
+            self._go_to_bed(-1)
+        self._drop_gone()
+
+    def _go_to_bed(self, change: int) -> None:
+        """Say that one more thread sleeps, or one less. The first to come silences the bell."""
+        with self._bed:
+            words = self.own.words
+            words[self._sleepers_word] = sleepers = words[self._sleepers_word] + change
+            if change == 1 and sleepers == 1:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._bells[self.rank])
+
+    def _watch(self) -> select.poll:
+        """What a sleeper looks at; used by one thread at a time."""
+        with contextlib.suppress(IndexError):
+            return self._watches.pop()
+        watch = select.poll()
+        watch.register(self._bells[self.rank], select.POLLIN)
+        for descriptor, rank in self._processes.items():
+            if rank not in self._lost:
+                watch.register(descriptor, select.POLLIN)
+        return watch
+
+    def wake(self, rank: int) -> None:
+        """Ring the bell of ``rank`` if one of its threads sleeps."""
+        self.fence()
+        if self._words[rank][self._sleepers_word]:
+            with self._bed, contextlib.suppress(OSError):
+                if not self._closed:
+                    os.eventfd_write(self._bells[rank], 1)
+
+    def lost(self, rank: int) -> bool:
+        """Whether the process of ``rank`` was seen to have ended."""
+        return rank in self._lost
+
+    def set_reason(self, reason: str) -> None:
+        """Say why this rank leaves."""
+        self._line.reason = reason
+
+    # The end.
+
+    def release(self) -> None:
+        """Close sockets and descriptors and give memory back, when no thread sleeps on them any more."""
+        until = time.monotonic() + _FAREWELL_S
+        while self.own.words[self._sleepers_word] and time.monotonic() < until:
+            time.sleep(0.001)
+        with self._bed:
+            if self._closed or self.own.words[self._sleepers_word]:
+                return
+            self._closed = True
+            for descriptor in (*self._bells.values(), *self._processes):
+                os.close(descriptor)
+        for channel in self._channels.values():
+            channel.close()
+        self._line.forget_segments()
+        self._staging = None
+        self._outboxes.clear()
+
+    def disown(self) -> None:
+        """In a forked child: none of this memory is there, so have nothing that refers to it."""
+        self._closed = True
+        self.lines = ()
+        self._words = []

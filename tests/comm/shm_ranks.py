@@ -1,0 +1,278 @@
+"""What the ranks of the shared-memory tests do. At the top level, because they run in processes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bagua.comm
+from bagua.comm import Communicator
+from bagua.comm.memory_line import Step
+from bagua.comm.shm import ShmTransport
+from bagua.comm.threads import inject_fault
+from bagua.errors import BaguaError
+from tests.comm.memory_ranks import KINDS, Exercise, ramp
+
+#: More than is copied into the control memory, and more than one staging area.
+LARGE, PIECES = 50_000, 3_000_000
+
+
+def communicator() -> Communicator:
+    return bagua.comm.get_default_group().global_communicator
+
+
+def transport(comm: Communicator) -> ShmTransport:
+    found = comm._transport
+    assert isinstance(found, ShmTransport)
+    return found
+
+
+def resources() -> tuple[int, int]:
+    """Open descriptors of this process, and mappings of shared memory."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().count("memfd:bagua")
+    return len(os.listdir("/proc/self/fd")), maps
+
+
+def summed(comm: Communicator, numel: int) -> torch.Tensor:
+    return ramp(0, numel) * comm.size + sum(range(comm.size))
+
+
+# Results.
+
+
+def all_kinds(numels: tuple[int, ...]) -> None:
+    comm = communicator()
+    for kind in KINDS:
+        for numel in numels if kind != "barrier" else (0,):
+            for async_op in (False, True):
+                seen, wanted = Exercise(kind, numel).call(comm, async_op=async_op)
+                assert torch.equal(seen, wanted), (kind, numel, async_op)
+
+
+def reduce_in_place(numel: int) -> bool:
+    """Whether ordinary memory was needed for a tensor of ``empty``; and for a part of it."""
+    comm = communicator()
+    tensor = comm.empty(numel, dtype=torch.float32)
+    tensor.copy_(ramp(comm.rank, numel))
+    part = tensor[numel // 2 :]
+    comm.allreduce(tensor)
+    assert torch.equal(tensor, summed(comm, numel))
+    comm.broadcast(part, 1)
+    other = bagua.comm.get_default_group().duplicate().global_communicator
+    other.allreduce(part)
+    assert torch.equal(part, comm.size * summed(comm, numel)[numel // 2 :])
+    return any(transport(each)._shm_peers._staging is not None for each in (comm, other))
+
+
+def mix_memory() -> None:
+    """Some ranks pass a tensor of ``empty``, some an ordinary one."""
+    comm = communicator()
+    for numel in (LARGE, PIECES):
+        for special in range(comm.size):
+            tensor = comm.empty(numel, dtype=torch.float32) if comm.rank == special else torch.empty(numel)
+            tensor.copy_(ramp(comm.rank, numel))
+            comm.allreduce(tensor)
+            assert torch.equal(tensor, summed(comm, numel))
+            output = torch.empty(comm.size * numel)
+            comm.allgather(output, tensor + comm.rank if comm.rank == special else tensor)
+
+
+def send_from_shared_memory() -> None:
+    comm = communicator()
+    for numel in (1, LARGE, PIECES):
+        tensor = comm.empty(numel, dtype=torch.float64).fill_(comm.rank)
+        before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+        output = torch.empty(numel, dtype=torch.float64)
+        comm.sendrecv(output, tensor, before, after)
+        assert (output == before).all()
+
+
+# Memory.
+
+
+def rebuild(times: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Resources before and after, with one tensor more or less in flight."""
+    comm = communicator()
+    counts = []
+    for number in range(times):
+        tensor = comm.empty(LARGE, dtype=torch.float32).fill_(1.0)
+        comm.allreduce(tensor)
+        assert (tensor == comm.size).all()
+        comm.empty(LARGE, dtype=torch.float32)  # and one that nobody ever sees
+        del tensor
+        if number == 10:
+            counts.append(resources())
+    counts.append(resources())
+    return counts[0], counts[1]
+
+
+def open_and_close(times: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Resources before and after communicators that used everything they can use."""
+    counts = []
+    for number in range(times):
+        group = bagua.comm.get_default_group().duplicate()
+        comm = group.global_communicator
+        comm.allreduce(torch.ones(PIECES))
+        tensor = comm.empty(LARGE, dtype=torch.float32).fill_(1.0)
+        comm.allreduce(tensor, async_op=True).wait()
+        if comm.rank < 2:
+            (comm.send if comm.rank else comm.recv)(torch.ones(LARGE), 1 - comm.rank)
+        communicator().barrier()
+        group.close()
+        bagua.comm.get_default_group()._descendants.clear()
+        del group, comm, tensor
+        if number == 1:
+            counts.append(resources())
+    counts.append(resources())
+    return counts[0], counts[1]
+
+
+def many_small_calls(times: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    comm, tensor = communicator(), torch.zeros(1)
+    comm.allreduce(tensor)
+    before = resources()
+    for _ in range(times):
+        comm.allreduce(tensor)
+    return before, resources()
+
+
+def wait_for_a_late_rank(late_s: float) -> float:
+    """Share of one core that the waiting took."""
+    comm = communicator()
+    comm.barrier()
+    if comm.rank == 0:
+        time.sleep(late_s)
+    spent, started = time.process_time(), time.monotonic()
+    comm.barrier()
+    return (time.process_time() - spent) / max(time.monotonic() - started, late_s)
+
+
+# Forked children.
+
+
+def fork_while_communicating() -> None:
+    comm = communicator()
+    tensor = comm.empty(LARGE, dtype=torch.float32)
+    tensor.copy_(ramp(comm.rank, LARGE))
+    comm.allreduce(torch.ones(PIECES))
+    comm.allreduce(tensor)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if _child_behaves(comm, tensor) else 1)
+    for _ in range(20):
+        comm.allreduce(torch.ones(LARGE))
+        comm.allreduce(tensor)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    comm.barrier()
+
+
+def _child_behaves(comm: Communicator, tensor: torch.Tensor) -> bool:
+    copied = comm.empty(LARGE, dtype=torch.float32).fill_(1.0)
+    readable = bool(tensor.isfinite().all()) and bool((copied == 1.0).all())
+    try:
+        comm.allreduce(copied)
+    except BaguaError as error:
+        refused = "forked" in str(error)
+    else:
+        refused = False
+    comm.abort("by the child")
+    comm.close()
+    del copied
+    gc.collect()
+    return readable and refused
+
+
+# Failures.
+
+
+class Killer:
+    """Ends its rank at the given step of the calls that matter."""
+
+    def __init__(self, at: int, how: signal.Signals = signal.SIGKILL) -> None:
+        self.at, self.how, self.steps, self.armed = at, how, 0, False
+
+    def __call__(self, step: Step) -> None:
+        if self.armed:
+            self.steps += 1
+            if self.steps == self.at:
+                os.kill(os.getpid(), self.how)
+
+
+def lose_a_rank_at_step(kind: str, numel: int, at: int) -> tuple[str, tuple[int, ...], float]:
+    """How a survivor's calls ended, with the seconds that the last one took."""
+    killer = Killer(at)
+    with inject_fault(killer if communicator().rank == 1 else None):
+        comm = bagua.comm.get_default_group().duplicate().global_communicator
+    Exercise(kind, numel).call(comm)
+    comm.barrier()
+    killer.armed = True
+    try:
+        while True:
+            started = time.monotonic()
+            seen, wanted = Exercise(kind, numel).call(comm)
+            assert torch.equal(seen, wanted)
+            comm.barrier()
+    except BaguaError as error:
+        return type(error).__name__, getattr(error, "peers", ()), time.monotonic() - started
+
+
+def lose_a_rank_at_any_time(seed: int) -> tuple[str, tuple[int, ...], float, int]:
+    """One rank is killed while all communicate; the survivors' results are right until then."""
+    comm = communicator()
+    dice = random.Random(seed)
+    victim, delay_s = dice.randrange(comm.size), dice.uniform(0.0, 0.05)
+    kinds = [(kind, dice.choice((7, LARGE, PIECES // 3))) for kind in KINDS]
+    dice.shuffle(kinds)
+    ends_at = bagua.comm.get_default_group().store
+    comm.barrier()
+    if comm.rank == victim:
+
+        def end() -> None:
+            time.sleep(delay_s)
+            ends_at.set("killed", str(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.Thread(target=end, daemon=True).start()
+    try:
+        while True:
+            for kind, numel in kinds:
+                seen, wanted = Exercise(kind, numel).call(comm)
+                assert torch.equal(seen, wanted), (kind, numel)
+    except BaguaError as error:
+        now = time.monotonic()
+        late_s = now - float(ends_at.get("killed"))
+        return type(error).__name__, getattr(error, "peers", ()), late_s, victim
+
+
+def stop_and_wake(numel: int, at: int) -> tuple[str, bool]:
+    """Rank 1 is stopped inside a call, and woken when rank 0 has given up and used its tensor."""
+    pids = communicator().allgather_object(os.getpid())
+    store = bagua.comm.get_default_group().store
+    killer = Killer(at, signal.SIGSTOP)
+    with inject_fault(killer if communicator().rank == 1 else None):
+        comm = bagua.comm.get_default_group().duplicate().global_communicator
+    tensor = comm.empty(numel, dtype=torch.float32).fill_(1.0)
+    comm.allreduce(tensor)
+    communicator().barrier()
+    killer.armed = True
+    problem: Any = None
+    try:
+        comm.allreduce(tensor, timeout=1.0)
+    except BaguaError as error:
+        problem = error
+    tensor.fill_(-1.0)
+    if comm.rank == 1:
+        store.set("woken", "yes")
+        return type(problem).__name__, True
+    os.kill(pids[1], signal.SIGCONT)
+    store.wait(["woken"])
+    return type(problem).__name__, bool((tensor == -1.0).all())

@@ -1,0 +1,122 @@
+"""The shared-memory transport: what the contract of all transports does not say."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from bagua.testing import ProcessRanks
+from bagua.testing.ranks import RankDiedError
+from tests.comm import shm_ranks
+from tests.comm.memory_ranks import LARGE, SMALL
+
+pytestmark = pytest.mark.shm
+
+#: More than the steps of any of the calls below; the next call may begin with the last of them.
+STEPS = 9
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_small_areas(size: int) -> None:
+    """Data that passes in many pieces."""
+    pool = ProcessRanks(size, backend="shm", environment={"BAGUA_SHM_STAGING_BYTES": "65536"})
+    pool.run(shm_ranks.all_kinds, (0, 1, 100_000))
+
+
+def test_large_data(shm_pool) -> None:
+    shm_pool.run(shm_ranks.all_kinds, (shm_ranks.PIECES,), size=3)
+
+
+@pytest.mark.parametrize("numel", [shm_ranks.LARGE, shm_ranks.PIECES])
+def test_memory_of_the_communicator_is_reduced_where_it_lies(shm_pool, numel: int) -> None:
+    assert shm_pool.run(shm_ranks.reduce_in_place, numel, size=3) == [False] * 3
+
+
+def test_ranks_may_pass_different_memory(shm_pool) -> None:
+    shm_pool.run(shm_ranks.mix_memory, size=3)
+
+
+def test_messages_from_shared_memory(shm_pool) -> None:
+    shm_pool.run(shm_ranks.send_from_shared_memory, size=3)
+
+
+# Nothing grows, nothing stays.
+
+
+@pytest.mark.parametrize(
+    ("job", "times"),
+    [(shm_ranks.rebuild, 1000), (shm_ranks.open_and_close, 6), (shm_ranks.many_small_calls, 20_000)],
+    ids=["buckets", "communicators", "calls"],
+)
+def test_nothing_grows(shm_pool, job, times: int) -> None:
+    for before, after in shm_pool.run(job, times, size=3):
+        # A peer may have yet to notice that the last segment has gone.
+        assert after[0] <= before[0] + 2, "descriptors"
+        assert after[1] <= before[1] + 4, "mappings"
+
+
+def test_dev_shm_is_not_used(shm_pool) -> None:
+    before = os.listdir("/dev/shm")
+    shm_pool.run(shm_ranks.all_kinds, (SMALL, LARGE), size=2)
+    assert os.listdir("/dev/shm") == before
+
+
+def test_waiting_costs_little(shm_pool) -> None:
+    shares = shm_pool.run(shm_ranks.wait_for_a_late_rank, 1.0, size=3)
+    assert max(shares[1:]) <= 0.05
+
+
+def test_forked_children_stay_out_of_it(shm_pool) -> None:
+    shm_pool.run(shm_ranks.fork_while_communicating, size=2)
+
+
+# Ranks that are lost.
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "broadcast", "alltoall_v", "sendrecv"])
+@pytest.mark.parametrize("numel", [SMALL, LARGE])
+def test_a_rank_killed_at_each_step(shm_pool, kind: str, numel: int) -> None:
+    for at in range(1, STEPS):
+        outcomes = shm_pool.outcomes(shm_ranks.lose_a_rank_at_step, kind, numel, at, size=3)
+        assert isinstance(outcomes[1].error, RankDiedError)
+        for survivor in (outcomes[0], outcomes[2]):
+            assert survivor.error is None, survivor.trace
+            name, peers, seconds = survivor.value
+            assert (name, peers) == ("PeerLostError", (1,)), f"step {at}: {survivor}"
+            assert seconds < 1.0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_rank_killed_at_any_time(shm_pool, seed: int) -> None:
+    check_kill(shm_pool, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_many_ranks_killed_at_any_time(shm_pool) -> None:
+    for seed in range(100, 300):
+        check_kill(shm_pool, seed)
+
+
+def check_kill(pool, seed: int) -> None:
+    before = os.listdir("/dev/shm")
+    outcomes = pool.outcomes(shm_ranks.lose_a_rank_at_any_time, seed, size=3)
+    dead = [outcome.rank for outcome in outcomes if isinstance(outcome.error, RankDiedError)]
+    assert len(dead) == 1, outcomes
+    for survivor in outcomes:
+        if survivor.rank in dead:
+            continue
+        assert survivor.error is None, survivor.trace
+        name, peers, late_s, victim = survivor.value
+        assert (name, peers) == ("PeerLostError", (victim,)), f"seed {seed}: {survivor}"
+        assert late_s < 1.0
+    assert os.listdir("/dev/shm") == before
+
+
+@pytest.mark.parametrize("at", range(1, 7))
+def test_a_stopped_rank_does_no_harm_when_it_wakes(shm_pool, at: int) -> None:
+    """Stopped at each step of a call on shared memory; the survivor goes on with its tensor."""
+    (name, untouched), _ = shm_pool.run(shm_ranks.stop_and_wake, shm_ranks.LARGE, at, size=2)
+    assert name == "CollectiveTimeoutError"
+    assert untouched
