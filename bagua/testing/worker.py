@@ -26,9 +26,10 @@ from bagua import env
 from bagua.comm.stores import connect_store
 from bagua.testing.ranks import Job, Outcome, ThisRank, this_rank
 
-# The fork server imports this module, and then has all that a rank needs. Tests name
-# these two at their top; without them a rank takes a quarter of a second longer.
-for _name in ("hypothesis", "pytest"):
+# The fork server imports this module, and then has all that a rank needs. Tests name the
+# first two at their top, and every optimizer of torch imports the third at its first
+# step; without them a rank takes up to three seconds longer.
+for _name in ("hypothesis", "pytest", "torch._dynamo"):
     with contextlib.suppress(ImportError):
         importlib.import_module(_name)
 
