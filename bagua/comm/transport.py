@@ -148,7 +148,9 @@ class Transport(ABC):
         timeout_s: float,
         asynchronous: bool,
     ) -> Handle:
-        """Start ``call``; collectives, and messages between two ranks, keep the order in which they were started.
+        """Start ``call``. Calls match across ranks in the order in which they were started.
+
+        They may complete in another order: each handle is waited for by itself.
 
         With ``asynchronous=False`` the communicator waits on the handle at once, so
         the transport may do all of the work before it returns. The transport keeps
