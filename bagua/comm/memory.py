@@ -193,6 +193,8 @@ class MemoryTransport(Transport):
                 seen = line.notice(peers.slots.outgoing(self.rank)).call
             else:
                 continue
+            if words[Words.AWAITED] != self.rank + 1:
+                continue  # It stopped waiting while we looked, and what we saw came later.
             raise CollectiveMismatchError(
                 "two ranks wait for each other in different calls",
                 rank=self.rank,

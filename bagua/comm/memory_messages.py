@@ -78,6 +78,8 @@ class Messages:
                 return ()
             if theirs.words[wanted] >= mine:
                 wish = theirs.notice(peers.slots.incoming(peers.rank)).call
+                if theirs.words[taken] >= mine:
+                    return ()  # By now it may have been the wish for the next message.
                 self._compare(call, wish, receiver, call)
             return (receiver,)
 
