@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from bagua.testing.contract.arguments import ArgumentsContract
 from bagua.testing.contract.asynchronous import AsynchronousContract
+from bagua.testing.contract.disagreements import DisagreementsContract
 from bagua.testing.contract.failures import FailuresContract
 from bagua.testing.contract.records import RecordsContract
 from bagua.testing.contract.results import ResultsContract
@@ -24,5 +25,7 @@ from bagua.testing.contract.results import ResultsContract
 __all__ = ["TransportContract"]
 
 
-class TransportContract(ResultsContract, ArgumentsContract, AsynchronousContract, FailuresContract, RecordsContract):
+class TransportContract(
+    ResultsContract, ArgumentsContract, AsynchronousContract, FailuresContract, DisagreementsContract, RecordsContract
+):
     """All chapters. The attributes of ``ContractBase`` say what the transport declares about itself."""

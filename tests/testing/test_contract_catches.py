@@ -125,7 +125,7 @@ MUTANTS = [
     (SpoilsItsInput, "test_every_layout"),
     (AddsInBfloat16, "test_sums_of_16_bit_floats_accumulate_in_float32"),
     (SaysThatNothingCompletes, "test_everything_that_a_work_offers"),
-    (IgnoresDeadlines, "test_a_late_rank"),
+    (IgnoresDeadlines, "test_the_facts_of_a_timeout"),
     (KeepsReasonsToItself, "test_abort_from_another_thread"),
     (AbortsSlowly, "test_abort_from_another_thread"),
     (SharesMemory, "test_memory_of_the_communicator_is_ordinary_memory"),

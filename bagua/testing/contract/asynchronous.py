@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
+import pytest
 import torch
 
 import bagua.comm
@@ -41,6 +43,11 @@ class AsynchronousContract(ContractBase):
 
     def test_closing_lets_started_calls_end(self, pool: RankPool) -> None:
         pool.run(forget_works, size=self.size)
+
+    def test_closing_gives_everything_back(self, pool: RankPool) -> None:
+        if not Path("/proc/self/fd").exists():
+            pytest.skip("the system does not list open files")
+        self.on_every_size(pool, open_and_close)
 
     def test_two_communicators_do_not_interfere(self, pool: RankPool) -> None:
         self.need(self.keeps_apart, "communicators are used in one order")
@@ -143,6 +150,36 @@ def forget_works() -> None:
     for _ in range(3):
         comm.allreduce(torch.ones(1000, device=home(comm)), async_op=True)
     comm.barrier()
+
+
+def open_and_close() -> None:
+    """However many communicators come and go, threads and open files stay as many as after the first."""
+    use_and_close_a_group()
+    time.sleep(0.3)  # what ends by itself may take a moment; it must not hide what does not
+    before = threads_and_files()
+    communicator().barrier()
+    for _ in range(5):
+        use_and_close_a_group()
+    until = time.monotonic() + PATIENCE_S
+    while (after := threads_and_files()) > before and time.monotonic() < until:
+        time.sleep(0.05)
+    communicator().barrier()  # ranks that are threads count each other's
+    assert after <= before, f"{before} threads and files before, {after} after"
+
+
+def use_and_close_a_group() -> None:
+    group = bagua.comm.get_default_group().duplicate()
+    comm = group.global_communicator
+    for options in ({}, {"async_op": True}):
+        exercise = EXERCISES["allreduce"](comm, Setting(options=options))
+        finish(exercise)
+    communicator().barrier()
+    group.close()
+    communicator().barrier()
+
+
+def threads_and_files() -> int:
+    return sum(len(list(Path("/proc/self", kind).iterdir())) for kind in ("task", "fd"))
 
 
 def cross_two_communicators() -> None:

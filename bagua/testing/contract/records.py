@@ -1,4 +1,4 @@
-"""Chapter 5: objects, counters and the ring buffer of calls."""
+"""Chapter 6: objects, counters and the ring buffer of calls."""
 
 from __future__ import annotations
 

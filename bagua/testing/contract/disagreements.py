@@ -1,0 +1,113 @@
+"""Chapter 5: ranks that ask for different things are told so, all of them, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from bagua.comm import Communicator, ReduceOp
+from bagua.errors import BaguaError, CollectiveMismatchError, CommunicationError, CommunicatorClosedError
+from bagua.testing.contract.base import ContractBase
+from bagua.testing.contract.exercises import Setting, communicator, home, perform
+from bagua.testing.contract.failures import CULPRIT, GRACE_S, SOON_S, caught
+from bagua.testing.ranks import RankPool
+
+__all__ = ["DisagreementsContract"]
+
+DISAGREEMENTS = ("kind", "size", "dtype", "reduction", "root", "empty", "coalesced", "asynchronous")
+
+
+class DisagreementsContract(ContractBase):
+    """What a transport that compares calls sees."""
+
+    @pytest.mark.parametrize("disagreement", DISAGREEMENTS)
+    def test_ranks_that_disagree(self, pool: RankPool, disagreement: str) -> None:
+        self.need(self.can_lose_ranks, "there is nobody to disagree with")
+        self.need(self.compares_calls, "calls are not compared")
+        results = pool.run(disagree, disagreement, size=self.size)
+        for rank, (error, others) in enumerate(results):
+            assert isinstance(error, CollectiveMismatchError), f"rank {rank} got {error!r}"
+            expected, seen = str(error.expected), str(error.seen)
+            theirs = results[CULPRIT if rank != CULPRIT else 0][1]
+            assert others in expected, f"rank {rank} does not know what it asked for: {error}"
+            assert theirs in seen, f"rank {rank} does not name the other side: {error}"
+            assert error.peers, f"rank {rank} names no rank: {error}"
+            assert rank not in error.peers
+
+    @pytest.mark.parametrize("way", ["counts", "message", "message_type", "message_against_collective"])
+    def test_pairs_that_disagree(self, pool: RankPool, way: str) -> None:
+        self.need(self.can_lose_ranks, "there is nobody to disagree with")
+        self.need(self.compares_calls, "calls are not compared")
+        errors = pool.run(disagree_in_pairs, way, self.deadline_s, size=self.size)
+        for rank in (0, CULPRIT):
+            assert isinstance(errors[rank], CommunicationError), f"rank {rank} got {errors[rank]!r}"
+        if way != "message_against_collective":  # seen where that is cheap, else a timeout
+            assert any(isinstance(error, CollectiveMismatchError) for error in errors[:2]), errors
+
+
+def other_call(comm: Communicator, disagreement: str) -> tuple[Callable[[], Any], str, torch.Tensor]:
+    """What a rank calls, how messages name it, and its tensor: something else on the culprit."""
+    culprit = comm.rank == CULPRIT
+    dtype = torch.float64 if disagreement == "dtype" and culprit else torch.float32
+    numel = 5 if culprit and disagreement == "size" else 0 if culprit and disagreement == "empty" else 4
+    tensor = torch.full((numel,), 3.0, dtype=dtype, device=home(comm))
+    dtype_name = str(dtype).removeprefix("torch.")
+    asynchronous = disagreement == "asynchronous"
+    if disagreement == "root":
+        root = 1 if culprit else 0
+        return lambda: comm.broadcast(tensor, root), f"root {root}", tensor
+    if culprit and disagreement in ("kind", "asynchronous"):
+        return lambda: _finish(comm.broadcast(tensor, async_op=asynchronous)), "broadcast", tensor
+    if disagreement == "coalesced":
+        more = tensor[: 2 if culprit else 3]
+        return lambda: comm.allreduce_coalesced([tensor, more]), f"{4 + len(more)} x", tensor
+    op = ReduceOp.MAX if culprit and disagreement == "reduction" else ReduceOp.SUM
+    name = f"allreduce({numel} x {dtype_name}, {'max' if op == ReduceOp.MAX else 'sum'}"
+    return lambda: _finish(comm.allreduce(tensor, op, async_op=asynchronous)), name, tensor
+
+
+def _finish(work: Any) -> None:
+    if work is not None:
+        work.wait()
+
+
+def disagree(disagreement: str) -> tuple[BaguaError, str]:
+    comm = communicator()
+    perform("allreduce", comm, Setting())
+    call, name, tensor = other_call(comm, disagreement)
+    error, seconds = caught(call)
+    assert bool((tensor == 3.0).all()), "ranks that disagree got a result"
+    assert seconds < SOON_S, f"it took {seconds:.1f} s to see that ranks disagree"
+    assert not comm.usable
+    assert isinstance(caught(comm.barrier).error, CommunicatorClosedError)
+    return error, name
+
+
+def disagree_in_pairs(way: str, deadline_s: float) -> BaguaError | None:
+    """Rank 0 and the culprit want different things of each other; the others may notice."""
+    comm = communicator()
+    perform("allreduce", comm, Setting())
+    tensor = torch.full((4,), 3.0, device=home(comm))
+    dtype = torch.float64 if way == "message_type" else torch.float32
+    other = torch.full((4 if way == "message_type" else 5,), 3.0, dtype=dtype, device=home(comm))
+    if way == "counts":
+        counts = [4] + [0] * (comm.size - 1) if comm.rank == CULPRIT else [0] * comm.size
+        expected = [0, 3 if comm.rank == 0 else 0, *[0] * (comm.size - 2)]
+        output = tensor[: sum(expected)]
+        call = partial(comm.alltoall_v, output, tensor[: sum(counts)].clone(), expected, counts, timeout=deadline_s)
+    elif comm.rank == 0:
+        call = partial(comm.recv, tensor, CULPRIT, timeout=deadline_s)
+    elif way == "message_against_collective":
+        call = partial(comm.allreduce, tensor, timeout=deadline_s)
+    elif comm.rank == CULPRIT:
+        call = partial(comm.send, other, 0, timeout=deadline_s)
+    else:
+        return None
+    error, seconds = caught(call)
+    assert seconds < deadline_s + GRACE_S, f"it took {seconds:.1f} s"
+    assert bool((tensor == 3.0).all()), "ranks that disagree got a result"
+    return error
