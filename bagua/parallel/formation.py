@@ -95,6 +95,9 @@ class BucketFormation:
         """
         try:
             self.registration = Registration(self.module)
+            if self.algorithm.process_group.size > 1:
+                served = self.algorithm.process_group.global_communicator.device_types
+                self.registration.refuse_other_devices(served)
         except BaguaError as error:
             return error
         return None

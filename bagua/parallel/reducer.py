@@ -165,8 +165,13 @@ class Reducer(BucketFormation):
 
     def after_optimizers(self) -> None:
         """The optimizers have stepped: exchange what waited for that."""
-        if self._scheduler is not None:
+        if self._scheduler is None:
+            return
+        try:
             self._scheduler.after_optimizers()
+        except BaseException as error:
+            self.give_up(error)
+            raise
 
     def flush(self) -> None:
         """Leave no exchange owed or under way. Collective if the algorithm is."""
@@ -209,7 +214,7 @@ class Reducer(BucketFormation):
         """
         remembered = self._remembered
         if self._scheduler is not None:
-            self._scheduler.after_optimizers()
+            self.after_optimizers()
             remembered = collect(self.buckets, self._scheduler.settle())
         return {"algorithm": repr(self.declaration), "step": self.step, **(remembered or collect([], []))}
 

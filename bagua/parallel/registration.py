@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -105,6 +106,25 @@ class Registration:
         ):
             return None
         return self._explained() if self._has_changed() else None
+
+    def refuse_other_devices(self, served: Collection[str]) -> None:
+        """Check that the parameters are where they can be exchanged.
+
+        Args:
+            served: types of devices.
+
+        Raises:
+            InvalidTensorError: naming the first one that is not.
+        """
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if parameter.device.type not in served:
+                raise InvalidTensorError(
+                    f"parameter {name} is on a device whose tensors this process group cannot exchange",
+                    argument="module",
+                    expected=f"parameters on {' or '.join(sorted(served))}",
+                    seen=parameter.device,
+                    advice="Move the module before you wrap it, or initialize with another backend.",
+                )
 
     def _has_changed(self) -> bool:
         """The slow look: submodules without parameters may come and go."""

@@ -152,10 +152,9 @@ class Scheduler:
         lane, view = slot.lane, slot.view
         if view is not None:
             gradient = parameter.grad
-            assert gradient is not None
             if gradient is not view:
-                if gradient.layout is not torch.strided:
-                    raise sparse(slot.name, gradient)
+                if gradient is None or gradient.layout is not torch.strided:
+                    raise unusable(slot.name, gradient)
                 if lane.scale is None:
                     view.copy_(gradient)
                 else:
@@ -302,12 +301,17 @@ def twice(name: str) -> ConfigurationError:
     )
 
 
-def sparse(name: str, gradient: torch.Tensor) -> ConfigurationError:
+def unusable(name: str, gradient: torch.Tensor | None) -> ConfigurationError:
     """The error for a gradient that cannot be put into a bucket."""
+    if gradient is None:
+        seen, advice = "None", "A hook that steps the parameter and drops its gradient cannot be combined with bagua."
+    else:
+        seen = str(gradient.layout)
+        advice = "Use sparse=False, or name it in module._ddp_params_and_buffers_to_ignore."
     return ConfigurationError(
         f"the gradient of {name} cannot be put into a bucket",
         argument="module",
         expected="a dense gradient",
-        seen=gradient.layout,
-        advice="Use sparse=False, or name it in module._ddp_params_and_buffers_to_ignore.",
+        seen=seen,
+        advice=advice,
     )

@@ -12,7 +12,7 @@ import bagua.comm
 from bagua.algorithms import Algorithm, AlgorithmImpl, Traits
 from bagua.buckets import Bucket
 from bagua.comm import ProcessGroup
-from bagua.errors import BaguaError, ConfigurationError, InvalidTensorError
+from bagua.errors import BaguaError, CommunicationError, ConfigurationError, InvalidTensorError
 from bagua.parallel import OverlappingWrapper
 from bagua.parallel.registration import Registration
 from bagua.testing.training import assert_same_on_all_ranks, mlp, sgd, snapshot, train_steps
@@ -157,3 +157,52 @@ def test_gradients_that_no_rank_has_stay_none_with_every_lag(thread_ranks):
             assert [head.weight.grad is not None for head in model.heads] == [True, True, False]
 
     thread_ranks(2, check)
+
+
+def test_devices_that_the_group_does_not_serve_are_named():
+    registration = Registration(mlp())
+    registration.refuse_other_devices({"cpu", "cuda"})
+    with pytest.raises(InvalidTensorError, match=r"parameter 0\.weight is on a device"):
+        registration.refuse_other_devices({"cuda"})
+
+
+def test_a_hook_of_the_user_that_drops_gradients_is_an_error(thread_ranks):
+    def check() -> None:
+        model = mlp()
+        model[0].bias.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+        optimizer = sgd(model.parameters())
+        wrapped = OverlappingWrapper(model, optimizer)
+        with pytest.raises(ConfigurationError, match=r"the gradient of 0\.bias cannot be put into a bucket.*seen None"):
+            train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(2))
+
+    thread_ranks(2, check)
+
+
+@dataclass(frozen=True)
+class FailsAfterStep(Algorithm):
+    """Exchanges after the optimizer, and cannot on rank 1."""
+
+
+class FailsAfterStepImpl(AlgorithmImpl, declaration=FailsAfterStep):
+    traits = Traits(result="consensus", gathers_gradients=False, after_optimizer=True)
+
+    def exchange(self, bucket: Bucket, group: ProcessGroup, step: int) -> None:
+        if group.rank == 1 and step == 1:
+            raise ArithmeticError("no such block")
+        group.global_communicator.allreduce(bucket.buffer())
+
+
+def test_an_error_in_an_exchange_after_the_optimizer_ends_every_rank(thread_ranks):
+    def check() -> str:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        wrapped = OverlappingWrapper(model, optimizer, algorithm=FailsAfterStep())
+        with pytest.raises((ArithmeticError, CommunicationError)) as caught:
+            train_steps(wrapped, optimizer, rank, range(5))
+        with pytest.raises(CommunicationError):
+            train_steps(wrapped, optimizer, rank, [5])
+        assert "no such block" in str(caught.value)
+        return type(caught.value).__name__
+
+    assert thread_ranks(2, check) == ["PeerLostError", "ArithmeticError"]
