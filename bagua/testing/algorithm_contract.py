@@ -59,12 +59,13 @@ Exchange = Callable[[AlgorithmImpl, Bucket, ProcessGroup, int], Work | None]
 
 
 def build(
-    algorithm: Algorithm, *, seed: int = 0, bucket_bytes: int = BUCKET_BYTES
+    algorithm: Algorithm, *, seed: int = 0, bucket_bytes: int = BUCKET_BYTES, scaler: torch.amp.GradScaler | None = None
 ) -> tuple[BaguaModule, torch.optim.Optimizer]:
     """The suite's model, ready to be trained with ``algorithm`` on the default group."""
     model = mlp(seed)
     optimizer = sgd(model.parameters())
-    return with_bagua(model, [optimizer], algorithm, bucket_bytes=bucket_bytes), optimizer
+    wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=bucket_bytes, grad_scaler=scaler)
+    return wrapped, optimizer
 
 
 def train(algorithm: Algorithm, steps: Iterable[int] = range(STEPS), bucket_bytes: int = BUCKET_BYTES) -> State:
@@ -191,13 +192,15 @@ class AlgorithmContract:
     def test_every_rank_exchanges_every_bucket_once_per_due_step(
         self, algorithm: Algorithm, pool: RankPool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        counted = count_exchanges(type(algorithm).implementation, monkeypatch)
-        pool.run(train, algorithm, size=2)
-        assert counted, "nothing was ever exchanged"
-        assert set(counted.values()) == {1}, "a bucket was exchanged twice in one step"
-        if not self.traits(algorithm).rank_local:
-            mine = {key[1:] for key in counted if key[0] == 0}
-            assert mine == {key[1:] for key in counted if key[0] == 1}
+        for training in (train, train_with_an_inf):  # Also in the step whose update is skipped.
+            counted = count_exchanges(type(algorithm).implementation, monkeypatch)
+            pool.run(training, algorithm, size=2)
+            assert counted, "nothing was ever exchanged"
+            assert set(counted.values()) == {1}, "a bucket was exchanged twice in one step"
+            if not self.traits(algorithm).rank_local:
+                mine, other = ({key[1:] for key in counted if key[0] == rank} for rank in (0, 1))
+                assert mine == other, "ranks exchanged different buckets"
+                assert {step for step, _ in mine} == self.due_steps(algorithm)
 
     def test_one_rank_alone_trains_as_without_bagua(self, algorithm: Algorithm, pool: RankPool) -> None:
         if not self.traits(algorithm).active_alone:
@@ -270,6 +273,11 @@ class AlgorithmContract:
         """What the algorithm promises."""
         return type(algorithm).implementation.traits
 
+    def due_steps(self, algorithm: Algorithm) -> set[int]:
+        """The steps in which something is exchanged."""
+        bound, bucket = algorithm.reify(bagua.comm.solo_group()), a_bucket()
+        return {step for step in range(STEPS) if bound.is_due(step, bucket, 0.0)}
+
     def sizes_of(self, algorithm: Algorithm) -> list[int]:
         """The sizes it can run on."""
         even = self.traits(algorithm).even_size
@@ -335,8 +343,8 @@ def train_with_a_skipped_update(algorithm: Algorithm) -> State:
 def train_with_an_inf(algorithm: Algorithm) -> State:
     """Train with a ``GradScaler``; in one step the loss of rank 1 is infinite."""
     rank = bagua.comm.get_rank()
-    model, optimizer = build(algorithm)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    model, optimizer = build(algorithm, scaler=scaler)
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = loss_of(model, rank, step)

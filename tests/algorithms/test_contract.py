@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 
 from bagua.algorithms import Algorithm, registry
-from bagua.testing.algorithm_contract import AlgorithmContract
-
-pytestmark = pytest.mark.threads
+from bagua.testing.algorithm_contract import (
+    ONE_BUCKET_BYTES,
+    AlgorithmContract,
+    resume_and_train,
+    train,
+    train_and_save,
+)
+from bagua.testing.training import assert_same_on_all_ranks
+from tests.algorithms.toys import DelayedGossip, LocalSgd, Rounded, WarmsUp
 
 
 @pytest.fixture
@@ -20,5 +26,19 @@ def algorithm(request):
     return Algorithm.init(request.param)
 
 
+@pytest.mark.threads
 class TestRegisteredAlgorithm(AlgorithmContract):
     pass
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    "algorithm", [*map(Algorithm.init, registry), Rounded(), DelayedGossip(), LocalSgd(), WarmsUp()], ids=repr
+)
+def test_training_resumes_bit_exactly_in_new_processes(process_ranks, algorithm):
+    """Each run has processes of its own; only what was saved passes from one to the next."""
+    whole = process_ranks(2, train, algorithm)
+    saved = process_ranks(2, train_and_save, algorithm)
+    resumed = process_ranks(2, resume_and_train, algorithm, saved, ONE_BUCKET_BYTES)
+    for before, after in zip(whole, resumed, strict=True):
+        assert_same_on_all_ranks([before, after])

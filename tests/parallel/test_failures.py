@@ -28,11 +28,10 @@ def _chain(error: BaseException | None) -> list[BaseException]:
 
 
 @pytest.mark.threads
-@pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("delay_reduce", [False, True])
+@pytest.mark.parametrize(
+    ("wrap", "delay_reduce"), [*((wrap, False) for wrap in WRAPS), ("bagua_init", True), ("with_bagua", True)]
+)
 def test_an_error_in_the_exchange_reaches_the_end_of_backward(thread_ranks, monkeypatch, wrap, delay_reduce):
-    if wrap == "data_parallel" and delay_reduce:
-        pytest.skip("the class has torch's constructor arguments, and no delay_reduce")
     exchange = GradientAllReduceAlgorithmImpl.exchange
 
     def fails(self, bucket, group, step):
