@@ -42,6 +42,11 @@ class ProcessRanks(RankPool):
     The function and its arguments travel by pickle, so the function is one at the top
     level of a module that the ranks can import. A script that makes a pool needs the
     ``if __name__ == "__main__"`` guard, as for all of ``multiprocessing``.
+
+    Example:
+        >>> import bagua.comm
+        >>> ProcessRanks(2).run(bagua.comm.get_rank)
+        [0, 1]
     """
 
     def __init__(

@@ -176,6 +176,27 @@ def read_variable(name):
     return os.environ.get(name)
 
 
+def has_module(name):
+    return name in sys.modules
+
+
+def test_processes_import_the_given_modules_first():
+    assert ProcessRanks(1, backend=None).run(has_module, "tabnanny") == [False]
+    assert ProcessRanks(1, backend=None, modules=["tabnanny"]).run(has_module, "colorsys") == [True]
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        ProcessRanks(1, backend=None, modules=["no_such_module"]).run(has_module, "tabnanny")
+
+
+def read_group_timeout():
+    return bagua.comm.get_default_group().timeout_s
+
+
+def test_the_timeout_of_collectives_is_the_runs_else_the_pools():
+    pool = ThreadRanks(2, timeout_s=33.0)
+    assert pool.run(read_group_timeout) == [33.0, 33.0]
+    assert pool.run(read_group_timeout, timeout_s=4) == [4.0, 4.0]
+
+
 def test_processes_find_the_given_environment():
     pool = ProcessRanks(2, backend=None, environment={"BAGUA_POOL_TEST": "here"})
     assert pool.run(read_variable, "BAGUA_POOL_TEST") == ["here", "here"]
@@ -188,6 +209,21 @@ def reduce_once():
     return tensor.tolist()
 
 
+def reduce_in_the_background():
+    works = [bagua.comm.allreduce(torch.ones(1000), async_op=True) for _ in range(3)]
+    for work in works:
+        work.wait()
+
+
+@pytest.mark.threads
+def test_thread_ranks_that_communicated_leave_no_thread():
+    before = set(threading.enumerate())
+    ThreadRanks(3).run(reduce_in_the_background)
+    left = {thread for thread in threading.enumerate() if thread.is_alive()} - before
+    assert left == set()
+
+
+@pytest.mark.threads
 def test_a_fault_hook_kills_a_thread_rank_where_it_wants():
     steps = []
 
