@@ -33,38 +33,6 @@ _GRACE_S = 1.0
 _POLL_S = 0.001
 
 
-class HandleOwner(Protocol):
-    """What a handle asks of its transport, and tells it."""
-
-    rank: int
-    waiters: Waiters
-
-    @property
-    def broken(self) -> bool:
-        """Whether nothing more will come."""
-
-    def check_usable(self) -> None:
-        """Raise the error that broke the transport, if there is one."""
-
-    def timed_out(self, elapsed_s: float, timeout_s: float) -> CommunicationError:
-        """Break the transport because of a deadline, and return the error to raise."""
-
-    def failed(self, error: BaseException, elapsed_s: float, timeout_s: float) -> CommunicationError:
-        """Break the transport because of what torch raised, and return the error to raise."""
-
-    def abort(self, reason: str) -> None:
-        """Break the transport, and tell the other ranks why."""
-
-    def watch(self, works: StreamWatch) -> None:
-        """Have works on a stream ended at their deadline."""
-
-    def peers_left(self) -> bool:
-        """Whether another rank has broken the communicator."""
-
-    def end_unattended(self, judge: Callable[[], CommunicationError]) -> None:
-        """Break the transport for a call that nobody waits for; the next call raises the error."""
-
-
 class Owner(Protocol):
     """What handles need of their transport."""
 
@@ -112,7 +80,7 @@ class C10dHandle(Handle):
 
     def __init__(
         self,
-        transport: HandleOwner,
+        transport: Owner,
         works: tuple[Any, ...],
         finish: Finish | None,
         timeout_s: float,
@@ -341,7 +309,7 @@ class StreamWatch:
         timeout_s: deadline of the call, from now.
     """
 
-    def __init__(self, transport: HandleOwner, works: tuple[Any, ...], timeout_s: float) -> None:
+    def __init__(self, transport: Owner, works: tuple[Any, ...], timeout_s: float) -> None:
         self._transport = transport
         self._works = works
         self._timeout_s = timeout_s
