@@ -214,7 +214,7 @@ class Scheduler:
             slot.lane.pending -= 1
             if slot.view is not None:
                 slot.view.zero_()
-                if slot.lane.bucket.fusion:
+                if slot.lane.fusion:
                     slot.parameter.grad = slot.view
         return without
 
@@ -227,7 +227,7 @@ class Scheduler:
             self.finish()
         if self._gathers:
             for lane in self._lanes:
-                if not lane.bucket.fusion:
+                if lane.due and not lane.fusion:
                     _return_gradients(lane)
 
     # Between backward passes.

@@ -1,0 +1,101 @@
+"""What is remembered of buckets survives any change of their layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from bagua.buckets import Bucket
+from bagua.comm import solo_group
+from bagua.errors import ConfigurationError
+from bagua.parallel.saving import collect, restore
+
+SHAPES = {"a": (3, 2), "b": (), "c": (5,), "d": (0,), "e": (2, 3, 1), "f": (7,)}
+layouts = st.permutations(list(SHAPES)).flatmap(
+    lambda names: st.lists(st.integers(1, len(names) - 1), unique=True).map(
+        lambda cuts: [names[a:b] for a, b in zip([0, *sorted(cuts)], [*sorted(cuts), len(names)], strict=True)]
+    )
+)
+
+
+def _buckets(layout: Sequence[Sequence[str]], shares: int = 1) -> list[Bucket]:
+    """Buckets with a residual for each element, a counter for each bucket, and zeros in both."""
+    communicator = solo_group().global_communicator
+    buckets = []
+    for index, names in enumerate(layout):
+        parameters = [nn.Parameter(torch.zeros(SHAPES[name])) for name in names]
+        bucket = Bucket(index, names, parameters, communicator, shares=shares)
+        bucket.state = {"residual": bucket.empty(), "count": torch.zeros((), dtype=torch.int64)}
+        buckets.append(bucket)
+    return buckets
+
+
+def _fill(buckets: Sequence[Bucket]) -> None:
+    for bucket in buckets:
+        bucket.state["count"].fill_(100 + bucket.index)
+        for flat, offset in ((bucket.state["residual"], 0.0), (bucket.buffer(), 0.5)):
+            for name, view in zip(bucket.names, bucket.views(flat), strict=True):
+                view.copy_(torch.arange(view.numel()).view(view.shape) + 10.0 * ord(name) + offset)
+
+
+def _parts(buckets: Sequence[Bucket], *, buffers: bool) -> dict[str, torch.Tensor]:
+    return {
+        name: view
+        for bucket in buckets
+        for name, view in zip(
+            bucket.names, bucket.views(bucket.buffer() if buffers else bucket.state["residual"]), strict=True
+        )
+    }
+
+
+@given(layouts, layouts, st.integers(1, 3))
+def test_elementwise_state_follows_the_parameters(before, after, shares):
+    old, new = _buckets(before), _buckets(after, shares)
+    _fill(old)
+    restore(new, collect(old, [3] * len(old)))
+    for buffers in (False, True):
+        expected = _parts(old, buffers=buffers)
+        for name, part in _parts(new, buffers=buffers).items():
+            assert torch.equal(part, expected[name]), name
+    for bucket in new:
+        spare = bucket.state["residual"].numel() - int(sum(parameter.numel() for parameter in bucket.parameters))
+        assert int((bucket.state["residual"] == 0).sum()) == spare, "padding is not zero"
+
+
+@given(layouts)
+def test_the_same_layout_gets_everything_back(layout):
+    old, new = _buckets(layout), _buckets(layout)
+    _fill(old)
+    restore(new, collect(old, [-1] * len(old)))
+    assert [int(bucket.state["count"]) for bucket in new] == [100 + index for index in range(len(layout))]
+    assert not any(bucket.buffers for bucket in new), "nothing was under way"
+
+
+def test_what_belongs_to_a_bucket_goes_where_its_first_parameter_goes():
+    old, new = _buckets([["a", "b"], ["c", "d"], ["e", "f"]]), _buckets([["b", "c"], ["f"], ["a", "d", "e"]])
+    _fill(old)
+    restore(new, collect(old, [-1] * 3))
+    assert [int(bucket.state["count"]) for bucket in new] == [101, 0, 100]
+
+
+def test_what_was_collected_does_not_change_with_the_buckets():
+    buckets = _buckets([list(SHAPES)])
+    _fill(buckets)
+    remembered = collect(buckets, [-1])
+    buckets[0].state["residual"].zero_()
+    buckets[0].state["count"].zero_()
+    assert remembered["parameters"]["c"]["residual"].tolist() == [990.0, 991.0, 992.0, 993.0, 994.0]
+    assert int(remembered["others"][0]["count"]) == 100
+
+
+def test_state_of_another_shape_is_refused():
+    old, new = _buckets([["a"]]), _buckets([["a"]])
+    remembered = collect(old, [-1])
+    remembered["parameters"]["a"]["residual"] = torch.zeros(6)
+    with pytest.raises(ConfigurationError, match="residual of a has another shape"):
+        restore(new, remembered)
