@@ -105,7 +105,9 @@ class Registration:
             and [id(table.get(key)) for table, key, _ in self._places] == self._identities
         ):
             return None
-        return self._explained() if self._has_changed() else None
+        if self._are_borrowed() or not self._has_changed():
+            return None
+        return self._explained()
 
     def refuse_other_devices(self, served: Collection[str]) -> None:
         """Check that the parameters are where they can be exchanged.
@@ -125,6 +127,11 @@ class Registration:
                     seen=parameter.device,
                     advice="Move the module before you wrap it, or initialize with another backend.",
                 )
+
+    def _are_borrowed(self) -> bool:
+        """Whether ``torch.func.functional_call`` has put plain tensors in the places of parameters, for one call."""
+        held = (place.table.get(place.key) for place in self._places)
+        return any(tensor is not None and not isinstance(tensor, torch.nn.Parameter) for tensor in held)
 
     def _has_changed(self) -> bool:
         """The slow look: submodules without parameters may come and go."""

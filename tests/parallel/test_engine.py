@@ -13,7 +13,7 @@ from bagua.algorithms import Algorithm, AlgorithmImpl, Traits
 from bagua.buckets import Bucket
 from bagua.comm import ProcessGroup
 from bagua.errors import BaguaError, CommunicationError, ConfigurationError, InvalidTensorError
-from bagua.parallel import OverlappingWrapper
+from bagua.parallel import BucketType, OverlappingWrapper, Reducer
 from bagua.parallel.registration import Registration
 from bagua.testing.training import assert_same_on_all_ranks, mlp, sgd, snapshot, train_steps
 
@@ -206,3 +206,34 @@ def test_an_error_in_an_exchange_after_the_optimizer_ends_every_rank(thread_rank
         return type(caught.value).__name__
 
     assert thread_ranks(2, check) == ["PeerLostError", "ArithmeticError"]
+
+
+def test_a_reducer_can_be_driven_by_hand_as_documented(thread_ranks):
+    """First backward: ``add_param``, then buckets; later ones: ``mark_tensor_ready``. Without any hook."""
+
+    def check() -> None:
+        rank = bagua.comm.get_rank()
+        model = nn.Linear(2, 3)
+        reducer = Reducer(model, [], BucketType.Gradient, False, 8, False, True)
+        with pytest.raises(ConfigurationError, match="not been formed"):
+            reducer.mark_tensor_ready(model.weight)
+        with pytest.raises(ConfigurationError, match="not been formed"):
+            reducer.mark_on_complete()
+        for step in range(3):
+            model.zero_grad()
+            (model(torch.ones(1, 2)).sum() * (rank + step)).backward()
+            if step == 0:
+                for parameter in (model.bias, model.weight):
+                    reducer.add_param(parameter)
+                assert [len(bucket) for bucket in reducer.initialize_buckets()] == [2]
+                for bucket in reducer.buckets:
+                    reducer.mark_bucket_ready(bucket)
+            else:
+                for parameter in (model.weight, model.bias):
+                    reducer.mark_tensor_ready(parameter)
+            reducer.mark_on_complete()
+            assert model.weight.grad.tolist() == [[0.5 + step, 0.5 + step]] * 3
+            assert model.weight.grad is reducer.fill_slot(model.weight)
+        assert reducer.step == 3
+
+    thread_ranks(2, check)

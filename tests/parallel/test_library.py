@@ -218,6 +218,32 @@ def test_functional_calls_of_the_plain_module(thread_ranks, wrap):
     assert_close(results[0], reference(mlp(), sgd, 2, range(4)))
 
 
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_functional_calls_that_are_differentiated(thread_ranks, wrap):
+    """As in meta-learning: the gradient arrives at the parameters through the tensors that took their places."""
+
+    def losses(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        inputs, targets = batch(rank, step)
+        plain = getattr(model, "module", model)
+        adapted = {name: parameter * 0.9 for name, parameter in plain.named_parameters()}
+        return nn.functional.mse_loss(torch.func.functional_call(plain, adapted, (inputs,)), targets)
+
+    def train() -> State:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        wrapped = WRAPS[wrap](model, optimizer)
+        for step in range(4):
+            optimizer.zero_grad()
+            losses(wrapped, rank, step).backward()
+            optimizer.step()
+        return snapshot(model)
+
+    results = thread_ranks(2, train)
+    assert_same_on_all_ranks(results)
+    assert_close(results[0], reference(mlp(), sgd, 2, range(4), losses))
+
+
 def test_parameters_that_two_wrapped_models_share_are_refused(thread_ranks):
     def check() -> None:
         shared = nn.Linear(8, 8)
