@@ -146,7 +146,7 @@ class MemoryTransport(Transport):
         small = source is not None and source.numel() * source.element_size() <= SMALL_BYTES
         peers.publish(slot, call, source, small)
         peers.barrier(call, deadline, partial(self._suspect, call) if inline else None)
-        notices = [line.notice(slot) for line in peers.lines]
+        notices = peers.notices(slot)
         compare(self.rank, notices)
         if call.kind != "barrier":
             Exchange(peers, slot, call, target, notices, deadline).run()

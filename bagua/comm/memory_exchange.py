@@ -25,7 +25,9 @@ def compare(rank: int, notices: list[Notice]) -> None:
     Every rank compares the same notices, hence all raise or none.
     """
     mine = notices[rank].agreement
-    others = [other for other, notice in enumerate(notices) if notice.agreement != mine]
+    others = [
+        other for other, notice in enumerate(notices) if notice.agreement is not mine and notice.agreement != mine
+    ]
     if others:
         first = notices[others[0]].call
         raise CollectiveMismatchError(
@@ -86,7 +88,7 @@ class Exchange:
         self._peers = peers
         self._slot = slot
         self._call = call
-        self._target = None if target is None else target.view(-1)
+        self._target = target if target is None or target.dim() == 1 else target.view(-1)
         self._notices = notices
         self._deadline = deadline
 
@@ -94,14 +96,14 @@ class Exchange:
         """Move the data, and return when nobody reads this rank's tensors any more."""
         move = self._MOVES[self._call.kind]
         width = self._width()
-        piece = max(min(notice.piece for notice in self._notices), 1)
+        piece = max(min([notice.piece for notice in self._notices]), 1)
         for start in range(0, max(width, 1), piece):
             stop = min(start + piece, width)
             if start:
                 self._peers.stage(self._slot, start, stop)
                 self._barrier()
             move(self, start, stop)
-        if any(notice.lent for notice in self._notices):
+        if True in [notice.lent for notice in self._notices]:
             self._barrier()
             self._peers.withdraw(self._slot)
 
@@ -117,14 +119,16 @@ class Exchange:
         return self._peers.lines[rank].view(self._slot, start, stop)
 
     def _out(self, start: int, stop: int) -> torch.Tensor:
-        assert self._target is not None
-        return self._target[start:stop]
+        target = self._target
+        assert target is not None
+        return target if start == 0 and stop == target.numel() else target[start:stop]
 
     # One method per kind: columns ``start`` to ``stop``.
 
     def _allreduce(self, start: int, stop: int) -> None:
         if self._call.nbytes <= SMALL_BYTES:
-            parts = [self._view(rank, start, stop) for rank in range(self._peers.size)]
+            slot = self._slot
+            parts = [line.view(slot, start, stop) for line in self._peers.lines]
             fold(parts, self._call.reduction, self._out(start, stop))
             return
         # Rank r reduces slice r of all ranks where its own lies published: nobody else

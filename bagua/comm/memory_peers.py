@@ -12,7 +12,7 @@ import torch
 
 from bagua.comm.call import Call
 from bagua.comm.memory_lanes import Lanes
-from bagua.comm.memory_line import Deadline, FaultHook, Line, RankKilled, Slots, State, Step, Words
+from bagua.comm.memory_line import Deadline, FaultHook, Line, Notice, RankKilled, Slots, State, Step, Words
 from bagua.errors import (
     BaguaError,
     CollectiveMismatchError,
@@ -70,6 +70,10 @@ class Peers(ABC):
             private: whether the data must stay as it is when the caller changes ``source``.
                 It is small then.
         """
+
+    def notices(self, slot: int) -> list[Notice]:
+        """What each rank published in ``slot``, by rank."""
+        return [line.notice(slot) for line in self.lines]
 
     def stage(self, slot: int, start: int, stop: int) -> None:  # noqa: B027 - most memory shows all at once
         """Bring columns ``start`` to ``stop`` of the source published in ``slot`` into view.

@@ -171,7 +171,7 @@ def fold(parts: list[torch.Tensor], name: str, out: torch.Tensor) -> torch.Tenso
         return out if out is parts[0] else out.copy_(parts[0])
     wide = wide_dtype(out.dtype, name)
     operation = _FOLDS[name]
-    alias = any(part.data_ptr() == out.data_ptr() for part in parts[2:])
+    alias = len(parts) > 2 and any(part.data_ptr() == out.data_ptr() for part in parts[2:])
     direct = wide is out.dtype and not alias
     total = out if direct else torch.empty_like(out, dtype=wide)
     operation(parts[0] if direct else parts[0].to(wide), parts[1], out=total)

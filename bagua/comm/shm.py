@@ -11,7 +11,6 @@ import weakref
 import torch
 
 from bagua import env
-from bagua.comm.call import Call
 from bagua.comm.memory import MemoryTransport
 from bagua.comm.memory_exchange import SMALL_BYTES
 from bagua.comm.shm_peers import ShmPeers
@@ -71,19 +70,6 @@ class ShmTransport(MemoryTransport):
         self._in_parent = True
         _family.add(self)
 
-    def start(
-        self,
-        call: Call,
-        source: torch.Tensor | None,
-        target: torch.Tensor | None,
-        timeout_s: float,
-        asynchronous: bool,
-    ) -> Handle:
-        """See ``Transport.start``."""
-        if not self._in_parent:
-            raise CommunicatorClosedError("this process was forked; the communicator is its parent's", rank=self.rank)
-        return super().start(call, source, target, timeout_s, asynchronous)
-
     def abort(self, reason: str) -> None:
         """Mark the own line broken, and wake everyone."""
         if self._in_parent:
@@ -110,6 +96,11 @@ class ShmTransport(MemoryTransport):
         """In a forked child: do nothing any more, least of all to the parent's peers."""
         self._in_parent = False
         self._shm_peers.disown()
+        # Instead of a question in each call of all the others.
+        self.start = self._refuse  # type: ignore[assignment, method-assign]
+
+    def _refuse(self, *_: object) -> Handle:
+        raise CommunicatorClosedError("this process was forked; the communicator is its parent's", rank=self.rank)
 
 
 class _Family:

@@ -40,9 +40,10 @@ _REASON_BYTES = 1024
 NONCE_BYTES = 16
 
 #: Kind, dtype, number of elements, reduction and root come first, so that one comparison
-#: shows whether ranks agree; then the rest of the call, then the place.
+#: shows whether ranks agree; then the rest of the call, then the place. The number of the
+#: call is the last, because it alone changes when the same call is made again.
 _RECORD = struct.Struct("17q")
-_AGREEMENT, _PLACE = 5, 10
+_AGREEMENT, _PLACE, _SEQUENCE = 5, 9, 16
 
 
 class Where:
@@ -140,8 +141,13 @@ class ControlLine(Line):
         self.words = self._bytes[layout.words : end].cast("q")
         self._inline = Views(memory)
         slots = Slots(size).count
-        self._calls: list[Call] = [Call("barrier", 0, torch.uint8)] * slots
+        self._calls: list[Call] = [Call("", 0, torch.uint8)] * slots
         self._places = [NOWHERE] * slots
+        self._numbers = [
+            self._bytes[self._record(slot) : self._record(slot) + _RECORD.size].cast("q") for slot in range(slots)
+        ]
+        #: What is the same in all lines when all ranks do the same with data in the same place.
+        self.comparable = [numbers[:_SEQUENCE] for numbers in self._numbers]
 
     @property
     def nonce(self) -> bytes:
@@ -198,6 +204,7 @@ class OwnLine(ControlLine):
         super().__init__(memory, size, window)
         slots = Slots(size).count
         self._reason = ""
+        self._inline_places: dict[torch.dtype, Place] = {}
         self._notices: list[Notice | None] = [None] * slots
         self._segments: list[Views | None] = [None] * slots
         self._lent: list[torch.Tensor | None] = [None] * slots
@@ -224,7 +231,10 @@ class OwnLine(ControlLine):
     def inline(self, slot: int, source: torch.Tensor) -> Place:
         """Copy ``source`` into the control memory."""
         self._inline_view(slot, source.dtype, 0, source.numel()).copy_(source)
-        return Place(Where.INLINE, source.dtype)
+        place = self._inline_places.get(source.dtype)
+        if place is None:
+            place = self._inline_places[source.dtype] = Place(Where.INLINE, source.dtype)
+        return place
 
     def write(
         self, slot: int, call: Call, place: Place, lent: torch.Tensor | None = None, segment: Views | None = None
@@ -238,24 +248,31 @@ class OwnLine(ControlLine):
             lent: the data, if it is the caller's.
             segment: where the data was copied, if not into the control memory.
         """
-        agreement = call.agreement()
+        before = self._calls[slot]
+        if call.kind == before.kind and call[2:] == before[2:] and place == self._places[slot]:
+            self._numbers[slot][_SEQUENCE] = call.sequence
+            agreement = self.notice(slot).agreement
+        else:
+            agreement = call.agreement()
+            self._write_all(slot, call, place)
+        self._notices[slot] = Notice(call, agreement, place.where == Where.WHOLE, place.piece)
+        self._calls[slot], self._places[slot] = call, place
+        self._lent[slot], self._segments[slot] = lent, segment
+
+    def _write_all(self, slot: int, call: Call, place: Place) -> None:
         numbers = (
-            _KIND_NUMBERS[call.kind], _DTYPE_NUMBERS[call.dtype], agreement[2],
+            _KIND_NUMBERS[call.kind], _DTYPE_NUMBERS[call.dtype], call.agreement()[2],
             _REDUCTION_NUMBERS[call.reduction], call.root,
         )  # fmt: skip
         sends, receives = call.send_counts, call.recv_counts
         _RECORD.pack_into(
-            self._bytes, self._record(slot), *numbers,
-            call.sequence, call.numel, call.source, len(sends), len(receives),
-            place.where, _DTYPE_NUMBERS[place.dtype], *place[2:],
+            self._bytes, self._record(slot), *numbers, call.numel, call.source, len(sends), len(receives),
+            place.where, _DTYPE_NUMBERS[place.dtype], *place[2:], call.sequence,
         )  # fmt: skip
         if sends or receives:
             counts = sends + receives
             struct.pack_into(f"{len(counts)}q", self._bytes, self._record(slot) + _RECORD.size, *counts)
         self.agreements[slot] = numbers
-        self._notices[slot] = Notice(call, agreement, place.where == Where.WHOLE, place.piece)
-        self._calls[slot], self._places[slot] = call, place
-        self._lent[slot], self._segments[slot] = lent, segment
 
     def place(self, slot: int) -> Place:
         """Where the data published last in ``slot`` lies."""
@@ -312,10 +329,17 @@ class PeerLine(ControlLine):
         start = self._layout.reason + 8
         return bytes(self._bytes[start : start + length]).decode(errors="replace")
 
+    def adopt(self, slot: int) -> None:
+        """Take it that this rank published in ``slot`` what the own one did, place included."""
+        place = self._own.place(slot)
+        if place.segment:
+            self._mapped(place.segment)
+        self._calls[slot], self._places[slot] = self._own.notice(slot).call, place
+
     def notice(self, slot: int) -> Notice:
         """What was published last in ``slot``."""
         record = _RECORD.unpack_from(self._bytes, self._record(slot))
-        place = Place(record[_PLACE], _DTYPES[record[_PLACE + 1]], *record[_PLACE + 2 :])
+        place = Place(record[_PLACE], _DTYPES[record[_PLACE + 1]], *record[_PLACE + 2 : _SEQUENCE])
         if place.segment:
             self._mapped(place.segment)  # Announced segments are fetched even if this rank needs nothing.
         if record[:_AGREEMENT] == self._own.agreements[slot] and record[0] in _WITHOUT_COUNTS:
@@ -327,10 +351,10 @@ class PeerLine(ControlLine):
         return Notice(call, agreement, place.where == Where.WHOLE, place.piece)
 
     def _decode(self, slot: int, record: tuple[int, ...]) -> Call:
-        kind, dtype, _, reduction, root, sequence, numel, source, sends, receives = record[:_PLACE]
+        kind, dtype, _, reduction, root, numel, source, sends, receives = record[:_PLACE]
         counts = struct.unpack_from(f"{sends + receives}q", self._bytes, self._record(slot) + _RECORD.size)
         return Call(
-            _KINDS[kind], sequence, _DTYPES[dtype], numel, _REDUCTIONS[reduction], root, source,
+            _KINDS[kind], record[_SEQUENCE], _DTYPES[dtype], numel, _REDUCTIONS[reduction], root, source,
             counts[:sends], counts[sends:],
         )  # fmt: skip
 

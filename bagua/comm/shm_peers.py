@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from bagua.comm.call import Call
-from bagua.comm.memory_line import FaultHook
+from bagua.comm.memory_line import FaultHook, Notice
 from bagua.comm.memory_peers import Peers
 from bagua.comm.shm_attach import Attached, attach
 from bagua.comm.shm_channel import Channel
@@ -49,6 +49,7 @@ class ShmPeers(Peers):
         self._line = OwnLine(attached.memory, membership.size, self._window)
         self._channels = {rank: Channel(peer.connection, rank) for rank, peer in attached.peers.items()}
         super().__init__(self._lines_of(attached, membership), membership.rank, membership.label, fault)
+        self._peer_lines = [line for line in self.lines if isinstance(line, PeerLine)]
         self._staging_bytes = staging_bytes
         self._staging: Staging | None = None
         self._outboxes: dict[int, Outbox] = {}
@@ -121,6 +122,19 @@ class ShmPeers(Peers):
         if outbox is None or outbox.nbytes < wanted:
             outbox = self._outboxes[slot] = Outbox(wanted)
         return outbox
+
+    def notices(self, slot: int) -> list[Notice]:
+        """What each rank published; quickly where all of them did the same with data in the same place."""
+        own = self._line.comparable[slot]
+        for line in self._peer_lines:
+            if line.comparable[slot] != own:
+                return super().notices(slot)
+        notice = self._line.notice(slot)
+        if notice.call.kind == "alltoall_v":
+            return super().notices(slot)
+        for line in self._peer_lines:
+            line.adopt(slot)
+        return [notice] * self.size
 
     def stage(self, slot: int, start: int, stop: int) -> None:
         """Show the next piece, if the data is shown in pieces."""
