@@ -114,7 +114,10 @@ class Reducer(BucketFormation):
         Raises:
             ConfigurationError: its gradient was there before in the same backward pass.
         """
-        assert self._scheduler is not None
+        if self._scheduler is None:
+            raise _not_formed()
+        if not self._scheduler.active:
+            self.begin_step()
         self._scheduler.take(param)
 
     def mark_bucket_ready(self, bucket: Bucket) -> None:
@@ -133,7 +136,8 @@ class Reducer(BucketFormation):
             CommunicationError: what happened in an exchange, wherever it ran.
         """
         scheduler = self._scheduler
-        assert scheduler is not None
+        if scheduler is None:
+            raise _not_formed()
         missing = scheduler.missing()
         if missing and not self._find_unused:
             if len(missing) == len(scheduler.slots):
@@ -244,3 +248,12 @@ class Reducer(BucketFormation):
         self._remembered = Remembered(**{key: state_dict[key] for key in Remembered.__annotations__})  # type: ignore[typeddict-item]
         if members and not self.idle:
             self._form(members)
+
+
+def _not_formed() -> ConfigurationError:
+    return ConfigurationError(
+        "buckets have not been formed yet",
+        argument="buckets",
+        expected="initialize_buckets() after the first backward pass",
+        seen="none",
+    )

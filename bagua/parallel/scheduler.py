@@ -102,6 +102,7 @@ class Scheduler:
     Attributes:
         slots: by ``id`` of the parameter.
         launched: buckets started in the backward pass that is under way.
+        active: whether a synchronized backward pass is under way.
         close: gives back threads. Idempotent.
     """
 
@@ -121,6 +122,7 @@ class Scheduler:
         self.close.atexit = False
         self.slots = {id(slot.parameter): slot for lane in self._lanes for slot in lane.slots}
         self.launched = 0
+        self.active = False
         self._launching = threading.Lock()
         self._step = -1
         self._backward = 0
@@ -130,6 +132,7 @@ class Scheduler:
 
     def begin(self, step: int) -> None:
         """A synchronized backward pass starts."""
+        self.active = True
         self._step = step
         self._backward += 1
         self.launched = 0
@@ -220,6 +223,7 @@ class Scheduler:
 
     def complete(self) -> None:
         """The backward pass is over and every bucket is complete: start and finish what this step needs."""
+        self.active = False
         self.launch_ready(everything=True)
         if self._algorithm.traits.after_optimizer:
             self._owed = self._step
