@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -19,6 +20,7 @@ from bagua.parallel.ddp_arguments import (
     resolve_group,
 )
 from bagua.parallel.hooks import BackwardHooks
+from bagua.parallel.options import refuse_unknown
 from bagua.parallel.overlapping import OverlappingWrapper
 from bagua.parallel.start import make_equal, optimizer_list
 from bagua.parallel.state import broadcast_buffers_of
@@ -66,6 +68,7 @@ class DistributedDataParallel(EngineAccess, OverlappingWrapper):
         algorithm: what is exchanged, and when.
         bucket_bytes: like ``bucket_cap_mb``, in bytes.
         grad_scaler: the ``GradScaler`` of the training loop, if there is one.
+        unknown: anything else is a ``TypeError`` that names the above.
 
     Raises:
         CollectiveMismatchError: the models or options of the ranks differ.
@@ -107,7 +110,9 @@ class DistributedDataParallel(EngineAccess, OverlappingWrapper):
         algorithm: Algorithm | DistributedAlgorithm | str = DistributedAlgorithm.GradientAllReduce,
         bucket_bytes: int | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
+        **unknown: Any,
     ) -> None:
+        refuse_unknown(unknown, list(inspect.signature(DistributedDataParallel).parameters)[:-1])
         refuse_what_is_missing(locals())
         _refuse_frozen(module)
         at_the_start, before_forward = buffer_policy(broadcast_buffers, forward_sync_buffers)

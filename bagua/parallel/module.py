@@ -14,6 +14,7 @@ from bagua.comm import ProcessGroup
 from bagua.errors import ConfigurationError
 from bagua.parallel.access import EngineAccess
 from bagua.parallel.hooks import BackwardHooks
+from bagua.parallel.options import refuse_unknown
 from bagua.parallel.reducer import DEFAULT_BUCKET_BYTES, BucketType, Reducer
 from bagua.parallel.start import make_equal, optimizer_list, replace_engine
 
@@ -107,6 +108,7 @@ def with_bagua(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     find_unused_parameters: bool = False,
     grad_scaler: torch.amp.GradScaler | None = None,
+    **unknown: Any,
 ) -> BaguaModule:
     """Make this module a distributed one, in place. Collective.
 
@@ -127,6 +129,7 @@ def with_bagua(
         find_unused_parameters: a parameter without a gradient counts as zero; otherwise it
             is an error.
         grad_scaler: the ``GradScaler`` of the training loop, if there is one.
+        unknown: anything else is a ``TypeError`` that names the above.
 
     Returns:
         The module itself, now also a ``BaguaModule``.
@@ -145,6 +148,7 @@ def with_bagua(
         >>> model(torch.ones(1, 2)).sum().backward()
         >>> bagua.destroy_process_group()
     """
+    refuse_unknown(unknown, with_bagua.__kwdefaults__ or ())
     if isinstance(self, torch.jit.ScriptModule):
         raise ConfigurationError(
             "a scripted module cannot be changed in place",

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
 from typing_extensions import Self
 
-from bagua.algorithms import Algorithm, DistributedAlgorithm, registry
+from bagua.algorithms import Algorithm, DistributedAlgorithm, GradientAllReduceAlgorithm, as_algorithm
 from bagua.errors import ConfigurationError
 from bagua.parallel.access import EngineAccess
 from bagua.parallel.hooks import BackwardHooks
+from bagua.parallel.options import refuse_unknown, with_hierarchy
 from bagua.parallel.overlapping import DistributedModule
 from bagua.parallel.reducer import DEFAULT_BUCKET_BYTES, BucketType, Reducer
 from bagua.parallel.start import make_equal, optimizer_list, replace_engine
@@ -32,7 +32,7 @@ _OPTIONS = (
     "grad_scaler",
     "process_group",
 )
-_DOCUMENTED = ("broadcast_buffers", "delay_reduce", "hierarchical_reduce", "message_size")
+_DOCUMENTED = ("broadcast_buffers", "delay_reduce", "hierarchical_reduce", "intra_comm_root_rank", "message_size")
 
 
 class ModelSwitchWrapper(EngineAccess, DistributedModule):
@@ -56,7 +56,8 @@ class ModelSwitchWrapper(EngineAccess, DistributedModule):
             ``grad_scaler``; see ``Reducer``.
 
     Raises:
-        TypeError: an unknown keyword; the message names the known ones.
+        TypeError: an unknown keyword; the message names the known ones. (Options of an
+            algorithm belong to its declaration: ``switch_to(SomeAlgorithm(option=...))``.)
 
     Example:
         >>> import bagua.comm
@@ -80,7 +81,8 @@ class ModelSwitchWrapper(EngineAccess, DistributedModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(module)
-        _refuse_unknown(kwargs)
+        unknown = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
+        refuse_unknown(unknown, sorted((*_DOCUMENTED, *_OPTIONS)))
         self._optimizers = optimizer_list(optimizer)
         self._broadcast_buffers = broadcast_buffers
         self._delay_reduce = delay_reduce
@@ -209,39 +211,15 @@ def bagua_init(
     return wrapper.switch_to(distributed_algorithm), optimizer
 
 
-def _refuse_unknown(kwargs: dict[str, Any]) -> None:
-    unknown = [name for name in kwargs if name not in _OPTIONS]
-    if unknown:
-        known = ", ".join(sorted((*_DOCUMENTED, *_OPTIONS, "intra_comm_root_rank")))
-        raise TypeError(
-            f"unknown keyword {', '.join(unknown)}; known are {known}. Options of an algorithm belong to its "
-            f"declaration, such as {type(_default()).__name__}(...)"
-        )
-
-
-def _default() -> Algorithm:
-    return Algorithm.init(DistributedAlgorithm.GradientAllReduce)
-
-
 def _with_hierarchy(algorithm: DistributedAlgorithm | Algorithm | str, hierarchical: bool | None) -> Algorithm:
     """The declaration, with the documented meaning of ``hierarchical_reduce``."""
-    declaration = type(algorithm) if isinstance(algorithm, Algorithm) else registry.get(algorithm)
-    able = "hierarchical" in (field.name for field in dataclasses.fields(declaration))  # type: ignore[arg-type]
-    if hierarchical and not able:
-        raise ConfigurationError(
-            f"{declaration.__name__} has no hierarchical form",
-            argument="hierarchical_reduce",
-            expected="None or False",
-            seen=True,
-        )
-    if isinstance(algorithm, Algorithm):
-        if hierarchical is None or not able:
-            return algorithm
-        return dataclasses.replace(algorithm, hierarchical=hierarchical)  # type: ignore[type-var]
-    if not able:
-        return Algorithm.init(algorithm)
-    flat_by_default = declaration is type(_default())
-    return Algorithm.init(algorithm, hierarchical=not flat_by_default if hierarchical is None else hierarchical)
+    declaration = as_algorithm(algorithm)
+    able = hasattr(declaration, "hierarchical")
+    if hierarchical is None and not isinstance(algorithm, Algorithm):
+        hierarchical = able and not isinstance(declaration, GradientAllReduceAlgorithm)
+    if hierarchical or (hierarchical is False and able):
+        return with_hierarchy(declaration, hierarchical)
+    return declaration
 
 
 def _no_algorithm() -> ConfigurationError:

@@ -7,6 +7,7 @@ import torch
 
 import bagua.comm
 import bagua.torch_api
+from bagua.algorithms import GradientAllReduceAlgorithm
 from bagua.errors import ConfigurationError, UnsupportedAlgorithmException
 from bagua.testing.training import (
     adam,
@@ -21,6 +22,7 @@ from bagua.testing.training import (
 from bagua.torch_api import DistributedAlgorithm, bagua_init
 from bagua.torch_api.distributed import ModelSwitchWrapper, allreduce_parameters, broadcast_parameters
 from tests.algorithms.toys import LocalSgd
+from tests.parallel.wrapping import WRAPS
 
 pytestmark = pytest.mark.threads
 
@@ -213,3 +215,39 @@ def test_switching_there_and_back_again(thread_ranks):
     assert together == [True, True, True, False, True, True, True, False]
     mean = {name: (first[3][name] + second[3][name]) / 2 for name in first[3]}
     assert_close(first[4], mean)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "hierarchical_reduce", "expected"),
+    [
+        ("allreduce", None, GradientAllReduceAlgorithm(hierarchical=False)),
+        ("allreduce", True, GradientAllReduceAlgorithm(hierarchical=True)),
+        (GradientAllReduceAlgorithm(hierarchical=True, average=False), None, ...),
+        (GradientAllReduceAlgorithm(hierarchical=True), False, GradientAllReduceAlgorithm(hierarchical=False)),
+        (LocalSgd(), None, ...),
+        (LocalSgd(), False, ...),
+    ],
+)
+def test_hierarchical_reduce_decides_where_it_says_something(thread_ranks, algorithm, hierarchical_reduce, expected):
+    def check() -> None:
+        wrapped, _ = bagua_init(mlp(), [], algorithm, hierarchical_reduce=hierarchical_reduce)
+        assert wrapped.bagua_algorithm.options == (algorithm if expected is ... else expected)
+
+    thread_ranks(1, check)
+
+
+def test_an_algorithm_without_a_hierarchical_form_cannot_be_made_hierarchical(thread_ranks):
+    def check() -> None:
+        with pytest.raises(ConfigurationError, match="hierarchical"):
+            bagua_init(mlp(), [], LocalSgd(), hierarchical_reduce=True)
+
+    thread_ranks(1, check)
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_every_way_in_names_the_known_keywords(thread_ranks, wrap):
+    def check() -> None:
+        with pytest.raises(TypeError, match=r"bucket_size.*find_unused_parameters"):
+            WRAPS[wrap](mlp(), [], bucket_size=5)
+
+    thread_ranks(1, check)

@@ -29,7 +29,7 @@ def by_with_bagua(model: nn.Module, optimizer: optim.Optimizer, **options: Any) 
 
 
 def by_data_parallel(model: nn.Module, optimizer: optim.Optimizer, **options: Any) -> nn.Module:
-    return DistributedDataParallel(model, optimizers=[optimizer], **_small(options))
+    return DistributedDataParallel(model, optimizers=optimizer, **_small(options))
 
 
 def _small(options: dict[str, Any]) -> dict[str, Any]:
