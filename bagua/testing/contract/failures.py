@@ -169,7 +169,9 @@ def lose_a_rank(kind: str, way: str) -> tuple[Caught, Caught]:
     # While nobody is missing, a busy machine may take its time.
     perform("allreduce", comm, Setting(options={"timeout": PATIENT_S}))
     perform(kind, comm, Setting(shape=(1000,), root=CULPRIT, options={"timeout": PATIENT_S}))
+    comm.barrier(timeout=PATIENT_S)
     if comm.rank == CULPRIT:
+        time.sleep(0.2)  # until the others have left the barrier too
         (die if way == "die" else fall_silent)()
     try:
         first = caught(lambda: EXERCISES[kind](comm, Setting(shape=(1000,), root=CULPRIT)))
@@ -184,6 +186,7 @@ def lose_a_rank_asynchronously() -> None:
     comm = communicator()
     comm.barrier()
     if comm.rank == CULPRIT:
+        time.sleep(0.2)
         die()
     work = comm.allreduce(torch.ones(10, device=home(comm)), async_op=True)
     assert work is not None
