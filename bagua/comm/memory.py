@@ -174,8 +174,8 @@ class MemoryTransport(Transport):
         else:
             self._messages.exchange(call, source, target, deadline)
 
-    def _suspect(self, call: Call) -> None:
-        """Raise if a rank waits in a message for this one, which waits for it in ``call``.
+    def _suspect(self, call: Call) -> CollectiveMismatchError | None:
+        """The error if a rank waits in a message for this one, which waits for it in ``call``.
 
         Both calling threads are blocked and no lane of this rank will serve the message:
         that is for ever.
@@ -195,7 +195,7 @@ class MemoryTransport(Transport):
                 continue
             if words[Words.AWAITED] != self.rank + 1:
                 continue  # It stopped waiting while we looked, and what we saw came later.
-            raise CollectiveMismatchError(
+            return CollectiveMismatchError(
                 "two ranks wait for each other in different calls",
                 rank=self.rank,
                 peers=(other,),
@@ -203,6 +203,7 @@ class MemoryTransport(Transport):
                 seen=f"{seen} on rank {other}",
                 advice="All ranks must make the same collective calls in the same order.",
             )
+        return None
 
 
 _NOTHING_TO_DO: AbstractContextManager[object] = nullcontext()

@@ -111,7 +111,7 @@ class Peers(ABC):
         if self._fault is not None:
             self._fault(Step(self.rank, self.label, call, name, next(self._steps)))
 
-    def barrier(self, call: Call, deadline: Deadline, suspect: Callable[[], None] | None = None) -> None:
+    def barrier(self, call: Call, deadline: Deadline, suspect: Callable[[], CommunicationError | None] | None = None) -> None:
         """Return when every rank has come to this barrier.
 
         A rank that is gone before this one arrives is an error: what it lent may have
@@ -121,7 +121,7 @@ class Peers(ABC):
         Args:
             call: for the fault hook.
             deadline: of the call.
-            suspect: raises if the ranks wait for each other in vain.
+            suspect: the error, if this rank and another one wait for each other in vain.
         """
         self.step(call, "arrive")
         self.require_open(self._others)
@@ -149,7 +149,7 @@ class Peers(ABC):
         self,
         missing: Callable[[], tuple[int, ...]],
         deadline: Deadline,
-        suspect: Callable[[], None] | None = None,
+        suspect: Callable[[], CommunicationError | None] | None = None,
     ) -> None:
         """Return when ``missing`` names no rank any more.
 
@@ -177,7 +177,10 @@ class Peers(ABC):
                     return
                 raise trouble
             if suspect is not None:
-                suspect()
+                trouble = suspect()
+                # While we looked it may have come here, gone on, and then begun to wait for a message.
+                if trouble is not None and set(trouble.peers) <= set(missing()):
+                    raise trouble
             self.pause(ready, min(SLICE_S, max(deadline.at - now, 0.0)))
 
     def require_open(self, needed: Sequence[int]) -> None:
