@@ -24,6 +24,8 @@ from bagua.errors import (
 
 __all__ = ["Peers"]
 
+#: The error, if the ranks wait for each other in vain.
+Suspicion = Callable[[], CommunicationError | None]
 #: A sleeper looks up at least so often: deaths ring no bell.
 SLICE_S = 0.02
 
@@ -111,7 +113,7 @@ class Peers(ABC):
         if self._fault is not None:
             self._fault(Step(self.rank, self.label, call, name, next(self._steps)))
 
-    def barrier(self, call: Call, deadline: Deadline, suspect: Callable[[], CommunicationError | None] | None = None) -> None:
+    def barrier(self, call: Call, deadline: Deadline, suspect: Suspicion | None = None) -> None:
         """Return when every rank has come to this barrier.
 
         A rank that is gone before this one arrives is an error: what it lent may have
@@ -149,7 +151,7 @@ class Peers(ABC):
         self,
         missing: Callable[[], tuple[int, ...]],
         deadline: Deadline,
-        suspect: Callable[[], CommunicationError | None] | None = None,
+        suspect: Suspicion | None = None,
     ) -> None:
         """Return when ``missing`` names no rank any more.
 
