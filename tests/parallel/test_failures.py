@@ -11,7 +11,7 @@ import bagua.comm
 from bagua import testing
 from bagua.algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
 from bagua.errors import BaguaError, CommunicationError
-from bagua.testing.training import mlp, sgd, train_steps
+from bagua.testing.training import State, assert_same_on_all_ranks, mlp, sgd, snapshot, train_steps
 from tests.parallel.wrapping import WRAPS, by_bagua_init
 
 
@@ -109,6 +109,35 @@ def test_a_rank_that_survives_its_own_hook_can_be_used_again_after_wrapping_anew
 
 def _raise(gradient: torch.Tensor) -> None:
     raise CodecError("user's hook")
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_a_model_whose_exchange_failed_can_be_wrapped_anew(thread_ranks, monkeypatch, wrap):
+    exchange = GradientAllReduceAlgorithmImpl.exchange
+
+    def fails_once(self, bucket, group, step):
+        if step == 2 and group.rank == 0:
+            raise CodecError("this time only")
+        return exchange(self, bucket, group, step)
+
+    monkeypatch.setattr(GradientAllReduceAlgorithmImpl, "exchange", fails_once)
+
+    def train() -> State:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        wrapped = WRAPS[wrap](model, optimizer)
+        with pytest.raises((CodecError, CommunicationError)):
+            train_steps(wrapped, optimizer, rank, range(6))
+        if wrap == "bagua_init":
+            wrapped.switch_to("allreduce")
+        else:
+            wrapped = WRAPS[wrap](model, optimizer)
+        train_steps(wrapped, optimizer, rank, range(6, 8))
+        return snapshot(model)
+
+    assert_same_on_all_ranks(thread_ranks(2, train))
 
 
 @pytest.mark.threads
@@ -219,3 +248,23 @@ def test_what_ends_one_process_ends_the_others_long_before_the_timeout(process_r
     assert own == here
     assert other in ("PeerLostError", "CommunicatorClosedError")
     assert seconds < 20
+
+
+def _train_on_after_a_mishap() -> State:
+    rank = bagua.comm.get_rank()
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    wrapped = by_bagua_init(model, optimizer)
+    train_steps(wrapped, optimizer, rank, range(3))
+    handle = model[0].weight.register_hook(_raise) if rank == 1 else None
+    with pytest.raises((CodecError, CommunicationError)):
+        train_steps(wrapped, optimizer, rank, range(3, 10))
+    if handle is not None:
+        handle.remove()
+    train_steps(wrapped.switch_to("allreduce"), optimizer, rank, range(10, 13))
+    return snapshot(model)
+
+
+@pytest.mark.gloo
+def test_processes_train_on_after_they_wrapped_anew(process_ranks):
+    assert_same_on_all_ranks(process_ranks(3, _train_on_after_a_mishap, timeout_s=20.0))
