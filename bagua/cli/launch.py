@@ -215,6 +215,7 @@ def run_one(
     arguments: tuple[Any, ...],
 ) -> None:
     """What a started process does from its first line to its last."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # threads of libraries may have lifted what interrupt_held_back did
     threading.Thread(target=end_with_parent, name="bagua end with parent", daemon=True).start()
     torch.set_num_threads(1)
     try:
