@@ -186,13 +186,14 @@ def test_anomaly_detection(thread_ranks):
     def train() -> State:
         model = mlp()
         wrapped = by_bagua_init(model, [])
-        with torch.autograd.set_detect_anomaly(True):
-            for step in range(2):
-                model.zero_grad()
-                loss_of(wrapped, bagua.comm.get_rank(), step).backward()
+        for step in range(2):
+            model.zero_grad()
+            loss_of(wrapped, bagua.comm.get_rank(), step).backward()
         return gradients(model)
 
-    assert_same_on_all_ranks(thread_ranks(2, train))
+    with torch.autograd.set_detect_anomaly(True):  # Of the process, so not in the ranks that are its threads.
+        assert_same_on_all_ranks(thread_ranks(2, train))
+    assert not torch.is_anomaly_enabled()
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
