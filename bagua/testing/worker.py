@@ -37,6 +37,8 @@ __all__ = ["END", "STACKS", "Place", "Silent", "rank_main"]
 
 #: What the pool says to a rank.
 END, STACKS = b"end", b"stacks"
+#: A busy machine may take so long to connect to the pool's store; collectives have deadlines of their own.
+_CONNECT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def _initialize(job: Job, place: Place) -> None:
     bagua.comm.init_process_group(
         backend=job.backend,
         timeout=timedelta(seconds=job.timeout_s),
-        store=connect_store(place.port, job.timeout_s),
+        store=connect_store(place.port, max(job.timeout_s, _CONNECT_S)),
         rank=place.rank,
         world_size=job.size,
         **layout,

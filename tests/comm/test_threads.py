@@ -138,7 +138,7 @@ def test_tensors_of_inference_mode(async_op: bool) -> None:
 
 def test_closing_leaves_nothing_behind() -> None:
     """No thread, and neither the world nor a tensor that went through it stays alive."""
-    before = threading.active_count()
+    before, others = threading.active_count(), set(threads._worlds)
     seen: list[weakref.ref[object]] = []
 
     def job(comm: Communicator) -> None:
@@ -154,7 +154,7 @@ def test_closing_leaves_nothing_behind() -> None:
     assert len(seen) == 9
     assert [reference() for reference in seen] == [None] * 9
     assert threading.active_count() == before
-    assert not threads._worlds
+    assert set(threads._worlds) <= others  # an error that some other test holds may keep its ranks' world
 
 
 def test_a_lent_tensor_is_not_kept_after_the_call() -> None:

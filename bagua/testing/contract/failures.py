@@ -64,14 +64,14 @@ class FailuresContract(ContractBase):
     @pytest.mark.parametrize("kind", [*NEEDS_EVERYONE, *NEEDS_SOME])
     def test_a_rank_that_died(self, pool: RankPool, kind: str) -> None:
         self.need(self.can_lose_ranks, "there is nobody to lose")
-        outcomes = pool.outcomes(lose_a_rank, kind, "die", size=self.size, timeout_s=self.deadline_s)
+        outcomes = pool.outcomes(lose_a_rank, kind, "die", self.deadline_s, size=self.size)
         for outcome in self.survivors(outcomes, CULPRIT):
             self.check_loss(outcome.rank, outcome.value, (PeerLostError, CollectiveTimeoutError))
 
     @pytest.mark.parametrize("kind", ["allreduce", "barrier", "broadcast"])
     def test_a_silent_rank(self, pool: RankPool, kind: str) -> None:
         self.need(self.can_lose_ranks, "there is nobody to lose")
-        outcomes = pool.outcomes(lose_a_rank, kind, "fall_silent", size=self.size, timeout_s=self.deadline_s)
+        outcomes = pool.outcomes(lose_a_rank, kind, "fall_silent", self.deadline_s, size=self.size)
         survivors = self.survivors(outcomes, CULPRIT)
         for outcome in survivors:
             self.check_loss(outcome.rank, outcome.value, (PeerLostError, CollectiveTimeoutError))
@@ -141,7 +141,7 @@ class FailuresContract(ContractBase):
 
     def test_errors_of_works(self, pool: RankPool) -> None:
         self.need(self.can_lose_ranks, "there is nobody to lose")
-        outcomes = pool.outcomes(lose_a_rank_asynchronously, size=self.size, timeout_s=self.deadline_s)
+        outcomes = pool.outcomes(lose_a_rank_asynchronously, self.deadline_s, size=self.size)
         self.survivors(outcomes, CULPRIT)
 
     def test_use_by_two_threads(self, pool: RankPool) -> None:
@@ -163,32 +163,32 @@ class FailuresContract(ContractBase):
 # A rank that is lost.
 
 
-def lose_a_rank(kind: str, way: str) -> tuple[Caught, Caught]:
+def lose_a_rank(kind: str, way: str, deadline_s: float) -> tuple[Caught, Caught]:
     """The survivors' errors: of the call in which a rank is missing (or the one after it), and of the next."""
     comm = communicator()
-    # While nobody is missing, a busy machine may take its time.
-    perform("allreduce", comm, Setting(options={"timeout": PATIENT_S}))
-    perform(kind, comm, Setting(shape=(1000,), root=CULPRIT, options={"timeout": PATIENT_S}))
-    comm.barrier(timeout=PATIENT_S)
+    setting = Setting(shape=(1000,), root=CULPRIT)
+    perform("allreduce", comm, setting)
+    perform(kind, comm, setting)
+    comm.barrier()
     if comm.rank == CULPRIT:
         time.sleep(0.2)  # until the others have left the barrier too
         (die if way == "die" else fall_silent)()
     try:
-        first = caught(lambda: EXERCISES[kind](comm, Setting(shape=(1000,), root=CULPRIT)))
+        first = caught(lambda: EXERCISES[kind](comm, setting.with_options(timeout=deadline_s)))
     except AssertionError:
         assert kind in NEEDS_SOME, f"{kind} succeeded without rank {CULPRIT}"
-        first = caught(comm.barrier)
+        first = caught(lambda: comm.barrier(timeout=deadline_s))
     assert not comm.usable
     return first, caught(lambda: perform("allreduce", comm, Setting()))
 
 
-def lose_a_rank_asynchronously() -> None:
+def lose_a_rank_asynchronously(deadline_s: float) -> None:
     comm = communicator()
     comm.barrier()
     if comm.rank == CULPRIT:
         time.sleep(0.2)
         die()
-    work = comm.allreduce(torch.ones(10, device=home(comm)), async_op=True)
+    work = comm.allreduce(torch.ones(10, device=home(comm)), async_op=True, timeout=deadline_s)
     assert work is not None
     until = time.monotonic() + PATIENT_S
     while not work.is_completed():
