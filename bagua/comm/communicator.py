@@ -285,6 +285,13 @@ class Communicator(TensorCollectives):
         self, objs: Sequence[object] | None, root: int, allow_pickle: bool
     ) -> list[tuple[torch.Tensor, ConfigurationError | None]]:
         if self.rank != root:
+            if objs is not None:
+                raise ConfigurationError(
+                    "only one rank has the objects",
+                    argument="objs",
+                    expected=f"None on every rank but {root}",
+                    seen=f"{type(objs).__name__} on rank {self.rank}",
+                )
             return []
         if objs is None or len(objs) != self.size:
             error = ConfigurationError(

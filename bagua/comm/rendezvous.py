@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -72,32 +73,71 @@ def connect(rank: int, world_size: int, timeout_s: float) -> dist.Store:
             advice=f"Start the script with: {_COMMAND}",
         )
     agent_hosts = found.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    started = time.monotonic()
+    if rank == 0 and not agent_hosts:
+        store = _hosted[os.getpid(), port] = _host_store(address, int(port), world_size, timeout_s)
+    else:
+        store = _join_store(address, int(port), rank, world_size, timeout_s, by_agent=agent_hosts)
+    # A restarted job must not read what the failed attempt left in the agent's store.
+    return dist.PrefixStore(f"attempt{found.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _host_store(address: str, port: int, world_size: int, timeout_s: float) -> dist.Store:
     try:
-        store = dist.TCPStore(
+        return dist.TCPStore(
             address,
-            int(port),
+            port,
             world_size,
-            is_master=rank == 0 and not agent_hosts,
+            is_master=True,
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
             multi_tenant=True,
         )
-    except Exception as error:
-        host = "the launcher's agent" if agent_hosts else "rank 0"
+    except (RuntimeError, ValueError) as error:
+        raise ConfigurationError(
+            f"rank 0 cannot open the store where all ranks meet: {error}",
+            argument="MASTER_ADDR, MASTER_PORT",
+            expected="an address of this host, and a free port",
+            seen=f"{address}:{port}",
+        ) from error
+
+
+def _join_store(address: str, port: int, rank: int, world_size: int, timeout_s: float, *, by_agent: bool) -> dist.Store:
+    started = time.monotonic()
+    try:
+        left_s = _wait_for_listener(address, port, timeout_s)
+        return dist.TCPStore(
+            address, port, world_size, is_master=False, timeout=timedelta(seconds=left_s), wait_for_workers=False
+        )
+    except (OSError, RuntimeError) as error:
+        host = "the launcher's agent" if by_agent else "rank 0"
         raise CollectiveTimeoutError(
             f"rank {rank} could not reach the store of {host} at {address}:{port}",
             rank=rank,
             call="init_process_group",
-            peers=() if agent_hosts else (0,),
+            peers=() if by_agent else (0,),
             elapsed_s=time.monotonic() - started,
             timeout_s=timeout_s,
             advice="Check that it runs, and that MASTER_ADDR and MASTER_PORT are right on every host.",
         ) from error
-    if rank == 0 and not agent_hosts:
-        _hosted[os.getpid(), port] = store
-    # A restarted job must not read what the failed attempt left in the agent's store.
-    return dist.PrefixStore(f"attempt{found.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _wait_for_listener(address: str, port: int, timeout_s: float) -> float:
+    """Wait until somebody listens there; the seconds that are left.
+
+    TCPStore would do the same, but goes on for long after its timeout, and prints a stack trace for each attempt.
+    """
+    deadline = time.monotonic() + timeout_s
+    pause_s = 0.02
+    while True:
+        left_s = deadline - time.monotonic()
+        try:
+            socket.create_connection((address, port), timeout=max(min(left_s, 5.0), 0.05)).close()
+            return max(deadline - time.monotonic(), 1.0)
+        except OSError:
+            if left_s <= 0:
+                raise
+        time.sleep(min(pause_s, max(left_s, 0.0)))
+        pause_s = min(2 * pause_s, 0.5)
 
 
 def exchange(store: dist.Store, topic: str, rank: int, ranks: Sequence[int], value: Any, timeout_s: float) -> list[Any]:
