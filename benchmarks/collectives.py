@@ -6,6 +6,8 @@ One process: ``Communicator.allreduce`` of 4 bytes against what it ends in, as B
 ``start`` with a call that is described already; on ``gloo``, in a group of one, once the transport's ``start`` and once
 the ``allreduce`` of torch's own group object.
 
+Where processes can share memory: collectives on ``shm`` against those of ``torch.distributed`` on Gloo.
+
 ``python -m benchmarks.collectives``
 """
 
@@ -23,6 +25,7 @@ from bagua.cli.launch import Rank, run_ranks
 from bagua.comm import Communicator, Membership
 from bagua.comm.c10d import C10dTransport
 from bagua.comm.call import Call
+from bagua.comm.shm import shm_refusal
 from benchmarks.paired import (
     Rounds,
     add_arguments,
@@ -32,6 +35,7 @@ from benchmarks.paired import (
     measure,
     slowest,
 )
+from benchmarks.shared_memory import compare_with_gloo
 
 TIMEOUT_S = 60.0
 RATIO_LIMITS = {4: 1.15, 25_000_000: 1.05}
@@ -136,6 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, rounds in overheads.items():
         limit_us = OVERHEAD_LIMIT_US if name.endswith("transport.start") else None
         comparisons.append(compare_added(f"1 rank, {name}", rounds, limit_us))
+    if shm_refusal() is None:
+        comparisons += compare_with_gloo(options.rounds, options.largest)
     return conclude(comparisons, options)
 
 

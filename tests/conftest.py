@@ -1,6 +1,6 @@
 """What all tests share: how many examples the property tests draw, which transports run, and the ranks they run on.
 
-``--transport NAME`` (repeatable) chooses among threads, solo, shm, gloo and nccl; without it
+``--transport NAME`` (repeatable) chooses among threads, solo, shm, hybrid, gloo and nccl; without it
 all of them run. Tests for one transport carry its name as a marker. Fixtures:
 
 * ``ranks(3, function, *arguments, hosts=[2, 1])`` runs ``function(*arguments)`` on three ranks
@@ -31,7 +31,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 #: Ranks of each pool: what the largest test needs.
 _SIZE = 6
-TRANSPORTS = ("threads", "solo", "shm", "gloo", "nccl")
+TRANSPORTS = ("threads", "solo", "shm", "hybrid", "gloo", "nccl")
 _WITH_SEVERAL_RANKS = ("threads", "shm", "gloo", "nccl")
 
 

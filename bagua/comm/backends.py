@@ -5,6 +5,7 @@ from __future__ import annotations
 from bagua import env
 from bagua.comm.c10d import C10dTransport, c10d_refusal
 from bagua.comm.checked import CheckedTransport, check_membership
+from bagua.comm.hybrid import HybridTransport
 from bagua.comm.shm import ShmTransport, shm_refusal
 from bagua.comm.solo import SoloTransport
 from bagua.comm.threads import ThreadsTransport
@@ -17,7 +18,7 @@ def create_transport(backend: str, membership: Membership) -> Transport:
     """The transport of one communicator. Collective among its members.
 
     Args:
-        backend: ``shm``, ``threads``, ``solo``, or anything that ``torch.distributed`` knows:
+        backend: ``shm``, ``hybrid``, ``threads``, ``solo``, or anything that ``torch.distributed`` knows:
             ``gloo``, ``nccl``, ``cpu:gloo,cuda:nccl``, a registered third-party one.
         membership: the ranks to connect. One rank alone never needs a backend.
     """
@@ -25,9 +26,14 @@ def create_transport(backend: str, membership: Membership) -> Transport:
         return SoloTransport(membership)
     if backend == "threads":
         return ThreadsTransport(membership)
-    if backend == "shm":
+    hosts = len(set(membership.nodes))
+    if backend == "shm" or (backend == "hybrid" and hosts == 1):
         return ShmTransport(membership)
-    transport = C10dTransport(backend, membership)
+    transport: Transport
+    if backend == "hybrid" and hosts < membership.size:
+        transport = HybridTransport(membership)
+    else:
+        transport = C10dTransport("gloo" if backend == "hybrid" else backend, membership)
     if env.debug_checks():
         return CheckedTransport(transport, C10dTransport("gloo", check_membership(membership)))
     return transport
@@ -37,6 +43,6 @@ def refusal(backend: str) -> Exception | None:
     """Why this process cannot serve ``backend``, or None if it can. Local, quick, no side effect."""
     if backend in ("threads", "solo"):
         return None
-    if backend == "shm":
+    if backend in ("shm", "hybrid"):
         return shm_refusal()
     return c10d_refusal(backend)

@@ -1,0 +1,102 @@
+"""Shared memory against Gloo: the same collective of bagua on ``shm`` and of ``torch.distributed``, in one process."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed
+
+from bagua import comm
+from bagua.cli.launch import Rank, run_ranks
+from bagua.comm import Communicator
+from benchmarks.paired import Comparison, Rounds, compare, measure, slowest
+
+__all__ = ["Case", "cases", "compare_with_gloo"]
+
+TIMEOUT_S = 60.0
+KINDS = ("broadcast", "allgather", "reduce_scatter", "alltoall")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table.
+
+    Args:
+        kind: of collective.
+        size_bytes: of one rank's input.
+        calls: in one sample.
+        registered: whether the tensor is one of ``communicator.empty``.
+        limit: the largest share of Gloo's time that is promised.
+    """
+
+    kind: str
+    size_bytes: int
+    calls: int
+    registered: bool
+    limit: float
+
+    def name(self, ranks: int) -> str:
+        """What was measured."""
+        memory = ", empty()" if self.registered else ""
+        return f"{ranks} ranks, {self.size_bytes:>8} B{memory}: shm {self.kind} : gloo"
+
+
+def cases(ranks: int, largest_bytes: int) -> list[Case]:
+    """What is measured with so many ranks, up to the given size."""
+    small, medium, large = (1 / 8, 1 / 6, 1 / 3) if ranks == 2 else (1 / 5, 1 / 3, 1 / 3)
+    found = [Case("allreduce", size, 100, False, small) for size in (4, 1024, 16 * 1024)]
+    found += [Case("allreduce", 256 * 1024, 30, False, medium if ranks == 2 else small)]
+    found += [Case("allreduce", size, 10, False, medium) for size in (1 << 20, 4 << 20)]
+    found += [Case("allreduce", 25_000_000, 2, False, large)]
+    found += [Case("allreduce", 25_000_000, 2, True, 1 / 10 if ranks == 2 else large)]
+    if ranks == 2:
+        found += [Case(kind, 4 << 20, 5, False, 1 / 3) for kind in KINDS]
+    return [case for case in found if case.size_bytes <= largest_bytes]
+
+
+def make_calls(case: Case, communicator: Communicator) -> tuple[Callable[[], object], Callable[[], object]]:
+    """The collective on Gloo, and on ``communicator``."""
+    numel, size = case.size_bytes // 4, communicator.size
+    if case.kind == "allreduce":
+        tensor = torch.zeros(numel)
+        ours = communicator.empty(numel, dtype=tensor.dtype).zero_() if case.registered else tensor
+        return functools.partial(torch.distributed.all_reduce, tensor), functools.partial(communicator.allreduce, ours)
+    tensor = torch.zeros(numel)
+    if case.kind == "broadcast":
+        return (
+            functools.partial(torch.distributed.broadcast, tensor, 0),
+            functools.partial(communicator.broadcast, tensor, 0),
+        )
+    output = torch.zeros({"allgather": numel * size, "reduce_scatter": numel // size, "alltoall": numel}[case.kind])
+    theirs = {
+        "allgather": torch.distributed.all_gather_single,
+        "reduce_scatter": torch.distributed.reduce_scatter_single,
+        "alltoall": torch.distributed.all_to_all_single,
+    }[case.kind]
+    return functools.partial(theirs, output, tensor), functools.partial(
+        getattr(communicator, case.kind), output, tensor
+    )
+
+
+def time_cases(rank: Rank, chosen: list[Case], rounds: int) -> list[Rounds]:
+    """All cases on this rank."""
+    rank.join("shm", TIMEOUT_S)
+    communicator = comm.get_default_group().global_communicator
+    timed = []
+    for case in chosen:
+        gloo, shm = make_calls(case, communicator)
+        timed.append(measure(gloo, shm, rounds=rounds, calls=case.calls, before_each=torch.distributed.barrier))
+    comm.destroy_process_group()
+    return timed
+
+
+def compare_with_gloo(rounds: int, largest_bytes: int) -> list[Comparison]:
+    """All lines about shared memory; two ranks, then four."""
+    comparisons = []
+    for ranks in (2, 4):
+        chosen = cases(ranks, largest_bytes)
+        of_ranks = run_ranks(time_cases, ranks, (chosen, rounds))
+        for case, *timed in zip(chosen, *of_ranks, strict=True):
+            comparisons.append(compare(case.name(ranks), slowest(timed), case.limit))
+    return comparisons

@@ -1,0 +1,112 @@
+"""Memory inside a host and Gloo between hosts: the contract of all transports on uneven hosts, and who owns what."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import bagua.comm
+from bagua.comm.hybrid import slice_owners
+from bagua.errors import TransportUnavailableError
+from bagua.testing import ProcessRanks
+from bagua.testing.transport_contract import TransportContract
+from tests.comm.memory_ranks import KINDS, Exercise, ramp
+
+pytestmark = pytest.mark.hybrid
+
+LAYOUTS = {3: [2, 1], 5: [3, 2]}
+
+
+class RanksOnHosts(ProcessRanks):
+    """Ranks that believe to be on several hosts unless a test says otherwise."""
+
+    def outcomes(self, function, *arguments, size=None, hosts=None, **options):
+        size = self.size if size is None else size
+        hosts = LAYOUTS[size] if hosts is None else hosts
+        return super().outcomes(function, *arguments, size=sum(hosts), hosts=hosts, **options)
+
+
+class TestHybrid(TransportContract):
+    sizes = (3, 5)
+    compares_calls = False
+    adds_in_float32 = False
+
+    @pytest.fixture
+    def pool(self):
+        return RanksOnHosts(5, backend="hybrid")
+
+
+@pytest.fixture(scope="module")
+def pool():
+    return ProcessRanks(6, backend="hybrid")
+
+
+def all_kinds() -> None:
+    comm = bagua.comm.get_default_group().global_communicator
+    for kind in KINDS:
+        for numel in (0, 1, 7, 20_001) if kind != "barrier" else (0,):
+            for async_op in (False, True):
+                seen, wanted = Exercise(kind, numel).call(comm, async_op=async_op)
+                assert torch.equal(seen, wanted), (kind, numel, async_op)
+
+
+@pytest.mark.parametrize("hosts", [[2, 1], [1, 3, 2], [2, 2], [1, 1], [3]], ids=str)
+def test_layouts(pool, hosts: list[int]) -> None:
+    pool.run(all_kinds, hosts=hosts)
+
+
+def backends() -> tuple[str, str]:
+    group = bagua.comm.get_default_group()
+    return group.global_communicator.backend, group.intra_node_communicator.backend
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [([3], [("shm", "shm")] * 3), ([1, 1], [("gloo", "solo")] * 2), ([2, 1], [("hybrid", "shm")] * 2)],
+    ids=str,
+)
+def test_parts_that_need_no_hybrid(pool, hosts: list[int], expected: list[tuple[str, str]]) -> None:
+    assert pool.run(backends, hosts=hosts)[: len(expected)] == expected
+
+
+def means_of_shared_memory(numel: int) -> list[float]:
+    """Average of tensors from ``empty``, and of a part of one that does not divide into slices."""
+    comm = bagua.comm.get_default_group().global_communicator
+    tensor = comm.empty(numel, dtype=torch.float64)
+    tensor.copy_(ramp(comm.rank, numel))
+    comm.allreduce(tensor, bagua.comm.ReduceOp.AVG)
+    mean = sum(range(comm.size)) / comm.size
+    assert torch.allclose(tensor, ramp(0, numel).double() + mean)
+    comm.allreduce(tensor[5:], bagua.comm.ReduceOp.MAX)
+    return tensor[:50].tolist()
+
+
+def test_all_hosts_have_the_same_bits(pool) -> None:
+    results = pool.run(means_of_shared_memory, 40_003, hosts=[1, 3, 2])
+    assert all(result == results[0] for result in results)
+
+
+def test_every_slice_has_one_owner_on_each_host() -> None:
+    owners = slice_owners([[0], [1, 2, 3], [4, 5]])
+    assert owners == [(0, 1, 4), (0, 2, 5), (0, 3, 4)]
+
+
+def break_one_host() -> str:
+    """Rank 1 cannot have shared memory; the rank alone on the other host hears of it."""
+    import bagua.comm.shm_attach as shm_attach
+
+    if bagua.comm.get_rank() == 1:
+
+        def refuse(*_, **__):
+            raise OSError("no memory for this test")
+
+        shm_attach.create_memory = refuse
+    try:
+        bagua.comm.get_default_group().duplicate()
+    except TransportUnavailableError as error:
+        return str(error)
+    return "no error"
+
+
+def test_one_host_that_cannot_is_everyone(pool) -> None:
+    assert all("no memory for this test" in text for text in pool.run(break_one_host, hosts=[2, 1]))
