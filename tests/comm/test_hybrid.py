@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import bagua.comm
+from bagua.comm import shm_attach
 from bagua.comm.hybrid import slice_owners
 from bagua.errors import TransportUnavailableError
 from bagua.testing import ProcessRanks
@@ -93,8 +94,6 @@ def test_every_slice_has_one_owner_on_each_host() -> None:
 
 def break_one_host() -> str:
     """Rank 1 cannot have shared memory; the rank alone on the other host hears of it."""
-    import bagua.comm.shm_attach as shm_attach
-
     if bagua.comm.get_rank() == 1:
 
         def refuse(*_, **__):
