@@ -240,21 +240,19 @@ class Communicator(TensorCollectives):
             allow_pickle: see ``broadcast_object``.
         """
         root = check_rank(root, self.size, "root")
-        parts = self._encoded_parts(objs, root, allow_pickle)
+        parts, failure = self._encoded_parts(objs, root, allow_pickle)
 
         def steps() -> Steps:
             lengths = torch.zeros(self.size, dtype=torch.int64, device=self._home)
-            for rank, (part, _) in enumerate(parts):
+            for rank, part in enumerate(parts):
                 lengths[rank] = part.numel()
             yield from _maybe(self.broadcast(lengths, root, async_op=async_op, timeout=timeout))
             counts = lengths.tolist()
             data = self._bytes(max(counts))
-            rows = [self._padded(part, max(counts)) for part, _ in parts]
-            table = torch.cat(rows) if rows else None
+            table = torch.cat([self._padded(part, max(counts)) for part in parts]) if parts else None
             yield from _maybe(self.scatter(data, table, root, async_op=async_op, timeout=timeout))
-            for _, failure in parts:
-                if failure is not None:
-                    raise failure
+            if failure is not None:
+                raise failure
             return decode(data[: counts[self.rank]], allow_pickle=allow_pickle)
 
         return self._object_result(steps(), async_op)
@@ -283,25 +281,22 @@ class Communicator(TensorCollectives):
 
     def _encoded_parts(
         self, objs: Sequence[object] | None, root: int, allow_pickle: bool
-    ) -> list[tuple[torch.Tensor, ConfigurationError | None]]:
-        if self.rank != root:
-            if objs is not None:
-                raise ConfigurationError(
-                    "only one rank has the objects",
-                    argument="objs",
-                    expected=f"None on every rank but {root}",
-                    seen=f"{type(objs).__name__} on rank {self.rank}",
-                )
-            return []
-        if objs is None or len(objs) != self.size:
-            error = ConfigurationError(
-                "one object per rank is needed",
-                argument="objs",
-                expected=f"a list of {self.size} objects on rank {root}",
-                seen="None" if objs is None else f"{len(objs)} objects",
-            )
-            return [(encode_failure(str(error)).to(self._home), error)] * self.size
-        return [self._encoded(obj, allow_pickle) for obj in objs]
+    ) -> tuple[list[torch.Tensor], ConfigurationError | None]:
+        """What ``root`` sends to each rank, and what is wrong with ``objs``: raised when no peer waits any more."""
+        if self.rank != root and objs is None:
+            return [], None
+        if self.rank == root and objs is not None and len(objs) == self.size:
+            encoded = [self._encoded(obj, allow_pickle) for obj in objs]
+            failures = [failure for _, failure in encoded if failure is not None]
+            return [part for part, _ in encoded], failures[0] if failures else None
+        failure = ConfigurationError(
+            "one rank has the objects, one for each rank",
+            argument="objs",
+            expected=f"a list of {self.size} objects on rank {root}, None on other ranks",
+            seen=f"{'None' if objs is None else f'{len(objs)} objects'} on rank {self.rank}",
+        )
+        news = [encode_failure(str(failure)).to(self._home)] * self.size
+        return news if self.rank == root else [], failure
 
     def _object_result(self, steps: Steps, async_op: bool) -> Any:
         work = self._compose(steps, async_op)

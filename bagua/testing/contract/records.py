@@ -40,6 +40,10 @@ class RecordsContract(ContractBase):
         self.need(self.can_lose_ranks, "there is nobody to send to")
         pool.run(refuse_pickle, size=self.size)
 
+    def test_misplaced_objects_keep_nobody_waiting(self, pool: RankPool) -> None:
+        self.need(self.can_lose_ranks, "there is nobody to send to")
+        pool.run(misplace_objects, size=self.size)
+
     def test_empty_lists_of_tensors(self, pool: RankPool) -> None:
         self.on_every_size(pool, coalesce_nothing)
 
@@ -161,6 +165,21 @@ def refuse_pickle() -> None:
         error = caught(comm.broadcast_object).error
         assert isinstance(error, ConfigurationError), f"{error!r}"
         assert "pickle" in str(error)
+    assert comm.usable
+    perform("allreduce", comm, Setting())
+
+
+def misplace_objects() -> None:
+    """A list that is too short, or on the wrong rank: an error, and nobody waits for anybody."""
+    comm = communicator()
+    short = caught(lambda: comm.scatter_object(["one"] * (comm.size - 1) if comm.rank == 0 else None)).error
+    assert isinstance(short, ConfigurationError), f"{short!r}"
+    assert "objs" in str(short)
+    everything = list(range(comm.size))
+    if comm.rank == 1:
+        assert isinstance(caught(lambda: comm.scatter_object(everything)).error, ConfigurationError)
+    else:
+        assert comm.scatter_object(everything if comm.rank == 0 else None) == comm.rank
     assert comm.usable
     perform("allreduce", comm, Setting())
 
