@@ -27,6 +27,7 @@ import time
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Literal
 
 import torch
 
@@ -58,7 +59,7 @@ class MemoryTransport(Transport):
 
     name = "memory"
     compares_calls = True
-    executor = "thread"
+    executor: Literal["caller", "thread", "stream"] = "thread"
 
     def __init__(self, membership: Membership, peers: Peers) -> None:
         super().__init__(membership)

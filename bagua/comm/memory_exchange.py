@@ -13,10 +13,20 @@ from bagua.comm.memory_peers import Peers
 from bagua.comm.reduction import fold
 from bagua.errors import CollectiveMismatchError
 
-__all__ = ["SMALL_BYTES", "Exchange", "compare"]
+__all__ = ["SMALL_BYTES", "Exchange", "compare", "slices"]
 
 #: Up to here a private copy and a redundant reduction cost less than a second barrier.
 SMALL_BYTES = 64 * 1024
+
+
+def slices(start: int, stop: int, size: int) -> list[int]:
+    """Bounds of the part that each rank reduces of elements ``start`` to ``stop``.
+
+    Example:
+        >>> slices(10, 15, 2)
+        [10, 12, 15]
+    """
+    return [start + (stop - start) * rank // size for rank in range(size + 1)]
 
 
 def compare(rank: int, notices: list[Notice]) -> None:
@@ -106,6 +116,7 @@ class Exchange:
         if True in [notice.lent for notice in self._notices]:
             self._barrier()
             self._peers.withdraw(self._slot)
+        self._peers.conclude(self._slot)
 
     def _width(self) -> int:
         if self._call.kind != "alltoall_v":
@@ -116,7 +127,8 @@ class Exchange:
         self._peers.barrier(self._call, self._deadline)
 
     def _view(self, rank: int, start: int, stop: int) -> torch.Tensor:
-        return self._peers.lines[rank].view(self._slot, start, stop)
+        line = self._peers.lines[rank]
+        return (line.view if rank != self._peers.rank else line.source)(self._slot, start, stop)
 
     def _out(self, start: int, stop: int) -> torch.Tensor:
         target = self._target
@@ -133,14 +145,14 @@ class Exchange:
             return
         # Rank r reduces slice r of all ranks where its own lies published: nobody else
         # reads that slice before the barrier. Afterwards everyone pulls the slices.
-        size, width = self._peers.size, stop - start
-        bounds = [start + width * rank // size for rank in range(size + 1)]
-        first, last = bounds[self._peers.rank], bounds[self._peers.rank + 1]
-        parts = [self._view(rank, first, last) for rank in range(size)]
-        fold(parts, self._call.reduction, parts[self._peers.rank])
+        peers, slot = self._peers, self._slot
+        bounds = slices(start, stop, peers.size)
+        first, last = bounds[peers.rank], bounds[peers.rank + 1]
+        parts = [self._view(rank, first, last) for rank in range(peers.size)]
+        fold(parts, self._call.reduction, peers.own.view(slot, first, last))
         self._barrier()
-        for rank in range(size):
-            theirs = self._view(rank, bounds[rank], bounds[rank + 1])
+        for rank, line in enumerate(peers.lines):
+            theirs = line.view(slot, bounds[rank], bounds[rank + 1])
             ours = self._out(bounds[rank], bounds[rank + 1])
             if theirs.data_ptr() != ours.data_ptr():
                 ours.copy_(theirs)

@@ -143,6 +143,10 @@ class Line(ABC):
         owner may write to its own view where no other rank reads.
         """
 
+    def source(self, slot: int, start: int, stop: int) -> torch.Tensor:
+        """The same elements for the owner to read: it need not show to others what only it reads."""
+        return self.view(slot, start, stop)
+
 
 def rows(call: Call, size: int) -> list[tuple[int, int]]:
     """(first element, number of elements) of each row of the source of ``call``.

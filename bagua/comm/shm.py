@@ -61,7 +61,8 @@ class ShmTransport(MemoryTransport):
     """
 
     name = "shm"
-    executor = "thread"
+    #: Asynchronous calls have threads of their own; one more between these and the engine gains nothing.
+    executor = "caller"
 
     def __init__(self, membership: Membership) -> None:
         peers = ShmPeers(membership, env.shm_staging_bytes(), current_fault())

@@ -15,12 +15,13 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from bagua.comm.hosts import host_identity
-from bagua.comm.rendezvous import exchange, refuse_together
+from bagua.comm.rendezvous import exchange
 from bagua.comm.shm_line import NONCE_BYTES
 from bagua.comm.shm_memory import SharedMemory, create_memory, map_memory
 from bagua.comm.transport import Membership
@@ -32,6 +33,7 @@ __all__ = ["Attached", "Peer", "attach"]
 _LIMIT_S = 60.0
 _SLICE_S = 0.05
 _SO_PEERPIDFD = 77
+_HOST = "host (kernel and network namespace)"
 _VERDICT = "shm/verdict"
 _HELLO = struct.Struct(f"q{NONCE_BYTES}s")
 _CREDENTIALS = struct.Struct("3i")
@@ -61,12 +63,13 @@ class Attached(NamedTuple):
     peers: dict[int, Peer]
 
 
-def attach(membership: Membership, control_bytes: int) -> Attached:
+def attach(membership: Membership, control_bytes: int, settings: Mapping[str, int]) -> Attached:
     """Connect all ranks of ``membership``. Collective.
 
     Args:
         membership: the ranks.
         control_bytes: of control memory for each rank.
+        settings: on which all ranks must agree, by name.
 
     Raises:
         TransportUnavailableError: on every rank, if one of them cannot.
@@ -74,15 +77,31 @@ def attach(membership: Membership, control_bytes: int) -> Attached:
     """
     meeting = _Meeting(membership)
     try:
-        meeting.prepare(control_bytes)
-        failure = meeting.connect()
-        refuse_together(membership.store, _VERDICT, membership.rank, membership.ranks, failure, membership.timeout_s)
+        meeting.prepare(control_bytes, settings)
+        problem = meeting.connect()
+        problems = exchange(
+            membership.store, _VERDICT, membership.rank, membership.ranks, problem, membership.timeout_s
+        )
+        _raise_together(membership, problems)
     except BaseException:
         meeting.give_up()
         raise
     finally:
         meeting.end()
     return meeting.result()
+
+
+def _raise_together(membership: Membership, problems: list[str]) -> None:
+    """Raise if any rank has a problem; all ranks know all of them."""
+    refusing = [rank for rank, problem in enumerate(problems) if problem]
+    if refusing:
+        told = "; ".join(f"rank {membership.ranks[rank]}: {problems[rank]}" for rank in refusing)
+        raise TransportUnavailableError(
+            f"shared memory cannot connect these ranks: {told}",
+            rank=membership.rank,
+            peers=refusing,
+            advice="Leave the choice to backend=None, or use backend='gloo'.",
+        )
 
 
 class _Meeting:
@@ -101,9 +120,10 @@ class _Meeting:
 
     # What this rank brings, and what the others say.
 
-    def prepare(self, control_bytes: int) -> None:
+    def prepare(self, control_bytes: int, settings: Mapping[str, int]) -> None:
         """Make the own memory and sockets, and learn the names of the others'."""
-        own: dict[str, Any] = {"host": host_identity(), "torch": torch.__version__, "refusal": ""}
+        facts = {_HOST: host_identity(), "version of torch": torch.__version__, **settings}
+        own: dict[str, Any] = {"facts": facts, "refusal": ""}
         nonce = secrets.token_bytes(NONCE_BYTES)
         try:
             own["name"] = self._listen()
@@ -128,26 +148,22 @@ class _Meeting:
 
     def _compare(self, answers: list[dict[str, Any]]) -> None:
         """Every rank sees the same answers, so all of them raise or none."""
-        for rank, answer in enumerate(answers):
-            reason = answer["refusal"]
-            for fact, name in (("host", "host (kernel and network namespace)"), ("torch", "version of torch")):
-                if answer[fact] != answers[0][fact] and not reason:
-                    reason = f"it has another {name} than rank {self._global(0)}"
-            if reason:
-                raise TransportUnavailableError(
-                    f"shared memory cannot connect rank {self._global(rank)}: {reason}",
-                    rank=self._rank,
-                    peers=(rank,),
-                    advice="Leave the choice to backend=None, or use backend='gloo'.",
-                )
+        problems = []
+        for answer in answers:
+            problem = answer["refusal"]
+            for name, value in answers[0]["facts"].items():
+                if answer["facts"][name] != value and not problem:
+                    problem = f"it has another {name} than rank {self._global(0)}"
+            problems.append(problem)
+        _raise_together(self._membership, problems)
 
     def _global(self, rank: int) -> int:
         return self._membership.ranks[rank]
 
     # Connections.
 
-    def connect(self) -> Exception | None:
-        """Connect to all others. Returns why that did not work."""
+    def connect(self) -> str:
+        """Connect to all others. Returns why that did not work, or nothing."""
         try:
             for other in range(self._rank):
                 self._call(other)
@@ -155,12 +171,9 @@ class _Meeting:
             for other in range(self._rank):
                 self._admit(other, self._connections[other], *self._hear(self._connections[other]))
         except (OSError, CommunicationError) as error:
-            return TransportUnavailableError(
-                f"shared memory cannot connect rank {self._global(self._rank)}: {error}",
-                rank=self._rank,
-                advice="Leave the choice to backend=None, or use backend='gloo'.",
-            )
-        return None
+            self._hang_up()  # Nobody shall wait for an answer.
+            return str(error) or type(error).__name__
+        return ""
 
     def _call(self, other: int) -> None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -259,6 +272,11 @@ class _Meeting:
             self._listener.close()
         if self._own is not None:
             os.close(self._own[1])
+
+    def _hang_up(self) -> None:
+        assert self._listener is not None
+        for connection in (self._listener, *self._connections.values()):
+            connection.close()
 
     def give_up(self) -> None:
         """Close everything that ``result`` would have returned."""

@@ -7,7 +7,7 @@ import struct
 from abc import abstractmethod
 from collections.abc import Callable
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -17,7 +17,18 @@ from bagua.comm.memory_line import Line, Notice, Slots, Words
 from bagua.comm.shm_memory import SharedMemory
 from bagua.comm.shm_segments import MappedSegment, Views
 
-__all__ = ["NONCE_BYTES", "NOWHERE", "ControlLayout", "ControlLine", "OwnLine", "PeerLine", "Place", "Where", "Window"]
+__all__ = [
+    "NONCE_BYTES",
+    "NOWHERE",
+    "Area",
+    "ControlLayout",
+    "ControlLine",
+    "OwnLine",
+    "PeerLine",
+    "Place",
+    "Where",
+    "Window",
+]
 
 _KINDS = COLLECTIVES + POINT_TO_POINT
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
@@ -197,6 +208,15 @@ def _row_and_column(call: Call, start: int) -> tuple[int, int]:
     return row, start - firsts[row]
 
 
+class Area(Protocol):
+    """Where data was copied for others to see."""
+
+    views: Views
+
+    def source(self, start: int, stop: int) -> torch.Tensor:
+        """The data where it was copied from."""
+
+
 class OwnLine(ControlLine):
     """The line of this rank: remembers as Python objects what it writes as bytes."""
 
@@ -206,7 +226,7 @@ class OwnLine(ControlLine):
         self._reason = ""
         self._inline_places: dict[torch.dtype, Place] = {}
         self._notices: list[Notice | None] = [None] * slots
-        self._segments: list[Views | None] = [None] * slots
+        self._areas: list[Area | None] = [None] * slots
         self._lent: list[torch.Tensor | None] = [None] * slots
         #: The beginning of each record, for peers' lines to compare with.
         self.agreements: list[tuple[int, ...]] = [()] * slots
@@ -237,7 +257,7 @@ class OwnLine(ControlLine):
         return place
 
     def write(
-        self, slot: int, call: Call, place: Place, lent: torch.Tensor | None = None, segment: Views | None = None
+        self, slot: int, call: Call, place: Place, lent: torch.Tensor | None = None, area: Area | None = None
     ) -> None:
         """Publish ``call``.
 
@@ -246,7 +266,7 @@ class OwnLine(ControlLine):
             call: what this rank does.
             place: of its data.
             lent: the data, if it is the caller's.
-            segment: where the data was copied, if not into the control memory.
+            area: where the data was copied, if not into the control memory.
         """
         before = self._calls[slot]
         if call.kind == before.kind and call[2:] == before[2:] and place == self._places[slot]:
@@ -257,7 +277,7 @@ class OwnLine(ControlLine):
             self._write_all(slot, call, place)
         self._notices[slot] = Notice(call, agreement, place.where == Where.WHOLE, place.piece)
         self._calls[slot], self._places[slot] = call, place
-        self._lent[slot], self._segments[slot] = lent, segment
+        self._lent[slot], self._areas[slot] = lent, area
 
     def _write_all(self, slot: int, call: Call, place: Place) -> None:
         numbers = (
@@ -282,10 +302,10 @@ class OwnLine(ControlLine):
         """Forget the caller's tensor."""
         self._lent[slot] = None
 
-    def forget_segments(self) -> None:
+    def forget_areas(self) -> None:
         """Drop all references to memory other than the control memory."""
         self._lent = [None] * len(self._lent)
-        self._segments = [None] * len(self._segments)
+        self._areas = [None] * len(self._areas)
 
     def notice(self, slot: int) -> Notice:
         """What was published last in ``slot``."""
@@ -298,10 +318,15 @@ class OwnLine(ControlLine):
         lent = self._lent[slot]
         return super().view(slot, start, stop) if lent is None else lent[start:stop]
 
+    def source(self, slot: int, start: int, stop: int) -> torch.Tensor:
+        """See ``Line.source``: of what passes piece by piece, the own part was not copied."""
+        area = self._areas[slot]
+        return self.view(slot, start, stop) if area is None else area.source(start, stop)
+
     def _views(self, slot: int) -> Views:
-        segment = self._segments[slot]
-        assert segment is not None
-        return segment
+        area = self._areas[slot]
+        assert area is not None
+        return area.views
 
 
 class PeerLine(ControlLine):

@@ -44,7 +44,7 @@ class ShmPeers(Peers):
 
     def __init__(self, membership: Membership, staging_bytes: int, fault: FaultHook | None) -> None:
         layout = ControlLayout(membership.size)
-        attached = attach(membership, layout.nbytes)
+        attached = attach(membership, layout.nbytes, {"staging area": staging_bytes})
         self._window = Window()
         self._line = OwnLine(attached.memory, membership.size, self._window)
         self._channels = {rank: Channel(peer.connection, rank) for rank, peer in attached.peers.items()}
@@ -103,7 +103,7 @@ class ShmPeers(Peers):
         if not self._offer(slot, area.segment):
             raise TransportUnavailableError("a descriptor of shared memory could not be passed", rank=self.rank)
         place = area.open(call, source) if isinstance(area, Staging) else area.open(source)
-        self._line.write(slot, call, place, segment=area.views)
+        self._line.write(slot, call, place, area=area)
 
     def _offer(self, slot: int, segment: Segment) -> bool:
         """Make ``segment`` known to those who read ``slot``."""
@@ -112,7 +112,7 @@ class ShmPeers(Peers):
 
     def _staging_area(self) -> Staging:
         if self._staging is None:
-            self._staging = Staging(self._staging_bytes, self.size)
+            self._staging = Staging(self._staging_bytes, self.rank, self.size)
         return self._staging
 
     def _outbox(self, slot: int, nbytes: int) -> Outbox:
@@ -147,9 +147,18 @@ class ShmPeers(Peers):
         elif where == Where.OUTBOX:
             self._outboxes[slot].show(start, stop)
 
+    def conclude(self, slot: int) -> None:
+        """Drop the reference to the caller's tensor, if it was copied."""
+        if self._line.place(slot).where == Where.STAGED:
+            assert self._staging is not None
+            self._staging.forget()
+
     def withdraw(self, slot: int) -> None:
         """Drop the reference to the caller's tensor."""
         self._line.withdraw(slot)
+        outbox = self._outboxes.get(slot)
+        if outbox is not None:
+            outbox.forget()
 
     def _drop_gone(self) -> None:
         for channel in self._channels.values():
@@ -230,7 +239,7 @@ class ShmPeers(Peers):
                 os.close(descriptor)
         for channel in self._channels.values():
             channel.close()
-        self._line.forget_segments()
+        self._line.forget_areas()
         self._staging = None
         self._outboxes.clear()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from bagua.comm.call import Call
+from bagua.comm.memory_exchange import slices
 from bagua.comm.memory_line import rows
 from bagua.comm.shm_line import Place, Where
 from bagua.comm.shm_segments import HEADER_BYTES, Views, allocate
@@ -21,29 +22,42 @@ class _Area:
         self._memory, self.segment = allocate(nbytes, in_children=False)
         self.views = Views(self._memory)
         self.nbytes = nbytes
+        self._source = torch.empty(0)
+
+    def source(self, start: int, stop: int) -> torch.Tensor:
+        """The data where it was copied from."""
+        return self._source[start:stop]
+
+    def forget(self) -> None:
+        """Drop the reference to the caller's tensor."""
+        self._source = torch.empty(0)
 
 
 class Staging(_Area):
     """Two areas that take turns, for the collectives of one communicator.
 
-    While peers read a piece in one area, the next goes into the other.
+    While peers read a piece in one area, the next goes into the other. What only this
+    rank reads stays where it is: its own row, or of an allreduce its own slice.
 
     Args:
-        area_bytes: of each area.
+        area_bytes: of each area; the same on all ranks.
+        rank: of this process.
         size: of the communicator.
     """
 
-    def __init__(self, area_bytes: int, size: int) -> None:
+    def __init__(self, area_bytes: int, rank: int, size: int) -> None:
         super().__init__(2 * area_bytes)
         self._area_bytes = area_bytes
+        self._rank = rank
         self._size = size
         self._latest = 0
         self._piece = 1
+        self._call = Call("", 0, torch.uint8)
         self._rows: list[tuple[int, int]] = []
-        self._source = torch.empty(0)
 
     def open(self, call: Call, source: torch.Tensor) -> Place:
         """Show the first piece of ``source``, which is flat, and say how to find the pieces."""
+        self._call = call
         self._rows = rows(call, self._size)
         self._source = source
         piece = max(self._area_bytes // (len(self._rows) * source.element_size()), 1)
@@ -56,17 +70,23 @@ class Staging(_Area):
     def show(self, start: int, stop: int) -> None:
         """Show columns ``start`` to ``stop`` of each row in the area whose turn it is."""
         self._latest ^= 1
-        source, itemsize = self._source, self._source.element_size()
-        offset = HEADER_BYTES + self._latest * self._area_bytes
-        for first, length in self._rows:
-            part = source[first + min(start, length) : first + min(stop, length)]
-            if part.numel():
-                self.views.get(source.dtype, offset, part.numel()).copy_(part)
-            offset += self._piece * itemsize
+        if self._call.kind == "allreduce":
+            stop = min(stop, self._source.numel())
+            bounds = slices(start, stop, self._size)
+            self._copy(0, 0, start, bounds[self._rank])
+            self._copy(0, bounds[self._rank + 1] - start, bounds[self._rank + 1], stop)
+            return
+        for row, (first, length) in enumerate(self._rows):
+            if len(self._rows) == 1 or row != self._rank:
+                self._copy(row, 0, first + min(start, length), first + min(stop, length))
 
-    def forget(self) -> None:
-        """Drop the reference to the caller's tensor."""
-        self._source = self._source[:0]
+    def _copy(self, row: int, column: int, start: int, stop: int) -> None:
+        """Copy elements ``start`` to ``stop`` to ``column`` of the part of ``row`` in the area."""
+        if start < stop:
+            source = self._source
+            element = row * self._piece + column
+            offset = HEADER_BYTES + self._latest * self._area_bytes + element * source.element_size()
+            self.views.get(source.dtype, offset, stop - start).copy_(source[start:stop])
 
 
 class Outbox(_Area):
@@ -86,7 +106,3 @@ class Outbox(_Area):
     def show(self, start: int, stop: int) -> None:
         """Show elements ``start`` to ``stop``."""
         self.views.get(self._source.dtype, HEADER_BYTES, stop - start).copy_(self._source[start:stop])
-
-    def forget(self) -> None:
-        """Drop the reference to the caller's tensor."""
-        self._source = self._source[:0]

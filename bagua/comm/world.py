@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from bagua import env
 from bagua.comm.arguments import as_seconds
 from bagua.comm.backends import refusal
+from bagua.comm.choice import abilities, candidates
 from bagua.comm.group import Ledger, ProcessGroup
 from bagua.comm.hosts import host_identity, nodes_from_identities, nodes_from_local_size
 from bagua.comm.rendezvous import connect, exchange, refuse_together, resolve_rank
@@ -29,6 +29,7 @@ from bagua.errors import (
     InvalidRankError,
     NotInitializedError,
     RepeatedInitializationError,
+    TransportUnavailableError,
 )
 
 __all__ = [
@@ -117,9 +118,11 @@ def init_process_group(
     initialized too; a default group of it that exists already is joined.
 
     Args:
-        backend: ``gloo``, ``nccl``, or any other that ``torch.distributed`` knows;
-            ``threads`` for ranks that are threads of one process. None chooses NCCL for
-            CUDA tensors where there is CUDA, and Gloo for tensors on the CPU.
+        backend: ``gloo``, ``nccl``, or any other that ``torch.distributed`` knows; ``shm``
+            for processes of one Linux host, ``hybrid`` for several such hosts; ``threads``
+            for ranks that are threads of one process. None chooses NCCL for CUDA tensors
+            and Gloo for others where there is CUDA; else ``shm`` or ``hybrid`` where ranks
+            can share memory, else Gloo. ``BAGUA_LOG=info`` shows which and why.
         timeout: default deadline of every call, in seconds or as a ``timedelta``; else
             ``BAGUA_TIMEOUT_S``, else 30 minutes.
         store: a ``torch.distributed`` store to meet at, with ``rank`` and ``world_size``.
@@ -167,23 +170,50 @@ def init_process_group(
     store = _fresh(store, rank)
     answers = _meet(store, rank, world_size, backend, timeout_s)
     nodes = _nodes or _layout(answers, world_size, local_world_size)
-    backend = backend or _choose(answers)
+    choices = candidates(answers, nodes) if backend is None else [(backend, "it was asked for")]
+    backend = choices[0][0]
     refuse_together(store, "refusal", rank, range(world_size), refusal(backend), timeout_s)
     owns_torch = not joined and not dist.is_initialized() and backend != "threads"
     if owns_torch:
         _init_torch(store, rank, world_size, backend, timeout_s)
     ledger = Ledger()
     try:
-        group = ProcessGroup(
-            dist.PrefixStore("world", store),
-            rank, range(world_size), nodes, backend, timeout_s, "world", ledger,
-        )  # fmt: skip
+        group = _first_that_connects(store, rank, nodes, choices, timeout_s, ledger)
     except BaseException:
         if owns_torch:
             dist.destroy_process_group()
         raise
-    _holder.put(_World(group, ledger, owns_torch), backend)
-    _log.info("rank %d of %d: backend %s, hosts of %s", rank, world_size, backend, group.node_sizes)
+    _holder.put(_World(group, ledger, owns_torch), group.backend)
+
+
+def _first_that_connects(
+    store: dist.Store,
+    rank: int,
+    nodes: Sequence[int],
+    choices: Sequence[tuple[str, str]],
+    timeout_s: float,
+    ledger: Ledger,
+) -> ProcessGroup:
+    """The group of all ranks on the first backend that all of them can use.
+
+    A transport that cannot connect says so on every rank, hence all go on to the same next one.
+    """
+    world_size = len(nodes)
+    for number, (backend, reason) in enumerate(choices):
+        members = dist.PrefixStore(f"world{number}", store)
+        try:
+            group = ProcessGroup(members, rank, range(world_size), nodes, backend, timeout_s, "world", ledger)
+        except TransportUnavailableError as error:
+            if number == len(choices) - 1:
+                raise
+            _log.info("rank %d of %d: not %s: %s", rank, world_size, backend, error)
+        else:
+            _log.info(
+                "rank %d of %d: backend %s because %s; hosts of %s",
+                rank, world_size, backend, reason, group.node_sizes,
+            )  # fmt: skip
+            return group
+    raise AssertionError("there is always a last choice")
 
 
 def _configure_log() -> None:
@@ -221,7 +251,7 @@ def _meet(store: dist.Store, rank: int, world_size: int, backend: str | None, ti
         "backend": backend,
         "world_size": world_size,
         "host": host_identity(),
-        "cuda": torch.cuda.is_available() and dist.is_nccl_available(),
+        **abilities(),
     }
     answers: list[dict[str, Any]] = exchange(store, "init_process_group", rank, range(world_size), own, timeout_s)
     for member, answer in enumerate(answers):
@@ -242,11 +272,6 @@ def _layout(answers: list[dict[str, Any]], world_size: int, local_world_size: in
     if local_world_size >= 0:
         return nodes_from_local_size(world_size, local_world_size)
     return nodes_from_identities([answer["host"] for answer in answers])
-
-
-def _choose(answers: list[dict[str, Any]]) -> str:
-    """The backend for ``backend=None``: a function of what all ranks have, the same on each."""
-    return "cpu:gloo,cuda:nccl" if all(answer["cuda"] for answer in answers) else "gloo"
 
 
 def _init_torch(store: dist.Store, rank: int, world_size: int, backend: str, timeout_s: float) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import io
+import logging
 import os
 import random
 import signal
@@ -14,11 +16,13 @@ from typing import Any
 import torch
 
 import bagua.comm
-from bagua.comm import Communicator
+from bagua.comm import Communicator, backends, choice, shm_attach
 from bagua.comm.memory_line import Step
 from bagua.comm.shm import ShmTransport
+from bagua.comm.stores import connect_store
 from bagua.comm.threads import inject_fault
-from bagua.errors import BaguaError
+from bagua.errors import BaguaError, TransportUnavailableError
+from bagua.testing.ranks import this_rank
 from tests.comm.memory_ranks import KINDS, Exercise, ramp
 
 #: More than is copied into the control memory, and more than one staging area.
@@ -276,3 +280,57 @@ def stop_and_wake(numel: int, at: int) -> tuple[str, bool]:
     os.kill(pids[1], signal.SIGCONT)
     store.wait(["woken"])
     return type(problem).__name__, bool((tensor == -1.0).all())
+
+
+# Who gets it.
+
+
+def hinder(obstacle: str) -> None:
+    """Put ``obstacle`` in the way of rank 1."""
+    reason = "for this test"
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError(reason)
+
+    if this_rank.get().rank != 1:
+        return
+    if obstacle == "no_shared_memory":
+        choice.shm_refusal = backends.shm_refusal = lambda: TransportUnavailableError(reason)
+    elif obstacle == "no_descriptors":
+        shm_attach.create_memory = refuse
+    elif obstacle == "no_connection":
+        shm_attach.map_memory = refuse
+    elif obstacle == "another_user":
+        os.setuid(65534)
+
+
+def start(port: int, backend: str | None, nodes: tuple[int, ...] | None, world_size: int) -> None:
+    bagua.comm.init_process_group(
+        backend=backend,
+        store=connect_store(port, 20.0),
+        rank=this_rank.get().rank,
+        world_size=world_size,
+        timeout=20.0,
+        _nodes=nodes,
+    )
+
+
+def start_without_a_choice(port: int, obstacle: str, nodes: tuple[int, ...] | None) -> tuple[str, float, str]:
+    """The backend that was chosen, the sum of 1, 2 and 3 on it, and what the log says."""
+    hinder(obstacle)
+    heard = io.StringIO()
+    logging.getLogger("bagua").addHandler(logging.StreamHandler(heard))
+    start(port, None, nodes, 3)
+    tensor = torch.tensor([bagua.comm.get_rank() + 1.0])
+    bagua.comm.allreduce(tensor)
+    return bagua.comm.get_default_group().global_communicator.backend, tensor.item(), heard.getvalue()
+
+
+def demand(port: int, obstacle: str, world_size: int) -> str:
+    """The error of ``backend="shm"`` where that is not possible."""
+    hinder(obstacle)
+    try:
+        start(port, "shm", None, world_size)
+    except TransportUnavailableError as error:
+        return str(error)
+    return "no error"

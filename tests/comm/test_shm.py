@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from bagua.comm.stores import serve_store
 from bagua.testing import ProcessRanks
 from bagua.testing.ranks import RankDiedError
 from tests.comm import shm_ranks
@@ -120,3 +121,45 @@ def test_a_stopped_rank_does_no_harm_when_it_wakes(shm_pool, at: int) -> None:
     (name, untouched), _ = shm_pool.run(shm_ranks.stop_and_wake, shm_ranks.LARGE, at, size=2)
     assert name == "CollectiveTimeoutError"
     assert untouched
+
+
+# Who gets it.
+
+
+def run_anew(size: int, job, *arguments):
+    """What ``job`` returns on ranks that have yet to initialize."""
+    store, port = serve_store()
+    pool = ProcessRanks(size, backend=None, environment={"BAGUA_LOG": "info"})
+    results = pool.run(job, port, *arguments)
+    del store
+    return results
+
+
+@pytest.mark.parametrize(
+    ("obstacle", "backend"),
+    [("none", "shm"), ("no_shared_memory", "gloo"), ("no_descriptors", "gloo"), ("no_connection", "gloo")],
+)
+def test_the_default_backend(obstacle: str, backend: str) -> None:
+    """Shared memory if all ranks can have it; what one rank lacks all lack, and the log says so."""
+    for own_backend, total, log in run_anew(3, shm_ranks.start_without_a_choice, obstacle, None):
+        assert (own_backend, total) == (backend, 6.0)
+        assert ("rank 1" in log and "for this test" in log) is (obstacle != "none"), log
+        assert f"backend {backend}" in log
+
+
+def test_the_default_backend_on_several_hosts() -> None:
+    for nodes, backend in (((0, 0, 1), "hybrid"), ((0, 1, 2), "gloo")):
+        outcomes = run_anew(3, shm_ranks.start_without_a_choice, "none", nodes)
+        assert [outcome[:2] for outcome in outcomes] == [(backend, 6.0)] * 3
+
+
+@pytest.mark.parametrize("obstacle", ["no_shared_memory", "no_descriptors", "no_connection"])
+def test_a_demand_that_cannot_be_met(obstacle: str) -> None:
+    for text in run_anew(3, shm_ranks.demand, obstacle, 3):
+        assert "for this test" in text, text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_other_users_stay_outside() -> None:
+    for text in run_anew(2, shm_ranks.demand, "another_user", 2):
+        assert "another user" in text or "did not connect" in text, text
