@@ -93,6 +93,9 @@ class Peers(ABC):
     def fence(self) -> None:  # noqa: B027 - ranks of one interpreter take turns anyway
         """Make what this rank wrote visible before it reads what others wrote."""
 
+    def give_way(self) -> None:  # noqa: B027 - only memory whose ranks spin has something to give
+        """Called while spinning: let another rank run that waits for this processor."""
+
     @abstractmethod
     def pause(self, ready: Callable[[], bool], seconds: float) -> None:
         """Sleep until woken, at most ``seconds``; do not, if ``ready`` once a wake-up is sure to come."""
@@ -172,6 +175,7 @@ class Peers(ABC):
         while waited := missing():
             now = time.perf_counter()
             if now < spin_until:
+                self.give_way()
                 continue
             # Whoever is found gone may have arrived before: look again before giving up.
             trouble = self._trouble(waited)

@@ -171,6 +171,10 @@ class ShmPeers(Peers):
         with self._fence:
             pass
 
+    def give_way(self) -> None:
+        """More ranks than processors, or two on one of them: whoever is waited for can run."""
+        os.sched_yield()
+
     def pause(self, ready: Callable[[], bool], seconds: float) -> None:
         """Sleep until the bell rings or a process ends."""
         self._go_to_bed(1)
