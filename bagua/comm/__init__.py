@@ -28,6 +28,7 @@ from bagua.comm.functional import (
     sendrecv,
 )
 from bagua.comm.group import ProcessGroup, solo_group
+from bagua.comm.initialization import init_process_group
 from bagua.comm.reduction import ReduceOp
 from bagua.comm.statistics import KindStatistics
 from bagua.comm.transport import Handle, Membership, Transport
@@ -41,7 +42,6 @@ from bagua.comm.world import (
     get_node_rank,
     get_rank,
     get_world_size,
-    init_process_group,
     is_initialized,
     new_group,
     stats,

@@ -15,7 +15,7 @@ from bagua.comm.communicator import Communicator
 from bagua.comm.core import Timeout
 from bagua.comm.reduction import ReduceOp
 from bagua.comm.work import Work
-from bagua.comm.world import get_default_group
+from bagua.comm.world import default_communicator
 
 __all__ = [
     "allgather",
@@ -41,7 +41,7 @@ __all__ = [
 
 
 def _communicator(comm: Communicator | None) -> Communicator:
-    return get_default_group().global_communicator if comm is None else comm
+    return default_communicator() if comm is None else comm
 
 
 def allreduce(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from bagua.comm.call import Call
 
-__all__ = ["KindStatistics", "Statistics", "merge", "sent_bytes"]
+__all__ = ["KindStatistics", "Statistics", "merge"]
 
 #: Calls remembered for the message of a failure.
 HISTORY_LENGTH = 16
@@ -31,19 +31,25 @@ class KindStatistics(NamedTuple):
     seconds: float = 0.0
 
 
-def sent_bytes(call: Call, rank: int, size: int) -> int:
-    """Bytes that ``rank`` of ``size`` sends for ``call``; see ``KindStatistics.sent_bytes``."""
+#: Kinds in which every rank sends as much as the others, when trees are averaged over ranks.
+_EVEN = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "alltoall", "barrier")
+
+
+def _sent_evenly(kind: str, volume: int, size: int) -> int:
+    """Bytes sent for calls of an even kind whose inputs sum up to ``volume`` bytes."""
+    if kind == "allreduce":
+        return 2 * volume * (size - 1) // size
+    if kind in ("reduce", "broadcast"):
+        return volume * (size - 1) // size
+    return volume * (size - 1)
+
+
+def _sent_by(call: Call, rank: int, size: int) -> int:
+    """Bytes that ``rank`` sends for a call in which ranks do different things."""
     share = call.nbytes
     if call.kind == "alltoall_v":
         return share - call.send_counts[rank] * call.dtype.itemsize
-    if call.kind == "allreduce":
-        return 2 * share * (size - 1) // size
-    if call.kind in ("reduce", "broadcast"):
-        return share * (size - 1) // size
     times = {
-        "allgather": size - 1,
-        "reduce_scatter": size - 1,
-        "alltoall": size - 1,
         "gather": int(rank != call.root),
         "scatter": (size - 1) * int(rank == call.root),
         "send": 1,
@@ -60,24 +66,34 @@ class Statistics:
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
         self._size = size
+        #: Calls, seconds, bytes, and bytes sent; the last one stays 0 for even kinds, where it follows from the bytes.
         self._totals: dict[str, list[float]] = {}
         self.recent: deque[Call] = deque(maxlen=HISTORY_LENGTH)
 
     def add(self, call: Call, seconds: float) -> None:
         """Count one completed call."""
-        total = self._totals.get(call[0])
+        kind = call[0]
+        total = self._totals.get(kind)
         if total is None:
-            total = self._totals.setdefault(call[0], [0, 0, 0, 0.0])
+            total = self._totals.setdefault(kind, [0, 0.0, 0, 0])
         total[0] += 1
-        total[1] += call.nbytes
-        total[2] += sent_bytes(call, self._rank, self._size)
-        total[3] += seconds
+        total[1] += seconds
+        if kind in _EVEN:
+            total[2] += call[3] * call[2].itemsize
+        else:
+            total[2] += call.nbytes
+            total[3] += _sent_by(call, self._rank, self._size)
 
     def snapshot(self) -> dict[str, KindStatistics]:
         """Totals by kind."""
         return {
-            kind: KindStatistics(int(calls), int(volume), int(sent), seconds)
-            for kind, (calls, volume, sent, seconds) in list(self._totals.items())
+            kind: KindStatistics(
+                int(calls),
+                int(volume),
+                _sent_evenly(kind, int(volume), self._size) if kind in _EVEN else int(sent),
+                seconds,
+            )
+            for kind, (calls, seconds, volume, sent) in list(self._totals.items())
         }
 
     def history(self) -> tuple[str, ...]:

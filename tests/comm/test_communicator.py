@@ -7,7 +7,7 @@ import torch
 
 from bagua.comm import Communicator, Membership
 from bagua.comm.call import COLLECTIVES, POINT_TO_POINT, Call
-from bagua.comm.statistics import HISTORY_LENGTH, merge, sent_bytes
+from bagua.comm.statistics import HISTORY_LENGTH, Statistics, merge
 from bagua.comm.stores import thread_store
 from bagua.comm.transport import DONE, Handle, Transport
 from bagua.errors import (
@@ -237,7 +237,11 @@ def test_a_failed_call_is_not_counted(comm, transport):
     ids=str,
 )
 def test_bytes_that_a_rank_must_send(call, bytes_sent):
-    assert sent_bytes(call, rank=1, size=4) == bytes_sent
+    statistics = Statistics(rank=1, size=4)
+    statistics.add(call, 0.5)
+    assert statistics.snapshot()[call.kind].sent_bytes == bytes_sent
+    statistics.add(call, 0.5)
+    assert statistics.snapshot()[call.kind].sent_bytes == 2 * bytes_sent
 
 
 def test_every_kind_is_counted_somewhere():

@@ -210,7 +210,7 @@ def count_calls() -> None:
     assert set(stats) == {"allreduce", "broadcast", "barrier"}
     assert stats["allreduce"].calls == 4
     assert stats["allreduce"].bytes == 4 * 40
-    assert stats["allreduce"].sent_bytes == 4 * (2 * 40 * (comm.size - 1) // comm.size)
+    assert stats["allreduce"].sent_bytes == 2 * 4 * 40 * (comm.size - 1) // comm.size
     assert stats["broadcast"].bytes == 40
     assert stats["barrier"].bytes == 0
     assert all(kind.seconds > 0 for kind in stats.values())
