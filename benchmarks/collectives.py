@@ -58,7 +58,7 @@ class Size:
         return f"{self.size_bytes} B"
 
 
-SIZES = [Size(4, 100), Size(4_000, 100), Size(100_000, 30), Size(1_000_000, 10), Size(25_000_000, 2)]
+SIZES = [Size(4, 300), Size(4_000, 100), Size(100_000, 30), Size(1_000_000, 10), Size(25_000_000, 2)]
 
 
 def time_allreduce(rank: Rank, sizes: list[Size], rounds: int) -> list[Rounds]:

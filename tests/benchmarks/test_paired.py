@@ -46,12 +46,12 @@ def test_the_slowest_rank_gives_the_time_of_a_sample():
     assert paired.slowest(ranks) == Rounds([3.0, 5.0], [2.0, 2.0], [2.0, 3.0])
 
 
-def test_samples_rotate_and_each_is_preceded_by_the_barrier():
+def test_samples_rotate_and_each_is_preceded_by_the_barrier_and_an_untimed_call():
     seen = []
     rounds = paired.measure(
         lambda: seen.append("A"), lambda: seen.append("B"), rounds=3, before_each=lambda: seen.append("|")
     )
-    assert "".join(seen) == "|A|B" + "|A|B|A" + "|B|A|A" + "|A|A|B"
+    assert "".join(seen) == "|A|B" + "|AA|BB|AA" + "|BB|AA|AA" + "|AA|AA|BB"
     assert [len(times) for times in (rounds.baseline, rounds.candidate, rounds.baseline_again)] == [3, 3, 3]
 
 
