@@ -151,6 +151,10 @@ def wide_dtype(dtype: torch.dtype, name: str) -> torch.dtype:
     return dtype
 
 
+#: Elements that are reduced at once; measured with 2 to 8 parts of float32 and bfloat16.
+_CHUNK = 65536
+
+
 def fold(parts: list[torch.Tensor], name: str, out: torch.Tensor) -> torch.Tensor:
     """Reduce ``parts`` in their order into ``out`` and return it.
 
@@ -170,6 +174,15 @@ def fold(parts: list[torch.Tensor], name: str, out: torch.Tensor) -> torch.Tenso
     if len(parts) == 1:
         return out if out is parts[0] else out.copy_(parts[0])
     wide = wide_dtype(out.dtype, name)
+    if out.numel() > _CHUNK and (len(parts) > 2 or wide is not out.dtype) and out.dim() == 1:
+        # Several passes over the same elements: while these are still in the cache.
+        for start in range(0, out.numel(), _CHUNK):
+            _fold([part[start : start + _CHUNK] for part in parts], name, wide, out[start : start + _CHUNK])
+        return out
+    return _fold(parts, name, wide, out)
+
+
+def _fold(parts: list[torch.Tensor], name: str, wide: torch.dtype, out: torch.Tensor) -> torch.Tensor:
     operation = _FOLDS[name]
     alias = len(parts) > 2 and any(part.data_ptr() == out.data_ptr() for part in parts[2:])
     direct = wide is out.dtype and not alias
