@@ -11,6 +11,7 @@ __all__ = ["main"]
 COMMANDS = """\
 commands:
   demo        train a small language model on this machine, on a few processes
+  doctor      say what this machine offers, how fast it is, and what to set
 
 "bagua COMMAND --help" describes one of them. Your own script starts with
 "baguarun --nproc_per_node 2 train.py".
@@ -33,11 +34,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"bagua {__version__}")
-    parser.add_argument("command", choices=["demo"], metavar="COMMAND", help="what to do: demo")
+    parser.add_argument("command", choices=["demo", "doctor"], metavar="COMMAND", help="what to do")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the command")
     parsed = parser.parse_args(arguments)
 
-    from bagua.cli.demo.command import main as demo  # imports torch, which takes seconds and --help does not need
+    # These import torch, which takes seconds and --help does not need.
+    if parsed.command == "doctor":
+        from bagua.cli.doctor import main as doctor
+
+        return doctor(parsed.arguments)
+    from bagua.cli.demo.command import main as demo
 
     return demo(parsed.arguments)
 

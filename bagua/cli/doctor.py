@@ -1,0 +1,150 @@
+"""``bagua doctor``: what this machine offers, how fast it is, and what to set."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import resource
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bagua import __version__, comm
+from bagua.cli.launch import Rank, run_ranks
+from bagua.comm import Communicator
+from bagua.comm.backends import refusal
+
+__all__ = ["main"]
+
+BACKENDS = ("shm", "gloo", "nccl")
+SIZES = ((4, "4 B"), (1_000_000, "1 MB"), (25_000_000, "25 MB"))
+TIMEOUT_S = 60.0
+SECONDS_PER_SIZE = 0.3
+LEAST_CALLS = 5
+FEW_DESCRIPTORS = 1024
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What one rank measured on one backend.
+
+    Attributes:
+        backend: of the communicator; chosen where none was named.
+        hosts: number of ranks on each host.
+        seconds: of one allreduce, for each of the sizes.
+    """
+
+    backend: str
+    hosts: tuple[int, ...]
+    seconds: list[float]
+
+
+def time_backend(rank: Rank, backend: str | None, sizes_bytes: Sequence[int]) -> Timing:
+    """Allreduce each size, in the memory that the transport likes best."""
+    torch.set_num_threads(1)
+    rank.join(backend, TIMEOUT_S)
+    group = comm.get_default_group()
+    communicator = group.global_communicator
+    seconds = [_median_seconds(communicator, size_bytes) for size_bytes in sizes_bytes]
+    comm.destroy_process_group()
+    return Timing(communicator.backend, group.node_sizes, seconds)
+
+
+def _median_seconds(communicator: Communicator, size_bytes: int) -> float:
+    tensor = communicator.empty(size_bytes // 4, dtype=torch.float32).zero_()
+    started, samples = time.perf_counter(), []
+    while True:
+        before = time.perf_counter()
+        communicator.allreduce(tensor)
+        samples.append(time.perf_counter() - before)
+        # Rank 0 decides for all: clocks differ.
+        enough = len(samples) >= LEAST_CALLS and before - started > SECONDS_PER_SIZE
+        if communicator.broadcast_object(enough if communicator.rank == 0 else None):
+            return statistics.median(samples)
+
+
+def describe_machine() -> list[str]:
+    """Lines about processors, memory and versions."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    devices = torch.cuda.device_count()
+    system = f"{platform.system()} {platform.release()} on {platform.machine()}"
+    return [
+        f"bagua {__version__}, torch {torch.__version__}, Python {platform.python_version()}, {system}",
+        f"{cores} processor cores, {_available_gib()} of memory available, {devices} CUDA device{'s'[: devices != 1]}",
+    ]
+
+
+def _available_gib() -> str:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return "an unknown amount"
+    kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    return f"{kib / 1024 / 1024:.1f} GiB"
+
+
+def describe_transports() -> list[str]:
+    """One line for each transport: available, or why not."""
+    lines = []
+    for backend in BACKENDS:
+        reason = refusal(backend)
+        lines.append(f"{backend:<5} {'available' if reason is None else f'not available: {reason}'}")
+    return lines
+
+
+def describe_timings(timings: Sequence[Timing], ranks: int) -> list[str]:
+    """A table of the time of an allreduce on each backend, and its bandwidth."""
+    lines = [f"allreduce, {ranks} ranks" + "".join(f"{name:>24}" for _, name in SIZES)]
+    for timing in timings:
+        cells = [
+            f"{_readable(seconds)} {size_bytes / seconds / 1e9:6.2f} GB/s"
+            for (size_bytes, _), seconds in zip(SIZES, timing.seconds, strict=True)
+        ]
+        lines.append(f"{timing.backend:<18}" + "".join(f"{cell:>24}" for cell in cells))
+    return lines
+
+
+def _readable(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
+
+
+def advise(ranks: int) -> list[str]:
+    """What to set here, if anything."""
+    advice = []
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    if torch.get_num_threads() * ranks > cores:
+        advice.append(f"OMP_NUM_THREADS={max(cores // ranks, 1)}: {ranks} ranks share {cores} cores")
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors <= FEW_DESCRIPTORS:
+        advice.append(f"ulimit -n 65536: {descriptors} open files are few for many ranks and models")
+    return advice or ["nothing needs to be set"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Look, measure, print.
+
+    Args:
+        arguments: what follows ``bagua doctor`` on the command line.
+
+    Returns:
+        The exit status.
+    """
+    parser = argparse.ArgumentParser(prog="bagua doctor", description="Say what this machine offers, and what to set.")
+    parser.add_argument("--nproc", type=int, default=2, metavar="N", help="ranks to measure with (2)")
+    parser.add_argument("--no-timing", action="store_true", help="only look, measure nothing")
+    options = parser.parse_args(arguments)
+    print("\n".join([*describe_machine(), "", *describe_transports()]))
+    if options.nproc > 1 and not options.no_timing:
+        sizes_bytes = [size_bytes for size_bytes, _ in SIZES]
+        available = [backend for backend in ("shm", "gloo") if refusal(backend) is None]
+        chosen = run_ranks(time_backend, options.nproc, (None, []))[0]
+        timings = [run_ranks(time_backend, options.nproc, (backend, sizes_bytes))[0] for backend in available]
+        print(f"\nwithout backend= it is {chosen.backend}, with hosts of {list(chosen.hosts)} ranks\n")
+        print("\n".join(describe_timings(timings, options.nproc)))
+    print("\n" + "\n".join(advise(options.nproc)))
+    return 0

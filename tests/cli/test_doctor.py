@@ -1,0 +1,34 @@
+"""`bagua doctor` looks at this machine and measures."""
+
+import pytest
+
+from bagua.cli import doctor
+from bagua.cli.main import main
+
+
+def test_a_look_without_measuring(capsys):
+    assert main(["doctor", "--no-timing"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "torch" in lines[0]
+    assert "processor cores" in lines[1]
+    for backend in ("shm", "gloo", "nccl"):
+        assert any(line.startswith(backend) and "available" in line for line in lines), backend
+
+
+def test_why_a_transport_is_not_there(monkeypatch):
+    monkeypatch.setattr(doctor, "refusal", lambda backend: OSError("not today") if backend == "shm" else None)
+    assert doctor.describe_transports()[0].split(maxsplit=1) == ["shm", "not available: not today"]
+
+
+@pytest.mark.gloo
+def test_measuring(capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "SIZES", ((4, "4 B"), (1000, "1 KB")))
+    assert main(["doctor"]) == 0
+    written = capsys.readouterr().out
+    assert "hosts of [2]" in written
+    assert any(line.startswith("gloo") and "GB/s" in line for line in written.splitlines())
+
+
+def test_advice_for_more_threads_than_cores(monkeypatch):
+    monkeypatch.setattr(doctor.torch, "get_num_threads", lambda: 1000)
+    assert doctor.advise(2)[0].startswith("OMP_NUM_THREADS=")
