@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import shutil
+import subprocess
+from datetime import timedelta
+
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 import bagua.comm
+from bagua import env
 from bagua.comm import shm_attach
 from bagua.comm.hybrid import slice_owners
 from bagua.errors import TransportUnavailableError
 from bagua.testing import ProcessRanks
+from bagua.testing.ranks import this_rank
 from bagua.testing.transport_contract import TransportContract
 from tests.comm.memory_ranks import KINDS, Exercise, ramp
 
@@ -109,3 +118,60 @@ def break_one_host() -> str:
 
 def test_one_host_that_cannot_is_everyone(pool) -> None:
     assert all("no memory for this test" in text for text in pool.run(break_one_host, hosts=[2, 1]))
+
+
+# Two hosts for the kernel: rank 2 lives in a network namespace of its own.
+
+NAMESPACE, ADDRESS, PORT = "bagua-test", "10.213.0.1", 29777
+_SET_UP = f"""
+ip link add bagua-a type veth peer name bagua-b
+ip link set bagua-b netns {NAMESPACE}
+ip addr add {ADDRESS}/24 dev bagua-a
+ip link set bagua-a up
+ip netns exec {NAMESPACE} ip addr add 10.213.0.2/24 dev bagua-b
+ip netns exec {NAMESPACE} ip link set bagua-b up
+"""
+
+
+@pytest.fixture
+def network_namespace():
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and the command ip")
+    if subprocess.run(["ip", "netns", "add", NAMESPACE], check=False).returncode:
+        pytest.skip("no network namespace can be made here")
+    try:
+        for command in _SET_UP.strip().splitlines():
+            subprocess.run(command.split(), check=True)
+        yield
+    finally:
+        subprocess.run(["ip", "netns", "del", NAMESPACE], check=True)
+
+
+def live_on_two_hosts(backend: str | None) -> tuple[str, tuple[int, ...]] | str:
+    rank = this_rank.get().rank
+    if rank == 2:
+        namespace = os.open(f"/run/netns/{NAMESPACE}", os.O_RDONLY)
+        assert ctypes.CDLL(None).setns(namespace, 0) == 0
+    env.overlay({"GLOO_SOCKET_IFNAME": "bagua-b" if rank == 2 else "bagua-a"})
+    patience = timedelta(seconds=20)
+    store = TCPStore(ADDRESS, PORT, 3, is_master=rank == 0, timeout=patience, wait_for_workers=False)
+    try:
+        bagua.comm.init_process_group(backend=backend, store=store, rank=rank, world_size=3, timeout=patience)
+    except TransportUnavailableError as error:
+        return str(error)
+    all_kinds()
+    group = bagua.comm.get_default_group()
+    group.global_communicator.barrier()
+    return group.global_communicator.backend, group.node_sizes
+
+
+@pytest.mark.usefixtures("network_namespace")
+def test_namespaces_are_hosts() -> None:
+    pool = ProcessRanks(3, backend=None)
+    assert pool.run(live_on_two_hosts, None) == [("hybrid", (2, 1))] * 3
+
+
+@pytest.mark.usefixtures("network_namespace")
+def test_shared_memory_ends_at_the_namespace() -> None:
+    for text in ProcessRanks(3, backend=None).run(live_on_two_hosts, "shm"):
+        assert "rank 2: it has another host" in text
