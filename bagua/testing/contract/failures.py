@@ -105,13 +105,14 @@ class FailuresContract(ContractBase):
         errors = pool.run(time_out_with_facts, self.deadline_s, size=self.size)
         timeouts = [error for error in errors if isinstance(error, CollectiveTimeoutError)]
         assert timeouts
+        # Ranks start their calls at different moments; whoever began first waits the whole deadline.
+        assert max(error.elapsed_s or 0.0 for error in timeouts) >= self.deadline_s - 0.1
         for error in timeouts:
             assert error.sequence == 4, "three calls came before"
             assert "allreduce(3 x float64, sum)" in str(error.call)
             assert error.rank in range(self.size)
             assert error.timeout_s == self.deadline_s
             assert error.elapsed_s is not None
-            assert error.elapsed_s >= self.deadline_s - 0.1
             assert "broadcast" in error.history[0]
             for fact in ("sequence number 4", "allreduce", "broadcast", "barrier", f"{self.deadline_s}"):
                 assert fact in str(error), str(error)
