@@ -73,6 +73,12 @@ def train(algorithm: Algorithm, steps: Iterable[int] = range(STEPS), bucket_byte
     rank = bagua.comm.get_rank()
     model, optimizer = build(algorithm, seed=rank, bucket_bytes=bucket_bytes)
     train_steps(model, optimizer, rank, steps)
+    return settled(model)
+
+
+def settled(model: BaguaModule) -> State:
+    """The model of this rank once nothing is under way: with a lag, the last exchange goes on after the last step."""
+    model.bagua_state_dict()
     return snapshot(model)
 
 
@@ -351,7 +357,7 @@ def train_with_an_inf(algorithm: Algorithm) -> State:
         scaler.scale(loss * float("inf") if (rank, step) == (1, INF_STEP) else loss).backward()  # type: ignore[no-untyped-call]
         scaler.step(optimizer)
         scaler.update()
-    return snapshot(model)
+    return settled(model)
 
 
 def train_and_save(algorithm: Algorithm) -> dict[str, Any]:

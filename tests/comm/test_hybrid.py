@@ -122,37 +122,43 @@ def test_one_host_that_cannot_is_everyone(pool) -> None:
 
 # Two hosts for the kernel: rank 2 lives in a network namespace of its own.
 
-NAMESPACE, ADDRESS, PORT = "bagua-test", "10.213.0.1", 29777
+# Names carry the process id, so that two runs on one machine do not meet. Both ends are in namespaces of
+# their own: so no address appears on the machine itself, and nothing remains when the namespaces go.
+
+NEAR, FAR = f"bagua-near-{os.getpid()}", f"bagua-far-{os.getpid()}"
+ADDRESS, PORT = "10.213.0.1", 29777
 _SET_UP = f"""
-ip link add bagua-a type veth peer name bagua-b
-ip link set bagua-b netns {NAMESPACE}
-ip addr add {ADDRESS}/24 dev bagua-a
-ip link set bagua-a up
-ip netns exec {NAMESPACE} ip addr add 10.213.0.2/24 dev bagua-b
-ip netns exec {NAMESPACE} ip link set bagua-b up
+ip netns exec {NEAR} ip link set lo up
+ip netns exec {FAR} ip link set lo up
+ip netns exec {NEAR} ip link add near type veth peer name far netns {FAR}
+ip netns exec {NEAR} ip addr add {ADDRESS}/24 dev near
+ip netns exec {NEAR} ip link set near up
+ip netns exec {FAR} ip addr add 10.213.0.2/24 dev far
+ip netns exec {FAR} ip link set far up
 """
 
 
 @pytest.fixture
-def network_namespace():
+def network_namespaces():
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and the command ip")
-    if subprocess.run(["ip", "netns", "add", NAMESPACE], check=False).returncode:
-        pytest.skip("no network namespace can be made here")
+    made = [name for name in (NEAR, FAR) if subprocess.run(["ip", "netns", "add", name], check=False).returncode == 0]
     try:
+        if made != [NEAR, FAR]:
+            pytest.skip("no network namespace can be made here")
         for command in _SET_UP.strip().splitlines():
             subprocess.run(command.split(), check=True)
         yield
     finally:
-        subprocess.run(["ip", "netns", "del", NAMESPACE], check=True)
+        for name in made:
+            subprocess.run(["ip", "netns", "del", name], check=True)
 
 
-def live_on_two_hosts(backend: str | None) -> tuple[str, tuple[int, ...]] | str:
+def live_on_two_hosts(backend: str | None, near: str, far: str) -> tuple[str, tuple[int, ...]] | str:
     rank = this_rank.get().rank
-    if rank == 2:
-        namespace = os.open(f"/run/netns/{NAMESPACE}", os.O_RDONLY)
-        assert ctypes.CDLL(None).setns(namespace, 0) == 0
-    env.overlay({"GLOO_SOCKET_IFNAME": "bagua-b" if rank == 2 else "bagua-a"})
+    name, interface = (far, "far") if rank == 2 else (near, "near")
+    assert ctypes.CDLL(None).setns(os.open(f"/run/netns/{name}", os.O_RDONLY), 0) == 0
+    env.overlay({"GLOO_SOCKET_IFNAME": interface})
     patience = timedelta(seconds=20)
     store = TCPStore(ADDRESS, PORT, 3, is_master=rank == 0, timeout=patience, wait_for_workers=False)
     try:
@@ -165,13 +171,13 @@ def live_on_two_hosts(backend: str | None) -> tuple[str, tuple[int, ...]] | str:
     return group.global_communicator.backend, group.node_sizes
 
 
-@pytest.mark.usefixtures("network_namespace")
+@pytest.mark.usefixtures("network_namespaces")
 def test_namespaces_are_hosts() -> None:
     pool = ProcessRanks(3, backend=None)
-    assert pool.run(live_on_two_hosts, None) == [("hybrid", (2, 1))] * 3
+    assert pool.run(live_on_two_hosts, None, NEAR, FAR) == [("hybrid", (2, 1))] * 3
 
 
-@pytest.mark.usefixtures("network_namespace")
+@pytest.mark.usefixtures("network_namespaces")
 def test_shared_memory_ends_at_the_namespace() -> None:
-    for text in ProcessRanks(3, backend=None).run(live_on_two_hosts, "shm"):
+    for text in ProcessRanks(3, backend=None).run(live_on_two_hosts, "shm", NEAR, FAR):
         assert "rank 2: it has another host" in text
