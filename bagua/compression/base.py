@@ -1,0 +1,224 @@
+"""What a codec is: a tensor in, bytes out, and back, of a size that is known before."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch
+
+from bagua.errors import ConfigurationError, InvalidTensorError
+
+__all__ = ["FLOATING", "Codec", "Metadata", "register", "registry"]
+
+#: What every codec takes.
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+#: Sizes are multiples of this, so that what lies behind a compressed tensor is aligned for any dtype.
+ALIGNMENT_BYTES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Metadata:
+    """What must be known of a tensor to decode it; everything else travels in its bytes.
+
+    Attributes:
+        numel: number of elements.
+        dtype: of the elements.
+
+    Example:
+        >>> Metadata.of(torch.ones(2, 3))
+        Metadata(numel=6, dtype=torch.float32)
+    """
+
+    numel: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Metadata:
+        """The metadata of ``tensor``, of any shape."""
+        return cls(tensor.numel(), tensor.dtype)
+
+
+class Codec(ABC):
+    """Turns a tensor into bytes and back. Subclasses are frozen dataclasses that hold their options.
+
+    A codec can be printed (as its constructor call), compared and pickled. It has no state
+    and no randomness: equal tensors give equal bytes on ranks that run the same software on
+    the same kind of device, and equal bytes always decode to equal values there.
+
+    Someone who adds one writes ``_payload_bytes``, ``_encode`` and ``_decode``.
+
+    Example:
+        >>> codec = Codec.init("identity")
+        >>> data = codec.compress(torch.tensor([1.0, 2.0]))
+        >>> codec.decompress(data, Metadata(2, torch.float32))
+        tensor([1., 2.])
+    """
+
+    #: Dtypes that can be compressed.
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOATING
+
+    @classmethod
+    def init(cls, name: str, **options: Any) -> Codec:
+        """The codec registered as ``name``.
+
+        Args:
+            name: ``minmax_uint8``, for example.
+            options: its constructor's arguments.
+
+        Raises:
+            ConfigurationError: there is none of that name, or an option cannot be used.
+            TypeError: it does not have one of the options.
+
+        Example:
+            >>> Codec.init("minmax_uint8", block_numel=512)
+            MinMaxUInt8(block_numel=512)
+        """
+        if name not in registry:
+            raise ConfigurationError(
+                "there is no codec of this name", argument="name", expected=" or ".join(registry), seen=repr(name)
+            )
+        kind = registry[name]
+        known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+        unknown = [option for option in options if option not in known]
+        if unknown:
+            raise TypeError(f"{kind.__name__} has no option {', '.join(unknown)}; it has {', '.join(known) or 'none'}")
+        return kind(**options)
+
+    @torch.no_grad()
+    def compress(self, tensor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """``tensor`` as bytes.
+
+        Args:
+            tensor: of any shape; read in the order of its elements.
+            out: one-dimensional ``uint8``, contiguous, of ``compressed_bytes`` elements, on
+                the device of ``tensor``, at a multiple of 8 bytes in its storage.
+
+        Returns:
+            ``out``, or a new tensor like it.
+
+        Raises:
+            InvalidTensorError: a dtype that this codec cannot compress, or an unfit ``out``.
+        """
+        flat = tensor.detach().reshape(-1)
+        metadata = Metadata(flat.numel(), flat.dtype)
+        nbytes = self.compressed_bytes(metadata)
+        if out is None:
+            out = torch.empty(nbytes, dtype=torch.uint8, device=flat.device)
+        else:
+            _check_bytes(out, nbytes, "out")
+        payload = self._payload_bytes(metadata)
+        if payload:
+            self._encode(flat, out)
+        if payload != nbytes:
+            out[payload:].zero_()
+        return out
+
+    @torch.no_grad()
+    def decompress(
+        self, data: torch.Tensor, metadata: Metadata, out: torch.Tensor | None = None, add: bool = False
+    ) -> torch.Tensor:
+        """The tensor that ``data`` was made of, or what is left of it.
+
+        Args:
+            data: from ``compress``.
+            metadata: of the tensor that was compressed.
+            out: one-dimensional, contiguous, of ``metadata.numel`` elements, on the device of
+                ``data``; its dtype may be another floating-point one.
+            add: add the values to ``out`` instead of overwriting it.
+
+        Returns:
+            ``out``, or a new one-dimensional tensor of ``metadata.dtype``.
+
+        Raises:
+            InvalidTensorError: ``data`` or ``out`` does not fit ``metadata``.
+            ConfigurationError: ``add`` without ``out``.
+        """
+        _check_bytes(data, self.compressed_bytes(metadata), "data")
+        if out is None:
+            if add:
+                raise ConfigurationError("there is nothing to add to", argument="out", expected="a tensor", seen=None)
+            out = torch.empty(metadata.numel, dtype=metadata.dtype, device=data.device)
+        else:
+            _check_out(out, metadata)
+        if metadata.numel:
+            self._decode(data, metadata, out, add)
+        return out
+
+    def compressed_bytes(self, metadata: Metadata) -> int:
+        """The size of a compressed tensor, exactly. Depends on nothing but ``metadata`` and the options.
+
+        Raises:
+            InvalidTensorError: this codec cannot compress such a tensor.
+        """
+        if metadata.dtype not in self.dtypes:
+            raise InvalidTensorError(
+                f"{self!r} cannot compress this dtype",
+                argument="tensor",
+                expected=" or ".join(str(dtype) for dtype in self.dtypes),
+                seen=metadata.dtype,
+            )
+        return align(self._payload_bytes(metadata))
+
+    @abstractmethod
+    def _payload_bytes(self, metadata: Metadata) -> int:
+        """Bytes that ``_encode`` writes; 0 for a tensor without elements."""
+
+    @abstractmethod
+    def _encode(self, flat: torch.Tensor, out: torch.Tensor) -> None:
+        """Write each of the first ``_payload_bytes`` of ``out``. ``flat`` has at least one element."""
+
+    @abstractmethod
+    def _decode(self, data: torch.Tensor, metadata: Metadata, out: torch.Tensor, add: bool) -> None:
+        """Write the values to ``out``, or add them. There is at least one."""
+
+
+#: All codecs by name. ``bagua/compression/__init__.py`` has one line for each.
+registry: dict[str, type[Codec]] = {}
+
+
+def register(name: str, codec: type[Codec]) -> None:
+    """Make ``codec`` known under ``name``.
+
+    Raises:
+        ConfigurationError: the name is taken by another codec.
+    """
+    if registry.setdefault(name, codec) is not codec:
+        raise ConfigurationError("another codec has this name", argument="name", expected="a new name", seen=repr(name))
+
+
+def align(nbytes: int) -> int:
+    """``nbytes``, rounded up to a size of which several can lie side by side."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def store(values: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+    """Write ``values`` to ``out``, or add them, in the dtype of ``out``."""
+    if add:
+        out.add_(values)
+    else:
+        out.copy_(values)
+
+
+def _check_bytes(data: torch.Tensor, nbytes: int, argument: str) -> None:
+    fits = data.dtype == torch.uint8 and data.dim() == 1 and data.numel() == nbytes and data.is_contiguous()
+    if not fits or data.storage_offset() % ALIGNMENT_BYTES:
+        raise InvalidTensorError(
+            "this tensor cannot hold the compressed one",
+            argument=argument,
+            expected=f"{nbytes} contiguous uint8, at a multiple of {ALIGNMENT_BYTES} bytes",
+            seen=f"{data.dtype} of shape {list(data.shape)} at {data.storage_offset() * data.itemsize} bytes",
+        )
+
+
+def _check_out(out: torch.Tensor, metadata: Metadata) -> None:
+    same_kind = out.dtype == metadata.dtype or (out.dtype in FLOATING and metadata.dtype in FLOATING)
+    if not same_kind or out.dim() != 1 or out.numel() != metadata.numel or not out.is_contiguous():
+        raise InvalidTensorError(
+            "this tensor cannot take the decompressed values",
+            argument="out",
+            expected=f"{metadata.numel} contiguous elements of {metadata.dtype}, or of another floating-point dtype",
+            seen=f"{out.dtype} of shape {list(out.shape)}",
+        )
