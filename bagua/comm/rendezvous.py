@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +20,7 @@ from bagua.errors import (
     TransportUnavailableError,
 )
 
-__all__ = ["connect", "exchange", "refuse_together", "resolve_rank"]
+__all__ = ["connect", "consult", "exchange", "forget", "refuse_together", "resolve_rank"]
 
 _COMMAND = "torchrun --nproc_per_node 2 train.py (or: baguarun --nproc_per_node 2 train.py)"
 #: Stores that this process hosts for a job without an agent, by process and port. They end with the process: after
@@ -158,19 +158,71 @@ def exchange(store: dist.Store, topic: str, rank: int, ranks: Sequence[int], val
     started = time.monotonic()
     try:
         store.set(keys[rank], json.dumps(value))
-        present = _wait_for_keys(store, keys, started + timeout_s)
-        if present:
-            return [json.loads(store.get(key)) for key in keys]
-        missing = [ranks[i] for i, key in enumerate(keys) if not store.check([key])]
+        _collect(store, topic, rank, ranks, keys, started, timeout_s)
+        return [json.loads(store.get(key)) for key in keys]
     except dist.DistNetworkError as error:
-        raise PeerLostError(
-            f"rank {ranks[rank]} lost the store through which the ranks meet",
-            rank=ranks[rank],
-            call=topic,
-            peers=ranks[:1],
-            advice="It is hosted by rank 0 or by the launcher: look at its output first.",
-        ) from error
-    raise CollectiveTimeoutError(
+        raise _store_lost(topic, rank, ranks) from error
+
+
+def consult(
+    store: dist.Store,
+    topic: str,
+    rank: int,
+    ranks: Sequence[int],
+    value: Any,
+    decide: Callable[[list[Any]], Any],
+    timeout_s: float,
+) -> Any:
+    """What the group's rank 0 decides from the values that all members posted under ``topic``.
+
+    Args:
+        store: of the group.
+        topic: used once per store.
+        rank: this member's rank in the group.
+        ranks: what messages call the members.
+        value: anything JSON can hold.
+        decide: called on rank 0 with the values in rank order; returns anything JSON can hold.
+            It must not raise: the others would wait for an answer.
+        timeout_s: how long to wait for the others, in seconds.
+
+    Raises:
+        CollectiveTimeoutError: with the missing ranks as ``peers``.
+    """
+    keys = [f"{topic}/{member}" for member in range(len(ranks))]
+    answer = f"{topic}/answer"
+    started = time.monotonic()
+    try:
+        store.set(keys[rank], json.dumps(value))
+        if rank == 0:
+            _collect(store, topic, rank, ranks, keys, started, timeout_s)
+            store.set(answer, json.dumps(decide([json.loads(store.get(key)) for key in keys])))
+        elif not _wait_for_keys(store, [answer], started + timeout_s):
+            _collect(store, topic, rank, ranks, keys, started, timeout_s)
+            raise _not_come(topic, rank, ranks, [ranks[0]], started, timeout_s)
+        return json.loads(store.get(answer))
+    except dist.DistNetworkError as error:
+        raise _store_lost(topic, rank, ranks) from error
+
+
+def forget(store: dist.Store, topic: str, size: int) -> None:
+    """Delete what ``consult`` left in the store for a group of ``size``, once nobody needs it any more."""
+    for name in (*range(size), "answer"):
+        store.delete_key(f"{topic}/{name}")
+
+
+def _collect(
+    store: dist.Store, topic: str, rank: int, ranks: Sequence[int], keys: list[str], started: float, timeout_s: float
+) -> None:
+    """Wait until every member's key is there."""
+    if not _wait_for_keys(store, keys, started + timeout_s):
+        missing = [ranks[i] for i, key in enumerate(keys) if not store.check([key])]
+        raise _not_come(topic, rank, ranks, missing, started, timeout_s)
+
+
+def _not_come(
+    topic: str, rank: int, ranks: Sequence[int], missing: list[int], started: float, timeout_s: float
+) -> CollectiveTimeoutError:
+    return CollectiveTimeoutError(
         f"rank {ranks[rank]} waited for ranks {missing}, which did not come",
         rank=ranks[rank],
         call=topic,
@@ -178,6 +230,16 @@ def exchange(store: dist.Store, topic: str, rank: int, ranks: Sequence[int], val
         elapsed_s=time.monotonic() - started,
         timeout_s=timeout_s,
         advice="Look at the output of those ranks first; did they start at all?",
+    )
+
+
+def _store_lost(topic: str, rank: int, ranks: Sequence[int]) -> PeerLostError:
+    return PeerLostError(
+        f"rank {ranks[rank]} lost the store through which the ranks meet",
+        rank=ranks[rank],
+        call=topic,
+        peers=ranks[:1],
+        advice="It is hosted by rank 0 or by the launcher: look at its output first.",
     )
 
 
