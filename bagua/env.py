@@ -8,6 +8,11 @@ from collections.abc import Mapping
 from bagua.errors import ConfigurationError
 
 __all__ = [
+    "autotune_level",
+    "autotune_log",
+    "autotune_max_samples",
+    "autotune_sampling_confidence_time_s",
+    "autotune_warmup_time_s",
     "debug_checks",
     "get_local_rank",
     "get_local_world_size",
@@ -85,28 +90,36 @@ def launcher_variables() -> dict[str, str]:
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
-def timeout_s() -> float | None:
-    """``BAGUA_TIMEOUT_S``: default deadline of every collective in seconds, or None."""
-    text = os.environ.get("BAGUA_TIMEOUT_S")
+def _seconds(name: str, *, zero: bool = False) -> float | None:
+    text = os.environ.get(name)
     if not text:
         return None
     try:
         seconds = float(text)
     except ValueError:
-        seconds = 0.0
-    if not seconds > 0:  # nan is no timeout either
+        seconds = -1.0
+    if not (seconds > 0 or (zero and seconds == 0)):  # nan is no time either
         raise ConfigurationError(
-            "an environment variable is not a positive number of seconds",
-            argument="BAGUA_TIMEOUT_S",
-            expected="seconds > 0",
+            f"an environment variable is not a {'' if zero else 'positive '}number of seconds",
+            argument=name,
+            expected=f"seconds {'>=' if zero else '>'} 0",
             seen=repr(text),
         )
     return seconds
 
 
+def timeout_s() -> float | None:
+    """``BAGUA_TIMEOUT_S``: default deadline of every collective in seconds, or None."""
+    return _seconds("BAGUA_TIMEOUT_S")
+
+
+def _switch(name: str) -> bool:
+    return os.environ.get(name, "") not in ("", "0", "false", "False", "off")
+
+
 def debug_checks() -> bool:
     """``BAGUA_DEBUG=1``: compare every collective's description across ranks before it runs."""
-    return os.environ.get("BAGUA_DEBUG", "") not in ("", "0", "false", "False", "off")
+    return _switch("BAGUA_DEBUG")
 
 
 def log_level() -> str | None:
@@ -127,6 +140,31 @@ def shm_staging_bytes() -> int:
             seen=found,
         )
     return found
+
+
+def autotune_level() -> int | None:
+    """``BAGUA_AUTOTUNE``: 1 tunes every model during training, 0 none, or None."""
+    return _integer(("BAGUA_AUTOTUNE",))
+
+
+def autotune_warmup_time_s() -> float | None:
+    """``BAGUA_AUTOTUNE_WARMUP_TIME_S``: seconds before the first sample is taken, or None."""
+    return _seconds("BAGUA_AUTOTUNE_WARMUP_TIME_S", zero=True)
+
+
+def autotune_sampling_confidence_time_s() -> float | None:
+    """``BAGUA_AUTOTUNE_SAMPLING_CONFIDENCE_TIME_S``: seconds that one sample takes at least, or None."""
+    return _seconds("BAGUA_AUTOTUNE_SAMPLING_CONFIDENCE_TIME_S", zero=True)
+
+
+def autotune_max_samples() -> int | None:
+    """``BAGUA_AUTOTUNE_MAX_SAMPLES``: samples before the final choice at the latest, or None."""
+    return _integer(("BAGUA_AUTOTUNE_MAX_SAMPLES",))
+
+
+def autotune_log() -> bool:
+    """``BAGUA_IS_OUTPUT_AUTOTUNE_LOG=1``: write the samples to a CSV file in the directory for temporary files."""
+    return _switch("BAGUA_IS_OUTPUT_AUTOTUNE_LOG")
 
 
 def overlay(variables: Mapping[str, str]) -> None:
