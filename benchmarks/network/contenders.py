@@ -1,0 +1,161 @@
+"""Who takes part: every registered algorithm, torch's DDP with and without its hooks, and whatever you write.
+
+A contender is written as text, so that it fits on a command line and reaches the rank processes:
+
+* ``ddp``, ``ddp_fp16``, ``ddp_powersgd``: torch's DistributedDataParallel, plain or with a hook;
+* ``bytegrad`` or ``bytegrad:hierarchical=False``: a registered algorithm, with options;
+* ``package.module:function``: ``function(model, optimizer)`` returns a :class:`Prepared`.
+"""
+
+import ast
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+import bagua.torch_api  # noqa: F401  # puts with_bagua on modules
+from bagua.algorithms import Algorithm, registry
+from benchmarks.silent import SilentAlgorithm
+
+__all__ = ["PEERS", "Prepared", "every_contender", "find_maker"]
+
+#: Steps before torch's PowerSGD hook compresses; it demands more than one, as DDP forms its buckets anew after one.
+POWERSGD_WARM_UP_STEPS = 3
+POWERSGD_RANK = 4
+#: torch's PowerSGD hook aborts on Gloo with several buckets in flight: ranks issue their calls in different orders.
+ONE_BUCKET_MB = 100_000
+
+
+def nothing() -> None:
+    """Nothing to do between two turns."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model that is ready to be trained by one contender.
+
+    Args:
+        model: what to call.
+        optimizer: steps the model; the one that was given, or one of the contender's own.
+        resume: called before the first step of a turn.
+        pause: called after the last step of a turn: other contenders get the network, so it waits until everything
+            that was started has ended.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    resume: Callable[[], object] = nothing
+    pause: Callable[[], object] = nothing
+
+
+Maker = Callable[[nn.Module, torch.optim.Optimizer], Prepared]
+
+
+def through_ddp(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
+    """DistributedDataParallel as it comes."""
+    return Prepared(nn.parallel.DistributedDataParallel(model), optimizer)
+
+
+def through_ddp_fp16(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
+    """DDP with the hook that sends float16."""
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return Prepared(wrapped, optimizer)
+
+
+def through_ddp_powersgd(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
+    """DDP with the hook that sends factors of low rank."""
+    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET_MB)
+    state = powerSGD_hook.PowerSGDState(
+        process_group=None,
+        matrix_approximation_rank=POWERSGD_RANK,
+        start_powerSGD_iter=POWERSGD_WARM_UP_STEPS,
+    )
+    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return Prepared(wrapped, optimizer)
+
+
+def without_exchange(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
+    """The engine with an exchange that sends nothing: the mutant that must not pass for training together."""
+    return through_bagua(model, optimizer, SilentAlgorithm())
+
+
+def through_bagua(model: nn.Module, optimizer: torch.optim.Optimizer, algorithm: Algorithm) -> Prepared:
+    """An algorithm of bagua."""
+    wrapped = model.with_bagua([optimizer], algorithm)  # type: ignore[operator]  # the import put it on all modules
+    return Prepared(wrapped, optimizer, pause=wrapped.state_dict)  # which leaves no exchange under way
+
+
+def named(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, options: dict[str, object]) -> Prepared:
+    """A registered algorithm."""
+    return through_bagua(model, optimizer, Algorithm.init(name, **options))
+
+
+PEERS: dict[str, Maker] = {
+    "ddp": through_ddp,
+    "ddp_fp16": through_ddp_fp16,
+    "ddp_powersgd": through_ddp_powersgd,
+    "silent": without_exchange,
+}
+#: Registered algorithms that are shown with other options than their defaults, and in how many forms.
+FORMS: dict[str, tuple[str, ...]] = {
+    "decentralized": ("decentralized:peer_selection_mode='all'", "decentralized:peer_selection_mode='shift_one'"),
+}
+#: Registered algorithms that need something of the optimizer: from name and options to a maker.
+SPECIAL: dict[str, Callable[[dict[str, object]], Maker]] = {}
+
+
+def every_contender() -> list[str]:
+    """The peers, and every registered algorithm."""
+    forms = [form for name in registry for form in FORMS.get(name, (name,))]
+    return [*PEERS, *forms]
+
+
+def find_maker(contender: str) -> Maker:
+    """What prepares a model for ``contender``.
+
+    Args:
+        contender: as in the text at the top of this file.
+
+    Raises:
+        ValueError: it is none of these, or its options cannot be read.
+        BaguaError: the algorithm refuses its options.
+    """
+    if contender in PEERS:
+        return PEERS[contender]
+    name, _, rest = contender.partition(":")
+    if rest and "=" not in rest:
+        return load_function(name, rest)
+    options = read_options(rest)
+    if name in SPECIAL:
+        return SPECIAL[name](options)
+    Algorithm.init(name, **options)  # refuses here what the ranks would refuse
+    return functools.partial(named, name=name, options=options)
+
+
+def load_function(module: str, function: str) -> Maker:
+    """A maker from somebody else's module."""
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{module}:{function}: {error}") from error
+    maker: Maker = found
+    return maker
+
+
+def read_options(text: str) -> dict[str, object]:
+    """``a=1,b='x',c=word`` as a dict; what is no literal of Python is a string."""
+    options: dict[str, object] = {}
+    for assignment in filter(None, text.split(",")):
+        key, equals, value = assignment.partition("=")
+        if not equals or not key.isidentifier():
+            raise ValueError(f"{assignment!r}: options are written NAME=VALUE, with a comma between them")
+        try:
+            options[key] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[key] = value
+    return options

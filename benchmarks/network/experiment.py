@@ -1,0 +1,156 @@
+"""From a plan to lines of a table: who runs when, and for how long."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from bagua.algorithms import registry
+from bagua.cli.launch import RanksFailedError, run_ranks
+from benchmarks.network.lab import Network
+from benchmarks.network.ranks import Curve, Place, Progress, Timed, time_contenders, train_contender
+from benchmarks.network.results import Limit, Line, Loss, Run, find_limit, make_line
+from benchmarks.network.tasks import PerceptronTask, Task
+
+__all__ = ["LONGEST_TRAINING", "Experiment", "Plan"]
+
+#: Nobody trains more than this many times as long as the others, however quick its steps are.
+LONGEST_TRAINING = 4
+
+Curves = dict[tuple[str, float | None], Curve]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be measured.
+
+    Args:
+        hosts: how many.
+        ranks_per_host: on each.
+        rates: of all links, in Mbit/s; None is unlimited.
+        baseline: what all others are compared with.
+        contenders: who takes part.
+        task: what is trained.
+        rounds: turns of each contender at each rate.
+        calls: timed steps in a turn.
+        at_once: contenders that are in memory at a time, beside the baseline.
+        steps: after which losses are compared; 0 leaves losses out.
+    """
+
+    hosts: int
+    rates: tuple[float | None, ...]
+    contenders: tuple[str, ...]
+    task: Task
+    rounds: int
+    baseline: str = "ddp"
+    ranks_per_host: int = 1
+    calls: int = 1
+    at_once: int = 4
+    steps: int = 0
+
+
+class Experiment:
+    """One run of the lab.
+
+    Args:
+        plan: what to do.
+        network: of as many hosts as planned.
+    """
+
+    def __init__(self, plan: Plan, network: Network) -> None:
+        self.plan = plan
+        self.place = Place(network, plan.ranks_per_host)
+        self.failures: dict[str, str] = {}
+
+    def run(self) -> Run:
+        """Time everyone, then train everyone."""
+        plan = self.plan
+        others = [contender for contender in plan.contenders if contender != plan.baseline]
+        found: dict[tuple[str, float | None], Line] = {}
+        for start in range(0, max(1, len(others)), plan.at_once):
+            for line in self.time(others[start : start + plan.at_once]):
+                found.setdefault((line.contender, line.rate_mbit_s), line)
+        lines = self.add_losses(list(found.values())) if plan.steps else list(found.values())
+        return Run(
+            plan.hosts, plan.ranks_per_host, plan.task.title, plan.baseline, plan.rounds, lines, dict(self.failures)
+        )
+
+    def time(self, contenders: Sequence[str]) -> list[Line]:
+        """Lines of the baseline and of a few contenders, which take turns."""
+        plan = self.plan
+        everyone = [plan.baseline, *contenders, plan.baseline]
+        arguments = (self.place, plan.task, everyone, plan.rates, plan.rounds, plan.calls)
+        try:
+            of_ranks: list[Timed] = run_ranks(time_contenders, self.place.world_size, arguments, show)
+        except RanksFailedError as failed:
+            self.failures.update(dict.fromkeys(contenders, str(failed)))
+            return []
+        refusals = of_ranks[0].refusals
+        self.failures.update(refusals)
+        present = [contender for contender in everyone if contender not in refusals]
+        lines = []
+        for number, rate in enumerate(plan.rates):
+            of_rate = [timed.samples[number] for timed in of_ranks]
+            for which, contender in enumerate(present[:-1]):
+                samples = [(turns[0], turns[which], turns[-1]) for turns in of_rate]
+                lines.append(make_line(contender, rate, samples, plan.hosts, self.limit(rate, contender)))
+        return lines
+
+    def limit(self, rate: float | None, contender: str) -> Limit | None:
+        """What is promised here; nothing for other tasks than the one of which it was promised."""
+        if self.plan.task != PerceptronTask() or self.plan.ranks_per_host > 1:
+            return None
+        return find_limit(self.plan.hosts, rate, self.plan.baseline, contender)
+
+    def add_losses(self, lines: list[Line]) -> list[Line]:
+        """The same lines, with what training leads to."""
+        curves: Curves = {}
+        for contender in dict.fromkeys(line.contender for line in lines):
+            own = [line for line in lines if line.contender == contender]
+            if depends_on_rate(contender):
+                for line in own:
+                    curves.update(self.train(contender, line.rate_mbit_s, [line]))
+            else:
+                curves.update(self.train(contender, None, own))
+        return [
+            replace(line, loss=self.loss(line, curves[line.contender, line.rate_mbit_s]))
+            if (line.contender, line.rate_mbit_s) in curves
+            else line
+            for line in lines
+        ]
+
+    def train(self, contender: str, rate: float | None, lines: list[Line]) -> Curves:
+        """One curve, for all of ``lines``; none if training fails."""
+        show(Progress(f"training with {contender}"))
+        stops = sorted({self.plan.steps, *(self.steps_in_time(line)[0] for line in lines)})
+        arguments = (self.place, self.plan.task, contender, rate, stops)
+        try:
+            curve: Curve = run_ranks(train_contender, self.place.world_size, arguments)[0]
+        except RanksFailedError as failed:
+            self.failures[f"{contender}, in training"] = str(failed)
+            return {}
+        return {(contender, line.rate_mbit_s): curve for line in lines}
+
+    def steps_in_time(self, line: Line) -> tuple[int, bool]:
+        """Steps that a contender takes while the baseline takes its number, and whether it could take more."""
+        fitting = round(self.plan.steps * line.step.baseline_s / line.step.candidate_s)
+        longest = LONGEST_TRAINING * self.plan.steps
+        return max(1, min(fitting, longest)), fitting > longest
+
+    def loss(self, line: Line, curve: Curve) -> Loss:
+        """What a curve says about a line."""
+        in_time, capped = self.steps_in_time(line)
+        return Loss(self.plan.steps, curve.held_out[self.plan.steps], in_time, curve.held_out[in_time], capped)
+
+
+def depends_on_rate(contender: str) -> bool:
+    """Whether the speed of links changes what is computed, as far as one can know."""
+    name, _, rest = contender.partition(":")
+    if rest and "=" not in rest:
+        return True
+    return name in registry and registry.get(name).implementation.traits.rank_local
+
+
+def show(message: object) -> None:
+    """Say what goes on, on standard error."""
+    if isinstance(message, Progress):
+        print(f"  {message.text}", file=sys.stderr, flush=True)

@@ -1,0 +1,211 @@
+"""Several hosts on one Linux machine: network namespaces, joined by a bridge over links of a given rate.
+
+The namespaces have no names. They live as long as somebody holds them open: this process, through descriptors, and
+the ranks inside. So they are unique to the process, and nothing is left of them when it ends, however it ends.
+
+Each host has one interface, ``eth0``, whose other end is a port of a bridge in a namespace of its own. Both ends are
+limited to the rate, the host's for what it sends and the port for what it receives, like a full-duplex network card.
+"""
+
+import contextlib
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["INTERFACE", "Host", "LabUnavailableError", "Network", "enter", "open_network", "refusal", "sent_bytes"]
+
+INTERFACE = "eth0"
+MTU_BYTES = 1500
+#: What may leave at once: a millisecond's worth, but never less than two of the largest packets the kernel makes.
+BURST_S = 1e-3
+LEAST_BURST_BYTES = 128 * 1024
+#: How long a packet may queue before it is dropped.
+LONGEST_QUEUE_MS = 50
+CLONE_NEWNET = 0x40000000
+
+
+class LabUnavailableError(RuntimeError):
+    """This machine, or this user, cannot have a network lab; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host of a network, as another process needs to know it.
+
+    Args:
+        number: from 0.
+        address: of its interface.
+        namespace: a path that opens its network namespace while the lab exists.
+    """
+
+    number: int
+    address: str
+    namespace: str
+
+
+@dataclass(frozen=True)
+class Network:
+    """Hosts that can reach each other.
+
+    Args:
+        hosts: in order of their numbers.
+        switch: a path that opens the namespace of the bridge.
+    """
+
+    hosts: tuple[Host, ...]
+    switch: str
+
+    def set_rate(self, rate_mbit_s: float | None) -> None:
+        """Limit what every host sends and what it receives.
+
+        Args:
+            rate_mbit_s: in 10^6 bits per second; None takes the limit away.
+
+        Raises:
+            LabUnavailableError: the kernel refuses; it may lack the token bucket filter.
+        """
+        for host in self.hosts:
+            with inside(host.namespace):
+                limit(INTERFACE, rate_mbit_s)
+        with inside(self.switch):
+            for host in self.hosts:
+                limit(port_of(host), rate_mbit_s)
+
+
+def refusal() -> str | None:
+    """Why there cannot be a network lab here, and what would help; None where it can be."""
+    if not hasattr(os, "geteuid"):
+        return "the network lab needs Linux"
+    missing = [command for command in ("ip", "tc") if shutil.which(command) is None]
+    if missing:
+        return f"the network lab needs the command {' and '.join(missing)}; Debian's package iproute2 has it"
+    try:
+        os.close(new_namespace())
+    except OSError as error:
+        return (
+            "the network lab makes network namespaces and needs root for it "
+            f"(CAP_SYS_ADMIN and CAP_NET_ADMIN; in a container: --privileged): {error.strerror}"
+        )
+    return None
+
+
+@contextlib.contextmanager
+def open_network(hosts: int) -> Iterator[Network]:
+    """Build a network, and take it down at the end of the block.
+
+    Args:
+        hosts: how many, at most 250.
+
+    Raises:
+        LabUnavailableError: this cannot be done here.
+    """
+    if (reason := refusal()) is not None:
+        raise LabUnavailableError(reason)
+    with contextlib.ExitStack() as descriptors:
+        namespaces = []
+        for _ in range(hosts + 1):
+            descriptor = new_namespace()
+            descriptors.callback(os.close, descriptor)
+            namespaces.append(f"/proc/{os.getpid()}/fd/{descriptor}")
+        switch, *others = namespaces
+        network = Network(tuple(Host(n, f"10.77.0.{n + 1}", path) for n, path in enumerate(others)), switch)
+        connect(network)
+        yield network
+
+
+def connect(network: Network) -> None:
+    """Make the bridge, and a link from each host to it."""
+    with inside(network.switch):
+        run("ip link add bridge type bridge mcast_snooping 0")
+        run("ip link set bridge addrgenmode none up")
+        for host in network.hosts:
+            port = port_of(host)
+            run(f"ip link add {port} mtu {MTU_BYTES} type veth peer name {INTERFACE} netns {host.namespace}")
+            run(f"ip link set {port} master bridge addrgenmode none up")
+    for host in network.hosts:
+        with inside(host.namespace):
+            run("ip link set lo up")
+            run(f"ip link set {INTERFACE} mtu {MTU_BYTES} addrgenmode none up")
+            run(f"ip address add {host.address}/24 dev {INTERFACE}")
+
+
+def port_of(host: Host) -> str:
+    """The bridge's end of the link to ``host``."""
+    return f"port{host.number}"
+
+
+def limit(interface: str, rate_mbit_s: float | None) -> None:
+    """Set or remove the rate at which ``interface`` of the current namespace sends."""
+    if rate_mbit_s is None:  # and maybe there is none
+        subprocess.run(["tc", "qdisc", "del", "dev", interface, "root"], check=False, capture_output=True)
+        return
+    bits_per_s = round(rate_mbit_s * 1e6)
+    burst_bytes = max(LEAST_BURST_BYTES, round(bits_per_s / 8 * BURST_S))
+    run(
+        f"tc qdisc replace dev {interface} root tbf rate {bits_per_s}bit burst {burst_bytes} "
+        f"latency {LONGEST_QUEUE_MS}ms"
+    )
+
+
+def run(command: str) -> None:
+    """Run a command of iproute2 in the current namespace."""
+    done = subprocess.run(command.split(), check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise LabUnavailableError(f"{command}: {done.stderr.strip() or done.stdout.strip()}")
+
+
+def new_namespace() -> int:
+    """A descriptor of a new network namespace; this thread stays where it is."""
+    before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    try:
+        call_kernel("unshare", CLONE_NEWNET)
+        try:
+            return os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+        finally:
+            call_kernel("setns", before, CLONE_NEWNET)
+    finally:
+        os.close(before)
+
+
+def enter(namespace: str) -> None:
+    """Move the calling thread, and all threads and processes that it will start, into a namespace for good."""
+    descriptor = os.open(namespace, os.O_RDONLY)
+    try:
+        call_kernel("setns", descriptor, CLONE_NEWNET)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def inside(namespace: str) -> Iterator[None]:
+    """Be in a namespace until the end of the block, with this thread and with what it starts."""
+    before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    try:
+        enter(namespace)
+        try:
+            yield
+        finally:
+            call_kernel("setns", before, CLONE_NEWNET)
+    finally:
+        os.close(before)
+
+
+def call_kernel(function: str, *arguments: int) -> None:
+    """Call a function of the C library that Python has only since 3.12."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if getattr(library, function)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), function)
+
+
+def sent_bytes() -> int:
+    """What the calling thread's host has sent so far, headers included, as its interface counts it."""
+    for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == INTERFACE:
+            return int(counters.split()[8])
+    raise LabUnavailableError(f"this thread is on no host of a lab: it has no interface {INTERFACE}")

@@ -1,0 +1,198 @@
+"""What is trained: a multilayer perceptron whose time is mostly communication, and the demo's language model."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from bagua.cli.demo.model import Shape
+from bagua.cli.demo.text import Text, read_standard_library, windows
+from bagua.cli.demo.training import Settings
+from bagua.cli.demo.training import Trainer as DemoTrainer
+
+__all__ = ["DemoTask", "PerceptronTask", "Task", "Trainer"]
+
+HELD_OUT_SEED = 1_000_000
+
+
+class Trainer(Protocol):
+    """One rank's model with its data; a contender replaces model and optimizer by its own.
+
+    Attributes:
+        model: what ``step`` calls; returns a loss, or what a loss is made of.
+        optimizer: steps the model's parameters.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def use(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Train with these from now on."""
+
+    def step(self) -> float:
+        """One training step on the next batch; returns its loss."""
+
+    def held_out_loss(self) -> float:
+        """The loss on data that nobody trains on, the same data on all ranks."""
+
+
+class Task(Protocol):
+    """A model, its data and its optimizer, before there is a process to hold them."""
+
+    @property
+    def title(self) -> str:
+        """In a few words."""
+
+    def trainer(self, share: int) -> Trainer:
+        """The task on the rank whose share of the data this is; all ranks begin with the same weights."""
+
+
+@dataclass(frozen=True)
+class PerceptronTask:
+    """Learn what a fixed random network makes of points near a plane of few dimensions.
+
+    Args:
+        hidden: width of the three hidden layers.
+        outer: width of input and output.
+        batch: rows in one rank's batch.
+        learning_rate: of SGD with momentum.
+        seed: of the weights; the data is the same for all seeds, the order in which it comes is not.
+    """
+
+    hidden: int = 2048
+    outer: int = 1024
+    batch: int = 64
+    learning_rate: float = 0.05
+    seed: int = 0
+
+    @property
+    def title(self) -> str:
+        """In a few words."""
+        widths = "-".join(str(width) for width in (self.outer, *[self.hidden] * 3, self.outer))
+        return f"MLP {widths}, batch {self.batch}, SGD with momentum"
+
+    def trainer(self, share: int) -> Trainer:
+        """The task on one rank."""
+        return PerceptronTrainer(self, share)
+
+
+class PerceptronTrainer:
+    """``PerceptronTask`` on one rank."""
+
+    latent = 16
+    momentum = 0.9
+
+    def __init__(self, task: PerceptronTask, share: int) -> None:
+        self.task = task
+        torch.manual_seed(task.seed)
+        self.model: nn.Module = multilayer_perceptron(task.outer, task.hidden)
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
+            self.model.parameters(), lr=task.learning_rate, momentum=self.momentum
+        )
+        fixed = torch.Generator().manual_seed(HELD_OUT_SEED)
+        self.embedding = torch.randn(self.latent, task.outer, generator=fixed)
+        self.teacher = torch.randn(self.latent, task.outer, generator=fixed)
+        self.held_out = self.draw(fixed, 4 * task.batch)
+        self.generator = torch.Generator().manual_seed(1 + share + 1000 * task.seed)
+
+    def draw(self, generator: torch.Generator, rows: int) -> tuple[Tensor, Tensor]:
+        """Inputs and what the teacher makes of them, both ``[rows, outer]``."""
+        points = torch.randn(rows, self.latent, generator=generator)
+        scale = self.latent**-0.5
+        return torch.tanh(points @ self.embedding * scale), torch.sin(points @ self.teacher * scale)
+
+    def use(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Train with these from now on."""
+        self.model, self.optimizer = model, optimizer
+
+    def step(self) -> float:
+        """One training step on the next batch; returns its loss."""
+        inputs, targets = self.draw(self.generator, self.task.batch)
+        loss = nn.functional.mse_loss(self.model(inputs), targets)
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        return float(loss.item())
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """The mean squared error on rows that nobody trains on."""
+        inputs, targets = self.held_out
+        self.model.eval()
+        loss = nn.functional.mse_loss(self.model(inputs), targets)
+        self.model.train()
+        return float(loss.item())
+
+
+def multilayer_perceptron(outer: int, hidden: int) -> nn.Module:
+    """Four linear layers with ReLU between them, drawn so that signals keep their size."""
+    layers: list[nn.Module] = []
+    for before, after in itertools.pairwise((outer, hidden, hidden, hidden, outer)):
+        layer = nn.Linear(before, after)
+        nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+        layers += [layer, nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+@dataclass(frozen=True)
+class DemoTask:
+    """What ``bagua demo`` trains: bytes of Python's standard library.
+
+    Args:
+        settings: of the demo; the learning rate's schedule is made for its number of steps.
+    """
+
+    settings: Settings
+
+    @property
+    def title(self) -> str:
+        """In a few words."""
+        shape = self.settings.shape
+        return f"the demo's transformer, width {shape.width}, depth {shape.depth}, AdamW"
+
+    def trainer(self, share: int) -> Trainer:
+        """The task on one rank."""
+        return TextTrainer(self.settings, read_standard_library(), share)
+
+
+class TextTrainer(DemoTrainer):
+    """``DemoTask`` on one rank."""
+
+    held_out_windows = 256
+
+    def __init__(self, settings: Settings, text: Text, share: int) -> None:
+        super().__init__(settings, text.training, share)
+        self.held_out_text = text.held_out
+
+    def use(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Train with these from now on."""
+        self.model = model  # type: ignore[assignment]  # a wrapper is called like the model
+        if optimizer is not self.optimizer:
+            self.optimizer = optimizer  # type: ignore[assignment]  # any that has learning rates
+            self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.learning_rate_at)
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """Nats per byte on evenly spaced windows of files that nobody trains on."""
+        context = self.settings.shape.context
+        starts = torch.linspace(0, len(self.held_out_text) - context - 1, self.held_out_windows).long()
+        self.model.eval()
+        loss = self.model(*windows(self.held_out_text, starts, context))
+        self.model.train()
+        return float(loss.item())
+
+
+def small_demo(steps: int, seed: int = 0, batch_per_rank: int = 4) -> DemoTask:
+    """The demo's task with a model of 60,000 parameters, for machines with few cores."""
+    shape = Shape(width=48, depth=2, heads=2, context=64)
+    return DemoTask(Settings(steps=steps, seed=seed, batch_per_rank=batch_per_rank, shape=shape, learning_rate=4e-3))
+
+
+#: Tasks by the names of the command line; each is given the number of steps that it will be trained for.
+TASKS: dict[str, Callable[[int], Task]] = {
+    "mlp": lambda steps: PerceptronTask(),  # noqa: ARG005  # its learning rate is constant
+    "demo": lambda steps: DemoTask(Settings(steps=max(1, steps))),
+}
