@@ -37,6 +37,8 @@ class Traits:
             gradients of a bucket are there.
         owns_optimizers: steps by itself, in ``local_step``; the user's ``step()`` is idle.
         active_alone: does something on a group of one rank, too.
+        same_order: gradients must appear in the same order on all ranks. Otherwise rank 0's
+            order of buckets is everyone's, and a rank may be late for some.
     """
 
     result: Literal["exact", "bounded", "consensus"]
@@ -46,6 +48,7 @@ class Traits:
     after_optimizer: bool = False
     owns_optimizers: bool = False
     active_alone: bool = False
+    same_order: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -265,7 +265,9 @@ class ProcessGroup:
     # The end.
 
     def abort(self, reason: str = "aborted by the user") -> None:
-        """Break all communicators of this group, from any thread; see ``Communicator.abort``."""
+        """Break all communicators of this group and of groups derived from it, from any thread."""
+        for group in list(self._descendants):
+            group.abort(reason)
         for communicator in list(self._made):
             communicator.abort(reason)
 

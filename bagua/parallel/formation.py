@@ -187,7 +187,13 @@ class BucketFormation:
         """
         arrival = self.arrival
         self.forget_arrivals()
-        order = agreed_order(self.registration, arrival, self.communicator, find_unused=self._find_unused)
+        order = agreed_order(
+            self.registration,
+            arrival,
+            self.communicator,
+            find_unused=self._find_unused,
+            same_order=self.algorithm.traits.same_order,
+        )
         self._form(cut(self.registration, order, self._bytes_per_bucket()))
         return [list(bucket.parameters) for bucket in self.buckets]
 
@@ -213,11 +219,12 @@ class BucketFormation:
 
     def register_bagua_buckets(self) -> None:
         """Give the buckets their flat memory and state, and schedule them."""
-        for bucket in self.buckets:
-            bucket.fuse_weights()
-            if self.algorithm.traits.gathers_gradients:
-                bucket.allocate_gradients()
-            bucket.state = self.algorithm.init_state(bucket)
+        try:
+            self._allocate()
+        except BaseException as error:  # Other ranks may have no reason to fail, and would wait.
+            self._failure = repr(error)
+            self.group.abort(f"rank {self.group.rank}: {self._failure}")
+            raise
         self.registration.remember_storages()
         self._scheduler = Scheduler(self.buckets, self.algorithm, self.group, delay=self._delay)
         remembered, self._remembered = self._remembered, None
@@ -225,6 +232,13 @@ class BucketFormation:
             restore(self.buckets, remembered)
             if remembered["buckets"] == [list(bucket.names) for bucket in self.buckets]:
                 self._scheduler.resume(remembered["exchanged"])
+
+    def _allocate(self) -> None:
+        for bucket in self.buckets:
+            bucket.fuse_weights()
+            if self.algorithm.traits.gathers_gradients:
+                bucket.allocate_gradients()
+            bucket.state = self.algorithm.init_state(bucket)
 
     # Starting over.
 

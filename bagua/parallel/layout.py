@@ -8,7 +8,7 @@ import torch
 
 from bagua.buckets import form_buckets
 from bagua.comm import Communicator
-from bagua.errors import ConfigurationError
+from bagua.errors import CollectiveMismatchError, ConfigurationError
 from bagua.parallel.registration import Registration
 
 __all__ = ["agreed_order", "cut", "name_of", "positions_of", "unused"]
@@ -20,6 +20,7 @@ def agreed_order(
     communicator: Communicator,
     *,
     find_unused: bool,
+    same_order: bool = False,
 ) -> list[int]:
     """Positions of the parameters, in the order in which their gradients appeared on rank 0. Collective.
 
@@ -28,9 +29,11 @@ def agreed_order(
         arrival: parameters whose gradients appeared here, in that order.
         communicator: of all ranks.
         find_unused: parameters without a gradient come last; otherwise they are an error.
+        same_order: another order than rank 0's is an error.
 
     Raises:
         ConfigurationError: on all ranks, naming what is missing on each.
+        CollectiveMismatchError: on all ranks, naming the first parameter that came elsewhere.
     """
     positions = {id(parameter): position for position, parameter in enumerate(registration.parameters)}
     place = [-1] * len(positions)
@@ -43,8 +46,28 @@ def agreed_order(
     }
     if not find_unused and any(lacking.values()):
         raise unused({rank: names for rank, names in lacking.items() if names})
+    if same_order:
+        _refuse_other_orders(registration, everyone, communicator.rank)
     first = everyone[0]
     return sorted(range(len(first)), key=lambda position: (first[position] < 0, first[position]))
+
+
+def _refuse_other_orders(registration: Registration, everyone: Sequence[Sequence[int]], rank: int) -> None:
+    """Compare the order of all ranks with that of rank 0, for parameters that both have a gradient of."""
+    for other, places in enumerate(everyone):
+        common = [position for position, place in enumerate(places) if place >= 0 <= everyone[0][position]]
+        here = sorted(common, key=lambda position: everyone[0][position])
+        there = sorted(common, key=places.__getitem__)
+        for number, (expected, seen) in enumerate(zip(here, there, strict=True)):
+            if expected != seen:
+                raise CollectiveMismatchError(
+                    "gradients appear in another order on another rank",
+                    rank=rank,
+                    peers=(0, other),
+                    expected=f"{registration.names[expected]}, gradient {number} on rank 0",
+                    seen=f"{registration.names[seen]} on rank {other}",
+                    advice="Let all ranks run the same modules in the same order.",
+                )
 
 
 def cut(registration: Registration, order: Sequence[int], bucket_bytes: int) -> list[list[int]]:

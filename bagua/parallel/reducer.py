@@ -182,13 +182,30 @@ class Reducer(BucketFormation):
         if self._scheduler is not None:
             self._scheduler.flush()
 
+    def suspend_exchanges(self) -> list[int]:
+        """Wait for exchanges under way, and set their results aside; later steps do not apply them.
+
+        Returns:
+            For each bucket the step of its result, or -1; for ``resume_exchanges``.
+        """
+        if self._scheduler is None:
+            return []
+        steps = self._scheduler.settle()
+        self._scheduler.forget()
+        return steps
+
+    def resume_exchanges(self, steps: list[int]) -> None:
+        """Apply the results that ``suspend_exchanges`` set aside when their time comes, after all."""
+        if self._scheduler is not None:
+            self._scheduler.resume(steps)
+
     def give_up(self, reason: BaseException | str) -> None:
         """End a step that cannot be finished here; ranks that wait for the rest of it get ``PeerLostError``."""
         problem = reason if isinstance(reason, str) else getattr(reason, "problem", None) or repr(reason)
         self.group.abort(f"rank {self.group.rank}: {problem}")
         self._failure = self._failure or str(problem)
         if self._scheduler is not None:
-            self._scheduler.give_up()
+            self._scheduler.forget()
 
     def check_usable(self) -> None:
         """Raise if an earlier step could not be finished.

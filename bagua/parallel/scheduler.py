@@ -258,8 +258,8 @@ class Scheduler:
         self.after_optimizers()
         self.finish()
 
-    def give_up(self) -> None:
-        """The communicator is broken: forget what is under way and what is owed."""
+    def forget(self) -> None:
+        """Forget what is under way and what is owed: it is not wanted any more, or the communicator is broken."""
         self._owed = None
         for lane in self._lanes:
             lane.wait = None
