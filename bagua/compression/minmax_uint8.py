@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from bagua.compression.base import Codec, Metadata, store
-from bagua.errors import ConfigurationError
+from bagua.compression.blocks import at_a_time, check_block_numel, in_rows
 
 __all__ = ["MinMaxUInt8"]
 
@@ -15,6 +16,25 @@ __all__ = ["MinMaxUInt8"]
 #: lower than rounding says: so no rounding error can take a code below 0 or above 255.
 _SLACK = 1 + 2.0**-15
 _LOWER_BY = 2.0**-8
+
+#: The lowest bits of a float64; without them it has 16 significant ones.
+_DROPPED_BITS = 2**37 - 1
+
+
+class _Exact(NamedTuple):
+    """How arithmetic is done for a dtype.
+
+    Adding ``magic`` to a small float rounds it to an integer, which then is what the lowest
+    bits say. That takes one pass where rounding and conversion take three.
+    """
+
+    dtype: torch.dtype
+    bits: torch.dtype
+    magic: float
+
+
+_SINGLE = _Exact(torch.float32, torch.int32, 1.5 * 2.0**23)
+_DOUBLE = _Exact(torch.float64, torch.int64, 1.5 * 2.0**52)
 
 
 @dataclass(frozen=True)
@@ -28,7 +48,7 @@ class MinMaxUInt8(Codec):
     * Where a block's range contains zero, ``first`` is a multiple of ``step``, so zero
       is reproduced exactly. A block of equal elements is reproduced exactly, too.
     * A block with a NaN or Inf becomes NaN as a whole, so that nobody overlooks it; so does one
-      whose range is beyond ``3.4e38`` (in float64 ``1.8e308``). No block becomes infinite.
+      whose range is beyond ``3.3e38`` (in float64 ``1.7e308``). No block becomes infinite.
     * Differences below ``2 ** -126`` (in float64 ``2 ** -1022``) are lost.
 
     Args:
@@ -51,70 +71,101 @@ class MinMaxUInt8(Codec):
     block_numel: int = 2048
 
     def __post_init__(self) -> None:
-        if type(self.block_numel) is not int or self.block_numel < 1:
-            raise ConfigurationError(
-                "a block must have elements",
-                argument="block_numel",
-                expected="a positive integer",
-                seen=repr(self.block_numel),
-            )
-
-    def _header(self, metadata: Metadata) -> tuple[int, torch.dtype]:
-        """Number of blocks, and the dtype of their first value and step, which all arithmetic is done in."""
-        exact = torch.float64 if metadata.dtype == torch.float64 else torch.float32
-        return -(-metadata.numel // self.block_numel), exact
+        check_block_numel(self.block_numel)
 
     def _payload_bytes(self, metadata: Metadata) -> int:
-        blocks, dtype = self._header(metadata)
-        return 2 * blocks * dtype.itemsize + metadata.numel
+        return 2 * -(-metadata.numel // self.block_numel) * _exact(metadata.dtype).dtype.itemsize + metadata.numel
 
     def _split(self, data: torch.Tensor, metadata: Metadata) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """First values, steps and codes: views of ``data``."""
-        blocks, dtype = self._header(metadata)
-        header, codes = data[: self._payload_bytes(metadata)].split_with_sizes(
-            [2 * blocks * dtype.itemsize, metadata.numel]
-        )
-        first, step = header.view(dtype).view(2, blocks)
-        return first, step, codes
+        """First values and steps, a row for each block, and codes: views of ``data``."""
+        blocks, dtype = -(-metadata.numel // self.block_numel), _exact(metadata.dtype).dtype
+        header_bytes = 2 * blocks * dtype.itemsize
+        first, step = data[:header_bytes].view(dtype).view(2, blocks, 1)
+        return first, step, data[header_bytes : header_bytes + metadata.numel]
 
     def _encode(self, flat: torch.Tensor, out: torch.Tensor) -> None:
         first, step, codes = self._split(out, Metadata.of(flat))
-        whole = flat.numel() // self.block_numel
-        cut = whole * self.block_numel
-        if whole:
-            _encode_blocks(flat[:cut].view(whole, -1), first[:whole], step[:whole], codes[:cut].view(whole, -1))
-        if cut < flat.numel():
-            _encode_blocks(flat[cut:].view(1, -1), first[whole:], step[whole:], codes[cut:].view(1, -1))
+        for blocks, part, length in in_rows(flat.numel(), self.block_numel):
+            _encode_rows(flat[part].view(-1, length), first[blocks], step[blocks], codes[part].view(-1, length))
 
     def _decode(self, data: torch.Tensor, metadata: Metadata, out: torch.Tensor, add: bool) -> None:
         first, step, codes = self._split(data, metadata)
-        whole = metadata.numel // self.block_numel
-        cut = whole * self.block_numel
-        for blocks, part in ((slice(0, whole), slice(0, cut)), (slice(whole, None), slice(cut, None))):
-            if codes[part].numel():
-                rows = len(first[blocks])
-                values = codes[part].view(rows, -1) * step[blocks, None] + first[blocks, None]
-                limit = torch.finfo(metadata.dtype).max
-                store(values.clamp_(-limit, limit).view(-1), out[part], add)
+        limit = _limit(first, step, metadata.dtype)
+        for blocks, part, length in in_rows(metadata.numel, self.block_numel):
+            rows = codes[part].view(-1, length)
+            _decode_rows(rows, first[blocks], step[blocks], out[part].view(-1, length), add=add, limit=limit)
 
 
-def _encode_blocks(blocks: torch.Tensor, first: torch.Tensor, step: torch.Tensor, codes: torch.Tensor) -> None:
-    _set_grid(blocks.amin(dim=1), blocks.amax(dim=1), first, step)
-    scaled = (blocks.to(first.dtype) - first[:, None]) * step.reciprocal()[:, None]
-    codes.copy_(scaled.round_().nan_to_num_(nan=0.0))
+def _exact(dtype: torch.dtype) -> _Exact:
+    return _DOUBLE if dtype == torch.float64 else _SINGLE
 
 
-def _set_grid(low: torch.Tensor, high: torch.Tensor, first: torch.Tensor, step: torch.Tensor) -> None:
-    """Choose the first value and the step of each block from its extremes."""
-    low, high = low.double(), high.double()
+def _encode_rows(rows: torch.Tensor, first: torch.Tensor, step: torch.Tensor, codes: torch.Tensor) -> None:
+    exact = _exact(rows.dtype)
+    few = at_a_time(rows)
+    # While a piece is in the cache, its other extreme comes nearly for free.
+    extremes = [(piece.amin(dim=1, keepdim=True), piece.amax(dim=1, keepdim=True)) for piece in rows.split(few)]
+    low, high = (torch.cat(values) for values in zip(*extremes, strict=True))
+    origin, bias, finite = _set_grid(low.double(), high.double(), first, step, exact)
+    on_cpu = rows.device.type == "cpu"  # Elsewhere a look at the values would wait for them.
+    shifted = not on_cpu or bool(origin.any())
+    scratch = torch.empty_like(rows[:few], dtype=exact.dtype)
+    pieces = zip(*(t.split(few) for t in (rows, origin, step.reciprocal(), bias, codes)), strict=True)
+    for piece, origins, inverses, biases, target in pieces:
+        scaled = scratch[: len(piece)]
+        if shifted or piece.dtype != exact.dtype:
+            scaled.copy_(piece).sub_(origins).mul_(inverses)
+        else:
+            torch.mul(piece, inverses, out=scaled)
+        target.copy_(scaled.add_(biases).view(exact.bits))
+    if not on_cpu or not finite.all():
+        codes.masked_fill_(~finite, 0)
+
+
+def _set_grid(
+    low: torch.Tensor, high: torch.Tensor, first: torch.Tensor, step: torch.Tensor, exact: _Exact
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Choose the first value and the step of each block from its extremes.
+
+    Returns:
+        What to subtract from elements; what to add after the division by the step so that
+        the lowest bits are the code; whether the block is finite.
+    """
     # Divided before subtracted, because the range itself may overflow.
-    wanted = high.div(255).sub_(low / 255).mul_(_SLACK).clamp_(min=torch.finfo(step.dtype).tiny)
-    mantissa, exponent = torch.frexp(wanted)
+    wanted = high.div(255).sub_(low / 255).mul_(_SLACK).clamp_(min=torch.finfo(exact.dtype).tiny)
     # With 16 significant bits in a step, its multiples up to 255 are exact in float32, with fused additions or without.
-    wanted = torch.ldexp(mantissa.mul_(2.0**16).ceil_(), exponent - 16)
-    aligned = low.div(wanted).sub_(_LOWER_BY).round_().mul_(wanted)
+    wanted = (wanted.view(torch.int64) + _DROPPED_BITS).bitwise_and_(~_DROPPED_BITS).view(torch.float64)
     # A NaN fails every comparison.
-    finite = (low.abs() < torch.inf) & (256 * wanted <= torch.finfo(step.dtype).max)
+    finite = (low.abs() < torch.inf) & (256 * wanted <= torch.finfo(exact.dtype).max)
     contains_zero = (low <= 0) & (high >= 0)
-    first.copy_(torch.where(contains_zero, aligned, low).where(finite, torch.nan))
+    below_zero = torch.where(contains_zero, low.div(wanted).sub_(_LOWER_BY).round_(), 0)
+    origin = torch.where(contains_zero, 0, low)
+    first.copy_(below_zero.mul(wanted).add_(origin).where(finite, torch.nan))
     step.copy_(wanted.where(finite, torch.nan))
+    return origin.to(exact.dtype), (exact.magic - below_zero).to(exact.dtype), finite
+
+
+def _limit(first: torch.Tensor, step: torch.Tensor, dtype: torch.dtype) -> float | None:
+    """The largest finite value of ``dtype``, if a block's grid may reach beyond it by half a step; else None."""
+    largest = torch.finfo(dtype).max
+    if first.device.type == "cpu":
+        reach = torch.maximum(first.abs(), (step * 255).add_(first).abs_())
+        return largest if (reach > largest).any() else None
+    return largest
+
+
+def _decode_rows(
+    codes: torch.Tensor, first: torch.Tensor, step: torch.Tensor, out: torch.Tensor, *, add: bool, limit: float | None
+) -> None:
+    few = at_a_time(codes)
+    direct = out.dtype == first.dtype and not add
+    scratch = out if direct else torch.empty_like(out[:few], dtype=first.dtype)
+    pieces = zip(*(t.split(few) for t in (codes, first, step, out)), strict=True)
+    for piece, firsts, steps, target in pieces:
+        values = target if direct else scratch[: len(piece)]
+        values.copy_(piece)
+        values.mul_(steps).add_(firsts)
+        if limit is not None:
+            values.clamp_(-limit, limit)
+        if not direct:
+            store(values, target, add)

@@ -1,0 +1,68 @@
+"""Another codec for small tensors than for large ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from bagua.compression.base import Codec, Metadata
+from bagua.compression.identity import Identity
+from bagua.compression.minmax_uint8 import MinMaxUInt8
+from bagua.errors import ConfigurationError
+
+__all__ = ["BySize"]
+
+
+@dataclass(frozen=True)
+class BySize(Codec):
+    """``small`` for tensors below a size, ``large`` for the others; it promises what the chosen one does.
+
+    Small tensors are often the sensitive ones (biases, norms), and compressing them saves nothing.
+
+    Args:
+        threshold_bytes: size from which on a tensor is large, uncompressed.
+        small: a codec.
+        large: a codec.
+
+    Raises:
+        ConfigurationError: an argument that cannot be used.
+
+    Example:
+        >>> codec = BySize(threshold_bytes=1000)
+        >>> [codec.compressed_bytes(Metadata(numel, torch.float32)) for numel in (200, 400)]
+        [800, 408]
+    """
+
+    threshold_bytes: int = 65536
+    small: Codec = field(default_factory=Identity)
+    large: Codec = field(default_factory=MinMaxUInt8)
+
+    def __post_init__(self) -> None:
+        if type(self.threshold_bytes) is not int or self.threshold_bytes < 0:
+            raise ConfigurationError(
+                "this is no size",
+                argument="threshold_bytes",
+                expected="a number of bytes",
+                seen=repr(self.threshold_bytes),
+            )
+        for name, codec in (("small", self.small), ("large", self.large)):
+            if not isinstance(codec, Codec):
+                raise ConfigurationError("this is no codec", argument=name, expected="a Codec", seen=repr(codec))
+
+    def choose(self, metadata: Metadata) -> Codec:
+        """The codec for such a tensor."""
+        nbytes = metadata.numel * metadata.dtype.itemsize
+        return self.small if nbytes < self.threshold_bytes else self.large
+
+    def compressed_bytes(self, metadata: Metadata) -> int:
+        return self.choose(metadata).compressed_bytes(metadata)
+
+    def _payload_bytes(self, metadata: Metadata) -> int:
+        return self.compressed_bytes(metadata)
+
+    def _encode(self, flat: torch.Tensor, out: torch.Tensor) -> None:
+        self.choose(Metadata.of(flat)).compress(flat, out=out)
+
+    def _decode(self, data: torch.Tensor, metadata: Metadata, out: torch.Tensor, add: bool) -> None:
+        self.choose(metadata).decompress(data, metadata, out=out, add=add)

@@ -1,0 +1,57 @@
+"""Two bytes for each element: another floating-point dtype."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from bagua.compression.base import Codec, Metadata, store
+
+__all__ = ["BFloat16", "Float16"]
+
+
+class _Cast(Codec):
+    target: ClassVar[torch.dtype]
+
+    def _payload_bytes(self, metadata: Metadata) -> int:
+        return metadata.numel * self.target.itemsize
+
+    def _encode(self, flat: torch.Tensor, out: torch.Tensor) -> None:
+        out[: flat.numel() * self.target.itemsize].view(self.target).copy_(flat)
+
+    def _decode(self, data: torch.Tensor, metadata: Metadata, out: torch.Tensor, add: bool) -> None:
+        store(data[: self._payload_bytes(metadata)].view(self.target), out, add)
+
+
+@dataclass(frozen=True)
+class Float16(_Cast):
+    """IEEE half precision: ``|x' - x| <= 2**-11 |x|`` where ``2**-14 <= |x| <= 65504``.
+
+    Below, it loses ``2**-25`` at most; above, values become infinite, so that a
+    ``GradScaler`` sees it and scales less. Zero, NaN and Inf are reproduced exactly.
+
+    Example:
+        >>> codec, tensor = Float16(), torch.tensor([1.0, 1e6])
+        >>> codec.decompress(codec.compress(tensor), Metadata.of(tensor))
+        tensor([1., inf])
+    """
+
+    target = torch.float16
+
+
+@dataclass(frozen=True)
+class BFloat16(_Cast):
+    """Brain floating point: ``|x' - x| <= 2**-8 |x|`` over the range of float32.
+
+    Zero, NaN and Inf are reproduced exactly. Values beyond that range become infinite, and
+    below ``1e-38`` the error is absolute.
+
+    Example:
+        >>> codec, tensor = BFloat16(), torch.tensor([1.0, 1e6])
+        >>> codec.decompress(codec.compress(tensor), Metadata.of(tensor))
+        tensor([1.0000e+00, 9.9942e+05])
+    """
+
+    target = torch.bfloat16

@@ -1,0 +1,118 @@
+"""One bit for each element: its sign; one magnitude for each block."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from bagua.compression.base import Codec, Metadata, store
+from bagua.compression.blocks import at_a_time, check_block_numel, in_rows
+
+__all__ = ["Sign"]
+
+#: Eight bytes of 0 or 255, as one integer, become one byte: keep another bit of each, and add them up in the highest.
+_ONE_BIT_OF_EACH_BYTE = int.from_bytes(bytes(1 << bit for bit in range(8)), "little", signed=True)
+_ADD_BYTES_INTO_HIGHEST = 0x0101010101010101
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Sign(Codec):
+    """One bit for each element: ``x' = sign(x) * mean(|x|)``, with the mean over the element's block.
+
+    The error of a block is ``||x' - x||^2 = ||x||^2 - ||x||_1^2 / n``, with ``n`` elements in it:
+    less than the block itself, but no more than that, so this is for exchanges with error
+    feedback. A zero becomes plus or minus the mean; a block of zeros stays one. A block with
+    a NaN or Inf, or of which the sum overflows, becomes NaN as a whole.
+
+    Args:
+        block_numel: elements that share a magnitude, a multiple of 8; the last block may
+            have fewer. Each block costs 4 bytes (8 in float64).
+
+    Raises:
+        ConfigurationError: ``block_numel`` is no positive multiple of 8.
+
+    Example:
+        >>> codec, tensor = Sign(), torch.tensor([1.0, -2.0, 3.0])
+        >>> codec.decompress(codec.compress(tensor), Metadata.of(tensor))
+        tensor([ 2., -2.,  2.])
+
+    Paper: Bernstein et al., signSGD: Compressed Optimisation for Non-Convex Problems (2018);
+    Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression Schemes (2019).
+    """
+
+    block_numel: int = 2048
+
+    def __post_init__(self) -> None:
+        check_block_numel(self.block_numel, multiple_of=8)
+
+    def _header_bytes(self, metadata: Metadata) -> int:
+        return -(-metadata.numel // self.block_numel) * _exact(metadata.dtype).itemsize
+
+    def _payload_bytes(self, metadata: Metadata) -> int:
+        return self._header_bytes(metadata) + -(-metadata.numel // 8)
+
+    def _split(self, data: torch.Tensor, metadata: Metadata) -> tuple[torch.Tensor, torch.Tensor]:
+        """Magnitudes, a row for each block, and packed signs: views of ``data``."""
+        header_bytes = self._header_bytes(metadata)
+        magnitudes = data[:header_bytes].view(_exact(metadata.dtype)).view(-1, 1)
+        return magnitudes, data[header_bytes : self._payload_bytes(metadata)]
+
+    def _encode(self, flat: torch.Tensor, out: torch.Tensor) -> None:
+        magnitudes, packed = self._split(out, Metadata.of(flat))
+        for blocks, part, length in in_rows(flat.numel(), self.block_numel):
+            rows = flat[part].view(-1, length)
+            few = at_a_time(rows)
+            rows_bits = packed[_bytes_of(part)].view(len(rows), -1)
+            for piece, means, bits in zip(*(t.split(few) for t in (rows, magnitudes[blocks], rows_bits)), strict=True):
+                means.copy_(_mean_magnitude(piece, means.dtype))
+                bits.copy_(_pack_signs(piece))
+
+    def _decode(self, data: torch.Tensor, metadata: Metadata, out: torch.Tensor, add: bool) -> None:
+        magnitudes, packed = self._split(data, metadata)
+        for blocks, part, length in in_rows(metadata.numel, self.block_numel):
+            rows = out[part].view(-1, length)
+            few = at_a_time(rows)
+            rows_bits = packed[_bytes_of(part)].view(len(rows), -1)
+            for piece, means, bits in zip(*(t.split(few) for t in (rows, magnitudes[blocks], rows_bits)), strict=True):
+                signs = _unpack_signs(bits, means.dtype)[:, :length]
+                store(signs.mul_(means), piece, add)
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of magnitudes."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _bytes_of(part: slice) -> slice:
+    return slice(part.start // 8, -(-part.stop // 8))
+
+
+def _mean_magnitude(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The mean of the magnitudes in each row; NaN if it is not finite."""
+    means = rows.to(dtype, copy=True).abs_().mean(dim=1, keepdim=True)
+    return means.where(means < torch.inf, torch.nan)
+
+
+def _pack_signs(rows: torch.Tensor) -> torch.Tensor:
+    """Eight sign bits in a byte, the first element's lowest, 1 for negative ones."""
+    bits = rows.itemsize * 8
+    signs = rows.view(_INTEGERS[rows.itemsize]).bitwise_right_shift(bits - 1).to(torch.uint8)
+    if signs.shape[1] % 8:
+        signs = torch.nn.functional.pad(signs, (0, -signs.shape[1] % 8))
+    eights = signs.view(torch.int64).bitwise_and_(_ONE_BIT_OF_EACH_BYTE).mul_(_ADD_BYTES_INTO_HIGHEST)
+    return eights.bitwise_right_shift_(56)
+
+
+def _unpack_signs(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Plus and minus ones: a row of 8 for each byte in a row of ``packed``."""
+    table = _signs_of_bytes(dtype, packed.device)
+    return table.index_select(0, packed.reshape(-1).int()).view(len(packed), -1)
+
+
+@functools.lru_cache(maxsize=8)
+def _signs_of_bytes(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.tensor([[-1 if byte >> bit & 1 else 1 for bit in range(8)] for byte in range(256)]).to(device, dtype)
