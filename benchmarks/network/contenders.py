@@ -3,6 +3,8 @@
 A contender is written as text, so that it fits on a command line and reaches the rank processes:
 
 * ``ddp``, ``ddp_fp16``, ``ddp_powersgd``: torch's DistributedDataParallel, plain or with a hook;
+* ``silent``: bagua's engine with an exchange that does nothing;
+* ``adam``: gradient allreduce with Adam in place of the task's optimizer, to compare QAdam with;
 * ``bytegrad`` or ``bytegrad:hierarchical=False``: a registered algorithm, with options;
 * ``package.module:function``: ``function(model, optimizer)`` returns a :class:`Prepared`.
 """
@@ -28,6 +30,9 @@ POWERSGD_WARM_UP_STEPS = 3
 POWERSGD_RANK = 4
 #: torch's PowerSGD hook aborts on Gloo with several buckets in flight: ranks issue their calls in different orders.
 ONE_BUCKET_MB = 100_000
+#: Optimizers whose learning rates suit Adam; it gets the other one in place of all others.
+ADAM_LIKE = (torch.optim.Adam, torch.optim.AdamW)
+ADAM_LEARNING_RATE = 1e-3
 
 
 def nothing() -> None:
@@ -84,6 +89,13 @@ def without_exchange(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prep
     return through_bagua(model, optimizer, SilentAlgorithm())
 
 
+def with_adam(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
+    """Gradient allreduce with Adam of the same learning rate, whatever the task's optimizer is: the peer of QAdam."""
+    rate = optimizer.param_groups[0]["lr"] if isinstance(optimizer, ADAM_LIKE) else ADAM_LEARNING_RATE
+    adam = torch.optim.Adam(model.parameters(), lr=rate)
+    return through_bagua(model, adam, Algorithm.init("gradient_allreduce"))
+
+
 def through_bagua(model: nn.Module, optimizer: torch.optim.Optimizer, algorithm: Algorithm) -> Prepared:
     """An algorithm of bagua."""
     wrapped = model.with_bagua([optimizer], algorithm)  # type: ignore[operator]  # the import put it on all modules
@@ -100,6 +112,7 @@ PEERS: dict[str, Maker] = {
     "ddp_fp16": through_ddp_fp16,
     "ddp_powersgd": through_ddp_powersgd,
     "silent": without_exchange,
+    "adam": with_adam,
 }
 #: Registered algorithms that are shown with other options than their defaults, and in how many forms.
 FORMS: dict[str, tuple[str, ...]] = {

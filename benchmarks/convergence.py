@@ -1,0 +1,247 @@
+"""What communicating less costs in loss: the demo's task with every registered algorithm, from several seeds.
+
+Each contender trains a small byte-level language model from the same weights on the same batches, and so does gradient
+allreduce. Reported is the held-out loss over that of gradient allreduce from the same seed (for QAdam: over that of
+gradient allreduce with Adam), for each seed and on an average. Two lines say how much that means: ``perturbed`` is
+gradient allreduce whose first weights differ by one part in a million, so its distance from 1 is chance; ``silent`` is
+the mutant that drops the exchange, and a limit that it kept would prove nothing.
+
+All ranks are processes of this machine, and each counts as a host of its own, so that hierarchical forms do not end in
+plain averaging over shared memory.
+
+``python -m benchmarks.convergence``
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from bagua import comm
+from bagua.cli.launch import Rank, RanksFailedError, run_ranks
+from bagua.comm.stores import connect_store
+from bagua.errors import ConfigurationError
+from benchmarks.network.__main__ import a_contender, at_least, termination_as_interrupt
+from benchmarks.network.contenders import PEERS, Prepared, every_contender, find_maker
+from benchmarks.network.experiment import show
+from benchmarks.network.ranks import Training, report
+from benchmarks.network.tasks import small_demo
+
+TIMEOUT_S = 120.0
+BASELINE = "gradient_allreduce"
+PERTURBED = "benchmarks.convergence:perturbed"
+PERTURBATION = 1e-6
+MUTANT = "silent"
+#: What a contender is compared with, where that is not ``BASELINE``.
+BASELINES = {"qadam": "adam"}
+#: The largest loss over the baseline's that is promised.
+LIMITS = {"bytegrad": 1.005, "qadam": 1.02}
+#: The mutant must break the tightest of them.
+MUTANT_LIMIT = 1.005
+LEAST_STEPS = 500
+LEAST_SEEDS = 3
+LEAST_FALL = 0.3
+INTERRUPTED = 130
+
+
+def perturbed(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
+    """Gradient allreduce from weights that differ in the last digits."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + PERTURBATION * torch.randn(parameter.shape, generator=generator))
+    return find_maker(BASELINE)(model, optimizer)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How training from one seed ended.
+
+    Args:
+        first_loss: held out, before the first step.
+        last_loss: held out, after the last step; mean over ranks.
+    """
+
+    first_loss: float
+    last_loss: float
+
+
+@dataclass(frozen=True)
+class Line:
+    """One contender.
+
+    Args:
+        contender: who.
+        baseline: whose loss it is compared with.
+        losses: at the end, by seed.
+        ratios: of these over the baseline's, by seed.
+        limit: what is promised of their mean; None where nothing is.
+        must_fail: whether the limit has to be broken.
+    """
+
+    contender: str
+    baseline: str
+    losses: list[float]
+    ratios: list[float]
+    limit: float | None = None
+    must_fail: bool = False
+
+    @property
+    def mean(self) -> float:
+        """Of the ratios over seeds."""
+        return statistics.mean(self.ratios)
+
+    @property
+    def verdict(self) -> str:
+        """Whether the limit does what it has to."""
+        if self.limit is None:
+            return ""
+        if self.must_fail:
+            return "broken, as it must be" if self.mean > self.limit else "NOT BROKEN"
+        return "met" if self.mean <= self.limit else "MISSED"
+
+    def __str__(self) -> str:
+        ratios = " ".join(f"{ratio:.4f}" for ratio in self.ratios)
+        limit = "" if self.limit is None else f"{self.limit:g} {self.verdict}"
+        return (
+            f"{self.contender:<48} {statistics.mean(self.losses):>8.4f}  {self.mean:>8.4f}  {ratios}  {limit}".rstrip()
+        )
+
+
+def train_all(
+    rank: Rank, contenders: Sequence[str], steps: int, batch_per_rank: int, seed: int
+) -> tuple[dict[str, Ended], dict[str, str]]:
+    """Train one contender after the other from the same seed; also why some cannot run with so many ranks."""
+    comm.init_process_group(
+        backend="gloo",
+        timeout=timedelta(seconds=TIMEOUT_S),
+        store=connect_store(rank.port, TIMEOUT_S),
+        rank=rank.rank,
+        world_size=rank.world_size,
+        local_world_size=1,
+    )
+    ended: dict[str, Ended] = {}
+    refusals: dict[str, str] = {}
+    for contender in contenders:
+        try:
+            training = Training(small_demo(steps, seed, batch_per_rank), contender, rank.rank)
+        except ConfigurationError as error:  # which every rank finds alike
+            refusals[contender] = str(error)
+            continue
+        first_loss = training.held_out_loss()
+        training.take_steps(steps)
+        ended[contender] = Ended(first_loss, training.held_out_loss())
+        report(rank, f"seed {seed}, {contender}: {first_loss:.3f} -> {ended[contender].last_loss:.4f}")
+    comm.destroy_process_group()
+    return ended, refusals
+
+
+def baseline_of(contender: str) -> str:
+    """What a contender is compared with."""
+    return BASELINES.get(contender.partition(":")[0], BASELINE)
+
+
+def make_lines(contenders: Sequence[str], by_seed: Sequence[dict[str, Ended]]) -> list[Line]:
+    """Compare everyone who ended with their baselines."""
+    lines = []
+    for contender in contenders:
+        if contender not in by_seed[0]:
+            continue
+        baseline = baseline_of(contender)
+        losses = [ended[contender].last_loss for ended in by_seed]
+        ratios = [loss / ended[baseline].last_loss for loss, ended in zip(losses, by_seed, strict=True)]
+        must_fail = contender == MUTANT
+        limit = MUTANT_LIMIT if must_fail else LIMITS.get(contender.partition(":")[0])
+        lines.append(Line(contender, baseline, losses, ratios, limit, must_fail))
+    return lines
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """All options of the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.convergence",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--ranks", type=at_least(2), default=4, metavar="N", help="default 4")
+    add("--steps", type=at_least(1), default=LEAST_STEPS, metavar="N", help="at least 500 to judge")
+    add("--seeds", type=at_least(1), default=LEAST_SEEDS, metavar="N", help="at least 3 to judge")
+    add("--batch-per-rank", type=at_least(1), default=4, metavar="N", help="windows of text; default 4")
+    add("--contenders", type=a_contender, nargs="+", metavar="WHO", help="default: all registered algorithms")
+    add("--json", type=Path, metavar="FILE", help="write all numbers to this file")
+    return parser
+
+
+def everyone(chosen: Sequence[str] | None) -> list[str]:
+    """Who has to train: the chosen ones, what they are compared with, and the two lines that say what it means."""
+    wanted = chosen or [contender for contender in every_contender() if contender not in PEERS]
+    return list(dict.fromkeys([BASELINE, PERTURBED, MUTANT, *map(baseline_of, wanted), *wanted]))
+
+
+def conclude(lines: Sequence[Line], fall: float, refusals: dict[str, str], options: argparse.Namespace) -> int:
+    """Print and write everything; return the exit status."""
+    print(f"{'held-out loss after ' + str(options.steps) + ' steps':<48} {'loss':>8}  {': base':>8}  by seed")
+    for line in lines:
+        print(line)
+    for contender, reason in refusals.items():
+        print(f"{contender} did not run: {reason}")
+    print(f"{BASELINE}: the loss fell by {fall:.0%}")
+    judged = options.steps >= LEAST_STEPS and options.seeds >= LEAST_SEEDS and fall >= LEAST_FALL
+    if not judged:
+        print(f"(not judged: that takes {LEAST_STEPS} steps, {LEAST_SEEDS} seeds and a fall of {LEAST_FALL:.0%})")
+    if options.json is not None:
+        numbers = [{**dataclasses.asdict(line), "mean": line.mean, "verdict": line.verdict} for line in lines]
+        described = {"ranks": options.ranks, "steps": options.steps, "fall": fall, "lines": numbers}
+        options.json.write_text(json.dumps(described, indent=2) + "\n")
+    return int(judged and any(line.verdict in ("MISSED", "NOT BROKEN") for line in lines))
+
+
+def measure(contenders: Sequence[str], options: argparse.Namespace) -> tuple[list[dict[str, Ended]], dict[str, str]]:
+    """Train everyone from every seed."""
+    by_seed, refusals = [], {}
+    run: Callable[..., list[tuple[dict[str, Ended], dict[str, str]]]] = run_ranks
+    for seed in range(options.seeds):
+        arguments = (contenders, options.steps, options.batch_per_rank, seed)
+        ended, refused = run(train_all, options.ranks, arguments, show)[0]
+        by_seed.append(ended)
+        refusals.update(refused)
+    return by_seed, refusals
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, and return the exit status.
+
+    Args:
+        arguments: of the command line.
+
+    Returns:
+        0; 1 when a limit was missed, or kept by the mutant, in a run that can judge, or when ranks failed; 130 when
+        interrupted.
+    """
+    options = make_parser().parse_args(arguments)
+    contenders = everyone(options.contenders)
+    try:
+        with termination_as_interrupt():
+            by_seed, refusals = measure(contenders, options)
+    except RanksFailedError as failed:
+        print(failed, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; all processes have ended", file=sys.stderr)
+        return INTERRUPTED
+    ends = [ended[BASELINE] for ended in by_seed]
+    fall = 1 - statistics.mean(end.last_loss / end.first_loss for end in ends)
+    return conclude(make_lines(contenders, by_seed), fall, refusals, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
