@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
 from bagua.comm.arguments import check_rank
 from bagua.comm.backends import create_transport, refusal
+from bagua.comm.board import Board
 from bagua.comm.communicator import Communicator
 from bagua.comm.hosts import ranks_by_node
 from bagua.comm.rendezvous import exchange, refuse_together
@@ -87,6 +88,7 @@ class ProcessGroup:
         self._ledger = ledger
         self._descendants: list[ProcessGroup] = []
         self._made: list[Communicator] = []
+        self._when_closing: list[Callable[[], None]] = []
         self._numbered = 0
         self._on_hosts = ranks_by_node(self.nodes)
         self.leader = check_rank(leader, min(self.node_sizes), "leader")
@@ -113,16 +115,24 @@ class ProcessGroup:
                 self.global_communicator if leaders == everyone else self._communicator(leaders, "/inter")
             )
 
-    def _communicator(self, members: list[int], suffix: str) -> Communicator:
+    def _communicator(
+        self,
+        members: list[int],
+        suffix: str,
+        *,
+        store: dist.Store | None = None,
+        backend: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Communicator:
         membership = Membership(
-            store=dist.PrefixStore(f"communicator{suffix}{members[0]}", self.store),
+            store=dist.PrefixStore(f"communicator{suffix}{members[0]}", store or self.store),
             rank=members.index(self.rank),
             ranks=tuple(self.ranks[member] for member in members),
             nodes=tuple(self.nodes[member] for member in members),
-            timeout_s=self.timeout_s,
+            timeout_s=timeout_s or self.timeout_s,
             label=self.label + suffix,
         )
-        communicator = Communicator(create_transport(self.backend, membership), self.timeout_s)
+        communicator = Communicator(create_transport(backend or self.backend, membership), self.timeout_s)
         self._made.append(communicator)
         self._ledger.open.append(communicator.statistics)
         return communicator
@@ -248,6 +258,52 @@ class ProcessGroup:
         self._descendants = [one for one in self._descendants if not one.closed] + [group]
         return group
 
+    # For those who agree by other means than collective calls.
+
+    def board(self, label: str = "board") -> Board:
+        """A notice board of the members, over a connection of its own to the store.
+
+        Called by all members as often and in the same order, but nobody waits for anybody.
+
+        Args:
+            label: part of the keys in the store.
+        """
+        self._numbered += 1
+        return Board(dist.PrefixStore(f"{label}{self._numbered}", self.store.clone()), self.rank, self.ranks)
+
+    def connect(
+        self, members: Sequence[int], name: str, *, timeout_s: float, backend: str | None = None
+    ) -> Communicator:
+        """A communicator of some members, built by these alone: no call of any other member is needed.
+
+        Args:
+            members: ranks in this group, in ascending order, this one among them.
+            name: used once per group; the same on all of ``members``.
+            timeout_s: how long to wait for them.
+            backend: None means this group's.
+
+        Returns:
+            The communicator. Give it back with ``disconnect``; the group closes it at the latest.
+
+        Raises:
+            CollectiveTimeoutError: some of them did not come.
+            TransportUnavailableError: they cannot be connected.
+        """
+        return self._communicator(
+            list(members), f"/{name}", store=self.store.clone(), backend=backend, timeout_s=timeout_s
+        )
+
+    def disconnect(self, communicator: Communicator) -> None:
+        """Close a communicator that ``connect`` made. Idempotent."""
+        communicator.close()
+        if communicator in self._made:
+            self._made.remove(communicator)
+        self._ledger.retire(communicator.statistics)
+
+    def when_closing(self, callback: Callable[[], None]) -> None:
+        """Have ``callback`` called when this group is closed, before its communicators are."""
+        self._when_closing.append(callback)
+
     def _agree(self, store: dist.Store, wanted: list[object]) -> None:
         """Compare what every member asks for, before anyone waits for a connection."""
         answers = exchange(store, "wanted", self.rank, self.ranks, wanted, self.timeout_s)
@@ -276,6 +332,8 @@ class ProcessGroup:
         self.closed = True
         for group in reversed(self._descendants):
             group.close()
+        while self._when_closing:
+            self._when_closing.pop()()
         for communicator in reversed(self._made):
             communicator.close()
             self._ledger.retire(communicator.statistics)

@@ -1,0 +1,119 @@
+"""A notice board in the store: what each member says of itself, and decisions on which all members agree.
+
+Nothing here waits for another member. Each member writes its own record and reads those of
+the others whenever it likes. A decision is a cell that is written once: whoever comes first
+decides, everybody else gets to know what was decided. So members that act only on decisions
+act alike, in whatever order they come to look.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from bagua.errors import PeerLostError
+
+__all__ = ["Board"]
+
+T = TypeVar("T")
+
+
+class Board:
+    """Records of the members of a group, and their decisions.
+
+    Args:
+        store: written to by these members only, and through this object only.
+        rank: this member.
+        ranks: global rank of each member, for messages.
+
+    Example:
+        >>> store = dist.HashStore()
+        >>> first, second = Board(store, 0, (0, 1)), Board(store, 1, (0, 1))
+        >>> first.post({"ready": True})
+        >>> second.read()
+        [{'ready': True}, None]
+        >>> first.decide("where", "here"), second.decide("where", "there"), second.decided("where")
+        ('here', 'here', 'here')
+    """
+
+    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int]) -> None:
+        self._store = store
+        self.rank = rank
+        self.ranks = tuple(ranks)
+        self._keys = [f"record/{member}" for member in range(len(self.ranks))]
+        self._present: set[int] = set()
+
+    def post(self, record: dict[str, Any]) -> None:
+        """Replace this member's record.
+
+        Args:
+            record: anything JSON can hold.
+
+        Raises:
+            PeerLostError: the store is gone. It may be noticed only when something is read.
+        """
+        text = json.dumps(record)
+        self._talk(lambda: self._store.set(self._keys[self.rank], text))
+
+    def read(self) -> list[dict[str, Any] | None]:
+        """The latest record of each member; None for one that has not posted yet.
+
+        Raises:
+            PeerLostError: the store is gone.
+        """
+        return self._talk(self._read)
+
+    def _read(self) -> list[dict[str, Any] | None]:
+        # Asking for a key that is not there would block until it is.
+        self._present |= {
+            member for member, key in enumerate(self._keys) if member not in self._present and self._store.check([key])
+        }
+        found = sorted(self._present)
+        texts = self._store.multi_get([self._keys[member] for member in found]) if found else []
+        records: list[dict[str, Any] | None] = [None] * len(self._keys)
+        for member, text in zip(found, texts, strict=True):
+            records[member] = json.loads(text)
+        return records
+
+    def decide(self, topic: str, proposal: Any) -> Any:
+        """What is decided about ``topic``: ``proposal``, unless another member was first.
+
+        Args:
+            topic: name of the cell.
+            proposal: anything JSON can hold.
+
+        Raises:
+            PeerLostError: the store is gone.
+        """
+        text = json.dumps(proposal)
+        return json.loads(self._talk(lambda: self._store.compare_set(f"decision/{topic}", "", text)))
+
+    def decided(self, topic: str) -> Any:
+        """What was decided about ``topic``, or None.
+
+        Raises:
+            PeerLostError: the store is gone.
+        """
+        key = f"decision/{topic}"
+        return self._talk(lambda: json.loads(self._store.get(key)) if self._store.check([key]) else None)
+
+    def forget(self, topic: str) -> None:
+        """Delete a decision that nobody needs any more.
+
+        Raises:
+            PeerLostError: the store is gone.
+        """
+        self._talk(lambda: self._store.delete_key(f"decision/{topic}"))
+
+    def _talk(self, conversation: Callable[[], T]) -> T:
+        try:
+            return conversation()
+        except (RuntimeError, OSError) as error:
+            raise PeerLostError(
+                f"rank {self.ranks[self.rank]} lost the store through which the ranks meet",
+                rank=self.ranks[self.rank],
+                advice="Its host (rank 0, or the launcher) has ended: look at its output first.",
+            ) from error
