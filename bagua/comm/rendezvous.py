@@ -20,7 +20,7 @@ from bagua.errors import (
     TransportUnavailableError,
 )
 
-__all__ = ["connect", "consult", "exchange", "forget", "refuse_together", "resolve_rank"]
+__all__ = ["connect", "consult", "exchange", "refuse_together", "resolve_rank"]
 
 _COMMAND = "torchrun --nproc_per_node 2 train.py (or: baguarun --nproc_per_node 2 train.py)"
 #: Stores that this process hosts for a job without an agent, by process and port. They end with the process: after
@@ -167,17 +167,19 @@ def exchange(store: dist.Store, topic: str, rank: int, ranks: Sequence[int], val
 def consult(
     store: dist.Store,
     topic: str,
+    number: int,
     rank: int,
     ranks: Sequence[int],
     value: Any,
     decide: Callable[[list[Any]], Any],
     timeout_s: float,
 ) -> Any:
-    """What the group's rank 0 decides from the values that all members posted under ``topic``.
+    """What the group's rank 0 decides from the values that all members post.
 
     Args:
         store: of the group.
-        topic: used once per store.
+        topic: what it is about.
+        number: 1 the first time, then one more each time; what the time before left in the store is deleted.
         rank: this member's rank in the group.
         ranks: what messages call the members.
         value: anything JSON can hold.
@@ -188,13 +190,15 @@ def consult(
     Raises:
         CollectiveTimeoutError: with the missing ranks as ``peers``.
     """
-    keys = [f"{topic}/{member}" for member in range(len(ranks))]
-    answer = f"{topic}/answer"
+    keys = [f"{topic}{number}/{member}" for member in range(len(ranks))]
+    answer = f"{topic}{number}/answer"
     started = time.monotonic()
     try:
         store.set(keys[rank], json.dumps(value))
         if rank == 0:
             _collect(store, topic, rank, ranks, keys, started, timeout_s)
+            for member in (*range(len(ranks)), "answer") if number > 1 else ():
+                store.delete_key(f"{topic}{number - 1}/{member}")  # Who is here has read that.
             store.set(answer, json.dumps(decide([json.loads(store.get(key)) for key in keys])))
         elif not _wait_for_keys(store, [answer], started + timeout_s):
             _collect(store, topic, rank, ranks, keys, started, timeout_s)
@@ -202,12 +206,6 @@ def consult(
         return json.loads(store.get(answer))
     except dist.DistNetworkError as error:
         raise _store_lost(topic, rank, ranks) from error
-
-
-def forget(store: dist.Store, topic: str, size: int) -> None:
-    """Delete what ``consult`` left in the store for a group of ``size``, once nobody needs it any more."""
-    for name in (*range(size), "answer"):
-        store.delete_key(f"{topic}/{name}")
 
 
 def _collect(

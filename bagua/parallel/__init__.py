@@ -1,5 +1,7 @@
 """The engine: hooks into autograd and optimizers, bucket scheduling, wrappers, switching."""
 
+from bagua.parallel.autotune_search import Setting
+from bagua.parallel.autotune_settings import AutotuneSettings
 from bagua.parallel.data_parallel import DistributedDataParallel
 from bagua.parallel.hooks import BackwardHooks
 from bagua.parallel.module import BaguaModule, install_with_bagua, with_bagua
@@ -16,6 +18,7 @@ from bagua.parallel.switch import ModelSwitchWrapper, bagua_init
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
+    "AutotuneSettings",
     "BackwardHooks",
     "BaguaModule",
     "BucketType",
@@ -24,6 +27,7 @@ __all__ = [
     "ModelSwitchWrapper",
     "OverlappingWrapper",
     "Reducer",
+    "Setting",
     "allreduce_optimizer_state",
     "allreduce_parameters",
     "bagua_init",

@@ -9,6 +9,7 @@ import torch
 
 from bagua.algorithms import AlgorithmImpl
 from bagua.buckets import Bucket
+from bagua.parallel.autotune_search import Setting
 from bagua.parallel.hooks import BackwardHooks
 
 __all__ = ["EngineAccess"]
@@ -33,6 +34,11 @@ class EngineAccess:
     def bagua_buckets(self) -> list[Bucket]:
         """The buckets; none before the first backward pass."""
         return self._bagua_engine.reducer.buckets
+
+    @property
+    def bagua_setting(self) -> Setting:
+        """The size of buckets, and whether to exchange hierarchically; ``autotune`` changes it."""
+        return self._bagua_engine.reducer.setting
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes of forwards in this block only accumulate gradients."""

@@ -12,6 +12,7 @@ from bagua.algorithms import Algorithm, DistributedAlgorithm
 from bagua.comm import ProcessGroup
 from bagua.errors import ConfigurationError
 from bagua.parallel.access import EngineAccess
+from bagua.parallel.autotune_settings import AutotuneSettings
 from bagua.parallel.ddp_arguments import (
     bucket_bytes_from,
     buffer_policy,
@@ -68,6 +69,9 @@ class DistributedDataParallel(EngineAccess, OverlappingWrapper):
         algorithm: what is exchanged, and when.
         bucket_bytes: like ``bucket_cap_mb``, in bytes.
         grad_scaler: the ``GradScaler`` of the training loop, if there is one.
+        autotune: True or ``AutotuneSettings``: find out during training how large buckets
+            should be and whether to exchange hierarchically; None leaves that to
+            ``BAGUA_AUTOTUNE``.
         unknown: anything else is a ``TypeError`` that names the above.
 
     Raises:
@@ -110,6 +114,7 @@ class DistributedDataParallel(EngineAccess, OverlappingWrapper):
         algorithm: Algorithm | DistributedAlgorithm | str = DistributedAlgorithm.GradientAllReduce,
         bucket_bytes: int | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
+        autotune: bool | AutotuneSettings | None = None,
         **unknown: Any,
     ) -> None:
         refuse_unknown(unknown, list(inspect.signature(DistributedDataParallel).parameters)[:-1])
@@ -127,6 +132,7 @@ class DistributedDataParallel(EngineAccess, OverlappingWrapper):
             bucket_bytes=bucket_bytes_from(bucket_cap_mb, bucket_bytes),
             find_unused_parameters=find_unused_parameters or static_graph,
             grad_scaler=grad_scaler,
+            autotune=autotune,
         )
         self.process_group = group
         self._input_device = device

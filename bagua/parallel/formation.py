@@ -13,6 +13,8 @@ from bagua.comm import Communicator, ProcessGroup, get_default_group
 from bagua.comm.rendezvous import exchange
 from bagua.errors import BaguaError, CollectiveMismatchError
 from bagua.parallel.agreement import compare
+from bagua.parallel.autotune_search import Setting
+from bagua.parallel.autotune_settings import AutotuneSettings, tuning_from
 from bagua.parallel.layout import agreed_order, cut, name_of, positions_of
 from bagua.parallel.options import (
     BucketType,
@@ -54,6 +56,7 @@ class BucketFormation:
         delay_reduce: bool = False,
         grad_scaler: torch.amp.GradScaler | None = None,
         intra_comm_root_rank: int = 0,
+        autotune: bool | AutotuneSettings | None = None,
         **unknown: Any,
     ) -> None:
         refuse_unknown(unknown, BucketFormation.__init__.__kwdefaults__ or ())
@@ -67,6 +70,7 @@ class BucketFormation:
         self._find_unused = find_unused_parameters
         self._delay = delay_reduce
         self._grad_scaler = grad_scaler
+        self.tuning, self.autotune = tuning_from(autotune)
         self._wanted = [list(bucket) for bucket in buckets]
         user_group = get_default_group() if process_group is None else process_group
         self.algorithm = self.declaration.reify(user_group)
@@ -75,6 +79,7 @@ class BucketFormation:
         self.group = user_group.duplicate("model", leader=leader)
         self.step = 0
         self.buckets: list[Bucket] = []
+        self._order: list[int] = []
         self.arrival: list[torch.nn.Parameter] = []
         self._arrived: set[int] = set()
         self._scheduler: Scheduler | None = None
@@ -126,6 +131,7 @@ class BucketFormation:
             "find_unused_parameters": self._find_unused,
             "delay_reduce": self._delay,
             "buckets": wanted,
+            "autotune": f"{self.tuning.value}, {self.autotune.agreed}",
         }
         return [
             f"algorithm {self.declaration!r}",
@@ -194,13 +200,24 @@ class BucketFormation:
             find_unused=self._find_unused,
             same_order=self.algorithm.traits.same_order,
         )
-        self._form(cut(self.registration, order, self._bytes_per_bucket()))
+        self._order = order
+        self._form(self.layout(self._bucket_bytes))
         return [list(bucket.parameters) for bucket in self.buckets]
 
-    def _bytes_per_bucket(self) -> int:
-        return _UNLIMITED if self.algorithm.bucketing(self.step).one_bucket else self._bucket_bytes
+    def layout(self, bucket_bytes: int) -> list[list[int]]:
+        """Positions of the parameters of each bucket, if buckets are closed at so many bytes.
+
+        Buckets that the user wants are what they are.
+        """
+        if self.algorithm.bucketing(self.step).one_bucket:
+            return cut(self.registration, self._order, _UNLIMITED)
+        if self._wanted:
+            return positions_of(self.registration, self._wanted)
+        return cut(self.registration, self._order, bucket_bytes)
 
     def _form(self, members: Sequence[Sequence[int]]) -> None:
+        if not self._order:
+            self._order = [position for positions in members for position in positions]
         chunked = self._chunking or self.algorithm.bucketing(self.step).chunked
         self.buckets = [
             Bucket(
@@ -244,9 +261,32 @@ class BucketFormation:
 
     def _form_anew(self) -> None:
         """The algorithm has changed its ways: buckets of another kind, in the same order."""
-        order = [self.registration.names.index(name) for bucket in self.buckets for name in bucket.names]
+        order = self._order
         self._put_aside()
-        self._form(cut(self.registration, order, self._bytes_per_bucket()))
+        self._order = order
+        self._form(self.layout(self._bucket_bytes))
+
+    @property
+    def setting(self) -> Setting:
+        """What tuning may change, as it is now."""
+        return Setting(self._bucket_bytes, bool(getattr(self.declaration, "hierarchical", False)))
+
+    def recut(self, setting: Setting) -> None:
+        """Go on at once with another setting, which all ranks chose together in the same step.
+
+        Parameters keep their order, and what the algorithm remembers is carried over.
+        """
+        if setting.hierarchical != self.setting.hierarchical:
+            declaration = with_hierarchy(self.declaration, setting.hierarchical)
+            algorithm = declaration.reify(self.algorithm.process_group)
+        else:
+            declaration, algorithm = self.declaration, self.algorithm
+        order = self._order
+        self._put_aside()
+        self.declaration, self.algorithm = declaration, algorithm
+        self._bucket_bytes = setting.bucket_bytes
+        self._order = order
+        self._form(self.layout(setting.bucket_bytes))
 
     def _put_aside(self) -> None:
         """Take the buckets apart, and keep what the algorithm remembers for those to come."""
@@ -256,6 +296,7 @@ class BucketFormation:
             self._remembered = collect(self.buckets, [-1] * len(self.buckets))
         self._scheduler = None
         self.buckets = []
+        self._order = []
         self.forget_arrivals()
 
     def rebuild(self, difference: str) -> None:

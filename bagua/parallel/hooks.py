@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from bagua.errors import ConfigurationError
+from bagua.parallel.autotune import Autotuner
 from bagua.parallel.outputs import tensors_in
 from bagua.parallel.reducer import Reducer
 
@@ -68,10 +69,12 @@ class BackwardHooks:
         synchronize: whether the backward pass of the next forward is a step; see ``no_sync``.
         current: the backward pass that is under way.
         take: what gets each gradient of it; None if it only accumulates.
+        tuner: finds better settings of the reducer.
     """
 
     def __init__(self, reducer: Reducer) -> None:
         self.reducer = reducer
+        self.tuner = Autotuner(reducer)
         self.synchronize = True
         self._handles: list[Any] = []
         weakref.finalize(self, _remove, self._handles).atexit = False
@@ -147,10 +150,15 @@ class BackwardHooks:
             training: whether the module is in training mode.
 
         Raises:
-            CommunicationError: the module has changed, but not in the same way on all ranks.
+            CommunicationError: the module has changed, but not in the same way on all ranks;
+                or the ranks could not agree on what tuning tries next.
         """
         reducer = self.reducer
-        if reducer.idle or self._retired or not training or not torch.is_grad_enabled():
+        if reducer.idle or self._retired:
+            return
+        if not training or not torch.is_grad_enabled():
+            if self.tuner.automatic:
+                self.tuner.forward(training=False)
             return
         reducer.check_usable()
         reducer.after_optimizers()
@@ -159,6 +167,8 @@ class BackwardHooks:
             self.remove_hooks()
             reducer.rebuild(difference)
             self.create_hooks()
+        if self.tuner.automatic:
+            self.tuner.forward(training=True)
 
     def after_forward(self, output: Any) -> None:
         """A forward pass has returned ``output``: its backward pass will be noticed there."""

@@ -13,6 +13,7 @@ from bagua.algorithms import Algorithm, DistributedAlgorithm
 from bagua.comm import ProcessGroup
 from bagua.errors import ConfigurationError
 from bagua.parallel.access import EngineAccess
+from bagua.parallel.autotune_settings import AutotuneSettings
 from bagua.parallel.hooks import BackwardHooks
 from bagua.parallel.options import refuse_unknown
 from bagua.parallel.reducer import DEFAULT_BUCKET_BYTES, BucketType, Reducer
@@ -108,6 +109,7 @@ def with_bagua(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     find_unused_parameters: bool = False,
     grad_scaler: torch.amp.GradScaler | None = None,
+    autotune: bool | AutotuneSettings | None = None,
     **unknown: Any,
 ) -> BaguaModule:
     """Make this module a distributed one, in place. Collective.
@@ -129,6 +131,9 @@ def with_bagua(
         find_unused_parameters: a parameter without a gradient counts as zero; otherwise it
             is an error.
         grad_scaler: the ``GradScaler`` of the training loop, if there is one.
+        autotune: True or ``AutotuneSettings``: find out during training how large buckets
+            should be and whether to exchange hierarchically; None leaves that to
+            ``BAGUA_AUTOTUNE``.
         unknown: anything else is a ``TypeError`` that names the above.
 
     Returns:
@@ -166,6 +171,7 @@ def with_bagua(
         find_unused_parameters=find_unused_parameters,
         delay_reduce=delay_reduce,
         grad_scaler=grad_scaler,
+        autotune=autotune,
     )  # fmt: skip
     engine = replace_engine(before, reducer)
     make_equal(reducer, average=before is not None, broadcast_buffers=broadcast_buffers)

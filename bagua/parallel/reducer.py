@@ -50,6 +50,9 @@ class Reducer(BucketFormation):
             by how much gradients are scaled.
         intra_comm_root_rank: the local rank that speaks for its host in hierarchical
             exchanges, on every host.
+        autotune: True or ``AutotuneSettings``: find out by itself, during training, how large
+            buckets should be and whether to exchange hierarchically; None leaves that to
+            ``BAGUA_AUTOTUNE``.
         unknown: refused.
 
     Attributes:
@@ -57,6 +60,8 @@ class Reducer(BucketFormation):
         algorithm: bound to the group.
         step: synchronized backward passes so far.
         buckets: empty before they are formed.
+        tuning: who measures for tuning.
+        autotune: how.
 
     Raises:
         CollectiveMismatchError: the models or options of the ranks differ.

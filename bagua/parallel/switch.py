@@ -24,6 +24,7 @@ Optimizers = TypeVar("Optimizers", bound=Sequence[torch.optim.Optimizer] | torch
 #: Keyword arguments of ``ModelSwitchWrapper`` and ``bagua_init`` beside the documented ones.
 _OPTIONS = (
     "align_bytes",
+    "autotune",
     "bucket_bytes",
     "buckets",
     "chunking",
@@ -51,9 +52,9 @@ class ModelSwitchWrapper(EngineAccess, DistributedModule):
             for gradient allreduce and True for other algorithms that can.
         message_size: a bucket is closed when it holds so many bytes.
         intra_comm_root_rank: the local rank that speaks for its host, on every host.
-        kwargs: ``align_bytes``, ``chunking``, ``fusion``, ``buckets``, ``process_group``,
-            ``bucket_bytes`` (another name of ``message_size``), ``find_unused_parameters``,
-            ``grad_scaler``; see ``Reducer``.
+        kwargs: ``align_bytes``, ``autotune``, ``chunking``, ``fusion``, ``buckets``,
+            ``process_group``, ``bucket_bytes`` (another name of ``message_size``),
+            ``find_unused_parameters``, ``grad_scaler``; see ``Reducer``.
 
     Raises:
         TypeError: an unknown keyword; the message names the known ones. (Options of an
@@ -151,20 +152,37 @@ class ModelSwitchWrapper(EngineAccess, DistributedModule):
         return super().state_dict(*args, **kwargs)
 
     def report_metrics(self, score_record_list: Sequence[float]) -> None:
-        """Note measured speeds, for a tuner of bucket sizes.
+        """Note measured speeds of the setting in force, for ``ask_and_update_hyperparameters``.
+
+        From the first call on, the engine does not measure by itself any more.
 
         Args:
-            score_record_list: samples per second, or any score where more is better.
+            score_record_list: samples per second, or any score where more is better; since
+                the last call. The median of all that was reported for a setting counts.
+
+        Raises:
+            ConfigurationError: one of them is not a finite number.
         """
+        self._bagua_engine.tuner.report(score_record_list)
         self.score_record_list = [float(score) for score in score_record_list]
 
     def ask_and_update_hyperparameters(self) -> bool:
-        """Apply the next bucket size that a tuner wants to try. Without a tuner nothing changes.
+        """Apply the setting that tuning tries next: a bucket size, and hierarchical or flat. Collective.
+
+        Called on all ranks after the same step, between the optimizer's step and the next
+        forward pass. It changes nothing while the warm-up lasts, while the setting in force
+        has not been measured for long enough, and after the final choice.
 
         Returns:
             Whether anything was changed.
+
+        Raises:
+            ConfigurationError: on all ranks, if some rank has reported nothing since a
+                setting was tried, or rank 0 cannot write the log.
+            CollectiveMismatchError: on all ranks, if they ask at different steps.
+            CollectiveTimeoutError: not all ranks ask.
         """
-        return False
+        return self._bagua_engine.tuner.ask()
 
 
 def bagua_init(

@@ -1,0 +1,180 @@
+"""Rank 0's part of tuning: it keeps the clock, the samples and the log, and decides for all ranks."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bagua.parallel.autotune_optuna import OptunaSearch
+from bagua.parallel.autotune_search import Search, Setting, SweepSearch
+from bagua.parallel.autotune_settings import AutotuneSettings
+
+__all__ = ["Decision", "Director", "Report"]
+
+_log = logging.getLogger("bagua.autotune")
+#: An automatic sample has so many steps at least, and a look at the clock comes no later than after so many.
+LEAST_STEPS = 3
+MOST_STEPS = 1000
+COLUMNS = ("train_iter", "bucket_bytes", "is_hierarchical_reduce", "score", "final")
+
+Ladders = Sequence[Sequence[Setting]]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank has seen since it last asked.
+
+    Args:
+        step: synchronized backward passes so far.
+        fresh: its buckets were formed by something else than tuning since then.
+        formed: it has buckets.
+        missing: somebody else than the engine measures, and has not.
+        score: more is better; None without a measurement.
+        step_s: seconds of a step; None without a measurement.
+    """
+
+    step: int
+    fresh: bool
+    formed: bool
+    missing: bool = False
+    score: float | None = None
+    step_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks do now.
+
+    Args:
+        bucket_bytes: of the setting to use from now on.
+        hierarchical: of that setting.
+        restart: measurements so far say nothing about it.
+        final: this is the choice; there is nothing more to ask.
+        pause_steps: the engine asks again after so many steps.
+        steps: of the ranks, where they differ; then the rest means nothing.
+        missing: ranks without a score that should have one; then the rest means nothing.
+        failure: why rank 0 could not decide; then the rest means nothing.
+    """
+
+    bucket_bytes: int = 0
+    hierarchical: bool = False
+    restart: bool = False
+    final: bool = False
+    pause_steps: int = LEAST_STEPS + 1
+    steps: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()
+    failure: str = ""
+
+    @classmethod
+    def parse(cls, answer: dict[str, Any]) -> Decision:
+        """What came through the store, which knows no tuples."""
+        lists = {key: tuple(value) for key, value in answer.items() if isinstance(value, list)}
+        return cls(**{**answer, **lists})
+
+    @property
+    def setting(self) -> Setting:
+        """What is to be used."""
+        return Setting(self.bucket_bytes, self.hierarchical)
+
+
+class Director:
+    """Decides, from what all ranks report, which setting all of them use next.
+
+    Args:
+        settings: of the user.
+        clock: seconds, for the warm-up and the time that a sample takes.
+    """
+
+    def __init__(self, settings: AutotuneSettings, clock: Callable[[], float] = time.monotonic) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._warm_at = clock() + settings.warmup_time_s
+        self._since = -math.inf
+        self._search: Search | None = None
+        self._current = Setting(0)
+
+    def answer(self, posts: Sequence[dict[str, Any]], start: Setting, ladders: Callable[[], Ladders]) -> dict[str, Any]:
+        """``decide``, from and to what the store can hold; a failure is an answer as well.
+
+        Args:
+            posts: a ``Report`` of each rank, as dictionaries.
+            start: the setting in force.
+            ladders: what there is to choose from, in case it is not known yet.
+        """
+        try:
+            decision = self.decide([Report(**post) for post in posts], start, ladders)
+        except Exception as error:  # noqa: BLE001 - every rank raises it, this one too
+            decision = Decision(failure=f"{type(error).__name__}: {error}")
+        return asdict(decision)
+
+    def decide(self, reports: Sequence[Report], start: Setting, ladders: Callable[[], Ladders]) -> Decision:
+        """What all ranks do now; see ``answer``."""
+        steps = tuple(report.step for report in reports)
+        missing = tuple(rank for rank, report in enumerate(reports) if report.missing)
+        if len(set(steps)) > 1 or missing:
+            return Decision(steps=steps if len(set(steps)) > 1 else (), missing=missing)
+        if any(report.fresh or not report.formed for report in reports):
+            self._search = None
+        if not all(report.formed for report in reports):
+            return self._hold(start, reports, restart=True)
+        if self._search is None:
+            return self._begin(start, ladders(), reports)
+        return self._go_on(self._search, steps[0], reports)
+
+    def _go_on(self, search: Search, step: int, reports: Sequence[Report]) -> Decision:
+        now = self._clock()
+        if now < self._warm_at or self._since < self._warm_at:
+            self._since = now
+            return self._hold(self._current, reports, restart=True)
+        scores = [report.score for report in reports if report.score is not None]
+        if not scores or now - self._since < self._settings.sampling_confidence_time_s:
+            return self._hold(self._current, reports)
+        return self._sample(search, step, statistics.fmean(scores))
+
+    def _begin(self, start: Setting, ladders: Ladders, reports: Sequence[Report]) -> Decision:
+        kind = OptunaSearch if self._settings.search == "optuna" else SweepSearch
+        self._search = kind(ladders, start, self._settings.max_samples)
+        self._current = start
+        self._since = self._clock()
+        if sum(map(len, ladders)) == 1:
+            return Decision(start.bucket_bytes, start.hierarchical, final=True)
+        return self._hold(start, reports, restart=True)
+
+    def _hold(self, setting: Setting, reports: Sequence[Report], *, restart: bool = False) -> Decision:
+        """Go on as it is, for about as long as the warm-up or the sample still takes."""
+        now = self._clock()
+        until = max(self._warm_at, self._since + self._settings.sampling_confidence_time_s)
+        seconds = [report.step_s for report in reports if report.step_s]
+        wanted = math.ceil((until - now) / max(seconds)) if seconds and until > now else 0
+        pause = min(max(wanted, LEAST_STEPS + 1), MOST_STEPS)
+        return Decision(setting.bucket_bytes, setting.hierarchical, restart=restart, pause_steps=pause)
+
+    def _sample(self, search: Search, step: int, score: float) -> Decision:
+        self._write(step, self._current, score)
+        search.tell(self._current, score)
+        following = search.ask()
+        self._current = following or search.best
+        self._since = self._clock()
+        if following is None:
+            best = statistics.median(search.samples[search.best])
+            self._write(step, search.best, best, final=True)
+            _log.info("chose %s after %d samples, score %.6g", search.best, search.taken, best)
+        return Decision(self._current.bucket_bytes, self._current.hierarchical, restart=True, final=following is None)
+
+    def _write(self, step: int, setting: Setting, score: float, *, final: bool = False) -> None:
+        if self._settings.log_file is None:
+            return
+        path = Path(self._settings.log_file)
+        new = not path.exists() or path.stat().st_size == 0
+        with path.open("a", newline="") as file:
+            writer = csv.writer(file)
+            if new:
+                writer.writerow(COLUMNS)
+            writer.writerow([step, setting.bucket_bytes, int(setting.hierarchical), repr(score), int(final)])

@@ -1,0 +1,133 @@
+"""How tuning is to go: the arguments, and what the environment says where there are none."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+import os
+import tempfile
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from bagua import env
+from bagua.errors import ConfigurationError
+
+__all__ = ["AutotuneSettings", "TuningMode", "tuning_from"]
+
+WARMUP_TIME_S = 30.0
+SAMPLING_CONFIDENCE_TIME_S = 5.0
+MAX_SAMPLES = 60
+
+
+class TuningMode(Enum):
+    """Who measures."""
+
+    Off = "off"
+    Manual = "manual"
+    Automatic = "automatic"
+
+
+@dataclass(frozen=True)
+class AutotuneSettings:
+    """How the size of buckets, and whether to exchange hierarchically, are found out during training.
+
+    Args:
+        warmup_time_s: seconds before the first sample is taken.
+        sampling_confidence_time_s: seconds that a setting is measured at least, for one sample.
+        max_samples: the final choice is made after so many samples at the latest.
+        tune_hierarchical: try the hierarchical and the flat form of the algorithm, too.
+        search: ``sweep`` measures every layout of buckets that differs from the others;
+            ``optuna`` lets that library propose, which pays where there are many more of
+            them than samples (``pip install bagua[autotune]``).
+        log_file: samples and the final choice as CSV, written by rank 0; None writes none.
+
+    Raises:
+        ConfigurationError: a value that makes no sense.
+
+    Example:
+        >>> AutotuneSettings(max_samples=20).warmup_time_s
+        30.0
+    """
+
+    warmup_time_s: float = WARMUP_TIME_S
+    sampling_confidence_time_s: float = SAMPLING_CONFIDENCE_TIME_S
+    max_samples: int = MAX_SAMPLES
+    tune_hierarchical: bool = True
+    search: Literal["sweep", "optuna"] = "sweep"
+    log_file: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("warmup_time_s", "sampling_confidence_time_s"):
+            seconds = getattr(self, name)
+            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+                raise ConfigurationError("not a time", argument=name, expected="seconds >= 0", seen=repr(seconds))
+        if type(self.max_samples) is not int or self.max_samples < 1:
+            raise ConfigurationError(
+                "tuning needs samples", argument="max_samples", expected="a whole number >= 1", seen=self.max_samples
+            )
+        if self.search not in ("sweep", "optuna"):
+            raise ConfigurationError(
+                "there is no such search", argument="search", expected="'sweep' or 'optuna'", seen=repr(self.search)
+            )
+
+        if self.search == "optuna" and importlib.util.find_spec("optuna") is None:
+            raise ConfigurationError(
+                "this search needs optuna, which is not installed",
+                argument="search",
+                expected="'sweep', or optuna",
+                seen="'optuna'",
+                advice="pip install bagua[autotune]",
+            )
+
+    @classmethod
+    def from_environment(cls) -> AutotuneSettings:
+        """What ``BAGUA_AUTOTUNE_*`` say, and the defaults elsewhere."""
+        log_file = Path(tempfile.gettempdir()) / f"bagua_autotune_{os.getpid()}.log"
+        return cls(
+            _or(env.autotune_warmup_time_s(), WARMUP_TIME_S),
+            _or(env.autotune_sampling_confidence_time_s(), SAMPLING_CONFIDENCE_TIME_S),
+            _or(env.autotune_max_samples(), MAX_SAMPLES),
+            log_file=str(log_file) if env.autotune_log() else None,
+        )
+
+    @property
+    def agreed(self) -> str:
+        """What must be equal on all ranks, as text."""
+        return repr(dataclasses.replace(self, log_file=None))
+
+
+Number = TypeVar("Number", int, float)
+
+
+def _or(value: Number | None, default: Number) -> Number:
+    return default if value is None else value
+
+
+def tuning_from(autotune: bool | AutotuneSettings | None) -> tuple[TuningMode, AutotuneSettings]:
+    """Who measures, and how, from the argument ``autotune`` of a wrapper.
+
+    Args:
+        autotune: True or settings let the engine measure; False switches tuning off; None
+            leaves it to ``BAGUA_AUTOTUNE``, and without that to calls of
+            ``ModelSwitchWrapper.report_metrics``.
+
+    Raises:
+        ConfigurationError: it is something else.
+    """
+    if isinstance(autotune, AutotuneSettings):
+        return TuningMode.Automatic, autotune
+    if autotune is not None and not isinstance(autotune, bool):
+        raise ConfigurationError(
+            "tuning is not described like this",
+            argument="autotune",
+            expected="True, False, None or AutotuneSettings",
+            seen=repr(autotune),
+        )
+    if autotune is None:
+        level = env.autotune_level()
+        autotune = None if level is None else level > 0
+    mode = {None: TuningMode.Manual, False: TuningMode.Off, True: TuningMode.Automatic}[autotune]
+    return mode, AutotuneSettings.from_environment()
