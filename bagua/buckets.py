@@ -125,6 +125,7 @@ class Bucket:
         gradients: flat memory of the gradients, once ``allocate_gradients`` was called.
         gradient_views: the part of each parameter in it, with the parameter's strides.
         weights: flat memory of the weights, with ``fusion``; else None.
+        communicator: provides memory that it can exchange without a copy.
         state: what the algorithm remembers of this bucket; see ``AlgorithmImpl.init_state``.
         buffers: communication buffers made so far, by name.
 
@@ -155,7 +156,7 @@ class Bucket:
         self.dtype = first.dtype
         self.device = first.device
         self.fusion = fusion
-        self._communicator = communicator
+        self.communicator = communicator
         self.offsets, end = self._place()
         self.numel = padded_numel(end, self.dtype.itemsize, align_bytes, shares)
         self.gradients: torch.Tensor | None = None
@@ -187,7 +188,7 @@ class Bucket:
 
     def empty(self) -> torch.Tensor:
         """Flat memory for this bucket that can be exchanged without a copy, filled with zeros."""
-        return self._communicator.empty(self.numel, dtype=self.dtype, device=self.device).zero_()
+        return self.communicator.empty(self.numel, dtype=self.dtype, device=self.device).zero_()
 
     def buffer(self, name: str = "exchange") -> torch.Tensor:
         """A communication buffer of ``numel`` elements, for what is exchanged other than gradients.

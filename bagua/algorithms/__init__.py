@@ -1,20 +1,40 @@
 """Algorithms that say what ranks exchange, and when; one file each."""
 
 from bagua.algorithms.base import Algorithm, AlgorithmImpl, Bucketing, Traits, as_algorithm, registry
+from bagua.algorithms.bytegrad import ByteGradAlgorithm, ByteGradAlgorithmImpl
 from bagua.algorithms.gradient_allreduce import GradientAllReduceAlgorithm, GradientAllReduceAlgorithmImpl
+from bagua.algorithms.power_sgd import PowerSGDAlgorithm, PowerSGDAlgorithmImpl
 from bagua.algorithms.registry import DistributedAlgorithm, Registry
+from bagua.algorithms.scatter_gather import ScatterGatherAllReduceAlgorithm, ScatterGatherAllReduceAlgorithmImpl
+from bagua.algorithms.sign_sgd import SignSGDAlgorithm, SignSGDAlgorithmImpl
+from bagua.algorithms.top_k import TopKAlgorithm, TopKAlgorithmImpl
 
 __all__ = [
     "Algorithm",
     "AlgorithmImpl",
     "Bucketing",
+    "ByteGradAlgorithm",
+    "ByteGradAlgorithmImpl",
     "DistributedAlgorithm",
     "GradientAllReduceAlgorithm",
     "GradientAllReduceAlgorithmImpl",
+    "PowerSGDAlgorithm",
+    "PowerSGDAlgorithmImpl",
     "Registry",
+    "ScatterGatherAllReduceAlgorithm",
+    "ScatterGatherAllReduceAlgorithmImpl",
+    "SignSGDAlgorithm",
+    "SignSGDAlgorithmImpl",
+    "TopKAlgorithm",
+    "TopKAlgorithmImpl",
     "Traits",
     "as_algorithm",
     "registry",
 ]
 
 registry.register("gradient_allreduce", GradientAllReduceAlgorithm)
+registry.register("scatter_gather_allreduce", ScatterGatherAllReduceAlgorithm)
+registry.register("bytegrad", ByteGradAlgorithm)
+registry.register("power_sgd", PowerSGDAlgorithm)
+registry.register("top_k", TopKAlgorithm)
+registry.register("sign_sgd", SignSGDAlgorithm)

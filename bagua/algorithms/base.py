@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -116,6 +116,20 @@ class AlgorithmImpl(ABC):
                 expected="an even number of ranks",
                 seen=f"{self.process_group.size} ranks",
             )
+
+    def check_model(
+        self, parameters: Mapping[str, torch.nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        """Refuse a model that cannot be trained this way; called when it is wrapped.
+
+        Args:
+            parameters: all that will be exchanged, by name.
+            optimizers: of the model.
+
+        Raises:
+            ConfigurationError: it cannot.
+        """
+        return
 
     # When.
 

@@ -20,6 +20,9 @@ class DistributedAlgorithm(Enum):
     ScatterGatherAllReduce = "sg-allreduce"
     Decentralize = "decentralize"
     QuantizeAllReduce = "quantize"
+    PowerSGD = "power_sgd"
+    TopK = "top_k"
+    SignSGD = "sign_sgd"
 
 
 #: What the short names stand for.
@@ -27,7 +30,7 @@ _SHORT_NAMES = {
     "allreduce": "gradient_allreduce",
     "sg-allreduce": "scatter_gather_allreduce",
     "decentralize": "decentralized",
-    "quantize": "quantized_allreduce",
+    "quantize": "bytegrad",
 }
 
 

@@ -100,6 +100,8 @@ class BucketFormation:
         """
         try:
             self.registration = Registration(self.module)
+            named = dict(zip(self.registration.names, self.registration.parameters, strict=True))
+            self.algorithm.check_model(named, self.optimizers)
             if self.algorithm.process_group.size > 1:
                 served = self.algorithm.process_group.global_communicator.device_types
                 self.registration.refuse_other_devices(served)

@@ -1,6 +1,24 @@
 """Operations that algorithms are made of: communicators composed with host layouts, codecs and topologies."""
 
-from bagua.primitives.centralized import allreduce_sum
+from bagua.primitives.centralized import allreduce_sum, reducer_sum, scatter_gather_sum
+from bagua.primitives.codec_reducers import AllGatherReducer, ScatterGatherReducer
 from bagua.primitives.hierarchical import hierarchical_sum, on_leaders
+from bagua.primitives.power_sgd import PowerSGDReducer
+from bagua.primitives.random_k import RandomKReducer
+from bagua.primitives.reducers import ErrorFeedback, MatrixBlock, ReducerMemory, SumReducer
 
-__all__ = ["allreduce_sum", "hierarchical_sum", "on_leaders"]
+__all__ = [
+    "AllGatherReducer",
+    "ErrorFeedback",
+    "MatrixBlock",
+    "PowerSGDReducer",
+    "RandomKReducer",
+    "ReducerMemory",
+    "ScatterGatherReducer",
+    "SumReducer",
+    "allreduce_sum",
+    "hierarchical_sum",
+    "on_leaders",
+    "reducer_sum",
+    "scatter_gather_sum",
+]

@@ -1,13 +1,19 @@
-"""Sums over all ranks, in full precision."""
+"""Sums over all ranks, in full and in low precision, flat and by host."""
 
 from __future__ import annotations
 
 import torch
 
-from bagua.comm import ProcessGroup, Work
-from bagua.primitives.hierarchical import hierarchical_sum
+from bagua.comm import Communicator, ProcessGroup, Work
+from bagua.primitives.hierarchical import hierarchical_sum, on_leaders
+from bagua.primitives.reducers import ReducerMemory, SumReducer, summing_dtype
 
-__all__ = ["allreduce_sum"]
+__all__ = ["allreduce_sum", "reducer_sum", "scatter_gather_sum"]
+
+
+def _by_host(group: ProcessGroup, hierarchical: bool) -> bool:
+    """Whether hosts matter: not when there is one, or one rank on each."""
+    return hierarchical and len(group.node_sizes) > 1 and max(group.node_sizes) > 1
 
 
 def allreduce_sum(
@@ -32,7 +38,91 @@ def allreduce_sum(
         >>> tensor
         tensor([1., 1., 1.])
     """
-    if hierarchical and len(group.node_sizes) > 1 and max(group.node_sizes) > 1:
+    if _by_host(group, hierarchical):
         hierarchical_sum(tensor, group)
         return None
     return group.global_communicator.allreduce(tensor, async_op=async_op)
+
+
+def scatter_gather_sum(
+    tensor: torch.Tensor, group: ProcessGroup, scratch: torch.Tensor, *, hierarchical: bool = False
+) -> None:
+    """Sum ``tensor`` over all ranks of ``group``, in place: each rank adds up one slice, and sends it to everyone.
+
+    The order of additions is that of the ranks, in single precision at least, rounded once; the
+    result is bitwise identical everywhere.
+
+    Args:
+        tensor: one-dimensional and contiguous; equal in dtype and size on all ranks. A size that
+            the number of ranks (of hosts, with ``hierarchical``) divides saves two copies.
+        group: the ranks that take part.
+        scratch: like ``tensor``; its contents do not matter.
+        hierarchical: inside each host first, in full, then between hosts, then inside again.
+
+    Example:
+        >>> from bagua.comm import solo_group
+        >>> tensor = torch.ones(3)
+        >>> scatter_gather_sum(tensor, solo_group(), torch.empty(3))
+        >>> tensor
+        tensor([1., 1., 1.])
+    """
+
+    def sum_over(flat: torch.Tensor, communicator: Communicator) -> None:
+        _scatter_gather(flat, communicator, scratch)
+
+    if _by_host(group, hierarchical):
+        on_leaders(tensor, group, sum_over)
+    else:
+        sum_over(tensor, group.global_communicator)
+
+
+def _scatter_gather(flat: torch.Tensor, communicator: Communicator, scratch: torch.Tensor) -> None:
+    size = communicator.size
+    length = -(-flat.numel() // size)
+    even, received = flat, scratch
+    if length * size != flat.numel():
+        even = torch.nn.functional.pad(flat, (0, length * size - flat.numel()))
+        received = torch.empty_like(even)
+    communicator.alltoall(received, even)
+    own = received.view(size, length).sum(dim=0, dtype=summing_dtype(flat.dtype)).to(flat.dtype)
+    communicator.allgather(even, own)
+    if even is not flat:
+        flat.copy_(even[: flat.numel()])
+
+
+def reducer_sum(
+    tensor: torch.Tensor,
+    group: ProcessGroup,
+    reducer: SumReducer,
+    memory: ReducerMemory,
+    *,
+    hierarchical: bool = False,
+) -> None:
+    """Replace ``tensor`` by what ``reducer`` makes of its sum over all ranks, bitwise identically everywhere.
+
+    Args:
+        tensor: one-dimensional and contiguous; equal in dtype and size on all ranks.
+        group: the ranks that take part.
+        reducer: for example ``ScatterGatherReducer(MinMaxUInt8())``.
+        memory: of the reducer, for this tensor; ``settle`` it afterwards.
+        hierarchical: sum inside each host in full precision, let ``reducer`` sum between the
+            hosts, and spread the result inside each host. With a single host, or a
+            single rank on each, ``reducer`` sums over all ranks.
+
+    Example:
+        >>> from bagua.comm import solo_group
+        >>> from bagua.compression import Identity
+        >>> from bagua.primitives import AllGatherReducer
+        >>> tensor, group, reducer = torch.ones(3), solo_group(), AllGatherReducer(Identity())
+        >>> reducer_sum(tensor, group, reducer, reducer.memory(group.global_communicator, tensor))
+        >>> tensor
+        tensor([1., 1., 1.])
+    """
+
+    def sum_over(flat: torch.Tensor, communicator: Communicator) -> None:
+        reducer.reduce(flat, communicator, memory)
+
+    if _by_host(group, hierarchical):
+        on_leaders(tensor, group, sum_over)
+    else:
+        sum_over(tensor, group.global_communicator)

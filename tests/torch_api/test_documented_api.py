@@ -138,12 +138,12 @@ def test_documented_names_can_be_imported_from_their_documented_place(module):
 
 
 def test_distributed_algorithm_has_the_documented_members():
-    assert {member.name: member.value for member in DistributedAlgorithm} == {
+    assert {member.name: member.value for member in DistributedAlgorithm}.items() >= {
         "GradientAllReduce": "allreduce",
         "ScatterGatherAllReduce": "sg-allreduce",
         "Decentralize": "decentralize",
         "QuantizeAllReduce": "quantize",
-    }
+    }.items()
 
 
 def _run(code: str) -> str:

@@ -1,0 +1,152 @@
+"""A reducer that approximates matrices by products of two thin ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bagua.comm import Communicator
+from bagua.errors import ConfigurationError
+from bagua.primitives.reducers import MatrixBlock, ReducerMemory, SumReducer, summing_dtype
+
+__all__ = ["PowerSGDReducer"]
+
+
+@dataclass(frozen=True)
+class PowerSGDReducer(SumReducer):
+    """One step of a power iteration for each matrix; everything else in the tensor is summed exactly.
+
+    For matrices ``M_i`` (rows x columns), with ``B`` (columns x ``matrix_rank``) from the call before::
+
+        A <- orthonormal columns of sum_i M_i B
+        B <- sum_i transpose(M_i) A
+        result = A transpose(B);  lost on rank i: M_i - A transpose(A) M_i
+
+    The left factors of all matrices, with all that is no matrix, travel in one allreduce, the
+    right factors in a second one. A matrix is left as it is where that takes fewer elements.
+
+    Args:
+        matrix_rank: columns of the thin matrices.
+        seed: of the first ``B``; equal on all ranks.
+
+    Raises:
+        ConfigurationError: ``matrix_rank`` is no positive integer.
+
+    Example:
+        >>> from bagua.comm import solo_group
+        >>> from bagua.primitives import MatrixBlock
+        >>> communicator = solo_group().global_communicator
+        >>> tensor = torch.outer(torch.arange(4.0), torch.arange(5.0)).view(-1)
+        >>> reducer, expected = PowerSGDReducer(matrix_rank=1), tensor.clone()
+        >>> reducer.reduce(tensor, communicator, reducer.memory(communicator, tensor, [MatrixBlock(0, 4, 5)]))
+        >>> torch.allclose(tensor, expected, atol=1e-5)
+        True
+
+    Paper: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+    Optimization", NeurIPS 2019.
+    """
+
+    matrix_rank: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.matrix_rank) is not int or self.matrix_rank < 1:
+            raise ConfigurationError(
+                "not a rank of a matrix", argument="matrix_rank", expected="an integer >= 1", seen=self.matrix_rank
+            )
+
+    def init_state(self, memory: ReducerMemory) -> dict[str, torch.Tensor]:
+        """The right factors, one below the other."""
+        columns = sum(block.columns for block in self._compressed(memory))
+        generator = torch.Generator().manual_seed(self.seed)
+        factors = torch.randn(columns, self.matrix_rank, generator=generator, dtype=summing_dtype(memory.dtype))
+        return {"right_factors": factors.to(memory.device)}
+
+    def _compressed(self, memory: ReducerMemory) -> list[MatrixBlock]:
+        rank = self.matrix_rank
+        return [block for block in memory.blocks if (block.rows + block.columns) * rank < block.numel]
+
+    def reduce(
+        self,
+        flat: torch.Tensor,
+        communicator: Communicator,
+        memory: ReducerMemory,
+        remainder: torch.Tensor | None = None,
+    ) -> None:
+        """See ``SumReducer.reduce``."""
+        exact = summing_dtype(flat.dtype)
+        values = flat if flat.dtype == exact else memory.buffer("values", flat.numel(), exact).copy_(flat)
+        blocks = self._compressed(memory)
+        matrices = [values[b.offset : b.offset + b.numel].view(b.rows, b.columns) for b in blocks]
+        rests = [values[part] for part in _between(blocks, flat.numel())]
+
+        right = memory.state["right_factors"].split_with_sizes([block.columns for block in blocks])
+        left = self._left_factors(matrices, rests, right, communicator, memory)
+        own, total = self._right_factors(matrices, left, communicator, memory)
+        if remainder is not None:
+            remainder.zero_()
+            for block, matrix, a, b in zip(blocks, matrices, left, own, strict=True):
+                lost = remainder[block.offset : block.offset + block.numel].view(block.rows, block.columns)
+                torch.addmm(matrix, a, b.t(), alpha=-1, out=lost)
+        for matrix, a, b in zip(matrices, left, total, strict=True):
+            torch.mm(a, b.t(), out=matrix)
+        if values is not flat:
+            flat.copy_(values)
+
+    def _left_factors(
+        self,
+        matrices: list[torch.Tensor],
+        rests: list[torch.Tensor],
+        right: Sequence[torch.Tensor],
+        communicator: Communicator,
+        memory: ReducerMemory,
+    ) -> list[torch.Tensor]:
+        """Orthonormal columns for each matrix, equal on all ranks; the rests are replaced by their sums."""
+        rank = self.matrix_rank
+        sizes = [len(matrix) * rank for matrix in matrices] + [rest.numel() for rest in rests]
+        message = memory.buffer("left", sum(sizes), memory.state["right_factors"].dtype)
+        parts = message.split_with_sizes(sizes)
+        products = [part.view(-1, rank) for part in parts[: len(matrices)]]
+        for matrix, b, product in zip(matrices, right, products, strict=True):
+            torch.mm(matrix, b, out=product)
+        for rest, part in zip(rests, parts[len(matrices) :], strict=True):
+            part.copy_(rest)
+        communicator.allreduce(message)
+        for rest, part in zip(rests, parts[len(matrices) :], strict=True):
+            rest.copy_(part)
+        return [_orthonormal(product) for product in products]
+
+    def _right_factors(
+        self, matrices: list[torch.Tensor], left: list[torch.Tensor], communicator: Communicator, memory: ReducerMemory
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """This rank's right factors and their sums; the sums are proposed as the next state."""
+        state = memory.state["right_factors"]
+        sizes = [matrix.shape[1] for matrix in matrices]
+        own = memory.buffer("own", state.numel(), state.dtype).view(state.shape).split_with_sizes(sizes)
+        for matrix, a, b in zip(matrices, left, own, strict=True):
+            torch.mm(matrix.t(), a, out=b)
+        message = memory.buffer("right", state.numel(), state.dtype)
+        message.copy_(memory.buffer("own", state.numel(), state.dtype))
+        communicator.allreduce(message)
+        total = memory.propose("right_factors").copy_(message.view(state.shape))
+        if memory.loss_scale != 1.0:
+            total.div_(memory.loss_scale)
+        return list(own), list(message.view(state.shape).split_with_sizes(sizes))
+
+
+def _between(blocks: list[MatrixBlock], numel: int) -> list[slice]:
+    """What is in no block, in order."""
+    bounds = [0, *(bound for block in blocks for bound in (block.offset, block.offset + block.numel)), numel]
+    return [slice(start, stop) for start, stop in zip(bounds[::2], bounds[1::2], strict=True) if stop > start]
+
+
+def _orthonormal(matrix: torch.Tensor) -> torch.Tensor:
+    """Orthonormal columns that span those of ``matrix``; any, where these are not independent.
+
+    A rank that decomposes the same numbers finds the same columns. A decomposition of zeros
+    gives columns of the identity, so a matrix that was zero once is not zero for ever.
+    """
+    columns: torch.Tensor = torch.linalg.qr(matrix).Q
+    return columns
