@@ -202,7 +202,7 @@ class CommunicatorCore:
             self.statistics.add(call, spent + time.perf_counter() - waiting)
             return kept[-1]
 
-        return PendingWork(complete, handle.is_completed)
+        return PendingWork(complete, handle.is_completed, handle.notify)
 
     def _compose(self, steps: Steps, async_op: bool) -> CompositeWork:
         """Run, or start, a collective made of several; see ``CompositeWork``."""

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
 from bagua import env
 from bagua.comm.arguments import as_seconds
 from bagua.comm.backends import refusal
-from bagua.comm.choice import abilities, candidates
-from bagua.comm.group import Ledger, ProcessGroup
-from bagua.comm.hosts import host_identity, nodes_from_identities, nodes_from_local_size
-from bagua.comm.rendezvous import connect, exchange, refuse_together, resolve_rank
+from bagua.comm.choice import candidates
+from bagua.comm.formation import configure_log, first_that_connects, fresh, layout, meet
+from bagua.comm.group import Ledger
+from bagua.comm.rendezvous import connect, refuse_together, resolve_rank
 from bagua.comm.world import World, holder, is_initialized
-from bagua.errors import (
-    CollectiveMismatchError,
-    ConfigurationError,
-    RepeatedInitializationError,
-    TransportUnavailableError,
-)
+from bagua.errors import ConfigurationError, RepeatedInitializationError
 
 __all__ = ["init_process_group"]
-
-_log = logging.getLogger("bagua")
 
 #: As in torch: long enough for a checkpoint on rank 0, short enough to notice.
 DEFAULT_TIMEOUT_S = 1800.0
@@ -81,7 +71,7 @@ def init_process_group(
             "init_process_group() was called before",
             advice="Call it once, or destroy_process_group() in between.",
         )
-    _configure_log()
+    configure_log()
     timeout_s = DEFAULT_TIMEOUT_S if (found := env.timeout_s()) is None else found
     timeout_s = timeout_s if timeout is None else as_seconds(timeout)
     if store is None and backend == "threads":
@@ -99,9 +89,9 @@ def init_process_group(
     else:
         rank, world_size = resolve_rank(rank, world_size)
         store = connect(rank, world_size, timeout_s) if store is None else store
-    store = _fresh(store, rank)
-    answers = _meet(store, rank, world_size, backend, timeout_s)
-    nodes = _nodes or _layout(answers, world_size, local_world_size)
+    store = fresh(store, rank)
+    answers = meet(store, rank, range(world_size), backend, timeout_s)
+    nodes = _nodes or layout(answers, world_size, local_world_size)
     choices = candidates(answers, nodes) if backend is None else [(backend, "it was asked for")]
     backend = choices[0][0]
     refuse_together(store, "refusal", rank, range(world_size), refusal(backend), timeout_s)
@@ -110,100 +100,12 @@ def init_process_group(
         _init_torch(store, rank, world_size, backend, timeout_s)
     ledger = Ledger()
     try:
-        group = _first_that_connects(store, rank, nodes, choices, timeout_s, ledger)
+        group = first_that_connects(store, rank, range(world_size), nodes, choices, timeout_s, ledger)
     except BaseException:
         if owns_torch:
             dist.destroy_process_group()
         raise
     holder.put(World(group, ledger, owns_torch), group.backend)
-
-
-def _first_that_connects(
-    store: dist.Store,
-    rank: int,
-    nodes: Sequence[int],
-    choices: Sequence[tuple[str, str]],
-    timeout_s: float,
-    ledger: Ledger,
-) -> ProcessGroup:
-    """The group of all ranks on the first backend that all of them can use.
-
-    A transport that cannot connect says so on every rank, hence all go on to the same next one.
-    """
-    world_size = len(nodes)
-    for number, (backend, reason) in enumerate(choices):
-        members = dist.PrefixStore(f"world{number}", store)
-        try:
-            group = ProcessGroup(members, rank, range(world_size), nodes, backend, timeout_s, "world", ledger)
-        except TransportUnavailableError as error:
-            if number == len(choices) - 1:
-                raise
-            _log.info("rank %d of %d: not %s: %s", rank, world_size, backend, error)
-        else:
-            _log.info(
-                "rank %d of %d: backend %s because %s; hosts of %s",
-                rank, world_size, backend, reason, group.node_sizes,
-            )  # fmt: skip
-            return group
-    raise AssertionError("there is always a last choice")
-
-
-def _configure_log() -> None:
-    level = env.log_level()
-    if level is None:
-        return
-    try:
-        _log.setLevel(level.upper())
-    except ValueError:
-        raise ConfigurationError(
-            "an environment variable is not a log level",
-            argument="BAGUA_LOG",
-            expected="debug, info, warning or error",
-            seen=repr(level),
-        ) from None
-    if not _log.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("bagua %(levelname)s: %(message)s"))
-        _log.addHandler(handler)
-
-
-def _fresh(store: dist.Store, rank: int) -> dist.Store:
-    """A part of ``store`` that no earlier initialization has written to.
-
-    The generation is counted per rank, so it agrees when all ranks start anew, and a
-    single rank that was restarted waits for the others instead of reading old keys.
-    """
-    generation = store.add(f"bagua/generation/{rank}", 1)
-    return dist.PrefixStore(f"bagua/{generation}", store)
-
-
-def _meet(store: dist.Store, rank: int, world_size: int, backend: str | None, timeout_s: float) -> list[dict[str, Any]]:
-    """Wait for everyone, and learn what each of them has and wants."""
-    own = {
-        "backend": backend,
-        "world_size": world_size,
-        "host": host_identity(),
-        **abilities(),
-    }
-    answers: list[dict[str, Any]] = exchange(store, "init_process_group", rank, range(world_size), own, timeout_s)
-    for member, answer in enumerate(answers):
-        for fact in ("backend", "world_size"):
-            if answer[fact] != own[fact]:
-                raise CollectiveMismatchError(
-                    f"ranks were started with different values of {fact}",
-                    rank=rank,
-                    call="init_process_group",
-                    peers=(member,),
-                    expected=own[fact],
-                    seen=answer[fact],
-                )
-    return answers
-
-
-def _layout(answers: list[dict[str, Any]], world_size: int, local_world_size: int) -> tuple[int, ...]:
-    if local_world_size >= 0:
-        return nodes_from_local_size(world_size, local_world_size)
-    return nodes_from_identities([answer["host"] for answer in answers])
 
 
 def _init_torch(store: dist.Store, rank: int, world_size: int, backend: str, timeout_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -90,3 +91,15 @@ class Pending(Handle):
     def is_completed(self) -> bool:
         """Whether all parts are complete."""
         return all(future.done() for future in self._futures)
+
+    def notify(self, callback: Callable[[], None]) -> bool:
+        """Run ``callback`` in the lane whose part is the last to complete."""
+        completed = itertools.count(1)
+
+        def one_more(_: Future[None]) -> None:
+            if next(completed) == len(self._futures):  # counting is atomic
+                callback()
+
+        for future in self._futures:
+            future.add_done_callback(one_more)
+        return True

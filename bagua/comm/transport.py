@@ -37,6 +37,7 @@ reduction that does the same to its bytes in ``call.reduction``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -70,6 +71,17 @@ class Handle(ABC):
     def is_completed(self) -> bool:
         """Whether ``wait`` would return (or raise) at once. Never raises, never blocks."""
 
+    def notify(self, callback: Callable[[], None]) -> bool:  # noqa: ARG002  # of those who can tell
+        """Have ``callback`` run as soon as ``wait`` would return or raise at once.
+
+        Args:
+            callback: runs once, in any thread, and raises nothing.
+
+        Returns:
+            False if this kind of handle cannot tell; then somebody has to wait.
+        """
+        return False
+
 
 class Done(Handle):
     """A call that was complete when ``start`` returned."""
@@ -81,6 +93,11 @@ class Done(Handle):
 
     def is_completed(self) -> bool:
         """Return True."""
+        return True
+
+    def notify(self, callback: Callable[[], None]) -> bool:
+        """Run it now."""
+        callback()
         return True
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 
 from bagua.comm.arguments import as_seconds
 
-__all__ = ["CompositeWork", "PendingWork", "Steps", "Work"]
+__all__ = ["CompositeWork", "JoinedWork", "PendingWork", "Steps", "Work"]
 
 #: A collective made of others: yields each started work, returns the result.
 Steps = Generator["Work", None, Any]
@@ -89,7 +91,7 @@ class Work(ABC):
         return self._result
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of ``result()``, completed by a thread that waits for it."""
+        """A future of ``result()``, completed by whoever completes the call, else by a thread that waits for it."""
         future: torch.futures.Future[Any] = torch.futures.Future()
 
         def complete() -> None:
@@ -98,8 +100,27 @@ class Work(ABC):
             except Exception as error:  # noqa: BLE001 - handed to the future
                 future.set_exception(error)
 
-        threading.Thread(target=complete, name="bagua-future", daemon=True).start()
+        self.when_completed(complete)
         return future
+
+    def when_completed(self, callback: Callable[[], None]) -> None:
+        """Have ``callback`` run, in any thread, as soon as ``wait`` would return or raise at once, or soon after.
+
+        Args:
+            callback: runs once, and raises nothing.
+        """
+        if not self._notify(callback):
+
+            def after_waiting() -> None:
+                with contextlib.suppress(Exception):  # It is kept for whoever asks.
+                    self.wait()
+                callback()
+
+            threading.Thread(target=after_waiting, name="bagua-future", daemon=True).start()
+
+    def _notify(self, callback: Callable[[], None]) -> bool:  # noqa: ARG002  # of those who can tell
+        """See ``Handle.notify``."""
+        return False
 
 
 class PendingWork(Work):
@@ -108,18 +129,62 @@ class PendingWork(Work):
     Args:
         complete: waits for it, at most the given seconds, and returns the result.
         poll: whether it is complete.
+        notify: see ``Handle.notify``.
     """
 
-    def __init__(self, complete: Callable[[float | None], Any], poll: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        complete: Callable[[float | None], Any],
+        poll: Callable[[], bool],
+        notify: Callable[[Callable[[], None]], bool] | None = None,
+    ) -> None:
         super().__init__()
         self._complete_call = complete
         self._poll_call = poll
+        self._notify_call = notify
 
     def _complete(self, timeout_s: float | None) -> Any:
         return self._complete_call(timeout_s)
 
     def _poll(self) -> bool:
         return self._poll_call()
+
+    def _notify(self, callback: Callable[[], None]) -> bool:
+        return self._notify_call is not None and self._notify_call(callback)
+
+
+class JoinedWork(Work):
+    """Several works that were started together, complete when all are.
+
+    Args:
+        works: none depends on another.
+        finish: brings the results to where they belong, once.
+    """
+
+    def __init__(self, works: Sequence[Work], finish: Callable[[], None] | None) -> None:
+        super().__init__()
+        self._works = works
+        self._finish = finish
+
+    def _complete(self, timeout_s: float | None) -> None:
+        for work in self._works:
+            work.wait(timeout_s)
+        if self._finish is not None:
+            self._finish()
+
+    def _poll(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def _notify(self, callback: Callable[[], None]) -> bool:
+        completed = itertools.count(1)
+
+        def one_more() -> None:
+            if next(completed) == len(self._works):
+                callback()
+
+        for work in self._works:
+            work.when_completed(one_more)
+        return True
 
 
 class CompositeWork(Work):

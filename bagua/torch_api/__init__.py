@@ -1,12 +1,14 @@
 """What users import: ``import bagua.torch_api as bagua; bagua.init_process_group()``.
 
 Names and places are those of Bagua's documentation. Nothing is implemented here. The
-import puts ``with_bagua`` on ``torch.nn.Module`` and has no other side effect.
+import puts ``with_bagua`` on ``torch.nn.Module``, makes the backend name ``bagua`` known
+to ``torch.distributed``, and has no other side effect.
 """
 
 from __future__ import annotations
 
 from bagua.algorithms import DistributedAlgorithm
+from bagua.comm.torch_backend import install_torch_backend
 from bagua.parallel import BaguaModule, bagua_init, install_with_bagua
 from bagua.torch_api import (
     algorithms,
@@ -106,3 +108,4 @@ __all__ = [
 ]
 
 install_with_bagua()
+install_torch_backend()

@@ -39,6 +39,7 @@ def look():
         "environment": dict(os.environ),
         "torch.distributed is initialised": dist.is_initialized(),
         "backends": list(dist.Backend.backend_list),
+        "backends of devices": dict(dist.Backend.default_device_backend_map),
         "logging handlers": [repr(logger.handlers) for logger in [logging.root, *loggers] if logger.handlers],
         "warning filters": [repr(entry) for entry in warnings.filters],
         "signal handlers": [repr(signal.getsignal(number)) for number in signal.valid_signals()],
@@ -79,9 +80,8 @@ def changes_made_by(statement: str) -> dict[str, object]:
 def test_importing_torch_api_has_its_two_effects_only() -> None:
     changed = changes_made_by("import bagua.torch_api")
     assert changed.pop("Module") == ["with_bagua"]
-    backends = changed.pop("backends", None)
-    if backends is not None:
-        assert set(backends["after"]) - set(backends["before"]) == {"bagua"}
+    backends = changed.pop("backends")
+    assert set(backends["after"]) - set(backends["before"]) == {"bagua"}
     assert changed == {}
 
 
@@ -101,6 +101,8 @@ def test_the_probe_sees_what_it_looks_for() -> None:
         "random state": "import torch; torch.manual_seed(1)",
         "torch functions": "import torch; torch.a_new_function = len",
         "torch.distributed functions": "import torch.distributed as dist; dist.all_reduce = None",
+        "backends": "dist.Backend.register_backend('other', len, devices=[])",
+        "backends of devices": "dist.Backend.register_backend('another', len, devices='tpu')",
     }
     assert {*changes_made_by("\n".join(effects.values()))} == {*effects}
 

@@ -1,0 +1,206 @@
+"""The backend name ``bagua`` of ``torch.distributed``: its groups, from the first to the last moment."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import weakref
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from bagua.comm.choice import candidates
+from bagua.comm.formation import configure_log, first_that_connects, fresh, layout, meet
+from bagua.comm.group import Ledger, ProcessGroup
+from bagua.comm.torch_backend_calls import CpuStandIn, TorchCalls
+from bagua.errors import ConfigurationError
+
+__all__ = ["BACKEND_NAME", "TorchGroup", "install_torch_backend"]
+
+BACKEND_NAME = "bagua"
+
+_GLOO = dist.ProcessGroup.BackendType.GLOO
+_NCCL = dist.ProcessGroup.BackendType.NCCL
+
+
+class TorchGroup(TorchCalls, dist.ProcessGroup):  # type: ignore[misc]  # the stub has more overloads than callers
+    """What ``torch.distributed`` holds for a group whose backend is ``bagua``.
+
+    Args:
+        store: what torch gave to this group.
+        members: our group of the same ranks, which this one owns.
+        stand_in: registered with torch for CPU tensors.
+        backends: who serves the tensors of other devices, by device type.
+    """
+
+    def __init__(
+        self, store: dist.Store, members: ProcessGroup, stand_in: CpuStandIn, backends: Mapping[str, Any]
+    ) -> None:
+        dist.ProcessGroup.__init__(self, members.rank, members.size)  # type: ignore[call-arg]  # not in the stub
+        TorchCalls.__init__(self, members, stand_in, backends)
+        self._store = store
+        self._set_default_backend(_GLOO)
+        self._register_backend(torch.device("cpu"), _GLOO, stand_in)
+        for device_type, backend in backends.items():
+            self._register_backend(torch.device(device_type), _NCCL, backend)
+        _family.add(self)
+
+    # What torch asks a group.
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """The name under which torch knows this backend."""
+        return BACKEND_NAME
+
+    def get_group_store(self) -> dist.Store:
+        """The store of this group."""
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the default deadline of all later calls."""
+        for backend in (self._stand_in, *self._backends.values()):
+            backend._set_default_timeout(timeout)  # noqa: SLF001 - torch's own name
+
+    def split_group(self, *_: object, **__: object) -> dist.ProcessGroup:
+        """Refuse: torch would give the parts to Gloo or NCCL."""
+        raise ConfigurationError(
+            "groups of backend bagua are not split",
+            argument="split_ranks",
+            expected="torch.distributed.new_group(ranks), which all ranks call",
+            seen="split_group",
+        )
+
+    def __repr__(self) -> str:
+        return f"<TorchGroup rank {self.rank()} of {self.size()}: {self.members!r}>"
+
+    # The end.
+
+    def abort(self) -> None:
+        """Break all connections, from any thread; peers get an error that says so."""
+        self.members.abort("torch.distributed aborted the group")
+        for backend in self._backends.values():
+            with contextlib.suppress(RuntimeError):  # Without a connection there is nothing to abort.
+                backend.abort()
+
+    def shutdown(self) -> None:
+        """Leave the group and give back what it holds. Idempotent."""
+        _family.discard(self)
+        self.members.close()
+        for backend in self._backends.values():
+            with contextlib.suppress(RuntimeError):
+                backend.shutdown()
+
+
+class _Family:
+    """The open groups of this process, to be left when it ends."""
+
+    def __init__(self) -> None:
+        self._members: weakref.WeakSet[TorchGroup] = weakref.WeakSet()
+        self._process = -1
+
+    def add(self, group: TorchGroup) -> None:
+        self._members.add(group)
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            atexit.register(self._leave_all)
+
+    def discard(self, group: TorchGroup) -> None:
+        self._members.discard(group)
+
+    def _leave_all(self) -> None:
+        if self._process == os.getpid():
+            for group in list(self._members):
+                group.shutdown()
+
+
+_family = _Family()
+
+
+# From torch's request to a group.
+
+
+def install_torch_backend() -> None:
+    """Make the backend name ``bagua`` known to ``torch.distributed``. Idempotent.
+
+    Example:
+        >>> install_torch_backend()
+        >>> dist.is_backend_available("bagua")
+        True
+    """
+    if not dist.is_backend_available(BACKEND_NAME):
+        # A list: torch would take a string for a list of letters.
+        dist.Backend.register_backend(BACKEND_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _create(request: Any, options: Any) -> TorchGroup:
+    """The group that torch asks for. Collective among its members.
+
+    Args:
+        request: torch's ``_DistributedBackendOptions``.
+        options: what the user passed as ``pg_options``.
+    """
+    _check_nothing_is_dropped(sys._getframe(1).f_locals.get("backend_config"))  # noqa: SLF001
+    if options is not None and not (_serves_cuda() and isinstance(options, dist.ProcessGroupNCCL.Options)):
+        raise ConfigurationError(
+            "backend bagua has no options of its own",
+            argument="pg_options",
+            expected="None, or options of NCCL where there is CUDA",
+            seen=type(options).__name__,
+        )
+    configure_log()
+    rank, size, timeout = request.group_rank, request.group_size, request.timeout
+    # Torch gives no ranks for the group of all.
+    ranks = list(request.global_ranks_in_group) or list(range(size))
+    store = fresh(request.store, rank)
+    members = _connect(store, rank, ranks, timeout.total_seconds(), f"torch/{request.group_id}")
+    stand_in = CpuStandIn(dist.PrefixStore("gloo", store), rank, size, timeout)
+    backends = {"cuda": _nccl(store, request, options)} if _serves_cuda() else {}
+    return TorchGroup(request.store, members, stand_in, backends)
+
+
+def _connect(store: dist.Store, rank: int, ranks: list[int], timeout_s: float, label: str) -> ProcessGroup:
+    """Our group of these ranks, on the best transport for CPU tensors."""
+    answers = meet(store, rank, ranks, BACKEND_NAME, timeout_s)
+    nodes = layout(answers, len(ranks))
+    choices = candidates([{**answer, "cuda": False} for answer in answers], nodes)
+    return first_that_connects(store, rank, ranks, nodes, choices, timeout_s, Ledger(), label)
+
+
+def _serves_cuda() -> bool:
+    return dist.is_nccl_available() and torch.cuda.is_available()
+
+
+def _nccl(store: dist.Store, request: Any, options: Any) -> Any:
+    """NCCL for the CUDA tensors of a group; it connects when it is first used."""
+    options = dist.ProcessGroupNCCL.Options() if options is None else options
+    options._timeout = request.timeout  # noqa: SLF001 - it has no other name
+    options.global_ranks_in_group = request.global_ranks_in_group
+    options.group_name = request.group_id
+    return dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), request.group_rank, request.group_size, options)
+
+
+def _check_nothing_is_dropped(asked_for: c10d.BackendConfig | None) -> None:
+    """Refuse a string of several backends that torch would silently not build.
+
+    Args:
+        asked_for: what torch made of the string. Torch does not hand it to us, so it comes from
+            its frame; None if that has changed, and then there is nothing to compare.
+    """
+    if asked_for is None:
+        return
+    for device_type, name in asked_for.get_device_backend_map().items():
+        served = (name == BACKEND_NAME and device_type in ("cpu", "cuda")) or (
+            name == "nccl" and device_type == "cuda" and _serves_cuda()
+        )
+        if not served:
+            raise ConfigurationError(
+                f"torch.distributed would silently not build {device_type}:{name} beside bagua",
+                argument="backend",
+                expected="'bagua' alone: it serves CPU tensors, and CUDA tensors through NCCL where there is CUDA",
+                seen=str(asked_for),
+            )

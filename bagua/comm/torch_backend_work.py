@@ -1,0 +1,113 @@
+"""Works of the backend ``bagua``, as ``torch.distributed`` wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bagua.comm.work import Work
+from bagua.errors import CommunicationError
+
+__all__ = ["BackwardWatch", "TorchWork"]
+
+_NO_TIMEOUT = timedelta()
+
+
+class TorchWork(dist._Work):  # noqa: SLF001 - torch has no public name for the class that works derive from
+    """A started call. What C++ holds of it can only wait and take the future.
+
+    Args:
+        work: the call; None if it is complete.
+        outputs: the tensors that receive its result.
+    """
+
+    def __init__(self, work: Work | None, outputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.pending = work
+        self._outputs = list(outputs)
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Block until the call is complete.
+
+        Args:
+            timeout: zero means the deadline of the call, as in torch.
+
+        Raises:
+            CommunicationError: what went wrong.
+        """
+        if self.pending is not None:
+            self.pending.wait(timeout or None)
+        return True
+
+    def synchronize(self) -> None:
+        """Wait."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether ``wait`` would return or raise at once."""
+        return self.pending is None or self.pending.is_completed()
+
+    def is_success(self) -> bool:
+        """Whether the call is complete and nothing went wrong."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """What went wrong, or None; does not wait."""
+        return None if self.pending is None else self.pending.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that receive the result; complete after ``wait``."""
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of ``result()``; the call makes progress without anybody who waits."""
+        completion: torch.futures.Future[None] = torch.futures.Future()
+        # Only an error raised by a callback is one to C++ as well; that of set_exception is a value there.
+        future = completion.then(self._outcome)
+        if self.pending is None:
+            completion.set_result(None)
+        else:
+            self.pending.when_completed(lambda: completion.set_result(None))
+        return future
+
+    def _outcome(self, _: torch.futures.Future[None]) -> list[torch.Tensor]:
+        self.wait()
+        return self._outputs
+
+
+class BackwardWatch:
+    """Lets the end of a backward pass raise what its calls raised, not torch's account of it.
+
+    DDP waits for futures in C++, which turns each error into a plain ``RuntimeError``. Who
+    queues a callback earlier than DDP does may raise first.
+    """
+
+    def __init__(self) -> None:
+        self._task = -1
+        self.pendings: list[Work] = []
+
+    def add(self, work: Work) -> None:
+        """Wait for ``work`` at the end of the backward pass that the calling thread runs, if it runs one."""
+        task = torch._C._current_graph_task_id()  # noqa: SLF001 - torch has no public name for it
+        if task < 0:
+            return
+        if task != self._task:
+            self._task, self.pendings = task, []
+            self._queue(self._wait)
+        self.pendings.append(work)
+
+    @staticmethod
+    def _queue(callback: Callable[[], None]) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(callback)  # noqa: SLF001
+
+    def _wait(self) -> None:
+        works, self.pendings, self._task = self.pendings, [], -1
+        for work in works:
+            try:
+                work.wait()
+            except CommunicationError as error:
+                raise error.with_traceback(None) from error.__cause__
