@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from bagua.algorithms import Algorithm, AlgorithmImpl
 from bagua.algorithms import registry as GlobalAlgorithmRegistry  # noqa: N812 (documented name)
-from bagua.torch_api.algorithms import gradient_allreduce
+from bagua.torch_api.algorithms import bytegrad, gradient_allreduce, power_sgd, scatter_gather, sign_sgd, top_k
 
-__all__ = ["Algorithm", "AlgorithmImpl", "GlobalAlgorithmRegistry", "gradient_allreduce"]
+__all__ = [
+    "Algorithm",
+    "AlgorithmImpl",
+    "GlobalAlgorithmRegistry",
+    "bytegrad",
+    "gradient_allreduce",
+    "power_sgd",
+    "scatter_gather",
+    "sign_sgd",
+    "top_k",
+]

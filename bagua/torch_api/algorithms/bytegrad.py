@@ -1,0 +1,7 @@
+"""``bagua.torch_api.algorithms.bytegrad``: one byte for each element of a gradient."""
+
+from __future__ import annotations
+
+from bagua.algorithms.bytegrad import ByteGradAlgorithm, ByteGradAlgorithmImpl
+
+__all__ = ["ByteGradAlgorithm", "ByteGradAlgorithmImpl"]

@@ -1,0 +1,7 @@
+"""``bagua.torch_api.algorithms.power_sgd``: gradients of low rank."""
+
+from __future__ import annotations
+
+from bagua.algorithms.power_sgd import PowerSGDAlgorithm, PowerSGDAlgorithmImpl
+
+__all__ = ["PowerSGDAlgorithm", "PowerSGDAlgorithmImpl"]
