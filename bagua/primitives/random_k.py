@@ -81,6 +81,7 @@ class RandomKReducer(SumReducer):
         parts = math.ceil(self.ratio * numel)
         bounds = torch.arange(parts + 1) * numel // parts
         sizes = bounds.diff()
-        generator = torch.Generator().manual_seed((self.seed * 2**32 + step) % 2**63)
+        # The generator looks at 32 bits only.
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + step) % 2**32)
         offsets = (torch.rand(parts, dtype=torch.float64, generator=generator) * sizes).long()
         return bounds[:-1] + offsets, sizes
