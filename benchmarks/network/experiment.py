@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from bagua.algorithms import registry
 from bagua.cli.launch import RanksFailedError, run_ranks
 from benchmarks.network.lab import Network
-from benchmarks.network.ranks import Curve, Place, Progress, Timed, time_contenders, train_contender
+from benchmarks.network.ranks import Curve, Order, Place, Progress, Timed, time_contenders, train_contenders
 from benchmarks.network.results import Limit, Line, Loss, Run, find_limit, make_line
 from benchmarks.network.tasks import PerceptronTask, Task
 
@@ -103,32 +103,29 @@ class Experiment:
 
     def add_losses(self, lines: list[Line]) -> list[Line]:
         """The same lines, with what training leads to."""
+        orders = self.orders(lines)
         curves: Curves = {}
-        for contender in dict.fromkeys(line.contender for line in lines):
-            own = [line for line in lines if line.contender == contender]
-            if depends_on_rate(contender):
-                for line in own:
-                    curves.update(self.train(contender, line.rate_mbit_s, [line]))
-            else:
-                curves.update(self.train(contender, None, own))
-        return [
-            replace(line, loss=self.loss(line, curves[line.contender, line.rate_mbit_s]))
-            if (line.contender, line.rate_mbit_s) in curves
-            else line
-            for line in lines
-        ]
+        for start in range(0, len(orders), self.plan.at_once):
+            curves.update(self.train(orders[start : start + self.plan.at_once]))
+        return [replace(line, loss=self.loss(line, curves)) for line in lines]
 
-    def train(self, contender: str, rate: float | None, lines: list[Line]) -> Curves:
-        """One curve, for all of ``lines``; none if training fails."""
-        show(Progress(f"training with {contender}"))
-        stops = sorted({self.plan.steps, *(self.steps_in_time(line)[0] for line in lines)})
-        arguments = (self.place, self.plan.task, contender, rate, stops)
+    def orders(self, lines: list[Line]) -> list[Order]:
+        """What has to be trained for these lines."""
+        found: dict[tuple[str, float | None], set[int]] = {}
+        for line in lines:
+            stops = found.setdefault((line.contender, trained_at(line)), {self.plan.steps})
+            stops.add(self.steps_in_time(line)[0])
+        return [Order(*case, tuple(sorted(stops))) for case, stops in found.items()]
+
+    def train(self, orders: list[Order]) -> Curves:
+        """The curves of some orders; none if training fails."""
+        arguments = (self.place, self.plan.task, orders)
         try:
-            curve: Curve = run_ranks(train_contender, self.place.world_size, arguments)[0]
+            curves: list[Curve] = run_ranks(train_contenders, self.place.world_size, arguments, show)[0]
         except RanksFailedError as failed:
-            self.failures[f"{contender}, in training"] = str(failed)
+            self.failures["training with " + ", ".join(order.contender for order in orders)] = str(failed)
             return {}
-        return {(contender, line.rate_mbit_s): curve for line in lines}
+        return {(order.contender, order.rate): curve for order, curve in zip(orders, curves, strict=True)}
 
     def steps_in_time(self, line: Line) -> tuple[int, bool]:
         """Steps that a contender takes while the baseline takes its number, and whether it could take more."""
@@ -136,18 +133,21 @@ class Experiment:
         longest = LONGEST_TRAINING * self.plan.steps
         return max(1, min(fitting, longest)), fitting > longest
 
-    def loss(self, line: Line, curve: Curve) -> Loss:
-        """What a curve says about a line."""
+    def loss(self, line: Line, curves: Curves) -> Loss | None:
+        """What a line's curve says about it; None where training failed."""
+        curve = curves.get((line.contender, trained_at(line)))
+        if curve is None:
+            return None
         in_time, capped = self.steps_in_time(line)
         return Loss(self.plan.steps, curve.held_out[self.plan.steps], in_time, curve.held_out[in_time], capped)
 
 
-def depends_on_rate(contender: str) -> bool:
-    """Whether the speed of links changes what is computed, as far as one can know."""
-    name, _, rest = contender.partition(":")
-    if rest and "=" not in rest:
-        return True
-    return name in registry and registry.get(name).implementation.traits.rank_local
+def trained_at(line: Line) -> float | None:
+    """At which rate to train for a line: at none unless the speed of links may change what is computed."""
+    name, _, rest = line.contender.partition(":")
+    is_unknown = bool(rest) and "=" not in rest
+    is_rank_local = name in registry and registry.get(name).implementation.traits.rank_local
+    return line.rate_mbit_s if is_unknown or is_rank_local else None
 
 
 def show(message: object) -> None:

@@ -3,7 +3,7 @@
 The namespaces have no names. They live as long as somebody holds them open: this process, through descriptors, and
 the ranks inside. So they are unique to the process, and nothing is left of them when it ends, however it ends.
 
-Each host has one interface, ``eth0``, whose other end is a port of a bridge in a namespace of its own. Both ends are
+Each host has one interface, ``lab0``, whose other end is a port of a bridge in a namespace of its own. Both ends are
 limited to the rate, the host's for what it sends and the port for what it receives, like a full-duplex network card.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 __all__ = ["INTERFACE", "Host", "LabUnavailableError", "Network", "enter", "open_network", "refusal", "sent_bytes"]
 
-INTERFACE = "eth0"
+INTERFACE = "lab0"
 MTU_BYTES = 1500
 #: What may leave at once: a millisecond's worth, but never less than two of the largest packets the kernel makes.
 BURST_S = 1e-3

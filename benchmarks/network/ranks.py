@@ -1,7 +1,7 @@
 """What the rank processes do: take their place on a host, train, time, count bytes."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -15,7 +15,7 @@ from benchmarks.network.contenders import Prepared, find_maker
 from benchmarks.network.lab import INTERFACE, Network, enter, sent_bytes
 from benchmarks.network.tasks import Task, Trainer
 
-__all__ = ["Curve", "Place", "Progress", "Sample", "Timed", "Training", "time_contenders", "train_contender"]
+__all__ = ["Curve", "Order", "Place", "Progress", "Sample", "Timed", "Training", "time_contenders", "train_contenders"]
 
 PORT = 29500  # nobody else is on the host
 TIMEOUT_S = 300.0
@@ -108,6 +108,21 @@ class Curve:
     held_out: dict[int, float] = field(default_factory=dict)
     training: list[float] = field(default_factory=list)
     seconds: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Order:
+    """To train one contender from the beginning, and to look at the held-out loss at some steps.
+
+    Args:
+        contender: who.
+        rate: of the links, in Mbit/s; None is unlimited.
+        stops: numbers of steps after which to look; rising.
+    """
+
+    contender: str
+    rate: float | None
+    stops: tuple[int, ...]
 
 
 class Training:
@@ -208,32 +223,21 @@ def warm_up(rank: Rank, task: Task, contenders: Sequence[str]) -> tuple[dict[str
     return trainings, refusals
 
 
-def train_contender(
-    rank: Rank, place: Place, task: Task, contender: str, rate: float | None, stops: Sequence[int]
-) -> Curve:
-    """Train one contender from the beginning, and look at the held-out loss at some steps.
-
-    Args:
-        rank: which one this is.
-        place: where it lives.
-        task: what is trained.
-        contender: who trains it.
-        rate: of the links, in Mbit/s; None is unlimited.
-        stops: numbers of steps after which to look; rising.
-
-    Returns:
-        What was seen.
-    """
+def train_contenders(rank: Rank, place: Place, task: Task, orders: Sequence[Order]) -> list[Curve]:
+    """Carry out one order after the other."""
     place.join(rank)
-    curve = train_and_look(Training(task, contender, rank.rank), stops, lambda: limit_together(rank, place, rate))
+    curves = []
+    for order in orders:
+        limit_together(rank, place, order.rate)
+        report(rank, f"training with {order.contender}")
+        curves.append(train_and_look(Training(task, order.contender, rank.rank), order.stops))
     comm.destroy_process_group()
-    return curve
+    return curves
 
 
-def train_and_look(training: Training, stops: Sequence[int], before: Callable[[], object]) -> Curve:
+def train_and_look(training: Training, stops: Sequence[int]) -> Curve:
     """Train in pieces, and look at the held-out loss after each."""
     curve = Curve()
-    before()
     seconds, done = 0.0, 0
     for stop in stops:
         start_s = time.perf_counter()

@@ -1,0 +1,51 @@
+"""Losses are compared from seed to seed, and a limit that the mutant keeps is no limit."""
+
+import argparse
+import json
+
+import pytest
+
+from benchmarks import convergence
+from benchmarks.convergence import BASELINE, MUTANT, Ended, everyone, make_lines
+
+
+@pytest.mark.gloo
+def test_a_few_steps(tmp_path, capsys):
+    numbers = tmp_path / "numbers.json"
+    few = ["--ranks", "2", "--steps", "3", "--seeds", "1", "--batch-per-rank", "1", "--json", str(numbers)]
+    assert convergence.main([*few, "--contenders", BASELINE]) == 0
+    ratios = {line["contender"]: line["mean"] for line in json.loads(numbers.read_text())["lines"]}
+    assert ratios[BASELINE] == 1.0
+    assert ratios[convergence.PERTURBED] == pytest.approx(1.0, abs=1e-4)
+    assert abs(ratios[MUTANT] - 1.0) > 1e-4
+    assert "not judged" in capsys.readouterr().out
+
+
+def ends(**losses):
+    return {name: Ended(5.0, loss) for name, loss in losses.items()}
+
+
+def test_ratios_are_taken_seed_by_seed():
+    by_seed = [
+        ends(gradient_allreduce=2.0, adam=1.0, silent=2.5, bytegrad=2.002, qadam=1.1),
+        ends(gradient_allreduce=4.0, adam=2.0, silent=4.0, bytegrad=4.012, qadam=2.0),
+    ]
+    lines = {line.contender: line for line in make_lines(["bytegrad", "qadam", MUTANT, "absent"], by_seed)}
+    assert set(lines) == {"bytegrad", "qadam", MUTANT}
+    assert lines["bytegrad"].ratios == pytest.approx([1.001, 1.003])
+    assert lines["bytegrad"].verdict == "met"
+    assert lines["qadam"].ratios == pytest.approx([1.1, 1.0])
+    assert lines["qadam"].verdict == "MISSED"
+    assert lines[MUTANT].verdict == "broken, as it must be"
+
+
+@pytest.mark.parametrize(("loss", "seeds", "status"), [(2.5, 3, 0), (2.0, 3, 1), (2.0, 2, 0)])
+def test_a_limit_that_the_mutant_keeps_fails_the_run(loss, seeds, status):
+    lines = make_lines([MUTANT], [ends(gradient_allreduce=2.0, silent=loss)] * seeds)
+    options = argparse.Namespace(steps=500, seeds=seeds, ranks=2, json=None)
+    assert convergence.conclude(lines, 0.5, {}, options) == status
+
+
+def test_whoever_is_chosen_trains_with_the_lines_that_judge_it():
+    assert everyone(["qadam"]) == [BASELINE, convergence.PERTURBED, MUTANT, "adam", "qadam"]
+    assert {BASELINE, MUTANT} <= set(everyone(None))

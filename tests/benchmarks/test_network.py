@@ -1,0 +1,213 @@
+"""The network lab: hosts that are limited and counted, and leave nothing behind; numbers that mean what they say."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.network import __main__ as command
+from benchmarks.network import lab, report
+from benchmarks.network.contenders import find_maker, read_options
+from benchmarks.network.experiment import Experiment, Plan
+from benchmarks.network.ranks import Sample
+from benchmarks.network.results import Limit, Run, make_line, pays_up_to
+from benchmarks.network.tasks import PerceptronTask
+from benchmarks.paired import Comparison, Interval
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def needs_lab():
+    if (reason := lab.refusal()) is not None:
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def network(needs_lab):
+    with lab.open_network(2) as found:
+        yield found
+
+
+def queueing(namespace: str, interface: str) -> str:
+    with lab.inside(namespace):
+        return subprocess.check_output(["tc", "qdisc", "show", "dev", interface], text=True)
+
+
+def test_both_ends_of_every_link_are_limited_until_they_are_not(network):
+    ends = [(host.namespace, lab.INTERFACE) for host in network.hosts] + [
+        (network.switch, f"port{n}") for n in range(2)
+    ]
+    network.set_rate(100)
+    network.set_rate(2500)
+    assert all("tbf" in queueing(*end) and "rate 2500Mbit" in queueing(*end) for end in ends)
+    network.set_rate(None)
+    assert not any("tbf" in queueing(*end) for end in ends)
+
+
+def test_what_a_host_sends_is_counted(network):
+    listening, counted = threading.Event(), []
+
+    def receive():
+        lab.enter(network.hosts[1].namespace)
+        with socket.create_server((network.hosts[1].address, 4000)) as server:
+            listening.set()
+            connection, _ = server.accept()
+            with connection:
+                while connection.recv(1 << 16):
+                    pass
+
+    def send():
+        lab.enter(network.hosts[0].namespace)
+        before = lab.sent_bytes()
+        with socket.create_connection((network.hosts[1].address, 4000), timeout=20) as connection:
+            connection.sendall(bytes(1_000_000))
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(1)  # the other side is done
+        counted.append(lab.sent_bytes() - before)
+
+    receiver, sender = threading.Thread(target=receive), threading.Thread(target=send)
+    receiver.start()
+    assert listening.wait(20)
+    sender.start()
+    for thread in (receiver, sender):
+        thread.join(20)
+    assert 1_000_000 < counted[0] < 1_100_000
+
+
+def test_the_thread_that_builds_stays_where_it_is(needs_lab):
+    before = os.stat("/proc/thread-self/ns/net").st_ino
+    with lab.open_network(2) as network, lab.inside(network.hosts[0].namespace):
+        assert os.stat("/proc/thread-self/ns/net").st_ino != before
+    assert os.stat("/proc/thread-self/ns/net").st_ino == before
+    assert not Path(network.hosts[0].namespace).exists()
+    with pytest.raises(lab.LabUnavailableError, match="no interface lab0"):
+        lab.sent_bytes()
+
+
+def test_without_root_it_says_what_it_needs(monkeypatch, capsys):
+    def refuse(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(lab.shutil, "which", lambda _: "/sbin/it")
+    monkeypatch.setattr(lab, "new_namespace", refuse)
+    assert command.main(["--contenders", "ddp_fp16"]) == command.NOT_AVAILABLE
+    assert "needs root for it (CAP_SYS_ADMIN and CAP_NET_ADMIN" in capsys.readouterr().err
+    monkeypatch.setattr(lab.shutil, "which", lambda _: None)
+    assert "ip and tc; Debian's package iproute2 has it" in lab.refusal()
+
+
+@pytest.mark.gloo
+def test_a_run_times_counts_and_trains(needs_lab, tmp_path, capsys):
+    numbers, plot = tmp_path / "numbers.json", tmp_path / "plot.svg"
+    few = ["--rates", "1000", "unlimited", "--rounds", "2", "--hidden", "32", "--batch", "4", "--steps", "2"]
+    files = ["--json", str(numbers), "--plot", str(plot)]
+    assert command.main([*few, *files, "--contenders", "ddp_fp16", "gradient_allreduce"]) == 0
+    (run,) = json.loads(numbers.read_text())["runs"]
+    lines = {(line["contender"], line["rate_mbit_s"]): line for line in run["lines"]}
+    assert len(lines) == 6
+    for rate in (1000, None):
+        assert lines["ddp_fp16", rate]["sent_ratio"] == pytest.approx(0.5, abs=0.05)
+        assert lines["gradient_allreduce", rate]["sent_ratio"] == pytest.approx(1, abs=0.05)
+        losses = [lines[who, rate]["loss"]["after_steps"] for who in ("ddp", "gradient_allreduce")]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    gradient_bytes = 4 * sum(p.numel() for p in PerceptronTask(hidden=32).trainer(0).model.parameters())
+    assert lines["ddp", 1000]["sent_bytes"] == pytest.approx(gradient_bytes, rel=0.1)  # 2 (n - 1) / n of them, n = 2
+    assert "<svg" in plot.read_text()
+    printed = capsys.readouterr().out
+    assert "Faster than ddp per step" in printed
+    assert command.main(["--read", str(numbers)]) == 0
+    assert capsys.readouterr().out == printed.rsplit("plot:", 1)[0]
+
+
+@pytest.mark.gloo
+def test_nothing_is_left_after_a_termination(needs_lab):
+    endless = ["--rates", "1", "--hidden", "64", "--contenders", "ddp_fp16"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.network", *endless],
+        cwd=REPOSITORY,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert any("links at 1 Mbit/s" in line for line in process.stderr)
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            ranks = [pid for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+            assert len(ranks) == 2
+            process.send_signal(signal.SIGTERM)
+            assert "interrupted" in process.communicate(timeout=60)[1]
+            assert process.returncode == command.INTERRUPTED
+        finally:
+            process.kill()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)  # and with them the namespaces
+
+
+def line(rate, ratio, **promised):
+    comparison = Comparison("x", 1.0, ratio, "x", Interval(ratio, ratio, ratio), Interval(1, 1, 1))
+    samples = ([Sample(1.0, 100.0)], [Sample(ratio, 25.0)], [Sample(1.0, 100.0)])
+    made = make_line("x", rate, [samples, samples], hosts=2, limit=Limit(2, 100, "ddp", "x", **promised))
+    return replace(made, step=replace(comparison, limit=made.step.limit))
+
+
+@pytest.mark.parametrize(
+    ("promised", "missed"),
+    [({}, False), ({"step_time": 0.3}, True), ({"sent_bytes": 0.25}, False), ({"sent_bytes": 0.2}, True)],
+)
+def test_limits_on_time_and_bytes(promised, missed):
+    measured = line(100, 0.5, **promised)
+    assert measured.sent_ratio == 0.25
+    assert measured.missed is missed
+    assert ("MISSED" in report.row(measured)) is missed
+    run = Run(2, 1, "task", "ddp", 20, [measured])
+    assert command.has_failed(run) is missed
+    assert not command.has_failed(replace(run, rounds=19))
+    assert command.has_failed(replace(run, rounds=19, failures={"y": "because"}))
+
+
+def test_slowest_rank_and_all_hosts_count():
+    first = ([Sample(1.0, 10.0)] * 3, [Sample(4.0, 2.0)] * 3, [Sample(1.0, 10.0)] * 3)
+    second = ([Sample(2.0, 30.0)] * 3, [Sample(3.0, 4.0)] * 3, [Sample(2.0, 30.0)] * 3)
+    made = make_line("x", None, [first, second], hosts=2, limit=None)
+    assert made.step.result.median == 2.0
+    assert (made.sent_bytes, made.baseline_sent_bytes) == (3.0, 20.0)
+
+
+def test_where_it_pays():
+    assert pays_up_to([line(10_000, 2.0), line(100, 0.5)]) == "up to 464 Mbit/s"  # a third of the way, in decades
+    assert pays_up_to([line(100, 0.5), line(None, 1.5)]) == "up to 100 Mbit/s"
+    assert pays_up_to([line(100, 1.5), line(1000, 1.5)]) == "never; slower or equal from 100 Mbit/s on"
+    assert pays_up_to([line(100, 0.5), line(1000, 0.9)]) == "at every measured rate, up to 1 Gbit/s"
+
+
+def test_runs_are_put_together_and_the_later_one_counts(tmp_path):
+    files = [tmp_path / "first.json", tmp_path / "second.json"]
+    report.write_json([Run(2, 1, "task", "ddp", 20, [line(100, 0.5), line(1000, 0.9)])], files[0])
+    report.write_json([Run(2, 1, "task", "ddp", 5, [line(1000, 0.8)]), Run(4, 1, "task", "ddp", 5, [])], files[1])
+    two_hosts, four_hosts = report.read_json(files)
+    assert (two_hosts.rounds, four_hosts.hosts) == (5, 4)
+    assert [entry.step.candidate_s for entry in two_hosts.lines] == [0.5, 0.8]
+
+
+def test_steps_in_equal_time_are_bounded():
+    plan = Plan(hosts=2, rates=(100.0,), contenders=("x",), task=PerceptronTask(), rounds=1, steps=10)
+    experiment = Experiment(plan, lab.Network((), ""))
+    assert experiment.steps_in_time(line(100, 0.5)) == (20, False)
+    assert experiment.steps_in_time(line(100, 3.0)) == (3, False)
+    assert experiment.steps_in_time(line(100, 0.01)) == (40, True)
+
+
+def test_contenders_as_text():
+    assert read_options("a=1,b='x',c=word,d=False") == {"a": 1, "b": "x", "c": "word", "d": False}
+    for wrong in ("nobody", "gradient_allreduce:average", "gradient_allreduce:colour=1", "no.module:function"):
+        with pytest.raises(Exception, match=r"algorithm|no option|module"):
+            find_maker(wrong)
+    with pytest.raises(SystemExit):
+        command.main(["--contenders", "nobody"])
