@@ -13,6 +13,7 @@ from torch.distributed import PrefixStore, Store
 
 from bagua import env
 from bagua.comm.c10d_lowering import Abilities, as_timedelta
+from bagua.comm.choice import TORCH_NAME
 from bagua.comm.transport import Membership
 from bagua.errors import TransportUnavailableError
 
@@ -220,13 +221,18 @@ def _plugins() -> dict[str, Any]:
 
 def group_refusal(name: str) -> TransportUnavailableError | None:
     """Why backend ``name`` cannot be used in this process, or None if it can."""
+    if name == TORCH_NAME:
+        return TransportUnavailableError(
+            "backend 'bagua' of torch.distributed is made of these transports, not the other way round",
+            advice="Leave the choice to backend=None, or name a transport.",
+        )
     available = {
         "gloo": dist.is_gloo_available(),
         "nccl": dist.is_nccl_available() and torch.cuda.is_available(),
     }.get(name, name.upper() in _plugins())
     if available:
         return None
-    plugins = ", ".join(sorted(plugin.lower() for plugin in _plugins()))
+    plugins = ", ".join(sorted(plugin.lower() for plugin in _plugins() if plugin.lower() != TORCH_NAME))
     return TransportUnavailableError(
         f"torch.distributed has no backend {name!r} here",
         advice=f"nccl needs a CUDA build of torch and a GPU. Registered beside gloo and nccl: {plugins or 'none'}.",

@@ -11,7 +11,20 @@ import torch.distributed as dist
 from bagua.comm.hosts import ranks_by_node
 from bagua.comm.shm import shm_refusal
 
-__all__ = ["abilities", "candidates"]
+__all__ = ["TORCH_NAME", "abilities", "candidates", "unwrapped"]
+
+#: Under this name ``torch.distributed`` knows our transports.
+TORCH_NAME = "bagua"
+
+
+def unwrapped(backend: str | None) -> str | None:
+    """What ``backend`` means to us: torch's name for our transports leaves the choice to us.
+
+    Example:
+        >>> unwrapped("bagua"), unwrapped("gloo")
+        (None, 'gloo')
+    """
+    return None if backend == TORCH_NAME else backend
 
 
 def abilities() -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from bagua import env
 from bagua.comm.arguments import as_seconds
 from bagua.comm.backends import refusal
-from bagua.comm.choice import candidates
+from bagua.comm.choice import candidates, unwrapped
 from bagua.comm.formation import configure_log, first_that_connects, fresh, layout, meet
 from bagua.comm.group import Ledger
 from bagua.comm.rendezvous import connect, refuse_together, resolve_rank
@@ -72,6 +72,7 @@ def init_process_group(
             advice="Call it once, or destroy_process_group() in between.",
         )
     configure_log()
+    backend = unwrapped(backend)
     timeout_s = DEFAULT_TIMEOUT_S if (found := env.timeout_s()) is None else found
     timeout_s = timeout_s if timeout is None else as_seconds(timeout)
     if store is None and backend == "threads":

@@ -15,15 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from bagua.comm.choice import candidates
+from bagua.comm.choice import TORCH_NAME, candidates
 from bagua.comm.formation import configure_log, first_that_connects, fresh, layout, meet
 from bagua.comm.group import Ledger, ProcessGroup
 from bagua.comm.torch_backend_calls import CpuStandIn, TorchCalls
 from bagua.errors import ConfigurationError
 
-__all__ = ["BACKEND_NAME", "TorchGroup", "install_torch_backend"]
-
-BACKEND_NAME = "bagua"
+__all__ = ["TorchGroup", "install_torch_backend"]
 
 _GLOO = dist.ProcessGroup.BackendType.GLOO
 _NCCL = dist.ProcessGroup.BackendType.NCCL
@@ -55,7 +53,7 @@ class TorchGroup(TorchCalls, dist.ProcessGroup):  # type: ignore[misc]  # the st
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """The name under which torch knows this backend."""
-        return BACKEND_NAME
+        return TORCH_NAME
 
     def get_group_store(self) -> dist.Store:
         """The store of this group."""
@@ -132,9 +130,9 @@ def install_torch_backend() -> None:
         >>> dist.is_backend_available("bagua")
         True
     """
-    if not dist.is_backend_available(BACKEND_NAME):
+    if not dist.is_backend_available(TORCH_NAME):
         # A list: torch would take a string for a list of letters.
-        dist.Backend.register_backend(BACKEND_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(TORCH_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create(request: Any, options: Any) -> TorchGroup:
@@ -165,7 +163,7 @@ def _create(request: Any, options: Any) -> TorchGroup:
 
 def _connect(store: dist.Store, rank: int, ranks: list[int], timeout_s: float, label: str) -> ProcessGroup:
     """Our group of these ranks, on the best transport for CPU tensors."""
-    answers = meet(store, rank, ranks, BACKEND_NAME, timeout_s)
+    answers = meet(store, rank, ranks, TORCH_NAME, timeout_s)
     nodes = layout(answers, len(ranks))
     choices = candidates([{**answer, "cuda": False} for answer in answers], nodes)
     return first_that_connects(store, rank, ranks, nodes, choices, timeout_s, Ledger(), label)
@@ -194,7 +192,7 @@ def _check_nothing_is_dropped(asked_for: c10d.BackendConfig | None) -> None:
     if asked_for is None:
         return
     for device_type, name in asked_for.get_device_backend_map().items():
-        served = (name == BACKEND_NAME and device_type in ("cpu", "cuda")) or (
+        served = (name == TORCH_NAME and device_type in ("cpu", "cuda")) or (
             name == "nccl" and device_type == "cuda" and _serves_cuda()
         )
         if not served:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from bagua import env
 from bagua.comm.arguments import as_seconds
+from bagua.comm.choice import unwrapped
 from bagua.comm.communicator import Communicator
 from bagua.comm.group import Ledger, ProcessGroup
 from bagua.comm.statistics import KindStatistics
@@ -157,7 +158,7 @@ def new_group(
     group = get_default_group()
     return group.subgroup(
         range(group.size) if ranks is None else ranks,
-        backend=backend,
+        backend=unwrapped(backend),
         timeout_s=None if timeout is None else as_seconds(timeout),
     )
 
@@ -195,7 +196,7 @@ def from_torch_group(
         dist.get_rank(torch_group),
         ranks,
         [world.group.nodes[rank] for rank in ranks],
-        backend or world.group.backend,
+        unwrapped(backend) or world.group.backend,
         world.group.timeout_s if timeout is None else as_seconds(timeout),
         f"torch_group{number}",
         world.ledger,

@@ -1,0 +1,451 @@
+"""What ranks do in the tests of the backend ``bagua`` of ``torch.distributed``. Each function runs on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import nn
+from torch.distributed import checkpoint, fsdp, tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import bagua.torch_api as bagua
+from bagua.comm.stores import connect_store
+from bagua.errors import CollectiveTimeoutError, ConfigurationError, InvalidTensorError, PeerLostError
+from bagua.testing.ranks import this_rank
+
+TIMEOUT_S = 20.0
+
+
+def own_rank() -> int:
+    return this_rank.get().rank
+
+
+@contextlib.contextmanager
+def joined(port: int, size: int, backend: str = "bagua") -> Iterator[int]:
+    """A default group of torch, and its end."""
+    timeout = timedelta(seconds=TIMEOUT_S)
+    store = connect_store(port, TIMEOUT_S)
+    dist.init_process_group(backend, store=store, rank=own_rank(), world_size=size, timeout=timeout)
+    yield dist.get_rank()
+    dist.destroy_process_group()
+
+
+def raised(error: type[Exception], function: Any, *arguments: Any, **keywords: Any) -> Exception:
+    try:
+        function(*arguments, **keywords)
+    except error as caught:
+        return caught
+    raise AssertionError(f"{function} did not raise {error.__name__}")
+
+
+# Collectives.
+
+
+def collectives(port: int, size: int) -> None:
+    with joined(port, size) as rank:
+        assert dist.get_backend() == "bagua"
+        assert dist.group.WORLD.members.backend == "shm"
+        in_place(rank, size)
+        from_inputs_to_outputs(rank, size)
+        lists_of_tensors(rank, size)
+        messages(rank, size)
+        objects(rank, size)
+        coalesced(rank, size)
+        in_functional_style(rank, size)
+        from_two_threads(rank, size)
+        refusals(rank, size)
+
+
+def in_place(rank: int, size: int) -> None:
+    for async_op in (False, True):
+        for dtype in (torch.float32, torch.bfloat16, torch.int64):
+            values = torch.full((3, 2), rank + 1, dtype=dtype).t()
+            work = dist.all_reduce(values, async_op=async_op)
+            assert (work is not None) is async_op
+            if work is not None:
+                assert work.wait() is True
+                assert work.is_completed()
+                assert work.is_success()
+            assert (values == size * (size + 1) // 2).all()
+        values = torch.full((300_000,), float(rank))
+        work = dist.all_reduce(values, dist.ReduceOp.AVG, async_op=async_op)
+        if work is not None:
+            # Nobody waits: the call goes on by itself.
+            assert work.get_future().wait()[0] is values
+        assert (values == (size - 1) / 2).all()
+        work = dist.broadcast(sent := torch.full((5,), rank), 1, async_op=async_op)
+        if work is not None:
+            work.wait()
+        assert (sent == 1).all()
+    dist.reduce(values := torch.tensor([rank + 1, 10]), 1, dist.ReduceOp.MAX)
+    assert values.tolist() == ([size, 10] if rank == 1 else [rank + 1, 10])
+    dist.barrier()
+    dist.barrier(async_op=True).wait(timedelta(seconds=TIMEOUT_S))
+
+
+def from_inputs_to_outputs(rank: int, size: int) -> None:
+    gathered = torch.empty(size, 2)
+    dist.all_gather_single(gathered, torch.full((2,), float(rank)))
+    assert gathered.tolist() == [[float(r)] * 2 for r in range(size)]
+    part = torch.empty(2)
+    dist.reduce_scatter_single(part, torch.arange(2.0 * size) + rank)
+    assert part.tolist() == [size * (2 * rank + i) + sum(range(size)) for i in range(2)]
+    swapped = torch.empty(size, dtype=torch.int64)
+    dist.all_to_all_single(swapped, torch.arange(size) + 10 * rank)
+    assert swapped.tolist() == [10 * r + rank for r in range(size)]
+    # Rank r sends r + 1 rows to everyone.
+    rows = torch.full((size * (rank + 1), 3), float(rank))
+    received = torch.empty(sum(r + 1 for r in range(size)), 3)
+    dist.all_to_all_single(received, rows, [r + 1 for r in range(size)], [rank + 1] * size, async_op=True).wait()
+    assert received[:, 2].tolist() == [float(r) for r in range(size) for _ in range(r + 1)]
+
+
+def lists_of_tensors(rank: int, size: int) -> None:
+    own = torch.full((2, 2), float(rank))
+    outputs = [torch.empty(2, 2).t() for _ in range(size)]
+    dist.all_gather(outputs, own)
+    assert [int(output.sum()) for output in outputs] == [4 * r for r in range(size)]
+    outputs = [torch.empty(2, 2) for _ in range(size)] if rank == 0 else None
+    dist.gather(own, outputs, dst=0)
+    assert outputs is None or [int(output.sum()) for output in outputs] == [4 * r for r in range(size)]
+    output = torch.empty(2, 2)
+    dist.scatter(output, [own + r for r in range(size)] if rank == 1 else None, src=1)
+    assert (output == 1 + rank).all()
+    dist.reduce_scatter(output, [own + r for r in range(size)])
+    assert (output == sum(range(size)) + size * rank).all()
+    outputs = [torch.empty(r + 1) for r in range(size)]
+    dist.all_to_all(outputs, [torch.full((rank + 1,), float(rank)) for _ in range(size)])
+    assert [output.tolist() for output in outputs] == [[float(r)] * (r + 1) for r in range(size)]
+
+
+def messages(rank: int, size: int) -> None:
+    right, left = (rank + 1) % size, (rank - 1) % size
+    received = torch.empty(70_000)
+    exchanges = [
+        dist.P2POp(dist.isend, torch.full((70_000,), float(rank)), right),
+        dist.P2POp(dist.irecv, received, left),
+    ]
+    for work in dist.batch_isend_irecv(exchanges):
+        work.wait()
+    assert (received == left).all()
+    # Tags tell messages apart, whatever their order.
+    first, second = torch.empty(1), torch.empty(1)
+    works = [dist.irecv(second, left, tag=2), dist.irecv(first, left, tag=1)]
+    works += [dist.isend(torch.tensor([1.0]), right, tag=1), dist.isend(torch.tensor([2.0]), right, tag=2)]
+    for work in works:
+        work.wait()
+    assert (first.item(), second.item()) == (1.0, 2.0)
+    if rank == 0:
+        dist.send(torch.tensor([7]), 1)
+    elif rank == 1:
+        assert dist.recv(seven := torch.tensor([0]), 0) == 0
+        assert seven.item() == 7
+
+
+class Pickled:
+    value = 3
+
+
+def objects(rank: int, size: int) -> None:
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, {"rank": rank, "other": Pickled()})
+    assert [one["rank"] for one in gathered] == list(range(size))
+    shared = [Pickled() if rank == 0 else None, rank]
+    dist.broadcast_object_list(shared, src=0)
+    assert (shared[0].value, shared[1]) == (3, 0)
+    dist.scatter_object_list(own := [None], [f"for {r}" for r in range(size)] if rank == 0 else None, src=0)
+    assert own == [f"for {rank}"]
+    collected = [None] * size if rank == 0 else None
+    dist.gather_object(rank, collected, dst=0)
+    assert collected in (None, list(range(size)))
+
+
+def coalesced(rank: int, size: int) -> None:
+    group, total = dist.group.WORLD, size * (size + 1) // 2
+    tensors = [torch.full((n,), rank + 1.0) for n in (1, 5)] + [torch.full((2, 2), rank + 1)]
+    with dist.distributed_c10d._coalescing_manager(group, async_ops=True) as manager:
+        for one in tensors:
+            dist.all_reduce(one)
+    manager.wait()
+    assert all((one == total).all() for one in tensors)
+    outputs = [torch.empty(size), torch.empty(2 * size)]
+    with dist.distributed_c10d._coalescing_manager(group):
+        for number, output in enumerate(outputs):
+            dist.all_gather_single(output, torch.full((number + 1,), float(rank)))
+    assert outputs[1].tolist() == [float(r) for r in range(size) for _ in range(2)]
+    parts = [torch.empty(1), torch.empty(2)]
+    with dist.distributed_c10d._coalescing_manager(group):
+        for number, part in enumerate(parts):
+            dist.reduce_scatter_single(part, torch.ones((number + 1) * size))
+    assert parts[1].tolist() == [float(size)] * 2
+    values = torch.full((4,), rank + 1.0)
+    with dist.distributed_c10d._coalescing_manager(group, torch.device("cpu"), async_ops=True) as manager:
+        works = group.broadcast([values])
+        del works
+    manager.wait()
+    assert (values == 1).all()
+
+
+def in_functional_style(rank: int, size: int) -> None:
+    group, values = dist.group.WORLD, torch.arange(2.0 * size) + rank
+    total = size * torch.arange(2.0 * size) + sum(range(size))
+    assert torch.equal(functional.all_reduce(values, "sum", group).clone(), total)
+    assert torch.equal(functional.reduce_scatter_single(values, "sum", 0, group).clone(), total.chunk(size)[rank])
+    assert torch.equal(functional.all_gather_single(values, 0, group)[-2 * size :], torch.arange(2.0 * size) + size - 1)
+    pair = functional.all_reduce_coalesced([values, values + 1], "sum", group)
+    assert torch.equal(pair[1].clone(), total + size)
+    swapped = functional.all_to_all_single(values, None, None, group)
+    assert swapped[0].item() == 2 * rank
+    assert torch.equal(functional.broadcast(values, 1, group).clone(), torch.arange(2.0 * size) + 1)
+
+
+def from_two_threads(rank: int, size: int) -> None:
+    """One thread sends and receives while another reduces: the calls of one group may come from several."""
+    problems: list[BaseException] = []
+
+    def exchange() -> None:
+        try:
+            for number in range(20):
+                received = torch.empty(1)
+                work = dist.isend(torch.tensor([float(number)]), (rank + 1) % size)
+                dist.recv(received, (rank - 1) % size)
+                work.wait()
+                assert received.item() == number
+        except BaseException as problem:
+            problems.append(problem)
+
+    thread = threading.Thread(target=exchange)
+    thread.start()
+    for number in range(20):
+        dist.all_reduce(values := torch.tensor([float(number)]), async_op=True).wait()
+        assert values.item() == size * number
+    thread.join(TIMEOUT_S)
+    assert problems == []
+
+
+def refusals(rank: int, size: int) -> None:
+    group = dist.group.WORLD
+    raised(InvalidTensorError, dist.all_reduce, torch.empty(2, device="meta"))
+    raised(InvalidTensorError, dist.all_gather, [torch.empty(r + 1) for r in range(size)], torch.empty(1))
+    raised(ConfigurationError, dist.recv, torch.empty(1))
+    raised(ConfigurationError, group.split_group, [0])
+    raised(ConfigurationError, dist.new_group, pg_options=object())
+    # A deadline of torch reaches our transport.
+    patient = dist.new_group()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.2), patient)
+    if rank == 0:
+        error = raised(CollectiveTimeoutError, dist.all_reduce, torch.ones(1), group=patient)
+        assert error.timeout_s == 0.2
+        assert error.peers == tuple(range(1, size))
+    dist.barrier()
+
+
+# Training.
+
+
+def as_launched(port: int, size: int) -> None:
+    """Torch's wrappers, with the rendezvous that torchrun prepares."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(own_rank()), WORLD_SIZE=str(size))
+    # The pool's store is there already, as an agent's would be.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    dist.init_process_group("bagua")
+    for options in ({}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
+        assert_mean_of_gradients(size, options)
+    assert_mean_of_gradients(size, {}, fp16_compress_hook)
+    assert_mean_of_gradients(size, {}, own_hook)
+    uneven_inputs(size)
+    sparse_gradients(size)
+    dist.destroy_process_group()
+
+
+def own_hook(_, bucket):  # torch refuses annotations that are strings
+    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return future.then(lambda done: done.value()[0].div_(dist.get_world_size()))
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(own_rank())  # DDP makes them equal
+    return nn.Sequential(nn.Linear(6, 300), nn.ReLU(), nn.Linear(300, 300), nn.Linear(300, 2))
+
+
+def assert_mean_of_gradients(size: int, options: dict[str, Any], hook: Any = None) -> None:
+    wrapped = DistributedDataParallel(small_model(), bucket_cap_mb=0.2, **options)
+    if hook is not None:
+        wrapped.register_comm_hook(None, hook)
+    inputs = torch.randn(size, 3, 6, generator=torch.Generator().manual_seed(7))
+    for _ in range(3):  # the first shows the order of gradients, the second has new buckets
+        wrapped.zero_grad()
+        wrapped(inputs[dist.get_rank()]).square().mean().backward()
+    alone = small_model()
+    alone.load_state_dict(wrapped.module.state_dict())
+    sum(alone(part).square().mean() for part in inputs).div(size).backward()
+    tolerance = 2e-2 if hook is fp16_compress_hook else 1e-5
+    for one, other in zip(alone.parameters(), wrapped.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=tolerance, atol=tolerance / 10)
+
+
+def uneven_inputs(size: int) -> None:
+    wrapped = DistributedDataParallel(nn.Linear(2, 1, bias=False))
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    with Join([wrapped]):
+        for _ in range(2 + dist.get_rank()):
+            optimizer.zero_grad()
+            wrapped(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    weights = [torch.empty(1, 2) for _ in range(size)]
+    dist.all_gather(weights, wrapped.module.weight.detach())
+    assert all(torch.equal(weights[0], weight) for weight in weights)
+
+
+def sparse_gradients(size: int) -> None:
+    model = nn.Embedding(10, 3, sparse=True)
+    wrapped = DistributedDataParallel(model)
+    wrapped(torch.tensor([dist.get_rank(), 5])).sum().backward()
+    expected = torch.zeros(10, 3)
+    expected[:size] += 1 / size
+    expected[5] += 1.0
+    torch.testing.assert_close(model.weight.grad.to_dense(), expected)
+
+
+# Several groups.
+
+
+def meshes(port: int, directory: str) -> None:
+    """Four ranks in groups of groups, and what torch builds on these."""
+    with joined(port, 4) as rank:
+        many_groups(rank)
+        distributed_tensors(rank)
+        fully_sharded(rank, directory)
+        on_top(rank)
+
+
+def many_groups(rank: int) -> None:
+    twin = dist.new_group()
+    gloo = dist.new_group(backend="gloo")
+    pair = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    local = dist.new_group([2, 3], use_local_synchronization=True) if rank >= 2 else None
+    # All at once, in an order that differs from rank to rank.
+    groups = [(dist.group.WORLD, 4), (twin, 4), (gloo, 4), (pair, 2)] + ([(local, 2)] if local else [])
+    tensors = [torch.ones(40_000) for _ in groups]
+    order = list(range(len(groups)))
+    works = {i: dist.all_reduce(tensors[i], group=groups[i][0], async_op=True) for i in order[rank:] + order[:rank]}
+    for i, (_, size) in enumerate(groups):
+        works[i].wait()
+        assert (tensors[i] == size).all()
+    assert dist.get_backend(gloo) == "gloo"
+    assert dist.get_group_rank(pair, rank) == rank // 2
+    assert dist.get_process_group_ranks(pair) == [rank % 2, rank % 2 + 2]
+    dist.broadcast(values := torch.tensor([rank]), src=rank % 2 + 2, group=pair)
+    assert values.item() == rank % 2 + 2
+    # The end comes in any order; what is left goes on.
+    for group in (twin, pair) if rank % 2 else (pair, twin):
+        dist.destroy_process_group(group)
+    dist.barrier()
+
+
+def distributed_tensors(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    whole = torch.arange(16.0).view(4, 4)
+    sharded = tensor.distribute_tensor(whole, mesh, [tensor.Shard(0), tensor.Shard(1)])
+    assert sharded.to_local().shape == (2, 2)
+    assert torch.equal((sharded @ sharded).full_tensor(), whole @ whole)
+    turned = sharded.redistribute(placements=[tensor.Shard(1), tensor.Replicate()])
+    assert torch.equal(turned.full_tensor(), whole)
+
+
+def fully_sharded(rank: int, directory: str) -> None:
+    for shape, names in (((4,), ("shard",)), ((2, 2), ("replicate", "shard"))):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        torch.manual_seed(0)
+        alone = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+        model.load_state_dict(alone.state_dict())
+        fsdp.fully_shard(model[2], mesh=mesh)
+        fsdp.fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        reference = torch.optim.SGD(alone.parameters(), lr=0.1)
+        inputs = torch.randn(4, 2, 6, generator=torch.Generator().manual_seed(3))
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(inputs[rank]).square().mean().backward()
+            optimizer.step()
+            reference.zero_grad()
+            sum(alone(part).square().mean() for part in inputs).div(4).backward()
+            reference.step()
+        for one, other in zip(alone.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(other.full_tensor(), one.detach())
+    saved = {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
+    checkpoint.save({"model": model.state_dict()}, checkpoint_id=directory)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    state = {"model": model.state_dict()}
+    checkpoint.load(state, checkpoint_id=directory)
+    for name, value in state["model"].items():
+        assert torch.equal(value.full_tensor(), saved[name])
+
+
+def on_top(rank: int) -> None:
+    """Ours on a default group of ours is not stacked: it has transports of its own."""
+    for backend in (None, "bagua"):
+        bagua.init_process_group(backend=backend)
+        assert bagua.get_default_group().backend == "shm"
+        pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+        groups = [bagua.from_torch_group(pair), bagua.from_torch_group(pair, backend="bagua"), bagua.new_group()]
+        groups.append(bagua.new_group(backend="bagua"))
+        assert {group.backend for group in groups} == {"shm"}
+        values = torch.ones(3)
+        for group in groups:
+            group.global_communicator.allreduce(values)
+        dist.all_reduce(values)
+        assert (values == 2 * 2 * 4 * 4 * 4).all()
+        bagua.destroy_process_group()
+        assert dist.is_initialized()
+
+
+# Failures.
+
+
+def lose_a_rank(port: int, size: int) -> tuple[str, float]:
+    """The last rank dies; how long the others need to notice, in a plain call and inside DDP."""
+    with joined(port, size) as rank:
+        group = dist.new_group()
+        wrapped = DistributedDataParallel(small_model(), process_group=group)
+        for _ in range(2):  # forms the buckets
+            wrapped(torch.randn(2, 6)).sum().backward()
+        loss = wrapped(torch.randn(2, 6)).sum()
+        dist.barrier()
+        if rank == size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        losses = [raised(PeerLostError, dist.all_reduce, torch.ones(5))]
+        losses.append(raised(PeerLostError, loss.backward))
+        spent_s = time.monotonic() - began
+        for error in losses:
+            assert error.peers == (size - 1,)
+        return spent_s
+
+
+def mixed_strings() -> None:
+    for names in ("cpu:bagua,cuda:nccl", "cpu:gloo,cuda:bagua", "cuda:gloo,cpu:bagua"):
+        options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        error = raised(ConfigurationError, dist.init_process_group, names, **options)
+        assert error.argument == "backend"
+        assert not dist.is_initialized()
+    for name in ("cpu:bagua", "bagua"):
+        dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1)
+        dist.all_reduce(torch.ones(2))
+        dist.destroy_process_group()
