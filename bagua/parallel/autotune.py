@@ -41,7 +41,7 @@ class Stopwatch:
         clock: seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._step = -1
         self._began_s = 0.0
@@ -88,19 +88,20 @@ class Autotuner:
 
     Args:
         reducer: whose settings are tuned.
+        clock: seconds.
 
     Attributes:
         automatic: whether training forward passes are timed, and ask by themselves. The
             first ``report`` turns that off: from then on the caller measures and asks.
     """
 
-    def __init__(self, reducer: Reducer) -> None:
+    def __init__(self, reducer: Reducer, clock: Callable[[], float] = time.perf_counter) -> None:
         self._reducer = reducer
         apart = reducer.algorithm.traits.rank_local  # ranks that are not in the same step cannot agree on one
         self._possible = reducer.tuning is not TuningMode.Off and reducer.group.size > 1 and not apart
         self.automatic = self._possible and reducer.tuning is TuningMode.Automatic
-        self._director = Director(reducer.autotune) if reducer.group.rank == 0 else None
-        self._watch = Stopwatch()
+        self._director = Director(reducer.autotune, clock) if reducer.group.rank == 0 else None
+        self._watch = Stopwatch(clock)
         self._scores: list[float] = []
         self._asked = 0
         self._pause_steps = FIRST_PAUSE_STEPS

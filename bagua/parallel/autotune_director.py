@@ -6,7 +6,6 @@ import csv
 import logging
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -92,7 +91,7 @@ class Director:
         clock: seconds, for the warm-up and the time that a sample takes.
     """
 
-    def __init__(self, settings: AutotuneSettings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, settings: AutotuneSettings, clock: Callable[[], float]) -> None:
         self._settings = settings
         self._clock = clock
         self._warm_at = clock() + settings.warmup_time_s

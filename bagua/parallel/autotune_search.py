@@ -33,9 +33,10 @@ class Setting:
 class Search(ABC):
     """Proposes settings, is told their scores, and ends with a choice.
 
-    First it explores, in a way of its own. Then the best settings are measured again, in
-    turn, until each has ``REPEATS`` samples; a setting counts with the median of its
-    samples, so that neither a lucky sample nor an interrupted one decides.
+    First it explores, in a way of its own. Then the best settings and the neighbours of the
+    very best are measured again, in turn, until each has ``REPEATS`` samples. A setting
+    counts with the median of its samples, so neither a lucky sample nor an interrupted one
+    decides.
 
     Args:
         ladders: for each form of the algorithm, its settings by size. None may be empty.
@@ -83,8 +84,10 @@ class Search(ABC):
         return max(self.samples, key=lambda setting: statistics.median(self.samples[setting]))
 
     def _confirm(self) -> Setting | None:
-        rivals = [setting for setting in self.rivals() if len(self.samples[setting]) < REPEATS]
-        return min(rivals, key=lambda setting: len(self.samples[setting]), default=None)
+        # The neighbours, too: they may not have been explored, or an interruption spoiled their only sample.
+        doubtful = [*self.rivals(), *self.neighbours(self.best)]
+        short = [setting for setting in doubtful if len(self.samples.get(setting, ())) < REPEATS]
+        return min(short, key=lambda setting: len(self.samples.get(setting, ())), default=None)
 
     def rivals(self) -> list[Setting]:
         """Settings that may be the best, likeliest first."""
@@ -93,9 +96,16 @@ class Search(ABC):
         least = highest - MARGIN * abs(highest)
         return sorted((s for s, score in medians.items() if score >= least), key=lambda s: -medians[s])
 
+    def neighbours(self, setting: Setting) -> list[Setting]:
+        """The next smaller and larger size, and the same size in other forms."""
+        form = next(number for number, ladder in enumerate(self.ladders) if setting in ladder)
+        own, place = self.ladders[form], self.ladders[form].index(setting)
+        others = [ladder[place] for ladder in self.ladders if ladder is not own and place < len(ladder)]
+        return [*own[max(place - 1, 0) : place], *own[place + 1 : place + 2], *others]
+
 
 class SweepSearch(Search):
-    """Measures every setting once if samples suffice, else every second, third, ... and then what is near the best.
+    """Measures every setting once if samples suffice, else every second, third, ... on each ladder.
 
     Example:
         >>> ladder = [Setting(2**power) for power in range(10, 14)]
@@ -107,9 +117,8 @@ class SweepSearch(Search):
     """
 
     def explore(self) -> Setting | None:
-        """The one in force, the others of the grid, then neighbours of what is good."""
-        wanted = (setting for setting in (self.start, *self._grid()) if setting not in self.samples)
-        return next(wanted, None) or self._neighbour()
+        """The one in force, then the others of the grid."""
+        return next((setting for setting in (self.start, *self._grid()) if setting not in self.samples), None)
 
     def _grid(self) -> list[Setting]:
         # A third of the samples is kept, to measure the best ones again.
@@ -117,13 +126,3 @@ class SweepSearch(Search):
         stride = math.ceil(sum(map(len, self.ladders)) / affordable)
         # Both ends, which is where a ladder is worst or best most often.
         return [setting for ladder in self.ladders for setting in sorted({*ladder[::stride], ladder[-1]})]
-
-    def _neighbour(self) -> Setting | None:
-        for setting in self.rivals():
-            ladder = next(ladder for ladder in self.ladders if setting in ladder)
-            place = ladder.index(setting)
-            near = ladder[max(place - 1, 0) : place + 2]
-            missing = next((other for other in near if other not in self.samples), None)
-            if missing is not None:
-                return missing
-        return None
