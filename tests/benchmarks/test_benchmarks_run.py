@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import collectives, import_time, training_step
+from benchmarks import collectives, compression, import_time, training_step
 
 pytestmark = pytest.mark.gloo
 
@@ -36,3 +36,10 @@ def test_training_step(numbers_file, monkeypatch):
 def test_import_time(numbers_file):
     assert import_time.main(["--rounds", "1", "--json", str(numbers_file)]) == 0
     assert names(numbers_file) == ["import bagua.torch_api : import torch"]
+
+
+def test_compression(numbers_file):
+    few = ["--rounds", "1", "--bytes", "4000", "--codec", "sign", "--codec", "topk"]
+    assert compression.main([*few, "--json", str(numbers_file)]) == 0
+    assert len(names(numbers_file)) == 6
+    assert json.loads(numbers_file.read_text())["notes"]["sign: part of the bytes"] == 0.034
