@@ -2,6 +2,12 @@
 
 from bagua.primitives.centralized import allreduce_sum, reducer_sum, scatter_gather_sum
 from bagua.primitives.codec_reducers import AllGatherReducer, ScatterGatherReducer
+from bagua.primitives.decentralized import (
+    DifferenceExchange,
+    hierarchical_neighbour_average,
+    is_global_mean,
+    neighbour_average,
+)
 from bagua.primitives.hierarchical import hierarchical_sum, on_leaders
 from bagua.primitives.power_sgd import PowerSGDReducer
 from bagua.primitives.random_k import RandomKReducer
@@ -9,6 +15,7 @@ from bagua.primitives.reducers import ErrorFeedback, MatrixBlock, ReducerMemory,
 
 __all__ = [
     "AllGatherReducer",
+    "DifferenceExchange",
     "ErrorFeedback",
     "MatrixBlock",
     "PowerSGDReducer",
@@ -17,7 +24,10 @@ __all__ = [
     "ScatterGatherReducer",
     "SumReducer",
     "allreduce_sum",
+    "hierarchical_neighbour_average",
     "hierarchical_sum",
+    "is_global_mean",
+    "neighbour_average",
     "on_leaders",
     "reducer_sum",
     "scatter_gather_sum",

@@ -15,7 +15,7 @@ from bagua.topology.graphs import (
 from bagua.topology.hosts import AlternatingExponentialRing, Hierarchical, over_ranks, weighted_by_size
 from bagua.topology.matchings import AlternatingRing, Cycle, OnePeerExponential, RandomMatching, ShiftOne
 from bagua.topology.names import available, create, register
-from bagua.topology.rounds import Edge, Neighbours, Round, check_round
+from bagua.topology.rounds import Edge, Neighbours, Round, Turn, check_round
 from bagua.topology.spectrum import consensus_rate, spectral_gap
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "Star",
     "Topology",
     "Torus",
+    "Turn",
     "WeightedGraph",
     "available",
     "check_round",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +12,7 @@ import torch
 
 from bagua.errors import ConfigurationError
 
-__all__ = ["Edge", "Neighbours", "Round", "check_round"]
+__all__ = ["Edge", "Neighbours", "Round", "Turn", "check_round"]
 
 #: How far a sum of weights may be from 1. Weights are float64; fractions such as 1/3 are not exact.
 TOLERANCE = 1e-9
@@ -64,6 +66,21 @@ class Neighbours:
     sources: tuple[tuple[int, float], ...] = ()
     destinations: tuple[int, ...] = ()
     edge: Edge | None = None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message out and one in, at the same time.
+
+    Attributes:
+        source: the rank whose values come in; None if there is none.
+        weight: with which they are taken.
+        destination: the rank to which the own values go; None if there is none.
+    """
+
+    source: int | None
+    weight: float
+    destination: int | None
 
 
 @dataclass(frozen=True)
@@ -176,6 +193,37 @@ class Round:
             other for other, row in enumerate(self.rows) if other != rank and any(rank == source for source, _ in row)
         )
         return Neighbours(own, sources, tuple(takers))
+
+    def turns(self, rank: int) -> tuple[Turn, ...]:
+        """The messages of ``rank``, at most one out and one in at a time.
+
+        If every rank takes its turns in this order, nobody waits for ever, whatever the
+        graph: the earliest turn that is not over can always go on.
+
+        Example:
+            >>> Round.matching(4, [(0, 2)]).turns(2)
+            (Turn(source=0, weight=0.5, destination=0),)
+        """
+        weights = dict(self[rank].sources)
+        outgoing, incoming = self._schedule
+        return tuple(
+            Turn(incoming[rank].get(turn), weights.get(incoming[rank].get(turn, rank), 0.0), outgoing[rank].get(turn))
+            for turn in sorted({*incoming[rank], *outgoing[rank]})
+        )
+
+    @functools.cached_property
+    def _schedule(self) -> tuple[list[dict[int, int]], list[dict[int, int]]]:
+        """For each rank, by number of the turn: to whom it sends, and from whom it receives."""
+        messages = [(other, rank) for rank in range(self.size) for other, _ in self[rank].sources]
+        # In the order of distances, graphs that look alike from every rank need as many turns as neighbours.
+        messages.sort(key=lambda message: ((message[1] - message[0]) % self.size, message[0]))
+        outgoing: list[dict[int, int]] = [{} for _ in range(self.size)]
+        incoming: list[dict[int, int]] = [{} for _ in range(self.size)]
+        for source, destination in messages:
+            turn = next(turn for turn in itertools.count() if turn not in {*outgoing[source], *incoming[destination]})
+            outgoing[source][turn] = destination
+            incoming[destination][turn] = source
+        return outgoing, incoming
 
     def matrix(self) -> torch.Tensor:
         """The mixing matrix, shape (size, size), float64."""

@@ -174,6 +174,47 @@ def test_what_a_rank_is_told_is_a_row_of_the_matrix():
         assert takers == {(source, rank) for rank in range(7) for source, _ in mixing[rank].sources}
 
 
+@pytest.mark.parametrize("name", [*NAMES, "hierarchical_ring"])
+def test_turns_carry_every_message_once_and_both_ends_agree_on_their_order(name):
+    for size in (1, 2, 5, 6):
+        mixing = create(name).round(size, 3)
+        carried = [{}, {}]
+        for rank in range(size):
+            for turn in mixing.turns(rank):
+                if turn.source is not None:
+                    carried[0].setdefault((turn.source, rank), []).append(turn.weight)
+                if turn.destination is not None:
+                    carried[1].setdefault((rank, turn.destination), []).append(turn.weight)
+        assert carried[0] == {(source, rank): [w] for rank in range(size) for source, w in mixing[rank].sources}
+        assert carried[0].keys() == carried[1].keys()
+        assert _all_turns_can_be_taken(mixing)
+
+
+def _all_turns_can_be_taken(mixing: Round) -> bool:
+    """Whether ranks that take their turns in order, each waiting for both ends, all come to an end."""
+    waiting = {rank: list(mixing.turns(rank)) for rank in range(mixing.size)}
+
+    def meets(rank: int) -> bool:
+        turn = waiting[rank][0]
+        partners = [turn.source, turn.destination]
+        others = [waiting[other][0] if other is not None and waiting[other] else None for other in partners]
+        incoming = turn.source is None or (others[0] is not None and others[0].destination == rank)
+        return incoming and (turn.destination is None or (others[1] is not None and others[1].source == rank))
+
+    while any(waiting.values()):
+        moving = [rank for rank, turns in waiting.items() if turns and meets(rank)]
+        if not moving:
+            return False
+        for rank in moving:
+            waiting[rank].pop(0)
+    return True
+
+
+@pytest.mark.parametrize(("topology", "turns"), [(Ring(), 2), (Exponential(), 3), (Complete(), 7), (ShiftOne(), 1)])
+def test_regular_graphs_need_as_many_turns_as_neighbours(topology, turns):
+    assert {len(topology.round(8, 1).turns(rank)) for rank in range(8)} == {turns}
+
+
 def test_hosts_of_equal_size_mix_as_ranks_would():
     nodes = [0, 1, 2, 0, 1, 2]
     matrix = Hierarchical(Star()).matrix(6, 1, nodes)

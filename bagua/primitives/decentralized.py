@@ -1,0 +1,278 @@
+"""Mixing with neighbours, in full and in low precision, flat and by host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from bagua.comm import Communicator, ProcessGroup, ReduceOp, Work
+from bagua.compression import Codec, Metadata
+from bagua.primitives.hierarchical import on_leaders
+from bagua.topology import Round, Turn
+
+__all__ = ["DifferenceExchange", "hierarchical_neighbour_average", "is_global_mean", "neighbour_average"]
+
+#: Flat memory like the tensor that is mixed, by name. ``Bucket.buffer`` is one.
+Buffers = Callable[[str], torch.Tensor]
+
+
+def is_global_mean(mixing: Round) -> bool:
+    """Whether all ranks end with the mean of all ranks, which an allreduce computes best."""
+    edges = mixing.edges
+    return edges is not None and len(edges) == 1 and edges[0].is_mean
+
+
+def neighbour_average(
+    tensor: torch.Tensor, mixing: Round, communicator: Communicator, buffers: Buffers, *, async_op: bool = False
+) -> Work | None:
+    """Replace ``tensor`` by the weighted mean of itself and what its neighbours hold.
+
+    ``x_i <- sum_j W_ij x_j``
+
+    Ranks that all take the common mean do it by allreduce. Everyone else sends the tensor
+    to each neighbour, one after the other, in an order in which nobody waits for ever.
+
+    Args:
+        tensor: one-dimensional and contiguous, floating-point; equal in dtype and size on all ranks.
+        mixing: for as many ranks as the communicator has; the same on all of them.
+        communicator: of the ranks that mix.
+        buffers: scratch memory like ``tensor``.
+        async_op: return a ``Work`` where a rank has one neighbour, or all take the mean;
+            otherwise the call blocks all the same.
+
+    Returns:
+        A ``Work`` if the exchange is still under way, else None.
+
+    Example:
+        >>> from bagua.comm import solo_group
+        >>> from bagua.topology import Ring
+        >>> tensor = torch.ones(3)
+        >>> communicator = solo_group().global_communicator
+        >>> neighbour_average(tensor, Ring().round(1, 1), communicator, lambda name: torch.empty(3))
+        >>> tensor
+        tensor([1., 1., 1.])
+    """
+    if is_global_mean(mixing):
+        tensor.div_(mixing.size)
+        return communicator.allreduce(tensor, async_op=async_op)
+    turns = mixing.turns(communicator.rank)
+    own_weight = mixing[communicator.rank].own_weight
+    if len(turns) == 1 and turns[0].source is not None and turns[0].destination is not None:
+        return _meet(tensor, own_weight, turns[0], communicator, buffers("received"), async_op)
+    if turns:
+        precise = torch.promote_types(tensor.dtype, torch.float32)
+        mixed = tensor.to(precise).mul_(own_weight) if tensor.dtype != precise else _scaled(tensor, own_weight, buffers)
+        received = buffers("received")
+        for turn in turns:
+            _take_turn(turn, received, tensor, communicator)
+            if turn.source is not None:
+                mixed.add_(received, alpha=turn.weight)
+        tensor.copy_(mixed)
+    return None
+
+
+def _scaled(tensor: torch.Tensor, factor: float, buffers: Buffers) -> torch.Tensor:
+    return torch.mul(tensor, factor, out=buffers("mixed"))
+
+
+def _meet(
+    tensor: torch.Tensor,
+    own_weight: float,
+    turn: Turn,
+    communicator: Communicator,
+    received: torch.Tensor,
+    async_op: bool,
+) -> Work | None:
+    """Mix with one other rank. Both ends compute the same two products, so equal weights give equal bits."""
+    assert turn.source is not None
+    assert turn.destination is not None
+
+    def finish() -> None:
+        tensor.mul_(own_weight).add_(received, alpha=turn.weight)
+
+    work = communicator.sendrecv(received, tensor, turn.source, turn.destination, async_op=async_op)
+    if work is not None:
+        return _FinishedWork(work, finish)
+    finish()
+    return None
+
+
+class _FinishedWork(Work):
+    """A work whose result is made by whoever waits for it."""
+
+    def __init__(self, work: Work, finish: Callable[[], None]) -> None:
+        super().__init__()
+        self._work = work
+        self._finish = finish
+
+    def _complete(self, timeout_s: float | None) -> None:
+        self._work.wait(timeout_s)
+        self._finish()
+
+    def _poll(self) -> bool:
+        return self._work.is_completed()
+
+
+def _take_turn(turn: Turn, received: torch.Tensor, sent: torch.Tensor, communicator: Communicator) -> None:
+    if turn.source is None:
+        assert turn.destination is not None
+        communicator.send(sent, turn.destination)
+    elif turn.destination is None:
+        communicator.recv(received, turn.source)
+    else:
+        communicator.sendrecv(received, sent, turn.source, turn.destination)
+
+
+def hierarchical_neighbour_average(
+    tensor: torch.Tensor, between_hosts: Round, group: ProcessGroup, buffers: Buffers
+) -> None:
+    """Replace ``tensor`` by a weighted mean of the means of hosts.
+
+    ``x_i <- sum_g V_hg mean(x_j, j on g)`` on every rank ``i`` of host ``h``
+
+    Args:
+        tensor: one-dimensional and contiguous, floating-point; equal in dtype and size on all ranks.
+        between_hosts: ``V``, for as many ranks as there are hosts, already weighted for
+            their sizes; see ``bagua.topology.weighted_by_size``.
+        group: the ranks, and who leads on each host.
+        buffers: scratch memory like ``tensor``.
+
+    Example:
+        >>> from bagua.comm import solo_group
+        >>> from bagua.topology import Ring
+        >>> tensor = torch.ones(3)
+        >>> hierarchical_neighbour_average(tensor, Ring().round(1, 1), solo_group(), lambda name: torch.empty(3))
+        >>> tensor
+        tensor([1., 1., 1.])
+    """
+
+    def mix(total: torch.Tensor, leaders: Communicator) -> None:
+        total.div_(group.local_size)
+        neighbour_average(total, between_hosts, leaders, buffers)
+
+    on_leaders(tensor, group, mix)
+
+
+class DifferenceExchange:
+    """Gossip in low precision: neighbours follow each rank by what it sends of its changes.
+
+    Every rank ``i`` keeps an estimate ``w_i`` of itself, which all its neighbours know,
+    and the weighted sum ``v_i`` of its neighbours' estimates: two buffers, whatever the
+    number of neighbours. With ``y_i`` the weights after a local step, ``Q`` the codec, and ``W``
+    the mixing matrix::
+
+        z_i = y_i - w_i + (W_ii w_i + v_i - w_i)
+        w_i <- w_i + Q(z_i);  v_i <- v_i + sum_j W_ij Q(z_j);  x_i = w_i
+
+    The sender applies the decoded difference, as everyone else, so nobody's estimate ever
+    differs from its owner's. A difference that is not finite is applied by nobody, and
+    the rank that had it keeps its weights.
+
+    The first exchange is in full precision, and starts the estimates from the weights. It is
+    repeated if any rank's weights were not finite.
+
+    Args:
+        mixing: symmetric and doubly stochastic, or weighted by the sizes of hosts; the
+            same in every round.
+        codec: for the differences.
+
+    Example:
+        >>> from bagua.comm import solo_group
+        >>> from bagua.compression import MinMaxUInt8
+        >>> from bagua.topology import Ring
+        >>> exchange = DifferenceExchange(Ring().round(1, 1), MinMaxUInt8())
+        >>> state = exchange.init_state(3, torch.float32)
+        >>> tensor = torch.ones(3)
+        >>> exchange.run(tensor, solo_group().global_communicator, state)
+        >>> tensor
+        tensor([1., 1., 1.])
+
+    Paper: Tang et al., Communication compression for decentralized training, 2018 (DCD-PSGD).
+    """
+
+    def __init__(self, mixing: Round, codec: Codec) -> None:
+        self._mixing = mixing
+        self._codec = codec
+
+    @staticmethod
+    def init_state(numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+        """The state of one rank before the first exchange.
+
+        Args:
+            numel: elements of the tensor.
+            dtype: of the tensor. Estimates of 16-bit tensors are kept in single precision.
+            device: of the tensor.
+
+        Returns:
+            ``estimate`` and ``neighbours``, of ``numel`` elements, and ``started``, 0 or 1.
+        """
+        precise = torch.promote_types(dtype, torch.float32)
+        return {
+            "estimate": torch.zeros(numel, dtype=precise, device=device),
+            "neighbours": torch.zeros(numel, dtype=precise, device=device),
+            "started": torch.zeros(1, dtype=torch.int64),
+        }
+
+    def run(self, tensor: torch.Tensor, communicator: Communicator, state: dict[str, torch.Tensor]) -> None:
+        """Replace ``tensor`` by the new estimate, and bring ``state`` up to date.
+
+        Args:
+            tensor: one-dimensional and contiguous, floating-point; equal in dtype and size on all ranks.
+            communicator: of the ranks that mix.
+            state: of this rank and this tensor, from ``init_state``. Unchanged if a call fails.
+        """
+        if int(state["started"]) == 0:
+            self._start(tensor, communicator, state)
+            return
+        estimate, neighbours = state["estimate"], state["neighbours"]
+        own_weight = self._mixing[communicator.rank].own_weight
+        difference = neighbours.add(estimate, alpha=own_weight - 2.0).add_(tensor)
+        sent = communicator.empty(
+            self._codec.compressed_bytes(Metadata.of(difference)), dtype=torch.uint8, device=tensor.device
+        )
+        self._codec.compress(difference, out=sent)
+        metadata = Metadata.of(difference)
+        own = self._codec.decompress(sent, metadata, out=difference)
+        gathered = self._gather(sent, metadata, communicator)
+        if gathered is not None:
+            neighbours.add_(gathered)
+        if _is_finite(own):
+            tensor.copy_(estimate.add_(own))
+
+    def _gather(self, sent: torch.Tensor, metadata: Metadata, communicator: Communicator) -> torch.Tensor | None:
+        """The weighted sum of the neighbours' differences; None if there are no neighbours."""
+        turns = self._mixing.turns(communicator.rank)
+        if not turns:
+            return None
+        received = communicator.empty(sent.numel(), dtype=torch.uint8, device=sent.device)
+        gathered = torch.zeros(metadata.numel, dtype=metadata.dtype, device=sent.device)
+        decoded = torch.empty_like(gathered)
+        for turn in turns:
+            _take_turn(turn, received, sent, communicator)
+            if turn.source is not None:
+                self._codec.decompress(received, metadata, out=decoded)
+                if _is_finite(decoded):
+                    gathered.add_(decoded, alpha=turn.weight)
+        return gathered
+
+    def _start(self, tensor: torch.Tensor, communicator: Communicator, state: dict[str, torch.Tensor]) -> None:
+        """The first exchange: everyone's weights in full precision."""
+        precise = tensor.to(state["estimate"].dtype)
+        finite = torch.tensor([int(_is_finite(precise))], dtype=torch.int32, device=tensor.device)
+        communicator.allreduce(finite, ReduceOp.MIN)
+        gathered = torch.zeros_like(state["neighbours"])
+        received = torch.empty_like(precise)
+        for turn in self._mixing.turns(communicator.rank):
+            _take_turn(turn, received, precise, communicator)
+            if turn.source is not None:
+                gathered.add_(received, alpha=turn.weight)
+        if int(finite):
+            state["estimate"].copy_(precise)
+            state["neighbours"].copy_(gathered)
+            state["started"].fill_(1)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """A sum is the cheapest test; the rare sum that overflows is looked at again."""
+    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())

@@ -1,0 +1,192 @@
+"""Mixing with neighbours is a product with the mixing matrix, on any graph, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import bagua.comm
+from bagua.compression import Codec, Identity, Metadata, MinMaxUInt8
+from bagua.primitives import DifferenceExchange, hierarchical_neighbour_average, neighbour_average
+from bagua.topology import Edge, Hierarchical, Ring, Round, Star, available, create, weighted_by_size
+
+pytestmark = pytest.mark.threads
+
+NUMEL = 5
+
+
+def values(rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(NUMEL, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def scratch(dtype: torch.dtype):
+    made: dict[str, torch.Tensor] = {}
+    return lambda name: made.setdefault(name, torch.full((NUMEL,), float("nan"), dtype=dtype))
+
+
+def _mix(rounds: list[Round], dtype: torch.dtype, async_op: bool = False) -> torch.Tensor:
+    group = bagua.comm.get_default_group()
+    tensor, buffers = values(group.rank, dtype), scratch(dtype)
+    for mixing in rounds:
+        work = neighbour_average(tensor, mixing, group.global_communicator, buffers, async_op=async_op)
+        if work is not None:
+            work.wait()
+    return tensor
+
+
+def _expected(rounds: list[Round], dtype: torch.dtype) -> torch.Tensor:
+    stacked = torch.stack([values(rank, dtype) for rank in range(rounds[0].size)])
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    stacked = stacked.to(wide)
+    for mixing in rounds:
+        stacked = mixing.matrix().to(wide) @ stacked
+    return stacked
+
+
+def assert_mixed(results: list[torch.Tensor], rounds: list[Round], dtype: torch.dtype = torch.float32) -> None:
+    tolerance = {torch.float16: 4e-3, torch.bfloat16: 3e-2}.get(dtype, 1e-6)
+    for result, expected in zip(results, _expected(rounds, dtype), strict=True):
+        assert result.dtype == dtype
+        assert torch.allclose(result.to(expected.dtype), expected, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", list(available()))
+def test_every_topology_mixes_as_its_matrices_say(thread_ranks, name):
+    for size in (1, 2, 5):
+        rounds = [create(name).round(size, step) for step in (1, 2, 3)]
+        assert_mixed(thread_ranks(size, _mix, rounds, torch.float32), rounds)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64], ids=str)
+def test_other_dtypes(thread_ranks, dtype):
+    rounds = [create(name).round(4, 1) for name in ("star", "shift_one", "complete")]
+    assert_mixed(thread_ranks(4, _mix, rounds, dtype), rounds, dtype)
+
+
+def test_without_blocking(thread_ranks):
+    rounds = [create(name).round(4, 2) for name in ("shift_one", "complete", "ring")]
+    assert_mixed(thread_ranks(4, _mix, rounds, torch.float32, True), rounds)
+
+
+@given(st.data(), st.integers(2, 5))
+def test_any_directed_graph_works_without_waiting_for_ever(thread_pool, data, size):
+    """Every doubly stochastic matrix is a mean of permutations."""
+    orders = data.draw(st.lists(st.permutations(range(size)), min_size=1, max_size=3))
+    matrix = sum(torch.eye(size, dtype=torch.float64)[list(order)] for order in orders) / len(orders)
+    rounds = [Round.from_matrix(matrix)]
+    assert_mixed(thread_pool.run(_mix, rounds, torch.float32, size=size), rounds)
+
+
+def test_two_ranks_that_meet_halfway_hold_equal_bits(thread_ranks):
+    first, second = thread_ranks(2, _mix, [create("shift_one").round(2, 1)], torch.float32)
+    assert torch.equal(first, second)
+
+
+def test_an_edge_that_keeps_more_than_the_mean(thread_ranks):
+    rounds = [Round.from_edges(3, [Edge((0, 1, 2), 0.6)])]
+    assert_mixed(thread_ranks(3, _mix, rounds, torch.float32), rounds)
+
+
+# By host.
+
+
+def _mix_by_host(mixing: Round) -> torch.Tensor:
+    group = bagua.comm.get_default_group()
+    tensor = values(group.rank)
+    hierarchical_neighbour_average(tensor, mixing, group, scratch(torch.float32))
+    return tensor
+
+
+@pytest.mark.parametrize("hosts", [[2, 1], [1, 3], [2, 1, 2], [1, 1, 2]], ids=str)
+@pytest.mark.parametrize("name", ["complete", "ring", "star", "shift_one", "exponential"])
+def test_hosts_mix_as_the_matrix_over_ranks_says(thread_ranks, hosts, name):
+    nodes = [host for host, size in enumerate(hosts) for _ in range(size)]
+    over_ranks = Hierarchical(create(name)).round(len(nodes), 1, nodes)
+    between = weighted_by_size(create(name).round(len(hosts), 1), hosts)
+    assert_mixed(thread_ranks(len(nodes), _mix_by_host, between, hosts=hosts), [over_ranks])
+
+
+# Differences in low precision.
+
+
+def _follow(mixing: Round, codec: Codec, steps: int, spoil: tuple[int, int] = (-1, -1)) -> dict[str, torch.Tensor]:
+    """Steps with a random change of the own vector in between; ``spoil``: who has a NaN, and when."""
+    communicator = bagua.comm.get_default_group().global_communicator
+    rank = communicator.rank
+    exchange = DifferenceExchange(mixing, codec)
+    state = exchange.init_state(NUMEL, torch.float64)
+    tensor = values(rank, torch.float64)
+    for step in range(steps):
+        sound = tensor.clone()
+        if (rank, step) == spoil:
+            tensor[1] = float("nan")
+        exchange.run(tensor, communicator, state)
+        if (rank, step) == spoil:
+            assert torch.isnan(tensor[1])
+            tensor = sound
+        if step < steps // 2:
+            tensor.add_(values(100 * rank + step, torch.float64), alpha=0.1)
+    return {"x": tensor, **state}
+
+
+def simulated(matrix: torch.Tensor, codec: Codec, steps: int) -> list[torch.Tensor]:
+    """All ranks in one process; each keeps a replica of every neighbour, and all replicas of one rank are one."""
+    size = len(matrix)
+    x = [values(rank, torch.float64) for rank in range(size)]
+    replicas = [one.clone() for one in x]
+    for step in range(steps):
+        if step:
+            mixed = [sum(matrix[i, j] * replicas[j] for j in range(size)) for i in range(size)]
+            sent = [x[i] - replicas[i] + mixed[i] - replicas[i] for i in range(size)]
+            for i in range(size):
+                data = codec.compress(sent[i])
+                replicas[i] = replicas[i] + codec.decompress(data, Metadata.of(sent[i]))
+                x[i] = replicas[i].clone()
+        if step < steps // 2:
+            x = [x[i] + 0.1 * values(100 * i + step, torch.float64) for i in range(size)]
+    return x
+
+
+@pytest.mark.parametrize("codec", [Identity(), MinMaxUInt8(block_numel=2)], ids=repr)
+@pytest.mark.parametrize(("name", "size"), [("ring", 1), ("ring", 2), ("ring", 3), ("star", 4), ("torus", 5)])
+def test_differences_follow_the_textbook_with_replicas_of_all_neighbours(thread_ranks, codec, name, size):
+    mixing = create(name).round(size, 1)
+    results = thread_ranks(size, _follow, mixing, codec, 8)
+    for result, expected in zip(results, simulated(mixing.matrix(), codec, 8), strict=True):
+        assert torch.allclose(result["x"], expected, atol=1e-12)
+
+
+def test_two_buffers_hold_what_neighbours_know_of_each_other(thread_ranks):
+    mixing = Star().round(4, 1)
+    results = thread_ranks(4, _follow, mixing, MinMaxUInt8(block_numel=2), 6)
+    for rank, result in enumerate(results):
+        assert result.keys() == {"x", "estimate", "neighbours", "started"}
+        known = sum(weight * results[source]["estimate"] for source, weight in mixing[rank].sources)
+        assert torch.allclose(result["neighbours"], known, atol=1e-12)
+
+
+def test_ranks_agree_in_the_end_although_only_bytes_were_sent(thread_ranks):
+    results = thread_ranks(4, _follow, Ring().round(4, 1), MinMaxUInt8(), 40)
+    for first, second in itertools.pairwise(results):
+        assert torch.allclose(first["x"], second["x"], atol=1e-3)
+
+
+@pytest.mark.parametrize("step", [0, 3], ids=["at the start", "later"])
+def test_a_nan_on_one_rank_stays_there_and_nobody_loses_track(thread_ranks, step):
+    mixing = Ring().round(3, 1)
+    results = thread_ranks(3, _follow, mixing, MinMaxUInt8(), 40, (1, step))
+    for rank, result in enumerate(results):
+        assert torch.isfinite(result["x"]).all()
+        known = sum(weight * results[source]["estimate"] for source, weight in mixing[rank].sources)
+        assert torch.allclose(result["neighbours"], known, atol=1e-12)
+        assert torch.allclose(result["x"], results[0]["x"], atol=1e-3)
+
+
+def test_sixteen_bit_tensors_are_followed_in_single_precision():
+    state = DifferenceExchange.init_state(3, torch.bfloat16)
+    assert state["estimate"].dtype == state["neighbours"].dtype == torch.float32
