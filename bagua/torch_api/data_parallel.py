@@ -1,7 +1,8 @@
-"""``bagua.torch_api.data_parallel``: the class with the arguments of torch's ``DistributedDataParallel``."""
+"""``bagua.torch_api.data_parallel``: one class with the arguments of torch's ``DistributedDataParallel``, one without."""
 
 from __future__ import annotations
 
 from bagua.parallel import DistributedDataParallel
+from bagua.parallel.decentralized import DecentralizedDataParallel
 
-__all__ = ["DistributedDataParallel"]
+__all__ = ["DecentralizedDataParallel", "DistributedDataParallel"]

@@ -20,6 +20,7 @@ DOORS = (
     "bagua.errors",
     "bagua.optim",
     "bagua.parallel",
+    "bagua.parallel.decentralized",
     "bagua.primitives",
     "bagua.testing",
     "bagua.testing.algorithm_contract",

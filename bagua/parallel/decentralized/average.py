@@ -1,0 +1,113 @@
+"""The mean of all ranks' weights, for an evaluation or for good."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import torch
+from typing_extensions import Self
+
+from bagua.buckets import form_buckets
+from bagua.comm import ReduceOp
+from bagua.errors import ConfigurationError
+from bagua.parallel.reducer import Reducer
+
+__all__ = ["GlobalAverage"]
+
+_CHUNK_BYTES = 25 * 1024 * 1024
+_AVERAGED_BUFFERS = (torch.float16, torch.float32, torch.float64)
+
+
+class GlobalAverage:
+    """The model holds the mean of all ranks; at the end of a ``with`` block, its own weights again.
+
+    Made by ``DecentralizedDataParallel.global_avg()``. If it is neither used in a ``with``
+    block nor told to ``restore``, the mean stays, and what ranks had sent each other before
+    is not mixed in any more.
+
+    Args:
+        reducer: of the model.
+        buffers: average float16, float32 and float64 buffers, too.
+
+    Attributes:
+        distance: the Euclidean distance of this rank's trainable parameters from the mean;
+            also ``float(average)``.
+    """
+
+    def __init__(self, reducer: Reducer, *, buffers: bool) -> None:
+        self._reducer = reducer
+        self._step = reducer.step
+        reducer.check_usable()
+        self._suspended = reducer.suspend_exchanges()
+        self._layout = reducer.buckets
+        trained = list(reducer.registration.parameters)
+        held = [buffer for buffer in reducer.module.buffers() if buffer.dtype in _AVERAGED_BUFFERS] if buffers else []
+        self._tensors: list[torch.Tensor] = [*trained, *held]
+        self._others = self._means()
+        self.distance = _distance(self._tensors[: len(trained)], self._others[: len(trained)])
+        self._swap()
+
+    @torch.no_grad()
+    def _means(self) -> list[torch.Tensor]:
+        """New tensors, so that a peer that is lost half-way changes nothing here."""
+        means = [tensor.detach().clone() for tensor in self._tensors]
+        chunks = form_buckets(
+            means,
+            key=lambda mean: (mean.dtype, mean.device),
+            nbytes=lambda mean: mean.nbytes,
+            bucket_bytes=_CHUNK_BYTES,
+        )
+        for chunk in chunks:
+            self._reducer.communicator.allreduce_coalesced(chunk, ReduceOp.AVG)
+        return means
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for tensor, other in zip(self._tensors, self._others, strict=True):
+            before = tensor.detach().clone()
+            tensor.copy_(other)
+            other.copy_(before)
+
+    def restore(self) -> None:
+        """Give the model its own weights back, and the exchanges that were under way. Once; later calls do nothing.
+
+        Raises:
+            ConfigurationError: the mean was trained on since.
+        """
+        if not self._others:
+            return
+        if self._reducer.step != self._step:
+            self._others = []
+            raise ConfigurationError(
+                "the mean was trained on, so the weights from before cannot be restored",
+                argument="global_avg",
+                expected="no training step before restore()",
+                seen=f"{self._reducer.step - self._step} steps",
+                advice="Call global_avg() without `with` to go on from the mean.",
+            )
+        self._swap()
+        self._others = []
+        if self._reducer.buckets is self._layout:
+            self._reducer.resume_exchanges(self._suspended)
+
+    def __float__(self) -> float:
+        return self.distance
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.restore()
+
+    def __repr__(self) -> str:
+        return f"GlobalAverage(distance={self.distance:.6g})"
+
+
+def _distance(parameters: list[torch.Tensor], means: list[torch.Tensor]) -> float:
+    squares = [
+        torch.linalg.vector_norm(parameter.detach() - mean).double().square().cpu()
+        for parameter, mean in zip(parameters, means, strict=True)
+    ]
+    return float(torch.stack(squares).sum().sqrt()) if squares else 0.0

@@ -1,0 +1,235 @@
+"""The optimizers of ``DecentralizedDataParallel``: one for each bucket, stepped while backward goes on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from bagua.buckets import Bucket
+from bagua.errors import ConfigurationError
+
+__all__ = ["ClipScope", "LRSchedulerFunction", "OptimizerFunction", "Stepping"]
+
+NamedParameters = list[tuple[str, torch.nn.Parameter]]
+OptimizerFunction = Callable[[NamedParameters], torch.optim.Optimizer]
+LRSchedulerFunction = Callable[[torch.optim.Optimizer], LRScheduler]
+ClipScope = Literal["bucket", "model"]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What steps one bucket."""
+
+    bucket: Bucket
+    optimizer: torch.optim.Optimizer
+    schedule: LRScheduler | None
+
+
+class Stepping:
+    """Makes the optimizer and the schedule of each bucket, and steps them.
+
+    Args:
+        optim_fn: makes an optimizer of the named parameters of a bucket.
+        lr_scheduler_fn: makes a schedule for it.
+        scaler: by which losses are scaled.
+        grad_clip_norm: the largest norm of gradients; 0 does not clip.
+        grad_clip_scope: whether that is the norm over one bucket or over the model. The
+            latter needs all gradients before the first step.
+
+    Raises:
+        ConfigurationError: an argument that cannot be used.
+    """
+
+    def __init__(
+        self,
+        optim_fn: OptimizerFunction,
+        lr_scheduler_fn: LRSchedulerFunction | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        grad_clip_norm: float = 0.0,
+        grad_clip_scope: ClipScope = "bucket",
+    ) -> None:
+        _check("optim_fn", callable(optim_fn), "a function of a list of (name, parameter)", optim_fn)
+        _check(
+            "lr_scheduler_fn",
+            lr_scheduler_fn is None or callable(lr_scheduler_fn),
+            "a function of an optimizer, or None",
+            lr_scheduler_fn,
+        )
+        _check("scaler", scaler is None or isinstance(scaler, torch.amp.GradScaler), "a GradScaler, or None", scaler)
+        _check("grad_clip_norm", grad_clip_norm >= 0, "a number >= 0", grad_clip_norm)
+        _check("grad_clip_scope", grad_clip_scope in ("bucket", "model"), "bucket or model", grad_clip_scope)
+        self._optim_fn = optim_fn
+        self._lr_scheduler_fn = lr_scheduler_fn
+        self._scaler = scaler
+        self._clip_norm = grad_clip_norm
+        self._clip_scope = grad_clip_scope
+        self._parts: list[_Part] = []
+        self._carried: dict[str, Any] | None = None
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """One for each bucket; none before the first backward pass."""
+        return [part.optimizer for part in self._parts]
+
+    @property
+    def schedules(self) -> list[LRScheduler]:
+        """One for each bucket, if there are any."""
+        return [part.schedule for part in self._parts if part.schedule is not None]
+
+    def pre_average_hook(self, bucket: Bucket) -> Callable[..., object] | None:
+        """What the bucket's optimizer wants to be called with before each mixing."""
+        hook: Callable[..., object] | None = getattr(self._parts[bucket.index].optimizer, "pre_average_hook", None)
+        return hook
+
+    def prepare(self, bucket: Bucket) -> None:
+        """Make what steps ``bucket``. Buckets come in order; the first one starts anew, with the state so far.
+
+        Raises:
+            ConfigurationError: the functions did not make what they should.
+        """
+        if bucket.index == 0 and self._parts:
+            self._carried, self._parts = self.state_dict(), []
+        named = list(zip(bucket.names, bucket.parameters, strict=True))
+        optimizer = self._optim_fn(list(named))
+        _check_optimizer(optimizer, named)
+        schedule = None
+        if self._lr_scheduler_fn is not None:
+            schedule = self._lr_scheduler_fn(optimizer)
+            if not hasattr(schedule, "step"):
+                raise _unusable("lr_scheduler_fn", "a learning rate scheduler", type(schedule).__name__)
+        part = _Part(bucket, optimizer, schedule)
+        self._parts.append(part)
+        if self._carried is not None:
+            _restore(part, self._carried)
+        if hasattr(optimizer, "pre_average_hook"):
+            for parameter, view in zip(bucket.parameters, bucket.views(bucket.buffer()), strict=True):
+                parameter.comm_buffer = view  # type: ignore[attr-defined]
+
+    # One step.
+
+    @torch.no_grad()
+    def step(self, bucket: Bucket) -> None:
+        """Update the weights of ``bucket`` and drop its gradients; those that are missing count as zero."""
+        self._carried = None
+        part = self._parts[bucket.index]
+        last = bucket.index == len(self._parts) - 1
+        if self._clip_scope == "model" and bucket.index == 0:
+            self._clip(self._parts)
+        elif self._clip_scope == "bucket":
+            self._clip([part])
+        if self._scaler is None:
+            part.optimizer.step()
+        else:
+            self._scaler.step(part.optimizer)
+            if last:
+                self._scaler.update()
+        part.optimizer.zero_grad()
+        if part.schedule is not None:
+            part.schedule.step()
+
+    def _clip(self, parts: Sequence[_Part]) -> None:
+        parameters = [parameter for part in parts for parameter in part.bucket.parameters]
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        if not self._clip_norm:
+            return
+        if self._scaler is not None:
+            for part in parts:
+                self._scaler.unscale_(part.optimizer)
+        torch.nn.utils.clip_grad_norm_(parameters, self._clip_norm)
+
+    # Checkpoints.
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of all optimizers and schedules, by names of parameters."""
+        if not self._parts:
+            return self._carried or {"buckets": [], "parameters": {}}
+        state: dict[str, Any] = {"buckets": [], "parameters": {}}
+        for part in self._parts:
+            names = {
+                id(parameter): name for name, parameter in zip(part.bucket.names, part.bucket.parameters, strict=True)
+            }
+            for parameter, values in part.optimizer.state.items():
+                state["parameters"][names[id(parameter)]] = dict(values)
+            groups = [
+                {**group, "params": [names[id(parameter)] for parameter in group["params"]]}
+                for group in part.optimizer.param_groups
+            ]
+            schedule = None if part.schedule is None else part.schedule.state_dict()
+            state["buckets"].append({"names": list(part.bucket.names), "groups": groups, "schedule": schedule})
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], known: Iterable[str]) -> None:
+        """Go on where ``state_dict`` was taken; before there are buckets, as soon as there are.
+
+        Args:
+            state_dict: of any layout of buckets.
+            known: names of all parameters.
+
+        Raises:
+            ConfigurationError: it has state of other parameters.
+        """
+        foreign = sorted(set(state_dict["parameters"]) - set(known))
+        if foreign:
+            raise ConfigurationError(
+                "this state belongs to other parameters",
+                argument="state_dict",
+                expected="names of parameters of this model",
+                seen=", ".join(foreign),
+            )
+        self._carried = {key: copy.deepcopy(state_dict[key]) for key in ("buckets", "parameters")}
+        for part in self._parts:
+            _restore(part, self._carried)
+
+    def __repr__(self) -> str:
+        scaled = "" if self._scaler is None else ", scaler"
+        return f"Stepping(grad_clip_norm={self._clip_norm} per {self._clip_scope}{scaled})"
+
+
+def _restore(part: _Part, saved: Mapping[str, Any]) -> None:
+    """Put saved state into new optimizers; numbers of a group come from where the first parameter was."""
+    names = {id(parameter): name for name, parameter in zip(part.bucket.names, part.bucket.parameters, strict=True)}
+    order = [names[id(parameter)] for group in part.optimizer.param_groups for parameter in group["params"]]
+    state = part.optimizer.state_dict()
+    state["state"] = {
+        number: copy.deepcopy(saved["parameters"][name])
+        for number, name in enumerate(order)
+        if name in saved["parameters"]
+    }
+    home = next((one for one in saved["buckets"] if part.bucket.names[0] in one["names"]), None)
+    if home is not None and len(home["groups"]) == len(state["param_groups"]):
+        for group, numbers in zip(state["param_groups"], home["groups"], strict=True):
+            group.update({key: value for key, value in numbers.items() if key != "params"})
+    part.optimizer.load_state_dict(state)
+    if home is not None and home["schedule"] is not None and part.schedule is not None:
+        part.schedule.load_state_dict(home["schedule"])
+
+
+def _check_optimizer(optimizer: object, named: NamedParameters) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise _unusable("optim_fn", "an optimizer", type(optimizer).__name__)
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    dropped = [name for name, parameter in named if id(parameter) not in held]
+    if dropped:
+        raise _unusable("optim_fn", "an optimizer of all parameters that it is given", f"none for {', '.join(dropped)}")
+    if len(held) > len(named):
+        raise _unusable(
+            "optim_fn",
+            "an optimizer of the parameters that it is given",
+            f"{len(held) - len(named)} more than these",
+        )
+
+
+def _unusable(argument: str, expected: str, seen: object) -> ConfigurationError:
+    return ConfigurationError(f"{argument} made something else", argument=argument, expected=expected, seen=seen)
+
+
+def _check(argument: str, valid: bool, expected: str, seen: object) -> None:
+    if not valid:
+        raise ConfigurationError(f"{argument} cannot be this", argument=argument, expected=expected, seen=seen)

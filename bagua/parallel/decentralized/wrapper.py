@@ -1,0 +1,264 @@
+"""``DecentralizedDataParallel``, with the constructor and the methods that are documented for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from bagua.comm import ProcessGroup
+from bagua.errors import ConfigurationError
+from bagua.parallel.access import EngineAccess
+from bagua.parallel.agreement import compare
+from bagua.parallel.ddp_arguments import resolve_group
+from bagua.parallel.decentralized.average import GlobalAverage
+from bagua.parallel.decentralized.mixing import DelayedMixing
+from bagua.parallel.decentralized.plan import Plan, TopologyLike, nodes_for, resolve_topology
+from bagua.parallel.decentralized.stepping import ClipScope, LRSchedulerFunction, OptimizerFunction, Stepping
+from bagua.parallel.hooks import BackwardHooks
+from bagua.parallel.overlapping import OverlappingWrapper
+from bagua.parallel.start import make_equal
+
+__all__ = ["DecentralizedDataParallel"]
+
+
+class DecentralizedDataParallel(EngineAccess, OverlappingWrapper):
+    r"""Trains a module on many ranks that mix their weights with a few others, one step behind.
+
+    Building one is collective. Parameters are dealt into buckets in the first backward
+    pass; each bucket has an optimizer of its own and steps by itself as soon as its
+    gradients are there. The training loop is forward and backward, nothing else. In step
+    :math:`k`, with the local gradients :math:`g_i`, rank :math:`i` computes for each bucket
+
+    .. math::
+
+        x_i \leftarrow \operatorname{step}\Bigl(w_{ii} x_i + \sum_{j \ne i} w_{ij} x_j, \; g_i\Bigr)
+
+    where the weights :math:`x_j` are those that the others had after step :math:`k - 1`, and
+    :math:`w` belongs to round :math:`k - 1` of the topology. So communication has a whole
+    forward and backward pass of time. Rounds are counted from 1; nothing is mixed in the
+    first step. On one rank this is plain training.
+
+    Weights must not be changed between steps by anything but ``load_state_dict`` and
+    ``global_avg``: they may be on their way to another rank.
+
+    Args:
+        model: the module to train.
+        optim_fn: makes the optimizer of a bucket from a list of (name, parameter); called
+            once for each bucket. If the optimizer has ``pre_average_hook(edge, weight)``,
+            it is called before each mixing over an edge: ``edge.ranks`` mix, this rank keeps
+            ``weight`` of itself, and each ``parameter.comm_buffer`` holds the sum of
+            ``(1 - weight) / (len(edge.ranks) - 1)`` times the parameter over the edge.
+        lr_scheduler_fn: makes the schedule of a bucket from its optimizer; stepped after
+            each step of the optimizer.
+        topology: ``complete``, ``ring``, ``one-peer-exp``, ``alternating-exp-ring``, another
+            registered name (``ring`` is ``alternating_ring`` there), a
+            ``bagua.topology.Topology``, or a function of (number of ranks, round, hosts).
+        scaler: the ``GradScaler`` that scales the losses of this rank. It is stepped and
+            updated here; a bucket with an Inf skips its update, but is mixed as always.
+        grad_clip_norm: the largest norm of the gradients of a bucket; 0 does not clip.
+        param_as_bucket_view: weights of a bucket live in one flat block, which saves copies
+            and half of the memory for communication.
+        sync_buffer_in_global_avg: ``global_avg`` averages float16, float32 and float64
+            buffers, too.
+        bucket_size_in_mb: a bucket is closed when it holds so many MiB.
+        _local_world_size: ranks on each host, for topologies that look at hosts; None for
+            what was found out.
+        process_group: the ranks; None means all.
+        grad_clip_scope: ``model`` clips by the norm over all buckets. Then no bucket steps
+            before the backward pass is over.
+        find_unused_parameters: a parameter without a gradient counts as zero; otherwise it
+            is an error.
+        init_sync: start from rank 0's parameters and buffers.
+
+    Raises:
+        CollectiveMismatchError: the models, options or topologies of the ranks differ.
+        ConfigurationError: an argument that cannot be used, or a topology that does not
+            exist for these ranks.
+
+    Example:
+        >>> import bagua.comm
+        >>> model = DecentralizedDataParallel(
+        ...     torch.nn.Linear(2, 1),
+        ...     optim_fn=lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.1),
+        ...     process_group=bagua.comm.solo_group(),
+        ... )
+        >>> for _ in range(3):
+        ...     model(torch.ones(4, 2)).square().mean().backward()
+        >>> with model.global_avg() as average:
+        ...     loss = model(torch.ones(4, 2)).square().mean()
+        >>> average.distance
+        0.0
+
+    Wang et al., "From Promise to Practice: Realizing High-performance Decentralized
+    Training", ICLR 2025.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optim_fn: OptimizerFunction,
+        lr_scheduler_fn: LRSchedulerFunction | None = None,
+        topology: TopologyLike = "complete",
+        scaler: torch.amp.GradScaler | None = None,
+        grad_clip_norm: float = 0.0,
+        param_as_bucket_view: bool = True,
+        sync_buffer_in_global_avg: bool = False,
+        bucket_size_in_mb: float = 25,
+        _local_world_size: int | None = None,
+        *,
+        process_group: ProcessGroup | None = None,
+        grad_clip_scope: ClipScope = "bucket",
+        find_unused_parameters: bool = False,
+        init_sync: bool = True,
+    ) -> None:
+        group = resolve_group(process_group, None)
+        nodes = nodes_for(group, _local_world_size)
+        plan = Plan(resolve_topology(topology), group.size, group.rank, nodes)
+        stepping = Stepping(optim_fn, lr_scheduler_fn, scaler, grad_clip_norm, grad_clip_scope)
+        super().__init__(
+            model,
+            [],
+            fusion=param_as_bucket_view,
+            process_group=group,
+            algorithm=DelayedMixing(plan, stepping),
+            bucket_bytes=_bucket_bytes(bucket_size_in_mb),
+            find_unused_parameters=find_unused_parameters,
+            delay_reduce=grad_clip_norm > 0 and grad_clip_scope == "model",
+            autotune=False,
+        )
+        self._plan = plan
+        self._stepping = stepping
+        self._sync_buffers = sync_buffer_in_global_avg
+        self._restored_at = -1
+        private = self.reducer.group
+        try:
+            compare(plan.facts, private.global_communicator, "topologies")
+            plan.connect(private)
+            if init_sync:
+                make_equal(self.reducer, average=False, broadcast_buffers=True)
+        except BaseException:
+            self._engine.remove_hooks()
+            self.reducer.close()
+            raise
+
+    @property
+    def _bagua_engine(self) -> BackwardHooks:  # type: ignore[override]
+        return self._engine
+
+    # The module's own.
+
+    def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
+        """The parameters of the module."""
+        return self.module.parameters(recurse)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The parameters of the module, under the names that they have there."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    # Training.
+
+    @property
+    def bagua_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizer of each bucket; none before the first backward pass."""
+        return self._stepping.optimizers
+
+    @property
+    def lr_schedulers(self) -> list[LRScheduler]:
+        """The schedule of each bucket; none before the first backward pass."""
+        return self._stepping.schedules
+
+    def set_accumulate_grad(self, enable: bool = True) -> None:
+        """Whether backward passes of forwards from now on only accumulate gradients; see also ``no_sync()``."""
+        self._engine.synchronize = not enable
+
+    def global_avg(self) -> GlobalAverage:
+        """Replace the parameters by their mean over all ranks. Collective.
+
+        As a call, the mean stays. In a ``with`` statement, which all ranks must leave
+        before they go on training, the weights of each rank come back::
+
+            with model.global_avg() as average:
+                evaluate(model)
+            log(average.distance)
+
+        Returns:
+            An object that knows how far this rank was from the mean.
+        """
+        return GlobalAverage(self.reducer, buffers=self._sync_buffers)
+
+    # Checkpoints.
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the weights of this rank.
+
+        What other ranks had sent before belongs to other weights, and is dropped, unless
+        ``load_communication_state_dict`` was called since the last step.
+        """
+        suspended = self.reducer.suspend_exchanges()
+        result = super().load_state_dict(*args, **kwargs)
+        if self._restored_at == self.reducer.step:
+            self.reducer.resume_exchanges(suspended)
+        return result
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """State of all optimizers and schedules of this rank, by names of parameters. Every rank saves its own."""
+        return self._stepping.state_dict()
+
+    def load_optimizer_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what ``optimizer_state_dict`` returned, whatever the buckets are now.
+
+        Raises:
+            ConfigurationError: it has state of other parameters.
+        """
+        self._stepping.load_state_dict(state_dict, self.reducer.registration.names)
+
+    def communication_state_dict(self) -> dict[str, Any]:
+        """The step, the buckets, and what was received and is not mixed yet. Every rank saves its own.
+
+        Together with the ``state_dict()``, the ``optimizer_state_dict()`` and the scaler's state
+        of the same moment, training goes on exactly as if it had not stopped.
+        """
+        return {**self.reducer.state_dict(), "plan": repr(self._plan)}
+
+    def load_communication_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what ``communication_state_dict`` returned on this rank. Collective.
+
+        Raises:
+            ConfigurationError: it was saved with another topology or number of ranks.
+            CollectiveMismatchError: ranks load different checkpoints.
+        """
+        if state_dict["plan"] != repr(self._plan):
+            raise ConfigurationError(
+                "the state of another topology cannot be continued",
+                argument="state_dict",
+                expected=repr(self._plan),
+                seen=state_dict["plan"],
+                advice="Load the weights and the optimizers only, after averaging or from one rank.",
+            )
+        self.reducer.suspend_exchanges()
+        self.reducer.load_state_dict(state_dict)
+        self._restored_at = self.reducer.step
+
+    def bagua_state_dict(self) -> dict[str, Any]:
+        """Another name of ``communication_state_dict``."""
+        return self.communication_state_dict()
+
+    def load_bagua_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Another name of ``load_communication_state_dict``."""
+        self.load_communication_state_dict(state_dict)
+
+
+def _bucket_bytes(megabytes: float) -> int:
+    if not 0 < megabytes < 2**40:
+        raise ConfigurationError(
+            "buckets cannot have this size",
+            argument="bucket_size_in_mb",
+            expected="a number of MiB > 0",
+            seen=megabytes,
+        )
+    return max(int(megabytes * 1024 * 1024), 1)

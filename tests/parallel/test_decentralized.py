@@ -1,0 +1,161 @@
+"""``DecentralizedDataParallel`` equals a simulation of all ranks in one process, step by step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import bagua.comm
+from bagua import topology
+from bagua.testing.training import assert_close, assert_same_on_all_ranks, loss_of, snapshot
+from bagua.topology import Edge
+from tests.parallel.decentralized_simulation import OPTIMIZERS, Simulation, halving, momentum, train, wrap
+
+pytestmark = pytest.mark.threads
+STEPS = 7
+
+
+def matrices_of(which: str | topology.Topology, size: int, nodes=None):
+    one = topology.create({"ring": "alternating_ring"}.get(which, which))
+    return lambda number: one.matrix(size, number, nodes)
+
+
+def assert_equals_simulation(states_of_ranks, simulation: Simulation, steps: int = STEPS) -> None:
+    for step in range(steps):
+        simulation.step(step)
+        for states, expected in zip(states_of_ranks, simulation.states(), strict=True):
+            assert_close(states[step], expected)
+
+
+def layout_of(model) -> list[list[str]]:
+    return [list(bucket.names) for bucket in model.bagua_buckets]
+
+
+def trained(options):
+    model = wrap(**options)
+    return train(model, range(STEPS)), layout_of(model)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("name", ["complete", "ring", "one-peer-exp"])
+def test_each_step_is_that_of_the_simulation(thread_ranks, name, size):
+    results = thread_ranks(size, trained, {"topology": name})
+    layout = results[0][1]
+    assert len(layout) > 1, "several buckets"
+    assert_equals_simulation([states for states, _ in results], Simulation(size, layout, matrices_of(name, size)))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "accum_adamw"])
+@pytest.mark.parametrize("name", ["complete", "one-peer-exp"])
+def test_each_optimizer_is_stepped_in_each_bucket(thread_ranks, name, optimizer):
+    optim_fn = OPTIMIZERS[optimizer]
+    options = {"topology": name, "optim_fn": optim_fn, "lr_scheduler_fn": halving}
+    results = thread_ranks(3, trained, options)
+    simulation = Simulation(3, results[0][1], matrices_of(name, 3), optim_fn, halving)
+    assert_equals_simulation([states for states, _ in results], simulation)
+
+
+@pytest.mark.parametrize("hosts", [[2, 2], [1, 3], [2, 2, 2]])
+def test_hosts_alternate(thread_ranks, hosts):
+    size = sum(hosts)
+    nodes = [node for node, count in enumerate(hosts) for _ in range(count)]
+    results = thread_ranks(size, trained, {"topology": "alternating-exp-ring"}, hosts=hosts)
+    matrices = matrices_of("alternating_exp_ring", size, nodes)
+    assert_equals_simulation([states for states, _ in results], Simulation(size, results[0][1], matrices))
+
+
+def test_the_size_of_hosts_can_be_given(thread_ranks):
+    results = thread_ranks(4, trained, {"topology": "alternating-exp-ring", "_local_world_size": 2})
+    matrices = matrices_of("alternating_exp_ring", 4, [0, 0, 1, 1])
+    assert_equals_simulation([states for states, _ in results], Simulation(4, results[0][1], matrices))
+
+
+def uneven_edges(size, number, nodes):
+    """Edges of three with a weight that is no mean, and for each rank a rest now and then."""
+    resting = number % size
+    others = [rank for rank in range(size) if rank != resting]
+    return [Edge((resting,), 1.0), Edge(tuple(others), 0.5)]
+
+
+def one_way(size, number, nodes):
+    """A matrix that is not symmetric: each takes from its left neighbour only."""
+    return (torch.eye(size, dtype=torch.float64) + torch.eye(size, dtype=torch.float64).roll(1, 0)) / 2
+
+
+@pytest.mark.parametrize(
+    "which",
+    [
+        topology.Ring(),
+        topology.Star(),
+        topology.RandomMatching(seed=3),
+        topology.Hierarchical(topology.Ring()),
+        uneven_edges,
+        one_way,
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("as_view", [True, False])
+def test_graphs_matchings_and_functions(thread_ranks, which, as_view):
+    one = which if isinstance(which, topology.Topology) else topology.FunctionTopology(which)
+    results = thread_ranks(4, trained, {"topology": which, "param_as_bucket_view": as_view}, hosts=[1, 3])
+    simulation = Simulation(4, results[0][1], lambda number: one.matrix(4, number, [0, 1, 1, 1]))
+    assert_equals_simulation([states for states, _ in results], simulation)
+
+
+@pytest.mark.parametrize("name", ["complete", "ring"])
+def test_weights_need_not_be_views(thread_ranks, name):
+    results = thread_ranks(3, trained, {"topology": name, "param_as_bucket_view": False})
+    simulation = Simulation(3, results[0][1], matrices_of(name, 3))
+    assert_equals_simulation([states for states, _ in results], simulation)
+
+
+@pytest.mark.parametrize("scope", ["bucket", "model"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_clipping(thread_ranks, scope, scaled):
+    def train_clipped():
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2) if scaled else None
+        model = wrap(topology="ring", scaler=scaler, grad_clip_norm=0.3, grad_clip_scope=scope)
+        return train(model, range(STEPS), scaler), layout_of(model)
+
+    results = thread_ranks(2, train_clipped)
+    simulation = Simulation(
+        2, results[0][1], matrices_of("ring", 2), clip=0.3, clip_model=scope == "model", scaled=scaled
+    )
+    assert_equals_simulation([states for states, _ in results], simulation)
+
+
+def test_an_overflow_on_one_rank_skips_its_update_and_nothing_else(thread_ranks):
+    def overflow(rank, step, loss):
+        return loss * float("inf") if (rank, step) == (1, 3) else loss
+
+    def train_with_overflow():
+        rank = bagua.comm.get_rank()
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+        model = wrap(topology="complete", scaler=scaler)
+        states = []
+        for step in range(STEPS):
+            scaler.scale(overflow(rank, step, loss_of(model, rank, step))).backward()
+            states.append(snapshot(model))
+        return states, layout_of(model), scaler.get_scale()
+
+    results = thread_ranks(3, train_with_overflow)
+    simulation = Simulation(3, results[0][1], matrices_of("complete", 3), scaled=True)
+    for step in range(STEPS):
+        simulation.step(step, lambda rank, loss, step=step: overflow(rank, step, loss))
+        for (states, _, _), expected in zip(results, simulation.states(), strict=True):
+            assert_close(states[step], expected)
+    assert [result[2] for result in results] == [scaler.get_scale() for scaler in simulation.scalers]
+    assert results[0][2] != results[1][2], "each rank has a scale of its own"
+
+
+def test_ranks_agree_once_gradients_vanish(thread_ranks):
+    def rest():
+        model = wrap(topology="one-peer-exp", optim_fn=momentum)
+        train(model, range(3))
+        for optimizer in model.bagua_optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
+        return train(model, range(3, 8))[-1]
+
+    states = thread_ranks(4, rest)
+    assert_same_on_all_ranks([{name: value.float().round(decimals=5) for name, value in s.items()} for s in states])
