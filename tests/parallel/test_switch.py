@@ -151,18 +151,6 @@ def test_a_leader_that_does_not_exist_is_refused(thread_ranks, intra_comm_root_r
     thread_ranks(2, check)
 
 
-def test_without_a_tuner_reports_are_taken_and_nothing_changes(thread_ranks):
-    def check() -> None:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        wrapped, optimizer = bagua_init(model, sgd(model.parameters()))
-        train_steps(wrapped, optimizer, rank, range(2))
-        wrapped.report_metrics([1.0, 2.0])
-        assert wrapped.ask_and_update_hyperparameters() is False
-
-    thread_ranks(2, check)
-
-
 def test_broadcast_parameters_takes_buffers_only_if_asked(thread_ranks):
     def check() -> list[float]:
         rank = bagua.comm.get_rank()

@@ -1,0 +1,392 @@
+"""Tuning during training: settings change on all ranks in the same step, and training is what it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import bagua.comm
+from bagua.algorithms import GradientAllReduceAlgorithm
+from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError, ConfigurationError
+from bagua.parallel import AutotuneSettings, Setting
+from bagua.parallel.autotune import Autotuner, ladders_of
+from bagua.testing.training import (
+    adam,
+    assert_close,
+    assert_same_on_all_ranks,
+    mlp,
+    reference,
+    seeded,
+    sgd,
+    snapshot,
+    train_steps,
+)
+from bagua.torch_api import bagua_init
+from tests.algorithms.toys import ByTheClock, LocalSgd, Rounded, WarmsUp
+from tests.parallel.wrapping import WRAPS
+
+pytestmark = pytest.mark.threads
+
+AT_ONCE = AutotuneSettings(0, 0)
+#: The settings that give mlp() different buckets: each parameter alone, weights with their bias, half, everything.
+SIZES = [1, 1024, 2048]
+
+
+def score_of(setting: Setting) -> float:
+    """Made up: buckets of 1 KiB are best, the hierarchical form is better."""
+    return {1: 1.0, 1024: 3.0, 2048: 2.0}[setting.bucket_bytes] + 0.5 * setting.hierarchical
+
+
+def tune_by_hand(wrapped, optimizer, steps, score=score_of) -> list[Setting]:
+    """Train, report and ask after every step; the setting of each step."""
+    rank, settings = bagua.comm.get_rank(), []
+    for step in steps:
+        train_steps(wrapped, optimizer, rank, [step])
+        before = wrapped.bagua_setting
+        settings.append(before)
+        wrapped.report_metrics([score(before)])
+        assert wrapped.ask_and_update_hyperparameters() == (wrapped.bagua_setting != before)
+    return settings
+
+
+@pytest.mark.parametrize("hosts", [[1, 1], [2, 1]], ids=str)
+def test_the_best_setting_is_found_and_training_does_not_notice(thread_ranks, monkeypatch, hosts):
+    monkeypatch.setenv("BAGUA_AUTOTUNE_WARMUP_TIME_S", "0")
+    monkeypatch.setenv("BAGUA_AUTOTUNE_SAMPLING_CONFIDENCE_TIME_S", "0")
+    ranks = sum(hosts)
+
+    def train():
+        model = mlp()
+        wrapped, optimizer = bagua_init(model, adam(model.parameters()), message_size=1)
+        settings = tune_by_hand(wrapped, optimizer, range(30))
+        assert wrapped.bagua_algorithm.options.hierarchical == wrapped.bagua_setting.hierarchical
+        assert len(wrapped.bagua_buckets) == {1: 6, 1024: 2}[wrapped.bagua_setting.bucket_bytes]
+        return settings, snapshot(model)
+
+    results = thread_ranks(ranks, train, hosts=hosts)
+    several_levels = max(hosts) > 1
+    settings = results[0][0]
+    assert all(other == settings for other, _ in results), "all ranks change in the same step"
+    assert {setting.bucket_bytes for setting in settings} == set(SIZES)
+    assert {setting.hierarchical for setting in settings} == {False, True} if several_levels else {False}
+    assert settings[-5:] == [Setting(1024, several_levels)] * 5
+    assert_same_on_all_ranks([state for _, state in results])
+    assert_close(results[0][1], reference(mlp(), adam, ranks, range(30)))
+
+
+class SimulatedTime:
+    """Seconds of one rank: each step takes longer the worse the setting is."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def train(self, wrapped, optimizer, steps) -> list[Setting]:
+        settings = []
+        for step in steps:
+            train_steps(wrapped, optimizer, bagua.comm.get_rank(), [step])
+            settings.append(wrapped.bagua_setting)
+            self.now_s += 1.0 / score_of(wrapped.bagua_setting)
+        return settings
+
+
+def test_the_engine_measures_by_itself(thread_ranks):
+    def train():
+        model, time = mlp(), SimulatedTime()
+        wrapped, optimizer = bagua_init(
+            model, sgd(model.parameters()), message_size=1, autotune=AutotuneSettings(20, 5)
+        )
+        engine = wrapped._bagua_engine
+        engine.tuner = Autotuner(engine.reducer, time)
+        settings = time.train(wrapped, optimizer, range(250))
+        return settings, snapshot(model)
+
+    results = thread_ranks(2, train)
+    settings = results[0][0]
+    assert all(other == settings for other, _ in results)
+    assert set(settings[:20]) == {Setting(1)}, "while the warm-up lasts, at one step a second"
+    assert set(settings[-50:]) == {Setting(1024)}
+    assert {setting.bucket_bytes for setting in settings} == set(SIZES)
+    assert_close(results[0][1], reference(mlp(), sgd, 2, range(250)))
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_every_way_in_tunes_when_the_environment_says_so(thread_ranks, monkeypatch, wrap, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name in ("AUTOTUNE", "IS_OUTPUT_AUTOTUNE_LOG"):
+        monkeypatch.setenv(f"BAGUA_{name}", "1")
+    for name in ("WARMUP_TIME_S", "SAMPLING_CONFIDENCE_TIME_S"):
+        monkeypatch.setenv(f"BAGUA_AUTOTUNE_{name}", "0")
+
+    def train():
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        wrapped = WRAPS[wrap](model, optimizer, bucket_bytes=1)
+        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(60))
+        return wrapped.bagua_setting, snapshot(model)
+
+    results = thread_ranks(2, train)
+    (log,) = tmp_path.iterdir()
+    final = log.read_text().splitlines()[-1].split(",")
+    assert final[-1] == "1"
+    assert [setting for setting, _ in results] == [Setting(int(final[1]))] * 2
+    assert_same_on_all_ranks([state for _, state in results])
+
+
+def test_without_tuning_reports_are_taken_and_nothing_changes(thread_ranks):
+    def check() -> None:
+        model = mlp()
+        wrapped, optimizer = bagua_init(model, sgd(model.parameters()), message_size=1, autotune=False)
+        assert set(tune_by_hand(wrapped, optimizer, range(12))) == {Setting(1)}
+        assert wrapped.score_record_list == [1.0]
+
+    thread_ranks(2, check)
+
+
+@pytest.mark.parametrize(("size", "algorithm"), [(1, "allreduce"), (2, ByTheClock())])
+def test_where_there_is_nothing_to_tune_asking_changes_nothing(thread_ranks, size, algorithm):
+    def check() -> None:
+        model = mlp()
+        wrapped, optimizer = bagua_init(model, sgd(model.parameters()), algorithm, message_size=1, autotune=AT_ONCE)
+        assert set(tune_by_hand(wrapped, optimizer, range(8))) == {Setting(1)}
+
+    thread_ranks(size, check)
+
+
+def test_reports_of_the_user_take_the_place_of_what_the_engine_measures(thread_ranks):
+    def train() -> Setting:
+        model = mlp()
+        wrapped, optimizer = bagua_init(model, sgd(model.parameters()), message_size=1, autotune=AT_ONCE)
+        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(20))
+        tune_by_hand(wrapped, optimizer, range(20, 40))
+        return wrapped.bagua_setting
+
+    assert thread_ranks(2, train) == [Setting(1024)] * 2
+
+
+def test_what_an_algorithm_remembers_survives_every_change(thread_ranks):
+    """Rounding leaves a residual for each element; were it lost or mixed up, the weights would differ."""
+
+    def train(autotune):
+        model = mlp()
+        algorithm = Rounded(grain=2.0**-4)
+        wrapped, optimizer = bagua_init(model, sgd(model.parameters()), algorithm, message_size=1, autotune=autotune)
+        settings = tune_by_hand(wrapped, optimizer, range(20))
+        return len(set(settings)), snapshot(model)
+
+    still = thread_ranks(2, train, False)
+    tuned = thread_ranks(2, train, AT_ONCE)
+    assert [count for count, _ in still + tuned] == [1, 1, 3, 3]
+    assert_same_on_all_ranks([state for _, state in still + tuned])
+
+
+def test_an_algorithm_with_a_memory_keeps_its_form(thread_ranks):
+    def check() -> None:
+        wrapped, _ = bagua_init(mlp(), [], GradientAllReduceAlgorithm(), message_size=1)
+        wrapped(torch.zeros(1, 8)).sum().backward()
+        reducer = wrapped._bagua_engine.reducer
+        assert len(ladders_of(reducer, tune_hierarchical=True)) == 2
+        assert len(ladders_of(reducer, tune_hierarchical=False)) == 1
+        reducer.buckets[0].state["residual"] = torch.zeros(1)
+        assert len(ladders_of(reducer, tune_hierarchical=True)) == 1
+
+    thread_ranks(3, check, hosts=[2, 1])
+
+
+def test_a_new_phase_is_tuned_anew(thread_ranks):
+    """After the warm-up of the algorithm there is one bucket, and nothing to choose."""
+
+    def train() -> list[Setting]:
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        wrapped, _ = bagua_init(model, optimizer, WarmsUp(warmup_steps=25), message_size=1)
+        wrapped._bagua_engine.tuner = Autotuner(tuned_reducer(wrapped))
+        settings = tune_by_hand(wrapped, optimizer, range(40))
+        assert len(wrapped.bagua_buckets) == 1
+        assert wrapped._bagua_engine.tuner._settled()
+        return settings
+
+    (settings, _) = thread_ranks(2, train)
+    assert settings[24:] == [Setting(1024)] * 16
+
+
+def tuned_reducer(wrapped):
+    """The reducer, with tuning that neither waits nor measures for long."""
+    reducer = wrapped._bagua_engine.reducer
+    reducer.autotune = AT_ONCE
+    return reducer
+
+
+def test_a_change_of_the_model_is_tuned_anew(thread_ranks):
+    def train():
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        wrapped, _ = bagua_init(model, optimizer, message_size=1, find_unused_parameters=True, autotune=AT_ONCE)
+        tune_by_hand(wrapped, optimizer, range(20))
+        assert wrapped._bagua_engine.tuner._settled()
+        model[4].requires_grad_(False)
+        settings = tune_by_hand(wrapped, optimizer, range(20, 40), lambda setting: float(setting.bucket_bytes))
+        assert wrapped._bagua_engine.tuner._settled()
+        return settings, wrapped.bagua_setting
+
+    ((settings, last), (_, other)) = thread_ranks(2, train)
+    assert settings[0] == Setting(1024)
+    assert last == other != Setting(1024)
+
+
+def test_a_loaded_layout_makes_way(thread_ranks):
+    """A checkpoint brings the buckets of its time; tuning begins with those of the size in force."""
+
+    def train() -> None:
+        rank = bagua.comm.get_rank()
+        first, second = mlp(), mlp()
+        wrapped, optimizer = bagua_init(first, sgd(first.parameters()), message_size=2048)
+        train_steps(wrapped, optimizer, rank, range(2))
+        saved = wrapped.bagua_state_dict()
+        wrapped, optimizer = bagua_init(second, sgd(second.parameters()), message_size=1, autotune=AT_ONCE)
+        wrapped.load_bagua_state_dict(saved)
+        assert len(wrapped.bagua_buckets) == 1
+        wrapped.report_metrics([1.0])
+        assert wrapped.ask_and_update_hyperparameters() is False, "the size is what it was"
+        assert len(wrapped.bagua_buckets) == 6
+        tune_by_hand(wrapped, optimizer, range(2, 20))
+        assert wrapped.bagua_setting == Setting(1024)
+
+    thread_ranks(2, train)
+
+
+def test_buckets_that_the_user_wants_stay(thread_ranks):
+    def train() -> None:
+        model = mlp()
+        names = [name for name, _ in model.named_parameters()]
+        buckets = [names[3:], names[:3]]
+        wrapped, optimizer = bagua_init(model, sgd(model.parameters()), message_size=1, buckets=buckets)
+        wrapped._bagua_engine.tuner = Autotuner(tuned_reducer(wrapped))
+        settings = tune_by_hand(wrapped, optimizer, range(8), lambda setting: float(setting.hierarchical))
+        assert [sorted(bucket.names) for bucket in wrapped.bagua_buckets] == [sorted(names[3:]), sorted(names[:3])]
+        assert {setting.hierarchical for setting in settings} == {False, True}
+
+    thread_ranks(3, train, hosts=[2, 1])
+
+
+def test_mixed_dtypes_keep_the_order_of_their_gradients(thread_ranks):
+    """Settings with few buckets must not spoil the order for settings with many."""
+
+    def train():
+        with seeded():
+            dtypes = (torch.float32, torch.float64) * 2
+            layers = nn.Sequential(*(nn.Linear(4, 4, dtype=dtype) for dtype in dtypes))
+        wrapped, _ = bagua_init(Alternating(layers), [], message_size=1)
+        wrapped(torch.ones(1, 4)).sum().backward()
+        reducer = wrapped._bagua_engine.reducer
+        before = [bucket.names for bucket in wrapped.bagua_buckets]
+        reducer.recut(Setting(2**20))
+        assert len(wrapped.bagua_buckets) == 2
+        reducer.recut(Setting(1))
+        assert [bucket.names for bucket in wrapped.bagua_buckets] == before
+
+    thread_ranks(2, train)
+
+
+class Alternating(nn.Module):
+    """Layers whose dtypes alternate."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            inputs = layer(inputs.to(layer.weight.dtype))
+        return inputs
+
+
+# What goes wrong.
+
+
+@pytest.mark.parametrize("scores", [[float("nan")], [1.0, float("inf")]], ids=str)
+def test_scores_that_cannot_be_compared_are_refused_and_do_not_count(thread_ranks, scores):
+    def check() -> None:
+        model = mlp()
+        wrapped, optimizer = bagua_init(model, sgd(model.parameters()))
+        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(2))
+        if bagua.comm.get_rank() == 1:
+            with pytest.raises(ConfigurationError, match="score_record_list"):
+                wrapped.report_metrics(scores)
+        else:
+            wrapped.report_metrics([1.0])
+        with pytest.raises(ConfigurationError, match="ranks 1 "):
+            wrapped.ask_and_update_hyperparameters()
+
+    thread_ranks(2, check)
+
+
+def test_asking_at_different_steps_is_an_error_on_all_ranks_and_can_be_survived(thread_ranks):
+    def check() -> None:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        wrapped, optimizer = bagua_init(model, sgd(model.parameters()), LocalSgd(period=100), autotune=AT_ONCE)
+        train_steps(wrapped, optimizer, rank, range(2 + rank))
+        wrapped.report_metrics([1.0])
+        with pytest.raises(CollectiveMismatchError, match="step") as caught:
+            wrapped.ask_and_update_hyperparameters()
+        assert (caught.value.expected, caught.value.peers) == (f"step {2 + rank}", (1 - rank,))
+        train_steps(wrapped, optimizer, rank, range(2 + rank, 4))
+        assert wrapped.ask_and_update_hyperparameters() is False
+
+    thread_ranks(2, check)
+
+
+def test_a_rank_that_does_not_ask_is_named_and_set_free(thread_ranks):
+    def check() -> None:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        wrapped, optimizer = bagua_init(model, sgd(model.parameters()))
+        train_steps(wrapped, optimizer, rank, range(2))
+        bagua.comm.barrier()
+        if rank == 1:
+            with pytest.raises(CommunicationError, match="did not come"):
+                train_steps(wrapped, optimizer, rank, range(2, 4))
+            return
+        wrapped._bagua_engine.reducer.group.timeout_s = 0.2  # rank 1 has much longer
+        wrapped.report_metrics([1.0])
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            wrapped.ask_and_update_hyperparameters()
+        assert 1 in caught.value.peers
+
+    thread_ranks(3, check)
+
+
+def test_what_goes_wrong_on_rank_0_is_an_error_on_all_ranks(thread_ranks, tmp_path):
+    def check() -> None:
+        model = mlp()
+        settings = AutotuneSettings(0, 0, log_file=str(tmp_path / "missing" / "log.csv"))
+        wrapped, optimizer = bagua_init(model, sgd(model.parameters()), autotune=settings)
+        with pytest.raises(ConfigurationError, match="FileNotFoundError"):
+            train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(20))
+
+    thread_ranks(2, check)
+
+
+def test_ranks_must_tune_alike(thread_ranks):
+    def check() -> None:
+        model = mlp()
+        with pytest.raises(CollectiveMismatchError, match="autotune"):
+            bagua_init(model, sgd(model.parameters()), autotune=bagua.comm.get_rank() == 1)
+
+    thread_ranks(2, check)
+
+
+def tune_on_processes() -> Setting:
+    model = mlp()
+    wrapped, optimizer = bagua_init(model, sgd(model.parameters()), message_size=1, autotune=AT_ONCE)
+    tune_by_hand(wrapped, optimizer, range(20))
+    return wrapped.bagua_setting
+
+
+@pytest.mark.gloo
+def test_processes_tune_through_their_store(process_ranks):
+    assert process_ranks(3, tune_on_processes, hosts=[2, 1]) == [Setting(1024, True)] * 3
