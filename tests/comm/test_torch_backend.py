@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,8 @@ from bagua.comm.stores import serve_store
 from bagua.testing import ProcessRanks
 from bagua.testing.ranks import RankDiedError
 from tests.comm import torch_backend_ranks as ranks
+
+REPOSITORY = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.shm
 
@@ -26,8 +31,9 @@ def port():
     del store
 
 
-def test_every_collective_of_torch(pool: ProcessRanks, port: int) -> None:
-    pool.run(ranks.collectives, port, 2, size=2)
+@pytest.mark.parametrize(("nodes", "transport"), [((0, 0), "shm"), ((0, 1), "gloo"), ((0, 0, 1), "hybrid")])
+def test_every_collective_of_torch(pool: ProcessRanks, port: int, nodes: tuple[int, ...], transport: str) -> None:
+    pool.run(ranks.collectives, port, nodes, transport, size=len(nodes))
 
 
 def test_ddp_as_a_launcher_starts_it(pool: ProcessRanks, port: int) -> None:
@@ -48,3 +54,34 @@ def test_survivors_of_a_killed_rank_name_it(pool: ProcessRanks, port: int) -> No
 
 def test_a_backend_that_torch_would_drop_is_refused(pool: ProcessRanks) -> None:
     pool.run(ranks.mixed_strings, size=1)
+
+
+def test_processes_end_well_whatever_they_leave_open(port: int) -> None:
+    """Each rank ends in another way: nothing is destroyed, or all of it, in an odd order."""
+    launched = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # torch warns of the call that nobody waits for
+        "WORLD_SIZE": "2",
+    }
+    command = [sys.executable, "-W", "error", "-m", "tests.comm.torch_backend_exits"]
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **launched, "RANK": str(rank)},
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=60)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert outputs == ["at the end\n"] * 2
+    assert [process.returncode for process in processes] == [0, 0]

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import bagua.torch_api as bagua
+from bagua.comm import torch_backend
 from bagua.comm.stores import connect_store
 from bagua.errors import CollectiveTimeoutError, ConfigurationError, InvalidTensorError, PeerLostError
 from bagua.testing.ranks import this_rank
@@ -34,11 +35,13 @@ def own_rank() -> int:
 
 
 @contextlib.contextmanager
-def joined(port: int, size: int, backend: str = "bagua") -> Iterator[int]:
-    """A default group of torch, and its end."""
+def joined(port: int, size: int, nodes: tuple[int, ...] | None = None) -> Iterator[int]:
+    """A default group of torch, on hosts as the ranks shall believe, and its end."""
+    if nodes is not None:
+        torch_backend.layout = lambda answers, _: nodes[: len(answers)]
     timeout = timedelta(seconds=TIMEOUT_S)
     store = connect_store(port, TIMEOUT_S)
-    dist.init_process_group(backend, store=store, rank=own_rank(), world_size=size, timeout=timeout)
+    dist.init_process_group("bagua", store=store, rank=own_rank(), world_size=size, timeout=timeout)
     yield dist.get_rank()
     dist.destroy_process_group()
 
@@ -54,10 +57,11 @@ def raised(error: type[Exception], function: Any, *arguments: Any, **keywords: A
 # Collectives.
 
 
-def collectives(port: int, size: int) -> None:
-    with joined(port, size) as rank:
+def collectives(port: int, nodes: tuple[int, ...], transport: str) -> None:
+    size = len(nodes)
+    with joined(port, size, nodes) as rank:
         assert dist.get_backend() == "bagua"
-        assert dist.group.WORLD.members.backend == "shm"
+        assert dist.group.WORLD.members.backend == transport
         in_place(rank, size)
         from_inputs_to_outputs(rank, size)
         lists_of_tensors(rank, size)
@@ -249,7 +253,8 @@ def refusals(rank: int, size: int) -> None:
     if rank == 0:
         error = raised(CollectiveTimeoutError, dist.all_reduce, torch.ones(1), group=patient)
         assert error.timeout_s == 0.2
-        assert error.peers == tuple(range(1, size))
+        assert {*error.peers} <= {*range(1, size)}
+        assert error.peers
     dist.barrier()
 
 
