@@ -1,0 +1,205 @@
+"""Algorithms that sum with a loss train exactly as their formulas say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import pytest
+import torch
+
+import bagua.comm
+from bagua.algorithms import (
+    Algorithm,
+    ByteGradAlgorithm,
+    PowerSGDAlgorithm,
+    ScatterGatherAllReduceAlgorithm,
+    SignSGDAlgorithm,
+    TopKAlgorithm,
+)
+from bagua.algorithms.reduced import matrix_blocks
+from bagua.buckets import Bucket
+from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTensorError
+from bagua.parallel import with_bagua
+from bagua.testing.algorithm_contract import INF_STEP, STEPS, train_with_an_inf
+from bagua.testing.training import State, assert_close, assert_same_on_all_ranks, mlp, sgd, snapshot, train_steps
+from tests.algorithms.lossy_simulation import (
+    Combine,
+    Layout,
+    PowerSgd,
+    WithFeedback,
+    byte_grad,
+    exact,
+    sign,
+    simulate,
+    top_k,
+)
+
+pytestmark = pytest.mark.threads
+
+Formula = Callable[[Layout], Combine]
+
+#: Each algorithm, and its formula for a layout of buckets.
+CASES: dict[str, tuple[Algorithm, Formula]] = {
+    "scatter_gather_allreduce": (ScatterGatherAllReduceAlgorithm(), lambda _: exact),
+    "bytegrad": (ByteGradAlgorithm(), lambda _: byte_grad),
+    "top_k": (TopKAlgorithm(ratio=0.1), lambda layout: WithFeedback(layout, partial(top_k, ratio=0.1))),
+    "sign_sgd": (SignSGDAlgorithm(), lambda layout: WithFeedback(layout, sign)),
+    "power_sgd": (PowerSGDAlgorithm(matrix_rank=2), lambda layout: PowerSgd(layout, 2)),
+}
+LOSSY = [name for name in CASES if name != "scatter_gather_allreduce"]
+
+
+def layout_of(model: torch.nn.Module) -> Layout:
+    return [(bucket.numel, list(zip(bucket.names, bucket.offsets, strict=True))) for bucket in model.bagua_buckets]
+
+
+def train(algorithm: Algorithm, steps: int, bucket_bytes: int = 1000) -> tuple[State, Layout]:
+    rank = bagua.comm.get_rank()
+    model = mlp(seed=rank)
+    optimizer = sgd(model.parameters())
+    wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=bucket_bytes)
+    train_steps(wrapped, optimizer, rank, range(steps))
+    return snapshot(model), layout_of(wrapped)
+
+
+def assert_follows_its_formula(
+    results: list[tuple[State, Layout]], hosts: Sequence[int], steps: Sequence[int], formula: Formula, *, lossy: bool
+) -> None:
+    """Fail unless all ranks ended where the formula does, and that is not where an exact sum ends."""
+    assert_same_on_all_ranks([state for state, _ in results])
+    state, layout = results[0]
+    assert len(layout) > 1
+    assert_close(state, simulate(hosts, steps, layout, formula(layout)))
+    if lossy:
+        with pytest.raises(AssertionError):
+            assert_close(state, simulate(hosts, steps, layout, exact))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_train_as_the_formula_says(thread_ranks, name, size):
+    algorithm, formula = CASES[name]
+    results = thread_ranks(size, train, algorithm, 6)
+    assert_follows_its_formula(results, [1] * size, range(6), formula, lossy=name in LOSSY)
+
+
+@pytest.mark.parametrize("hosts", [[2, 1], [1, 3]], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_hosts_train_as_the_formula_says(thread_ranks, name, hosts):
+    """Inside a host sums are exact; between hosts the formula holds for the hosts' sums."""
+    algorithm, formula = CASES[name]
+    results = thread_ranks(sum(hosts), train, algorithm, 6, hosts=hosts)
+    assert_follows_its_formula(results, hosts, range(6), formula, lossy=name in LOSSY)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_step_that_a_scaler_skips_leaves_no_trace(thread_ranks, name):
+    """The scale of the loss, too, changes nothing: residuals are kept without it."""
+    algorithm, formula = CASES[name]
+    states = thread_ranks(2, train_with_an_inf, algorithm)
+    layout = thread_ranks(2, train, algorithm, 1)[0][1]
+    steps = [step for step in range(STEPS) if step != INF_STEP]
+    assert_follows_its_formula([(state, layout) for state in states], [1, 1], steps, formula, lossy=True)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_sums_are_exact_while_warming_up(thread_ranks, name):
+    declaration = type(CASES[name][0])
+    state, layout = thread_ranks(2, train, declaration(warmup_steps=4), 4)[0]
+    assert_close(state, simulate([1, 1], range(4), layout, exact))
+    state, layout = thread_ranks(2, train, declaration(warmup_steps=3), 4)[0]
+    with pytest.raises(AssertionError):
+        assert_close(state, simulate([1, 1], range(4), layout, exact))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_without_average_gradients_are_summed(thread_ranks, name):
+    def gradients(average: bool) -> torch.Tensor:
+        model = torch.nn.Linear(8, 8, bias=False)
+        optimizer = sgd(model.parameters())
+        wrapped = with_bagua(model, [optimizer], type(CASES[name][0])(average=average))
+        wrapped(torch.full((2, 8), float(bagua.comm.get_rank()))).sum().backward()
+        return model.weight.grad.clone()
+
+    mean, total = thread_ranks(2, gradients, True)[0], thread_ranks(2, gradients, False)[0]
+    torch.testing.assert_close(total, 2 * mean)
+    assert total.abs().max() > 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_of_16_bits_train(thread_ranks, name):
+    def train_half() -> tuple[list[float], State]:
+        model = mlp().bfloat16()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = with_bagua(model, [optimizer], CASES[name][0])
+        inputs = torch.ones(4, 8, dtype=torch.bfloat16) * (bagua.comm.get_rank() + 1)
+        values = []
+        for _ in range(8):
+            optimizer.zero_grad()
+            loss = wrapped(inputs).square().mean()
+            loss.backward()
+            optimizer.step()
+            values.append(float(loss.detach()))
+        return values, snapshot(model)
+
+    results = thread_ranks(2, train_half)
+    assert_same_on_all_ranks([state for _, state in results])
+    for values, _ in results:
+        assert values[-1] < 0.7 * values[0]
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_dtype_that_cannot_be_compressed_is_refused_when_the_model_is_wrapped(thread_ranks, name):
+    def wrap() -> None:
+        model = torch.nn.Linear(3, 3, dtype=torch.complex64)
+        with pytest.raises(InvalidTensorError, match="complex64"):
+            with_bagua(model, [sgd(model.parameters())], CASES[name][0])
+
+    thread_ranks(2, wrap)
+
+
+def test_ranks_with_different_options_notice_before_they_exchange(thread_ranks):
+    def wrap() -> None:
+        model = mlp()
+        ratio = 0.1 if bagua.comm.get_rank() else 0.2
+        with pytest.raises(CollectiveMismatchError, match="ratio"):
+            with_bagua(model, [sgd(model.parameters())], TopKAlgorithm(ratio=ratio))
+
+    thread_ranks(2, wrap)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TopKAlgorithm(ratio=0),
+        lambda: TopKAlgorithm(ratio=1.5),
+        lambda: PowerSGDAlgorithm(matrix_rank=0),
+        lambda: ByteGradAlgorithm(warmup_steps=-1),
+        lambda: SignSGDAlgorithm(warmup_steps=1.5),
+    ],
+)
+def test_options_out_of_range_are_refused_at_once(make):
+    with pytest.raises(ConfigurationError):
+        make()
+
+
+def test_matrices_lie_row_by_row_in_flat_memory():
+    """Rows are what lies furthest apart in memory; what has one dimension is no matrix."""
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(4, 6, 3), torch.nn.Conv2d(6, 5, 2).to(memory_format=torch.channels_last)
+    )
+    model.register_parameter("transposed", torch.nn.Parameter(torch.ones(7, 3).t()))
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    bucket = Bucket(0, names, parameters, bagua.comm.solo_group().global_communicator)
+    flat = bucket.allocate_gradients()
+    for view, parameter in zip(bucket.gradient_views, parameters, strict=True):
+        view.copy_(torch.arange(float(parameter.numel())).view(parameter.shape))
+    shapes = {"transposed": (7, 3), "0.weight": (6, 36), "1.weight": (5, 24)}
+    blocks = dict(zip([name for name in names if name in shapes], matrix_blocks(bucket), strict=True))
+    assert {name: (block.rows, block.columns) for name, block in blocks.items()} == shapes
+    for name, block in blocks.items():
+        rows = flat[block.offset : block.offset + block.numel].view(block.rows, block.columns)
+        axis = 1 if name == "transposed" else 0
+        expected = torch.arange(float(block.numel)).view(model.get_parameter(name).shape).unbind(axis)
+        assert [sorted(row.tolist()) for row in rows] == [sorted(row.flatten().tolist()) for row in expected], name
