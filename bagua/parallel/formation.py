@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from bagua.algorithms import Algorithm, DistributedAlgorithm
+from bagua.algorithms import Algorithm, AlgorithmImpl, DistributedAlgorithm
 from bagua.buckets import Bucket, check_align_bytes
 from bagua.comm import Communicator, ProcessGroup, get_default_group
 from bagua.comm.rendezvous import exchange
@@ -24,7 +25,7 @@ from bagua.parallel.options import (
     refuse_unknown,
     with_hierarchy,
 )
-from bagua.parallel.registration import Registration
+from bagua.parallel.registration import Registration, buffers_of
 from bagua.parallel.saving import Remembered, collect, restore
 from bagua.parallel.scheduler import Scheduler, twice
 
@@ -84,6 +85,7 @@ class BucketFormation:
         self._arrived: set[int] = set()
         self._scheduler: Scheduler | None = None
         self._phase: Hashable = None
+        self.between_steps = False
         self._remembered: Remembered | None = None
         self._rebuilt = 0
         self._failure = ""
@@ -122,6 +124,10 @@ class BucketFormation:
             raise refusal
         if self._wanted:
             self._form(positions_of(self.registration, self._wanted))
+        elif self.algorithm.traits.background and not self.idle:
+            # Ranks need not come to the end of a first step together. Gradients appear about in this order.
+            self._order = list(reversed(range(len(self.registration.names))))
+            self._form(self.layout(self._bucket_bytes))
 
     def _facts(self) -> list[str]:
         wanted = [[name_of(self.registration, member) for member in bucket] for bucket in self._wanted]
@@ -234,6 +240,7 @@ class BucketFormation:
             for index, positions in enumerate(members)
         ]
         self._phase = self.algorithm.phase(self.step)
+        self.between_steps = self.algorithm.between_steps(self.step)
         self.register_bagua_buckets()
 
     def register_bagua_buckets(self) -> None:
@@ -251,11 +258,13 @@ class BucketFormation:
             restore(self.buckets, remembered)
             if remembered["buckets"] == [list(bucket.names) for bucket in self.buckets]:
                 self._scheduler.resume(remembered["exchanged"])
+        if self.algorithm.traits.background:
+            self.algorithm.attach(self.buckets, partial(buffers_of, self.module), self.group, self.step)
 
     def _allocate(self) -> None:
         for bucket in self.buckets:
             bucket.fuse_weights()
-            if self.algorithm.traits.gathers_gradients:
+            if self.algorithm.traits.gathers_gradients and not self.between_steps:
                 bucket.allocate_gradients()
             bucket.state = self.algorithm.init_state(bucket)
 
@@ -263,9 +272,7 @@ class BucketFormation:
 
     def _form_anew(self) -> None:
         """The algorithm has changed its ways: buckets of another kind, in the same order."""
-        order = self._order
-        self._put_aside()
-        self._order = order
+        self._put_aside(settle=False)
         self._form(self.layout(self._bucket_bytes))
 
     @property
@@ -280,25 +287,31 @@ class BucketFormation:
         """
         if setting.hierarchical != self.setting.hierarchical:
             declaration = with_hierarchy(self.declaration, setting.hierarchical)
-            algorithm = declaration.reify(self.algorithm.process_group)
+            algorithm = self._bind(declaration)
         else:
             declaration, algorithm = self.declaration, self.algorithm
-        order = self._order
         self._put_aside()
         self.declaration, self.algorithm = declaration, algorithm
         self._bucket_bytes = setting.bucket_bytes
-        self._order = order
         self._form(self.layout(setting.bucket_bytes))
 
-    def _put_aside(self) -> None:
+    def _bind(self, declaration: Algorithm) -> AlgorithmImpl:
+        """Another declaration on the same ranks, for the same model."""
+        algorithm = declaration.reify(self.algorithm.process_group)
+        named = dict(zip(self.registration.names, self.registration.parameters, strict=True))
+        algorithm.check_model(named, self.optimizers)
+        return algorithm
+
+    def _put_aside(self, *, settle: bool = True) -> None:
         """Take the buckets apart, and keep what the algorithm remembers for those to come."""
+        if settle:
+            self.algorithm.settle()
         if self._scheduler is not None:
             self._scheduler.flush()
             self._scheduler.close()
             self._remembered = collect(self.buckets, [-1] * len(self.buckets))
         self._scheduler = None
         self.buckets = []
-        self._order = []
         self.forget_arrivals()
 
     def rebuild(self, difference: str) -> None:
@@ -317,6 +330,7 @@ class BucketFormation:
         self._rebuilt += 1
         topic = f"rebuild{self._rebuilt}"
         group = self.group
+        self.algorithm.settle()  # This rank serves the others in the background until they are here.
         try:
             exchange(group.store, topic, group.rank, group.ranks, difference, group.timeout_s)
         except BaseException:
@@ -324,7 +338,8 @@ class BucketFormation:
                 f"rank {group.rank} waited for a change of the model that other ranks did not make: {difference}"
             )
             raise
-        self._put_aside()
+        self._put_aside(settle=False)
+        self._order = []
         refusal = self._register()
         self._wanted = []
         self._agree(refusal)
@@ -355,6 +370,6 @@ class BucketFormation:
             self._bucket_bytes = check_bucket_bytes(bucket_bytes)
         self._put_aside()
         self.declaration = declaration
-        self.algorithm = declaration.reify(self.algorithm.process_group)
+        self.algorithm = self._bind(declaration)
         self._wanted = [list(bucket) for bucket in buckets or []]
         self._agree()

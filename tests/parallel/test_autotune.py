@@ -160,8 +160,10 @@ def test_reports_of_the_user_take_the_place_of_what_the_engine_measures(thread_r
     def train() -> Setting:
         model = mlp()
         wrapped, optimizer = bagua_init(model, sgd(model.parameters()), message_size=1, autotune=AT_ONCE)
-        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(20))
-        tune_by_hand(wrapped, optimizer, range(20, 40))
+        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(60))
+        assert wrapped._bagua_engine.tuner._settled()
+        settings = tune_by_hand(wrapped, optimizer, range(60, 80))
+        assert {setting.bucket_bytes for setting in settings} >= {1024, 2048}
         return wrapped.bagua_setting
 
     assert thread_ranks(2, train) == [Setting(1024)] * 2
