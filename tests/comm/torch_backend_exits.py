@@ -17,14 +17,15 @@ def main() -> None:
     pair, twin = dist.new_group(), dist.new_group()
     bagua.init_process_group()
     wrapped = DistributedDataParallel(nn.Linear(3, 3), process_group=pair)
-    wrapped(torch.ones(1, 3)).sum().backward()
+    for _ in range(2):  # forms the buckets
+        wrapped(torch.ones(1, 3)).sum().backward()
+    loss = wrapped(torch.ones(1, 3)).sum()
     # Nobody waits for these.
     left = [dist.all_reduce(torch.ones(100_000), group=twin, async_op=True) for _ in range(3)]
     left_functional = functional.all_reduce(torch.ones(5), "sum", twin)
     bagua.allreduce(torch.ones(2))
     dist.barrier()
     if dist.get_rank() == 1:
-        loss = wrapped(torch.ones(1, 3)).sum()
         dist.destroy_process_group(pair)
         try:
             loss.backward()
