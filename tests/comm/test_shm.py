@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
+from hypothesis import settings
 
 from bagua.comm.stores import serve_store
 from bagua.testing import ProcessRanks
@@ -58,9 +60,9 @@ def test_nothing_grows(shm_pool, job, times: int) -> None:
 
 
 def test_dev_shm_is_not_used(shm_pool) -> None:
-    before = os.listdir("/dev/shm")
+    before = set(os.listdir("/dev/shm"))
     shm_pool.run(shm_ranks.all_kinds, (SMALL, LARGE), size=2)
-    assert os.listdir("/dev/shm") == before
+    assert nothing_new_stays(before)
 
 
 def test_waiting_costs_little(shm_pool) -> None:
@@ -96,12 +98,22 @@ def test_a_rank_killed_at_any_time(shm_pool, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_many_ranks_killed_at_any_time(shm_pool) -> None:
-    for seed in range(100, 300):
+    """200 in a row with ``HYPOTHESIS_PROFILE=thorough``."""
+    kills = 200 if settings.get_current_profile_name() == "thorough" else 30
+    for seed in range(100, 100 + kills):
         check_kill(shm_pool, seed)
 
 
+def nothing_new_stays(before: set[str]) -> bool:
+    """Whether ``/dev/shm`` soon holds no more than before; other processes put things there and take them away."""
+    until = time.monotonic() + 20.0
+    while (more := set(os.listdir("/dev/shm")) - before) and time.monotonic() < until:
+        time.sleep(0.1)
+    return not more
+
+
 def check_kill(pool, seed: int) -> None:
-    before = os.listdir("/dev/shm")
+    before = set(os.listdir("/dev/shm"))
     outcomes = pool.outcomes(shm_ranks.lose_a_rank_at_any_time, seed, size=3)
     dead = [outcome.rank for outcome in outcomes if isinstance(outcome.error, RankDiedError)]
     assert len(dead) == 1, outcomes
@@ -112,7 +124,7 @@ def check_kill(pool, seed: int) -> None:
         name, peers, late_s, victim = survivor.value
         assert (name, peers) == ("PeerLostError", (victim,)), f"seed {seed}: {survivor}"
         assert late_s < 1.0
-    assert os.listdir("/dev/shm") == before
+    assert nothing_new_stays(before)
 
 
 @pytest.mark.parametrize("at", range(1, 7))

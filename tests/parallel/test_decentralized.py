@@ -92,7 +92,7 @@ def one_way(size, number, nodes):
         uneven_edges,
         one_way,
     ],
-    ids=str,
+    ids=lambda which: getattr(which, "__name__", str(which)),
 )
 @pytest.mark.parametrize("as_view", [True, False])
 def test_graphs_matchings_and_functions(thread_ranks, which, as_view):
