@@ -2,7 +2,12 @@
 
 from bagua.algorithms.base import Algorithm, AlgorithmImpl, Bucketing, Traits, as_algorithm, registry
 from bagua.algorithms.bytegrad import ByteGradAlgorithm, ByteGradAlgorithmImpl
+from bagua.algorithms.decentralized import DecentralizedAlgorithm, DecentralizedAlgorithmImpl
 from bagua.algorithms.gradient_allreduce import GradientAllReduceAlgorithm, GradientAllReduceAlgorithmImpl
+from bagua.algorithms.low_precision_decentralized import (
+    LowPrecisionDecentralizedAlgorithm,
+    LowPrecisionDecentralizedAlgorithmImpl,
+)
 from bagua.algorithms.power_sgd import PowerSGDAlgorithm, PowerSGDAlgorithmImpl
 from bagua.algorithms.registry import DistributedAlgorithm, Registry
 from bagua.algorithms.scatter_gather import ScatterGatherAllReduceAlgorithm, ScatterGatherAllReduceAlgorithmImpl
@@ -15,9 +20,13 @@ __all__ = [
     "Bucketing",
     "ByteGradAlgorithm",
     "ByteGradAlgorithmImpl",
+    "DecentralizedAlgorithm",
+    "DecentralizedAlgorithmImpl",
     "DistributedAlgorithm",
     "GradientAllReduceAlgorithm",
     "GradientAllReduceAlgorithmImpl",
+    "LowPrecisionDecentralizedAlgorithm",
+    "LowPrecisionDecentralizedAlgorithmImpl",
     "PowerSGDAlgorithm",
     "PowerSGDAlgorithmImpl",
     "Registry",
@@ -38,3 +47,5 @@ registry.register("bytegrad", ByteGradAlgorithm)
 registry.register("power_sgd", PowerSGDAlgorithm)
 registry.register("top_k", TopKAlgorithm)
 registry.register("sign_sgd", SignSGDAlgorithm)
+registry.register("decentralized", DecentralizedAlgorithm)
+registry.register("low_precision_decentralized", LowPrecisionDecentralizedAlgorithm)

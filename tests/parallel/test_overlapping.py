@@ -7,7 +7,8 @@ import torch
 
 import bagua.comm
 import bagua.torch_api
-from bagua.errors import ConfigurationError, UnsupportedAlgorithmException
+from bagua.algorithms import DecentralizedAlgorithm, ScatterGatherAllReduceAlgorithm
+from bagua.errors import ConfigurationError
 from bagua.testing.training import (
     State,
     assert_close,
@@ -147,17 +148,16 @@ def test_reset_reducer_goes_on_with_other_buckets_and_hierarchy(thread_ranks):
 
 
 FLAGS = [
-    {"bucket_type": BucketType.Weight},
-    {"decentralize_reduce": True},
-    {"chunking": True},
+    ({"bucket_type": BucketType.Weight}, DecentralizedAlgorithm(hierarchical=False)),
+    ({"decentralize_reduce": True, "hierarchical_reduce": True}, DecentralizedAlgorithm(hierarchical=True)),
+    ({"chunking": True}, ScatterGatherAllReduceAlgorithm(hierarchical=False)),
 ]
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=str)
-def test_flags_that_choose_an_algorithm_that_does_not_exist_name_those_that_do(thread_ranks, flags):
+@pytest.mark.parametrize(("flags", "algorithm"), FLAGS, ids=str)
+def test_flags_choose_an_algorithm(thread_ranks, flags, algorithm):
     def check() -> None:
-        with pytest.raises(UnsupportedAlgorithmException, match="gradient_allreduce"):
-            OverlappingWrapper(mlp(), [], **flags)
+        assert OverlappingWrapper(mlp(), [], **flags).bagua_algorithm.options == algorithm
 
     thread_ranks(1, check)
 

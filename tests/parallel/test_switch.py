@@ -89,7 +89,7 @@ def test_a_refused_switch_leaves_the_model_as_it_was(thread_ranks):
         wrapped, optimizer = bagua_init(model, sgd(model.parameters()))
         train_steps(wrapped, optimizer, rank, range(2))
         with pytest.raises(UnsupportedAlgorithmException):
-            wrapped.switch_to(DistributedAlgorithm.Decentralize)
+            wrapped.switch_to("decentralised")
         train_steps(wrapped, optimizer, rank, range(2, 4))
         return snapshot(model)
 

@@ -1,0 +1,393 @@
+"""Training by gossip equals, step by step, the textbook's formulas with all ranks in one process."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import bagua.comm
+from bagua.algorithms import Algorithm, DecentralizedAlgorithm, LowPrecisionDecentralizedAlgorithm
+from bagua.compression import Identity, Metadata, MinMaxUInt8
+from bagua.errors import ConfigurationError
+from bagua.parallel import bagua_init, with_bagua
+from bagua.testing.algorithm_contract import AlgorithmContract
+from bagua.testing.training import State, adam, assert_close, batch, mlp, seeded, sgd, snapshot
+from bagua.topology import Cycle, Exponential, FunctionTopology, Hierarchical, RandomMatching, Ring, WeightedGraph
+
+pytestmark = pytest.mark.threads
+
+STEPS = 6
+Matrix = torch.Tensor
+
+
+def model() -> nn.Module:
+    """In double precision, so that what is rounded to bytes is rounded alike by everyone."""
+    with seeded():
+        return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+
+
+def loss(network: nn.Module, rank: int, step: int) -> torch.Tensor:
+    inputs, targets = batch(rank, step)
+    return nn.functional.mse_loss(network(inputs.double()), targets.double())
+
+
+def train(algorithm: Algorithm, make_optimizer=sgd, **options) -> State:
+    rank = bagua.comm.get_rank()
+    network = model()
+    optimizer = make_optimizer(network.parameters())
+    wrapped, _ = bagua_init(network, optimizer, algorithm, bucket_bytes=100, **options)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss(wrapped, rank, step).backward()
+        optimizer.step()
+    wrapped.bagua_state_dict()
+    return snapshot(network)
+
+
+class Simulation:
+    """Every rank's model and optimizer, in this process, weights as rows of one matrix."""
+
+    def __init__(self, size: int, make_optimizer=sgd) -> None:
+        self.models = [model() for _ in range(size)]
+        self.optimizers = [make_optimizer(one.parameters()) for one in self.models]
+
+    @property
+    def rows(self) -> Matrix:
+        return torch.stack([nn.utils.parameters_to_vector(one.parameters()).detach() for one in self.models])
+
+    @rows.setter
+    def rows(self, rows: Matrix) -> None:
+        for one, row in zip(self.models, rows, strict=True):
+            nn.utils.vector_to_parameters(row.clone(), one.parameters())
+
+    def backward(self, step: int) -> None:
+        for rank, (one, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss(one, rank, step).backward()
+
+    def update(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def assert_equals(self, results: list[State]) -> None:
+        for result, one in zip(results, self.models, strict=True):
+            assert_close(result, snapshot(one))
+
+
+def simulated(matrices: list[Matrix], interval: int = 1, make_optimizer=sgd) -> Simulation:
+    """``x_i <- sum_j W_ij x_j - lr u(g_i(x_i))``, with one matrix for each exchange."""
+    simulation = Simulation(len(matrices[0]), make_optimizer)
+    for step in range(STEPS):
+        simulation.backward(step)
+        if step % interval == 0:
+            simulation.rows = matrices[step // interval % len(matrices)] @ simulation.rows
+        simulation.update()
+    return simulation
+
+
+def mean(size: int) -> Matrix:
+    return torch.full((size, size), 1 / size, dtype=torch.float64)
+
+
+def paired(size: int, pairs: list[tuple[int, int]]) -> Matrix:
+    matrix = torch.eye(size, dtype=torch.float64)
+    for first, second in pairs:
+        matrix[[first, first, second, second], [first, second, first, second]] = 0.5
+    return matrix
+
+
+def shifted(size: int) -> list[Matrix]:
+    """The published pairs: rank r < h meets h + (k + r) mod h. An odd rank out meets nobody."""
+    half = (size + 1) // 2
+    rounds = [[(r, half + (k + r) % half) for r in range(half)] for k in range(half)]
+    return [paired(size, [pair for pair in pairs if pair[1] < size]) for pairs in rounds]
+
+
+def thirds(size: int) -> Matrix:
+    """A ring where each takes a third of both sides; two ranks take half of each other."""
+    if size < 3:
+        return mean(size)
+    ones = torch.eye(size, dtype=torch.float64)
+    return (ones + ones.roll(1, dims=0) + ones.roll(-1, dims=0)) / 3
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(
+    ("mode", "matrices"),
+    [("all", lambda size: [mean(size)]), ("shift_one", shifted), ("ring", lambda size: [thirds(size)])],
+    ids=["all", "shift_one", "ring"],
+)
+def test_weights_mix_as_published_while_gradients_stay_local(thread_ranks, size, mode, matrices):
+    results = thread_ranks(size, train, DecentralizedAlgorithm(peer_selection_mode=mode))
+    simulated(matrices(size)).assert_equals(results)
+
+
+@pytest.mark.parametrize("interval", [2, 3])
+def test_with_an_interval_there_are_steps_without_exchange_and_no_pair_is_left_out(thread_ranks, interval):
+    algorithm = DecentralizedAlgorithm(peer_selection_mode="shift_one", communication_interval=interval)
+    simulated(shifted(4), interval).assert_equals(thread_ranks(4, train, algorithm))
+
+
+def test_the_optimizer_is_the_users(thread_ranks):
+    def train_with_adam() -> State:
+        return train(DecentralizedAlgorithm(), adam, fusion=False)
+
+    results = thread_ranks(2, train_with_adam)
+    simulated([mean(2)], make_optimizer=adam).assert_equals(results)
+
+
+def test_a_topology_of_ones_own(thread_ranks):
+    matrices = [
+        torch.tensor([[0.7, 0.3, 0.0], [0.1, 0.6, 0.3], [0.2, 0.1, 0.7]], dtype=torch.float64),
+        paired(3, [(0, 2)]),
+    ]
+    topology = Cycle((WeightedGraph(matrices[0].tolist()), FunctionTopology(_first_and_last, symmetric=True)))
+    results = thread_ranks(3, train, DecentralizedAlgorithm(peer_selection_mode=topology))
+    simulated(matrices).assert_equals(results)
+
+
+def _first_and_last(size: int, step: int, nodes: tuple[int, ...]) -> Matrix:
+    return paired(size, [(0, size - 1)])
+
+
+@pytest.mark.parametrize(
+    ("hosts", "mode", "rows"),
+    [
+        # Hosts of sizes s and t that meet end with the mean over their ranks.
+        ([2, 1], "shift_one", [[1 / 3] * 3] * 3),
+        ([1, 3], "all", [[1 / 4] * 4] * 4),
+        # On a star of hosts, host i takes u min(s_i, s_j) / s_i of the mean of host j.
+        (
+            [2, 1, 1],
+            "star",
+            [
+                [1 / 3, 1 / 3, 1 / 6, 1 / 6],
+                [1 / 3, 1 / 3, 1 / 6, 1 / 6],
+                [1 / 6, 1 / 6, 2 / 3, 0],
+                [1 / 6, 1 / 6, 0, 2 / 3],
+            ],
+        ),
+    ],
+    ids=["pair", "all", "star"],
+)
+def test_on_uneven_hosts_the_mean_over_ranks_is_kept(thread_ranks, hosts, mode, rows):
+    algorithm = DecentralizedAlgorithm(peer_selection_mode=mode)
+    results = thread_ranks(sum(hosts), train, algorithm, hosts=hosts)
+    simulated([torch.tensor(rows, dtype=torch.float64)]).assert_equals(results)
+
+
+def test_the_flat_form_does_not_look_at_hosts(thread_ranks):
+    algorithm = DecentralizedAlgorithm(hierarchical=False, peer_selection_mode="ring")
+    simulated([thirds(4)]).assert_equals(thread_ranks(4, train, algorithm, hosts=[1, 3]))
+
+
+# In low precision.
+
+
+def simulated_differences(size: int, weights: Matrix, codec, interval: int = 1) -> Simulation:
+    """Each rank's replica of itself is known to its neighbours; all start from the first update."""
+    simulation = Simulation(size)
+    replicas: Matrix | None = None
+    layout = [parameter.numel() for parameter in simulation.models[0].parameters()]
+    for step in range(STEPS):
+        simulation.backward(step)
+        simulation.update()
+        if step % interval:
+            continue
+        if replicas is None:
+            replicas = simulation.rows
+            continue
+        wanted = simulation.rows - replicas + weights @ replicas - replicas
+        replicas = replicas + torch.stack([_through(codec, row, layout) for row in wanted])
+        simulation.rows = replicas
+    return simulation
+
+
+def _through(codec, row: Matrix, layout: list[int]) -> Matrix:
+    """Each parameter has a bucket of its own here."""
+    return torch.cat([codec.decompress(codec.compress(part), Metadata.of(part)) for part in row.split(layout)])
+
+
+@pytest.mark.parametrize("codec", [Identity(), MinMaxUInt8(block_numel=8)], ids=repr)
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_differences_on_a_ring_as_published(thread_ranks, size, codec):
+    algorithm = LowPrecisionDecentralizedAlgorithm(codec=codec)
+    results = thread_ranks(size, _train_in_parts, algorithm)
+    simulated_differences(size, thirds(size), codec).assert_equals(results)
+
+
+def _train_in_parts(algorithm: Algorithm) -> State:
+    return train(algorithm, buckets=[["0.weight"], ["0.bias"], ["2.weight"], ["2.bias"]])
+
+
+def test_without_rounding_differences_are_gossip_plus_the_local_update(thread_ranks):
+    algorithm = LowPrecisionDecentralizedAlgorithm(codec=Identity(), communication_interval=2)
+    results = thread_ranks(4, train, algorithm)
+    simulated_differences(4, thirds(4), Identity(), 2).assert_equals(results)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "between"),
+    [([2, 1], [[2 / 3, 1 / 3], [2 / 3, 1 / 3]]), ([1, 3], [[2 / 3, 1 / 3], [1 / 9, 8 / 9]])],
+    ids=str,
+)
+def test_differences_between_uneven_hosts(thread_ranks, hosts, between):
+    """Two hosts: with ``complete`` they take the mean over ranks, else ``u min(s, t) / s`` of the other's mean."""
+    whole = hosts == [2, 1]
+    topology = "complete" if whole else WeightedGraph([[2 / 3, 1 / 3], [1 / 3, 2 / 3]])
+    algorithm = LowPrecisionDecentralizedAlgorithm(codec=Identity(), topology=topology)
+    results = thread_ranks(sum(hosts), train, algorithm, hosts=hosts)
+    means = torch.block_diag(*(mean(size) for size in hosts))
+    spread = torch.zeros(sum(hosts), sum(hosts), dtype=torch.float64)
+    nodes = [host for host, size in enumerate(hosts) for _ in range(size)]
+    for i, host in enumerate(nodes):
+        for j, other in enumerate(nodes):
+            spread[i, j] = between[host][other] / hosts[other]
+    simulation = Simulation(sum(hosts))
+    replicas: Matrix | None = None
+    for step in range(STEPS):
+        simulation.backward(step)
+        simulation.update()
+        on_hosts = means @ simulation.rows
+        replicas = on_hosts if replicas is None else spread @ replicas + on_hosts - replicas
+        simulation.rows = replicas
+    simulation.assert_equals(results)
+
+
+# What goes wrong.
+
+
+@pytest.mark.parametrize("algorithm", [DecentralizedAlgorithm(peer_selection_mode="ring"), "low_precision"], ids=str)
+def test_spoilt_weights_of_one_rank_do_not_spread(thread_ranks, algorithm):
+    algorithm = LowPrecisionDecentralizedAlgorithm() if algorithm == "low_precision" else algorithm
+    results = thread_ranks(3, _train_with_spoilt_weights, algorithm)
+    for rank, state in enumerate(results):
+        assert all(torch.isfinite(value).all() for value in state.values()), rank
+
+
+def _train_with_spoilt_weights(algorithm: Algorithm) -> State:
+    rank = bagua.comm.get_rank()
+    network = mlp()
+    optimizer = sgd(network.parameters())
+    wrapped = with_bagua(network, [optimizer], algorithm)
+    for step in range(STEPS):
+        inputs, targets = batch(rank, step)
+        sound = copy.deepcopy(network.state_dict())
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(wrapped(inputs), targets)
+        if (rank, step) == (1, 3):
+            with torch.no_grad():
+                network[0].weight.data.fill_(float("nan"))
+        loss.backward()
+        optimizer.step()
+        if (rank, step) == (1, 3):
+            network.load_state_dict(sound)
+            optimizer.state.clear()
+    return snapshot(network)
+
+
+def test_exchanges_of_weights_start_with_the_first_gradient(thread_ranks):
+    """Not when their own gradients are there: they are not what is sent."""
+    for *events, count in thread_ranks(2, _events_of_a_step):
+        assert int(count) > 1
+        assert events == [*(["fill"] * int(count)), "last gradient"]
+
+
+def _events_of_a_step() -> list[str]:
+    events: list[str] = []
+    rank = bagua.comm.get_rank()
+    network = mlp()
+    wrapped = with_bagua(network, [sgd(network.parameters())], DecentralizedAlgorithm(), bucket_bytes=100)
+    nn.functional.mse_loss(wrapped(batch(rank, 0)[0]), batch(rank, 0)[1]).backward()
+    impl = wrapped.bagua_algorithm
+    fill = impl.fill
+
+    def noted(bucket, step) -> None:
+        events.append("fill")
+        fill(bucket, step)
+
+    impl.fill = noted
+    network[0].weight.register_hook(lambda _: events.append("last gradient"))
+    nn.functional.mse_loss(wrapped(batch(rank, 1)[0]), batch(rank, 1)[1]).backward()
+    return [*events, str(len(wrapped.bagua_buckets))]
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: DecentralizedAlgorithm(peer_selection_mode="left"), "no topology of this name"),
+        (lambda: DecentralizedAlgorithm(communication_interval=0), ">= 1"),
+        (lambda: LowPrecisionDecentralizedAlgorithm(communication_interval=1.5), ">= 1"),
+        (lambda: LowPrecisionDecentralizedAlgorithm(topology="shift_one"), "stay the same"),
+        (lambda: LowPrecisionDecentralizedAlgorithm(topology=RandomMatching()), "stay the same"),
+        (lambda: LowPrecisionDecentralizedAlgorithm(codec="sign"), "not a codec"),
+    ],
+    ids=["unknown", "interval", "fraction", "shift_one", "random", "codec"],
+)
+def test_options_that_cannot_work_are_refused(build, words):
+    with pytest.raises(ConfigurationError, match=words):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "words"),
+    [
+        (LowPrecisionDecentralizedAlgorithm(topology=Exponential()), "same weight"),
+        (DecentralizedAlgorithm(peer_selection_mode=WeightedGraph([[0.5, 0.5], [0.5, 0.5]])), "number of ranks"),
+        (DecentralizedAlgorithm(peer_selection_mode=FunctionTopology(lambda *_: torch.ones(5, 5))), "sum to 1"),
+    ],
+    ids=["one direction", "size", "sums"],
+)
+def test_topologies_that_do_not_fit_are_refused_when_the_model_is_wrapped(thread_ranks, algorithm, words):
+    def wrap() -> None:
+        network = mlp()
+        with pytest.raises(ConfigurationError, match=words):
+            with_bagua(network, [sgd(network.parameters())], algorithm)
+
+    thread_ranks(5, wrap)
+
+
+def test_a_parameter_that_no_optimizer_steps_is_named(thread_ranks):
+    def wrap() -> None:
+        network = mlp()
+        with pytest.raises(ConfigurationError, match=r"2\.bias"):
+            with_bagua(network, [sgd([*network[0].parameters(), network[2].weight])], "low_precision_decentralized")
+
+    thread_ranks(2, wrap)
+
+
+# The contract, beyond the default options.
+
+
+@pytest.fixture
+def pool(thread_pool):
+    return thread_pool
+
+
+class TestPairs(AlgorithmContract):
+    exchange_is_the_exact_mean = False
+
+    @pytest.fixture
+    def algorithm(self):
+        return DecentralizedAlgorithm(peer_selection_mode="shift_one")
+
+
+class TestDifferencesOnHosts(AlgorithmContract):
+    @pytest.fixture
+    def algorithm(self):
+        return LowPrecisionDecentralizedAlgorithm(topology="hierarchical_star", communication_interval=2)
+
+
+def test_a_topology_as_an_option_prints_and_is_compared():
+    algorithm = DecentralizedAlgorithm(peer_selection_mode=Hierarchical(Ring()))
+    assert repr(algorithm) == (
+        "DecentralizedAlgorithm(hierarchical=True, peer_selection_mode=Hierarchical(between_hosts=Ring()), "
+        "communication_interval=1)"
+    )
+    assert algorithm == DecentralizedAlgorithm(peer_selection_mode=Hierarchical(Ring()))
