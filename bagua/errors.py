@@ -22,6 +22,7 @@ __all__ = [
     "InvalidRankError",
     "InvalidReduceOpError",
     "InvalidTensorError",
+    "NonFiniteError",
     "NotInitializedError",
     "PeerLostError",
     "RepeatedInitializationError",
@@ -130,6 +131,24 @@ class NotInitializedError(BaguaError, RuntimeError):
 
 class RepeatedInitializationError(BaguaError, RuntimeError):
     """``init_process_group()`` was called twice without ``destroy_process_group()``."""
+
+
+class NonFiniteError(BaguaError, ArithmeticError):
+    """Numbers that are not finite where they would spread to other ranks, which was prevented.
+
+    Args:
+        problem: what is not finite.
+        rank: on which rank.
+        advice: what to do next.
+
+    Example:
+        >>> NonFiniteError("the weights of rank 1 are not finite", rank=1).rank
+        1
+    """
+
+    def __init__(self, problem: str, *, rank: int | None = None, advice: str = "") -> None:
+        super().__init__(problem, advice=advice)
+        self.rank = rank
 
 
 class CommunicationError(BaguaError, RuntimeError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -32,13 +32,11 @@ class Traits:
             differ, and come together when gradients vanish.
         even_size: needs an even number of ranks.
         rank_local: ranks may exchange at different times, so ``is_due`` may use the clock.
+        background: in some phase, ranks exchange between steps, each at its own pace; see
+            ``between_steps``. Nothing that comes of it is the same twice.
         gathers_gradients: ``bucket.gradients`` holds the gradients when ``fill`` is called.
         after_optimizer: exchanges once the optimizers have stepped, instead of when the
             gradients of a bucket are there.
-        needs_gradients: what is exchanged depends on the gradients of the step. Otherwise all
-            exchanges start with the first gradient.
-        exact_mean: by default, each exchange gives all ranks the mean over all ranks; what
-            makes them differ comes before or after.
         owns_optimizers: steps by itself, in ``local_step``; the user's ``step()`` is idle.
         active_alone: does something on a group of one rank, too.
         same_order: gradients must appear in the same order on all ranks. Otherwise rank 0's
@@ -48,10 +46,9 @@ class Traits:
     result: Literal["exact", "bounded", "consensus"]
     even_size: bool = False
     rank_local: bool = False
+    background: bool = False
     gathers_gradients: bool = True
     after_optimizer: bool = False
-    needs_gradients: bool = True
-    exact_mean: bool = False
     owns_optimizers: bool = False
     active_alone: bool = False
     same_order: bool = False
@@ -197,6 +194,51 @@ class AlgorithmImpl(ABC):
 
     def apply(self, bucket: Bucket, step: int) -> None:
         """Fold in the result of the exchange of ``step`` and commit state. Default: gradients need nothing."""
+        return
+
+    # Between steps, for ``traits.background``.
+
+    def between_steps(self, step: int) -> bool:
+        """Whether ranks exchange between steps, and not in them, in the phase of ``step``.
+
+        Then the engine leaves gradients alone, and all of the questions above are not asked.
+        """
+        return False
+
+    def attach(
+        self,
+        buckets: Sequence[Bucket],
+        buffers: Callable[[], Mapping[str, torch.Tensor]],
+        group: ProcessGroup,
+        step: int,
+    ) -> None:
+        """Buckets were formed, when the model was wrapped or at a new phase. Nothing is under way.
+
+        Args:
+            buckets: equal in layout on all ranks.
+            buffers: returns the buffers of the module as they are now, by name.
+            group: private to this model. A background thread connects with
+                ``group.connect``, and leaves the communicators of the group alone.
+            step: number of the next step.
+        """
+        return
+
+    def safe_point(self, step: int) -> None:
+        """A training forward begins: no graph of this step exists yet, so weights may change here, and only here.
+
+        Called once or several times before each step; weights may change in the first call.
+        """
+        return
+
+    def settle(self) -> None:
+        """End what goes on between steps on all ranks, so that buckets can be taken apart. Collective.
+
+        The next ``safe_point`` begins anew.
+        """
+        return
+
+    def close(self) -> None:
+        """The model is given up on this rank: end what goes on between steps, without waiting for others. Idempotent."""
         return
 
     # What it remembers.

@@ -28,6 +28,7 @@ class Board:
         store: written to by these members only, and through this object only.
         rank: this member.
         ranks: global rank of each member, for messages.
+        name: tells the boards of a group apart; the same on all members.
 
     Example:
         >>> store = dist.HashStore()
@@ -39,8 +40,9 @@ class Board:
         ('here', 'here', 'here')
     """
 
-    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int]) -> None:
+    def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], name: str = "board") -> None:
         self._store = store
+        self.name = name
         self.rank = rank
         self.ranks = tuple(ranks)
         self._keys = [f"record/{member}" for member in range(len(self.ranks))]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from bagua import env
 from bagua.comm.arguments import check_rank
 from bagua.comm.backends import create_transport, refusal
 from bagua.comm.board import Board
@@ -164,6 +165,12 @@ class ProcessGroup:
         """Number of members on this host."""
         return self.node_sizes[self.node_rank]
 
+    @property
+    def hosts_store(self) -> bool:
+        """Whether the store may end with this process: it is rank 0 of all, and no launcher's agent hosts it."""
+        by_agent = env.launcher_variables().get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return self.ranks[self.rank] == 0 and not by_agent
+
     def get_global_communicator(self) -> Communicator:
         """The communicator of all members."""
         return self.global_communicator
@@ -269,7 +276,8 @@ class ProcessGroup:
             label: part of the keys in the store.
         """
         self._numbered += 1
-        return Board(dist.PrefixStore(f"{label}{self._numbered}", self.store.clone()), self.rank, self.ranks)
+        name = f"{label}{self._numbered}"
+        return Board(dist.PrefixStore(name, _own_connection(self.store)), self.rank, self.ranks, name)
 
     def connect(
         self, members: Sequence[int], name: str, *, timeout_s: float, backend: str | None = None
@@ -290,7 +298,7 @@ class ProcessGroup:
             TransportUnavailableError: they cannot be connected.
         """
         return self._communicator(
-            list(members), f"/{name}", store=self.store.clone(), backend=backend, timeout_s=timeout_s
+            list(members), f"/{name}", store=_own_connection(self.store), backend=backend, timeout_s=timeout_s
         )
 
     def disconnect(self, communicator: Communicator) -> None:
@@ -337,6 +345,12 @@ class ProcessGroup:
         for communicator in reversed(self._made):
             communicator.close()
             self._ledger.retire(communicator.statistics)
+
+
+def _own_connection(store: dist.Store) -> dist.Store:
+    """The same store, over a connection that nobody else can keep busy. Torch forgot the method in its type hints."""
+    connected: dist.Store = store.clone()  # type: ignore[attr-defined]
+    return connected
 
 
 def _described(wanted: Sequence[object]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -97,11 +98,14 @@ class BackwardHooks:
             return
         if reducer.group.size > 1:
             self._replace_earlier()
-            hook = _ParameterHook(self)
-            self._handles += [
-                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                for parameter in reducer.registration.parameters
-            ]
+            if reducer.between_steps:
+                _without_hooks.add(self)
+            else:
+                hook = _ParameterHook(self)
+                self._handles += [
+                    parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                    for parameter in reducer.registration.parameters
+                ]
         if reducer.algorithm.traits.after_optimizer:
             self._handles += [
                 optimizer.register_step_post_hook(self._optimizer_stepped) for optimizer in reducer.optimizers
@@ -111,8 +115,9 @@ class BackwardHooks:
         registration = self.reducer.registration
         # With the frozen ones, which an earlier engine of this module may have exchanged.
         here = set(map(id, self.reducer.module.parameters()))
+        without_hooks = _without_hooks.by_parameter()
         for name, parameter in zip(registration.names, registration.parameters, strict=True):
-            for earlier in _engines_of(parameter):
+            for earlier in (*_engines_of(parameter), *without_hooks.get(id(parameter), ())):
                 if not here.issuperset(map(id, earlier.reducer.registration.parameters)):
                     raise ConfigurationError(
                         f"{name} is exchanged by the engine of another model, which has other parameters besides",
@@ -127,10 +132,12 @@ class BackwardHooks:
         """Leave the parameters to another engine, for good: forward passes no longer concern this one."""
         self.remove_hooks()
         self._retired = True
+        self.reducer.algorithm.close()
 
     def remove_hooks(self) -> None:
         """Detach from parameters and optimizers. Idempotent."""
         _remove(self._handles)
+        _without_hooks.discard(self)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -166,6 +173,9 @@ class BackwardHooks:
         if difference is not None:
             self.remove_hooks()
             reducer.rebuild(difference)
+            self.create_hooks()
+        if reducer.before_step():
+            self.remove_hooks()
             self.create_hooks()
         if self.tuner.automatic:
             self.tuner.forward(training=True)
@@ -291,3 +301,32 @@ def _engines_of(parameter: torch.nn.Parameter) -> list[BackwardHooks]:
     hooks: dict[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     engines = [hook.engine() for hook in hooks.values() if isinstance(hook, _ParameterHook)]
     return [engine for engine in engines if engine is not None]
+
+
+class _WithoutHooks:
+    """Engines that have parameters, but no hooks on them."""
+
+    def __init__(self) -> None:
+        self._engines: weakref.WeakSet[BackwardHooks] = weakref.WeakSet()
+        self._guard = threading.Lock()
+
+    def add(self, engine: BackwardHooks) -> None:
+        with self._guard:
+            self._engines.add(engine)
+
+    def discard(self, engine: BackwardHooks) -> None:
+        with self._guard:
+            self._engines.discard(engine)
+
+    def by_parameter(self) -> dict[int, list[BackwardHooks]]:
+        """The engines of each parameter, by its ``id``."""
+        with self._guard:
+            engines = list(self._engines)
+        found: dict[int, list[BackwardHooks]] = {}
+        for engine in engines:
+            for parameter in engine.reducer.registration.parameters:
+                found.setdefault(id(parameter), []).append(engine)
+        return found
+
+
+_without_hooks = _WithoutHooks()

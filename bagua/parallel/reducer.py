@@ -100,14 +100,27 @@ class Reducer(BucketFormation):
     @property
     def taker(self) -> Callable[[torch.nn.Parameter], None]:
         """What hooks call for each gradient of this backward pass: ``add_param`` or ``mark_tensor_ready``."""
+        if self.between_steps:
+            return _leave_alone
         return self.add_param if self._scheduler is None else self._scheduler.take
+
+    def before_step(self) -> bool:
+        """A training forward begins. For algorithms that work between steps; whether the phase has changed."""
+        if self._scheduler is None or not self.algorithm.traits.background:
+            return False
+        changed = self.algorithm.phase(self.step) != self._phase
+        if changed:
+            self._form_anew()
+        self.algorithm.safe_point(self.step)
+        return changed
 
     def begin_step(self) -> None:
         """A synchronized backward pass starts."""
         self.check_usable()
-        if self._scheduler is None:
+        if self._scheduler is None or self.between_steps:
             return
-        if self.algorithm.phase(self.step) != self._phase:
+        # A phase between steps begins with a forward pass.
+        if self.algorithm.phase(self.step) != self._phase and not self.algorithm.between_steps(self.step):
             self._form_anew()
         if self._grad_scaler is not None:
             self.algorithm.loss_scale = self._grad_scaler.get_scale()
@@ -143,6 +156,9 @@ class Reducer(BucketFormation):
         scheduler = self._scheduler
         if scheduler is None:
             raise _not_formed()
+        if self.between_steps:
+            self.step += 1
+            return
         missing = scheduler.missing()
         if missing and not self._find_unused:
             if len(missing) == len(scheduler.slots):
@@ -184,6 +200,7 @@ class Reducer(BucketFormation):
 
     def flush(self) -> None:
         """Leave no exchange owed or under way. Collective if the algorithm is."""
+        self.algorithm.settle()
         if self._scheduler is not None:
             self._scheduler.flush()
 
@@ -227,6 +244,7 @@ class Reducer(BucketFormation):
 
     def close(self) -> None:
         """Give back threads and communicators; the module keeps working on its own. Idempotent."""
+        self.algorithm.close()
         if self._scheduler is not None:
             self._scheduler.close()
         self.group.close()
@@ -270,6 +288,10 @@ class Reducer(BucketFormation):
         self._remembered = Remembered(**{key: state_dict[key] for key in Remembered.__annotations__})  # type: ignore[typeddict-item]
         if members and not self.idle:
             self._form(members)
+
+
+def _leave_alone(_: torch.nn.Parameter) -> None:
+    """What is done with gradients where nothing is exchanged in a step."""
 
 
 def _not_formed() -> ConfigurationError:

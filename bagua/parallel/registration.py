@@ -9,7 +9,7 @@ import torch
 
 from bagua.errors import InvalidTensorError
 
-__all__ = ["Registration", "ignored_names"]
+__all__ = ["Registration", "buffers_of", "ignored_names"]
 
 
 class _Place(NamedTuple):
@@ -26,6 +26,12 @@ def ignored_names(module: torch.nn.Module) -> frozenset[str]:
     for attribute in ("_ddp_params_and_buffers_to_ignore", "_bagua_params_and_buffers_to_ignore"):
         names.update(getattr(module, attribute, ()))
     return frozenset(names)
+
+
+def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of ``module`` by name, without those that it asks to leave alone."""
+    ignored = ignored_names(module)
+    return {name: buffer for name, buffer in module.named_buffers() if name not in ignored}
 
 
 class Registration:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from bagua.algorithms import Algorithm, AlgorithmImpl
 from bagua.algorithms import registry as GlobalAlgorithmRegistry  # noqa: N812 (documented name)
-from bagua.torch_api.algorithms import bytegrad, gradient_allreduce, power_sgd, scatter_gather, sign_sgd, top_k
+from bagua.torch_api.algorithms import (
+    async_model_average,
+    bytegrad,
+    gradient_allreduce,
+    power_sgd,
+    scatter_gather,
+    sign_sgd,
+    top_k,
+)
 
 __all__ = [
     "Algorithm",
     "AlgorithmImpl",
     "GlobalAlgorithmRegistry",
+    "async_model_average",
     "bytegrad",
     "gradient_allreduce",
     "power_sgd",

@@ -1,0 +1,569 @@
+"""One rank's part in a session of averaging: what it looks at, what it decides, when it exchanges.
+
+Nothing in here blocks, except opening a channel, which has a deadline of its own: ``poll`` looks at
+the board, does what can be done, and says when to look again. So a test can run the members
+of a session in any order, with any clock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from bagua.comm.board import Board
+from bagua.errors import CommunicationError, NonFiniteError, PeerLostError
+from bagua.primitives.averaging.channels import Channels
+from bagua.primitives.averaging.desk import Desk, Stage, is_finite
+from bagua.primitives.averaging.records import Record, State, Watch
+from bagua.primitives.averaging.schedule import Schedule
+from bagua.primitives.averaging.transfer import Channel, Courier, Transfer, peers_named_by
+
+__all__ = ["Member", "Patience", "Progress"]
+
+_log = logging.getLogger("bagua")
+
+#: The last exchange, of all members, is a round after all others.
+FINAL = 1 << 40
+_FINAL_ATTEMPTS = 2
+_FAILURES_IN_A_ROW = 3
+#: Rounds without anybody to meet that are passed at a time.
+_MOST_RESTS = 64
+#: How soon to look again: after something has happened, and at most.
+_SHORTEST_S, _LONGEST_S = 0.001, 0.025
+_LONGEST_IN_TRANSFER_S = 0.005
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a member waits for what, in seconds.
+
+    Attributes:
+        beat_s: between two signs of life.
+        silence_s: without a sign of life before a member is lost.
+        suspect_s: the same for a member with which a transfer has just failed.
+        join_s: until a member comes to a session for the first time.
+    """
+
+    beat_s: float = 1.0
+    silence_s: float = 15.0
+    suspect_s: float = 3.0
+    join_s: float = 1800.0
+
+
+@dataclass
+class Progress:
+    """What a member has done so far.
+
+    Attributes:
+        rounds: averages that were delivered.
+        failed: exchanges that broke off.
+        overflowed: averages that were not finite although all weights were.
+        nbytes: bytes of all snapshots that were exchanged.
+        round_s: seconds from the agreement to the average, in the last round.
+        distance: norm of the difference between average and own weights, in the last round.
+        members: ranks that took part in the last round.
+    """
+
+    rounds: int = 0
+    failed: int = 0
+    overflowed: int = 0
+    nbytes: int = 0
+    round_s: float = 0.0
+    distance: float = 0.0
+    members: tuple[int, ...] = ()
+
+
+class Member:
+    """One rank in a session.
+
+    Args:
+        board: of this session alone.
+        schedule: who meets in which round.
+        desk: where snapshots come from and averages go.
+        courier: moves parcels.
+        patience: how long to wait for what.
+        clock: seconds.
+        continue_alone: go on without members that are lost or diverged, instead of failing.
+        hosts_store: the board ends with this process, so it stays until all others have gone.
+        strand: breaks what other ranks would wait on for this one, in warm-up.
+
+    Attributes:
+        pausing: set by the training thread: it has stopped training.
+        leaving: set by anyone: why to go without waiting for anybody.
+        warming: set by the training thread: it still trains synchronously.
+        begun: set by the training thread: synchronous steps that it has begun.
+        fresh: set by the training thread: it has not trained since the session began.
+        state: what this member is doing.
+        over: whether there is nothing left to do.
+        error: what the training thread has to know.
+        progress: for whoever watches.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        schedule: Schedule,
+        desk: Desk,
+        courier: Courier,
+        patience: Patience,
+        clock: Callable[[], float],
+        *,
+        continue_alone: bool = False,
+        hosts_store: bool = False,
+        strand: Callable[[str], None] = lambda reason: None,  # noqa: ARG005
+    ) -> None:
+        self.rank = board.rank
+        self.pausing = False
+        self.leaving = ""
+        self.warming = False
+        self.begun = 0
+        self.fresh = True
+        self.state = State.TRAINING
+        self.over = False
+        self.error: BaseException | None = None
+        self.progress = Progress()
+        self._board = board
+        self._names = board.ranks
+        self._schedule = schedule
+        self._desk = desk
+        self._courier = courier
+        self._channels = Channels(courier)
+        self._patience = patience
+        self._clock = clock
+        self._continue_alone = continue_alone
+        self._hosts_store = hosts_store
+        self._strand: Callable[[str], None] | None = strand
+        self._watch = Watch(
+            self.rank, len(self._names), beat_s=patience.beat_s, silence_s=patience.silence_s,
+            suspect_s=patience.suspect_s, join_s=patience.join_s,
+        )  # fmt: skip
+        self._records: list[Record | None] = [None] * len(self._names)
+        self._looked = self._posted = float("-inf")
+        self._last: Record | None = None
+        self._mourned: set[int] = set()
+        self._round = 0
+        self._meeting = schedule.members(0)
+        self._ready = False
+        self._transfer: tuple[Transfer, Channel, float] | None = None
+        self._failures = 0
+        self._passed: list[tuple[int, str, tuple[int, ...]]] = []
+        self._pause_s = _SHORTEST_S
+
+    # One look.
+
+    def poll(self) -> float:
+        """Do what can be done now, and say in how many seconds to come again at the latest.
+
+        Raises:
+            PeerLostError: the store is gone.
+        """
+        now = self._clock()
+        before = (self._ready, self._transfer is None, self.state)
+        if self._transfer is None or now - self._looked >= self._patience.beat_s:
+            self._look(now)
+        if self.state.gone:
+            self._linger()
+        elif self._transfer is not None:
+            self._attend()
+        elif self.leaving:
+            self._leave()
+        elif self._is_sound():
+            self._advance()
+        self._publish(now)
+        return self._pause(moved=before != (self._ready, self._transfer is None, self.state))
+
+    def _pause(self, *, moved: bool) -> float:
+        rests = len(self._meeting) == 1 and not self.pausing
+        waiting = (self._ready and not rests) or self.pausing or self._transfer is not None or self.state.gone
+        if moved or not waiting:
+            self._pause_s = _SHORTEST_S
+        else:
+            longest = _LONGEST_S if self._transfer is None else _LONGEST_IN_TRANSFER_S
+            self._pause_s = min(1.5 * self._pause_s, longest)
+        return min(self._pause_s if waiting else self._patience.beat_s, self._patience.beat_s)
+
+    def _look(self, now: float) -> None:
+        self._looked = now
+        self._records = [None if found is None else Record.from_json(found) for found in self._board.read()]
+        self._watch.look(self._records, now)
+        for rank, record in enumerate(self._records):
+            if record is not None and rank != self.rank and record.state is not State.STOPPED:
+                self._watch.believe(set(record.lost) - self._present_and_gone())
+        self._forget_decisions()
+
+    def _present_and_gone(self) -> set[int]:
+        return {rank for rank, record in enumerate(self._records) if record is not None and record.state.gone}
+
+    def _gone(self, rank: int) -> bool:
+        """Whether nobody need wait for ``rank``."""
+        record = self._records[rank]
+        return rank in self._watch.lost or (record is not None and record.state.gone)
+
+    def _others(self, test: Callable[[int], bool]) -> list[int]:
+        return [rank for rank in range(len(self._names)) if rank != self.rank and test(rank)]
+
+    def _publish(self, now: float, *, at_once: bool = False) -> None:
+        beat = 0 if self._last is None else self._last.beat
+        pausing = self.state is State.TRAINING and self.pausing
+        record = Record(
+            State.PAUSING if pausing else self.state,
+            beat,
+            self.warming,
+            self.begun,
+            self.fresh,
+            self._round,
+            self._ready,
+            self._channels.name(self._meeting),
+            tuple(sorted(self._watch.lost)),
+            self.leaving,
+        )
+        if at_once or record != self._last or now - self._posted >= self._patience.beat_s:
+            self._last = Record(**{**vars(record), "beat": beat + 1})
+            self._posted = now
+            self._board.post(self._last.to_json())
+
+    # Is everybody well?
+
+    def _is_sound(self) -> bool:
+        """Whether this member can go on; otherwise ``error`` or ``leaving`` says why not."""
+        if any(self.rank in record.lost for record in self._records if record is not None):
+            self._excluded()
+        news = {rank for rank in self._others(self._has_failed) if rank not in self._mourned}
+        if news:
+            self._mourned |= news
+            self._mourn(sorted(news))
+        if self.warming and not self.leaving:
+            self._watch_warm_up()
+        if self.leaving:
+            self._leave()
+        return not self.leaving
+
+    def _has_failed(self, rank: int) -> bool:
+        record = self._records[rank]
+        return rank in self._watch.lost or (record is not None and record.state is State.DIVERGED)
+
+    def _mourn(self, failed: list[int]) -> None:
+        names = [self._names[rank] for rank in failed]
+        diverged = [rank for rank in failed if rank not in self._watch.lost]
+        error: BaseException
+        if diverged:
+            error = not_finite(self._names[diverged[0]])
+        else:
+            error = PeerLostError(
+                f"ranks {names} gave no sign of life" if len(names) > 1 else f"rank {names[0]} gave no sign of life",
+                rank=self._names[self.rank],
+                call="averaging of models",
+                peers=names,
+                advice="The model of this rank is intact: save it, or resume averaging with the ranks that are left.",
+            )
+        if self._continue_alone:
+            _log.warning("rank %d goes on without ranks %s: %s", self._names[self.rank], names, error)
+            return
+        self._fail(error)
+
+    def _excluded(self) -> None:
+        error = PeerLostError(
+            "the other ranks took this one for dead",
+            rank=self._names[self.rank],
+            call="averaging of models",
+            peers=[self._names[rank] for rank in self._others(lambda _: True)],
+            advice="It gave no sign of life for too long; raise peer_timeout_s if that can happen.",
+        )
+        if self._continue_alone:
+            _log.warning("rank %d goes on alone: %s", self._names[self.rank], error)
+            self.leaving = error.problem
+            return
+        self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self.error = self.error or error
+        self.leaving = str(getattr(error, "problem", error)) or type(error).__name__
+
+    def _watch_warm_up(self) -> None:
+        """Synchronous training needs everyone in every step."""
+        if self.pausing:
+            ahead = self._others(lambda rank: not self._gone(rank) and self._steps_begun(rank) > self.begun)
+            if ahead and self._strand is not None:
+                strand, self._strand = self._strand, None
+                strand(f"rank {self._names[self.rank]} called abort() after {self.begun} steps, in warm-up")
+            return
+        left = self._others(self._gone)
+        if left:
+            record = self._records[left[0]]
+            why = "" if record is None or not record.reason else f": {record.reason}"
+            self._fail(
+                PeerLostError(
+                    f"rank {self._names[left[0]]} left during warm-up, in which all ranks step together{why}",
+                    rank=self._names[self.rank],
+                    call="averaging of models",
+                    peers=[self._names[rank] for rank in left],
+                )
+            )
+
+    def _steps_begun(self, rank: int) -> int:
+        record = self._records[rank]
+        return record.begun if record is not None and record.warming else 0
+
+    # From decision to decision.
+
+    @property
+    def _topic(self) -> str:
+        everyone = self._meeting == self._schedule.everyone
+        return f"{self._round}/{'all' if everyone else '-'.join(map(str, self._meeting))}"
+
+    def _advance(self) -> None:
+        for _ in range(_MOST_RESTS):
+            if len(self._meeting) > 1 or self._round >= FINAL or self.pausing:
+                break
+            self._next_round()  # Nobody is met in this one.
+        self._take_snapshot()
+        if self.leaving or not (self._ready or self.pausing):
+            return
+        decision = self._board.decided(self._topic)
+        if decision is None:
+            proposal = self._proposal()
+            if proposal is None:
+                return
+            decision = self._board.decide(self._topic, proposal)
+        self._follow(decision)
+
+    def _take_snapshot(self) -> None:
+        """Make the snapshot on the desk this member's contribution, if it is fit for that."""
+        desk = self._desk
+        if self._ready or self.warming or desk.stage is not Stage.SNAPSHOT:
+            return
+        if self._round >= FINAL and not desk.at_rest:
+            desk.discard()
+            return
+        for parcel in desk.parcels:
+            parcel.arrived()
+        if all(is_finite(parcel.snapshot) for parcel in desk.parcels):
+            self._ready = True
+            return
+        desk.discard()
+        self._fail(not_finite(self._names[self.rank]))
+        self._end(State.DIVERGED)
+
+    def _all_rest(self) -> bool:
+        return self.pausing and not self._others(lambda rank: not self._gone(rank) and not self._is_pausing(rank))
+
+    def _is_pausing(self, rank: int) -> bool:
+        record = self._records[rank]
+        return record is not None and record.state is State.PAUSING
+
+    def _proposal(self) -> dict[str, Any] | None:
+        """What could be decided about this round, as far as this member can see."""
+        if self._round < FINAL and self._all_rest():
+            return {"kind": "stop", "average": self._have_trained()}
+        alive = tuple(rank for rank in self._meeting if rank == self.rank or not self._gone(rank))
+        if not self._ready or not all(rank == self.rank or self._is_ready(rank) for rank in alive):
+            return None
+        if alive == (self.rank,) and self._round < FINAL and not self._others(lambda rank: not self._gone(rank)):
+            return None  # Nobody is left: there will be no more rounds.
+        fresh = self._topic
+        names = [self._channels.name(self._meeting) if rank == self.rank else self._channel_of(rank) for rank in alive]
+        return {
+            "kind": "go",
+            "members": list(alive),
+            "channel": self._channels.common(self._meeting, alive, names, fresh),
+        }
+
+    def _have_trained(self) -> bool:
+        """Whether weights may differ, so that a last average is needed. The same on all who can propose to stop."""
+        alive = [record for rank, record in enumerate(self._records) if record is not None and not self._gone(rank)]
+        own = self.fresh or self.warming
+        return not own or any(not (record.fresh or record.warming) for record in alive)
+
+    def _is_ready(self, rank: int) -> bool:
+        record = self._records[rank]
+        return record is not None and record.ready and record.round == self._round
+
+    def _channel_of(self, rank: int) -> str:
+        record = self._records[rank]
+        return "" if record is None else record.channel
+
+    def _follow(self, decision: dict[str, Any]) -> None:
+        """Do what was decided about the round that this member is in."""
+        if decision["kind"] == "stop":
+            self._stop(average=decision["average"])
+            return
+        members = tuple(decision.get("members", ()))
+        if decision["kind"] == "void" or members == (self.rank,):
+            self._next_round()
+        elif self.rank not in members:
+            self._excluded()
+            self._leave()
+        else:
+            self._start(members, decision["channel"])
+
+    def _next_round(self) -> None:
+        """Go on with the round after this one; a snapshot that was not used is kept for it."""
+        if len(self._meeting) > 1:
+            self._passed.append((self._round, self._topic, self._meeting))
+        self._round += 1
+        if self._round < FINAL:
+            self._meeting = self._schedule.members(self._round)
+        elif self._round - FINAL >= _FINAL_ATTEMPTS:
+            self._end(State.STOPPED)
+
+    def _stop(self, *, average: bool) -> None:
+        """All have agreed to end: a last exchange of all, then nothing more."""
+        if not self.pausing:
+            self._excluded()
+            self._leave()
+            return
+        if not average or not self._others(lambda rank: not self._gone(rank)):
+            self._end(State.STOPPED)
+            return
+        self._ready = False
+        self._round = FINAL
+        self._meeting = self._schedule.everyone
+
+    # One exchange.
+
+    def _start(self, members: tuple[int, ...], name: str) -> None:
+        channel = Channel(name, members)
+        self._publish(self._clock())  # Opening a channel may take a while.
+        try:
+            channel = self._channels.require(self._meeting, members, name)
+            transfer = self._courier.start(channel, self._desk.parcels)
+        except CommunicationError as error:
+            self._broke_off(error, channel)
+            return
+        self._transfer = (transfer, channel, self._clock())
+
+    def _attend(self) -> None:
+        assert self._transfer is not None
+        transfer, channel, started = self._transfer
+        gone = [rank for rank in channel.members if rank != self.rank and self._gone(rank)]
+        try:
+            complete = transfer.poll()
+            if not complete and gone:
+                raise PeerLostError(
+                    f"rank {self._names[gone[0]]} left in the middle of an exchange",
+                    rank=channel.members.index(self.rank),
+                    peers=[channel.members.index(rank) for rank in gone],
+                )
+        except CommunicationError as error:
+            self._transfer = None
+            self._broke_off(error, channel)
+            return
+        if complete:
+            self._transfer = None
+            self._deliver(channel, self._clock() - started)
+
+    def _deliver(self, channel: Channel, seconds: float) -> None:
+        desk, progress, final = self._desk, self.progress, self._round >= FINAL
+        means_are_finite = not final or all(is_finite(parcel.average) for parcel in desk.parcels)
+        distances = [p.measure_difference() if final else p.make_difference() for p in desk.parcels]
+        progress.nbytes += sum(parcel.nbytes for parcel in desk.parcels)
+        progress.round_s, progress.members = seconds, channel.members
+        self._failures = 0
+        self._ready = False
+        finite = means_are_finite if final else all(is_finite(parcel.average) for parcel in desk.parcels)
+        if finite:
+            progress.rounds += 1
+            progress.distance = sum(distance**2 for distance in distances) ** 0.5
+            desk.deliver(replace=final)
+        else:
+            progress.overflowed += 1
+            _log.warning("rank %d: an average of finite weights is not finite; it was dropped", self._names[self.rank])
+            desk.discard()
+        if final:
+            self._end(State.STOPPED)
+        else:
+            self._next_round()
+
+    def _broke_off(self, error: CommunicationError, channel: Channel) -> None:
+        """An exchange failed: this member's weights are as they were; try again with who is left, in the next round."""
+        self._channels.drop(self._meeting)
+        self._watch.suspect(peers_named_by(error, channel))
+        self.progress.failed += 1
+        self._failures += 1
+        _log.info("rank %d: averaging with ranks %s broke off: %s", self._names[self.rank], channel.members, error)
+        self._next_round()
+        if self._failures >= _FAILURES_IN_A_ROW and not self._continue_alone and not self.state.gone:
+            self._fail(error)
+
+    # The end.
+
+    def _leave(self) -> None:
+        """Go, after making sure that nobody begins an exchange with this member."""
+        if self._ready and not self.state.gone:
+            decision = self._board.decide(self._topic, {"kind": "void"})
+            if decision["kind"] == "go" and self.rank in decision["members"] and len(decision["members"]) > 1:
+                self._follow(decision)  # It was decided before; they count on this member.
+                if self._transfer is not None:
+                    return
+        self._end(State.LEFT)
+
+    def _end(self, state: State) -> None:
+        if not self.state.gone:
+            self.state = state
+        self._ready = False
+        self._publish(self._clock(), at_once=True)
+        self._channels.close()
+        if state is State.LEFT and self.warming and self._strand is not None:
+            strand, self._strand = self._strand, None
+            strand(f"rank {self._names[self.rank]} left in warm-up: {self.leaving}")
+        self.over = not self._hosts_store or state is not State.STOPPED
+        self._desk.tell()
+
+    def _linger(self) -> None:
+        """The store is here: stay until the others have ended, too."""
+        self.over = self.over or bool(self.leaving) or not self._others(lambda rank: not self._gone(rank))
+        if self.over:
+            self._desk.tell()
+
+    @property
+    def others_remain(self) -> bool:
+        """Whether some other member has not ended, as far as this one knows. Looks at the board once more."""
+        self._look(self._clock())
+        return bool(self._others(lambda rank: not self._gone(rank)))
+
+    @property
+    def remaining(self) -> list[int]:
+        """Global ranks of the others that had not ended when this one last looked."""
+        return [self._names[rank] for rank in self._others(lambda rank: not self._gone(rank))]
+
+    def abandon(self, error: CommunicationError) -> None:
+        """The board is gone: end here, with ``error`` unless this member may go on alone."""
+        if self.state.gone:
+            pass  # All that mattered was done.
+        elif self._continue_alone:
+            _log.warning("rank %d goes on alone: %s", self._names[self.rank], error)
+        else:
+            self.error = self.error or error
+        self.state = self.state if self.state.gone else State.LEFT
+        self._transfer = None
+        self._channels.close()
+        self.over = True
+        self._desk.tell()
+
+    def _forget_decisions(self) -> None:
+        """Keep the board small: the first of those who met deletes what all have read."""
+        kept = []
+        for number, topic, meeting in self._passed:
+            present = [rank for rank in meeting if rank == self.rank or not self._gone(rank)]
+            if present[0] != self.rank:
+                continue
+            if all(rank == self.rank or self._is_past(rank, number) for rank in present):
+                self._board.forget(topic)
+            else:
+                kept.append((number, topic, meeting))
+        self._passed = kept
+
+    def _is_past(self, rank: int, number: int) -> bool:
+        record = self._records[rank]
+        return record is not None and record.round > number
+
+
+def not_finite(rank: int) -> NonFiniteError:
+    """The error for weights that cannot be averaged."""
+    return NonFiniteError(
+        f"the weights of rank {rank} are not finite, so they were not averaged",
+        rank=rank,
+        advice="Look for a learning rate that is too high on that rank; the other ranks' weights are intact.",
+    )

@@ -1,0 +1,80 @@
+"""Who meets in which round."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from bagua.topology import Complete, RandomMatching, Round, Topology, create
+
+__all__ = ["Schedule", "topology_of"]
+
+
+def topology_of(peer_selection_mode: str) -> Topology:
+    """The topology that a mode stands for: ``all``, ``random_pair``, or the name of a topology.
+
+    Raises:
+        ConfigurationError: there is none.
+
+    Example:
+        >>> topology_of("all"), topology_of("shift_one"), topology_of("random_pair")
+        (Complete(), ShiftOne(), RandomMatching(seed=0))
+    """
+    return RandomMatching() if peer_selection_mode == "random_pair" else create(peer_selection_mode)
+
+
+class Schedule:
+    """The members that one rank meets, round by round.
+
+    In a topology that splits the ranks in each round, these are the ranks of its part. In
+    any other one, pairs of neighbours are drawn in each round, so that nobody ever has to
+    wait for more than one other.
+
+    Args:
+        topology: of the ranks.
+        rank: this rank.
+        nodes: index of the host of each rank.
+
+    Example:
+        >>> from bagua.topology import Ring, ShiftOne
+        >>> [Schedule(ShiftOne(), 0, [0] * 4).members(number) for number in (0, 1, 2)]
+        [(0, 2), (0, 3), (0, 2)]
+        >>> {len(Schedule(Ring(), 0, [0] * 4).members(number)) for number in range(20)}
+        {2}
+    """
+
+    def __init__(self, topology: Topology, rank: int, nodes: Sequence[int]) -> None:
+        self._topology = topology
+        self._rank = rank
+        self._nodes = tuple(nodes)
+        self.everyone = tuple(range(len(self._nodes)))
+        self.pairwise = not isinstance(topology, Complete)
+        self.members(0)  # A topology that does not exist for so many ranks is refused now.
+
+    def members(self, number: int) -> tuple[int, ...]:
+        """The ranks that meet in round ``number``, counted from 0, this one among them."""
+        if not self.pairwise:
+            return self.everyone
+        round_ = self._topology.round(len(self._nodes), number + 1, self._nodes)
+        if round_.edges is None:
+            round_ = _pairs_of_neighbours(round_, number)
+        edge = round_[self._rank].edge
+        assert edge is not None
+        return edge.ranks
+
+
+def _pairs_of_neighbours(graph: Round, number: int) -> Round:
+    """A matching in ``graph`` that cannot be extended, another one for each ``number``."""
+    pairs = {
+        (min(rank, other), max(rank, other))
+        for rank in range(graph.size)
+        for other in (*graph[rank].destinations, *(source for source, _ in graph[rank].sources))
+    }
+    drawn = sorted(pairs)
+    random.Random(number).shuffle(drawn)  # noqa: S311 - no secret
+    free, chosen = set(range(graph.size)), []
+    for pair in drawn:
+        if free.issuperset(pair):
+            free -= set(pair)
+            chosen.append(pair)
+    return Round.matching(graph.size, chosen)

@@ -1,0 +1,163 @@
+"""The background thread of one rank, from the beginning of averaging to its end."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+import time
+import weakref
+
+from bagua.errors import CommunicationError
+from bagua.primitives.averaging.desk import Desk
+from bagua.primitives.averaging.member import Member
+from bagua.primitives.averaging.records import State
+from bagua.primitives.averaging.transfer import Courier
+
+__all__ = ["Session"]
+
+#: An interpreter that ends without a word to the others takes at most about so long for it.
+EXIT_S = 2.0
+#: The host of the store stays so much longer if others are still there.
+LINGER_S = 2.0
+
+
+class Session:
+    """A daemon thread that polls a member until it is over.
+
+    It holds the desk, but neither the model nor the algorithm: who forgets those ends it.
+
+    Args:
+        member: what is polled; hands over attributes, which are read and written whole.
+        desk: of the member.
+        courier: of the member.
+        name: of the thread.
+    """
+
+    def __init__(self, member: Member, desk: Desk, courier: Courier, name: str, *, hosts_store: bool = False) -> None:
+        self.member = member
+        self.desk = desk
+        self._courier = courier
+        self._hosts_store = hosts_store
+        self._process = os.getpid()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        _sessions.add(self)
+        self._thread.start()
+
+    def _run(self) -> None:
+        member, wake = self.member, self.desk.wake
+        try:
+            while not member.over:
+                wake.wait(member.poll())
+                wake.clear()
+        except CommunicationError as error:
+            member.abandon(error)
+        except BaseException as error:  # noqa: BLE001 - the training thread raises it
+            member.error = error
+            member.over = True
+        finally:
+            self._courier.interrupt("averaging has ended")
+            self.desk.tell()
+
+    @property
+    def over(self) -> bool:
+        """Whether the member has ended."""
+        return self.member.over or not self._thread.is_alive()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What the training thread has to know."""
+        return self.member.error
+
+    @property
+    def ended_together(self) -> bool:
+        """Whether this member ended because all had agreed to."""
+        return self.member.state is State.STOPPED
+
+    def wait_for_change(self, limit_s: float) -> None:
+        """Sleep until the background thread has changed something, at most ``limit_s``."""
+        with self.desk.changed:
+            if not self.over:
+                self.desk.changed.wait(limit_s)
+
+    def join(self, limit_s: float) -> bool:
+        """Wait for the end of the thread, and say whether it has ended."""
+        if self._thread is not threading.current_thread() and self._thread.ident is not None:
+            self._thread.join(limit_s)
+        return not self._thread.is_alive()
+
+    def leave(self, reason: str, limit_s: float = EXIT_S) -> bool:
+        """End without waiting for anybody, and say whether the thread has ended in time.
+
+        An exchange that is under way has half of the time; then it is broken off, which
+        the others survive.
+
+        Args:
+            reason: what the others are told.
+            limit_s: how long this may take.
+        """
+        if os.getpid() != self._process:
+            return True  # Threads stay with the parent of a fork.
+        self.member.leaving = self.member.leaving or reason
+        self.desk.wake.set()
+        if not self.join(limit_s / 2):
+            self._courier.interrupt(reason)
+            self.desk.wake.set()
+            return self.join(limit_s / 2)
+        return True
+
+    def forget(self) -> None:
+        """Let it end by itself, without waiting; for whoever must not block, as a finalizer."""
+        if os.getpid() == self._process:
+            self.member.leaving = self.member.leaving or "the model was dropped"
+            self.desk.wake.set()
+
+    def linger(self, until: float) -> None:
+        """Where the store is hosted: give the others until then to end, too."""
+        if not self._hosts_store or self._thread.is_alive() or os.getpid() != self._process:
+            return
+        with contextlib.suppress(CommunicationError):
+            while time.monotonic() < until and self.member.others_remain:
+                time.sleep(0.02)
+
+
+class _Sessions:
+    """All sessions of this process, to be ended before the interpreter does."""
+
+    def __init__(self) -> None:
+        self._living: weakref.WeakSet[Session] = weakref.WeakSet()
+        self._hosting: list[Session] = []
+        self._guard = threading.Lock()
+        self._registered = False
+
+    def add(self, session: Session) -> None:
+        with self._guard:
+            self._living.add(session)
+            if session._hosts_store:  # noqa: SLF001 - the other half of this file
+                # Others may outlast it, also when nobody here thinks of it any more.
+                self._hosting = [one for one in self._hosting if not one.ended_together] + [session]
+            if not self._registered:
+                # Now, not at import: handlers run in reverse order, and the groups must outlive the sessions.
+                self._registered = True
+                atexit.register(self._leave_all)
+
+    def _leave_all(self) -> None:
+        with self._guard:
+            sessions = list(self._living)
+            hosting = list(self._hosting)
+        for session in sessions:
+            session.forget()
+        until = time.monotonic() + EXIT_S
+        for session in sessions:
+            session.leave("its process ends", max(until - time.monotonic(), 0.1))
+        until = time.monotonic() + LINGER_S
+        for session in hosting:
+            if not session.ended_together:
+                session.linger(until)
+
+
+_sessions = _Sessions()

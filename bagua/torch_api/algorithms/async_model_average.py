@@ -1,0 +1,11 @@
+"""``bagua.torch_api.algorithms.async_model_average``: every rank at its own pace."""
+
+from __future__ import annotations
+
+from bagua.algorithms.async_model_average import (
+    AsyncModelAverageAlgorithm,
+    AsyncModelAverageAlgorithmImpl,
+    AveragingStatus,
+)
+
+__all__ = ["AsyncModelAverageAlgorithm", "AsyncModelAverageAlgorithmImpl", "AveragingStatus"]
