@@ -1,0 +1,137 @@
+"""Which calls of torch the backend ``bagua`` takes itself, and to whom it hands others. Without ranks."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bagua.comm.group import solo_group
+from bagua.comm.torch_backend import TorchGroup
+from bagua.comm.torch_backend_calls import TorchCalls
+from bagua.comm.torch_backend_work import TorchWork
+from bagua.comm.work import JoinedWork, PendingWork
+from bagua.errors import InvalidTensorError, PeerLostError
+
+#: What a group may leave to torch: facts, names, and what only Gloo and NCCL have.
+LEFT_TO_TORCH = {
+    *("rank", "size", "name", "group_name", "group_desc", "bound_device_id", "boxed", "unbox", "merge_remote_group"),
+    *("monitored_barrier", "use_pg_for_symm_mem_rendezvous"),
+}
+
+
+def test_no_call_falls_through_to_a_method_that_would_deadlock() -> None:
+    public = {
+        name
+        for name, value in vars(dist.ProcessGroup).items()
+        if not name.startswith("__") and not isinstance(value, (type, dist.ProcessGroup.BackendType))
+    }
+    calls = {name for name in public if not name.startswith("_")} | {"_allgather_base", "_reduce_scatter_base"}
+    ours = {name for kind in (TorchGroup, TorchCalls) for name in vars(kind)}
+    assert calls - ours == LEFT_TO_TORCH
+
+
+class Recorder:
+    """Stands for NCCL, which cannot run here: notes which of its methods is called."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def method(*arguments: object) -> str:
+            assert arguments
+            self.called.append(name)
+            return f"work of {name}"
+
+        return method
+
+
+def test_tensors_of_other_devices_go_to_their_backend() -> None:
+    recorder = Recorder()
+    group = TorchCalls(solo_group(), SimpleNamespace(timeout_s=5.0), {"meta": recorder})
+    far = torch.empty(4, device="meta")
+    calls: dict[str, tuple[Any, ...]] = {
+        "allreduce": ([far],),
+        "allreduce_coalesced": ([far, far],),
+        "broadcast": ([far],),
+        "allgather": ([[far]], [far]),
+        "all_gather_single_coalesced": ([far], [far]),
+        "reduce_scatter": ([far], [[far]]),
+        "reduce_scatter_single_coalesced": ([far], [far]),
+        "all_to_all_single": (far, far),
+        "send": ([far], 0),
+        "recv": ([far], 0),
+        "all_gather_single": (far, far),
+        "reduce_scatter_single": (far, far),
+        "reduce": ([far],),
+        "gather": ([[far]], [far]),
+        "scatter": ([far], [[far]]),
+        "alltoall": ([far], [far]),
+        "recv_anysource": ([far], 0),
+    }
+    for name, arguments in calls.items():
+        assert getattr(group, name)(*arguments) == f"work of {name}"
+    assert recorder.called == [*calls]
+    # A CPU tensor of the same group does not.
+    near = torch.ones(3)
+    assert group.allreduce([near]).wait()
+    assert recorder.called == [*calls]
+
+
+def test_a_device_without_backend_is_a_typed_error() -> None:
+    group = TorchCalls(solo_group(), SimpleNamespace(timeout_s=5.0), {})
+    with pytest.raises(InvalidTensorError, match="cpu"):
+        group.allreduce([torch.empty(1, device="meta")])
+
+
+def failing(timeout_s: float | None) -> None:
+    raise PeerLostError("rank 1 is gone", peers=(1,))
+
+
+def test_a_failed_call_is_an_error_to_those_who_hold_its_future() -> None:
+    work = TorchWork(PendingWork(failing, lambda: True), [])
+    passed_on = work.get_future().then(lambda done: done.value())
+    with pytest.raises(RuntimeError, match="PeerLostError: rank 1 is gone"):
+        passed_on.wait()
+    assert not work.is_success()
+    with pytest.raises(PeerLostError):
+        work.wait()
+
+
+def test_a_timeout_of_zero_means_the_deadline_of_the_call() -> None:
+    seen: list[float | None] = []
+    for timeout in (timedelta(), timedelta(seconds=2)):
+        TorchWork(PendingWork(seen.append, lambda: False), []).wait(timeout)
+    assert seen == [None, 2.0]
+
+
+def test_joined_works_finish_once_when_all_are_complete() -> None:
+    finished: list[int] = []
+    callbacks: list[Any] = []
+
+    def notify(callback: Any) -> bool:
+        callbacks.append(callback)
+        return True
+
+    parts = [PendingWork(lambda _: None, lambda: True, notify) for _ in range(2)]
+    work = TorchWork(JoinedWork(parts, lambda: finished.append(1)), [kept := torch.ones(1)])
+    future = work.get_future()
+    callbacks[0]()
+    assert not future.done()
+    callbacks[1]()
+    assert future.wait()[0] is kept
+    work.wait()
+    assert finished == [1]
+
+
+def test_gathered_pieces_reach_tensors_of_inference_mode() -> None:
+    group = TorchCalls(solo_group(), SimpleNamespace(timeout_s=5.0), {})
+    with torch.inference_mode():
+        outputs: list[Tensor] = [torch.zeros(2)]
+    assert group.allgather([outputs], [torch.ones(2)]).get_future().wait()
+    assert outputs[0].tolist() == [1.0, 1.0]
