@@ -7,7 +7,12 @@ from bagua.algorithms.async_model_average import (
 )
 from bagua.algorithms.base import Algorithm, AlgorithmImpl, Bucketing, Traits, as_algorithm, registry
 from bagua.algorithms.bytegrad import ByteGradAlgorithm, ByteGradAlgorithmImpl
+from bagua.algorithms.decentralized import DecentralizedAlgorithm, DecentralizedAlgorithmImpl
 from bagua.algorithms.gradient_allreduce import GradientAllReduceAlgorithm, GradientAllReduceAlgorithmImpl
+from bagua.algorithms.low_precision_decentralized import (
+    LowPrecisionDecentralizedAlgorithm,
+    LowPrecisionDecentralizedAlgorithmImpl,
+)
 from bagua.algorithms.power_sgd import PowerSGDAlgorithm, PowerSGDAlgorithmImpl
 from bagua.algorithms.registry import DistributedAlgorithm, Registry
 from bagua.algorithms.scatter_gather import ScatterGatherAllReduceAlgorithm, ScatterGatherAllReduceAlgorithmImpl
@@ -23,9 +28,13 @@ __all__ = [
     "Bucketing",
     "ByteGradAlgorithm",
     "ByteGradAlgorithmImpl",
+    "DecentralizedAlgorithm",
+    "DecentralizedAlgorithmImpl",
     "DistributedAlgorithm",
     "GradientAllReduceAlgorithm",
     "GradientAllReduceAlgorithmImpl",
+    "LowPrecisionDecentralizedAlgorithm",
+    "LowPrecisionDecentralizedAlgorithmImpl",
     "PowerSGDAlgorithm",
     "PowerSGDAlgorithmImpl",
     "Registry",
@@ -47,3 +56,5 @@ registry.register("power_sgd", PowerSGDAlgorithm)
 registry.register("top_k", TopKAlgorithm)
 registry.register("sign_sgd", SignSGDAlgorithm)
 registry.register("async", AsyncModelAverageAlgorithm)
+registry.register("decentralized", DecentralizedAlgorithm)
+registry.register("low_precision_decentralized", LowPrecisionDecentralizedAlgorithm)

@@ -37,6 +37,10 @@ class Traits:
         gathers_gradients: ``bucket.gradients`` holds the gradients when ``fill`` is called.
         after_optimizer: exchanges once the optimizers have stepped, instead of when the
             gradients of a bucket are there.
+        needs_gradients: what is exchanged depends on the gradients of the step. Otherwise all
+            exchanges start with the first gradient.
+        exact_mean: by default, each exchange gives all ranks the mean over all ranks; what
+            makes them differ comes before or after.
         owns_optimizers: steps by itself, in ``local_step``; the user's ``step()`` is idle.
         active_alone: does something on a group of one rank, too.
         same_order: gradients must appear in the same order on all ranks. Otherwise rank 0's
@@ -49,6 +53,8 @@ class Traits:
     background: bool = False
     gathers_gradients: bool = True
     after_optimizer: bool = False
+    needs_gradients: bool = True
+    exact_mean: bool = False
     owns_optimizers: bool = False
     active_alone: bool = False
     same_order: bool = False

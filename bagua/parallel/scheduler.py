@@ -114,6 +114,7 @@ class Scheduler:
         self._group = group
         self._delay = delay
         self._gathers = algorithm.traits.gathers_gradients
+        self._at_once = not delay and not algorithm.traits.needs_gradients
         self._lanes = [Lane(bucket, gathers=self._gathers) for bucket in buckets]
         self._executors = {
             bucket.device: create_executor(group, bucket.device, blocking=algorithm.blocking) for bucket in buckets
@@ -168,15 +169,18 @@ class Scheduler:
             elif lane.scale is not None:
                 view.mul_(lane.scale)
         lane.pending -= 1
-        if lane.pending == 0:
+        if lane.pending == 0 or (self._at_once and not self.launched):
             self.launch_ready()
 
     def launch_ready(self, *, everything: bool = False) -> None:
-        """Start the exchanges of complete buckets, in order, up to the first incomplete one."""
+        """Start the exchanges of complete buckets, in order, up to the first incomplete one.
+
+        Exchanges that do not need gradients all start with the first gradient.
+        """
         if self._delay and not everything:
             return
         with self._launching:  # Autograd has one thread for each device.
-            while self.launched < len(self._lanes) and self._lanes[self.launched].pending == 0:
+            while self.launched < len(self._lanes) and (self._at_once or self._lanes[self.launched].pending == 0):
                 lane = self._lanes[self.launched]
                 self.launched += 1
                 self._launch(lane)

@@ -140,12 +140,12 @@ class AlgorithmContract:
 
     Attributes:
         sizes: numbers of ranks that it is tried on.
-        exchange_is_the_exact_mean: for an algorithm that promises consensus only, because it
-            exchanges seldom or late, although each exchange is exact.
+        exchange_is_the_exact_mean: for an algorithm that promises consensus only, although each
+            exchange is exact, because it exchanges seldom or late. None means as the traits say.
     """
 
     sizes: tuple[int, ...] = (1, 2, 3, 4)
-    exchange_is_the_exact_mean: bool = False
+    exchange_is_the_exact_mean: bool | None = None
 
     # The declaration.
 
@@ -258,7 +258,8 @@ class AlgorithmContract:
         traits = self.traits(algorithm)
         if traits.result == "bounded":
             self.assert_noticed(algorithm, pool, monkeypatch, exchange_exact_mean)
-        if traits.result == "consensus" and not self.exchange_is_the_exact_mean:
+        exact = traits.exact_mean if self.exchange_is_the_exact_mean is None else self.exchange_is_the_exact_mean
+        if traits.result == "consensus" and not exact:
             own = pool.run(train, algorithm, size=4)
             monkeypatch.setattr(type(algorithm).implementation, "exchange", exchange_exact_mean)
             mutated = pool.run(train, algorithm, size=4)
