@@ -112,7 +112,7 @@ class Autotuner:
 
     def forward(self, *, training: bool) -> None:
         """A forward pass of the module begins; ask if it is time to."""
-        if self._settled():
+        if self.settled:
             return
         if not training:
             self._watch.interrupt()
@@ -123,7 +123,8 @@ class Autotuner:
                 self._ask(1.0 / step_s if step_s else None, step_s)
                 self._watch.interrupt()  # Asking is no part of a step.
 
-    def _settled(self) -> bool:
+    @property
+    def settled(self) -> bool:
         """Whether the final choice was made for the buckets that there are now."""
         return self._final and self._measured is self._reducer.buckets
 
@@ -163,7 +164,7 @@ class Autotuner:
             CollectiveMismatchError: on all ranks, if they ask at different steps.
             CollectiveTimeoutError: not all ranks ask.
         """
-        if not self._possible or self._settled():
+        if not self._possible or self.settled:
             return False
         scores = self._scores
         return self._ask(statistics.median(scores) if scores else None, None, missing=not scores)

@@ -29,10 +29,12 @@ class Place:
     Args:
         network: the hosts.
         ranks_per_host: consecutive ranks share a host.
+        backend: of bagua; None is its own choice.
     """
 
     network: Network
     ranks_per_host: int = 1
+    backend: str | None = None
 
     @property
     def world_size(self) -> int:
@@ -51,7 +53,9 @@ class Place:
             wait_for_workers=False,
             timeout=patience,
         )
-        comm.init_process_group(timeout=patience, store=store, rank=rank.rank, world_size=rank.world_size)
+        comm.init_process_group(
+            backend=self.backend, timeout=patience, store=store, rank=rank.rank, world_size=rank.world_size
+        )
 
     def sent_bytes(self, rank: Rank) -> int:
         """What this rank's host has sent so far, told by one rank of the host; 0 from the others."""

@@ -161,7 +161,7 @@ def test_reports_of_the_user_take_the_place_of_what_the_engine_measures(thread_r
         model = mlp()
         wrapped, optimizer = bagua_init(model, sgd(model.parameters()), message_size=1, autotune=AT_ONCE)
         train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(60))
-        assert wrapped._bagua_engine.tuner._settled()
+        assert wrapped._bagua_engine.tuner.settled
         settings = tune_by_hand(wrapped, optimizer, range(60, 80))
         assert {setting.bucket_bytes for setting in settings} >= {1024, 2048}
         return wrapped.bagua_setting
@@ -208,7 +208,7 @@ def test_a_new_phase_is_tuned_anew(thread_ranks):
         wrapped._bagua_engine.tuner = Autotuner(tuned_reducer(wrapped))
         settings = tune_by_hand(wrapped, optimizer, range(40))
         assert len(wrapped.bagua_buckets) == 1
-        assert wrapped._bagua_engine.tuner._settled()
+        assert wrapped._bagua_engine.tuner.settled
         return settings
 
     (settings, _) = thread_ranks(2, train)
@@ -228,10 +228,10 @@ def test_a_change_of_the_model_is_tuned_anew(thread_ranks):
         optimizer = sgd(model.parameters())
         wrapped, _ = bagua_init(model, optimizer, message_size=1, find_unused_parameters=True, autotune=AT_ONCE)
         tune_by_hand(wrapped, optimizer, range(20))
-        assert wrapped._bagua_engine.tuner._settled()
+        assert wrapped._bagua_engine.tuner.settled
         model[4].requires_grad_(False)
         settings = tune_by_hand(wrapped, optimizer, range(20, 40), lambda setting: float(setting.bucket_bytes))
-        assert wrapped._bagua_engine.tuner._settled()
+        assert wrapped._bagua_engine.tuner.settled
         return settings, wrapped.bagua_setting
 
     ((settings, last), (_, other)) = thread_ranks(2, train)
