@@ -207,12 +207,19 @@ class Bucket:
             self.gradient_views = self.views(self.gradients)
         return self.gradients
 
-    def fuse_weights(self) -> None:
-        """Move the weights into one flat block; the parameters stay the same objects."""
+    def fuse_weights(self, *, exchangeable: bool = False) -> None:
+        """Move the weights into one flat block; the parameters stay the same objects.
+
+        Args:
+            exchangeable: in memory that can be exchanged without a copy.
+        """
         if not self.fusion or self.weights is not None:
             return
         with torch.no_grad():
-            self.weights = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+            if exchangeable:
+                self.weights = self.empty()
+            else:
+                self.weights = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
             for parameter, view in zip(self.parameters, self.views(self.weights), strict=True):
                 view.copy_(parameter)
                 parameter.data = view

@@ -45,6 +45,8 @@ class Traits:
         active_alone: does something on a group of one rank, too.
         same_order: gradients must appear in the same order on all ranks. Otherwise rank 0's
             order of buckets is everyone's, and a rank may be late for some.
+        sends_weights: exchanges weights from where they lie, so that is memory which the
+            transport can read without a copy.
     """
 
     result: Literal["exact", "bounded", "consensus"]
@@ -58,6 +60,7 @@ class Traits:
     owns_optimizers: bool = False
     active_alone: bool = False
     same_order: bool = False
+    sends_weights: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -263,7 +263,7 @@ class BucketFormation:
 
     def _allocate(self) -> None:
         for bucket in self.buckets:
-            bucket.fuse_weights()
+            bucket.fuse_weights(exchangeable=self.algorithm.traits.sends_weights)
             if self.algorithm.traits.gathers_gradients and not self.between_steps:
                 bucket.allocate_gradients()
             bucket.state = self.algorithm.init_state(bucket)

@@ -8,9 +8,10 @@ import torch
 
 from bagua.algorithms import Algorithm, AlgorithmImpl, Traits
 from bagua.buckets import Bucket
-from bagua.comm import Communicator, ProcessGroup, Work
+from bagua.comm import ProcessGroup, Work
 from bagua.parallel.decentralized.plan import Plan
 from bagua.parallel.decentralized.stepping import Stepping
+from bagua.primitives import neighbour_average
 from bagua.topology import Neighbours
 
 __all__ = ["DelayedMixing", "DelayedMixingImpl"]
@@ -36,15 +37,20 @@ class DelayedMixingImpl(AlgorithmImpl, declaration=DelayedMixing):
     """``DelayedMixing`` bound to a group.
 
     After the exchange of a round, ``bucket.buffer()`` holds the weights of the peer if two ranks
-    meet; the weighted sum over all ranks of an edge, this one included, if it has a
-    communicator of its own; the weighted sum over all neighbours without this rank otherwise.
+    meet; the weighted sum over all ranks of an edge, this one included, if the edge has a
+    communicator of its own; what the weights shall become in all other rounds.
 
     Weights that lie in flat memory are sent from there: nobody changes them before this
     bucket waits for the end of the exchange.
     """
 
     traits = Traits(
-        result="consensus", gathers_gradients=False, owns_optimizers=True, active_alone=True, same_order=True
+        result="consensus",
+        gathers_gradients=False,
+        owns_optimizers=True,
+        active_alone=True,
+        same_order=True,
+        sends_weights=True,
     )
     lag = 1
 
@@ -78,18 +84,18 @@ class DelayedMixingImpl(AlgorithmImpl, declaration=DelayedMixing):
 
     @torch.no_grad()
     def fill(self, bucket: Bucket, step: int) -> None:
-        """What an allreduce changes in place, and weights that are not flat, are copied."""
+        """Copy the weights where the exchange changes what it sends, or where they are not flat."""
         neighbours = self._plan.at(step + 1)
-        if self._plan.communicator(neighbours) is None:
-            if bucket.weights is None:
-                bucket.read_weights(bucket.buffer("flat"))
-            return
-        assert neighbours.edge is not None
-        share = neighbours.edge.other_weight
-        if bucket.weights is None:
-            bucket.read_weights(bucket.buffer()).mul_(share)
-        else:
-            torch.mul(bucket.weights, share, out=bucket.buffer())
+        if self._plan.communicator(neighbours) is not None:
+            assert neighbours.edge is not None
+            if bucket.weights is not None:
+                torch.mul(bucket.weights, neighbours.edge.other_weight, out=bucket.buffer())
+            else:
+                bucket.read_weights(bucket.buffer()).mul_(neighbours.edge.other_weight)
+        elif not _is_pair(neighbours):
+            bucket.read_weights(bucket.buffer())
+        elif bucket.weights is None:
+            bucket.read_weights(bucket.buffer("flat"))
 
     def exchange(self, bucket: Bucket, group: ProcessGroup, step: int) -> Work | None:
         """Start round ``step + 1``."""
@@ -99,12 +105,12 @@ class DelayedMixingImpl(AlgorithmImpl, declaration=DelayedMixing):
         communicator = self._plan.communicator(neighbours)
         if communicator is not None:
             return communicator.allreduce(bucket.buffer(), async_op=True)
-        weights = bucket.buffer("flat") if bucket.weights is None else bucket.weights
         if _is_pair(neighbours):
+            weights = bucket.buffer("flat") if bucket.weights is None else bucket.weights
             peer = neighbours.destinations[0]
             return group.global_communicator.sendrecv(bucket.buffer(), weights, peer, peer, async_op=True)
-        _sum_of_neighbours(bucket.buffer(), weights, neighbours, bucket.buffer("arriving"), group.global_communicator)
-        return None
+        mixing = self._plan.round(step + 1)
+        return neighbour_average(bucket.buffer(), mixing, group.global_communicator, bucket.buffer, async_op=True)
 
     @torch.no_grad()
     def apply(self, bucket: Bucket, step: int) -> None:
@@ -115,52 +121,40 @@ class DelayedMixingImpl(AlgorithmImpl, declaration=DelayedMixing):
             return
         received = bucket.buffer()
         weights = bucket.read_weights(bucket.buffer("flat")) if bucket.weights is None else bucket.weights
-        if hook is None and _is_pair(neighbours):
+        if hook is not None and neighbours.edge is not None:
+            self._make_sum(received, weights, neighbours)
+            hook(neighbours.edge, neighbours.edge.weight)
+            _add_kept(received, weights, neighbours.edge.weight - neighbours.edge.other_weight)
+        elif _is_pair(neighbours):
             weights.lerp_(received, 1.0 - neighbours.own_weight)
+        elif neighbours.edge is not None and self._plan.communicator(neighbours) is not None:
+            _add_kept(received, weights, neighbours.edge.weight - neighbours.edge.other_weight)
         else:
-            kept = neighbours.own_weight
-            if self._plan.communicator(neighbours) is not None and neighbours.edge is not None:
-                kept -= neighbours.edge.other_weight
-            if hook is not None and neighbours.edge is not None:
-                self._complete_sum(received, weights, neighbours)
-                hook(neighbours.edge, neighbours.edge.weight)
-                kept = neighbours.edge.weight - neighbours.edge.other_weight
-            if abs(kept) < 1e-12:  # the mean: what comes from this rank is in the sum already
-                weights.copy_(received)
-            else:
-                torch.add(received, weights, alpha=kept, out=weights)
+            weights.copy_(received)
         if bucket.weights is None:
             bucket.write_weights(weights)
 
-    def _complete_sum(self, received: torch.Tensor, weights: torch.Tensor, neighbours: Neighbours) -> None:
+    def _make_sum(self, received: torch.Tensor, weights: torch.Tensor, neighbours: Neighbours) -> None:
         """Make of ``received`` the weighted sum over the whole edge: what optimizers expect to look at."""
         assert neighbours.edge is not None
-        if len(neighbours.edge.ranks) == 1:
+        if self._plan.communicator(neighbours) is not None:
+            return
+        share = neighbours.edge.other_weight
+        if not neighbours.sources:
             received.zero_()
         elif _is_pair(neighbours):
-            received.add_(weights).mul_(neighbours.edge.other_weight)
-        elif self._plan.communicator(neighbours) is None:
-            received.add_(weights, alpha=neighbours.edge.other_weight)
+            received.add_(weights).mul_(share)
+        else:
+            received.add_(weights, alpha=share - neighbours.edge.weight)
 
 
 def _is_pair(neighbours: Neighbours) -> bool:
     return neighbours.edge is not None and len(neighbours.edge.ranks) == 2
 
 
-def _sum_of_neighbours(
-    total: torch.Tensor,
-    weights: torch.Tensor,
-    neighbours: Neighbours,
-    arriving: torch.Tensor,
-    communicator: Communicator,
-) -> None:
-    """Send ``weights`` to all who take them, and sum up in ``total`` what comes from others."""
-    # No send waits for a receive, so no order of ranks can lock them.
-    sending = [communicator.send(weights, rank, async_op=True) for rank in neighbours.destinations]
-    total.zero_()
-    for rank, share in neighbours.sources:
-        communicator.recv(arriving, rank)
-        total.add_(arriving, alpha=share)
-    for work in sending:
-        assert work is not None
-        work.wait()
+def _add_kept(total: torch.Tensor, weights: torch.Tensor, kept: float) -> None:
+    """``weights <- kept * weights + total``."""
+    if abs(kept) < 1e-12:  # the mean: what comes from this rank is in the sum already
+        weights.copy_(total)
+    else:
+        torch.add(total, weights, alpha=kept, out=weights)

@@ -93,7 +93,7 @@ class Plan:
         self._rank = rank
         self._nodes = tuple(nodes)
         self._period = topology.period(size, nodes)
-        self._known: dict[int, Neighbours] = {}
+        self._known: dict[int, tuple[Round, Neighbours]] = {}
         self._communicators: dict[tuple[int, ...], Communicator] = {}
         rounds = [self._round(number) for number in self._first_rounds()]
         self.by_neighbours = any(
@@ -109,13 +109,20 @@ class Plan:
 
     def at(self, number: int) -> Neighbours:
         """What this rank does in round ``number``, counted from 1."""
+        return self._look_up(number)[1]
+
+    def round(self, number: int) -> Round:
+        """What all ranks do in round ``number``, counted from 1."""
+        return self._look_up(number)[0]
+
+    def _look_up(self, number: int) -> tuple[Round, Neighbours]:
         key = number if self._period is None else (number - 1) % self._period + 1
         if key not in self._known:
             found = self._round(key)
-            if self._period is None:  # A function of the user's: only the first rounds have been looked at.
+            if self._period is None:  # It may be a function of the user's: only the first rounds have been looked at.
                 check_round(found, size=self._size, symmetric=self.topology.symmetric, name=repr(self.topology))
                 self._known.clear()
-            self._known[key] = found[self._rank]
+            self._known[key] = found, found[self._rank]
         return self._known[key]
 
     @property
