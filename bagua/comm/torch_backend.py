@@ -179,7 +179,9 @@ def _nccl(store: dist.Store, request: Any, options: Any) -> Any:
     options._timeout = request.timeout  # noqa: SLF001 - it has no other name
     options.global_ranks_in_group = request.global_ranks_in_group
     options.group_name = request.group_id
-    return dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), request.group_rank, request.group_size, options)
+    nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), request.group_rank, request.group_size, options)
+    nccl._set_sequence_number_for_group()  # noqa: SLF001 - as torch does after it made one
+    return nccl
 
 
 def _check_nothing_is_dropped(asked_for: c10d.BackendConfig | None) -> None:

@@ -180,9 +180,7 @@ class TorchCalls:
         """Gather each tensor of all ranks into one output."""
         opts = opts or c10d.AllgatherOptions()
         if tensors and (other := self._elsewhere(tensors[0])):
-            return _spelled(other, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")(
-                outputs, tensors, opts
-            )
+            return _as_one(other, _spelled(other, "all_gather_single", "_allgather_base"), outputs, tensors, opts)
         pairs = zip(outputs, tensors, strict=True)
         return self._start(opts, outputs, [partial(self._communicator.allgather, *pair) for pair in pairs])
 
@@ -199,8 +197,8 @@ class TorchCalls:
         """Reduce each tensor over all ranks and give each rank its part."""
         opts = opts or c10d.ReduceScatterOptions()
         if outputs and (other := self._elsewhere(outputs[0])):
-            return _spelled(other, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")(
-                outputs, tensors, opts
+            return _as_one(
+                other, _spelled(other, "reduce_scatter_single", "_reduce_scatter_base"), outputs, tensors, opts
             )
         pairs = zip(outputs, tensors, strict=True)
         calls = [partial(self._communicator.reduce_scatter, *pair, opts.reduceOp.op) for pair in pairs]
@@ -351,6 +349,14 @@ def _spelled(backend: Any, name: str, former: str) -> Callable[..., Any]:
     """A method that torch has renamed."""
     method: Callable[..., Any] = getattr(backend, name, None) or getattr(backend, former)
     return method
+
+
+def _as_one(backend: Any, call: Callable[..., Any], outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> Any:
+    """Several calls of one kind as one work; a backend has no methods for that in Python."""
+    backend._start_coalescing()  # noqa: SLF001 - torch's own name
+    for output, tensor in zip(outputs, tensors, strict=True):
+        call(output, tensor, opts)
+    return backend._end_coalescing()  # noqa: SLF001 - torch's own name
 
 
 def _flat(parts: Sequence[Tensor]) -> Tensor:

@@ -274,6 +274,17 @@ def as_launched(port: int, size: int) -> None:
     uneven_inputs(size)
     sparse_gradients(size)
     dist.destroy_process_group()
+    # The same store again, which holds what the first groups have written.
+    dist.init_process_group("bagua")
+    dist.all_reduce(values := torch.ones(1))
+    dist.destroy_process_group()
+    # Beside a default group of another backend.
+    dist.init_process_group("gloo", store=connect_store(port, TIMEOUT_S), rank=own_rank(), world_size=size)
+    ours = dist.new_group(backend="bagua")
+    dist.all_reduce(values, group=ours)
+    dist.all_reduce(values)
+    assert values.item() == size**3
+    dist.destroy_process_group()
 
 
 def own_hook(_, bucket):  # torch refuses annotations that are strings
