@@ -14,6 +14,7 @@ from bagua.algorithms.low_precision_decentralized import (
     LowPrecisionDecentralizedAlgorithmImpl,
 )
 from bagua.algorithms.power_sgd import PowerSGDAlgorithm, PowerSGDAlgorithmImpl
+from bagua.algorithms.q_adam import QAdamAlgorithm, QAdamAlgorithmImpl
 from bagua.algorithms.registry import DistributedAlgorithm, Registry
 from bagua.algorithms.scatter_gather import ScatterGatherAllReduceAlgorithm, ScatterGatherAllReduceAlgorithmImpl
 from bagua.algorithms.sign_sgd import SignSGDAlgorithm, SignSGDAlgorithmImpl
@@ -37,6 +38,8 @@ __all__ = [
     "LowPrecisionDecentralizedAlgorithmImpl",
     "PowerSGDAlgorithm",
     "PowerSGDAlgorithmImpl",
+    "QAdamAlgorithm",
+    "QAdamAlgorithmImpl",
     "Registry",
     "ScatterGatherAllReduceAlgorithm",
     "ScatterGatherAllReduceAlgorithmImpl",
@@ -55,6 +58,7 @@ registry.register("bytegrad", ByteGradAlgorithm)
 registry.register("power_sgd", PowerSGDAlgorithm)
 registry.register("top_k", TopKAlgorithm)
 registry.register("sign_sgd", SignSGDAlgorithm)
-registry.register("async", AsyncModelAverageAlgorithm)
 registry.register("decentralized", DecentralizedAlgorithm)
 registry.register("low_precision_decentralized", LowPrecisionDecentralizedAlgorithm)
+registry.register("qadam", QAdamAlgorithm)
+registry.register("async", AsyncModelAverageAlgorithm)

@@ -278,6 +278,9 @@ class Algorithm:
 
     implementation: ClassVar[type[AlgorithmImpl]]
 
+    #: What must step the parameters, made with them and ``lr``; None if any optimizer may.
+    optimizer_class: ClassVar[Callable[..., torch.optim.Optimizer] | None] = None
+
     def reify(self, process_group: ProcessGroup) -> AlgorithmImpl:
         """The algorithm bound to ``process_group``.
 

@@ -23,6 +23,7 @@ class DistributedAlgorithm(Enum):
     PowerSGD = "power_sgd"
     TopK = "top_k"
     SignSGD = "sign_sgd"
+    QAdam = "qadam"
     LowPrecisionDecentralized = "low_precision_decentralized"
     AsyncModelAverage = "async"
 

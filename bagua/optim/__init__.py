@@ -8,10 +8,12 @@ from bagua.optim.companions import (
     optim_fn_adam,
     optim_fn_adamw,
 )
+from bagua.optim.qadam import QAdamOptimizer
 
 __all__ = [
     "AccumAdam",
     "AccumAdamW",
+    "QAdamOptimizer",
     "lr_scheduler_fn_cosine_with_warmup",
     "optim_fn_accum_adam",
     "optim_fn_accum_adamw",

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from bagua.errors import ConfigurationError
+from bagua.optim.options import check_betas, check_not_negative, out_of_range
 
 __all__ = ["AccumAdam", "AccumAdamW"]
 
@@ -72,11 +72,10 @@ class AccumAdam(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         accum_iter: int = 4,
     ) -> None:
-        _check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
-        if not all(0 <= beta < 1 for beta in betas):
-            raise _out_of_range("betas", "two numbers in [0, 1)", betas)
+        check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
+        check_betas(betas)
         if type(accum_iter) is not int or accum_iter < 1:
-            raise _out_of_range("accum_iter", "a whole number >= 1", accum_iter)
+            raise out_of_range("accum_iter", "a whole number >= 1", accum_iter)
         super().__init__(
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "accum_iter": accum_iter}
         )
@@ -179,13 +178,3 @@ class AccumAdamW(AccumAdam):
         accum_iter: int = 4,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, accum_iter)
-
-
-def _check_not_negative(**numbers: float | torch.Tensor) -> None:
-    for name, number in numbers.items():
-        if not number >= 0:
-            raise _out_of_range(name, "a number >= 0", number)
-
-
-def _out_of_range(argument: str, expected: str, seen: object) -> ConfigurationError:
-    return ConfigurationError("the optimizer cannot use this value", argument=argument, expected=expected, seen=seen)

@@ -37,6 +37,7 @@ from bagua.errors import ConfigurationError
 from bagua.parallel import BaguaModule, with_bagua
 from bagua.testing.ranks import RankPool
 from bagua.testing.training import (
+    OptimizerMaker,
     State,
     assert_close,
     assert_same_on_all_ranks,
@@ -63,9 +64,14 @@ def build(
 ) -> tuple[BaguaModule, torch.optim.Optimizer]:
     """The suite's model, ready to be trained with ``algorithm`` on the default group."""
     model = mlp(seed)
-    optimizer = sgd(model.parameters())
+    optimizer = optimizer_maker(algorithm)(model.parameters())
     wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=bucket_bytes, grad_scaler=scaler)
     return wrapped, optimizer
+
+
+def optimizer_maker(algorithm: Algorithm) -> OptimizerMaker:
+    """What makes an optimizer of the kind that ``algorithm`` needs."""
+    return algorithm.optimizer_class or sgd
 
 
 def train(algorithm: Algorithm, steps: Iterable[int] = range(STEPS), bucket_bytes: int = BUCKET_BYTES) -> State:
@@ -179,7 +185,7 @@ class AlgorithmContract:
     def test_training_gives_what_the_traits_promise(self, algorithm: Algorithm, pool: RankPool) -> None:
         for size in self.sizes_of(algorithm):
             results = pool.run(train_and_rest, algorithm, size=size)
-            assert_keeps_promises(self.traits(algorithm), results, self.expected(size))
+            assert_keeps_promises(self.traits(algorithm), results, self.expected(algorithm, size))
 
     def test_sizes_that_cannot_work_are_refused_on_every_rank(self, algorithm: Algorithm, pool: RankPool) -> None:
         for size in set(self.sizes) - set(self.sizes_of(algorithm)):
@@ -193,7 +199,7 @@ class AlgorithmContract:
         if any(isinstance(result, str) for result in results):
             assert len(set(results)) == 1, "one rank trains where another refuses"
             return
-        assert_keeps_promises(self.traits(algorithm), results, self.expected(sum(hosts)))
+        assert_keeps_promises(self.traits(algorithm), results, self.expected(algorithm, sum(hosts)))
 
     def test_every_rank_exchanges_every_bucket_once_per_due_step(
         self, algorithm: Algorithm, pool: RankPool, monkeypatch: pytest.MonkeyPatch
@@ -210,7 +216,7 @@ class AlgorithmContract:
 
     def test_one_rank_alone_trains_as_without_bagua(self, algorithm: Algorithm, pool: RankPool) -> None:
         if not self.traits(algorithm).active_alone:
-            assert_close(pool.run(train, algorithm, size=1)[0], self.expected(1))
+            assert_close(pool.run(train, algorithm, size=1)[0], self.expected(algorithm, 1))
 
     # What ends badly on one rank.
 
@@ -225,7 +231,7 @@ class AlgorithmContract:
         if self.traits(algorithm).result == "exact":
             steps = [step for step in range(STEPS) if step != INF_STEP]
             assert_same_on_all_ranks(states)
-            assert_close(states[0], reference(mlp(), sgd, 2, steps))
+            assert_close(states[0], reference(mlp(), optimizer_maker(algorithm), 2, steps))
 
     # What is remembered.
 
@@ -272,7 +278,7 @@ class AlgorithmContract:
         monkeypatch.setattr(type(algorithm).implementation, "exchange", exchange)
         results = pool.run(train_and_rest, algorithm, size=2)
         with pytest.raises(AssertionError):
-            assert_keeps_promises(self.traits(algorithm), results, self.expected(2))
+            assert_keeps_promises(self.traits(algorithm), results, self.expected(algorithm, 2))
 
     # Facts about the algorithm.
 
@@ -290,9 +296,9 @@ class AlgorithmContract:
         even = self.traits(algorithm).even_size
         return [size for size in self.sizes if size == 1 or size % 2 == 0 or not even]
 
-    def expected(self, size: int) -> State:
+    def expected(self, algorithm: Algorithm, size: int) -> State:
         """Where one process with the data of all ranks ends."""
-        return reference(mlp(), sgd, size, range(STEPS))
+        return reference(mlp(), optimizer_maker(algorithm), size, range(STEPS))
 
 
 # What the ranks run.

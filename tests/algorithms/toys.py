@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from bagua.algorithms import Algorithm, AlgorithmImpl, Bucketing, Traits
+from bagua.algorithms import Algorithm, AlgorithmImpl, Bucketing, QAdamAlgorithm, QAdamAlgorithmImpl, Traits
 from bagua.buckets import Bucket
 from bagua.comm import ProcessGroup, ReduceOp, Work
+from bagua.optim import QAdamOptimizer
 
 
 @dataclass(frozen=True)
@@ -176,3 +177,20 @@ class WarmsUpImpl(AlgorithmImpl, declaration=WarmsUp):
 
     def apply(self, bucket: Bucket, step: int) -> None:
         bucket.state["total"] += bucket.gradients
+
+
+class QuickToWarmUp(QAdamOptimizer):
+    """Its warm-up ends within a test. What is hardly estimated must not become a divisor, so ``eps`` is large."""
+
+    def __init__(self, parameters: Any, lr: float = 0.01) -> None:
+        super().__init__(parameters, lr=lr, warmup_steps=2, eps=0.01)
+
+
+class QuickQAdam(QAdamAlgorithm):
+    """QAdam that soon compresses."""
+
+    optimizer_class = QuickToWarmUp
+
+
+class QuickQAdamImpl(QAdamAlgorithmImpl, declaration=QuickQAdam):
+    pass

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import bagua.torch_api as bagua
 from bagua import comm
+from bagua.algorithms import registry
 from bagua.cli.demo.model import ByteTransformer, Shape
 from bagua.cli.demo.text import Text, batch, read_standard_library, windows
 from bagua.cli.launch import Rank
@@ -122,10 +123,17 @@ class Trainer:
         self.generator = torch.Generator().manual_seed(settings.seed + 1 + share)
         torch.manual_seed(settings.seed)
         self.model = ByteTransformer(settings.shape).to(self.device)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1
-        )
+        self.optimizer = self.make_optimizer()
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.learning_rate_at)
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """AdamW, unless the algorithm needs another."""
+        kind = registry.get(self.settings.algorithm).optimizer_class
+        if kind is not None:
+            return kind(self.model.parameters(), lr=self.settings.learning_rate)
+        return torch.optim.AdamW(
+            self.model.parameters(), lr=self.settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1
+        )
 
     def learning_rate_at(self, step: int) -> float:
         """The share of the highest learning rate: a line up, then half a cosine down to a tenth."""

@@ -1,0 +1,149 @@
+"""Adam whose second moment is frozen after a warm-up, so that what ranks exchange can be compressed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from bagua.errors import ConfigurationError
+from bagua.optim.options import check_betas, check_not_negative, out_of_range
+
+__all__ = ["QAdamOptimizer"]
+
+
+class QAdamOptimizer(torch.optim.Optimizer):
+    r"""Adam for ``warmup_steps`` steps; then its second moment no longer changes.
+
+    In the :math:`t`-th step, with the gradient :math:`g`, to which weight decay was added, and with
+    :math:`w` = ``warmup_steps``,
+
+    .. math::
+
+        m_t &= \beta_1 m_{t-1} + (1 - \beta_1) g, \\
+        v_t &= \beta_2 v_{t-1} + (1 - \beta_2) g^2 \text{ if } t \le w, \text{ else } v_w, \\
+        x &\leftarrow x - \gamma \, \frac{m_t / (1 - \beta_1^t)}{\sqrt{v_t / (1 - \beta_2^{\min(t, w)})} + \epsilon}.
+
+    With a fixed denominator the update is linear in the gradients, and the error of a compressed
+    exchange neither enters it nor grows in it. On its own this optimizer communicates nothing; see
+    ``QAdamAlgorithm``. Each parameter counts its own steps.
+
+    An element whose gradient was zero during the whole warm-up is left with a denominator of ``eps``, and
+    takes steps of :math:`\gamma m / \epsilon` once there is one. Where that may be (embeddings, dead units),
+    warm up for longer, or choose an ``eps`` that such steps may be divided by.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate :math:`\gamma`.
+        warmup_steps: steps in which the second moment is estimated, at least 1: there is no
+            update without it. The time it needs to settle is that of Adam, about
+            :math:`1 / (1 - \beta_2)` steps.
+        betas: :math:`\beta_1, \beta_2`.
+        eps: added to the denominator.
+        weight_decay: factor on the weights that are added to the gradient.
+
+    Raises:
+        ConfigurationError: a number out of its range.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = QAdamOptimizer([weight], lr=0.1, warmup_steps=10)
+        >>> weight.square().sum().backward()
+        >>> optimizer.step()
+        >>> weight.detach()
+        tensor([0.9000, 0.9000])
+
+    Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's
+    Convergence Speed", ICML 2021.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        warmup_steps: int = 100,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
+        check_betas(betas)
+        if type(warmup_steps) is not int or warmup_steps < 1:
+            raise out_of_range("warmup_steps", "a whole number >= 1", warmup_steps)
+        self.warmup_steps = warmup_steps
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def momentum(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The first moment :math:`m` of ``parameter``, which ``step`` changes in place; zeros before the first one."""
+        state = self.state[parameter]
+        if not state:
+            state["step"] = 0
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        moment: torch.Tensor = state["exp_avg"]
+        return moment
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: computes the loss anew, and its gradients.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            ConfigurationError: a gradient that is sparse or complex.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for step, parameters in self._by_step(group["params"]).items():
+                self._update(group, step, parameters)
+        return loss
+
+    def _by_step(self, parameters: Sequence[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
+        """Parameters with a gradient, by the number of the step that they take now: usually the same for all."""
+        with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
+        for parameter in with_gradient:
+            _refuse_unless_dense_and_real(parameter)
+        by_step: dict[int, list[torch.Tensor]] = {}
+        for parameter in with_gradient:
+            self.momentum(parameter)
+            self.state[parameter]["step"] += 1
+            by_step.setdefault(self.state[parameter]["step"], []).append(parameter)
+        return by_step
+
+    def _update(self, group: dict[str, Any], step: int, parameters: list[torch.Tensor]) -> None:
+        beta1, beta2 = group["betas"]
+        first, second = (
+            [self.state[parameter][name] for parameter in parameters] for name in ("exp_avg", "exp_avg_sq")
+        )
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if group["weight_decay"]:
+            decay = group["weight_decay"]
+            gradients = list(torch._foreach_add(gradients, parameters, alpha=decay))  # noqa: SLF001
+        torch._foreach_lerp_(first, gradients, 1 - beta1)
+        if step <= self.warmup_steps:
+            torch._foreach_mul_(second, beta2)
+            torch._foreach_addcmul_(second, gradients, gradients, value=1 - beta2)
+        scale = torch._foreach_sqrt(second)  # noqa: SLF001
+        torch._foreach_div_(scale, math.sqrt(1 - beta2 ** min(step, self.warmup_steps)))
+        torch._foreach_add_(scale, group["eps"])
+        torch._foreach_addcdiv_(parameters, first, scale, value=-float(group["lr"]) / (1 - beta1**step))
+
+
+def _refuse_unless_dense_and_real(parameter: torch.Tensor) -> None:
+    gradient = parameter.grad
+    if gradient is not None and (gradient.layout is not torch.strided or gradient.is_complex()):
+        raise ConfigurationError(
+            "QAdamOptimizer cannot use this gradient",
+            argument="params",
+            expected="parameters with dense, real gradients",
+            seen=f"{gradient.dtype}, {gradient.layout}",
+        )

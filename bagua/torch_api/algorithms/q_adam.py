@@ -1,0 +1,8 @@
+"""``bagua.torch_api.algorithms.q_adam``: Adam with a compressed momentum."""
+
+from __future__ import annotations
+
+from bagua.algorithms.q_adam import QAdamAlgorithm, QAdamAlgorithmImpl
+from bagua.optim import QAdamOptimizer
+
+__all__ = ["QAdamAlgorithm", "QAdamAlgorithmImpl", "QAdamOptimizer"]

@@ -1,0 +1,277 @@
+"""QAdam: each step as the formula says, for all ranks at once in one process; and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import bagua.comm
+from bagua.algorithms import Algorithm, DistributedAlgorithm, QAdamAlgorithm, QAdamAlgorithmImpl
+from bagua.comm import solo_group
+from bagua.errors import ConfigurationError
+from bagua.optim import QAdamOptimizer
+from bagua.parallel import with_bagua
+from bagua.testing.training import (
+    State,
+    assert_same_on_all_ranks,
+    loss_of,
+    mlp,
+    snapshot,
+    train_steps,
+)
+from bagua.torch_api.algorithms import q_adam
+
+pytestmark = pytest.mark.threads
+
+LR, WARMUP, BETA1, BETA2, EPS, DECAY = 0.01, 3, 0.8, 0.9, 0.01, 0.1
+STEPS = 10
+
+
+def optimizer_of(model: torch.nn.Module, **options: object) -> QAdamOptimizer:
+    return QAdamOptimizer(
+        model.parameters(), lr=LR, warmup_steps=WARMUP, betas=(BETA1, BETA2), eps=EPS, weight_decay=DECAY, **options
+    )
+
+
+def train(algorithm: QAdamAlgorithm, **options: object) -> tuple[State, State]:
+    """Weights and momenta."""
+    rank = bagua.comm.get_rank()
+    model = mlp()
+    optimizer = optimizer_of(model)
+    wrapped = with_bagua(model, [optimizer], algorithm, **options)
+    train_steps(wrapped, optimizer, rank, range(STEPS))
+    momenta = {name: optimizer.momentum(parameter).clone() for name, parameter in model.named_parameters()}
+    return snapshot(model), momenta
+
+
+# The simulation: float64, no code of the package but the model and the data.
+
+
+def rounded(values: torch.Tensor) -> torch.Tensor:
+    """To the nearest of 256 equidistant values, one of which is zero if the range contains it."""
+    low, high = values.min().item(), values.max().item()
+    if low == high:
+        return values
+    step = (high - low) / 255
+    if low <= 0 <= high:
+        return (values / step).round() * step
+    return ((values - low) / step).round() * step + low
+
+
+def mean_of_slices(flats: list[torch.Tensor]) -> torch.Tensor:
+    """Each slice rounded by everyone, added up, divided, rounded again. A model this small is one block in each."""
+    size = len(flats)
+    slices = zip(*(flat.split(-(-len(flat) // size)) for flat in flats), strict=True)
+    return torch.cat([rounded(torch.stack([rounded(part) for part in parts]).sum(dim=0)) for parts in slices])
+
+
+Moments = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+def one_step(before: Moments, size: int, t: int) -> Moments:
+    """Weight and moments of each parameter after the ``t``-th step, from those before it."""
+    model = mlp().double()
+    parameters = list(model.parameters())
+    of_ranks = []
+    for rank in range(size):
+        for parameter, (weight, _, _) in zip(parameters, before, strict=True):
+            parameter.data, parameter.grad = weight.clone(), None
+        loss_of(lambda inputs: model(inputs.double()).float(), rank, t - 1).backward()
+        of_ranks.append([parameter.grad for parameter in parameters])
+    means = [torch.stack(gradients).mean(dim=0) for gradients in zip(*of_ranks, strict=True)]
+    momenta = [BETA1 * m + (1 - BETA1) * g for (_, m, _), g in zip(before, means, strict=True)]
+    if t > WARMUP:
+        shares = [
+            laid_out([(BETA1 * m + (1 - BETA1) * g) / size for (_, m, _), g in zip(before, own, strict=True)])
+            for own in of_ranks
+        ]
+        momenta = taken_apart(mean_of_slices(shares), parameters)
+    after = []
+    for (x, _, v), m_without_decay, g in zip(before, momenta, means, strict=True):
+        m = m_without_decay + (1 - BETA1) * DECAY * x
+        v_next = BETA2 * v + (1 - BETA2) * (g + DECAY * x) ** 2 if t <= WARMUP else v
+        v_hat = v_next / (1 - BETA2 ** min(t, WARMUP))
+        after.append((x - LR * m / (1 - BETA1**t) / (v_hat.sqrt() + EPS), m, v_next))
+    return after
+
+
+def laid_out(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """As in the one bucket: the last layer first, each tensor at a multiple of 16 elements."""
+    *padded, last = [torch.nn.functional.pad(t.flatten(), (0, -t.numel() % 16)) for t in tensors[::-1]]
+    used = tensors[0].numel()
+    return torch.cat([*padded, last[: used + used % 2]])
+
+
+def taken_apart(flat: torch.Tensor, like: list[torch.Tensor]) -> list[torch.Tensor]:
+    offset, parts = 0, []
+    for tensor in like[::-1]:
+        parts.append(flat[offset : offset + tensor.numel()].view_as(tensor))
+        offset += -(-tensor.numel() // 16) * 16
+    return parts[::-1]
+
+
+def train_and_record() -> list[Moments]:
+    """Weights and moments before each step, and at the end."""
+    model = mlp()
+    optimizer = optimizer_of(model)
+    wrapped = with_bagua(model, [optimizer], QAdamAlgorithm())
+    history = []
+    for step in range(STEPS + 1):
+        moments = [(optimizer.momentum(p), optimizer.state[p]["exp_avg_sq"]) for p in model.parameters()]
+        history.append(
+            [
+                (p.detach().double(), m.double(), v.double())
+                for p, (m, v) in zip(model.parameters(), moments, strict=True)
+            ]
+        )
+        if step < STEPS:
+            train_steps(wrapped, optimizer, bagua.comm.get_rank(), [step])
+    return history
+
+
+def assert_each_step_is_the_formula(history: list[Moments], size: int) -> None:
+    for t in range(1, STEPS + 1):
+        after, expected = history[t], one_step(history[t - 1], size, t)
+        for name, index, allowed in (("weights", 0, LR / 4), ("m", 1, 0.02), ("v", 2, 1e-6)):
+            own, wanted = (torch.cat([entry[index].flatten() for entry in entries]) for entries in (after, expected))
+            distance = (own - wanted).abs()
+            assert distance.max() <= allowed, f"{name} of step {t}"
+            # A value half-way between two codes may become either; few are.
+            assert (distance > allowed / 100).double().mean() < 0.1, f"{name} of step {t}"
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_each_step_is_the_formula(thread_ranks, size, monkeypatch):
+    histories = thread_ranks(size, train_and_record)
+    flat = [
+        torch.cat([part.flatten() for step in history for entry in step for part in entry]) for history in histories
+    ]
+    assert all(torch.equal(flat[0], other) for other in flat[1:])
+    assert_each_step_is_the_formula(histories[0], size)
+    monkeypatch.setitem(globals(), "rounded", lambda values: values)
+    with pytest.raises(AssertionError):
+        assert_each_step_is_the_formula(histories[0], size)
+
+
+def test_flat_and_hierarchical_differ_only_between_hosts(thread_ranks):
+    flat = thread_ranks(3, train, QAdamAlgorithm(hierarchical=False))
+    one_host = thread_ranks(3, train, QAdamAlgorithm(hierarchical=True))
+    hosts = thread_ranks(3, train, QAdamAlgorithm(hierarchical=True), hosts=[2, 1])
+    assert_same_on_all_ranks([flat[0][0], one_host[0][0]])
+    assert_same_on_all_ranks([weights for weights, _ in hosts])
+    assert any(not torch.equal(flat[0][0][name], value) for name, value in hosts[0][0].items())
+
+
+def test_parameter_groups_keep_their_own_betas(thread_ranks):
+    """Also in one bucket. A group with ``beta1 = 0`` has the gradient as its momentum."""
+
+    def train_groups() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        model = mlp()
+        first, *others = model.parameters()
+        optimizer = QAdamOptimizer(
+            [{"params": [first], "betas": (0.0, 0.9)}, {"params": others}], lr=LR, warmup_steps=1, eps=EPS
+        )
+        wrapped = with_bagua(model, [optimizer], QAdamAlgorithm())
+        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(4))
+        return optimizer.momentum(first).clone(), first.grad.clone(), optimizer.momentum(others[0]).clone()
+
+    for momentum, gradient, other in thread_ranks(2, train_groups):
+        assert torch.allclose(momentum, gradient, atol=1e-6)
+        assert other.abs().max() > 0
+
+
+def test_clipping_and_an_unknown_scaler_change_nothing_but_what_they_should(thread_ranks):
+    """The gradient that is left leads to the momentum, so it may be scaled and clipped like any other."""
+
+    def train_scaled(scale: float) -> tuple[State, list[float]]:
+        model = mlp()
+        optimizer = optimizer_of(model)
+        wrapped = with_bagua(model, [optimizer], QAdamAlgorithm())
+        norms = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            (loss_of(wrapped, bagua.comm.get_rank(), step) * scale).backward()
+            for parameter in model.parameters():
+                parameter.grad.div_(scale)
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+            optimizer.step()
+        return snapshot(model), norms
+
+    plain = thread_ranks(2, train_scaled, 1.0)
+    scaled = thread_ranks(2, train_scaled, 1024.0)
+    assert_same_on_all_ranks([weights for weights, _ in scaled])
+    assert plain[0][1] == pytest.approx(scaled[0][1], rel=0.2)
+    assert all(norm > 0.1 for norm in plain[0][1])
+    for name, value in plain[0][0].items():
+        assert torch.allclose(value, scaled[0][0][name], atol=LR)
+
+
+def test_it_is_found_under_its_names():
+    assert Algorithm.init("qadam") == QAdamAlgorithm() == Algorithm.init(DistributedAlgorithm.QAdam)
+    assert q_adam.QAdamAlgorithm is QAdamAlgorithm
+    assert q_adam.QAdamOptimizer is QAdamOptimizer
+    assert QAdamAlgorithmImpl(solo_group(), None, False).options == QAdamAlgorithm(hierarchical=False)
+
+
+def test_a_declaration_with_an_optimizer_prints_compares_and_pickles_without_it():
+    optimizer = optimizer_of(mlp())
+    declaration = QAdamAlgorithm(optimizer, hierarchical=False)
+    assert repr(declaration) == "QAdamAlgorithm(hierarchical=False)"
+    assert declaration == QAdamAlgorithm(hierarchical=False)
+    assert pickle.loads(pickle.dumps(declaration)).q_adam_optimizer is None
+    assert copy.copy(declaration) == declaration
+    assert declaration.reify(solo_group()).options.q_adam_optimizer is optimizer
+
+
+def test_the_optimizer_may_be_named(thread_ranks):
+    def train_named(named: bool) -> State:
+        model = mlp()
+        optimizer = optimizer_of(model)
+        wrapped = with_bagua(model, [optimizer], QAdamAlgorithm(optimizer if named else None))
+        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(5))
+        return snapshot(model)
+
+    assert_same_on_all_ranks([thread_ranks(2, train_named, True)[0], thread_ranks(2, train_named, False)[0]])
+
+
+@pytest.mark.parametrize("case", ["other optimizer", "one parameter", "not the named one", "two warm-ups", "no kind"])
+def test_models_that_it_cannot_train_are_refused_when_they_are_wrapped(thread_ranks, case):
+    def wrap() -> str:
+        model = mlp()
+        algorithm, optimizers = QAdamAlgorithm(), [optimizer_of(model)]
+        first, *others = model.parameters()
+        if case == "other optimizer":
+            optimizers = [torch.optim.Adam(model.parameters())]
+        elif case == "one parameter":
+            optimizers = [QAdamOptimizer(others), torch.optim.SGD([first], lr=0.1)]
+        elif case == "not the named one":
+            algorithm = QAdamAlgorithm(optimizer_of(model))
+        elif case == "two warm-ups":
+            optimizers = [QAdamOptimizer(others), QAdamOptimizer([first], warmup_steps=7)]
+        with pytest.raises(ConfigurationError) as caught:
+            if case == "no kind":
+                QAdamAlgorithm(torch.optim.Adam(model.parameters()))
+            with_bagua(model, optimizers, algorithm)
+        return str(caught.value)
+
+    first, second = thread_ranks(2, wrap)
+    assert first == second
+    assert "QAdamOptimizer" in first or "warmup_steps" in first
+
+
+def test_another_bucket_size_while_training_changes_nothing(thread_ranks):
+    def train_and_reset() -> State:
+        model = mlp()
+        optimizer = optimizer_of(model)
+        wrapped = with_bagua(model, [optimizer], QAdamAlgorithm())
+        rank = bagua.comm.get_rank()
+        train_steps(wrapped, optimizer, rank, range(5))
+        wrapped._bagua_engine.reducer.reset(hierarchical_reduce=False)
+        train_steps(wrapped, optimizer, rank, range(5, STEPS))
+        return snapshot(model)
+
+    whole = thread_ranks(2, train, QAdamAlgorithm())
+    assert_same_on_all_ranks([whole[0][0], *thread_ranks(2, train_and_reset)])

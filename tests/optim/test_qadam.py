@@ -1,0 +1,132 @@
+"""The optimizer of QAdam by itself: Adam, and then its formula with a frozen second moment."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from bagua.errors import ConfigurationError
+from bagua.optim import QAdamOptimizer
+from bagua.testing.training import assert_close, loss_of, mlp, snapshot, train_steps
+
+
+def trained(make_optimizer, steps: int = 12):
+    model = mlp()
+    train_steps(model, make_optimizer(model.parameters()), 0, range(steps))
+    return snapshot(model)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_until_the_end_of_the_warm_up_it_is_adam(weight_decay):
+    options = {"lr": 0.01, "betas": (0.8, 0.99), "weight_decay": weight_decay}
+    ours = trained(lambda parameters: QAdamOptimizer(parameters, warmup_steps=12, **options))
+    assert_close(ours, trained(lambda parameters: torch.optim.Adam(parameters, **options)))
+
+
+def formula(steps: int, warmup: int, lr: float, beta1: float, beta2: float, eps: float, decay: float):
+    """Element by element in double precision, from the paper."""
+    model = mlp().double()
+    moments = {name: [torch.zeros_like(p), torch.zeros_like(p)] for name, p in model.named_parameters()}
+    for t in range(1, steps + 1):
+        model.zero_grad()
+        loss_of(lambda inputs: model(inputs.double()).float(), 0, t - 1).backward()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                g = p.grad + decay * p
+                m, v = moments[name]
+                m = beta1 * m + (1 - beta1) * g
+                if t <= warmup:
+                    v = beta2 * v + (1 - beta2) * g * g
+                moments[name] = [m, v]
+                m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2 ** min(t, warmup))
+                p.sub_(lr * m_hat / (v_hat.sqrt() + eps))
+    return {name: value.float() for name, value in snapshot(model).items()}
+
+
+def test_after_the_warm_up_the_second_moment_and_its_correction_are_frozen_and_weights_still_decay():
+    ours = trained(
+        lambda parameters: QAdamOptimizer(
+            parameters, lr=0.01, warmup_steps=4, betas=(0.8, 0.9), eps=0.01, weight_decay=0.1
+        )
+    )
+    assert_close(ours, formula(12, 4, 0.01, 0.8, 0.9, 0.01, 0.1))
+
+
+def test_no_gradient_of_the_warm_up_is_lost():
+    """In the last of its steps, too, both moments take the gradient up."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = QAdamOptimizer([weight], warmup_steps=1)
+    weight.grad = torch.full((1,), 2.0)
+    optimizer.step()
+    state = optimizer.state[weight]
+    assert state["exp_avg"].item() == pytest.approx(0.2)
+    assert state["exp_avg_sq"].item() == pytest.approx(0.004)
+    optimizer.step()
+    assert state["exp_avg"].item() == pytest.approx(0.38)
+    assert state["exp_avg_sq"].item() == pytest.approx(0.004)
+
+
+def test_parameters_without_a_gradient_rest_and_count_for_themselves():
+    first, second = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    optimizer = QAdamOptimizer([{"params": [first]}, {"params": [second], "lr": 0.5}], lr=0.1, warmup_steps=2)
+    for step in range(4):
+        first.grad = torch.ones(2)
+        second.grad = torch.ones(2) if step == 3 else None
+        optimizer.step()
+    assert torch.allclose(first, torch.full((2,), 0.6), atol=1e-6)
+    assert torch.allclose(second, torch.full((2,), 0.5), atol=1e-6)
+
+
+def test_a_saved_optimizer_goes_on_bit_by_bit():
+    model = mlp()
+    optimizer = QAdamOptimizer(model.parameters(), warmup_steps=5)
+    train_steps(model, optimizer, 0, range(4))
+    other = copy.deepcopy(model)
+    resumed = QAdamOptimizer(other.parameters(), lr=9.0, warmup_steps=5)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train_steps(model, optimizer, 0, range(4, 8))
+    train_steps(other, resumed, 0, range(4, 8))
+    assert all(torch.equal(value, snapshot(other)[name]) for name, value in snapshot(model).items())
+
+
+def test_a_closure_is_called_with_gradients_enabled():
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = QAdamOptimizer([weight], lr=0.1)
+
+    def closure() -> torch.Tensor:
+        loss = weight.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 1.0
+    assert weight.item() == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr": -1.0},
+        {"lr": float("nan")},
+        {"eps": -1e-8},
+        {"weight_decay": -0.1},
+        {"betas": (1.0, 0.9)},
+        {"warmup_steps": 0},
+        {"warmup_steps": 1.5},
+    ],
+)
+def test_numbers_out_of_their_range_are_refused(options):
+    with pytest.raises(ConfigurationError) as caught:
+        QAdamOptimizer([torch.nn.Parameter(torch.ones(1))], **options)
+    assert caught.value.argument == next(iter(options))
+
+
+def test_gradients_that_it_cannot_use_are_refused_before_anything_changes():
+    weight = torch.nn.Parameter(torch.ones(3, 2))
+    other = torch.nn.Parameter(torch.ones(2))
+    other.grad = torch.ones(2)
+    weight.grad = torch.ones(3, 2).to_sparse()
+    with pytest.raises(ConfigurationError, match="sparse"):
+        QAdamOptimizer([other, weight]).step()
+    assert torch.equal(other, torch.ones(2))
