@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bagua.algorithms import DistributedAlgorithm
 from bagua.comm.torch_backend import install_torch_backend
-from bagua.parallel import BaguaModule, bagua_init, install_with_bagua
+from bagua.parallel import AutotuneSettings, BaguaModule, bagua_init, install_with_bagua
 from bagua.torch_api import (
     algorithms,
     communication,
@@ -57,6 +57,7 @@ from bagua.torch_api.communication import (
 from bagua.torch_api.env import get_local_rank, get_local_size, get_node_rank, get_rank, get_world_size
 
 __all__ = [
+    "AutotuneSettings",
     "BaguaModule",
     "Communicator",
     "DistributedAlgorithm",
