@@ -18,6 +18,7 @@ extensions = [
     "myst_parser",
     "algorithm_index",
     "facade_index",
+    "topology_pictures",
     "sphinx.ext.autodoc",
     "sphinx.ext.doctest",
     "sphinx.ext.napoleon",

@@ -157,7 +157,7 @@ FLAGS = [
 @pytest.mark.parametrize(("flags", "algorithm"), FLAGS, ids=str)
 def test_flags_choose_an_algorithm(thread_ranks, flags, algorithm):
     def check() -> None:
-        assert OverlappingWrapper(mlp(), [], **flags).bagua_algorithm.options == algorithm
+        assert OverlappingWrapper(mlp(), [], **flags).reducer.declaration == algorithm
 
     thread_ranks(1, check)
 

@@ -7,6 +7,7 @@ from bagua.algorithms import registry as GlobalAlgorithmRegistry  # noqa: N812 (
 from bagua.torch_api.algorithms import (
     async_model_average,
     bytegrad,
+    decentralized,
     gradient_allreduce,
     power_sgd,
     q_adam,
