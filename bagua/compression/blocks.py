@@ -8,7 +8,7 @@ import torch
 
 from bagua.errors import ConfigurationError
 
-__all__ = ["at_a_time", "check_block_numel", "in_rows"]
+__all__ = ["check_block_numel", "in_pieces", "in_rows"]
 
 #: What stays in the cache of one core, with a copy: 512 KiB of float32.
 _CACHED_NUMEL = 2**17
@@ -40,7 +40,8 @@ def in_rows(numel: int, block_numel: int) -> Iterator[tuple[slice, slice, int]]:
         yield slice(whole, whole + 1), slice(cut, numel), numel - cut
 
 
-def at_a_time(rows: torch.Tensor) -> int:
-    """How many rows to work on at a time."""
+def in_pieces(rows: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """A few rows at a time, with the same rows of ``others``."""
     # Other devices have other caches, and each operation costs its start.
-    return max(_CACHED_NUMEL // rows.shape[1], 1) if rows.device.type == "cpu" else len(rows)
+    few = max(_CACHED_NUMEL // rows.shape[1], 1) if rows.device.type == "cpu" else len(rows)
+    return zip(*(torch.split(tensor, few) for tensor in (rows, *others)), strict=True)

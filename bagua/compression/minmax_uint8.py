@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from bagua.compression.base import Codec, Metadata, store
-from bagua.compression.blocks import at_a_time, check_block_numel, in_rows
+from bagua.compression.blocks import check_block_numel, in_pieces, in_rows
 
 __all__ = ["MinMaxUInt8"]
 
@@ -102,16 +102,15 @@ def _exact(dtype: torch.dtype) -> _Exact:
 
 def _encode_rows(rows: torch.Tensor, first: torch.Tensor, step: torch.Tensor, codes: torch.Tensor) -> None:
     exact = _exact(rows.dtype)
-    few = at_a_time(rows)
     # While a piece is in the cache, its other extreme comes nearly for free.
-    extremes = [(piece.amin(dim=1, keepdim=True), piece.amax(dim=1, keepdim=True)) for piece in rows.split(few)]
+    extremes = [(piece.amin(dim=1, keepdim=True), piece.amax(dim=1, keepdim=True)) for (piece,) in in_pieces(rows)]
     low, high = (torch.cat(values) for values in zip(*extremes, strict=True))
     origin, bias, finite = _set_grid(low.double(), high.double(), first, step, exact)
     on_cpu = rows.device.type == "cpu"  # Elsewhere a look at the values would wait for them.
     shifted = not on_cpu or bool(origin.any())
-    scratch = torch.empty_like(rows[:few], dtype=exact.dtype)
-    pieces = zip(*(t.split(few) for t in (rows, origin, step.reciprocal(), bias, codes)), strict=True)
-    for piece, origins, inverses, biases, target in pieces:
+    scratch: torch.Tensor | None = None
+    for piece, origins, inverses, biases, target in in_pieces(rows, origin, step.reciprocal(), bias, codes):
+        scratch = torch.empty_like(piece, dtype=exact.dtype) if scratch is None else scratch
         scaled = scratch[: len(piece)]
         if shifted or piece.dtype != exact.dtype:
             scaled.copy_(piece).sub_(origins).mul_(inverses)
@@ -157,12 +156,11 @@ def _limit(first: torch.Tensor, step: torch.Tensor, dtype: torch.dtype) -> float
 def _decode_rows(
     codes: torch.Tensor, first: torch.Tensor, step: torch.Tensor, out: torch.Tensor, *, add: bool, limit: float | None
 ) -> None:
-    few = at_a_time(codes)
     direct = out.dtype == first.dtype and not add
-    scratch = out if direct else torch.empty_like(out[:few], dtype=first.dtype)
-    pieces = zip(*(t.split(few) for t in (codes, first, step, out)), strict=True)
-    for piece, firsts, steps, target in pieces:
-        values = target if direct else scratch[: len(piece)]
+    scratch: torch.Tensor | None = None
+    for piece, firsts, steps, target in in_pieces(codes, first, step, out):
+        scratch = torch.empty_like(piece, dtype=first.dtype) if scratch is None and not direct else scratch
+        values = target if scratch is None else scratch[: len(piece)]
         values.copy_(piece)
         values.mul_(steps).add_(firsts)
         if limit is not None:

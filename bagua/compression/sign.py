@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from bagua.compression.base import Codec, Metadata, store
-from bagua.compression.blocks import at_a_time, check_block_numel, in_rows
+from bagua.compression.blocks import check_block_numel, in_pieces, in_rows
 
 __all__ = ["Sign"]
 
@@ -65,9 +65,8 @@ class Sign(Codec):
         magnitudes, packed = self._split(out, Metadata.of(flat))
         for blocks, part, length in in_rows(flat.numel(), self.block_numel):
             rows = flat[part].view(-1, length)
-            few = at_a_time(rows)
             rows_bits = packed[_bytes_of(part)].view(len(rows), -1)
-            for piece, means, bits in zip(*(t.split(few) for t in (rows, magnitudes[blocks], rows_bits)), strict=True):
+            for piece, means, bits in in_pieces(rows, magnitudes[blocks], rows_bits):
                 means.copy_(_mean_magnitude(piece, means.dtype))
                 bits.copy_(_pack_signs(piece))
 
@@ -75,9 +74,8 @@ class Sign(Codec):
         magnitudes, packed = self._split(data, metadata)
         for blocks, part, length in in_rows(metadata.numel, self.block_numel):
             rows = out[part].view(-1, length)
-            few = at_a_time(rows)
             rows_bits = packed[_bytes_of(part)].view(len(rows), -1)
-            for piece, means, bits in zip(*(t.split(few) for t in (rows, magnitudes[blocks], rows_bits)), strict=True):
+            for piece, means, bits in in_pieces(rows, magnitudes[blocks], rows_bits):
                 signs = _unpack_signs(bits, means.dtype)[:, :length]
                 store(signs.mul_(means), piece, add)
 

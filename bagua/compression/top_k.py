@@ -42,7 +42,7 @@ class TopK(Codec):
     ratio: float = 0.01
 
     def __post_init__(self) -> None:
-        if isinstance(self.ratio, bool) or not isinstance(self.ratio, float | int) or not 0 < self.ratio <= 1:
+        if type(self.ratio) not in (float, int) or not 0 < self.ratio <= 1:
             raise ConfigurationError(
                 "this part of the elements cannot be kept",
                 argument="ratio",
