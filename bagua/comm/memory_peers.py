@@ -204,7 +204,11 @@ class Peers(ABC):
             raise trouble
 
     def _trouble(self, needed: Sequence[int]) -> CommunicationError | None:
-        if self._words[self.rank][Words.STATE] != State.OPEN:
+        own, culprit = self._words[self.rank][Words.STATE], self._words[self.rank][Words.CULPRIT]
+        if own == State.BROKEN and culprit != self.rank:
+            # Another call of this rank that was under way has found it first.
+            return PeerLostError(f"rank {culprit} left: {self.own.reason}", rank=self.rank, peers=(culprit,))
+        if own != State.OPEN:
             return CommunicatorClosedError(
                 f"the communicator was closed or aborted during the call: {self.own.reason}", rank=self.rank
             )
