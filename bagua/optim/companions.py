@@ -174,6 +174,8 @@ def lr_scheduler_fn_cosine_with_warmup(
         [0.5, 0.75, 1.0, 0.5]
     """
     schedules = torch.optim.lr_scheduler
+    if t_warmup == 0:
+        return schedules.CosineAnnealingLR(optimizer, T_max=t_max, eta_min=cosine_eta_min)
     rise = schedules.LinearLR(optimizer, start_factor=warmup_decay, total_iters=t_warmup)
     fall = schedules.CosineAnnealingLR(optimizer, T_max=t_max, eta_min=cosine_eta_min)
     return schedules.SequentialLR(optimizer, [rise, fall], milestones=[t_warmup])

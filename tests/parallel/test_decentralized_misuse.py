@@ -1,0 +1,211 @@
+"""Bad input to ``DecentralizedDataParallel`` gets typed errors, and errors on one rank end the others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import bagua.comm
+from bagua import topology
+from bagua.errors import (
+    BaguaError,
+    CollectiveMismatchError,
+    CommunicationError,
+    ConfigurationError,
+)
+from bagua.parallel.decentralized import DecentralizedDataParallel
+from bagua.testing.training import loss_of, mlp
+from tests.parallel.decentralized_simulation import momentum, plain_sgd, train, wrap
+
+pytestmark = pytest.mark.threads
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"topology": "small-world"}, "no topology of this name"),
+        ({"topology": 7}, "no topology"),
+        ({"topology": topology.Torus(rows=3)}, "argument size"),
+        ({"topology": lambda size, number, nodes: [[1.0, 0.0], [1.0, 0.0]]}, "do not sum to 1"),
+        ({"topology": lambda size, number, nodes: [topology.Edge((0,), 1.0)]}, "exactly one edge"),
+        ({"_local_world_size": 3}, "_local_world_size"),
+        ({"bucket_size_in_mb": 0}, "bucket_size_in_mb"),
+        ({"grad_clip_norm": -1.0}, "grad_clip_norm"),
+        ({"grad_clip_scope": "layer"}, "grad_clip_scope"),
+        ({"scaler": "dynamic"}, "scaler"),
+        ({"optim_fn": torch.optim.SGD(nn.Linear(1, 1).parameters())}, "optim_fn"),
+        ({"lr_scheduler_fn": "cosine"}, "lr_scheduler_fn"),
+    ],
+)
+def test_at_construction(thread_ranks, options, message):
+    def run() -> None:
+        with pytest.raises(ConfigurationError, match=message):
+            wrap(**options)
+
+    thread_ranks(2, run)
+
+
+def drops_biases(named):
+    return torch.optim.SGD([parameter for name, parameter in named if "bias" not in name] or [nn.Parameter()], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optim_fn": drops_biases}, r"none for .*4\.bias"),
+        ({"optim_fn": lambda named: [parameter for _, parameter in named]}, "list"),
+        (
+            {"optim_fn": lambda named: torch.optim.SGD([*(p for _, p in named), nn.Parameter(torch.ones(1))], lr=0.1)},
+            "1 more",
+        ),
+        ({"lr_scheduler_fn": lambda optimizer: 0.1}, "float"),
+    ],
+)
+def test_functions_that_make_something_else(thread_ranks, options, message):
+    def run() -> None:
+        model = wrap(**options)
+        with pytest.raises(ConfigurationError, match=message):
+            train(model, [0])
+
+    thread_ranks(2, run)
+
+
+def test_topologies_that_differ(thread_ranks):
+    def run() -> None:
+        turned = bagua.comm.get_rank() == 1
+        with pytest.raises(CollectiveMismatchError, match="topologies"):
+            wrap(topology=lambda size, number, nodes: topology.Complete().matrix(2) if turned else torch.eye(2))
+
+    thread_ranks(2, run)
+
+
+@pytest.mark.parametrize("options", [{"topology": "ring"}, {"grad_clip_norm": 1.0}])
+def test_options_that_differ(thread_ranks, options):
+    def run() -> None:
+        with pytest.raises(CollectiveMismatchError):
+            wrap(**(options if bagua.comm.get_rank() else {}))
+
+    thread_ranks(2, run)
+
+
+def test_models_that_differ(thread_ranks):
+    def run() -> None:
+        model = mlp() if bagua.comm.get_rank() else nn.Linear(8, 4)
+        with pytest.raises(CollectiveMismatchError, match="weight"):
+            DecentralizedDataParallel(model, momentum)
+
+    thread_ranks(2, run)
+
+
+class TwoWays(nn.Module):
+    """Two layers that are used in the order that the caller wants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, inputs: torch.Tensor, turned: bool) -> torch.Tensor:
+        first, second = (self.right, self.left) if turned else (self.left, self.right)
+        return second(first(inputs))
+
+
+def test_orders_that_differ(thread_ranks):
+    def run() -> None:
+        model = DecentralizedDataParallel(TwoWays(), momentum)
+        with pytest.raises(CollectiveMismatchError, match=r"another order.*right\..*left\."):
+            model(torch.ones(2, 8), turned=bagua.comm.get_rank() == 1).sum().backward()
+
+    thread_ranks(2, run)
+
+
+@pytest.mark.filterwarnings("ignore:.*use_reentrant")
+def test_a_parameter_that_is_used_twice_in_one_backward(thread_ranks):
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            for _ in range(2):
+                inputs = torch.utils.checkpoint.checkpoint(self.layer, inputs, use_reentrant=True)
+            return inputs
+
+    def run() -> None:
+        model = DecentralizedDataParallel(Twice(), momentum)
+        with pytest.raises(ConfigurationError, match=r"layer\.(weight|bias) was accumulated twice"):
+            model(torch.ones(2, 8, requires_grad=True)).sum().backward()
+
+    thread_ranks(2, run)
+
+
+class OptimizerError(Exception):
+    """What a user's own optimizer raises in these tests."""
+
+
+@pytest.mark.parametrize("at_step", [0, 2])
+def test_an_error_in_an_optimizer_ends_every_rank(thread_ranks, at_step):
+    class Fails(torch.optim.SGD):
+        steps = 0
+
+        def step(self, closure=None):
+            if bagua.comm.get_rank() == 1 and self.steps == at_step:
+                raise OptimizerError
+            self.steps += 1
+            return super().step(closure)
+
+    def run() -> None:
+        rank = bagua.comm.get_rank()
+        model = wrap(optim_fn=lambda named: Fails([parameter for _, parameter in named], lr=0.1))
+        train(model, range(at_step))
+        with pytest.raises(OptimizerError if rank == 1 else CommunicationError):
+            train(model, range(at_step, at_step + 3))
+        with pytest.raises(BaguaError):
+            train(model, [9])
+
+    thread_ranks(2, run)
+
+
+def test_an_optimizer_that_one_rank_cannot_make_ends_every_rank(thread_ranks):
+    def make(named):
+        if bagua.comm.get_rank() == 1:
+            raise OptimizerError
+        return plain_sgd(named)
+
+    def run() -> None:
+        rank = bagua.comm.get_rank()
+        model = wrap(optim_fn=make)
+        with pytest.raises(OptimizerError if rank == 1 else CommunicationError):
+            train(model, range(2))
+        with pytest.raises(BaguaError):
+            loss_of(model, rank, 3).backward()
+
+    thread_ranks(2, run)
+
+
+def test_errors_in_an_edge_of_several_ranks_end_all_of_it(thread_ranks):
+    """The communicators of edges break with that of the model."""
+
+    def run() -> None:
+        rank = bagua.comm.get_rank()
+        model = wrap(topology=Halves())
+        train(model, range(2))
+        if rank == 5:
+            model.reducer.give_up("a test")
+        elif rank in (3, 4):
+            with pytest.raises(CommunicationError):
+                train(model, range(2, 4))
+
+    thread_ranks(6, run)
+
+
+class Halves(topology.Topology):
+    """Two edges of three ranks."""
+
+    static = True
+
+    def _round(self, size, step, nodes):
+        return topology.Round.from_edges(size, [topology.Edge((0, 1, 2), 1 / 3), topology.Edge((3, 4, 5), 1 / 3)])
+
+    def __repr__(self) -> str:
+        return "Halves()"

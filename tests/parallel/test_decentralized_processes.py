@@ -1,0 +1,98 @@
+"""``DecentralizedDataParallel`` on processes: every transport, hosts, and a rank that is killed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import bagua.comm
+from bagua import testing, topology
+from bagua.errors import BaguaError, PeerLostError
+from bagua.parallel.decentralized import DecentralizedDataParallel
+from bagua.testing import ProcessRanks
+from bagua.testing.training import State, assert_close, loss_of, snapshot
+from tests.parallel.decentralized_simulation import Simulation, plain_sgd, train, wrap
+
+#: Buckets that are large enough for memory of their own on every transport.
+WIDTH = 160
+
+
+def train_and_average(name: str) -> tuple[list[State], State, list[list[str]]]:
+    model = wrap(topology=name)
+    states = train(model, range(4))
+    with model.global_avg() as average:
+        assert 0 < average.distance < 1
+        mean = snapshot(model)
+    assert all(torch.equal(value, states[-1][name]) for name, value in snapshot(model).items())
+    return states, mean, [list(bucket.names) for bucket in model.bagua_buckets]
+
+
+@pytest.mark.parametrize("name", ["ring", "hierarchical_star"])
+def test_it_trains_alike_on_every_transport(ranks, name):
+    results = ranks(3, train_and_average, name)
+    one = topology.create({"ring": "alternating_ring"}.get(name, name))
+    simulation = Simulation(3, results[0][2], lambda number: one.matrix(3, number, [0, 0, 0]))
+    if name == "ring":
+        simulation.matrices = lambda number: one.matrix(3, number)
+    for step in range(4):
+        simulation.step(step)
+        for (states, _, _), expected in zip(results, simulation.states(), strict=True):
+            assert_close(states[step], expected)
+    assert all(torch.equal(mean[key], results[0][1][key]) for _, mean, _ in results for key in mean)
+
+
+def wide() -> DecentralizedDataParallel:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, WIDTH), torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, 4))
+    return DecentralizedDataParallel(model, plain_sgd, topology="ring", bucket_size_in_mb=0.02)
+
+
+def lose_a_peer() -> str:
+    rank = bagua.comm.get_rank()
+    model = wide()
+    train(model, range(2))
+    if rank == 1:
+        testing.die()
+    try:
+        for step in range(2, 6):
+            loss_of(model, rank, step).backward()
+    except PeerLostError as error:
+        found = type(error).__name__
+    for parameter in model.parameters():
+        assert torch.isfinite(parameter).all()
+    loss = loss_of(model.module, rank, 6)
+    assert torch.isfinite(loss), "the weights of this rank can be used and saved"
+    assert list(model.state_dict()) == list(model.module.state_dict())
+    assert model.optimizer_state_dict()["buckets"]
+    with pytest.raises(BaguaError):
+        loss_of(model, rank, 7)
+    return found
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        pytest.param(name, marks=getattr(pytest.mark, mark))
+        for name, mark in (("thread_pool", "threads"), ("process_pool", "gloo"), ("shm_pool", "shm"))
+    ],
+)
+def test_survivors_keep_their_weights(request, pool):
+    outcomes = request.getfixturevalue(pool).outcomes(lose_a_peer, size=2)
+    assert outcomes[0].value == "PeerLostError", outcomes[0].trace
+
+
+@pytest.mark.hybrid
+def test_on_several_hosts():
+    states = ProcessRanks(4, backend="hybrid").run(train_on_hosts, hosts=[2, 2])
+    one = topology.AlternatingExponentialRing()
+    simulation = Simulation(4, states[0][1], lambda number: one.matrix(4, number, [0, 0, 1, 1]))
+    for step in range(4):
+        simulation.step(step)
+    for (state, _), expected in zip(states, simulation.states(), strict=True):
+        assert_close(state, expected)
+
+
+def train_on_hosts() -> tuple[State, list[list[str]]]:
+    assert bagua.comm.get_default_group().global_communicator.backend == "hybrid"
+    model = wrap(topology="alternating-exp-ring")
+    return train(model, range(4))[-1], [list(bucket.names) for bucket in model.bagua_buckets]

@@ -1,0 +1,353 @@
+"""What users of ``DecentralizedDataParallel`` do besides training: averages, checkpoints, accumulation, odd models."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import bagua.comm
+from bagua.errors import ConfigurationError
+from bagua.parallel.decentralized import DecentralizedDataParallel
+from bagua.testing.training import State, assert_same_on_all_ranks, batch, loss_of, mlp, snapshot
+from bagua.topology import Edge, Round
+from bagua.torch_api.data_parallel import DecentralizedDataParallel as DocumentedPath
+from tests.parallel.decentralized_simulation import BUCKET_MB, accum_adamw, halving, momentum, plain_sgd, train, wrap
+
+pytestmark = pytest.mark.threads
+
+
+def test_it_is_where_the_documentation_says():
+    assert DocumentedPath is DecentralizedDataParallel
+
+
+# The mean of all ranks.
+
+
+def test_an_evaluation_in_between_changes_nothing(thread_ranks):
+    def run(evaluates: bool) -> tuple[State, list[float]]:
+        model = wrap(topology="one-peer-exp")
+        distances = []
+        for step in range(5):
+            train(model, [step])
+            if evaluates:
+                model.eval()
+                with model.global_avg() as average, torch.no_grad():
+                    loss_of(model, 0, 0)
+                distances.append(float(average))
+                model.train()
+        return snapshot(model), distances
+
+    results = thread_ranks(3, lambda: (run(True), run(False)))
+    for (evaluated, distances), (plain, _) in results:
+        assert all(torch.equal(evaluated[name], plain[name]) for name in plain)
+        assert min(distances) > 0
+
+
+def test_the_distance_is_that_of_all_parameters(thread_ranks):
+    def run() -> tuple[State, State, float]:
+        model = wrap(topology="ring")
+        own = train(model, range(3))[-1]
+        average = model.global_avg()
+        return own, snapshot(model), average.distance
+
+    results = thread_ranks(3, run)
+    assert_same_on_all_ranks([mean for _, mean, _ in results])
+    mean = {name: sum(own[name] for own, _, _ in results) / 3 for name in results[0][0]}
+    for own, found, distance in results:
+        assert all(torch.allclose(found[name], mean[name], atol=1e-6) for name in mean)
+        expected = sum(float((own[name] - mean[name]).square().sum()) for name in mean) ** 0.5
+        assert distance == pytest.approx(expected, rel=1e-4)
+
+
+def test_as_a_call_the_mean_stays_and_what_was_sent_before_is_dropped(thread_ranks):
+    def run() -> State:
+        model = wrap(topology="ring")
+        train(model, range(3))
+        model.global_avg()
+        for optimizer in model.bagua_optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
+        return train(model, [3])[-1]
+
+    assert_same_on_all_ranks(thread_ranks(3, run))
+
+
+@pytest.mark.parametrize("average_buffers", [False, True])
+def test_float_buffers_are_averaged_on_request(thread_ranks, average_buffers):
+    def run() -> tuple[list[float], list[float], int]:
+        model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+        wrapped = DecentralizedDataParallel(model, plain_sgd, sync_buffer_in_global_avg=average_buffers)
+        for step in range(2):
+            wrapped(batch(bagua.comm.get_rank(), step)[0]).sum().backward()
+        own = model[1].running_mean.tolist()
+        with wrapped.global_avg():
+            inside = model[1].running_mean.tolist()
+        assert model[1].running_mean.tolist() == own
+        return own, inside, int(model[1].num_batches_tracked)
+
+    (own, inside, batches), (_, other_inside, _) = thread_ranks(2, run)
+    assert (inside == other_inside) is average_buffers
+    assert (inside == own) is not average_buffers
+    assert batches == 2
+
+
+def test_training_inside_the_block_is_refused_at_its_end(thread_ranks):
+    def run() -> None:
+        model = wrap()
+        train(model, range(2))
+        with pytest.raises(ConfigurationError, match="trained on"), model.global_avg():
+            train(model, [2])
+
+    thread_ranks(2, run)
+
+
+# Checkpoints.
+
+
+def _saved(state: object) -> object:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("as_view", [True, False])
+@pytest.mark.parametrize(("topology", "size"), [("ring", 3), ("complete", 3), ("one-peer-exp", 1)])
+def test_a_run_goes_on_bit_by_bit(thread_ranks, topology, size, as_view):
+    options = {
+        "topology": topology,
+        "optim_fn": accum_adamw,
+        "lr_scheduler_fn": halving,
+        "param_as_bucket_view": as_view,
+    }
+
+    def run() -> None:
+        model = wrap(**options)
+        train(model, range(3))
+        parts = [
+            ("load_state_dict", _saved(model.state_dict())),
+            ("load_optimizer_state_dict", _saved(model.optimizer_state_dict())),
+            ("load_communication_state_dict", _saved(model.communication_state_dict())),
+        ]
+        expected = train(model, range(3, 6))
+        for order in itertools.permutations(parts):
+            again = wrap(
+                seed=99,
+                **options,
+            )
+            for method, state in order:
+                getattr(again, method)(state)
+            for states, others in zip(train(again, range(3, 6)), expected, strict=True):
+                assert all(torch.equal(states[name], others[name]) for name in others), [name for name, _ in order]
+        for method, state in parts[::-1]:  # back to the past in the same object
+            getattr(model, method)(state)
+        states = train(model, range(3, 6))[-1]
+        assert all(torch.equal(states[name], expected[-1][name]) for name in states)
+
+    thread_ranks(size, run)
+
+
+def test_optimizers_go_on_in_other_buckets(thread_ranks):
+    options = {"topology": "complete", "optim_fn": accum_adamw, "lr_scheduler_fn": halving}
+
+    def run() -> None:
+        model = wrap(**options)
+        train(model, range(3))
+        weights, optimizers = model.state_dict(), model.optimizer_state_dict()
+        again = wrap(seed=99, **{**options, "bucket_size_in_mb": 25})
+        again.load_state_dict(weights)
+        again.load_optimizer_state_dict(optimizers)
+        model.load_state_dict(weights)  # Drops what was sent before, as it must be for a comparison.
+        one, other = train(model, [3, 4])[-1], train(again, [3, 4])[-1]
+        assert len(again.bagua_buckets) == 1 < len(model.bagua_buckets)
+        assert all(torch.allclose(one[name], other[name], rtol=1e-6, atol=1e-7) for name in one)
+        assert {round(rate, 12) for s in again.lr_schedulers for rate in s.get_last_lr()} == {round(0.01 * 0.8**5, 12)}
+
+    thread_ranks(2, run)
+
+
+def test_state_of_other_parameters_or_another_topology_is_refused(thread_ranks):
+    def run() -> None:
+        model = wrap(topology="ring")
+        train(model, range(2))
+        state = model.optimizer_state_dict()
+        state["parameters"]["elsewhere.weight"] = {}
+        with pytest.raises(ConfigurationError, match=r"elsewhere\.weight"):
+            model.load_optimizer_state_dict(state)
+        with pytest.raises(ConfigurationError, match="another topology"):
+            wrap(topology="complete").load_communication_state_dict(model.communication_state_dict())
+
+    thread_ranks(3, run)
+
+
+def test_state_follows_parameters_when_the_model_changes(thread_ranks):
+    def run() -> None:
+        model = wrap(topology="complete")
+        train(model, range(2))
+        model.module[0].bias.requires_grad_(False)
+        train(model, [2])  # What had been sent before is mixed in a last time.
+        frozen = model.module[0].bias.clone()
+        train(model, range(3, 5))
+        assert torch.equal(model.module[0].bias, frozen)
+        state = model.optimizer_state_dict()["parameters"]
+        assert set(state) == {name for name, p in model.named_parameters() if p.requires_grad}
+        momenta = [optimizer.state_dict()["state"] for optimizer in model.bagua_optimizers]
+        assert all(entry["momentum_buffer"].abs().sum() > 0 for momentum_ in momenta for entry in momentum_.values())
+
+    thread_ranks(2, run)
+
+
+# Accumulation.
+
+
+@pytest.mark.parametrize("way", ["no_sync", "set_accumulate_grad"])
+def test_accumulated_gradients_are_one_step(thread_ranks, way):
+    def run() -> None:
+        rank = bagua.comm.get_rank()
+        one, other = wrap(topology="ring", optim_fn=plain_sgd), wrap(topology="ring", optim_fn=plain_sgd)
+        for step in range(0, 6, 2):
+            if way == "no_sync":
+                with one.no_sync():
+                    loss_of(one, rank, step).backward()
+            else:
+                one.set_accumulate_grad()
+                loss_of(one, rank, step).backward()
+                one.set_accumulate_grad(False)
+            loss_of(one, rank, step + 1).backward()
+            (loss_of(other, rank, step) + loss_of(other, rank, step + 1)).backward()
+            for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+                assert torch.allclose(mine, theirs, atol=1e-6)
+                assert mine.grad is None, "a step drops the gradients"
+
+    thread_ranks(2, run)
+
+
+# Models.
+
+
+class Odd(nn.Module):
+    """Tied weights, a frozen layer, a channels-last convolution, and a layer that is used on request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+        self.first = nn.Linear(12, 12)
+        self.second = nn.Linear(12, 12)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Linear(12, 12).requires_grad_(False)
+        self.spare = nn.Linear(12, 12)
+        self.uses_spare = True
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        hidden = self.convolution(images).flatten(1)
+        hidden = self.frozen(self.second(self.first(hidden).relu()))
+        return self.spare(hidden) if self.uses_spare else hidden
+
+
+def odd(**options) -> DecentralizedDataParallel:
+    torch.manual_seed(0)
+    return DecentralizedDataParallel(Odd(), momentum, topology="complete", bucket_size_in_mb=BUCKET_MB, **options)
+
+
+IMAGES = torch.linspace(-1, 1, 2 * 2 * 4 * 4).view(2, 2, 4, 4)
+
+
+def test_odd_models(thread_ranks):
+    def run() -> None:
+        model = odd()
+        before = snapshot(model)
+        for _ in range(3):
+            model(IMAGES).square().sum().backward()
+        module = model.module
+        assert module.convolution.weight.is_contiguous(memory_format=torch.channels_last)
+        assert module.second.weight is module.first.weight
+        assert torch.equal(module.frozen.weight, before["frozen.weight"])
+        assert not torch.equal(module.first.weight, before["first.weight"])
+        assert list(model.state_dict()) == list(Odd().state_dict())
+        assert [name for name, _ in model.named_parameters()] == [name for name, _ in Odd().named_parameters()]
+        plain = copy.deepcopy(model)
+        assert type(plain) is Odd
+        assert torch.equal(plain(IMAGES), model(IMAGES))
+
+    thread_ranks(2, run)
+
+
+def test_unused_parameters_are_named_or_count_as_zero(thread_ranks):
+    def run() -> None:
+        model = odd()
+        model.module.uses_spare = False
+        with pytest.raises(ConfigurationError, match=r"spare\.weight, spare\.bias"):
+            model(IMAGES).sum().backward()
+
+        model = odd(find_unused_parameters=True)
+        model(IMAGES).square().sum().backward()
+        used = model.module.spare.weight.clone()
+        model.module.uses_spare = False
+        model(IMAGES).square().sum().backward()
+        assert not torch.equal(model.module.spare.weight, used), "momentum goes on with a gradient of zero"
+
+    thread_ranks(2, run)
+
+
+def test_a_compiled_model(thread_ranks):
+    def run(compiles: bool) -> State:
+        model = mlp()
+        wrapped = DecentralizedDataParallel(
+            torch.compile(model, backend="eager") if compiles else model, momentum, bucket_size_in_mb=BUCKET_MB
+        )
+        for step in range(3):
+            loss_of(wrapped, 0, step).backward()
+        return snapshot(model)
+
+    # One rank: the compiler is not made for several threads.
+    compiled, plain = thread_ranks(1, lambda: (run(True), run(False)))[0]
+    assert all(torch.allclose(compiled[name], plain[name]) for name in plain)
+
+
+class Looks(torch.optim.SGD):
+    """Notes what it is shown before each mixing."""
+
+    def __init__(self, parameters) -> None:
+        super().__init__(parameters, lr=0.05)
+        self.seen: list[tuple[Edge, float, list[torch.Tensor], list[torch.Tensor]]] = []
+
+    def pre_average_hook(self, edge: Edge, weight: float) -> None:
+        parameters = self.param_groups[0]["params"]
+        self.seen.append(
+            (edge, weight, [p.detach().clone() for p in parameters], [p.comm_buffer.clone() for p in parameters])
+        )
+
+
+def in_threes(size: int, number: int, nodes: tuple[int, ...]) -> Round:
+    """Three mix with a weight that is no mean; the fourth rests."""
+    resting = number % size
+    others = tuple(rank for rank in range(size) if rank != resting)
+    return Round.from_edges(size, [Edge(others, 0.5), Edge((resting,), 1.0)])
+
+
+@pytest.mark.parametrize("which", ["ring", "complete", in_threes], ids=str)
+def test_an_optimizer_may_look_before_the_mixing(thread_ranks, which):
+    def run():
+        def looks(named) -> Looks:
+            return Looks([parameter for _, parameter in named])
+
+        model = wrap(topology=which, optim_fn=looks, bucket_size_in_mb=25)
+        plain = wrap(topology=which, optim_fn=plain_sgd, bucket_size_in_mb=25)
+        states = train(model, range(5))
+        for state, expected in zip(states, train(plain, range(5)), strict=True):
+            assert all(torch.allclose(state[name], expected[name], atol=1e-6) for name in state), "looking is free"
+        return model.bagua_optimizers[0].seen
+
+    seen = thread_ranks(4, run)
+    for shown in zip(*seen, strict=True):  # one round on all ranks
+        for edge, weight, _, buffers in shown:
+            share = (1 - weight) / (len(edge.ranks) - 1) if len(edge.ranks) > 1 else 0.0
+            for position, buffer in enumerate(buffers):
+                expected = sum(share * shown[rank][2][position] for rank in edge.ranks)
+                assert torch.allclose(buffer, expected, atol=1e-6)
+    assert len(seen[0]) == 4, "before each mixing: in all steps but the first"
