@@ -15,6 +15,7 @@ from bagua.algorithms.low_precision_decentralized import (
 )
 from bagua.algorithms.power_sgd import PowerSGDAlgorithm, PowerSGDAlgorithmImpl
 from bagua.algorithms.q_adam import QAdamAlgorithm, QAdamAlgorithmImpl
+from bagua.algorithms.reduced import ReducedGradients, ReducedGradientsImpl
 from bagua.algorithms.registry import DistributedAlgorithm, Registry
 from bagua.algorithms.scatter_gather import ScatterGatherAllReduceAlgorithm, ScatterGatherAllReduceAlgorithmImpl
 from bagua.algorithms.sign_sgd import SignSGDAlgorithm, SignSGDAlgorithmImpl
@@ -40,6 +41,8 @@ __all__ = [
     "PowerSGDAlgorithmImpl",
     "QAdamAlgorithm",
     "QAdamAlgorithmImpl",
+    "ReducedGradients",
+    "ReducedGradientsImpl",
     "Registry",
     "ScatterGatherAllReduceAlgorithm",
     "ScatterGatherAllReduceAlgorithmImpl",

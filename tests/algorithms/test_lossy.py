@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -13,15 +14,19 @@ from bagua.algorithms import (
     Algorithm,
     ByteGradAlgorithm,
     PowerSGDAlgorithm,
+    ReducedGradients,
+    ReducedGradientsImpl,
     ScatterGatherAllReduceAlgorithm,
     SignSGDAlgorithm,
     TopKAlgorithm,
+    Traits,
 )
 from bagua.algorithms.reduced import matrix_blocks
 from bagua.buckets import Bucket
 from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTensorError
 from bagua.parallel import with_bagua
-from bagua.testing.algorithm_contract import INF_STEP, STEPS, train_with_an_inf
+from bagua.primitives import ErrorFeedback, RandomKReducer
+from bagua.testing.algorithm_contract import INF_STEP, STEPS, AlgorithmContract, train_with_an_inf
 from bagua.testing.training import State, assert_close, assert_same_on_all_ranks, mlp, sgd, snapshot, train_steps
 from tests.algorithms.lossy_simulation import (
     Combine,
@@ -203,3 +208,28 @@ def test_matrices_lie_row_by_row_in_flat_memory():
         axis = 1 if name == "transposed" else 0
         expected = torch.arange(float(block.numel)).view(model.get_parameter(name).shape).unbind(axis)
         assert [sorted(row.tolist()) for row in rows] == [sorted(row.flatten().tolist()) for row in expected], name
+
+
+@dataclass(frozen=True)
+class RandomKSgd(ReducedGradients):
+    """A composition that is not registered: randomly chosen elements, with error feedback."""
+
+    ratio: float = 0.2
+
+    @property
+    def reducer(self) -> ErrorFeedback:
+        return ErrorFeedback(RandomKReducer(self.ratio))
+
+
+class RandomKSgdImpl(ReducedGradientsImpl, declaration=RandomKSgd):
+    traits = Traits(result="bounded")
+
+
+class TestComposition(AlgorithmContract):
+    @pytest.fixture
+    def algorithm(self):
+        return RandomKSgd()
+
+    @pytest.fixture
+    def pool(self, thread_pool):
+        return thread_pool
