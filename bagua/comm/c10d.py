@@ -36,12 +36,13 @@ _NEVER_EMPTY = frozenset({"barrier", "alltoall_v", *POINT_TO_POINT})
 class _Channel:
     """One backend and what is needed to start calls on it."""
 
-    __slots__ = ("collective", "group", "message", "start")
+    __slots__ = ("collective", "group", "message", "start", "takes_messages")
 
     def __init__(self, group: BackendGroup) -> None:
         self.group = group
         lowering = Lowering(group.group, group.rank, group.size, group.abilities)
         self.start = lowering.start
+        self.takes_messages = lowering.takes_messages
         self.collective: type[C10dHandle] = StreamHandle if group.on_stream else CollectiveHandle
         self.message: type[C10dHandle] = StreamHandle if group.on_stream else MessageHandle
 
@@ -139,7 +140,7 @@ class C10dTransport(Transport):
             raise self._unable(call, error) from error
         except RuntimeError as error:
             raise self.failed(error, 0.0, timeout_s) from error
-        handle_class = channel.message if kind in POINT_TO_POINT else channel.collective
+        handle_class = channel.message if channel.takes_messages(call) else channel.collective
         handle = handle_class(self, works, finish, timeout_s, (source, target))
         if asynchronous or channel.group.on_stream:
             self._keep(handle)

@@ -73,6 +73,7 @@ class GlooGroup(BackendGroup):
     abilities = Abilities(
         copies=frozenset({*_FLOATS, *_INTEGERS, torch.bool}),
         reductions=_pairs(_ARITHMETIC, _FLOATS + _INTEGERS) | _pairs(("avg",), _FLOATS) | _pairs(_BITWISE, _INTEGERS),
+        messages_from_bytes=64 * 1024,
     )
     # Gloo's own threads work on a started call. Handing it to a Python thread first costs 2 to 10 % of a step.
     executor = "caller"

@@ -27,8 +27,10 @@ Finish = Callable[[], object]
 #: Works of the backend, and what completes the call after them.
 Started = tuple[tuple[Any, ...], Finish | None]
 
-#: Users' messages; collectives do not use tags, and the poison that closes connections has its own.
+#: Of users' messages.
 MESSAGE_TAG = 0
+#: Of messages that a collective is made of; 1 is that of the poison.
+_EXCHANGE_TAG = 2
 
 _REDUCE_OPS: dict[str, Any] = {
     "sum": ReduceOp.SUM,
@@ -57,6 +59,8 @@ class Abilities:
         reduce_scatters: it has a reduce-scatter of its own, for the same pairs, that can be polled.
         grouped_messages: several messages must be started as one group (NCCL).
         device_type: where barriers run.
+        messages_from_bytes: from this size of a share on, alltoall and allgather are better made of messages; None
+            where never.
     """
 
     copies: frozenset[torch.dtype]
@@ -64,6 +68,7 @@ class Abilities:
     reduce_scatters: bool = False
     grouped_messages: bool = False
     device_type: str = "cpu"
+    messages_from_bytes: int | None = None
 
 
 class Lowering:
@@ -96,6 +101,14 @@ class Lowering:
         started: Started = _STARTERS[call[0]](self, call, source, target, timeout_s)
         return started
 
+    def takes_messages(self, call: Call) -> bool:
+        """Whether ``call`` is started as messages between pairs; equal on all ranks."""
+        kind = call[0]
+        if kind in POINT_TO_POINT:
+            return True
+        least = self._abilities.messages_from_bytes
+        return least is not None and kind in _EXCHANGES and call.nbytes >= least
+
     # Reductions.
 
     def allreduce(self, call: Call, _: torch.Tensor | None, target: torch.Tensor, timeout_s: float) -> Started:
@@ -120,7 +133,7 @@ class Lowering:
             works, _ = self.allreduce(call, None, wide, timeout_s)
             return works, lambda: target.copy_(wide)
         parts = target.new_empty((self._size, target.numel()))
-        works, _ = self.allgather(call, target, parts, timeout_s)
+        works, _ = self._allgather(target, parts, timeout_s)
         flat = _flat(target)
         return works, lambda: fold(list(parts.unbind()), reduction, flat)
 
@@ -157,7 +170,7 @@ class Lowering:
                 reals, real_shares = torch.view_as_real(flat), torch.view_as_real(shares)
                 return self.reduce_scatter(call, real_shares, reals, timeout_s)
         parts = shares.new_empty((self._size, flat.numel()))
-        works, _ = self.alltoall(call, shares, parts, timeout_s)
+        works, _ = self._alltoall(shares, parts, timeout_s)
         return works, lambda: fold(list(parts.unbind()), reduction, flat)
 
     # Copies.
@@ -170,8 +183,13 @@ class Lowering:
         tensor = target if target.dtype in self._copies else _bytes(target)
         return (self._group.broadcast([tensor], options),), None
 
-    def allgather(self, _: Call, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Started:
+    def allgather(self, call: Call, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Started:
         """Gather everyone's share everywhere."""
+        if self.takes_messages(call):
+            return self._exchange([self._movable(source)] * self._size, self._rows(target))
+        return self._allgather(source, target, timeout_s)
+
+    def _allgather(self, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Started:
         options = self._prepared("allgather", dist.distributed_c10d.AllgatherOptions, -1, timeout_s)
         return (self._all_gather(self._movable(target), self._movable(source), options),), None
 
@@ -188,8 +206,13 @@ class Lowering:
         rows = [] if source is None else [self._rows(source)]
         return (self._group.scatter([self._movable(target)], rows, options),), None
 
-    def alltoall(self, _: Call, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Started:
+    def alltoall(self, call: Call, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Started:
         """Exchange equal shares."""
+        if self.takes_messages(call):
+            return self._exchange(self._rows(source), self._rows(target))
+        return self._alltoall(source, target, timeout_s)
+
+    def _alltoall(self, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Started:
         options = self._prepared("alltoall", dist.AllToAllOptions, -1, timeout_s)
         work = self._all_to_all(self._movable(target), self._movable(source), [], [], options)
         return (work,), None
@@ -226,6 +249,19 @@ class Lowering:
             return (self._group._end_coalescing(),), None  # noqa: SLF001
         receiving = self._group.recv([incoming], call.source, MESSAGE_TAG)
         return (self._group.send([outgoing], call.root, MESSAGE_TAG), receiving), None
+
+    def _exchange(self, outgoing: list[torch.Tensor], incoming: list[torch.Tensor]) -> Started:
+        """Send every rank its share, all at once.
+
+        Gloo sends a message once its receiver has asked for it, on the connection that the receiver's own message goes
+        through. Asking for everything first lets both directions of a link be used at a time, which takes half as
+        long; Gloo's own alltoall and allgather send first.
+        """
+        others = [(self._rank + step) % self._size for step in range(1, self._size)]
+        receiving = [self._group.recv([incoming[other]], other, _EXCHANGE_TAG) for other in reversed(others)]
+        sending = [self._group.send([outgoing[other]], other, _EXCHANGE_TAG) for other in others]
+        incoming[self._rank].copy_(outgoing[self._rank])
+        return (*sending, *receiving), None
 
     def barrier(self, _: Call, __: object, ___: object, timeout_s: float) -> Started:
         """Wait for everyone."""
@@ -270,6 +306,9 @@ class Lowering:
             self._allreduces.clear()
         self._options[key] = options
 
+
+#: What ``Abilities.messages_from_bytes`` is about.
+_EXCHANGES = frozenset({"allgather", "alltoall"})
 
 #: Not bound methods: a cycle would keep torch's object alive until the next garbage collection.
 _STARTERS: dict[str, Callable[..., Started]] = {kind: getattr(Lowering, kind) for kind in COLLECTIVES + POINT_TO_POINT}
