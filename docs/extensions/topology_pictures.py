@@ -41,7 +41,7 @@ def disc(rank: int, size: int) -> str:
     """A rank and its number."""
     x, y = place(rank, size)
     return (
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{DISC}" fill="var(--color-background-primary, white)"/>'
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{DISC}" style="fill:var(--color-background-primary, white)"/>'
         f'<text x="{x:.1f}" y="{y + 4:.1f}" text-anchor="middle" stroke="none" fill="currentColor">{rank}</text>'
     )
 
