@@ -308,7 +308,7 @@ class BucketFormation:
             self.algorithm.settle()
         if self._scheduler is not None:
             self._scheduler.flush()
-            self._scheduler.close()
+            self._scheduler.dissolve()
             self._remembered = collect(self.buckets, [-1] * len(self.buckets))
         self._scheduler = None
         self.buckets = []

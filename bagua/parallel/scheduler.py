@@ -283,6 +283,13 @@ class Scheduler:
             if step >= 0:
                 lane.exchanged, lane.wait = step, nothing
 
+    def dissolve(self) -> None:
+        """Give back threads, and the buckets now: lanes and slots know each other, and their memory is large."""
+        self.close()
+        for lane in self._lanes:
+            lane.slots.clear()
+        self.slots.clear()
+
 
 def _close_all(executors: Sequence[Executor]) -> None:
     for executor in executors:

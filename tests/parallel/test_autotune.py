@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -291,6 +294,24 @@ def test_mixed_dtypes_keep_the_order_of_their_gradients(thread_ranks):
         assert [bucket.names for bucket in wrapped.bagua_buckets] == before
 
     thread_ranks(2, train)
+
+
+def test_buckets_that_are_no_longer_used_are_gone_at_once(thread_ranks):
+    """Not when the garbage collector finds them: several generations of a large model's buckets would not fit."""
+
+    def train() -> list[bool]:
+        model = mlp()
+        wrapped, optimizer = bagua_init(model, sgd(model.parameters()), message_size=1)
+        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(2))
+        before = [weakref.ref(bucket) for bucket in wrapped.bagua_buckets]
+        wrapped._bagua_engine.reducer.recut(Setting(2048))
+        return [bucket() is None for bucket in before]
+
+    gc.disable()
+    try:
+        assert thread_ranks(2, train) == [[True] * 6] * 2
+    finally:
+        gc.enable()
 
 
 class Alternating(nn.Module):
