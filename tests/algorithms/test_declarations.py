@@ -22,6 +22,24 @@ def test_a_declaration_is_reached_by_name_short_name_and_enum():
     assert as_algorithm(expected) is expected
 
 
+@pytest.mark.parametrize(
+    ("name", "declaration"),
+    [
+        (DistributedAlgorithm.ScatterGatherAllReduce, "ScatterGatherAllReduceAlgorithm"),
+        (DistributedAlgorithm.QuantizeAllReduce, "ByteGradAlgorithm"),
+        ("bytegrad", "ByteGradAlgorithm"),
+        (DistributedAlgorithm.PowerSGD, "PowerSGDAlgorithm"),
+        (DistributedAlgorithm.TopK, "TopKAlgorithm"),
+        (DistributedAlgorithm.SignSGD, "SignSGDAlgorithm"),
+    ],
+)
+def test_names_and_members_lead_to_their_algorithm(name, declaration):
+    algorithm = Algorithm.init(name)
+    assert type(algorithm).__name__ == declaration
+    assert algorithm.hierarchical
+    assert Algorithm.init(name, hierarchical=False, average=False) == type(algorithm)(False, False)
+
+
 @pytest.mark.parametrize("name", ["", "Gradient_Allreduce", "quantised"])
 def test_unknown_names_are_refused_and_the_known_ones_named(name):
     with pytest.raises(UnsupportedAlgorithmException, match="gradient_allreduce"):
