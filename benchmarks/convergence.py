@@ -30,7 +30,7 @@ from bagua.cli.launch import Rank, RanksFailedError, run_ranks
 from bagua.comm.stores import connect_store
 from bagua.errors import ConfigurationError
 from benchmarks.network.__main__ import a_contender, at_least, termination_as_interrupt
-from benchmarks.network.contenders import PEERS, Prepared, every_contender, find_maker
+from benchmarks.network.contenders import Prepared, every_algorithm, find_maker
 from benchmarks.network.experiment import show
 from benchmarks.network.ranks import Training, report
 from benchmarks.network.tasks import small_demo
@@ -137,6 +137,7 @@ def train_all(
             refusals[contender] = str(error)
             continue
         first_loss = training.held_out_loss()
+        training.prepared.resume()
         training.take_steps(steps)
         ended[contender] = Ended(first_loss, training.held_out_loss())
         report(rank, f"seed {seed}, {contender}: {first_loss:.3f} -> {ended[contender].last_loss:.4f}")
@@ -183,7 +184,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def everyone(chosen: Sequence[str] | None) -> list[str]:
     """Who has to train: the chosen ones, what they are compared with, and the two lines that say what it means."""
-    wanted = chosen or [contender for contender in every_contender() if contender not in PEERS]
+    wanted = chosen or every_algorithm()
     return list(dict.fromkeys([BASELINE, PERTURBED, MUTANT, *map(baseline_of, wanted), *wanted]))
 
 

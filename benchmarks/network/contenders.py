@@ -5,14 +5,16 @@ A contender is written as text, so that it fits on a command line and reaches th
 * ``ddp``, ``ddp_fp16``, ``ddp_powersgd``: torch's DistributedDataParallel, plain or with a hook;
 * ``silent``: bagua's engine with an exchange that does nothing;
 * ``adam``: gradient allreduce with Adam in place of the task's optimizer, to compare QAdam with;
-* ``bytegrad`` or ``bytegrad:hierarchical=False``: a registered algorithm, with options;
+* ``bytegrad`` or ``bytegrad:hierarchical=False``: a registered algorithm, with options, also of the optimizer that it
+  needs;
 * ``package.module:function``: ``function(model, optimizer)`` returns a :class:`Prepared`.
 """
 
 import ast
+import dataclasses
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +25,7 @@ import bagua.torch_api  # noqa: F401  # puts with_bagua on modules
 from bagua.algorithms import Algorithm, registry
 from benchmarks.silent import SilentAlgorithm
 
-__all__ = ["PEERS", "Prepared", "every_contender", "find_maker"]
+__all__ = ["PEERS", "Prepared", "every_algorithm", "every_contender", "find_maker"]
 
 #: Steps before torch's PowerSGD hook compresses; it demands more than one, as DDP forms its buckets anew after one.
 POWERSGD_WARM_UP_STEPS = 3
@@ -90,21 +92,44 @@ def without_exchange(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prep
 
 
 def with_adam(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
-    """Gradient allreduce with Adam of the same learning rate, whatever the task's optimizer is: the peer of QAdam."""
-    rate = optimizer.param_groups[0]["lr"] if isinstance(optimizer, ADAM_LIKE) else ADAM_LEARNING_RATE
-    adam = torch.optim.Adam(model.parameters(), lr=rate)
+    """Gradient allreduce with Adam in place of the task's optimizer: the peer of QAdam."""
+    adam = torch.optim.Adam(model.parameters(), lr=adam_learning_rate(optimizer))
     return through_bagua(model, adam, Algorithm.init("gradient_allreduce"))
 
 
+def adam_learning_rate(optimizer: torch.optim.Optimizer) -> float:
+    """What suits Adam: the task's learning rate if its optimizer is a kind of Adam."""
+    return float(optimizer.param_groups[0]["lr"]) if isinstance(optimizer, ADAM_LIKE) else ADAM_LEARNING_RATE
+
+
 def through_bagua(model: nn.Module, optimizer: torch.optim.Optimizer, algorithm: Algorithm) -> Prepared:
-    """An algorithm of bagua."""
+    """An algorithm of bagua; one that goes on between steps is aborted and resumed."""
     wrapped = model.with_bagua([optimizer], algorithm)  # type: ignore[operator]  # the import put it on all modules
+    bound = wrapped.bagua_algorithm
+    if hasattr(bound, "abort") and hasattr(bound, "resume"):
+        return Prepared(
+            wrapped, optimizer, functools.partial(bound.resume, wrapped), functools.partial(bound.abort, wrapped)
+        )
     return Prepared(wrapped, optimizer, pause=wrapped.state_dict)  # which leaves no exchange under way
 
 
 def named(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, options: dict[str, object]) -> Prepared:
-    """A registered algorithm."""
-    return through_bagua(model, optimizer, Algorithm.init(name, **options))
+    """A registered algorithm, with an optimizer of its own if it needs one."""
+    own, of_optimizer = split_options(name, options)
+    make_optimizer = registry.get(name).optimizer_class
+    if make_optimizer is not None:
+        optimizer = make_optimizer(model.parameters(), lr=adam_learning_rate(optimizer), **of_optimizer)
+    return through_bagua(model, optimizer, Algorithm.init(name, **own))
+
+
+def split_options(name: str, options: dict[str, object]) -> tuple[dict[str, object], dict[str, object]]:
+    """Those of the algorithm, and those of the optimizer that it needs; all of the algorithm if it needs none."""
+    declaration = registry.get(name)
+    if declaration.optimizer_class is None:
+        return options, {}
+    known = [field.name for field in dataclasses.fields(declaration)]  # type: ignore[arg-type]  # all are dataclasses
+    own = {key: value for key, value in options.items() if key in known}
+    return own, {key: value for key, value in options.items() if key not in known}
 
 
 PEERS: dict[str, Maker] = {
@@ -114,18 +139,22 @@ PEERS: dict[str, Maker] = {
     "silent": without_exchange,
     "adam": with_adam,
 }
-#: Registered algorithms that are shown with other options than their defaults, and in how many forms.
+#: Registered algorithms that take part with other options than their defaults, and in how many forms.
 FORMS: dict[str, tuple[str, ...]] = {
     "decentralized": ("decentralized:peer_selection_mode='all'", "decentralized:peer_selection_mode='shift_one'"),
 }
-#: Registered algorithms that need something of the optimizer: from name and options to a maker.
-SPECIAL: dict[str, Callable[[dict[str, object]], Maker]] = {}
+#: More of them where few steps are taken: compression has to begin before the first step that is timed.
+TIMED_FORMS = {**FORMS, "qadam": ("qadam:warmup_steps=3",)}
+
+
+def every_algorithm(forms: Mapping[str, tuple[str, ...]] = FORMS) -> list[str]:
+    """Every registered algorithm."""
+    return [form for name in registry for form in forms.get(name, (name,))]
 
 
 def every_contender() -> list[str]:
     """The peers, and every registered algorithm."""
-    forms = [form for name in registry for form in FORMS.get(name, (name,))]
-    return [*PEERS, *forms]
+    return [*PEERS, *every_algorithm(TIMED_FORMS)]
 
 
 def find_maker(contender: str) -> Maker:
@@ -144,9 +173,7 @@ def find_maker(contender: str) -> Maker:
     if rest and "=" not in rest:
         return load_function(name, rest)
     options = read_options(rest)
-    if name in SPECIAL:
-        return SPECIAL[name](options)
-    Algorithm.init(name, **options)  # refuses here what the ranks would refuse
+    Algorithm.init(name, **split_options(name, options)[0])  # refuses here what the ranks would refuse
     return functools.partial(named, name=name, options=options)
 
 

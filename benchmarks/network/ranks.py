@@ -162,11 +162,10 @@ class Training:
         return Sample(step_s, (place.sent_bytes(rank) - before) / (calls + 1))
 
     def held_out_loss(self) -> float:
-        """Of all ranks' models, the mean."""
+        """Of all ranks' models, the mean. Training has to be resumed after it."""
         self.prepared.pause()
         loss = torch.tensor(self.trainer.held_out_loss(), dtype=torch.float64)
         torch.distributed.all_reduce(loss)
-        self.prepared.resume()
         return float(loss) / torch.distributed.get_world_size()
 
 
@@ -245,6 +244,7 @@ def train_and_look(training: Training, stops: Sequence[int]) -> Curve:
     seconds, done = 0.0, 0
     for stop in stops:
         start_s = time.perf_counter()
+        training.prepared.resume()
         curve.training.extend(training.take_steps(stop - done))
         seconds, done = seconds + time.perf_counter() - start_s, stop
         curve.held_out[stop], curve.seconds[stop] = training.held_out_loss(), seconds

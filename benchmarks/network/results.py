@@ -176,10 +176,10 @@ def pays_up_to(lines: Sequence[Line]) -> str:
     Between two rates the ratio is taken for a straight line over the logarithm of the rate.
     """
     ordered = sorted(lines, key=lambda line: math.inf if line.rate_mbit_s is None else line.rate_mbit_s)
-    if ordered[0].step.result.low >= 1:
-        return f"never; slower or equal from {rate_name(ordered[0].rate_mbit_s)} on"
+    if ordered[0].step.result.median >= 1:
+        return f"not at {rate_name(ordered[0].rate_mbit_s)}, the lowest rate that was measured"
     for below, above in itertools.pairwise(ordered):
-        if below.step.result.median < 1 <= above.step.result.median:
+        if above.step.result.median >= 1:
             return f"up to {rate_name(crossing(below, above))}"
     return f"at every measured rate, up to {rate_name(ordered[-1].rate_mbit_s)}"
 

@@ -11,10 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.network import __main__ as command
 from benchmarks.network import lab, report
-from benchmarks.network.contenders import find_maker, read_options
+from benchmarks.network.contenders import adam_learning_rate, find_maker, read_options, split_options
 from benchmarks.network.experiment import Experiment, Plan
 from benchmarks.network.ranks import Sample
 from benchmarks.network.results import Limit, Run, make_line, pays_up_to
@@ -183,7 +184,7 @@ def test_slowest_rank_and_all_hosts_count():
 def test_where_it_pays():
     assert pays_up_to([line(10_000, 2.0), line(100, 0.5)]) == "up to 464 Mbit/s"  # a third of the way, in decades
     assert pays_up_to([line(100, 0.5), line(None, 1.5)]) == "up to 100 Mbit/s"
-    assert pays_up_to([line(100, 1.5), line(1000, 1.5)]) == "never; slower or equal from 100 Mbit/s on"
+    assert pays_up_to([line(100, 1.5), line(1000, 1.5)]) == "not at 100 Mbit/s, the lowest rate that was measured"
     assert pays_up_to([line(100, 0.5), line(1000, 0.9)]) == "at every measured rate, up to 1 Gbit/s"
 
 
@@ -202,6 +203,18 @@ def test_steps_in_equal_time_are_bounded():
     assert experiment.steps_in_time(line(100, 0.5)) == (20, False)
     assert experiment.steps_in_time(line(100, 3.0)) == (3, False)
     assert experiment.steps_in_time(line(100, 0.01)) == (40, True)
+
+
+def test_options_of_an_optimizer_that_an_algorithm_needs():
+    model = torch.nn.Linear(2, 2)
+    given = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert split_options("qadam", {"hierarchical": False, "warmup_steps": 3}) == (
+        {"hierarchical": False},
+        {"warmup_steps": 3},
+    )
+    assert split_options("bytegrad", {"warmup_steps": 3}) == ({"warmup_steps": 3}, {})  # which bytegrad refuses
+    assert adam_learning_rate(given) == 1e-3
+    assert adam_learning_rate(torch.optim.AdamW(model.parameters(), lr=0.01)) == 0.01
 
 
 def test_contenders_as_text():
