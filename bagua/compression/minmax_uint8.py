@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -85,15 +88,32 @@ class MinMaxUInt8(Codec):
 
     def _encode(self, flat: torch.Tensor, out: torch.Tensor) -> None:
         first, step, codes = self._split(out, Metadata.of(flat))
+        kernels = _kernels(flat.device.type)
+        if kernels is not None and kernels.suits(self.block_numel, flat.dtype):
+            kernels.encode(flat, first, step, codes, self.block_numel)
+            return
         for blocks, part, length in in_rows(flat.numel(), self.block_numel):
             _encode_rows(flat[part].view(-1, length), first[blocks], step[blocks], codes[part].view(-1, length))
 
     def _decode(self, data: torch.Tensor, metadata: Metadata, out: torch.Tensor, add: bool) -> None:
         first, step, codes = self._split(data, metadata)
+        kernels = _kernels(out.device.type)
+        if kernels is not None and kernels.suits(self.block_numel, metadata.dtype):
+            largest = torch.finfo(metadata.dtype).max
+            kernels.decode(codes, first, step, out, self.block_numel, add=add, limit=largest)
+            return
         limit = _limit(first, step, metadata.dtype)
         for blocks, part, length in in_rows(metadata.numel, self.block_numel):
             rows = codes[part].view(-1, length)
             _decode_rows(rows, first[blocks], step[blocks], out[part].view(-1, length), add=add, limit=limit)
+
+
+@functools.cache
+def _kernels(device_type: str) -> Any:
+    """The module ``minmax_kernels`` if it can run there; else None."""
+    if device_type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module("bagua.compression.minmax_kernels")
 
 
 def _exact(dtype: torch.dtype) -> _Exact:

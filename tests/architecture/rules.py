@@ -37,6 +37,7 @@ LAYERS = {
 # What a module may import beside the standard library. `bagua.integrations` imports what it integrates.
 RUN_TIME_PACKAGES = {"bagua", "torch", "typing_extensions"}
 EXTRA_PACKAGES = {
+    "bagua.compression": {"triton"},  # if PyTorch brought it along
     "bagua.cli": {"rich", "matplotlib"},
     "bagua.testing": {"pytest", "hypothesis", "numpy"},
 }
