@@ -338,10 +338,10 @@ class ProcessGroup:
     def close(self) -> None:
         """Close this group and every group derived from it. Idempotent."""
         self.closed = True
-        for group in reversed(self._descendants):
-            group.close()
         while self._when_closing:
             self._when_closing.pop()()
+        for group in reversed(self._descendants):
+            group.close()
         for communicator in reversed(self._made):
             communicator.close()
             self._ledger.retire(communicator.statistics)

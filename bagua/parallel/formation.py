@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any
@@ -12,7 +14,7 @@ from bagua.algorithms import Algorithm, AlgorithmImpl, DistributedAlgorithm
 from bagua.buckets import Bucket, check_align_bytes
 from bagua.comm import Communicator, ProcessGroup, get_default_group
 from bagua.comm.rendezvous import exchange
-from bagua.errors import BaguaError, CollectiveMismatchError
+from bagua.errors import BaguaError, CollectiveMismatchError, CommunicationError
 from bagua.parallel.agreement import compare
 from bagua.parallel.autotune_search import Setting
 from bagua.parallel.autotune_settings import AutotuneSettings, tuning_from
@@ -78,6 +80,7 @@ class BucketFormation:
         leader = check_leader(intra_comm_root_rank, user_group)
         refusal = self._register()
         self.group = user_group.duplicate("model", leader=leader)
+        self.group.when_closing(partial(_end_exchanges, weakref.ref(self)))
         self.step = 0
         self.buckets: list[Bucket] = []
         self._order: list[int] = []
@@ -164,11 +167,15 @@ class BucketFormation:
         """Whether a parameter without a gradient counts as zero."""
         return self._find_unused
 
+    def end_exchanges(self) -> None:
+        """Wait for what is under way, and apply nothing."""
+        if self._scheduler is not None:
+            self._scheduler.settle()
+
     @property
     def communicator(self) -> Communicator:
         """The private communicator, for calls of the thread that trains: exchanges in other threads are over."""
-        if self._scheduler is not None:
-            self._scheduler.settle()
+        self.end_exchanges()
         return self.group.global_communicator
 
     # The first backward pass.
@@ -373,3 +380,11 @@ class BucketFormation:
         self.algorithm = self._bind(declaration)
         self._wanted = [list(bucket) for bucket in buckets or []]
         self._agree()
+
+
+def _end_exchanges(reference: weakref.ref[BucketFormation]) -> None:
+    """The group is closing: a slower rank may still need what this one sends in its last step."""
+    formation = reference()
+    if formation is not None:
+        with contextlib.suppress(CommunicationError):  # Nobody will use what this rank would have received.
+            formation.end_exchanges()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -79,6 +81,20 @@ def lose_a_peer() -> str:
 def test_survivors_keep_their_weights(request, pool):
     outcomes = request.getfixturevalue(pool).outcomes(lose_a_peer, size=2)
     assert outcomes[0].value == "PeerLostError", outcomes[0].trace
+
+
+def leave_early() -> None:
+    rank = bagua.comm.get_rank()
+    model = wide()
+    for step in range(2):
+        if rank == 0 and step == 1:
+            time.sleep(1.5)  # The other rank closes meanwhile: more than a second, after which transports give up.
+        loss_of(model, rank, step).backward()
+    bagua.comm.destroy_process_group()
+
+
+def test_a_rank_that_is_done_waits_for_the_others(ranks):
+    ranks(2, leave_early)
 
 
 @pytest.mark.hybrid
