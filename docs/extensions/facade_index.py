@@ -13,7 +13,14 @@ from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 
 # Modules that the API pages explain, in the order in which a name is looked for.
-HOMES = ("bagua.comm", "bagua.errors", "bagua.algorithms", "bagua.parallel")
+HOMES = (
+    "bagua.comm",
+    "bagua.errors",
+    "bagua.algorithms",
+    "bagua.optim",
+    "bagua.parallel",
+    "bagua.parallel.decentralized",
+)
 
 
 def home_of(value: object) -> str:
