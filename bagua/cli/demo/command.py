@@ -12,7 +12,7 @@ import torch
 
 from bagua.algorithms import registry
 from bagua.cli.demo.report import choose_display, draw_losses, table
-from bagua.cli.demo.training import Result, Settings, train
+from bagua.cli.demo.training import DECENTRALIZED, Result, Settings, train
 from bagua.cli.launch import RanksFailedError, run_ranks
 from bagua.errors import BaguaError
 
@@ -57,7 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--nproc", type=positive, default=2, metavar="N", help="processes to start")
-    add("--algorithm", choices=list(registry), default=defaults.algorithm, help="how they communicate")
+    add("--algorithm", choices=[*registry, DECENTRALIZED], default=defaults.algorithm, help="how they communicate")
     add("--backend", metavar="NAME", help="what they communicate through: gloo, nccl, ... (None: the best there is)")
     add("--steps", type=positive, default=defaults.steps, metavar="N", help="optimizer steps")
     add("--batch-per-rank", type=positive, default=defaults.batch_per_rank, metavar="N", help="windows of text")

@@ -4,6 +4,8 @@ import dataclasses
 import math
 import statistics
 import time
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +18,12 @@ from bagua.cli.demo.model import ByteTransformer, Shape
 from bagua.cli.demo.text import Text, batch, read_standard_library, windows
 from bagua.cli.launch import Rank
 from bagua.torch_api.algorithms import Algorithm
+from bagua.torch_api.data_parallel import DecentralizedDataParallel
 
-__all__ = ["Phase", "Progress", "Result", "Settings", "train"]
+__all__ = ["DECENTRALIZED", "Phase", "Progress", "Result", "Settings", "train"]
+
+#: Not an algorithm of the engine but a wrapper of its own, under a name like theirs.
+DECENTRALIZED = "decentralized_data_parallel"
 
 WARM_UP_STEPS = 3  # of a measurement, not counted
 SOLO_STEPS = 12  # measured before training and once more after it
@@ -30,7 +36,7 @@ class Settings:
     """What the demo is asked to do.
 
     Args:
-        algorithm: a name in the registry of algorithms.
+        algorithm: a name in the registry of algorithms, or ``decentralized_data_parallel``.
         backend: as for ``init_process_group``.
         device: ``cpu`` or ``cuda``.
         steps: optimizer steps.
@@ -122,18 +128,30 @@ class Trainer:
         self.device = torch.device("cuda", share) if settings.device == "cuda" else torch.device("cpu")
         self.generator = torch.Generator().manual_seed(settings.seed + 1 + share)
         torch.manual_seed(settings.seed)
-        self.model = ByteTransformer(settings.shape).to(self.device)
+        self.model: torch.nn.Module = ByteTransformer(settings.shape).to(self.device)
         self.optimizer = self.make_optimizer()
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.learning_rate_at)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """AdamW, unless the algorithm needs another."""
-        kind = registry.get(self.settings.algorithm).optimizer_class
-        if kind is not None:
-            return kind(self.model.parameters(), lr=self.settings.learning_rate)
-        return torch.optim.AdamW(
-            self.model.parameters(), lr=self.settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1
-        )
+        if self.settings.algorithm in registry:
+            kind = registry.get(self.settings.algorithm).optimizer_class
+            if kind is not None:
+                return kind(self.model.parameters(), lr=self.settings.learning_rate)
+        return self.adamw(self.model.parameters())
+
+    def adamw(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """The optimizer of these parameters."""
+        return torch.optim.AdamW(parameters, lr=self.settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+
+    def distribute(self) -> None:
+        """From now on, train together with the other ranks. Collective."""
+        algorithm = Algorithm.init(self.settings.algorithm)
+        self.model.with_bagua([self.optimizer], algorithm)  # type: ignore[operator]  # the import put it on all modules
+
+    def evaluating(self) -> AbstractContextManager[object]:
+        """What surrounds an evaluation. Collective."""
+        return nullcontext()
 
     def learning_rate_at(self, step: int) -> float:
         """The share of the highest learning rate: a line up, then half a cosine down to a tenth."""
@@ -141,12 +159,17 @@ class Trainer:
         falling = 0.55 + 0.45 * math.cos(math.pi * step / self.settings.steps)
         return min(rising, falling)
 
+    def loss(self) -> Tensor:
+        """Of the next batch."""
+        inputs, targets = batch(self.text, self.settings.batch_per_rank, self.settings.shape.context, self.generator)
+        loss: Tensor = self.model(inputs.to(self.device), targets.to(self.device))
+        return loss
+
     def step(self) -> float:
         """Train on one batch; returns its loss."""
-        inputs, targets = batch(self.text, self.settings.batch_per_rank, self.settings.shape.context, self.generator)
-        loss = self.model(inputs.to(self.device), targets.to(self.device))
+        loss = self.loss()
         self.optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.schedule.step()
         return float(loss.item())
@@ -159,6 +182,33 @@ class Trainer:
             self.step()
             seconds.append(time.perf_counter() - start_s)
         return seconds[WARM_UP_STEPS:]
+
+
+class DecentralizedTrainer(Trainer):
+    """The same with ``DecentralizedDataParallel``, which has optimizers and learning rates of its own.
+
+    Evaluated is the mean of all ranks' models.
+    """
+
+    def distribute(self) -> None:
+        """From now on, train together with the other ranks. Collective."""
+        self.model = DecentralizedDataParallel(
+            self.model,
+            optim_fn=lambda named: self.adamw([parameter for _, parameter in named]),
+            lr_scheduler_fn=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, self.learning_rate_at),
+            topology="one-peer-exp",
+        )
+
+    def evaluating(self) -> AbstractContextManager[object]:
+        """The mean of all ranks, for the length of a block. Collective."""
+        assert isinstance(self.model, DecentralizedDataParallel)
+        return self.model.global_avg()
+
+    def step(self) -> float:
+        """Train on one batch; the backward pass steps each bucket."""
+        loss = self.loss()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return float(loss.item())
 
 
 def train(rank: Rank, settings: Settings) -> Result:
@@ -181,9 +231,9 @@ def train(rank: Rank, settings: Settings) -> Result:
 
     solo = Trainer(settings, text.training, rank.rank)
     solo_seconds = measure_alone(rank, solo)
-    trainer = Trainer(settings, text.training, rank.rank)
-    algorithm = Algorithm.init(settings.algorithm)
-    trainer.model.with_bagua([trainer.optimizer], algorithm)  # type: ignore[operator]  # the import put it on all modules
+    kind = DecentralizedTrainer if settings.algorithm == DECENTRALIZED else Trainer
+    trainer = kind(settings, text.training, rank.rank)
+    trainer.distribute()
     losses, seconds, sent_bytes = train_together(rank, trainer)
     solo_seconds += measure_alone(rank, solo)
 
@@ -240,7 +290,9 @@ def evaluate(
     if rank.rank == 0:
         rank.report(Phase("held-out files"))
     last = losses[-LAST_STEPS:]
-    own = torch.tensor([losses[0], sum(last) / len(last), held_out_loss(trainer, text.held_out)])
+    with trainer.evaluating():
+        on_held_out = held_out_loss(trainer, text.held_out)
+    own = torch.tensor([losses[0], sum(last) / len(last), on_held_out])
     mean = own.to(trainer.device)
     bagua.allreduce(mean, op=comm.ReduceOp.SUM)
     first_loss, last_loss, loss_on_held_out = (mean / rank.world_size).tolist()
