@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from benchmarks import collectives, compression, import_time, training_step
+from benchmarks import collectives, compression, decentralized, import_time, training_step
 
 pytestmark = pytest.mark.gloo
 
@@ -43,3 +43,10 @@ def test_compression(numbers_file):
     assert compression.main([*few, "--json", str(numbers_file)]) == 0
     assert len(names(numbers_file)) == 6
     assert json.loads(numbers_file.read_text())["notes"]["sign: part of the bytes"] == 0.034
+
+
+def test_decentralized(numbers_file, monkeypatch):
+    monkeypatch.setattr(decentralized, "DECENT_LIMITS", {None: 0.7})
+    few = ["--rounds", "1", "--hidden", "8", "--batch", "2", "--nproc", "2", "--against", "DDP"]
+    assert decentralized.main([*few, "--json", str(numbers_file)]) == 0
+    assert names(numbers_file) == ["2 ranks, batch 2: bagua on the default : DDP"]
