@@ -1,0 +1,84 @@
+"""Groups that users pass around: ours, torch's, a communicator, or none for all ranks."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+
+from bagua.comm.communicator import Communicator
+from bagua.comm.group import ProcessGroup
+from bagua.comm.initialization import init_process_group
+from bagua.comm.world import from_torch_group, get_default_group, is_initialized
+from bagua.errors import ConfigurationError, NotInitializedError
+
+__all__ = ["Group", "as_communicator", "as_group", "available"]
+
+Group = ProcessGroup | Communicator | dist.ProcessGroup
+
+_guard = threading.Lock()
+_made_of: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+def available() -> bool:
+    """Whether there are ranks to talk to: ``init_process_group`` was called, ours or torch's."""
+    return is_initialized() or (dist.is_available() and dist.is_initialized())
+
+
+def as_communicator(group: Any = None) -> Communicator:
+    """The communicator of a group of any kind; see ``as_group``."""
+    return group if isinstance(group, Communicator) else as_group(group).global_communicator
+
+
+def as_group(group: Any = None) -> ProcessGroup:
+    """Our group of the ranks of ``group``. Collective among them, the first time that a group of torch is given.
+
+    Args:
+        group: a group of ``bagua.comm`` or of ``torch.distributed``; None means all ranks. If only
+            torch is initialized then, the group of all ranks is joined.
+
+    Raises:
+        NotInitializedError: nothing is initialized; or only torch is, and ``group`` is not all ranks.
+        ConfigurationError: something else than a group.
+    """
+    if isinstance(group, ProcessGroup):
+        return group
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ConfigurationError(
+            "not a process group",
+            argument="group",
+            expected="a group of bagua.comm or of torch.distributed whose member this rank is, or None for all ranks",
+            seen=type(group).__name__,
+        )
+    everyone = group is None or (dist.is_initialized() and group is dist.group.WORLD)
+    if not is_initialized():
+        _join(everyone)
+    return get_default_group() if group is None or everyone else _adopted(group)
+
+
+def _join(everyone: bool) -> None:
+    """Let bagua join torch's ranks, if all of them are calling."""
+    if not available():
+        raise NotInitializedError(
+            "there is no group of ranks",
+            advice="Call bagua.comm.init_process_group() once, before everything else.",
+        )
+    if not everyone:
+        raise NotInitializedError(
+            "torch.distributed is initialized, bagua is not, and only some ranks are here to do it",
+            advice="Call bagua.comm.init_process_group() on all ranks, after torch's.",
+        )
+    init_process_group()
+
+
+def _adopted(group: dist.ProcessGroup) -> ProcessGroup:
+    """Our group of the ranks of ``group``, the same one in every call."""
+    with _guard:
+        found = _made_of.get(group)
+    if found is None or found.closed:
+        found = from_torch_group(group)
+        with _guard:
+            _made_of[group] = found
+    return found

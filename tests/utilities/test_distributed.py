@@ -1,0 +1,196 @@
+"""The helpers that Lightning users know, with groups, in sub-groups and alone."""
+
+from __future__ import annotations
+
+import logging
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import bagua.comm
+from bagua.errors import ConfigurationError, InvalidReduceOpError, InvalidTensorError, NotInitializedError
+from bagua.testing import ProcessRanks
+from bagua.utilities import distributed
+
+
+def _gather_and_differentiate(members: list[int] | None) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    group = bagua.comm.get_default_group() if members is None else bagua.comm.new_group(members)
+    if group is None:
+        return None
+    generator = torch.Generator().manual_seed(group.rank)
+    own = torch.randn(2, 3, dtype=torch.float64, generator=generator).requires_grad_()
+    weights = torch.randn(group.size, 2, 3, dtype=torch.float64, generator=generator)
+    stack = distributed.AllGatherGrad.apply(own, group)
+    (weights * stack).sum().backward()
+    return group.rank, own.detach(), weights, torch.stack([stack.detach()[group.rank], own.grad])
+
+
+@pytest.mark.parametrize(("size", "members"), [(2, None), (3, None), (4, None), (4, [1, 3])])
+def test_gradients_flow_back_to_every_rank_through_a_gather(thread_ranks, size, members):
+    outcomes = [outcome for outcome in thread_ranks(size, _gather_and_differentiate, members) if outcome]
+    assert len(outcomes) == size if members is None else len(members)
+    for rank, own, _, (stacked, gradient) in outcomes:
+        assert torch.equal(stacked, own)
+        expected = sum(weights[rank] for _, _, weights, _ in outcomes)
+        assert torch.allclose(gradient, expected, rtol=1e-12)
+
+
+def _reduce_and_gather() -> dict[str, object]:
+    rank = bagua.comm.get_rank()
+    given = torch.tensor([1.0, 3.0]) + rank
+    whole = torch.tensor([2, 5]) + rank
+    own = torch.full((rank + 1, 3 - rank), float(rank), requires_grad=True)
+    found = {
+        "sum": distributed.sync_ddp(given),
+        "mean": distributed.sync_ddp_if_available(given, reduce_op="mean"),
+        "AVG": distributed.sync_ddp(given, reduce_op="AVG"),
+        "max": distributed.sync_ddp(given, reduce_op=bagua.comm.ReduceOp.MAX),
+        "mean of integers": distributed.sync_ddp(whole, reduce_op="mean"),
+        "stack": distributed.all_gather_ddp_if_available(given),
+        "shapes": distributed.gather_all_tensors(own),
+        "scalars": distributed.gather_all_tensors(torch.tensor(rank)),
+        "empty": distributed.gather_all_tensors(torch.zeros(0, rank)),
+    }
+    assert torch.equal(given, torch.tensor([1.0, 3.0]) + rank), "the input was changed"
+    assert distributed.distributed_available()
+    return found
+
+
+def test_reducing_and_gathering_on_every_transport(ranks):
+    for found in ranks(2, _reduce_and_gather):
+        assert found["sum"].tolist() == [3.0, 7.0]
+        assert found["mean"].tolist() == found["AVG"].tolist() == [1.5, 3.5]
+        assert found["max"].tolist() == [2.0, 4.0]
+        assert found["mean of integers"].tolist() == [2.5, 5.5]
+        assert found["stack"].tolist() == [[1.0, 3.0], [2.0, 4.0]]
+        assert [part.tolist() for part in found["shapes"]] == [[[0.0] * 3], [[1.0] * 2] * 2]
+        assert [part.item() for part in found["scalars"]] == [0, 1]
+        assert [list(part.shape) for part in found["empty"]] == [[0, 0], [0, 1]]
+
+
+def _gather_what_cannot_be() -> list[str]:
+    rank = bagua.comm.get_rank()
+    seen = []
+    for tensor in (torch.zeros([2] * (rank + 1)), torch.zeros(2, dtype=(torch.float32, torch.float64)[rank])):
+        with pytest.raises(InvalidTensorError, match="rank 1") as caught:
+            distributed.gather_all_tensors(tensor)
+        seen.append(caught.value.seen)
+    return seen
+
+
+def test_what_cannot_be_gathered_is_an_error_on_all_ranks(thread_ranks):
+    first, second = thread_ranks(2, _gather_what_cannot_be)
+    assert first == second
+    assert "[2, 2]" in first[0]
+    assert "float64" in first[1]
+
+
+def test_alone_there_is_the_answer_of_a_single_process():
+    tensor = torch.tensor([1.0, 2.0], requires_grad=True)
+    assert not distributed.distributed_available()
+    assert not distributed.tpu_distributed()
+    assert distributed.sync_ddp_if_available(tensor) is tensor
+    assert distributed.all_gather_ddp_if_available(tensor, sync_grads=True) is tensor
+    assert [part.tolist() for part in distributed.gather_all_tensors(tensor)] == [[1.0, 2.0]]
+    distributed.AllGatherGrad.apply(tensor).sum().backward()
+    assert tensor.grad.tolist() == [1.0, 1.0]
+    with pytest.raises(NotInitializedError, match="init_process_group"):
+        distributed.sync_ddp(tensor)
+
+
+def test_unknown_reductions_and_groups_are_named():
+    with pytest.raises(InvalidReduceOpError, match=r"sum or avg or mean.*median"):
+        distributed.sync_ddp(torch.ones(1), reduce_op="median")
+    with pytest.raises(InvalidTensorError, match="float"):
+        distributed.sync_ddp(1.0)
+    with pytest.raises(ConfigurationError, match=r"argument group.*str"):
+        distributed.all_gather_ddp_if_available(torch.ones(1), group="everyone")
+
+
+def test_backends_of_devices():
+    assert distributed.get_default_process_group_backend_for_device("cuda:1") == "nccl"
+    assert distributed.get_default_process_group_backend_for_device(torch.device("cpu")) == "gloo"
+
+
+# Rank 0.
+
+
+@distributed.rank_zero_only
+def _speak(word: str) -> str:
+    return word.upper()
+
+
+def _speak_in_turn() -> tuple[str | None, str | None]:
+    return _speak("a"), distributed.rank_zero_only(_speak, default="silent")("b")
+
+
+def test_only_rank_zero_runs(thread_ranks, monkeypatch):
+    assert thread_ranks(2, _speak_in_turn) == [("A", "B"), (None, "silent")]
+    assert _speak("before") == "BEFORE"
+    monkeypatch.setenv("RANK", "1")
+    assert _speak("as the launcher says") is None
+
+
+def test_rank_zero_logs_and_warns(caplog, monkeypatch):
+    def say() -> None:
+        distributed.rank_zero_info("step %d", 3)
+        distributed.rank_zero_debug("detail")
+
+    with caplog.at_level(logging.DEBUG, logger="bagua"):
+        say()
+        monkeypatch.setenv("RANK", "1")
+        say()
+        distributed.rank_zero_warn("not heard")
+    assert [record.getMessage() for record in caplog.records] == ["step 3", "detail"]
+    monkeypatch.setenv("RANK", "0")
+    with pytest.warns(FutureWarning, match="soon") as warned:
+        distributed.rank_zero_warn("soon", category=FutureWarning)
+    assert warned[0].filename == __file__
+
+
+# On torch's groups, and their start.
+
+
+def _on_torch_alone(port: int) -> tuple[list[float], list[float], str]:
+    from bagua.testing.ranks import this_rank
+
+    rank = this_rank.get().rank
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    pair = dist.new_group([0, 1])
+    with pytest.raises(NotInitializedError, match="on all ranks") as caught:
+        distributed.sync_ddp(torch.ones(1), pair)
+    total = distributed.sync_ddp_if_available(torch.ones(1))
+    in_pair = [distributed.sync_ddp(torch.ones(1), pair, "mean").item() for _ in range(2)]
+    bagua.comm.destroy_process_group()
+    dist.destroy_process_group()
+    return total.tolist(), in_pair, type(caught.value).__name__
+
+
+def _connect(port: int) -> float:
+    from bagua.testing.ranks import this_rank
+
+    place = types.SimpleNamespace(
+        main_address="127.0.0.1", main_port=port, global_rank=lambda: this_rank.get().rank, world_size=lambda: 2
+    )
+    distributed.init_dist_connection(place, "gloo", timeout=20)
+    distributed.init_dist_connection(place, "gloo")
+    assert dist.is_initialized()
+    return distributed.sync_ddp(torch.ones(1)).item()
+
+
+@pytest.mark.gloo
+def test_groups_of_torch_are_joined_and_connections_made(free_port):
+    pool = ProcessRanks(2, backend=None)
+    assert pool.run(_on_torch_alone, free_port()) == [([2.0], [1.0, 1.0], "NotInitializedError")] * 2
+    assert pool.run(_connect, free_port()) == [2.0, 2.0]
+
+
+def test_hooks_are_checked_before_they_are_registered():
+    model = torch.nn.Linear(1, 1)
+    distributed.register_ddp_comm_hook(model)
+    with pytest.raises(ConfigurationError, match="ddp_comm_hook"):
+        distributed.register_ddp_comm_hook(model, None, "fp16")
+    with pytest.raises(ConfigurationError, match=r"DistributedDataParallel.*Linear"):
+        distributed.register_ddp_comm_hook(model, None, print)
