@@ -99,7 +99,10 @@ def with_adam(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
 
 def adam_learning_rate(optimizer: torch.optim.Optimizer) -> float:
     """What suits Adam: the task's learning rate if its optimizer is a kind of Adam."""
-    return float(optimizer.param_groups[0]["lr"]) if isinstance(optimizer, ADAM_LIKE) else ADAM_LEARNING_RATE
+    if not isinstance(optimizer, ADAM_LIKE):
+        return ADAM_LEARNING_RATE
+    group = optimizer.param_groups[0]
+    return float(group.get("initial_lr", group["lr"]))  # a schedule may have begun to change it
 
 
 def through_bagua(model: nn.Module, optimizer: torch.optim.Optimizer, algorithm: Algorithm) -> Prepared:

@@ -195,7 +195,7 @@ class TextTrainer(DemoTrainer):
 def small_demo(steps: int, seed: int = 0, batch_per_rank: int = 4) -> DemoTask:
     """The demo's task with a model of 70,000 parameters, for machines with few cores."""
     shape = Shape(width=48, depth=2, heads=2, context=64)
-    return DemoTask(Settings(steps=steps, seed=seed, batch_per_rank=batch_per_rank, shape=shape, learning_rate=4e-3))
+    return DemoTask(Settings(steps=steps, seed=seed, batch_per_rank=batch_per_rank, shape=shape))
 
 
 #: Tasks by the names of the command line; each is given the number of steps that it will be trained for.

@@ -16,8 +16,8 @@ def test_a_few_steps(tmp_path, capsys):
     assert convergence.main([*few, "--contenders", BASELINE]) == 0
     ratios = {line["contender"]: line["mean"] for line in json.loads(numbers.read_text())["lines"]}
     assert ratios[BASELINE] == 1.0
-    assert ratios[convergence.PERTURBED] == pytest.approx(1.0, abs=1e-4)
-    assert abs(ratios[MUTANT] - 1.0) > 1e-4
+    for other in (convergence.PERTURBED, MUTANT):
+        assert abs(ratios[other] - 1.0) > 1e-5
     assert "not judged" in capsys.readouterr().out
 
 

@@ -214,7 +214,9 @@ def test_options_of_an_optimizer_that_an_algorithm_needs():
     )
     assert split_options("bytegrad", {"warmup_steps": 3}) == ({"warmup_steps": 3}, {})  # which bytegrad refuses
     assert adam_learning_rate(given) == 1e-3
-    assert adam_learning_rate(torch.optim.AdamW(model.parameters(), lr=0.01)) == 0.01
+    adam = torch.optim.AdamW(model.parameters(), lr=0.01)
+    torch.optim.lr_scheduler.LambdaLR(adam, lambda _: 0.1)
+    assert adam_learning_rate(adam) == 0.01
 
 
 def test_contenders_as_text():
