@@ -10,6 +10,7 @@ the store. Then all ranks tell each other whether it worked; one refusal is ever
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import socket
@@ -310,8 +311,12 @@ def _process_descriptor(connection: socket.socket) -> int:
     Raises:
         OSError: it cannot be had: the process is in another pid namespace, and the kernel is old.
     """
-    with contextlib.suppress(OSError):  # Linux before 6.5
+    try:
         return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        # Linux before 6.5 does not know the option.
     process, _ = _credentials(connection)
     if process == 0:
         raise ProcessLookupError("its process is in another pid namespace, and Linux is older than 6.5")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import errno
 import os
 import socket
 import struct
@@ -10,7 +11,7 @@ import threading
 import weakref
 
 from bagua.comm.shm_segments import MappedSegment, Segment
-from bagua.errors import PeerLostError
+from bagua.errors import PeerLostError, TransportUnavailableError
 
 __all__ = ["Channel"]
 
@@ -60,6 +61,7 @@ class Channel:
 
         Raises:
             PeerLostError: it is not there: the peer has ended, or given the memory up.
+            TransportUnavailableError: this process cannot map it: too many open files, or too little memory.
         """
         found = self._mapped.get(number)
         if found is not None:
@@ -74,7 +76,12 @@ class Channel:
     def _take_one(self, wanted: int) -> None:
         flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._connection, _MESSAGE.size, 1, flags)
+            data, descriptors, seen, _ = socket.recv_fds(self._connection, _MESSAGE.size, 1, flags)
+            if seen & socket.MSG_CTRUNC:  # The kernel had nowhere to put it.
+                raise TransportUnavailableError(
+                    f"memory of rank {self._peer} cannot be mapped: {os.strerror(errno.EMFILE)}",
+                    advice="Raise `ulimit -n`.",
+                )
             if len(data) < _MESSAGE.size or not descriptors:
                 raise ConnectionResetError("the connection was closed")
         except OSError as error:
@@ -83,6 +90,8 @@ class Channel:
             ) from error
         try:
             self._mapped[_MESSAGE.unpack(data)[0]] = MappedSegment(descriptors[0])
+        except OSError as error:
+            raise TransportUnavailableError(f"memory of rank {self._peer} cannot be mapped: {error}") from error
         finally:
             os.close(descriptors[0])
 

@@ -99,11 +99,19 @@ class ShmPeers(Peers):
             offset = source.data_ptr() - segment.address
             self._line.write(slot, call, Place(Where.WHOLE, source.dtype, segment.number, offset), lent=source)
             return
-        area = self._staging_area() if slot < 2 else self._outbox(slot, source.numel() * source.element_size())
+        area = self._area(slot, source.numel() * source.element_size())
         if not self._offer(slot, area.segment):
             raise TransportUnavailableError("a descriptor of shared memory could not be passed", rank=self.rank)
         place = area.open(call, source) if isinstance(area, Staging) else area.open(source)
         self._line.write(slot, call, place, area=area)
+
+    def _area(self, slot: int, nbytes: int) -> Staging | Outbox:
+        try:
+            return self._staging_area() if slot < 2 else self._outbox(slot, nbytes)
+        except OSError as error:
+            raise TransportUnavailableError(
+                f"there is no shared memory to copy the data into: {error}", rank=self.rank
+            ) from error
 
     def _offer(self, slot: int, segment: Segment) -> bool:
         """Make ``segment`` known to those who read ``slot``."""

@@ -1,0 +1,312 @@
+"""What the ranks of ``test_shm_attach`` do. At the top level, because they run in processes."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import bagua.comm
+from bagua.comm import shm_attach, shm_segments
+from bagua.errors import BaguaError, TransportUnavailableError
+from bagua.testing.ranks import this_rank
+from tests.comm.memory_ranks import ramp
+from tests.comm.shm_ranks import LARGE, PIECES, communicator, demand, resources, start, summed
+
+NOBODY = 65534
+CLONE_NEWPID = 0x20000000
+
+
+def works(numel: int = LARGE) -> bool:
+    """Whether an allreduce on the default group comes to the right sum, in ordinary and in shared memory."""
+    comm = communicator()
+    right = []
+    for tensor in (torch.empty(numel), comm.empty(numel, dtype=torch.float32)):
+        comm.allreduce(tensor.copy_(ramp(comm.rank, numel)))
+        right.append(torch.equal(tensor, summed(comm, numel)))
+    return all(right)
+
+
+# Ranks in pid namespaces of their own.
+
+
+def isolated(port: int, life: str) -> Any:
+    """Run ``life`` in a child, on rank 0 beside this process, elsewhere as the first process of a pid namespace.
+
+    Returns:
+        What the child said, with the time when this process killed it if it asked for that.
+    """
+    if this_rank.get().rank and ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWPID):
+        raise OSError(ctypes.get_errno(), "no pid namespace")
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        _live(port, life, writing)
+    os.close(writing)
+    with open(reading) as said:
+        line = json.loads(said.readline() or '"it ended without a word"')
+        if line == "kill me":
+            # Not by itself: the first process of a namespace is immune to its own signals.
+            line = time.monotonic()
+            os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return line
+
+
+def _live(port: int, life: str, writing: int) -> None:
+    def say(what: Any) -> None:
+        os.write(writing, json.dumps(what).encode() + b"\n")
+
+    try:
+        say(_LIVES[life](port, say))
+    except BaseException as error:
+        say(repr(error))
+    finally:
+        os._exit(0)
+
+
+def _communicate(port: int, say: Callable[[Any], None]) -> Any:
+    start(port, "shm", None, 3)
+    return [os.getpid() == 1, works()]
+
+
+def _outlive_rank_1(port: int, say: Callable[[Any], None]) -> Any:
+    start(port, "shm", None, 3)
+    comm = communicator()
+    comm.barrier()
+    if comm.rank == 1:
+        say("kill me")
+    try:
+        while True:
+            comm.allreduce(torch.ones(LARGE))
+    except BaguaError as error:
+        return [type(error).__name__, list(getattr(error, "peers", ())), time.monotonic()]
+
+
+def _meet_on_an_old_kernel(port: int, say: Callable[[Any], None]) -> Any:
+    shm_attach._SO_PEERPIDFD = 0x7FFF  # type: ignore[misc]  # an option that no kernel knows
+    return demand(port, "none", 3)
+
+
+def _fall_back_on_an_old_kernel(port: int, say: Callable[[Any], None]) -> Any:
+    shm_attach._SO_PEERPIDFD = 0x7FFF  # type: ignore[misc]
+    start(port, None, None, 3)
+    return [bagua.comm.get_default_group().global_communicator.backend, works()]
+
+
+_LIVES: dict[str, Callable[[int, Callable[[Any], None]], Any]] = {
+    "communicate": _communicate,
+    "outlive rank 1": _outlive_rank_1,
+    "old kernel": _meet_on_an_old_kernel,
+    "old kernel, any backend": _fall_back_on_an_old_kernel,
+}
+
+
+# Another user.
+
+
+def meet_beside_an_intruder(port: int) -> tuple[bool, bytes]:
+    """Another user calls rank 0 with all that rank 1 would say. What it is given, and whether the ranks meet."""
+    given = b"nothing was tried"
+    original = shm_attach._Meeting._call
+
+    def call(meeting: Any, other: int) -> None:
+        nonlocal given
+        given = _as_nobody(meeting._names[other], meeting._nonces[1], meeting._own[1:])
+        original(meeting, other)
+
+    shm_attach._Meeting._call = call  # type: ignore[method-assign]
+    start(port, "shm", None, 2)
+    return works(), given
+
+
+def _as_nobody(name: str, nonce: bytes, descriptors: tuple[int, int]) -> bytes:
+    """What rank 0 answers, and with how many descriptors; from a process of another user."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setuid(NOBODY)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.settimeout(10.0)
+                connection.connect(f"\0{name}")
+                with contextlib.suppress(BrokenPipeError):  # It may have hung up already.
+                    socket.send_fds(connection, [shm_attach._HELLO.pack(1, nonce)], list(descriptors))
+                try:
+                    data, received, _, _ = socket.recv_fds(connection, 64, 2)
+                except ConnectionResetError:
+                    data, received = b"", []
+                os.write(writing, b"%d bytes, %d descriptors" % (len(data), len(received)))
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as said:
+        answer = said.read()
+    os.waitpid(child, 0)
+    return answer
+
+
+def demand_as_another_user(port: int, unwary: int) -> str:
+    """Rank 1 belongs to another user, and rank ``unwary`` does not look."""
+    if this_rank.get().rank == unwary:
+        shm_attach._same_user = lambda _: True
+    return demand(port, "another_user", 2)
+
+
+# What there is not enough of.
+
+
+@contextlib.contextmanager
+def limited(kind: int, limit: int) -> Iterator[None]:
+    """With the soft limit ``kind``."""
+    soft, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, (soft, hard))
+
+
+@contextlib.contextmanager
+def few_descriptors(free: int) -> Iterator[None]:
+    """With room for ``free`` more descriptors."""
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    gaps = [os.open(os.devnull, os.O_RDONLY)]
+    while gaps[-1] < highest:
+        gaps.append(os.open(os.devnull, os.O_RDONLY))
+    try:
+        with limited(resource.RLIMIT_NOFILE, gaps[-1] + 1 + free):
+            yield
+    finally:
+        for descriptor in gaps:
+            os.close(descriptor)
+
+
+def attach_with_few_descriptors(most: int) -> tuple[list[str], tuple[int, int], tuple[int, int]]:
+    """New communicators, where rank 1 may open so many more descriptors, from 0 to ``most``."""
+    group = bagua.comm.get_default_group()
+    problems: list[str] = []
+    assert works()
+    before = resources()
+    for more in range(most + 1):
+        try:
+            with few_descriptors(more) if group.rank == 1 else contextlib.nullcontext():
+                group.duplicate().close()
+            problems.append("")
+        except TransportUnavailableError as error:
+            problems.append(str(error))
+        assert works()
+    bagua.comm.get_default_group()._descendants.clear()
+    return problems, before, resources()
+
+
+def attach_without_memory() -> str:
+    """A new communicator, where rank 1 may not make files as large as the control memory."""
+    group = bagua.comm.get_default_group()
+    scarce = limited(resource.RLIMIT_FSIZE, 4096) if group.rank == 1 else contextlib.nullcontext()
+    try:
+        with scarce:
+            group.duplicate()
+    except TransportUnavailableError as error:
+        assert works()
+        return str(error)
+    return "no error"
+
+
+def run_out_of_memory_later() -> tuple[bool, str]:
+    """Rank 1 finds no memory: for a tensor of ``empty``, then for its staging area."""
+    comm = communicator()
+    scarce = limited(resource.RLIMIT_FSIZE, 4096) if comm.rank == 1 else contextlib.nullcontext()
+    with scarce:
+        tensor = comm.empty(LARGE, dtype=torch.float32)
+        ordinary = shm_memory_count() == 0
+        try:
+            comm.allreduce(tensor.fill_(1.0))
+        except BaguaError as error:
+            return ordinary, f"{type(error).__name__}: {error}"
+    return ordinary, "no error"
+
+
+def shm_memory_count() -> int:
+    """Segments of this process that tensors lie in."""
+    return len([segment for segment in shm_segments._registry._table[1] if not segment.gone])
+
+
+def run_out_of_descriptors_later() -> str:
+    """Rank 1 has no descriptor left for the memory of a peer."""
+    comm = communicator()
+    tensor = comm.empty(LARGE, dtype=torch.float32).fill_(1.0)
+    try:
+        with few_descriptors(0) if comm.rank == 1 else contextlib.nullcontext():
+            comm.allreduce(tensor)
+    except BaguaError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+# Forked children.
+
+
+class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    """Rows of a tensor in shared memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.tensor[index] + 0.0
+
+
+def load_data_from_shared_memory() -> None:
+    """The workers of a ``DataLoader`` read a tensor of ``empty`` while their parents communicate."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    comm = communicator()
+    table = comm.empty(LARGE, dtype=torch.float32)
+    table.copy_(ramp(comm.rank, LARGE))
+    comm.allreduce(table)
+    want = summed(comm, LARGE).view(-1, 500)
+    loader = torch.utils.data.DataLoader(
+        Rows(table.view(-1, 500)), batch_size=10, num_workers=1, multiprocessing_context="fork"
+    )
+    for number, batch in enumerate(loader):
+        assert torch.equal(batch, want[10 * number : 10 * (number + 1)])
+        comm.allreduce(torch.ones(LARGE))
+    assert works()
+
+
+def leave_from_a_child() -> bool:
+    """A forked child ends as a script does, with all exit handlers, while a call of its parent is under way."""
+    comm = communicator()
+    other = bagua.comm.get_default_group().duplicate()
+    works(PIECES)
+    work = comm.allreduce(torch.ones(PIECES), async_op=True)
+    child = os.fork()
+    if child == 0:
+        started = time.monotonic()
+        atexit._run_exitfuncs()
+        gc.collect()
+        os._exit(0 if time.monotonic() - started < 5.0 else 1)
+    work.wait()
+    sys.stdout.flush()
+    clean = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    tensor = torch.ones(LARGE)
+    other.global_communicator.allreduce(tensor)
+    torch.distributed.all_reduce(tensor)
+    return clean and works() and bool((tensor == comm.size**2).all())
