@@ -187,7 +187,8 @@ class Trainer:
 class DecentralizedTrainer(Trainer):
     """The same with ``DecentralizedDataParallel``, which has optimizers and learning rates of its own.
 
-    Evaluated is the mean of all ranks' models.
+    Evaluated is the mean of all ranks' models. Adam divides by the size of a rank's own gradients, in which noise is
+    larger than in their mean over ranks by the root of the number of ranks: learning rates make up for that.
     """
 
     def distribute(self) -> None:
@@ -195,9 +196,14 @@ class DecentralizedTrainer(Trainer):
         self.model = DecentralizedDataParallel(
             self.model,
             optim_fn=lambda named: self.adamw([parameter for _, parameter in named]),
-            lr_scheduler_fn=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, self.learning_rate_at),
+            lr_scheduler_fn=self.scheduled,
             topology="one-peer-exp",
         )
+
+    def scheduled(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        """The schedule of one bucket."""
+        root = math.sqrt(comm.get_world_size())
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: root * self.learning_rate_at(step))
 
     def evaluating(self) -> AbstractContextManager[object]:
         """The mean of all ranks, for the length of a block. Collective."""
