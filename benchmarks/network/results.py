@@ -157,7 +157,7 @@ def slowest_steps(of_ranks: Sequence[list[Sample]]) -> list[float]:
 def mean_sent(of_ranks: Sequence[list[Sample]], hosts: int) -> float:
     """Bytes that one host sent in one step: the mean over hosts, the median over rounds."""
     sums = [sum(sample.sent_bytes for sample in samples) for samples in zip(*of_ranks, strict=True)]
-    return statistics.median(sums) / hosts
+    return float(statistics.median(sums)) / hosts
 
 
 def find_limit(hosts: int, rate: float | None, baseline: str, contender: str) -> Limit | None:

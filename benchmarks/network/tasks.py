@@ -176,9 +176,9 @@ class TextTrainer(DemoTrainer):
 
     def use(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Train with these from now on."""
-        self.model = model  # type: ignore[assignment]  # a wrapper is called like the model
+        self.model = model
         if optimizer is not self.optimizer:
-            self.optimizer = optimizer  # type: ignore[assignment]  # any that has learning rates
+            self.optimizer = optimizer
             self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.learning_rate_at)
 
     @torch.no_grad()
