@@ -14,7 +14,10 @@ from bagua.comm.initialization import init_process_group
 from bagua.comm.world import from_torch_group, get_default_group, is_initialized
 from bagua.errors import ConfigurationError, NotInitializedError
 
-__all__ = ["Group", "as_communicator", "as_group", "available"]
+__all__ = ["GradBucket", "Group", "as_communicator", "as_group", "available"]
+
+#: What torch's DDP hands to communication hooks.
+GradBucket = dist.GradBucket
 
 Group = ProcessGroup | Communicator | dist.ProcessGroup
 

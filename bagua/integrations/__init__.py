@@ -1,0 +1,3 @@
+"""bagua inside other frameworks. A missing package is an ImportError that names the extra."""
+
+__all__: list[str] = []

@@ -1,0 +1,240 @@
+"""Communication hooks on torch's DDP: compared with the algorithms that do the same, and with torch's own results."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import bagua.comm
+from bagua.algorithms import Algorithm
+from bagua.compression import Identity, MinMaxUInt8
+from bagua.errors import ConfigurationError, PeerLostError
+from bagua.integrations.ddp_comm_hooks import (
+    CodecState,
+    PowerSGDState,
+    ReducerState,
+    TopKState,
+    codec_hook,
+    register_fsdp_hook,
+)
+from bagua.parallel import with_bagua
+from bagua.primitives import AllGatherReducer, ErrorFeedback, RandomKReducer
+from bagua.testing import ProcessRanks, die
+from bagua.testing.training import (
+    State,
+    assert_close,
+    assert_same_on_all_ranks,
+    loss_of,
+    mlp,
+    sgd,
+    snapshot,
+    train_steps,
+)
+from bagua.utilities.distributed import register_ddp_comm_hook
+
+pytestmark = pytest.mark.gloo
+
+#: So small that there are several buckets, all of which are under way at a time.
+SEVERAL, ONE = 0.0005, 25.0
+
+
+def _ddp(state: ReducerState | None, megabytes: float, wrapper=None) -> DistributedDataParallel:
+    model = DistributedDataParallel(mlp(), bucket_cap_mb=megabytes)
+    register_ddp_comm_hook(model, state, None if state is None else codec_hook, wrapper)
+    return model
+
+
+def _train(state: ReducerState | None = None, megabytes: float = SEVERAL, wrapper=None) -> State:
+    model = _ddp(state, megabytes, wrapper)
+    train_steps(model, sgd(model.parameters()), bagua.comm.get_rank(), range(4))
+    return snapshot(model.module)
+
+
+def _engine(algorithm: Algorithm) -> State:
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    with_bagua(model, [optimizer], algorithm)
+    train_steps(model, optimizer, bagua.comm.get_rank(), range(4))
+    return snapshot(model)
+
+
+def _every_kind() -> dict[str, State]:
+    exact, to_float16 = AllGatherReducer(Identity()), default_hooks.fp16_compress_wrapper
+    return {
+        "plain": _train(),
+        "identity": _train(ReducerState(exact)),
+        "warm-up": _train(TopKState(0.01, warmup_steps=4)),
+        "8 bits": _train(CodecState("minmax_uint8")),
+        "8 bits, feedback": _train(CodecState(MinMaxUInt8(block_numel=64), error_feedback=True)),
+        "8 bits of float16": _train(CodecState("minmax_uint8"), wrapper=to_float16),
+        "low rank": _train(PowerSGDState(2)),
+        "random": _train(ReducerState(ErrorFeedback(RandomKReducer(0.5)))),
+        "largest": _train(TopKState(0.02), ONE),
+        "largest, engine": _engine(Algorithm.init("top_k", ratio=0.02, hierarchical=False)),
+    }
+
+
+def _distance(state: State, other: State) -> float:
+    return float(torch.stack([(state[name] - other[name]).norm() for name in state]).norm())
+
+
+def test_hooks_do_what_they_say_with_several_buckets_under_way(process_ranks):
+    first, second = process_ranks(2, _every_kind)
+    for kind, state in first.items():
+        assert_same_on_all_ranks([state, second[kind]])
+    plain = first["plain"]
+    assert_close(first["identity"], plain)
+    assert_close(first["warm-up"], plain)
+    assert_close(first["largest"], first["largest, engine"])
+    way = _distance(plain, snapshot(mlp()))
+    for kind in ("8 bits", "8 bits, feedback", "8 bits of float16"):
+        assert 1e-6 * way < _distance(first[kind], plain) < 0.05 * way, kind
+    for kind in ("low rank", "random", "largest"):
+        assert 0.01 * way < _distance(first[kind], plain) < way, kind
+
+
+def _add_up(kind: str) -> tuple[State, State, State]:
+    """What the hook made of one gradient over several steps, what it still owes, and what it should have been."""
+    rank, steps = bagua.comm.get_rank(), 5
+    states = {"largest": TopKState(0.2), "low rank": PowerSGDState(1)}
+    state = states[kind]
+    model, results = _ddp(state, SEVERAL), []
+    for _ in range(steps):
+        model.zero_grad()
+        loss_of(model, rank, 0).backward()
+        results.append({name: parameter.grad.clone() for name, parameter in model.module.named_parameters()})
+    remembered = state.state_dict(model)
+    assert remembered["step"] == state.step == steps
+    exact = _ddp(None, SEVERAL)
+    loss_of(exact, rank, 0).backward()
+    names = list(results[0])
+    return (
+        {name: torch.stack([result[name] for result in results]).sum(dim=0) for name in names},
+        {name: remembered["parameters"][name]["residual"].view_as(results[0][name]) for name in names},
+        {name: parameter.grad * steps for name, parameter in exact.module.named_parameters()},
+    )
+
+
+@pytest.mark.parametrize("kind", ["largest", "low rank"])
+def test_nothing_is_lost_when_ddp_forms_its_buckets_anew(process_ranks, kind):
+    (done, owed, expected), (_, owed_elsewhere, _) = process_ranks(2, _add_up, kind)
+    assert_close({name: done[name] + owed[name] + owed_elsewhere[name] for name in done}, expected)
+    assert any(owed[name].abs().max() > 0.01 for name in owed)
+
+
+def _stop_and_go_on() -> tuple[State, State]:
+    rank = bagua.comm.get_rank()
+    state = TopKState(0.05)
+    model = _ddp(state, ONE)
+    optimizer = sgd(model.parameters())
+    train_steps(model, optimizer, rank, range(2))
+    saved = (snapshot(model.module), copy.deepcopy(optimizer.state_dict()), state.state_dict(model))
+    train_steps(model, optimizer, rank, range(2, 5))
+    state.close()
+
+    later = TopKState(0.05)
+    again = _ddp(later, ONE)
+    again.module.load_state_dict(saved[0])
+    optimizer = sgd(again.parameters())
+    optimizer.load_state_dict(saved[1])
+    later.load_state_dict(saved[2], again)
+    assert later.state_dict(again.module).keys() == saved[2].keys()
+    train_steps(again, optimizer, rank, range(2, 5))
+    assert later.step == 5
+    _refuse_other_states(saved[2], again)
+    return snapshot(model.module), snapshot(again.module)
+
+
+def _refuse_other_states(saved: dict, model: nn.Module) -> None:
+    with pytest.raises(ConfigurationError, match=r"another reducer.*0\.5"):
+        TopKState(0.5).load_state_dict(saved, model)
+    with pytest.raises(ConfigurationError, match=r"another model"):
+        TopKState(0.05).load_state_dict(saved, nn.Linear(1, 1))
+
+
+def test_a_state_is_saved_and_goes_on(process_ranks):
+    for whole, resumed in process_ranks(2, _stop_and_go_on):
+        assert_close(resumed, whole)
+
+
+def _lose_a_peer() -> str:
+    model = _ddp(CodecState("minmax_uint8"), SEVERAL)
+    for step in range(2):  # In the second one DDP has formed its buckets for good.
+        loss_of(model, bagua.comm.get_rank(), step).backward()
+    if bagua.comm.get_rank() == 1:
+        die()
+    with pytest.raises(PeerLostError) as caught:
+        loss_of(model, 0, 1).backward()
+    return type(caught.value).__name__
+
+
+def test_a_lost_peer_is_a_typed_error_at_the_end_of_backward(process_pool):
+    outcomes = process_pool.outcomes(_lose_a_peer, size=2)
+    assert outcomes[0].value == "PeerLostError", outcomes[0].trace
+
+
+def _sharded() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rank = bagua.comm.get_rank()
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+    gradients = []
+    for reducer in (AllGatherReducer(Identity()), ErrorFeedback(AllGatherReducer(MinMaxUInt8()))):
+        model = mlp()
+        fully_shard(model[0], mesh=mesh["shards"])
+        fully_shard(model, mesh=mesh["shards"])
+        state = ReducerState(reducer, mesh["replicas"].get_group())
+        register_fsdp_hook(model, state)
+        for step in range(2):
+            model.zero_grad()
+            loss_of(model, rank, step).backward()
+        gradients.append(torch.cat([parameter.grad.to_local().view(-1) for parameter in model.parameters()]))
+        assert state.step == 2
+        ReducerState(reducer).load_state_dict(state.state_dict(model), model)
+    plain = _ddp(None, ONE)
+    loss_of(plain, rank, 1).backward()
+    return (*gradients, torch.cat([parameter.grad.view(-1) for parameter in plain.module.parameters()]))
+
+
+def test_replicas_of_a_sharded_model_are_averaged(process_ranks):
+    first, second = process_ranks(2, _sharded)
+    for exact, rounded, expected in (first, second):
+        assert torch.allclose(exact, expected, atol=1e-6)
+        assert 0 < (rounded - expected).abs().max() < 0.02
+    assert torch.equal(first[1], second[1])
+
+
+def _on_torch_alone() -> bool:
+    rank = bagua.comm.get_rank()
+    store = dist.distributed_c10d._get_default_store()
+    bagua.comm.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("alone", store), rank=rank, world_size=2)
+    state = CodecState("minmax_uint8")
+    model = _ddp(state, SEVERAL)
+    loss_of(model, rank, 0).backward()
+    joined = bagua.comm.is_initialized() and state.group.size == 2
+    bagua.comm.destroy_process_group()
+    dist.destroy_process_group()
+    return joined
+
+
+def test_a_script_that_knows_only_torch_needs_one_line():
+    assert ProcessRanks(2).run(_on_torch_alone) == [True, True]
+
+
+def test_what_is_no_state_is_refused():
+    with pytest.raises(ConfigurationError, match="SumReducer"):
+        ReducerState("minmax_uint8")
+    with pytest.raises(ConfigurationError, match="warmup_steps"):
+        TopKState(warmup_steps=-1)
+    with pytest.raises(TypeError, match="warm_up"):
+        TopKState(warm_up=1)
+    with pytest.raises(ConfigurationError, match="CodecState"):
+        codec_hook(None, None)
+    with pytest.raises(ConfigurationError, match="fully_shard"):
+        register_fsdp_hook(nn.Linear(1, 1), CodecState("sign"))
