@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from bagua.algorithms.base import Algorithm, AlgorithmImpl, Traits
+from bagua.algorithms.reduced import padding
 from bagua.buckets import Bucket
 from bagua.comm import ProcessGroup, Work
 from bagua.compression import MinMaxUInt8
@@ -111,7 +112,8 @@ class QAdamAlgorithmImpl(AlgorithmImpl, declaration=QAdamAlgorithm):
 
     def init_state(self, bucket: Bucket) -> dict[str, torch.Tensor]:
         """Nothing: the momentum is remembered by the optimizer."""
-        self._memories[bucket] = self._reducer.memory(bucket.communicator, bucket.allocate_gradients())
+        flat = bucket.allocate_gradients()
+        self._memories[bucket] = self._reducer.memory(bucket.communicator, flat, padding=padding(bucket))
         return {}
 
     def fill(self, bucket: Bucket, step: int) -> None:
@@ -127,7 +129,9 @@ class QAdamAlgorithmImpl(AlgorithmImpl, declaration=QAdamAlgorithm):
         flat, hierarchical = bucket.allocate_gradients(), self.options.hierarchical
         if step < self._warmup_steps:
             return allreduce_sum(flat, group, hierarchical=hierarchical, async_op=True)
-        reducer_sum(flat, group, self._reducer, self._memories[bucket], hierarchical=hierarchical)
+        memory = self._memories[bucket]
+        reducer_sum(flat, group, self._reducer, memory, hierarchical=hierarchical)
+        memory.clear_padding(flat)  # A block that is not finite made it NaN, which would spoil all steps to come.
         return None
 
     def apply(self, bucket: Bucket, step: int) -> None:

@@ -209,6 +209,26 @@ def test_clipping_and_an_unknown_scaler_change_nothing_but_what_they_should(thre
         assert torch.allclose(value, scaled[0][0][name], atol=LR)
 
 
+def test_a_gradient_that_is_not_finite_spoils_its_own_step_only(thread_ranks):
+    """Its block becomes NaN as a whole, with the padding between parameters that lies in it."""
+
+    def train_past_an_infinity() -> list[bool]:
+        model = mlp()
+        optimizer = optimizer_of(model)
+        wrapped = with_bagua(model, [optimizer], QAdamAlgorithm())
+        finite = []
+        for step in range(WARMUP + 3):
+            optimizer.zero_grad()
+            factor = float("inf") if step == WARMUP and bagua.comm.get_rank() == 0 else 1.0
+            (loss_of(wrapped, bagua.comm.get_rank(), step) * factor).backward()
+            finite.append(all(parameter.grad.isfinite().all() for parameter in model.parameters()))
+            if finite[-1]:
+                optimizer.step()
+        return finite
+
+    assert thread_ranks(2, train_past_an_infinity) == [[True] * WARMUP + [False, True, True]] * 2
+
+
 def test_it_is_found_under_its_names():
     assert Algorithm.init("qadam") == QAdamAlgorithm() == Algorithm.init(DistributedAlgorithm.QAdam)
     assert q_adam.QAdamAlgorithm is QAdamAlgorithm
