@@ -128,6 +128,8 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl, declaration=LowPreci
             self._exchange.run(total, leaders, bucket.state)
 
         on_leaders(bucket.buffer(), group, between_hosts)
+        if group.inter_node_communicator is None:  # What this rank knew of others before is out of date.
+            bucket.state["started"].zero_()
 
     def apply(self, bucket: Bucket, step: int) -> None:
         """The weights are what the neighbours know."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 
 import torch
@@ -170,7 +171,9 @@ class DifferenceExchange:
     the rank that had it keeps its weights.
 
     The first exchange is in full precision, and starts the estimates from the weights. It is
-    repeated if any rank's weights were not finite.
+    repeated if any rank's weights were not finite. State of another mixing, as from a
+    checkpoint of more ranks, says nothing about these neighbours, so then, too, estimates
+    start anew.
 
     Args:
         mixing: symmetric and doubly stochastic, or weighted by the sizes of hosts; the
@@ -194,6 +197,7 @@ class DifferenceExchange:
     def __init__(self, mixing: Round, codec: Codec) -> None:
         self._mixing = mixing
         self._codec = codec
+        self._mark = zlib.crc32(repr(mixing).encode()) + 1
 
     @staticmethod
     def init_state(numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
@@ -205,7 +209,8 @@ class DifferenceExchange:
             device: of the tensor.
 
         Returns:
-            ``estimate`` and ``neighbours``, of ``numel`` elements, and ``started``, 0 or 1.
+            ``estimate`` and ``neighbours``, of ``numel`` elements, and ``started``: 0, then what
+            tells the mixing of the estimates from others.
         """
         precise = torch.promote_types(dtype, torch.float32)
         return {
@@ -222,7 +227,7 @@ class DifferenceExchange:
             communicator: of the ranks that mix.
             state: of this rank and this tensor, from ``init_state``. Unchanged if a call fails.
         """
-        if int(state["started"]) == 0:
+        if int(state["started"]) != self._mark:
             self._start(tensor, communicator, state)
             return
         estimate, neighbours = state["estimate"], state["neighbours"]
@@ -270,7 +275,7 @@ class DifferenceExchange:
         if int(finite):
             state["estimate"].copy_(precise)
             state["neighbours"].copy_(gathered)
-            state["started"].fill_(1)
+            state["started"].fill_(self._mark)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

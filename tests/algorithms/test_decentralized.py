@@ -14,7 +14,7 @@ from bagua.compression import Identity, Metadata, MinMaxUInt8
 from bagua.errors import ConfigurationError
 from bagua.parallel import bagua_init, with_bagua
 from bagua.testing.algorithm_contract import AlgorithmContract
-from bagua.testing.training import State, adam, assert_close, batch, mlp, seeded, sgd, snapshot
+from bagua.testing.training import State, adam, assert_close, batch, mlp, seeded, sgd, snapshot, train_steps
 from bagua.topology import Cycle, Exponential, FunctionTopology, Hierarchical, RandomMatching, Ring, WeightedGraph
 
 pytestmark = pytest.mark.threads
@@ -255,6 +255,28 @@ def test_differences_between_uneven_hosts(thread_ranks, hosts, between):
         replicas = on_hosts if replicas is None else spread @ replicas + on_hosts - replicas
         simulation.rows = replicas
     simulation.assert_equals(results)
+
+
+def test_what_is_known_of_neighbours_is_learned_anew_when_they_change(thread_ranks):
+    """Leaders of hosts know others than ranks do, and a rank that does not lead knows nobody meanwhile."""
+
+    def train_in_both_forms() -> list[State]:
+        model, seen = mlp(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        wrapped = with_bagua(model, [optimizer], LowPrecisionDecentralizedAlgorithm(hierarchical=False))
+        for number, hierarchical in enumerate((False, True, False)):
+            wrapped._bagua_engine.reducer.reset(hierarchical_reduce=hierarchical)
+            optimizer.param_groups[0]["lr"] = 0.1
+            train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(2 * number, 2 * number + 2))
+            optimizer.param_groups[0]["lr"] = 0.0
+            train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(12))
+            seen.append(snapshot(model))
+        return seen
+
+    results = thread_ranks(3, train_in_both_forms, hosts=[2, 1])
+    for states in zip(*results, strict=True):
+        for state in states:
+            assert all(torch.allclose(value, states[0][name], atol=1e-4) for name, value in state.items())
 
 
 # What goes wrong.
