@@ -226,6 +226,7 @@ class Reducer(BucketFormation):
         problem = reason if isinstance(reason, str) else getattr(reason, "problem", None) or repr(reason)
         self.group.abort(f"rank {self.group.rank}: {problem}")
         self._failure = self._failure or str(problem)
+        self.algorithm.close()
         if self._scheduler is not None:
             self._scheduler.forget()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -205,7 +206,8 @@ def bagua_init(
         delay_reduce: exchange everything at the end of backward.
         hierarchical_reduce: see ``ModelSwitchWrapper``.
         message_size: a bucket is closed when it holds so many bytes.
-        kwargs: see ``ModelSwitchWrapper``.
+        kwargs: see ``ModelSwitchWrapper``; besides, options of an algorithm that is given by
+            its name, as in ``bagua_init(module, optimizer, "async", sync_interval_ms=100)``.
 
     Returns:
         The wrapped module, and ``optimizer`` as it was given.
@@ -223,10 +225,16 @@ def bagua_init(
         >>> model, optimizer = bagua.bagua_init(layer, optimizer)
         >>> bagua.destroy_process_group()
     """
+    algorithm = distributed_algorithm
+    if kwargs and not isinstance(algorithm, Algorithm):
+        declaration = _with_hierarchy(algorithm, hierarchical_reduce)
+        names = {field.name for field in dataclasses.fields(declaration)} - set(_OPTIONS)  # type: ignore[arg-type]
+        options = {name: kwargs.pop(name) for name in sorted(names.intersection(kwargs))}
+        algorithm = dataclasses.replace(declaration, **options)  # type: ignore[type-var]
     wrapper = ModelSwitchWrapper(
         module, optimizer, broadcast_buffers, delay_reduce, hierarchical_reduce, message_size, **kwargs
     )
-    return wrapper.switch_to(distributed_algorithm), optimizer
+    return wrapper.switch_to(algorithm), optimizer
 
 
 def _with_hierarchy(algorithm: DistributedAlgorithm | Algorithm | str, hierarchical: bool | None) -> Algorithm:

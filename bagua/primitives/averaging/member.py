@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from bagua.comm.board import Board
-from bagua.errors import CommunicationError, NonFiniteError, PeerLostError
+from bagua.errors import CommunicationError, PeerLostError
 from bagua.primitives.averaging.channels import Channels
+from bagua.primitives.averaging.company import Company, Patience
+from bagua.primitives.averaging.decisions import Decisions
 from bagua.primitives.averaging.desk import Desk, Stage, is_finite
-from bagua.primitives.averaging.records import Record, State, Watch
+from bagua.primitives.averaging.records import Record, State
 from bagua.primitives.averaging.schedule import Schedule
+from bagua.primitives.averaging.status import Progress
 from bagua.primitives.averaging.transfer import Channel, Courier, Transfer, peers_named_by
 
-__all__ = ["Member", "Patience", "Progress"]
+__all__ = ["Member"]
 
 _log = logging.getLogger("bagua")
 
@@ -33,46 +35,6 @@ _MOST_RESTS = 64
 #: How soon to look again: after something has happened, and at most.
 _SHORTEST_S, _LONGEST_S = 0.001, 0.025
 _LONGEST_IN_TRANSFER_S = 0.005
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long a member waits for what, in seconds.
-
-    Attributes:
-        beat_s: between two signs of life.
-        silence_s: without a sign of life before a member is lost.
-        suspect_s: the same for a member with which a transfer has just failed.
-        join_s: until a member comes to a session for the first time.
-    """
-
-    beat_s: float = 1.0
-    silence_s: float = 15.0
-    suspect_s: float = 3.0
-    join_s: float = 1800.0
-
-
-@dataclass
-class Progress:
-    """What a member has done so far.
-
-    Attributes:
-        rounds: averages that were delivered.
-        failed: exchanges that broke off.
-        overflowed: averages that were not finite although all weights were.
-        nbytes: bytes of all snapshots that were exchanged.
-        round_s: seconds from the agreement to the average, in the last round.
-        distance: norm of the difference between average and own weights, in the last round.
-        members: ranks that took part in the last round.
-    """
-
-    rounds: int = 0
-    failed: int = 0
-    overflowed: int = 0
-    nbytes: int = 0
-    round_s: float = 0.0
-    distance: float = 0.0
-    members: tuple[int, ...] = ()
 
 
 class Member:
@@ -94,7 +56,7 @@ class Member:
         leaving: set by anyone: why to go without waiting for anybody.
         warming: set by the training thread: it still trains synchronously.
         begun: set by the training thread: synchronous steps that it has begun.
-        fresh: set by the training thread: it has not trained since the session began.
+        fresh: set by the training thread: it has not trained since weights were made equal, or loaded.
         state: what this member is doing.
         over: whether there is nothing left to do.
         error: what the training thread has to know.
@@ -124,8 +86,8 @@ class Member:
         self.over = False
         self.error: BaseException | None = None
         self.progress = Progress()
-        self._board = board
-        self._names = board.ranks
+        self._company = Company(board, patience)
+        self._decisions = Decisions(board, self._company)
         self._schedule = schedule
         self._desk = desk
         self._courier = courier
@@ -135,20 +97,12 @@ class Member:
         self._continue_alone = continue_alone
         self._hosts_store = hosts_store
         self._strand: Callable[[str], None] | None = strand
-        self._watch = Watch(
-            self.rank, len(self._names), beat_s=patience.beat_s, silence_s=patience.silence_s,
-            suspect_s=patience.suspect_s, join_s=patience.join_s,
-        )  # fmt: skip
-        self._records: list[Record | None] = [None] * len(self._names)
-        self._looked = self._posted = float("-inf")
-        self._last: Record | None = None
-        self._mourned: set[int] = set()
         self._round = 0
         self._meeting = schedule.members(0)
         self._ready = False
         self._transfer: tuple[Transfer, Channel, float] | None = None
         self._failures = 0
-        self._passed: list[tuple[int, str, tuple[int, ...]]] = []
+        self._broke = -1
         self._pause_s = _SHORTEST_S
 
     # One look.
@@ -161,7 +115,7 @@ class Member:
         """
         now = self._clock()
         before = (self._ready, self._transfer is None, self.state)
-        if self._transfer is None or now - self._looked >= self._patience.beat_s:
+        if self._transfer is None or now - self._company.looked >= self._patience.beat_s:
             self._look(now)
         if self.state.gone:
             self._linger()
@@ -185,97 +139,52 @@ class Member:
         return min(self._pause_s if waiting else self._patience.beat_s, self._patience.beat_s)
 
     def _look(self, now: float) -> None:
-        self._looked = now
-        self._records = [None if found is None else Record.from_json(found) for found in self._board.read()]
-        self._watch.look(self._records, now)
-        for rank, record in enumerate(self._records):
-            if record is not None and rank != self.rank and record.state is not State.STOPPED:
-                self._watch.believe(set(record.lost) - self._present_and_gone())
-        self._forget_decisions()
-
-    def _present_and_gone(self) -> set[int]:
-        return {rank for rank, record in enumerate(self._records) if record is not None and record.state.gone}
-
-    def _gone(self, rank: int) -> bool:
-        """Whether nobody need wait for ``rank``."""
-        record = self._records[rank]
-        return rank in self._watch.lost or (record is not None and record.state.gone)
-
-    def _others(self, test: Callable[[int], bool]) -> list[int]:
-        return [rank for rank in range(len(self._names)) if rank != self.rank and test(rank)]
+        self._company.look(now)
+        self._decisions.forget()
 
     def _publish(self, now: float, *, at_once: bool = False) -> None:
-        beat = 0 if self._last is None else self._last.beat
         pausing = self.state is State.TRAINING and self.pausing
         record = Record(
             State.PAUSING if pausing else self.state,
-            beat,
-            self.warming,
-            self.begun,
-            self.fresh,
-            self._round,
-            self._ready,
-            self._channels.name(self._meeting),
-            tuple(sorted(self._watch.lost)),
-            self.leaving,
+            warming=self.warming,
+            begun=self.begun,
+            fresh=self.fresh,
+            round=self._round,
+            ready=self._ready,
+            channel=self._channels.name(self._meeting),
+            broke=self._broke,
+            reason=self.leaving,
         )
-        if at_once or record != self._last or now - self._posted >= self._patience.beat_s:
-            self._last = Record(**{**vars(record), "beat": beat + 1})
-            self._posted = now
-            self._board.post(self._last.to_json())
+        self._company.tell(record, now, at_once=at_once)
 
     # Is everybody well?
 
     def _is_sound(self) -> bool:
         """Whether this member can go on; otherwise ``error`` or ``leaving`` says why not."""
-        if any(self.rank in record.lost for record in self._records if record is not None):
-            self._excluded()
-        news = {rank for rank in self._others(self._has_failed) if rank not in self._mourned}
-        if news:
-            self._mourned |= news
-            self._mourn(sorted(news))
+        excluded, bereaved = self._company.exclusion(), self._company.bereavement()
+        if excluded is not None:
+            self._be_excluded(excluded)
+        elif bereaved is not None and self._continue_alone:
+            _log.warning("rank %d goes on: %s", self._name, bereaved)
+        elif bereaved is not None:
+            self._fail(bereaved)
         if self.warming and not self.leaving:
             self._watch_warm_up()
         if self.leaving:
             self._leave()
         return not self.leaving
 
-    def _has_failed(self, rank: int) -> bool:
-        record = self._records[rank]
-        return rank in self._watch.lost or (record is not None and record.state is State.DIVERGED)
+    @property
+    def _name(self) -> int:
+        return self._company.names[self.rank]
 
-    def _mourn(self, failed: list[int]) -> None:
-        names = [self._names[rank] for rank in failed]
-        diverged = [rank for rank in failed if rank not in self._watch.lost]
-        error: BaseException
-        if diverged:
-            error = not_finite(self._names[diverged[0]])
+    def _be_excluded(self, error: BaseException | None) -> None:
+        assert error is not None
+        if self._continue_alone:
+            _log.warning("rank %d goes on alone: %s", self._name, error)
+            self.leaving = "it was taken for dead"
         else:
-            error = PeerLostError(
-                f"ranks {names} gave no sign of life" if len(names) > 1 else f"rank {names[0]} gave no sign of life",
-                rank=self._names[self.rank],
-                call="averaging of models",
-                peers=names,
-                advice="The model of this rank is intact: save it, or resume averaging with the ranks that are left.",
-            )
-        if self._continue_alone:
-            _log.warning("rank %d goes on without ranks %s: %s", self._names[self.rank], names, error)
-            return
-        self._fail(error)
-
-    def _excluded(self) -> None:
-        error = PeerLostError(
-            "the other ranks took this one for dead",
-            rank=self._names[self.rank],
-            call="averaging of models",
-            peers=[self._names[rank] for rank in self._others(lambda _: True)],
-            advice="It gave no sign of life for too long; raise peer_timeout_s if that can happen.",
-        )
-        if self._continue_alone:
-            _log.warning("rank %d goes on alone: %s", self._names[self.rank], error)
-            self.leaving = error.problem
-            return
-        self._fail(error)
+            self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         self.error = self.error or error
@@ -284,34 +193,20 @@ class Member:
     def _watch_warm_up(self) -> None:
         """Synchronous training needs everyone in every step."""
         if self.pausing:
-            ahead = self._others(lambda rank: not self._gone(rank) and self._steps_begun(rank) > self.begun)
-            if ahead and self._strand is not None:
-                strand, self._strand = self._strand, None
-                strand(f"rank {self._names[self.rank]} called abort() after {self.begun} steps, in warm-up")
+            if self._company.begun_beyond(self.begun):
+                self._release(f"called abort() after {self.begun} steps, in warm-up")
             return
-        left = self._others(self._gone)
-        if left:
-            record = self._records[left[0]]
-            why = "" if record is None or not record.reason else f": {record.reason}"
-            self._fail(
-                PeerLostError(
-                    f"rank {self._names[left[0]]} left during warm-up, in which all ranks step together{why}",
-                    rank=self._names[self.rank],
-                    call="averaging of models",
-                    peers=[self._names[rank] for rank in left],
-                )
-            )
+        deserted = self._company.desertion()
+        if deserted is not None:
+            self._fail(deserted)
 
-    def _steps_begun(self, rank: int) -> int:
-        record = self._records[rank]
-        return record.begun if record is not None and record.warming else 0
+    def _release(self, reason: str) -> None:
+        """Break, once, what others wait on for this member."""
+        if self._strand is not None:
+            strand, self._strand = self._strand, None
+            strand(f"rank {self._name} {reason}")
 
     # From decision to decision.
-
-    @property
-    def _topic(self) -> str:
-        everyone = self._meeting == self._schedule.everyone
-        return f"{self._round}/{'all' if everyone else '-'.join(map(str, self._meeting))}"
 
     def _advance(self) -> None:
         for _ in range(_MOST_RESTS):
@@ -321,12 +216,12 @@ class Member:
         self._take_snapshot()
         if self.leaving or not (self._ready or self.pausing):
             return
-        decision = self._board.decided(self._topic)
+        decision = self._decisions.made(self._round, self._meeting)
         if decision is None:
             proposal = self._proposal()
             if proposal is None:
                 return
-            decision = self._board.decide(self._topic, proposal)
+            decision = self._decisions.make(self._round, self._meeting, proposal)
         self._follow(decision)
 
     def _take_snapshot(self) -> None:
@@ -343,46 +238,35 @@ class Member:
             self._ready = True
             return
         desk.discard()
-        self._fail(not_finite(self._names[self.rank]))
+        self._fail(self._company.divergence(self.rank))
         self._end(State.DIVERGED)
 
     def _all_rest(self) -> bool:
-        return self.pausing and not self._others(lambda rank: not self._gone(rank) and not self._is_pausing(rank))
-
-    def _is_pausing(self, rank: int) -> bool:
-        record = self._records[rank]
-        return record is not None and record.state is State.PAUSING
+        return self.pausing and self._company.all_others_rest()
 
     def _proposal(self) -> dict[str, Any] | None:
         """What could be decided about this round, as far as this member can see."""
+        company = self._company
         if self._round < FINAL and self._all_rest():
-            return {"kind": "stop", "average": self._have_trained()}
-        alive = tuple(rank for rank in self._meeting if rank == self.rank or not self._gone(rank))
+            trained = not (self.fresh or self.warming) or company.have_trained()
+            return {"kind": "stop", "average": trained}
+        alive = tuple(rank for rank in self._meeting if rank == self.rank or not company.gone(rank))
         if not self._ready or not all(rank == self.rank or self._is_ready(rank) for rank in alive):
             return None
-        if alive == (self.rank,) and self._round < FINAL and not self._others(lambda rank: not self._gone(rank)):
+        if alive == (self.rank,) and self._round < FINAL and not company.present():
             return None  # Nobody is left: there will be no more rounds.
-        fresh = self._topic
-        names = [self._channels.name(self._meeting) if rank == self.rank else self._channel_of(rank) for rank in alive]
+        own = self._channels.name(self._meeting)
+        names = [own if rank == self.rank else company.record(rank).channel for rank in alive]
+        fresh = self._decisions.topic(self._round, self._meeting)
         return {
             "kind": "go",
             "members": list(alive),
             "channel": self._channels.common(self._meeting, alive, names, fresh),
         }
 
-    def _have_trained(self) -> bool:
-        """Whether weights may differ, so that a last average is needed. The same on all who can propose to stop."""
-        alive = [record for rank, record in enumerate(self._records) if record is not None and not self._gone(rank)]
-        own = self.fresh or self.warming
-        return not own or any(not (record.fresh or record.warming) for record in alive)
-
     def _is_ready(self, rank: int) -> bool:
-        record = self._records[rank]
-        return record is not None and record.ready and record.round == self._round
-
-    def _channel_of(self, rank: int) -> str:
-        record = self._records[rank]
-        return "" if record is None else record.channel
+        record = self._company.record(rank)
+        return record.ready and record.round == self._round
 
     def _follow(self, decision: dict[str, Any]) -> None:
         """Do what was decided about the round that this member is in."""
@@ -393,15 +277,14 @@ class Member:
         if decision["kind"] == "void" or members == (self.rank,):
             self._next_round()
         elif self.rank not in members:
-            self._excluded()
+            self._be_excluded(self._company.exclusion(certain=True))
             self._leave()
         else:
             self._start(members, decision["channel"])
 
     def _next_round(self) -> None:
         """Go on with the round after this one; a snapshot that was not used is kept for it."""
-        if len(self._meeting) > 1:
-            self._passed.append((self._round, self._topic, self._meeting))
+        self._decisions.done_with(self._round, self._meeting)
         self._round += 1
         if self._round < FINAL:
             self._meeting = self._schedule.members(self._round)
@@ -411,10 +294,10 @@ class Member:
     def _stop(self, *, average: bool) -> None:
         """All have agreed to end: a last exchange of all, then nothing more."""
         if not self.pausing:
-            self._excluded()
+            self._be_excluded(self._company.exclusion(certain=True))
             self._leave()
             return
-        if not average or not self._others(lambda rank: not self._gone(rank)):
+        if self.warming or not average or not self._company.present():
             self._end(State.STOPPED)
             return
         self._ready = False
@@ -437,12 +320,12 @@ class Member:
     def _attend(self) -> None:
         assert self._transfer is not None
         transfer, channel, started = self._transfer
-        gone = [rank for rank in channel.members if rank != self.rank and self._gone(rank)]
+        gone = [rank for rank in channel.members if rank != self.rank and self._will_not_come(rank)]
         try:
             complete = transfer.poll()
             if not complete and gone:
                 raise PeerLostError(
-                    f"rank {self._names[gone[0]]} left in the middle of an exchange",
+                    f"rank {self._company.names[gone[0]]} left in the middle of an exchange",
                     rank=channel.members.index(self.rank),
                     peers=[channel.members.index(rank) for rank in gone],
                 )
@@ -453,6 +336,10 @@ class Member:
         if complete:
             self._transfer = None
             self._deliver(channel, self._clock() - started)
+
+    def _will_not_come(self, rank: int) -> bool:
+        """Whether ``rank`` has given up the exchange that is under way here."""
+        return self._company.gone(rank) or self._company.record(rank).broke == self._round
 
     def _deliver(self, channel: Channel, seconds: float) -> None:
         desk, progress, final = self._desk, self.progress, self._round >= FINAL
@@ -469,7 +356,7 @@ class Member:
             desk.deliver(replace=final)
         else:
             progress.overflowed += 1
-            _log.warning("rank %d: an average of finite weights is not finite; it was dropped", self._names[self.rank])
+            _log.warning("rank %d: an average of finite weights is not finite; it was dropped", self._name)
             desk.discard()
         if final:
             self._end(State.STOPPED)
@@ -479,10 +366,11 @@ class Member:
     def _broke_off(self, error: CommunicationError, channel: Channel) -> None:
         """An exchange failed: this member's weights are as they were; try again with who is left, in the next round."""
         self._channels.drop(self._meeting)
-        self._watch.suspect(peers_named_by(error, channel))
+        self._company.suspect(peers_named_by(error, channel))
         self.progress.failed += 1
         self._failures += 1
-        _log.info("rank %d: averaging with ranks %s broke off: %s", self._names[self.rank], channel.members, error)
+        self._broke = self._round
+        _log.info("rank %d: averaging with ranks %s broke off: %s", self._name, channel.members, error)
         self._next_round()
         if self._failures >= _FAILURES_IN_A_ROW and not self._continue_alone and not self.state.gone:
             self._fail(error)
@@ -492,7 +380,7 @@ class Member:
     def _leave(self) -> None:
         """Go, after making sure that nobody begins an exchange with this member."""
         if self._ready and not self.state.gone:
-            decision = self._board.decide(self._topic, {"kind": "void"})
+            decision = self._decisions.make(self._round, self._meeting, {"kind": "void"})
             if decision["kind"] == "go" and self.rank in decision["members"] and len(decision["members"]) > 1:
                 self._follow(decision)  # It was decided before; they count on this member.
                 if self._transfer is not None:
@@ -505,15 +393,14 @@ class Member:
         self._ready = False
         self._publish(self._clock(), at_once=True)
         self._channels.close()
-        if state is State.LEFT and self.warming and self._strand is not None:
-            strand, self._strand = self._strand, None
-            strand(f"rank {self._names[self.rank]} left in warm-up: {self.leaving}")
+        if state is State.LEFT and self.warming:
+            self._release(f"left in warm-up: {self.leaving}")
         self.over = not self._hosts_store or state is not State.STOPPED
         self._desk.tell()
 
     def _linger(self) -> None:
         """The store is here: stay until the others have ended, too."""
-        self.over = self.over or bool(self.leaving) or not self._others(lambda rank: not self._gone(rank))
+        self.over = self.over or bool(self.leaving) or not self._company.present()
         if self.over:
             self._desk.tell()
 
@@ -521,19 +408,19 @@ class Member:
     def others_remain(self) -> bool:
         """Whether some other member has not ended, as far as this one knows. Looks at the board once more."""
         self._look(self._clock())
-        return bool(self._others(lambda rank: not self._gone(rank)))
+        return bool(self._company.present())
 
     @property
     def remaining(self) -> list[int]:
         """Global ranks of the others that had not ended when this one last looked."""
-        return [self._names[rank] for rank in self._others(lambda rank: not self._gone(rank))]
+        return [self._company.names[rank] for rank in self._company.present()]
 
     def abandon(self, error: CommunicationError) -> None:
         """The board is gone: end here, with ``error`` unless this member may go on alone."""
         if self.state.gone:
             pass  # All that mattered was done.
         elif self._continue_alone:
-            _log.warning("rank %d goes on alone: %s", self._names[self.rank], error)
+            _log.warning("rank %d goes on alone: %s", self._name, error)
         else:
             self.error = self.error or error
         self.state = self.state if self.state.gone else State.LEFT
@@ -541,29 +428,3 @@ class Member:
         self._channels.close()
         self.over = True
         self._desk.tell()
-
-    def _forget_decisions(self) -> None:
-        """Keep the board small: the first of those who met deletes what all have read."""
-        kept = []
-        for number, topic, meeting in self._passed:
-            present = [rank for rank in meeting if rank == self.rank or not self._gone(rank)]
-            if present[0] != self.rank:
-                continue
-            if all(rank == self.rank or self._is_past(rank, number) for rank in present):
-                self._board.forget(topic)
-            else:
-                kept.append((number, topic, meeting))
-        self._passed = kept
-
-    def _is_past(self, rank: int, number: int) -> bool:
-        record = self._records[rank]
-        return record is not None and record.round > number
-
-
-def not_finite(rank: int) -> NonFiniteError:
-    """The error for weights that cannot be averaged."""
-    return NonFiniteError(
-        f"the weights of rank {rank} are not finite, so they were not averaged",
-        rank=rank,
-        advice="Look for a learning rate that is too high on that rank; the other ranks' weights are intact.",
-    )

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import torch
 
-from bagua.buckets import Bucket
+from bagua.buckets import Bucket, form_buckets
+from bagua.comm import Communicator
 from bagua.errors import ConfigurationError
 from bagua.primitives.averaging.desk import Parcel
 
-__all__ = ["Part"]
+__all__ = ["Buffers", "Part", "parts_of_buffers"]
+
+#: Returns the buffers of a module as they are now, by name.
+Buffers = Callable[[], Mapping[str, torch.Tensor]]
 
 
 class Part:
@@ -85,3 +91,27 @@ class Part:
             torch._foreach_copy_(self._tensors(), arrived_views)
         else:
             torch._foreach_add_(self._tensors(), arrived_views)
+
+
+def parts_of_buffers(buffers: Buffers, communicator: Communicator) -> list[Part]:
+    """Floating-point buffers, one part for each dtype and device. Modules may replace them, so their names are kept.
+
+    Args:
+        buffers: of a module.
+        communicator: provides memory.
+    """
+    found = [(name, buffer) for name, buffer in buffers().items() if buffer.is_floating_point()]
+    parts: list[Part] = []
+    for members in form_buckets(
+        found, key=lambda item: (item[1].dtype, item[1].device), nbytes=lambda item: item[1].nbytes, bucket_bytes=2**63
+    ):
+        names = [name for name, _ in members]
+        like = cast("list[torch.nn.Parameter]", [buffer for _, buffer in members])
+        bucket = Bucket(len(parts), names, like, communicator, fusion=False)
+        parts.append(Part(bucket, functools.partial(_named, buffers, names)))
+    return parts
+
+
+def _named(buffers: Buffers, names: Sequence[str]) -> list[torch.Tensor]:
+    found = buffers()
+    return [found[name] for name in names]

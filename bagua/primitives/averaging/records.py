@@ -35,10 +35,11 @@ class Record:
         beat: grows as long as the member lives.
         warming: whether it still trains synchronously.
         begun: synchronous steps that it has begun.
-        fresh: whether its weights are still those with which the session began.
+        fresh: whether it has not trained since weights were made equal, or loaded.
         round: the round that it is in, or waits for.
         ready: whether its weights for that round are there.
         channel: the connection that it has to the members of that round; empty for none.
+        broke: the last round whose exchange broke off for it, or -1.
         lost: members that it takes for dead.
         reason: why it left, for people.
     """
@@ -51,6 +52,7 @@ class Record:
     round: int = 0
     ready: bool = False
     channel: str = ""
+    broke: int = -1
     lost: tuple[int, ...] = ()
     reason: str = ""
 
