@@ -57,6 +57,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out tests of transports that were not chosen; skip, visibly, what needs a GPU."""
+    if nameless := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"processes that run tests side by side must agree on names: {nameless[0]}")
     left_out = set(TRANSPORTS) - set(_chosen(config))
     dropped = [item for item in items if any(item.get_closest_marker(name) for name in left_out)]
     if dropped:

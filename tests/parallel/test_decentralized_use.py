@@ -330,7 +330,7 @@ def in_threes(size: int, number: int, nodes: tuple[int, ...]) -> Round:
     return Round.from_edges(size, [Edge(others, 0.5), Edge((resting,), 1.0)])
 
 
-@pytest.mark.parametrize("which", ["ring", "complete", in_threes], ids=str)
+@pytest.mark.parametrize("which", ["ring", "complete", in_threes], ids=["ring", "complete", "in_threes"])
 def test_an_optimizer_may_look_before_the_mixing(thread_ranks, which):
     def run():
         def looks(named) -> Looks:
