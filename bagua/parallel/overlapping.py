@@ -171,7 +171,8 @@ class OverlappingWrapper(DistributedModule):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        self._engine.before_forward(self.training)
+        # Some trainers bring only the inner module back to training after an evaluation.
+        self._engine.before_forward(self.module.training)
         output = self.module(*inputs, **kwargs)
         self._engine.after_forward(output)
         return output

@@ -1,0 +1,24 @@
+"""The same as ``bagua.integrations.lightning`` for programs that ``import pytorch_lightning``."""
+
+from __future__ import annotations
+
+from bagua.integrations._lightning_strategy import StrategyMixin, register
+
+try:
+    from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+except ImportError as error:
+    raise ImportError("this needs the package pytorch-lightning 2: pip install pytorch-lightning") from error
+
+__all__ = ["BaguaStrategy"]
+
+
+class BaguaStrategy(StrategyMixin, DDPStrategy):
+    """``bagua.integrations.lightning.BaguaStrategy`` for the Trainer of ``pytorch_lightning``.
+
+    Example:
+        >>> BaguaStrategy("bytegrad").strategy_name
+        'bagua'
+    """
+
+
+register(StrategyRegistry, BaguaStrategy)
