@@ -150,7 +150,7 @@ class MemoryTransport(Transport):
         notices = peers.notices(slot)
         compare(self.rank, notices)
         if call.kind != "barrier":
-            Exchange(peers, slot, call, target, notices, deadline).run()
+            Exchange(peers, slot, call, target, notices, deadline, inline).run()
 
     def _message(
         self,

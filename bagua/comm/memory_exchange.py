@@ -82,9 +82,10 @@ class Exchange:
         target: what this rank writes.
         notices: what each rank published.
         deadline: of the call.
+        inline: whether the calling thread runs it, which has nothing else to do.
     """
 
-    __slots__ = ("_call", "_deadline", "_notices", "_peers", "_slot", "_target")
+    __slots__ = ("_call", "_deadline", "_notices", "_peers", "_slot", "_spin_s", "_target")
 
     def __init__(
         self,
@@ -94,8 +95,10 @@ class Exchange:
         target: torch.Tensor | None,
         notices: list[Notice],
         deadline: Deadline,
+        inline: bool,
     ) -> None:
         self._peers = peers
+        self._spin_s = peers.spin_inside_s if inline else peers.spin_s
         self._slot = slot
         self._call = call
         self._target = target if target is None or target.dim() == 1 else target.view(-1)
@@ -124,7 +127,7 @@ class Exchange:
         return max(max(notice.call.send_counts) for notice in self._notices)
 
     def _barrier(self) -> None:
-        self._peers.barrier(self._call, self._deadline)
+        self._peers.barrier(self._call, self._deadline, spin_s=self._spin_s)
 
     def _view(self, rank: int, start: int, stop: int) -> torch.Tensor:
         line = self._peers.lines[rank]

@@ -45,6 +45,9 @@ class Peers(ABC):
 
     #: Seconds of busy waiting before ``pause``, for memory whose ranks do not share an interpreter.
     spin_s: float = 0.0
+    #: The same inside a call, where those waited for are busy with a part of the same size: whoever slept would
+    #: wake late, and make the others sleep in turn.
+    spin_inside_s: float = 0.0
 
     def __init__(self, lines: Sequence[Line], rank: int, label: str, fault: FaultHook | None) -> None:
         self.lines = lines
@@ -119,7 +122,9 @@ class Peers(ABC):
         if self._fault is not None:
             self._fault(Step(self.rank, self.label, call, name, next(self._steps)))
 
-    def barrier(self, call: Call, deadline: Deadline, suspect: Suspicion | None = None) -> None:
+    def barrier(
+        self, call: Call, deadline: Deadline, suspect: Suspicion | None = None, spin_s: float | None = None
+    ) -> None:
         """Return when every rank has come to this barrier.
 
         A rank that is gone before this one arrives is an error: what it lent may have
@@ -130,6 +135,7 @@ class Peers(ABC):
             call: for the fault hook.
             deadline: of the call.
             suspect: the error, if this rank and another one wait for each other in vain.
+            spin_s: seconds of busy waiting; None means ``Peers.spin_s``.
         """
         self.step(call, "arrive")
         self.require_open(self._others)
@@ -150,7 +156,7 @@ class Peers(ABC):
         def missing() -> tuple[int, ...]:
             return tuple(other for other in self._others if words[other][Words.ARRIVED] < mine)
 
-        self.wait(missing, deadline, suspect)
+        self.wait(missing, deadline, suspect, spin_s)
         self.step(call, "pass")
 
     def wait(
@@ -158,6 +164,7 @@ class Peers(ABC):
         missing: Callable[[], tuple[int, ...]],
         deadline: Deadline,
         suspect: Suspicion | None = None,
+        spin_s: float | None = None,
     ) -> None:
         """Return when ``missing`` names no rank any more.
 
@@ -171,7 +178,8 @@ class Peers(ABC):
         def ready() -> bool:
             return not missing()
 
-        spin_until = time.perf_counter() + self.spin_s if self.spin_s else 0.0
+        spin_s = self.spin_s if spin_s is None else spin_s
+        spin_until = time.perf_counter() + spin_s if spin_s else 0.0
         while waited := missing():
             now = time.perf_counter()
             if now < spin_until:

@@ -13,6 +13,9 @@ from bagua.comm.shm_segments import HEADER_BYTES, Views, allocate
 __all__ = ["Outbox", "Staging"]
 
 _ALIGNED_ELEMENTS = 64
+#: Where some ranks only write and others only read, they take turns: pieces small enough for both to be busy.
+_IN_TURNS = frozenset({"broadcast", "reduce", "gather", "scatter"})
+_TURN_BYTES = 512 * 1024
 
 
 class _Area:
@@ -60,7 +63,8 @@ class Staging(_Area):
         self._call = call
         self._rows = rows(call, self._size)
         self._source = source
-        piece = max(self._area_bytes // (len(self._rows) * source.element_size()), 1)
+        room = min(self._area_bytes, _TURN_BYTES) if call.kind in _IN_TURNS else self._area_bytes
+        piece = max(room // (len(self._rows) * source.element_size()), 1)
         self._piece = piece - piece % _ALIGNED_ELEMENTS if piece > _ALIGNED_ELEMENTS else piece
         self.show(0, self._piece)
         return Place(
