@@ -8,6 +8,7 @@ import torch
 
 from bagua.comm import Communicator
 from bagua.compression import Codec, Metadata
+from bagua.errors import ConfigurationError
 from bagua.primitives.reducers import ReducerMemory, SumReducer, summing_dtype
 
 __all__ = ["AllGatherReducer", "ScatterGatherReducer"]
@@ -23,6 +24,9 @@ class AllGatherReducer(SumReducer):
     Args:
         codec: ``Q`` and ``D``.
 
+    Raises:
+        ConfigurationError: ``codec`` is none.
+
     Example:
         >>> from bagua.compression import MinMaxUInt8
         >>> AllGatherReducer(MinMaxUInt8())
@@ -30,6 +34,9 @@ class AllGatherReducer(SumReducer):
     """
 
     codec: Codec
+
+    def __post_init__(self) -> None:
+        _check_is_codec(self.codec)
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         """Refuse what the codec refuses."""
@@ -70,6 +77,9 @@ class ScatterGatherReducer(SumReducer):
     Args:
         codec: ``Q`` and ``D``.
 
+    Raises:
+        ConfigurationError: ``codec`` is none.
+
     Example:
         >>> from bagua.compression import MinMaxUInt8
         >>> ScatterGatherReducer(MinMaxUInt8())
@@ -79,6 +89,9 @@ class ScatterGatherReducer(SumReducer):
     """
 
     codec: Codec
+
+    def __post_init__(self) -> None:
+        _check_is_codec(self.codec)
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         """Refuse what the codec refuses."""
@@ -154,6 +167,11 @@ class Shares:
         for part, row in zip(self.slices, rows, strict=True):
             metadata = Metadata(part.stop - part.start, dtype)
             self._codec.decompress(row[: self._nbytes(part, dtype)], metadata, out=out[part])
+
+
+def _check_is_codec(codec: object) -> None:
+    if not isinstance(codec, Codec):
+        raise ConfigurationError("this is no codec", argument="codec", expected="a Codec", seen=repr(codec))
 
 
 def _check_codec(codec: Codec, dtype: torch.dtype) -> None:

@@ -45,7 +45,7 @@ class RandomKReducer(SumReducer):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio <= 1:
+        if type(self.ratio) not in (float, int) or not 0 < self.ratio <= 1:
             raise ConfigurationError(
                 "not a part of the elements",
                 argument="ratio",

@@ -215,7 +215,7 @@ class ErrorFeedback(SumReducer):
         reducer: any other reducer.
 
     Raises:
-        ConfigurationError: ``reducer`` has error feedback already.
+        ConfigurationError: ``reducer`` is none, or has error feedback already.
 
     Example:
         >>> from bagua.compression import MinMaxUInt8
@@ -229,11 +229,12 @@ class ErrorFeedback(SumReducer):
     reducer: SumReducer
 
     def __post_init__(self) -> None:
-        if isinstance(self.reducer, ErrorFeedback):
+        reducer: object = self.reducer
+        if not isinstance(reducer, SumReducer) or isinstance(reducer, ErrorFeedback):
             raise ConfigurationError(
-                "error feedback is applied once",
+                "error feedback is applied once, to a reducer",
                 argument="reducer",
-                expected="a reducer without it",
+                expected="a SumReducer without it",
                 seen=repr(self.reducer),
             )
 

@@ -129,5 +129,5 @@ def available() -> Iterator[str]:
     return iter(sorted(_TOPOLOGIES))
 
 
-def _normal(name: str) -> str:
-    return name.strip().lower().replace("-", "_")
+def _normal(name: object) -> str:
+    return str(name).strip().lower().replace("-", "_")

@@ -344,13 +344,14 @@ def _events_of_a_step() -> list[str]:
     ("build", "words"),
     [
         (lambda: DecentralizedAlgorithm(peer_selection_mode="left"), "no topology of this name"),
+        (lambda: DecentralizedAlgorithm(peer_selection_mode=3), "no topology of this name"),
         (lambda: DecentralizedAlgorithm(communication_interval=0), ">= 1"),
         (lambda: LowPrecisionDecentralizedAlgorithm(communication_interval=1.5), ">= 1"),
         (lambda: LowPrecisionDecentralizedAlgorithm(topology="shift_one"), "stay the same"),
         (lambda: LowPrecisionDecentralizedAlgorithm(topology=RandomMatching()), "stay the same"),
         (lambda: LowPrecisionDecentralizedAlgorithm(codec="sign"), "not a codec"),
     ],
-    ids=["unknown", "interval", "fraction", "shift_one", "random", "codec"],
+    ids=["unknown", "number", "interval", "fraction", "shift_one", "random", "codec"],
 )
 def test_options_that_cannot_work_are_refused(build, words):
     with pytest.raises(ConfigurationError, match=words):

@@ -329,6 +329,10 @@ def test_tensors_without_elements_and_of_other_dtypes(reducer):
         lambda: PowerSGDReducer(0),
         lambda: PowerSGDReducer(1.5),
         lambda: ErrorFeedback(ErrorFeedback(RandomKReducer())),
+        lambda: ErrorFeedback(Sign()),
+        lambda: RandomKReducer("0.5"),
+        lambda: AllGatherReducer("sign"),
+        lambda: ScatterGatherReducer(None),
     ],
 )
 def test_options_out_of_range_are_refused(make):
