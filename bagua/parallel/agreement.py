@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Sequence
 
 from bagua.comm import Communicator
-from bagua.errors import CollectiveMismatchError
+from bagua.errors import BaguaError, CollectiveMismatchError
 
-__all__ = ["compare"]
+__all__ = ["compare", "compare_or_refuse"]
 
 
 def compare(facts: Sequence[str], communicator: Communicator, what: str) -> None:
@@ -45,6 +45,32 @@ def compare(facts: Sequence[str], communicator: Communicator, what: str) -> None
         seen=there,
         advice="Build the same model with the same options on every rank.",
     )
+
+
+def compare_or_refuse(facts: Sequence[str], communicator: Communicator, what: str, refusal: BaguaError | None) -> None:
+    """``compare``, where this rank may have found out that it cannot go on. Collective.
+
+    Raising at once would leave ranks that have no reason to refuse waiting for this one.
+
+    Args:
+        facts: as for ``compare``; not looked at if there is a refusal.
+        communicator: of the ranks to compare.
+        what: what the facts describe, for the message.
+        refusal: why this rank cannot go on.
+
+    Raises:
+        BaguaError: the refusal, on this rank.
+        CollectiveMismatchError: there is a difference, or another rank refuses.
+    """
+    shown = facts if refusal is None else [f"{what} that cannot be used: {refusal.args[0]}"]
+    try:
+        compare(shown, communicator, what)
+    except CollectiveMismatchError as mismatch:
+        if refusal is None:
+            raise
+        raise refusal from mismatch
+    if refusal is not None:
+        raise refusal
 
 
 def _first_difference(own: Sequence[str], other: Sequence[str]) -> tuple[str, str]:

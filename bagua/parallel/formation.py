@@ -14,8 +14,8 @@ from bagua.algorithms import Algorithm, AlgorithmImpl, DistributedAlgorithm
 from bagua.buckets import Bucket, check_align_bytes
 from bagua.comm import Communicator, ProcessGroup, get_default_group
 from bagua.comm.rendezvous import exchange
-from bagua.errors import BaguaError, CollectiveMismatchError, CommunicationError
-from bagua.parallel.agreement import compare
+from bagua.errors import BaguaError, CommunicationError
+from bagua.parallel.agreement import compare_or_refuse
 from bagua.parallel.autotune_search import Setting
 from bagua.parallel.autotune_settings import AutotuneSettings, tuning_from
 from bagua.parallel.layout import agreed_order, cut, name_of, positions_of
@@ -116,15 +116,8 @@ class BucketFormation:
 
     def _agree(self, refusal: BaguaError | None = None) -> None:
         """Make sure that all ranks mean the same, and form the buckets that the user wants."""
-        facts = self._facts() if refusal is None else [f"a model that cannot be wrapped: {refusal.args[0]}"]
-        try:
-            compare(facts, self.group.global_communicator, "models")
-        except CollectiveMismatchError as mismatch:
-            if refusal is None:
-                raise
-            raise refusal from mismatch
-        if refusal is not None:
-            raise refusal
+        facts = self._facts() if refusal is None else []
+        compare_or_refuse(facts, self.group.global_communicator, "models", refusal)
         if self._wanted:
             self._form(positions_of(self.registration, self._wanted))
         elif self.algorithm.traits.background and not self.idle:

@@ -10,11 +10,11 @@ import torch
 from bagua.buckets import Bucket
 from bagua.comm import ReduceOp
 from bagua.errors import CommunicatorClosedError, ConfigurationError
-from bagua.parallel.agreement import compare
+from bagua.parallel.agreement import compare_or_refuse
 from bagua.parallel.formation import DEFAULT_BUCKET_BYTES, BucketFormation
 from bagua.parallel.layout import positions_of, unused
 from bagua.parallel.options import BucketType
-from bagua.parallel.saving import Remembered, collect
+from bagua.parallel.saving import Remembered, collect, from_checkpoint
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "BucketType", "Reducer"]
 
@@ -273,6 +273,23 @@ class Reducer(BucketFormation):
             ConfigurationError: it belongs to another algorithm or to other parameters.
             CollectiveMismatchError: ranks load different checkpoints.
         """
+        refusal: ConfigurationError | None = None
+        facts: list[str] = []
+        try:
+            remembered, members = self._readable(state_dict)
+            facts = [f"step {state_dict['step']}", *(f"bucket {names}" for names in remembered["buckets"])]
+        except ConfigurationError as error:
+            refusal = error
+        compare_or_refuse(facts, self.communicator, "checkpoints", refusal)
+        self._put_aside()
+        self.step = state_dict["step"]
+        self._remembered = remembered
+        if members and not self.idle:
+            self._form(members)
+
+    def _readable(self, state_dict: dict[str, Any]) -> tuple[Remembered, list[list[int]]]:
+        """What is in a checkpoint, and the positions of the parameters in its buckets."""
+        remembered = from_checkpoint(state_dict)
         kind = type(self.declaration).__name__
         if state_dict["algorithm"].partition("(")[0] != kind:
             raise ConfigurationError(
@@ -281,14 +298,7 @@ class Reducer(BucketFormation):
                 expected=kind,
                 seen=state_dict["algorithm"],
             )
-        members = positions_of(self.registration, state_dict["buckets"]) if state_dict["buckets"] else []
-        facts = [f"step {state_dict['step']}", *(f"bucket {names}" for names in state_dict["buckets"])]
-        compare(facts, self.communicator, "checkpoints")
-        self._put_aside()
-        self.step = state_dict["step"]
-        self._remembered = Remembered(**{key: state_dict[key] for key in Remembered.__annotations__})  # type: ignore[typeddict-item]
-        if members and not self.idle:
-            self._form(members)
+        return remembered, positions_of(self.registration, remembered["buckets"]) if remembered["buckets"] else []
 
 
 def _leave_alone(_: torch.nn.Parameter) -> None:

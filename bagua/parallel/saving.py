@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
 
 import torch
 
 from bagua.buckets import Bucket
 from bagua.errors import ConfigurationError
 
-__all__ = ["Remembered", "collect", "restore"]
+__all__ = ["Remembered", "collect", "from_checkpoint", "restore"]
 
 Tensors = dict[str, torch.Tensor]
 
@@ -59,6 +59,25 @@ def collect(buckets: Sequence[Bucket], exchanged: Sequence[int]) -> Remembered:
         )
         if step >= 0:
             _cut(bucket, bucket.buffers, remembered["buffers"])
+    return remembered
+
+
+def from_checkpoint(state_dict: Any) -> Remembered:
+    """What is remembered in a saved state, which may come from anywhere.
+
+    Raises:
+        ConfigurationError: it is no such state, or not a whole one.
+    """
+    wanted = ("algorithm", "step", *Remembered.__annotations__)
+    lacking = [key for key in wanted if key not in state_dict] if isinstance(state_dict, Mapping) else list(wanted)
+    if lacking or len({len(state_dict[key]) for key in ("buckets", "others", "exchanged")}) > 1:
+        raise ConfigurationError(
+            "this is no state of an algorithm",
+            argument="state_dict",
+            expected="what bagua_state_dict() returned",
+            seen=f"no {', '.join(lacking)}" if lacking else "lists of different lengths for each bucket",
+        )
+    remembered: Remembered = {key: state_dict[key] for key in Remembered.__annotations__}  # type: ignore[assignment]
     return remembered
 
 

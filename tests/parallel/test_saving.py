@@ -10,10 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import bagua.comm
 from bagua.buckets import Bucket
 from bagua.comm import solo_group
-from bagua.errors import ConfigurationError
+from bagua.errors import CollectiveMismatchError, ConfigurationError
+from bagua.parallel import with_bagua
 from bagua.parallel.saving import collect, restore
+from bagua.testing.training import mlp, sgd, train_steps
 
 SHAPES = {"a": (3, 2), "b": (), "c": (5,), "d": (0,), "e": (2, 3, 1), "f": (7,)}
 layouts = st.permutations(list(SHAPES)).flatmap(
@@ -99,3 +102,29 @@ def test_state_of_another_shape_is_refused():
     remembered["parameters"]["a"]["residual"] = torch.zeros(6)
     with pytest.raises(ConfigurationError, match="residual of a has another shape"):
         restore(new, remembered)
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda _: None, "no algorithm, step"),
+        (lambda saved: {**saved, "others": []}, "different lengths"),
+        (lambda saved: {**saved, "algorithm": "TopKAlgorithm()"}, "another algorithm"),
+        (lambda saved: {**saved, "buckets": [["nobody"]] * len(saved["buckets"])}, "nobody"),
+    ],
+    ids=["nothing", "cut", "algorithm", "names"],
+)
+def test_ranks_do_not_wait_for_one_that_cannot_load_its_checkpoint(thread_ranks, change, words):
+    def load() -> None:
+        rank, model = bagua.comm.get_rank(), mlp()
+        optimizer = sgd(model.parameters())
+        wrapped = with_bagua(model, [optimizer], "sign_sgd")
+        train_steps(wrapped, optimizer, rank, range(2))
+        saved = wrapped.bagua_state_dict()
+        expected = (ConfigurationError, words) if rank == 0 else (CollectiveMismatchError, "cannot be used")
+        with pytest.raises(expected[0], match=expected[1]):
+            wrapped.load_bagua_state_dict(change(saved) if rank == 0 else saved)
+        train_steps(wrapped, optimizer, rank, range(2, 4))
+
+    thread_ranks(2, load)
