@@ -6,7 +6,8 @@ One process: ``Communicator.allreduce`` of 4 bytes against what it ends in, as B
 ``start`` with a call that is described already; on ``gloo``, in a group of one, once the transport's ``start`` and once
 the ``allreduce`` of torch's own group object.
 
-Where processes can share memory: collectives on ``shm`` against those of ``torch.distributed`` on Gloo.
+Where processes can share memory: collectives on ``shm`` against those of ``torch.distributed`` on Gloo, what comparing
+calls costs, and, where mpi4py is installed, collectives on ``shm`` against those of Open MPI. ``--plot`` draws them.
 
 ``python -m benchmarks.collectives``
 """
@@ -16,6 +17,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed
@@ -26,6 +28,8 @@ from bagua.comm import Communicator, Membership
 from bagua.comm.c10d import C10dTransport
 from bagua.comm.call import Call
 from bagua.comm.shm import shm_refusal
+from benchmarks.collectives_plot import draw
+from benchmarks.open_mpi import compare_with_open_mpi, open_mpi_is_missing
 from benchmarks.paired import (
     Rounds,
     add_arguments,
@@ -129,6 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_arguments(parser, rounds=30)
     parser.add_argument("--largest", type=int, default=25_000_000, metavar="BYTES", help="leave larger sizes out")
     parser.add_argument("--calls", type=int, default=2000, metavar="N", help="calls in a sample of the overhead")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw time against size, a line for each transport")
     options = parser.parse_args(arguments)
     sizes = [size for size in SIZES if size.size_bytes <= options.largest]
     comparisons = []
@@ -140,9 +145,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, rounds in overheads.items():
         limit_us = OVERHEAD_LIMIT_US if name.endswith("transport.start") else None
         comparisons.append(compare_added(f"1 rank, {name}", rounds, limit_us))
+    notes = {}
     if shm_refusal() is None:
-        comparisons += compare_with_gloo(options.rounds, options.largest)
-    return conclude(comparisons, options)
+        comparisons += compare_with_gloo(options.rounds, options.largest, options.calls)
+        missing = open_mpi_is_missing()
+        if missing:
+            notes["Open MPI"] = f"left out, {missing}"
+        else:
+            comparisons += compare_with_open_mpi(options.rounds, options.largest)
+    if options.plot is not None:
+        drawn = draw(comparisons, options.plot)
+        notes["plot"] = str(options.plot) if drawn else "not drawn, matplotlib is not installed"
+    return conclude(comparisons, options, notes)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Shared memory against Gloo: the same collective of bagua on ``shm`` and of ``torch.distributed``, in one process."""
+"""Shared memory against Gloo: the same collective of bagua on ``shm`` and of ``torch.distributed``, in one process.
+
+And what it costs that ranks compare their calls: the smallest allreduce, with and without.
+"""
 
 import functools
 from collections.abc import Callable
@@ -9,12 +12,13 @@ import torch.distributed
 
 from bagua import comm
 from bagua.cli.launch import Rank, run_ranks
-from bagua.comm import Communicator
-from benchmarks.paired import Comparison, Rounds, compare, measure, slowest
+from bagua.comm import Communicator, memory
+from benchmarks.paired import Comparison, Rounds, compare, compare_added, measure, slowest
 
-__all__ = ["Case", "cases", "compare_with_gloo"]
+__all__ = ["KINDS", "Case", "cases", "compare_with_gloo"]
 
 TIMEOUT_S = 60.0
+CHECK_LIMIT_US = 1.0
 KINDS = ("broadcast", "allgather", "reduce_scatter", "alltoall")
 
 
@@ -27,19 +31,19 @@ class Case:
         size_bytes: of one rank's input.
         calls: in one sample.
         registered: whether the tensor is one of ``communicator.empty``.
-        limit: the largest share of Gloo's time that is promised.
+        limit: the largest share of the peer's time that is promised; None where nothing is.
     """
 
     kind: str
     size_bytes: int
     calls: int
     registered: bool
-    limit: float
+    limit: float | None
 
-    def name(self, ranks: int) -> str:
+    def name(self, ranks: int, peer: str = "gloo") -> str:
         """What was measured."""
         memory = ", empty()" if self.registered else ""
-        return f"{ranks} ranks, {self.size_bytes:>8} B{memory}: shm {self.kind} : gloo"
+        return f"{ranks} ranks, {self.size_bytes:>8} B{memory}: shm {self.kind} : {peer}"
 
 
 def cases(ranks: int, largest_bytes: int) -> list[Case]:
@@ -79,24 +83,52 @@ def make_calls(case: Case, communicator: Communicator) -> tuple[Callable[[], obj
     )
 
 
-def time_cases(rank: Rank, chosen: list[Case], rounds: int) -> list[Rounds]:
-    """All cases on this rank."""
+def time_cases(rank: Rank, chosen: list[Case], rounds: int, calls: int) -> list[Rounds]:
+    """All cases on this rank and, of two ranks, what the comparison of calls costs."""
     rank.join("shm", TIMEOUT_S)
     communicator = comm.get_default_group().global_communicator
     timed = []
     for case in chosen:
         gloo, shm = make_calls(case, communicator)
         timed.append(measure(gloo, shm, rounds=rounds, calls=case.calls, before_each=torch.distributed.barrier))
+    if rank.world_size == 2:
+        timed.append(time_checks(communicator, rounds, calls))
     comm.destroy_process_group()
     return timed
 
 
-def compare_with_gloo(rounds: int, largest_bytes: int) -> list[Comparison]:
-    """All lines about shared memory; two ranks, then four."""
+def time_checks(communicator: Communicator, rounds: int, calls: int) -> Rounds:
+    """An allreduce of 4 bytes on this rank, without and with the comparison of calls."""
+    tensor, compares = torch.zeros(1), memory.compare
+
+    def unchecked() -> None:
+        memory.compare = lambda _rank, _notices: None
+        communicator.allreduce(tensor)
+
+    def checked() -> None:
+        memory.compare = compares
+        communicator.allreduce(tensor)
+
+    timed = measure(unchecked, checked, rounds=rounds, calls=calls, before_each=communicator.barrier)
+    memory.compare = compares
+    return timed
+
+
+def compare_with_gloo(rounds: int, largest_bytes: int, calls: int) -> list[Comparison]:
+    """All lines about shared memory; two ranks, then four.
+
+    Args:
+        rounds: of each line.
+        largest_bytes: larger cases are left out.
+        calls: in one sample of what the comparison of calls costs.
+    """
     comparisons = []
     for ranks in (2, 4):
         chosen = cases(ranks, largest_bytes)
-        of_ranks = run_ranks(time_cases, ranks, (chosen, rounds))
-        for case, *timed in zip(chosen, *of_ranks, strict=True):
+        measured = list(zip(*run_ranks(time_cases, ranks, (chosen, rounds, calls)), strict=True))
+        for case, timed in zip(chosen, measured, strict=False):
             comparisons.append(compare(case.name(ranks), slowest(timed), case.limit))
+        if ranks == 2:
+            name = "2 ranks, 4 B: shm allreduce, calls compared : not"
+            comparisons.append(compare_added(name, slowest(measured[-1]), CHECK_LIMIT_US))
     return comparisons
