@@ -1,0 +1,287 @@
+"""The training thread's side of averaging: one session after the other, and the only place where weights change."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from bagua.comm import ProcessGroup
+from bagua.errors import CollectiveTimeoutError
+from bagua.primitives.averaging.company import Patience
+from bagua.primitives.averaging.desk import Desk, Stage
+from bagua.primitives.averaging.member import Member
+from bagua.primitives.averaging.parts import Part
+from bagua.primitives.averaging.schedule import Schedule
+from bagua.primitives.averaging.session import Session
+from bagua.primitives.averaging.status import AveragingStatus
+from bagua.primitives.averaging.transfer import GroupCourier
+
+__all__ = ["Averager"]
+
+#: How long those who agreed on a round may take to connect, the first time that they meet.
+CONNECT_TIMEOUT_S = 8.0
+#: A transfer has this, and a second for each megabyte; whatever is slower is taken for broken.
+TRANSFER_GRACE_S, SLOWEST_BYTES_PER_S = 30.0, 1e6
+#: How often a rank that waits lets Ctrl-C through.
+_SLICE_S = 0.25
+
+
+class Averager:
+    """Averages a model in the background. All methods belong to the thread that trains.
+
+    Args:
+        group: the ranks; their background threads connect by themselves.
+        schedule: who meets in which round.
+        interval_s: between two snapshots.
+        warmup_steps: steps in which ranks exchange gradients instead.
+        peer_timeout_s: who gives no sign of life for so long is lost.
+        continue_alone: go on without lost ranks, instead of raising.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        schedule: Schedule,
+        *,
+        interval_s: float,
+        warmup_steps: int,
+        peer_timeout_s: float,
+        continue_alone: bool,
+    ) -> None:
+        self._group = group
+        self._schedule = schedule
+        self._interval_s = interval_s
+        self._warmup_steps = warmup_steps
+        self._continue_alone = continue_alone
+        self._patience = Patience(
+            beat_s=min(1.0, peer_timeout_s / 8),
+            silence_s=peer_timeout_s,
+            suspect_s=peer_timeout_s / 5,
+            join_s=group.timeout_s,
+        )
+        self._make_parts: Callable[[], list[Part]] = list
+        self._parts: list[Part] = []
+        self._session: Session | None = None
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._paused = False
+        self._fresh = True
+        self._raised: BaseException | None = None
+        self._begun = 0
+        self._step = -1
+        self._due = 0.0
+        self._averaged: tuple[int, float] | None = None
+
+    def attach(self, make_parts: Callable[[], list[Part]], step: int) -> None:
+        """The model lies elsewhere from now on. No session is under way, or it is in warm-up.
+
+        Args:
+            make_parts: makes what is averaged, equal in sizes on all ranks; called when it is needed.
+            step: number of the next step.
+        """
+        self._make_parts = make_parts
+        self._parts = []
+        self._begun = step
+        self._fresh = True
+
+    def begin_warm_up_step(self, step: int) -> None:
+        """This rank is about to wait for all others in ``step``."""
+        self._begun = step + 1
+        if self._session is not None:
+            self._session.member.begun = self._begun
+
+    def step(self, step: int) -> None:
+        """The safe point before the first forward pass of ``step``, and of no effect before further ones.
+
+        Raises:
+            PeerLostError: a rank died.
+            NonFiniteError: the weights of a rank are not finite.
+        """
+        self._fresh = False
+        if self._paused:
+            return
+        session = self._session or self._begin()
+        member, desk = session.member, session.desk
+        if member.error is not None:
+            self._raised = member.error
+            raise member.error
+        if step == self._step or session.over:
+            return
+        self._step = step
+        member.fresh = False
+        if step < self._warmup_steps:
+            return
+        if member.warming:
+            self._end_warm_up(session)
+        if desk.stage is Stage.AVERAGE:
+            self._take_average(desk)
+        if desk.stage is Stage.EMPTY and time.monotonic() >= self._due:
+            self._put_snapshot(desk, at_rest=False)
+
+    def stop(self, limit_s: float | None) -> bool:
+        """Take part in rounds until all have agreed to stop, or leave when the time is up.
+
+        Returns:
+            Whether all who are alive stopped together.
+        """
+        if self._paused:
+            return True
+        session = self._session or self._begin()
+        if session.member.warming and self._begun >= self._warmup_steps:
+            self._end_warm_up(session)
+        until = None if limit_s is None else time.monotonic() + limit_s
+        session.member.pausing = True
+        session.desk.wake.set()
+        while not self._serve(session):
+            left_s = _SLICE_S if until is None else until - time.monotonic()
+            if left_s > 0:
+                session.wait_for_change(min(left_s, _SLICE_S))
+            elif session.leave("abort() had waited long enough"):
+                until = None
+            else:
+                break
+        self._paused = True
+        session.join(1.0)
+        self._fresh = session.ended_together and not session.member.warming
+        return session.ended_together
+
+    def settle(self) -> None:
+        """Stop, so that the model can be taken apart; the next step begins anew. Collective.
+
+        Raises:
+            CollectiveTimeoutError: not all ranks came.
+        """
+        if self._paused:
+            return
+        limit_s = self._group.timeout_s
+        together = self.stop(limit_s)
+        remaining = [] if self._session is None else self._session.member.remaining
+        self._session, self._paused = None, False
+        if not together and remaining:
+            raise CollectiveTimeoutError(
+                "not all ranks stopped averaging, which must be done together to change a model or its algorithm",
+                rank=self._group.rank,
+                peers=remaining,
+                timeout_s=limit_s,
+            )
+
+    def resume(self) -> None:
+        """Begin a session, unless one is under way."""
+        running = self._session is not None and not self._session.over
+        if self._paused or not running:
+            self._paused = False
+            self._begin()
+
+    def leave(self, reason: str) -> None:
+        """End without waiting for anybody; what went wrong in the session is not raised any more."""
+        self._paused = True
+        if self._session is not None:
+            self._session.leave(reason)
+            self._raised = self._session.error
+
+    def raise_news(self) -> None:
+        """Raise what went wrong in the session, unless that was done before."""
+        error = None if self._session is None else self._session.error
+        if error is not None and error is not self._raised:
+            self._raised = error
+            raise error
+
+    def status(self) -> AveragingStatus:
+        """What this rank knows."""
+        session = self._session
+        if session is None:
+            return AveragingStatus()
+        progress, averaged = session.member.progress, self._averaged
+        if self._paused:
+            state = "paused"
+        elif session.over:
+            state = "alone"
+        else:
+            state = "warming up" if session.member.warming else "averaging"
+        return AveragingStatus(
+            state=state,  # type: ignore[arg-type]  # one of the four
+            rounds=progress.rounds,
+            age_steps=None if averaged is None else self._step - averaged[0],
+            age_ms=None if averaged is None else 1e3 * (time.monotonic() - averaged[1]),
+            sent_bytes=progress.nbytes,
+            round_ms=1e3 * progress.round_s,
+            distance=progress.distance,
+            members=progress.members,
+            failed=progress.failed,
+            overflowed=progress.overflowed,
+        )
+
+    # The beginning of a session.
+
+    def _begin(self) -> Session:
+        group, before = self._group, self._session
+        if before is not None and not before.join(1.0):
+            self._parts = []  # A thread that hangs may still write what is on its desk.
+        board = group.board("averaging")
+        desk = Desk()
+        courier = GroupCourier(
+            group,
+            board.name,
+            connect_timeout_s=CONNECT_TIMEOUT_S,
+            transfer_timeout_s=lambda nbytes: min(group.timeout_s, TRANSFER_GRACE_S + nbytes / SLOWEST_BYTES_PER_S),
+        )
+        member = Member(
+            board, self._schedule, desk, courier, self._patience, time.monotonic,
+            continue_alone=self._continue_alone, hosts_store=group.hosts_store, strand=group.abort,
+        )  # fmt: skip
+        session = Session(member, desk, courier, f"bagua-{group.label}-averaging", hosts_store=group.hosts_store)
+        member.begun, member.fresh, member.warming = self._begun, self._fresh, True
+        if self._begun >= self._warmup_steps:
+            self._end_warm_up(session)
+        self._session = session
+        self._step, self._averaged = -1, None
+        self._due = time.monotonic() + self._interval_s
+        self._end_with_its_owners(session)
+        session.start()
+        return session
+
+    def _end_warm_up(self, session: Session) -> None:
+        """From now on snapshots are put on the desk."""
+        if not self._parts:
+            self._parts = self._make_parts()
+        session.desk.parcels = [part.parcel for part in self._parts]
+        session.member.warming = False
+
+    def _end_with_its_owners(self, session: Session) -> None:
+        """Whoever drops the model, or closes the group, ends the session."""
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._finalizer = weakref.finalize(self, session.forget)
+        self._finalizer.atexit = False
+        watched = weakref.ref(session)
+
+        def leave() -> None:
+            found = watched()
+            if found is not None:
+                found.leave("its process group was closed")
+
+        self._group.when_closing(leave)
+
+    # At the desk.
+
+    def _serve(self, session: Session) -> bool:
+        """Be at the desk while training rests; whether the session is over, and everything taken from the desk."""
+        over, desk = session.over, session.desk  # In this order: the last average comes before the end.
+        if desk.stage is Stage.AVERAGE:
+            self._take_average(desk)
+        if desk.stage is Stage.EMPTY and not over and not session.member.warming:
+            self._put_snapshot(desk, at_rest=True)
+        return over
+
+    def _take_average(self, desk: Desk) -> None:
+        for part in self._parts:
+            part.take_average(replace=desk.replace)
+        desk.clear()
+        self._averaged = (self._step, time.monotonic())
+
+    def _put_snapshot(self, desk: Desk, *, at_rest: bool) -> None:
+        for part in self._parts:
+            part.take_snapshot()
+        self._due = time.monotonic() + self._interval_s
+        desk.hand_in(at_rest=at_rest)
