@@ -229,6 +229,7 @@ def bagua_init(
     if kwargs and not isinstance(algorithm, Algorithm):
         declaration = _with_hierarchy(algorithm, hierarchical_reduce)
         names = {field.name for field in dataclasses.fields(declaration)} - set(_OPTIONS)  # type: ignore[arg-type]
+        names.discard("hierarchical")  # That is what hierarchical_reduce says.
         options = {name: kwargs.pop(name) for name in sorted(names.intersection(kwargs))}
         algorithm = dataclasses.replace(declaration, **options)  # type: ignore[type-var]
     wrapper = ModelSwitchWrapper(
