@@ -247,7 +247,7 @@ class AlgorithmImpl(ABC):
         return
 
     def close(self) -> None:
-        """The model is given up on this rank: end what goes on between steps, without waiting for others. Idempotent."""
+        """The model is given up on this rank: end what goes on between steps, not waiting for others. Idempotent."""
         return
 
     # What it remembers.

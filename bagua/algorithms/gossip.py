@@ -10,6 +10,7 @@ from bagua.buckets import Bucket
 from bagua.comm import ProcessGroup
 from bagua.errors import ConfigurationError
 from bagua.primitives import is_global_mean
+from bagua.primitives.hierarchical import has_two_levels
 from bagua.topology import Hierarchical, Round, Topology, weighted_by_size
 
 __all__ = ["Mixing", "check_interval", "write_if_finite"]
@@ -33,7 +34,7 @@ class Mixing:
     """
 
     def __init__(self, topology: Topology, group: ProcessGroup, *, hierarchical: bool) -> None:
-        self.by_host = hierarchical and len(group.node_sizes) > 1 and max(group.node_sizes) > 1
+        self.by_host = hierarchical and has_two_levels(group)
         self._topology = topology
         self._host_sizes = group.node_sizes
         self._size = group.size

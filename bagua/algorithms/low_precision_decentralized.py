@@ -13,6 +13,7 @@ from bagua.algorithms.gossip import Mixing, check_interval, write_if_finite
 from bagua.buckets import Bucket
 from bagua.comm import Communicator, ProcessGroup
 from bagua.compression import Codec, Metadata, MinMaxUInt8
+from bagua.compression.base import check_codec
 from bagua.errors import ConfigurationError
 from bagua.primitives import DifferenceExchange, on_leaders
 from bagua.topology import Topology, create
@@ -57,8 +58,7 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
 
     def __post_init__(self) -> None:
         check_interval(self.communication_interval)
-        if not isinstance(self.codec, Codec):
-            raise ConfigurationError("not a codec", argument="codec", expected="a Codec", seen=repr(self.codec))
+        check_codec(self.codec)
         if not create(self.topology).static:
             raise ConfigurationError(
                 "neighbours follow each other's changes, so they must stay the same",

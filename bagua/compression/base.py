@@ -10,7 +10,7 @@ import torch
 
 from bagua.errors import ConfigurationError, InvalidTensorError
 
-__all__ = ["FLOATING", "Codec", "Metadata", "register", "registry"]
+__all__ = ["FLOATING", "Codec", "Metadata", "check_codec", "register", "registry"]
 
 #: What every codec takes.
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -173,6 +173,12 @@ class Codec(ABC):
     @abstractmethod
     def _decode(self, data: torch.Tensor, metadata: Metadata, out: torch.Tensor, add: bool) -> None:
         """Write the values to ``out``, or add them. There is at least one."""
+
+
+def check_codec(codec: object, argument: str = "codec") -> None:
+    """Raise ``ConfigurationError``, which names ``argument``, unless this is a codec."""
+    if not isinstance(codec, Codec):
+        raise ConfigurationError("this is no codec", argument=argument, expected="a Codec", seen=repr(codec))
 
 
 #: All codecs by name. ``bagua/compression/__init__.py`` has one line for each.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bagua.compression.base import Codec, Metadata
+from bagua.compression.base import Codec, Metadata, check_codec
 from bagua.compression.identity import Identity
 from bagua.compression.minmax_uint8 import MinMaxUInt8
 from bagua.errors import ConfigurationError
@@ -47,8 +47,7 @@ class BySize(Codec):
                 seen=repr(self.threshold_bytes),
             )
         for name, codec in (("small", self.small), ("large", self.large)):
-            if not isinstance(codec, Codec):
-                raise ConfigurationError("this is no codec", argument=name, expected="a Codec", seen=repr(codec))
+            check_codec(codec, name)
 
     def choose(self, metadata: Metadata) -> Codec:
         """The codec for such a tensor."""

@@ -23,6 +23,7 @@ from bagua.parallel.autotune_search import Setting
 from bagua.parallel.autotune_settings import TuningMode
 from bagua.parallel.options import with_hierarchy
 from bagua.parallel.reducer import Reducer
+from bagua.primitives.hierarchical import has_two_levels
 
 __all__ = ["Autotuner", "Stopwatch", "ladders_of"]
 
@@ -267,9 +268,7 @@ def ladders_of(reducer: Reducer, *, tune_hierarchical: bool) -> list[list[Settin
 
 def _has_other_form(reducer: Reducer) -> bool:
     """Whether the algorithm can be made hierarchical, or flat, and goes on with the same state."""
-    sizes = reducer.group.node_sizes
-    several_levels = len(sizes) > 1 and max(sizes) > 1
-    if not several_levels or any(bucket.state for bucket in reducer.buckets):
+    if not has_two_levels(reducer.group) or any(bucket.state for bucket in reducer.buckets):
         return False
     try:
         with_hierarchy(reducer.declaration, not reducer.setting.hierarchical).reify(reducer.algorithm.process_group)

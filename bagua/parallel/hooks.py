@@ -276,16 +276,6 @@ class BackwardHooks:
             self.reducer.after_optimizers()
 
 
-def _with_graph() -> ConfigurationError:
-    return ConfigurationError(
-        "gradients with a graph of their own cannot be put into a bucket",
-        argument="create_graph",
-        expected="backward(create_graph=False)",
-        seen=True,
-        advice="Use torch.autograd.grad(create_graph=True) for the inner derivative.",
-    )
-
-
 def _refuse_graph(_: torch.nn.Parameter) -> None:
     raise ConfigurationError(
         "gradients with a graph of their own cannot be put into a bucket",

@@ -5,15 +5,10 @@ from __future__ import annotations
 import torch
 
 from bagua.comm import Communicator, ProcessGroup, Work
-from bagua.primitives.hierarchical import hierarchical_sum, on_leaders
+from bagua.primitives.hierarchical import has_two_levels, hierarchical_sum, on_leaders
 from bagua.primitives.reducers import ReducerMemory, SumReducer, summing_dtype
 
 __all__ = ["allreduce_sum", "reducer_sum", "scatter_gather_sum"]
-
-
-def _by_host(group: ProcessGroup, hierarchical: bool) -> bool:
-    """Whether hosts matter: not when there is one, or one rank on each."""
-    return hierarchical and len(group.node_sizes) > 1 and max(group.node_sizes) > 1
 
 
 def allreduce_sum(
@@ -38,7 +33,7 @@ def allreduce_sum(
         >>> tensor
         tensor([1., 1., 1.])
     """
-    if _by_host(group, hierarchical):
+    if hierarchical and has_two_levels(group):
         hierarchical_sum(tensor, group)
         return None
     return group.global_communicator.allreduce(tensor, async_op=async_op)
@@ -70,7 +65,7 @@ def scatter_gather_sum(
     def sum_over(flat: torch.Tensor, communicator: Communicator) -> None:
         _scatter_gather(flat, communicator, scratch)
 
-    if _by_host(group, hierarchical):
+    if hierarchical and has_two_levels(group):
         on_leaders(tensor, group, sum_over)
     else:
         sum_over(tensor, group.global_communicator)
@@ -122,7 +117,7 @@ def reducer_sum(
     def sum_over(flat: torch.Tensor, communicator: Communicator) -> None:
         reducer.reduce(flat, communicator, memory)
 
-    if _by_host(group, hierarchical):
+    if hierarchical and has_two_levels(group):
         on_leaders(tensor, group, sum_over)
     else:
         sum_over(tensor, group.global_communicator)

@@ -8,7 +8,7 @@ import torch
 
 from bagua.comm import Communicator
 from bagua.compression import Codec, Metadata
-from bagua.errors import ConfigurationError
+from bagua.compression.base import check_codec
 from bagua.primitives.reducers import ReducerMemory, SumReducer, summing_dtype
 
 __all__ = ["AllGatherReducer", "ScatterGatherReducer"]
@@ -36,7 +36,7 @@ class AllGatherReducer(SumReducer):
     codec: Codec
 
     def __post_init__(self) -> None:
-        _check_is_codec(self.codec)
+        check_codec(self.codec)
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         """Refuse what the codec refuses."""
@@ -91,7 +91,7 @@ class ScatterGatherReducer(SumReducer):
     codec: Codec
 
     def __post_init__(self) -> None:
-        _check_is_codec(self.codec)
+        check_codec(self.codec)
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         """Refuse what the codec refuses."""
@@ -167,11 +167,6 @@ class Shares:
         for part, row in zip(self.slices, rows, strict=True):
             metadata = Metadata(part.stop - part.start, dtype)
             self._codec.decompress(row[: self._nbytes(part, dtype)], metadata, out=out[part])
-
-
-def _check_is_codec(codec: object) -> None:
-    if not isinstance(codec, Codec):
-        raise ConfigurationError("this is no codec", argument="codec", expected="a Codec", seen=repr(codec))
 
 
 def _check_codec(codec: Codec, dtype: torch.dtype) -> None:

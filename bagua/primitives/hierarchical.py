@@ -8,7 +8,18 @@ import torch
 
 from bagua.comm import Communicator, ProcessGroup
 
-__all__ = ["hierarchical_sum", "on_leaders"]
+__all__ = ["has_two_levels", "hierarchical_sum", "on_leaders"]
+
+
+def has_two_levels(group: ProcessGroup) -> bool:
+    """Whether hosts matter: not when there is one, or one rank on each.
+
+    Example:
+        >>> from bagua.comm import solo_group
+        >>> has_two_levels(solo_group())
+        False
+    """
+    return len(group.node_sizes) > 1 and max(group.node_sizes) > 1
 
 
 def on_leaders(

@@ -349,7 +349,7 @@ def _events_of_a_step() -> list[str]:
         (lambda: LowPrecisionDecentralizedAlgorithm(communication_interval=1.5), ">= 1"),
         (lambda: LowPrecisionDecentralizedAlgorithm(topology="shift_one"), "stay the same"),
         (lambda: LowPrecisionDecentralizedAlgorithm(topology=RandomMatching()), "stay the same"),
-        (lambda: LowPrecisionDecentralizedAlgorithm(codec="sign"), "not a codec"),
+        (lambda: LowPrecisionDecentralizedAlgorithm(codec="sign"), "no codec"),
     ],
     ids=["unknown", "number", "interval", "fraction", "shift_one", "random", "codec"],
 )
