@@ -17,7 +17,9 @@ from bagua.algorithms import registry
 from bagua.cli.demo.model import ByteTransformer, Shape
 from bagua.cli.demo.text import Text, batch, read_standard_library, windows
 from bagua.cli.launch import Rank
+from bagua.torch_api import BaguaModule
 from bagua.torch_api.algorithms import Algorithm
+from bagua.torch_api.algorithms.async_model_average import AsyncModelAverageAlgorithmImpl
 from bagua.torch_api.data_parallel import DecentralizedDataParallel
 
 __all__ = ["DECENTRALIZED", "Phase", "Progress", "Result", "Settings", "train"]
@@ -29,6 +31,7 @@ WARM_UP_STEPS = 3  # of a measurement, not counted
 SOLO_STEPS = 12  # measured before training and once more after it
 LAST_STEPS = 20  # whose mean is the final training loss
 HELD_OUT_BATCHES = 32
+SYNC_INTERVAL_MS = 100  # a few steps on a laptop
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,9 @@ class Trainer:
         algorithm = Algorithm.init(self.settings.algorithm)
         self.model.with_bagua([self.optimizer], algorithm)  # type: ignore[operator]  # the import put it on all modules
 
+    def finish(self) -> None:
+        """Training is over. Collective."""
+
     def evaluating(self) -> AbstractContextManager[object]:
         """What surrounds an evaluation. Collective."""
         return nullcontext()
@@ -217,6 +223,39 @@ class DecentralizedTrainer(Trainer):
         return float(loss.item())
 
 
+class AsynchronousTrainer(Trainer):
+    """The same with weights that are averaged in the background, after a tenth of the steps.
+
+    Evaluated is their mean. Learning rates make up for the noise of local gradients, as above.
+    """
+
+    def learning_rate_at(self, step: int) -> float:
+        """The share of the highest learning rate."""
+        root = math.sqrt(comm.get_world_size()) if step >= self.settings.steps // 10 else 1.0
+        return root * super().learning_rate_at(step)
+
+    def distribute(self) -> None:
+        """From now on, train together with the other ranks. Collective."""
+        settings = self.settings
+        algorithm = Algorithm.init(
+            settings.algorithm, sync_interval_ms=SYNC_INTERVAL_MS, warmup_steps=settings.steps // 10
+        )
+        self.model.with_bagua([self.optimizer], algorithm)  # type: ignore[operator]  # the import put it on all modules
+
+    def finish(self) -> None:
+        """Wait for the last average, which all ranks have in common. Collective."""
+        assert isinstance(self.model, BaguaModule)
+        assert isinstance(self.model.bagua_algorithm, AsyncModelAverageAlgorithmImpl)
+        self.model.bagua_algorithm.abort(self.model)
+
+
+def trainer_class(algorithm: str) -> type[Trainer]:
+    """What trains with the algorithm of that name."""
+    if algorithm == DECENTRALIZED:
+        return DecentralizedTrainer
+    return AsynchronousTrainer if registry.get(algorithm).implementation.traits.background else Trainer
+
+
 def train(rank: Rank, settings: Settings) -> Result:
     """Run the demo on one of its processes.
 
@@ -237,10 +276,10 @@ def train(rank: Rank, settings: Settings) -> Result:
 
     solo = Trainer(settings, text.training, rank.rank)
     solo_seconds = measure_alone(rank, solo)
-    kind = DecentralizedTrainer if settings.algorithm == DECENTRALIZED else Trainer
-    trainer = kind(settings, text.training, rank.rank)
+    trainer = trainer_class(settings.algorithm)(settings, text.training, rank.rank)
     trainer.distribute()
     losses, seconds, sent_bytes = train_together(rank, trainer)
+    trainer.finish()
     solo_seconds += measure_alone(rank, solo)
 
     result = evaluate(rank, trainer, text, losses, seconds, solo_seconds, sent_bytes)
