@@ -111,6 +111,12 @@ class FunctionTopology(Topology):
     symmetric: bool = False
     static: bool = False
 
+    def __repr__(self) -> str:
+        # Ranks compare this; an address in memory would differ from process to process.
+        named = self.function if hasattr(self.function, "__qualname__") else type(self.function)
+        name = f"{named.__module__}.{named.__qualname__}"
+        return f"FunctionTopology({name}, symmetric={self.symmetric}, static={self.static})"
+
     def _round(self, size: int, step: int, nodes: tuple[int, ...]) -> Round:
         found = self.function(size, step, nodes)
         if isinstance(found, Round):

@@ -179,6 +179,16 @@ def test_on_uneven_hosts_the_mean_over_ranks_is_kept(thread_ranks, hosts, mode, 
     simulated([torch.tensor(rows, dtype=torch.float64)]).assert_equals(results)
 
 
+def test_a_function_of_ones_own_may_lie_elsewhere_on_each_rank(thread_ranks):
+    """As it does where ranks are processes."""
+
+    def train_with_own_function() -> State:
+        topology = FunctionTopology(lambda size, step, nodes: [[1 / size] * size] * size)
+        return train(DecentralizedAlgorithm(peer_selection_mode=topology))
+
+    simulated([mean(2)]).assert_equals(thread_ranks(2, train_with_own_function))
+
+
 def test_the_flat_form_does_not_look_at_hosts(thread_ranks):
     algorithm = DecentralizedAlgorithm(hierarchical=False, peer_selection_mode="ring")
     simulated([thirds(4)]).assert_equals(thread_ranks(4, train, algorithm, hosts=[1, 3]))
