@@ -195,17 +195,18 @@ def test_matrices_lie_row_by_row_in_flat_memory():
         torch.nn.Conv2d(4, 6, 3), torch.nn.Conv2d(6, 5, 2).to(memory_format=torch.channels_last)
     )
     model.register_parameter("transposed", torch.nn.Parameter(torch.ones(7, 3).t()))
+    model.register_parameter("positions", torch.nn.Parameter(torch.ones(1, 4, 5)))
     names, parameters = zip(*model.named_parameters(), strict=True)
     bucket = Bucket(0, names, parameters, bagua.comm.solo_group().global_communicator)
     flat = bucket.allocate_gradients()
     for view, parameter in zip(bucket.gradient_views, parameters, strict=True):
         view.copy_(torch.arange(float(parameter.numel())).view(parameter.shape))
-    shapes = {"transposed": (7, 3), "0.weight": (6, 36), "1.weight": (5, 24)}
+    shapes = {"transposed": (7, 3), "positions": (4, 5), "0.weight": (6, 36), "1.weight": (5, 24)}
     blocks = dict(zip([name for name in names if name in shapes], matrix_blocks(bucket), strict=True))
     assert {name: (block.rows, block.columns) for name, block in blocks.items()} == shapes
     for name, block in blocks.items():
         rows = flat[block.offset : block.offset + block.numel].view(block.rows, block.columns)
-        axis = 1 if name == "transposed" else 0
+        axis = 0 if name.endswith("weight") else 1
         expected = torch.arange(float(block.numel)).view(model.get_parameter(name).shape).unbind(axis)
         assert [sorted(row.tolist()) for row in rows] == [sorted(row.flatten().tolist()) for row in expected], name
 
