@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -12,14 +13,29 @@ import torch
 __all__ = ["Desk", "Parcel", "Stage", "is_finite"]
 
 
+#: Elements that are worked on at a time: so few that they stay in the cache from one operation to the next. The
+#: background thread shares the memory with the training, which waits for it.
+_CHUNK = 1 << 16
+
+
+def _norm(flat: torch.Tensor) -> float:
+    """Euclidean norm; inf or nan exactly if some element is, whatever their squares are."""
+    if flat.numel() == 0:
+        return 0.0
+    norm = float(torch.linalg.vector_norm(flat))
+    return norm if math.isfinite(norm) else float(torch.linalg.vector_norm(flat, ord=float("inf")))
+
+
 def is_finite(flat: torch.Tensor) -> bool:
     """Whether all elements are finite. Reads once and allocates nothing.
 
     Example:
         >>> is_finite(torch.tensor([1.0, -2.0])), is_finite(torch.tensor([1.0, float("nan")]))
         (True, False)
+        >>> is_finite(torch.tensor([3e38, 3e38]))
+        True
     """
-    return bool(torch.isfinite(torch.linalg.vector_norm(flat, ord=float("inf")))) if flat.numel() else True
+    return math.isfinite(_norm(flat))
 
 
 def _nothing() -> None:
@@ -35,24 +51,44 @@ class Parcel:
         average: flat, of the same layout; written by the background thread, read by the
             training thread.
         arrived: waits until ``snapshot`` is complete, where a device fills it.
+        filled: whether ``average`` holds a copy of ``snapshot``, to be exchanged.
     """
 
     snapshot: torch.Tensor
     average: torch.Tensor
     arrived: Callable[[], None] = _nothing
+    filled: bool = False
 
     @property
     def nbytes(self) -> int:
         """Bytes of one of the two."""
         return self.snapshot.numel() * self.snapshot.itemsize
 
-    def make_difference(self) -> float:
-        """Turn the mean in ``average`` into what it adds to ``snapshot``, and return the norm of that."""
-        return float(torch.linalg.vector_norm(self.average.sub_(self.snapshot)))
+    def _chunks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return zip(self.snapshot.split(_CHUNK), self.average.split(_CHUNK), strict=True)  # type: ignore[no-untyped-call]
 
-    def measure_difference(self) -> float:
-        """The norm of what the mean adds to ``snapshot``, which is spoiled."""
-        return float(torch.linalg.vector_norm(self.snapshot.sub_(self.average)))
+    def fill(self) -> bool:
+        """Copy ``snapshot`` into ``average``, and say whether it is finite."""
+        finite = True
+        for snapshot, average in self._chunks():
+            average.copy_(snapshot)
+            finite = finite and is_finite(average)
+        self.filled = True
+        return finite
+
+    def make_difference(self, *, keep_mean: bool) -> float:
+        """The norm of what the mean in ``average`` adds to ``snapshot``; inf or nan if the mean is not finite.
+
+        Args:
+            keep_mean: leave the mean in ``average``, and spoil ``snapshot``; otherwise ``average``
+                becomes the difference.
+        """
+        total = 0.0
+        for snapshot, average in self._chunks():
+            norm = _norm(snapshot.sub_(average) if keep_mean else average.sub_(snapshot))
+            total = math.hypot(total, norm)
+        self.filled = False
+        return total
 
 
 class Stage(Enum):

@@ -8,6 +8,7 @@ of a session in any order, with any clock.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from bagua.errors import CommunicationError, PeerLostError
 from bagua.primitives.averaging.channels import Channels
 from bagua.primitives.averaging.company import Company, Patience
 from bagua.primitives.averaging.decisions import Decisions
-from bagua.primitives.averaging.desk import Desk, Stage, is_finite
+from bagua.primitives.averaging.desk import Desk, Stage
 from bagua.primitives.averaging.records import Record, State
 from bagua.primitives.averaging.schedule import Schedule
 from bagua.primitives.averaging.status import Progress
@@ -234,7 +235,7 @@ class Member:
             return
         for parcel in desk.parcels:
             parcel.arrived()
-        if all(is_finite(parcel.snapshot) for parcel in desk.parcels):
+        if all(parcel.fill() for parcel in desk.parcels):
             self._ready = True
             return
         desk.discard()
@@ -343,16 +344,14 @@ class Member:
 
     def _deliver(self, channel: Channel, seconds: float) -> None:
         desk, progress, final = self._desk, self.progress, self._round >= FINAL
-        means_are_finite = not final or all(is_finite(parcel.average) for parcel in desk.parcels)
-        distances = [p.measure_difference() if final else p.make_difference() for p in desk.parcels]
+        distance = math.hypot(*(parcel.make_difference(keep_mean=final) for parcel in desk.parcels))
         progress.nbytes += sum(parcel.nbytes for parcel in desk.parcels)
         progress.round_s, progress.members = seconds, channel.members
         self._failures = 0
         self._ready = False
-        finite = means_are_finite if final else all(is_finite(parcel.average) for parcel in desk.parcels)
-        if finite:
+        if math.isfinite(distance):
             progress.rounds += 1
-            progress.distance = sum(distance**2 for distance in distances) ** 0.5
+            progress.distance = distance
             desk.deliver(replace=final)
         else:
             progress.overflowed += 1

@@ -112,7 +112,9 @@ class GroupCourier(Courier):
         timeout_s = self._transfer_timeout_s(sum(parcel.nbytes for parcel in parcels))
         works = []
         for parcel in parcels:
-            parcel.average.copy_(parcel.snapshot)
+            if not parcel.filled:  # An exchange that broke off has spoiled it.
+                parcel.fill()
+            parcel.filled = False
             works.append(communicator.allreduce(parcel.average, ReduceOp.AVG, async_op=True, timeout=timeout_s))
         return _Works([work for work in works if work is not None])
 
