@@ -1,4 +1,4 @@
-"""``bagua.torch_api.data_parallel``: one class with the arguments of torch's ``DistributedDataParallel``, one without."""
+"""Documented import path of data-parallel modules: one with the arguments of torch's, one that is decentralized."""
 
 from __future__ import annotations
 
