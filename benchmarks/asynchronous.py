@@ -5,8 +5,8 @@
 ``pace``: two processes on this host, one of which rests for twice as long as its step took, so that it is three times
 as slow. The fast one's steps with averaging, and under torch's DDP, against its steps without communication.
 
-``network``: two hosts whose links carry ``--rate`` Mbit/s (needs root, as ``benchmarks.network``): steps with averaging, and
-under DDP, against steps without communication.
+``network``: two hosts whose links carry ``--rate`` Mbit/s (needs root, as ``benchmarks.network``): steps with
+averaging, and under DDP, against steps without communication.
 
 ``loss``: ``bagua demo`` with ``--algorithm async`` against gradient allreduce after equally many samples; and the same
 ranks without any averaging, which must be worse by more than what is allowed.
