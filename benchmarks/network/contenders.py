@@ -4,6 +4,7 @@ A contender is written as text, so that it fits on a command line and reaches th
 
 * ``ddp``, ``ddp_fp16``, ``ddp_powersgd``: torch's DistributedDataParallel, plain or with a hook;
 * ``silent``: bagua's engine with an exchange that does nothing;
+* ``decentralized_data_parallel``: DecentralizedDataParallel with one other peer in each step;
 * ``adam``: gradient allreduce with Adam in place of the task's optimizer, to compare QAdam with;
 * ``bytegrad`` or ``bytegrad:hierarchical=False``: a registered algorithm, with options, also of the optimizer that it
   needs;
@@ -14,7 +15,7 @@ import ast
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 import bagua.torch_api  # noqa: F401  # puts with_bagua on modules
 from bagua.algorithms import Algorithm, registry
+from bagua.parallel.decentralized import DecentralizedDataParallel
 from benchmarks.silent import SilentAlgorithm
 
 __all__ = ["PEERS", "Prepared", "every_algorithm", "every_contender", "find_maker"]
@@ -86,6 +88,18 @@ def through_ddp_powersgd(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     return Prepared(wrapped, optimizer)
 
 
+def through_decentralized(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
+    """DecentralizedDataParallel, which steps with optimizers of its own, made like the task's."""
+    kind, settings = type(optimizer), optimizer.defaults
+
+    def make(named_parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        return kind([parameter for _, parameter in named_parameters], **settings)
+
+    wrapped = DecentralizedDataParallel(model, make, topology="one-peer-exp")
+    idle = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
+    return Prepared(wrapped, idle, pause=wrapped.communication_state_dict)  # which leaves no exchange under way
+
+
 def without_exchange(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
     """The engine with an exchange that sends nothing: the mutant that must not pass for training together."""
     return through_bagua(model, optimizer, SilentAlgorithm())
@@ -139,6 +153,7 @@ PEERS: dict[str, Maker] = {
     "ddp": through_ddp,
     "ddp_fp16": through_ddp_fp16,
     "ddp_powersgd": through_ddp_powersgd,
+    "decentralized_data_parallel": through_decentralized,
     "silent": without_exchange,
     "adam": with_adam,
 }

@@ -41,6 +41,7 @@ LIMITS = (
     Limit(2, 100, "ddp", "power_sgd", sent_bytes=0.01),
     Limit(4, 1000, "ddp", "bytegrad", step_time=0.6),
     Limit(4, 1000, "ddp", "decentralized:peer_selection_mode='shift_one'", step_time=0.75),
+    Limit(4, 1000, "ddp", "decentralized_data_parallel", step_time=0.8),
 )
 
 
