@@ -1,0 +1,66 @@
+"""Communication hooks for Hugging Face Accelerate, whose own list of them is closed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from bagua.integrations.ddp_comm_hooks import codec_hook
+from bagua.utilities.distributed import register_ddp_comm_hook
+
+try:
+    from accelerate.utils import DistributedDataParallelKwargs
+except ImportError as error:
+    raise ImportError("bagua.integrations.accelerate needs Accelerate: pip install 'bagua[accelerate]'") from error
+
+__all__ = ["CommHookKwargs", "use_comm_hook"]
+
+Hook = Callable[..., Any]
+
+
+@dataclasses.dataclass
+class CommHookKwargs(DistributedDataParallelKwargs):
+    """Accelerate's options of DDP with a hook that is not in its list; ``use_comm_hook`` makes one."""
+
+    state: Any = None
+    hook: Hook | None = None
+    wrapper: Callable[[Hook], Hook] | None = None
+
+    def to_dict(self, ignore_keys: tuple[str, ...] = ()) -> dict[str, Any]:
+        """What torch's DDP takes."""
+        plain = {field.name for field in dataclasses.fields(DistributedDataParallelKwargs)}
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        ours = {"comm_hook", "comm_wrapper", "comm_state_option", *ignore_keys}
+        return {name: value for name, value in values.items() if name in plain - ours}
+
+    def register_comm_hook(self, model: Any) -> None:
+        """Called by Accelerate when it has wrapped a model."""
+        register_ddp_comm_hook(model, self.state, self.hook, self.wrapper)
+
+
+def use_comm_hook(
+    accelerator: Any, state: Any, hook: Hook = codec_hook, wrapper: Callable[[Hook], Hook] | None = None
+) -> None:
+    """Let the models that ``accelerator.prepare`` will wrap exchange gradients through ``hook``.
+
+    Called before ``prepare``. Options of DDP that the accelerator was made with are kept.
+
+    Args:
+        accelerator: an ``accelerate.Accelerator``.
+        state: for example ``CodecState("minmax_uint8")``; one for each model.
+        hook: of torch's DDP.
+        wrapper: applied to the hook first, for example torch's ``fp16_compress_wrapper``.
+
+    Example:
+        >>> from accelerate import Accelerator
+        >>> from bagua.integrations.ddp_comm_hooks import CodecState
+        >>> accelerator = Accelerator(cpu=True)
+        >>> use_comm_hook(accelerator, CodecState("minmax_uint8"))
+        >>> accelerator.ddp_handler.state
+        CodecState(ScatterGatherReducer(codec=MinMaxUInt8(block_numel=2048)))
+    """
+    before = accelerator.ddp_handler or DistributedDataParallelKwargs()
+    options = {field.name: getattr(before, field.name) for field in dataclasses.fields(DistributedDataParallelKwargs)}
+    # Set afterwards: Accelerator() finds its handlers by their exact class.
+    accelerator.ddp_handler = CommHookKwargs(**options, state=state, hook=hook, wrapper=wrapper)
