@@ -90,6 +90,7 @@ class ProcessGroup:
         self._descendants: list[ProcessGroup] = []
         self._made: list[Communicator] = []
         self._when_closing: list[Callable[[], None]] = []
+        self._own_store: dist.Store | None = None
         self._numbered = 0
         self._on_hosts = ranks_by_node(self.nodes)
         self.leader = check_rank(leader, min(self.node_sizes), "leader")
@@ -277,7 +278,7 @@ class ProcessGroup:
         """
         self._numbered += 1
         name = f"{label}{self._numbered}"
-        return Board(dist.PrefixStore(name, _own_connection(self.store)), self.rank, self.ranks, name)
+        return Board(dist.PrefixStore(name, self._connection()), self.rank, self.ranks, name)
 
     def connect(
         self, members: Sequence[int], name: str, *, timeout_s: float, backend: str | None = None
@@ -298,8 +299,15 @@ class ProcessGroup:
             TransportUnavailableError: they cannot be connected.
         """
         return self._communicator(
-            list(members), f"/{name}", store=_own_connection(self.store), backend=backend, timeout_s=timeout_s
+            list(members), f"/{name}", store=self._connection(), backend=backend, timeout_s=timeout_s
         )
+
+    def _connection(self) -> dist.Store:
+        """The store, over a connection that no call of this group keeps busy. One for all: the host has few to give."""
+        if self._own_store is None:
+            self._own_store = self.store.clone()  # type: ignore[attr-defined]  # which torch forgot in its hints
+        assert self._own_store is not None
+        return self._own_store
 
     def disconnect(self, communicator: Communicator) -> None:
         """Close a communicator that ``connect`` made. Idempotent."""
@@ -345,12 +353,6 @@ class ProcessGroup:
         for communicator in reversed(self._made):
             communicator.close()
             self._ledger.retire(communicator.statistics)
-
-
-def _own_connection(store: dist.Store) -> dist.Store:
-    """The same store, over a connection that nobody else can keep busy. Torch forgot the method in its type hints."""
-    connected: dist.Store = store.clone()  # type: ignore[attr-defined]
-    return connected
 
 
 def _described(wanted: Sequence[object]) -> str:
