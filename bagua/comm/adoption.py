@@ -11,10 +11,10 @@ import torch.distributed as dist
 from bagua.comm.communicator import Communicator
 from bagua.comm.group import ProcessGroup
 from bagua.comm.initialization import init_process_group
-from bagua.comm.world import from_torch_group, get_default_group, is_initialized
+from bagua.comm.world import from_torch_group, get_default_group, get_rank, is_initialized
 from bagua.errors import ConfigurationError, NotInitializedError
 
-__all__ = ["GradBucket", "Group", "as_communicator", "as_group", "available"]
+__all__ = ["GradBucket", "Group", "as_communicator", "as_group", "available", "rank_among_all"]
 
 #: What torch's DDP hands to communication hooks.
 GradBucket = dist.GradBucket
@@ -28,6 +28,11 @@ _made_of: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroup] = weakref.W
 def available() -> bool:
     """Whether there are ranks to talk to: ``init_process_group`` was called, ours or torch's."""
     return is_initialized() or (dist.is_available() and dist.is_initialized())
+
+
+def rank_among_all() -> int:
+    """Rank of this process, ours or torch's; before initialization what the launcher says, else 0."""
+    return get_rank() if is_initialized() or not available() else dist.get_rank()
 
 
 def as_communicator(group: Any = None) -> Communicator:

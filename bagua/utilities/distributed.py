@@ -143,10 +143,7 @@ def sync_ddp(
         InvalidReduceOpError: an unknown name.
         InvalidTensorError: ``result`` is no tensor.
     """
-    if not isinstance(result, torch.Tensor):
-        raise InvalidTensorError(
-            "only tensors are reduced", argument="result", expected="a tensor", seen=type(result).__name__
-        )
+    _check_tensor("result", result)
     op = _as_op(reduce_op)
     communicator = as_communicator(group)
     exact = not (result.is_floating_point() or result.is_complex())
@@ -157,6 +154,13 @@ def sync_ddp(
     reduced = result.detach().clone()
     communicator.allreduce(reduced, op)
     return reduced
+
+
+def _check_tensor(argument: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise InvalidTensorError(
+            "only tensors are exchanged", argument=argument, expected="a tensor", seen=type(value).__name__
+        )
 
 
 def _as_op(reduce_op: Any) -> ReduceOp.RedOpType:
@@ -192,6 +196,7 @@ class AllGatherGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
         """Gather and stack."""
+        _check_tensor("tensor", tensor)
         ctx.communicator = as_communicator(group) if group is not None or available() else None
         return _stacked(tensor, ctx.communicator)
 
@@ -226,6 +231,7 @@ def all_gather_ddp_if_available(tensor: torch.Tensor, group: Any = None, sync_gr
         >>> all_gather_ddp_if_available(torch.tensor([1.0, 2.0]))
         tensor([1., 2.])
     """
+    _check_tensor("tensor", tensor)
     if group is None and not available():
         return tensor
     if sync_grads:
@@ -250,6 +256,7 @@ def gather_all_tensors(result: torch.Tensor, group: Any = None) -> list[torch.Te
         >>> gather_all_tensors(torch.tensor([1.0, 2.0]))
         [tensor([1., 2.])]
     """
+    _check_tensor("result", result)
     if group is None and not available():
         return [result.detach()]
     communicator = as_communicator(group)

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from bagua.comm import get_rank
+from bagua.comm.adoption import rank_among_all
 
 __all__ = ["rank_zero_debug", "rank_zero_info", "rank_zero_only", "rank_zero_warn"]
 
@@ -23,8 +23,8 @@ def rank_zero_only(
 ) -> Callable[Parameters, Result | None]:
     """Let ``fn`` run on rank 0 only; elsewhere the result is ``default``.
 
-    The rank is asked for at each call, so functions may be decorated before ranks are connected;
-    before that it is what the launcher says.
+    The rank is asked for at each call, so functions may be decorated before ranks are connected. It is that of
+    our group of all ranks, else that of torch's; before both it is what the launcher says.
 
     Example:
         >>> @rank_zero_only
@@ -36,7 +36,7 @@ def rank_zero_only(
 
     @functools.wraps(fn)
     def on_rank_zero(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result | None:
-        return fn(*arguments, **options) if get_rank() == 0 else default
+        return fn(*arguments, **options) if rank_among_all() == 0 else default
 
     return on_rank_zero
 

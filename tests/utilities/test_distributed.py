@@ -31,10 +31,39 @@ def _gather_and_differentiate(members: list[int] | None) -> tuple[int, torch.Ten
 def test_gradients_flow_back_to_every_rank_through_a_gather(thread_ranks, size, members):
     outcomes = [outcome for outcome in thread_ranks(size, _gather_and_differentiate, members) if outcome]
     assert len(outcomes) == size if members is None else len(members)
+    _assert_gradients(outcomes)
+
+
+def _everything_in_a_part() -> list[object] | None:
+    """The gradient claim among all ranks and in a part of them, and what else takes a group, in the part."""
+    rank = bagua.comm.get_rank()
+    found = [_gather_and_differentiate(None)]
+    part = bagua.comm.new_group([0, 2])
+    if part is None:
+        return found
+    given = torch.full((rank + 1,), float(rank), dtype=torch.float64)
+    for named in (part, part.global_communicator):
+        found += [
+            distributed.sync_ddp(given[:1], named, "max").tolist(),
+            distributed.sync_ddp_if_available(given[:1], named, "mean").tolist(),
+            distributed.all_gather_ddp_if_available(given[:1], named, sync_grads=True).tolist(),
+            [tensor.tolist() for tensor in distributed.gather_all_tensors(given, named)],
+        ]
+    return found
+
+
+def _assert_gradients(outcomes: list[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]) -> None:
     for rank, own, _, (stacked, gradient) in outcomes:
         assert torch.equal(stacked, own)
         expected = sum(weights[rank] for _, _, weights, _ in outcomes)
-        assert torch.allclose(gradient, expected, rtol=1e-12)
+        assert torch.allclose(gradient, expected, rtol=1e-12, atol=0)
+
+
+def test_groups_of_some_ranks_on_every_transport(ranks):
+    outcomes = ranks(3, _everything_in_a_part)
+    _assert_gradients([outcome[0] for outcome in outcomes])
+    expected = [[2.0], [1.0], [[0.0], [2.0]], [[0.0], [2.0] * 3]]
+    assert [outcome[1:] for outcome in outcomes] == [expected * 2, [], expected * 2]
 
 
 def _reduce_and_gather() -> dict[str, object]:
@@ -105,6 +134,14 @@ def test_unknown_reductions_and_groups_are_named():
         distributed.sync_ddp(torch.ones(1), reduce_op="median")
     with pytest.raises(InvalidTensorError, match="float"):
         distributed.sync_ddp(1.0)
+    gathering = (
+        distributed.all_gather_ddp_if_available,
+        distributed.gather_all_tensors,
+        distributed.AllGatherGrad.apply,
+    )
+    for function in gathering:
+        with pytest.raises(InvalidTensorError, match="list"):
+            function([1.0])
     with pytest.raises(ConfigurationError, match=r"argument group.*str"):
         distributed.all_gather_ddp_if_available(torch.ones(1), group="everyone")
 
@@ -159,9 +196,14 @@ def _on_torch_alone(port: int) -> tuple[list[float], list[float], str]:
     rank = this_rank.get().rank
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     pair = dist.new_group([0, 1])
+    assert (_speak("torch's rank"), distributed.distributed_available()) == (None if rank else "TORCH'S RANK", True)
     with pytest.raises(NotInitializedError, match="on all ranks") as caught:
         distributed.sync_ddp(torch.ones(1), pair)
     total = distributed.sync_ddp_if_available(torch.ones(1))
+    own = torch.ones(2, requires_grad=True)
+    (distributed.all_gather_ddp_if_available(own, pair, sync_grads=True) * (rank + 1)).sum().backward()
+    assert own.grad.tolist() == [3.0, 3.0]
+    assert [part.tolist() for part in distributed.gather_all_tensors(own[:rank], dist.group.WORLD)] == [[], [1.0]]
     in_pair = [distributed.sync_ddp(torch.ones(1), pair, "mean").item() for _ in range(2)]
     bagua.comm.destroy_process_group()
     dist.destroy_process_group()
@@ -190,6 +232,8 @@ def test_groups_of_torch_are_joined_and_connections_made(free_port):
 def test_hooks_are_checked_before_they_are_registered():
     model = torch.nn.Linear(1, 1)
     distributed.register_ddp_comm_hook(model)
+    with pytest.raises(ConfigurationError, match="ddp_comm_wrapper"):
+        distributed.register_ddp_comm_hook(model, None, print, "fp16")
     with pytest.raises(ConfigurationError, match="ddp_comm_hook"):
         distributed.register_ddp_comm_hook(model, None, "fp16")
     with pytest.raises(ConfigurationError, match=r"DistributedDataParallel.*Linear"):
