@@ -7,6 +7,7 @@ If ``torch.distributed`` is initialized and bagua is not, the first call for all
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -186,6 +187,9 @@ class AllGatherGrad(torch.autograd.Function):
     The gradient of each rank's tensor is the sum of its part of the gradients on all ranks, so
     backward is collective, too. Without a group this is a stack of one.
 
+    Raises:
+        InvalidTensorError: shapes or dtypes differ, on all ranks.
+
     Example:
         >>> tensor = torch.tensor([1.0, 2.0], requires_grad=True)
         >>> AllGatherGrad.apply(tensor).mul(3).sum().backward()
@@ -198,7 +202,7 @@ class AllGatherGrad(torch.autograd.Function):
         """Gather and stack."""
         _check_tensor("tensor", tensor)
         ctx.communicator = as_communicator(group) if group is not None or available() else None
-        return _stacked(tensor, ctx.communicator)
+        return _stacked_if_alike(tensor, ctx.communicator)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -219,6 +223,31 @@ def _stacked(tensor: torch.Tensor, communicator: Communicator | None) -> torch.T
     return gathered
 
 
+def _stacked_if_alike(tensor: torch.Tensor, communicator: Communicator | None) -> torch.Tensor:
+    if communicator is None:
+        return _stacked(tensor, None)
+    # Some backends kill the process when sizes differ, so ranks compare them first.
+    kind = _kind(tensor)
+    fingerprints = torch.empty(communicator.size, dtype=torch.int64, device=tensor.device)
+    communicator.allgather(fingerprints, fingerprints.new_tensor([zlib.crc32(repr(kind).encode())]))
+    if len(set(fingerprints.tolist())) > 1:
+        raise _not_alike("tensor", communicator.allgather_object(kind), "one dtype and one shape on all ranks")
+    return _stacked(tensor, communicator)
+
+
+def _kind(tensor: torch.Tensor) -> list[Any]:
+    return [str(tensor.dtype), list(tensor.shape)]
+
+
+def _not_alike(argument: str, kinds: list[list[Any]], expected: str) -> InvalidTensorError:
+    return InvalidTensorError(
+        "tensors of different kinds cannot be gathered",
+        argument=argument,
+        expected=expected,
+        seen="; ".join(f"rank {rank}: {dtype} {shape}" for rank, (dtype, shape) in enumerate(kinds)),
+    )
+
+
 def all_gather_ddp_if_available(tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
     """The tensors of all ranks, stacked: ``(ranks, *tensor.shape)``; ``tensor`` itself where there is no group.
 
@@ -226,6 +255,9 @@ def all_gather_ddp_if_available(tensor: torch.Tensor, group: Any = None, sync_gr
         tensor: equal in shape and dtype on all ranks.
         group: the ranks; None means all.
         sync_grads: let gradients flow back to all ranks; backward is collective then.
+
+    Raises:
+        InvalidTensorError: shapes or dtypes differ, on all ranks; ``gather_all_tensors`` takes different shapes.
 
     Example:
         >>> all_gather_ddp_if_available(torch.tensor([1.0, 2.0]))
@@ -238,7 +270,7 @@ def all_gather_ddp_if_available(tensor: torch.Tensor, group: Any = None, sync_gr
         gathered: torch.Tensor = AllGatherGrad.apply(tensor, group)  # type: ignore[no-untyped-call]
         return gathered
     with torch.no_grad():
-        return _stacked(tensor, as_communicator(group))
+        return _stacked_if_alike(tensor, as_communicator(group))
 
 
 @torch.no_grad()
@@ -260,15 +292,10 @@ def gather_all_tensors(result: torch.Tensor, group: Any = None) -> list[torch.Te
     if group is None and not available():
         return [result.detach()]
     communicator = as_communicator(group)
-    kinds = communicator.allgather_object([str(result.dtype), list(result.shape)])
+    kinds = communicator.allgather_object(_kind(result))
     shapes = [shape for _, shape in kinds]
     if len({(dtype, len(shape)) for dtype, shape in kinds}) > 1:
-        raise InvalidTensorError(
-            "tensors that differ in more than the lengths of their dimensions cannot be gathered",
-            argument="result",
-            expected="one dtype and one number of dimensions on all ranks",
-            seen="; ".join(f"rank {rank}: {dtype} {shape}" for rank, (dtype, shape) in enumerate(kinds)),
-        )
+        raise _not_alike("result", kinds, "one dtype and one number of dimensions on all ranks")
     longest = max(math.prod(shape) for shape in shapes)
     padded = result.new_zeros(longest)
     padded[: result.numel()] = result.detach().reshape(-1)

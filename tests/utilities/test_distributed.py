@@ -106,11 +106,16 @@ def _gather_what_cannot_be() -> list[str]:
         with pytest.raises(InvalidTensorError, match="rank 1") as caught:
             distributed.gather_all_tensors(tensor)
         seen.append(caught.value.seen)
+    with pytest.raises(InvalidTensorError, match=r"rank 1: torch.float32 \[3, 2\]"):
+        distributed.all_gather_ddp_if_available(torch.zeros(2 + rank, 3 - rank))
+    with pytest.raises(InvalidTensorError, match=r"rank 0: torch.float32 \[2\]"):
+        distributed.AllGatherGrad.apply(torch.zeros(2 + rank))
+    assert distributed.all_gather_ddp_if_available(torch.ones(1)).tolist() == [[1.0], [1.0]]
     return seen
 
 
-def test_what_cannot_be_gathered_is_an_error_on_all_ranks(thread_ranks):
-    first, second = thread_ranks(2, _gather_what_cannot_be)
+def test_what_cannot_be_gathered_is_an_error_on_all_ranks(ranks):
+    first, second = ranks(2, _gather_what_cannot_be)
     assert first == second
     assert "[2, 2]" in first[0]
     assert "float64" in first[1]
