@@ -165,6 +165,24 @@ def test_abort_in_warm_up_and_training_on(thread_ranks):
     assert_close(states[0], reference(mlp(), sgd, 2, range(6)))
 
 
+def test_abort_between_warm_up_and_averaging(thread_ranks):
+    def train() -> tuple[State, State]:
+        rank = bagua.comm.get_rank()
+        model, optimizer = build(AsyncModelAverageAlgorithm("all", 1e9, 3))
+        train_steps(model, optimizer, rank, range(3))
+        assert model.bagua_algorithm.abort(model)
+        model.bagua_algorithm.resume(model)  # It has the buckets of warm-up until the next step begins.
+        train_steps(model, optimizer, rank, range(3, 5))
+        alone = snapshot(model)
+        assert model.bagua_algorithm.abort(model)
+        return alone, snapshot(model)
+
+    (one, ended), (other, ended_too) = thread_ranks(2, train)
+    assert any(not torch.equal(one[name], other[name]) for name in one)
+    assert_same_on_all_ranks([ended, ended_too])
+    assert_close(ended, {name: (one[name] + other[name]) / 2 for name in one})
+
+
 def test_a_rank_that_stops_early_in_warm_up_is_named_on_the_others(thread_ranks):
     def train() -> str:
         rank = bagua.comm.get_rank()

@@ -74,7 +74,7 @@ class Averager:
         self._averaged: tuple[int, float] | None = None
 
     def attach(self, make_parts: Callable[[], list[Part]], step: int) -> None:
-        """The model lies elsewhere from now on. No session is under way, or it is in warm-up.
+        """The model lies elsewhere from now on. No session is under way, or it has not seen a step after warm-up.
 
         Args:
             make_parts: makes what is averaged, equal in sizes on all ranks; called when it is needed.
@@ -84,6 +84,10 @@ class Averager:
         self._parts = []
         self._begun = step
         self._fresh = True
+        session = self._session
+        if session is not None and not self._paused and not session.member.warming:
+            # Resumed after the last step of warm-up, whose buckets it began with. Nothing is on its desk yet.
+            self._end_warm_up(session)
 
     def begin_warm_up_step(self, step: int) -> None:
         """This rank is about to wait for all others in ``step``."""
