@@ -11,16 +11,12 @@ averaging, and under DDP, against steps without communication.
 ``loss``: ``bagua demo`` with ``--algorithm async`` against gradient allreduce after equally many samples; and the same
 ranks without any averaging, which must be worse by more than what is allowed.
 
-``stress``: cycles of train, abort and resume at random moments; scripts that end without abort; ranks that are killed.
-After each, all survivors must have the same model, and nobody may hang.
+``stress``: see ``benchmarks/asynchronous_stress.py``.
 
 ``python -m benchmarks.asynchronous costs pace``
 """
 
 import argparse
-import os
-import random
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -35,10 +31,8 @@ from bagua.buckets import Bucket
 from bagua.cli.demo.training import Result, Settings, train
 from bagua.cli.launch import Rank, run_ranks
 from bagua.comm import get_default_group, solo_group
-from bagua.comm.stores import serve_store
-from bagua.errors import PeerLostError
 from bagua.primitives.averaging import Part
-from bagua.testing import ProcessRanks, die
+from benchmarks.asynchronous_stress import stress
 from benchmarks.network.lab import open_network
 from benchmarks.network.ranks import Place
 from benchmarks.paired import Comparison, Rounds, add_arguments, compare, compare_added, conclude, measure, slowest
@@ -260,131 +254,6 @@ def compare_losses(options: argparse.Namespace) -> dict[str, object]:
     return notes
 
 
-# Stress.
-
-
-def small_model(rank: int, peer_timeout_s: float = 15.0, mode: str = "all") -> tuple[nn.Module, Callable[[], None]]:
-    """A model that is averaged without a pause, and a step of it."""
-    torch.manual_seed(rank)
-    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    algorithm = AsyncModelAverageAlgorithm(mode, 1, peer_timeout_s=peer_timeout_s)
-    wrapped = model.with_bagua([optimizer], algorithm)  # type: ignore[operator]
-
-    def step() -> None:
-        optimizer.zero_grad()
-        wrapped(torch.randn(8, 16)).square().mean().backward()
-        optimizer.step()
-
-    return wrapped, step
-
-
-def weights_of(model: nn.Module) -> list[float]:
-    """All weights, to be compared."""
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
-
-
-def cycle(cycles: int, mode: str) -> list[list[float]]:
-    """Train, abort and resume at moments of this rank's own choice; the weights after each abort."""
-    rank = bagua.get_rank()
-    chance = random.Random(rank)
-    model, step = small_model(rank, mode=mode)
-    seen = []
-    for _ in range(cycles):
-        for _ in range(chance.randrange(20)):
-            step()
-            rest(chance.choice((0.0, 0.0, 0.003)))
-        assert model.bagua_algorithm.abort(model)
-        seen.append(weights_of(model)[::97])
-        rest(chance.choice((0.0, 0.01)))
-        model.bagua_algorithm.resume(model)
-    model.bagua_algorithm.abort(model)
-    return seen
-
-
-def train_and_die(seed: int) -> list[float]:
-    """Rank 1 dies at some moment; the others notice, and end with finite weights of their own."""
-    rank = bagua.get_rank()
-    chance = random.Random(seed)
-    model, step = small_model(rank, peer_timeout_s=4.0)
-    last = time.monotonic() + chance.random()
-    try:
-        while True:
-            step()
-            rest(0.001)
-            if rank == 1 and time.monotonic() > last:
-                die()
-    except PeerLostError as error:
-        named = error.peers
-    assert named == (1,)
-    model.bagua_algorithm.abort(model)
-    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
-    return weights_of(model)[:1]
-
-
-ENDS_WITHOUT_ABORT = """
-import random, sys, time, torch, bagua.torch_api as bagua
-from benchmarks.asynchronous import small_model
-bagua.init_process_group()
-model, step = small_model(bagua.get_rank())
-end = time.monotonic() + random.random()
-while time.monotonic() < end:
-    step()
-if random.random() < 0.5:
-    raise SystemExit(3)
-"""
-
-
-def end_without_abort() -> float:
-    """Two scripts that just end; how long the later one took to end after its last step, at most."""
-    store, port = serve_store()
-    common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": "2",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": "1",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", ENDS_WITHOUT_ABORT],
-            env={**os.environ, **common, "RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    started = time.monotonic()
-    for rank in ranks:
-        errors = rank.communicate(timeout=60)[1]
-        assert rank.returncode in (0, 3), errors
-        assert "Traceback" not in errors, errors
-        assert "terminate" not in errors, errors
-    del store
-    return time.monotonic() - started
-
-
-def stress(options: argparse.Namespace) -> dict[str, object]:
-    """Run everything that could hang; an exception ends it."""
-    notes: dict[str, object] = {}
-    for backend, size, mode in (("shm", 2, "all"), ("gloo", 4, "all"), ("shm", 4, "shift_one")):
-        if options.cycles:
-            started = time.monotonic()
-            of_ranks = ProcessRanks(size, backend=backend).run(cycle, options.cycles, mode, deadline_s=280.0)
-            assert all(seen == of_ranks[0] for seen in of_ranks), "ranks differ after abort"
-            notes[f"{options.cycles} cycles on {size} ranks, {backend}, {mode}"] = (
-                f"equal models, {time.monotonic() - started:.0f} s"
-            )
-    for seed in range(options.kills):
-        pool = ProcessRanks(3, backend=("gloo", "shm")[seed % 2])
-        outcomes = pool.outcomes(train_and_die, seed, deadline_s=60.0)
-        assert all(outcome.error is None for outcome in outcomes if outcome.rank != 1), outcomes
-    notes["killed ranks"] = f"{options.kills} runs, all survivors named the rank"
-    slowest_s = max((end_without_abort() for _ in range(options.exits)), default=0.0)
-    notes["scripts that end without abort"] = f"{options.exits} runs, at most {slowest_s:.1f} s with their start"
-    return notes
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and return the exit status."""
     parser = argparse.ArgumentParser(
@@ -398,6 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rate", type=float, default=100.0, metavar="MBIT", help="of the links, in Mbit/s")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="of the demo")
     parser.add_argument("--steps", type=int, default=500, metavar="N", help="of the demo")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the first run under stress")
     parser.add_argument("--cycles", type=int, default=100, metavar="N", help="of train, abort, resume")
     parser.add_argument("--exits", type=int, default=50, metavar="N", help="runs that end without abort")
     parser.add_argument("--kills", type=int, default=50, metavar="N", help="runs with a killed rank")

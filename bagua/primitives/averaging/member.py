@@ -132,6 +132,7 @@ class Member:
     def _pause(self, *, moved: bool) -> float:
         rests = len(self._meeting) == 1 and not self.pausing
         waiting = (self._ready and not rests) or self.pausing or self._transfer is not None or self.state.gone
+        waiting = waiting or bool(self.leaving)  # An exchange came first.
         if moved or not waiting:
             self._pause_s = _SHORTEST_S
         else:

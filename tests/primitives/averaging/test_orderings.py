@@ -122,6 +122,22 @@ def test_a_leaver_on_whom_others_count_already_takes_part_first():
     assert world.ranks[0].member.state is State.LEFT
 
 
+def test_a_leaver_goes_right_after_the_exchange_in_which_it_was():
+    world = World(2)
+    one = world.ranks[0].member
+    for rank in world.ranks:
+        rank.train(0.0)
+    while world.ranks[0].transfer is None:
+        world.run(1)
+    one.leaving = "the end"
+    pause_s = one.poll()  # The exchange is complete; it consumed the call to look.
+    assert world.ranks[0].transfer is None
+    assert one.state is State.TRAINING
+    assert pause_s < PATIENCE.beat_s / 10
+    world.run(2)
+    assert one.state is State.LEFT
+
+
 @pytest.mark.parametrize("continue_alone", [True, False])
 def test_a_rank_that_dies_between_its_word_and_the_exchange(continue_alone):
     world = World(3, continue_alone=continue_alone)
