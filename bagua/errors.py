@@ -22,6 +22,7 @@ __all__ = [
     "InvalidRankError",
     "InvalidReduceOpError",
     "InvalidTensorError",
+    "InvalidTypeError",
     "NonFiniteError",
     "NotInitializedError",
     "PeerLostError",
@@ -107,6 +108,10 @@ class ConfigurationError(BaguaError, ValueError):
         self.argument = argument
         self.expected = None if expected is None else str(expected)
         self.seen = None if seen is None else str(seen)
+
+
+class InvalidTypeError(ConfigurationError, TypeError):
+    """An argument of another type than the one that is wanted."""
 
 
 class InvalidTensorError(ConfigurationError, TypeError):

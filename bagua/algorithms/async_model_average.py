@@ -12,6 +12,7 @@ import torch
 
 from bagua.algorithms.base import Algorithm, AlgorithmImpl, Traits
 from bagua.buckets import Bucket
+from bagua.checks import check_choice, check_flags, check_numbers, check_whole
 from bagua.comm import ProcessGroup, Work
 from bagua.errors import ConfigurationError
 from bagua.primitives import allreduce_sum
@@ -61,21 +62,11 @@ class AsyncModelAverageAlgorithm(Algorithm):
 
     def __post_init__(self) -> None:
         topology_of(self.peer_selection_mode)
-        checks = (
-            ("sync_interval_ms", _is_number(self.sync_interval_ms) and self.sync_interval_ms >= 0, "milliseconds >= 0"),
-            ("warmup_steps", type(self.warmup_steps) is int and self.warmup_steps >= 0, "a whole number >= 0"),
-            ("on_peer_loss", self.on_peer_loss in ("raise", "continue"), "'raise' or 'continue'"),
-            ("peer_timeout_s", _is_number(self.peer_timeout_s) and self.peer_timeout_s > 0, "seconds > 0"),
-        )
-        for argument, sensible, expected in checks:
-            if not sensible:
-                raise ConfigurationError(
-                    "this cannot be", argument=argument, expected=expected, seen=repr(getattr(self, argument))
-                )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value == value  # noqa: PLR0124 - nan
+        check_numbers(lambda time: time >= 0, "milliseconds >= 0", sync_interval_ms=self.sync_interval_ms)
+        check_whole(0, warmup_steps=self.warmup_steps)
+        check_flags(average_buffers=self.average_buffers)
+        check_choice(("raise", "continue"), on_peer_loss=self.on_peer_loss)
+        check_numbers(lambda time: time > 0, "seconds > 0", peer_timeout_s=self.peer_timeout_s)
 
 
 class AsyncModelAverageAlgorithmImpl(AlgorithmImpl, declaration=AsyncModelAverageAlgorithm):

@@ -16,6 +16,7 @@ import torch
 
 from bagua.algorithms.registry import DistributedAlgorithm, Registry
 from bagua.buckets import Bucket
+from bagua.checks import check_kind, wrong_type
 from bagua.comm import ProcessGroup, Work
 from bagua.errors import ConfigurationError
 
@@ -287,6 +288,7 @@ class Algorithm:
         Raises:
             ConfigurationError: it cannot run there.
         """
+        check_kind(ProcessGroup, "a group of bagua.comm", process_group=process_group)
         options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
         return self.implementation(process_group, **options)
 
@@ -321,10 +323,10 @@ def as_algorithm(algorithm: Algorithm | DistributedAlgorithm | str) -> Algorithm
 
     Raises:
         UnsupportedAlgorithmException: there is no algorithm of that name.
-        TypeError: ``algorithm`` is neither.
+        InvalidTypeError: ``algorithm`` is neither.
     """
     if isinstance(algorithm, Algorithm):
         return algorithm
     if isinstance(algorithm, str | DistributedAlgorithm):
         return Algorithm.init(algorithm)
-    raise TypeError(f"algorithm must be an Algorithm or the name of one, not {algorithm!r}")
+    raise wrong_type("algorithm", "an Algorithm, or the name of one", algorithm)

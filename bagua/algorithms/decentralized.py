@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from bagua.algorithms.base import Algorithm, AlgorithmImpl, Traits
-from bagua.algorithms.gossip import Mixing, check_interval, write_if_finite
+from bagua.algorithms.gossip import Mixing, write_if_finite
 from bagua.buckets import Bucket
+from bagua.checks import check_flags, check_whole
 from bagua.comm import ProcessGroup, Work
 from bagua.primitives import hierarchical_neighbour_average, neighbour_average
-from bagua.topology import Topology, create
+from bagua.topology import Topology, create, resolve
 
 __all__ = ["DecentralizedAlgorithm", "DecentralizedAlgorithmImpl"]
 
@@ -46,8 +47,9 @@ class DecentralizedAlgorithm(Algorithm):
     communication_interval: int = 1
 
     def __post_init__(self) -> None:
-        check_interval(self.communication_interval)
-        create(self.peer_selection_mode)
+        check_flags(hierarchical=self.hierarchical)
+        check_whole(1, communication_interval=self.communication_interval)
+        resolve(self.peer_selection_mode, "peer_selection_mode")
 
 
 class DecentralizedAlgorithmImpl(AlgorithmImpl, declaration=DecentralizedAlgorithm):

@@ -8,12 +8,11 @@ import torch
 
 from bagua.buckets import Bucket
 from bagua.comm import ProcessGroup
-from bagua.errors import ConfigurationError
 from bagua.primitives import is_global_mean
 from bagua.primitives.hierarchical import has_two_levels
 from bagua.topology import Hierarchical, Round, Topology, weighted_by_size
 
-__all__ = ["Mixing", "check_interval", "write_if_finite"]
+__all__ = ["Mixing", "write_if_finite"]
 
 
 class Mixing:
@@ -61,17 +60,6 @@ class Mixing:
 def _is_one_call(mixing: Round) -> bool:
     edges = mixing.edges
     return edges is not None and (is_global_mean(mixing) or all(len(edge.ranks) < 3 for edge in edges))
-
-
-def check_interval(communication_interval: int) -> None:
-    """Raise ``ConfigurationError`` unless this is a number of steps."""
-    if type(communication_interval) is not int or communication_interval < 1:
-        raise ConfigurationError(
-            "not a number of steps between exchanges",
-            argument="communication_interval",
-            expected="an integer >= 1",
-            seen=repr(communication_interval),
-        )
 
 
 def write_if_finite(bucket: Bucket, weights: torch.Tensor) -> None:

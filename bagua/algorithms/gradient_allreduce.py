@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from bagua.algorithms.base import Algorithm, AlgorithmImpl, Traits
 from bagua.buckets import Bucket
+from bagua.checks import check_flags
 from bagua.comm import ProcessGroup, Work
 from bagua.primitives import allreduce_sum
 
@@ -23,6 +24,9 @@ class GradientAllReduceAlgorithm(Algorithm):
             two ``zero_grad()`` must be in ``no_sync()`` except the last: what was summed over
             ranks and is still there would be summed again.
 
+    Raises:
+        InvalidTypeError: an option that is neither True nor False.
+
     Example:
         >>> GradientAllReduceAlgorithm(hierarchical=True)
         GradientAllReduceAlgorithm(hierarchical=True, average=True)
@@ -30,6 +34,9 @@ class GradientAllReduceAlgorithm(Algorithm):
 
     hierarchical: bool = False
     average: bool = True
+
+    def __post_init__(self) -> None:
+        check_flags(hierarchical=self.hierarchical, average=self.average)
 
 
 class GradientAllReduceAlgorithmImpl(AlgorithmImpl, declaration=GradientAllReduceAlgorithm):

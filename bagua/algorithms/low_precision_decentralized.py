@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from bagua.algorithms.base import Algorithm, AlgorithmImpl, Traits
-from bagua.algorithms.gossip import Mixing, check_interval, write_if_finite
+from bagua.algorithms.gossip import Mixing, write_if_finite
 from bagua.buckets import Bucket
+from bagua.checks import check_flags, check_whole
 from bagua.comm import Communicator, ProcessGroup
 from bagua.compression import Codec, Metadata, MinMaxUInt8
 from bagua.compression.base import check_codec
@@ -57,7 +58,8 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
     codec: Codec = _ONE_BYTE
 
     def __post_init__(self) -> None:
-        check_interval(self.communication_interval)
+        check_flags(hierarchical=self.hierarchical)
+        check_whole(1, communication_interval=self.communication_interval)
         check_codec(self.codec)
         if not create(self.topology).static:
             raise ConfigurationError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from bagua.algorithms.base import Algorithm, AlgorithmImpl, Traits
 from bagua.algorithms.reduced import padding
 from bagua.buckets import Bucket
+from bagua.checks import check_flags, check_kind
 from bagua.comm import ProcessGroup, Work
 from bagua.compression import MinMaxUInt8
 from bagua.errors import ConfigurationError
@@ -40,8 +42,9 @@ class QAdamAlgorithm(Algorithm):
         hierarchical: sum inside each host in full precision, and compress between hosts only.
 
     Raises:
-        ConfigurationError: ``q_adam_optimizer`` is no ``QAdamOptimizer``. When a model is wrapped: a
-            parameter that no ``QAdamOptimizer`` owns, or several with different warm-ups.
+        InvalidTypeError: an option of a wrong type.
+        ConfigurationError: when a model is wrapped: a parameter that no ``QAdamOptimizer`` owns, or
+            several with different warm-ups.
 
     Example:
         >>> QAdamAlgorithm(hierarchical=False)
@@ -58,13 +61,8 @@ class QAdamAlgorithm(Algorithm):
     optimizer_class: ClassVar[Callable[..., torch.optim.Optimizer] | None] = QAdamOptimizer
 
     def __post_init__(self) -> None:
-        if self.q_adam_optimizer is not None and not isinstance(self.q_adam_optimizer, QAdamOptimizer):
-            raise ConfigurationError(
-                "QAdam needs its own optimizer",
-                argument="q_adam_optimizer",
-                expected="a QAdamOptimizer",
-                seen=type(self.q_adam_optimizer).__name__,
-            )
+        check_kind((QAdamOptimizer, NoneType), "a QAdamOptimizer, or None", q_adam_optimizer=self.q_adam_optimizer)
+        check_flags(hierarchical=self.hierarchical)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the optimizer would be of no use: it would own copies of the parameters.

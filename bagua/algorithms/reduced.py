@@ -11,8 +11,8 @@ import torch
 
 from bagua.algorithms.base import Algorithm, AlgorithmImpl
 from bagua.buckets import Bucket
+from bagua.checks import check_flags, check_whole
 from bagua.comm import ProcessGroup, Work
-from bagua.errors import ConfigurationError
 from bagua.primitives import MatrixBlock, ReducerMemory, SumReducer, allreduce_sum, reducer_sum
 
 __all__ = ["ReducedGradients", "ReducedGradientsImpl", "matrix_blocks", "padding"]
@@ -29,7 +29,7 @@ class ReducedGradients(Algorithm):
         warmup_steps: sum exactly in so many steps at the beginning.
 
     Raises:
-        ConfigurationError: ``warmup_steps`` is no integer >= 0.
+        ConfigurationError: an option of a wrong type or out of its range.
     """
 
     hierarchical: bool = True
@@ -38,10 +38,8 @@ class ReducedGradients(Algorithm):
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        if type(self.warmup_steps) is not int or self.warmup_steps < 0:
-            raise ConfigurationError(
-                "not a number of steps", argument="warmup_steps", expected="an integer >= 0", seen=self.warmup_steps
-            )
+        check_flags(hierarchical=self.hierarchical, average=self.average)
+        check_whole(0, warmup_steps=self.warmup_steps)
         _ = self.reducer  # Refuses options that it cannot use.
 
     @property

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import Generic, TypeVar
 
+from bagua.checks import check_kind
 from bagua.errors import ConfigurationError, UnsupportedAlgorithmException
 
 __all__ = ["DistributedAlgorithm", "Registry"]
@@ -72,6 +73,7 @@ class Registry(Generic[Declaration]):
             UnsupportedAlgorithmException: there is none; the message names those that exist.
         """
         text = name.value if isinstance(name, DistributedAlgorithm) else name
+        check_kind(str, "the name of an algorithm", algorithm=text)
         found = self._declarations.get(_SHORT_NAMES.get(text, text))
         if found is None:
             raise UnsupportedAlgorithmException(

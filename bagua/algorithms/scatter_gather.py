@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from bagua.algorithms.base import Algorithm, AlgorithmImpl, Bucketing, Traits
 from bagua.buckets import Bucket
+from bagua.checks import check_flags
 from bagua.comm import ProcessGroup
 from bagua.primitives import scatter_gather_sum
 
@@ -23,6 +24,9 @@ class ScatterGatherAllReduceAlgorithm(Algorithm):
         hierarchical: sum inside each host first, then between hosts.
         average: divide by the number of ranks.
 
+    Raises:
+        InvalidTypeError: an option that is neither True nor False.
+
     Example:
         >>> Algorithm.init("sg-allreduce", hierarchical=False)
         ScatterGatherAllReduceAlgorithm(hierarchical=False, average=True)
@@ -30,6 +34,9 @@ class ScatterGatherAllReduceAlgorithm(Algorithm):
 
     hierarchical: bool = True
     average: bool = True
+
+    def __post_init__(self) -> None:
+        check_flags(hierarchical=self.hierarchical, average=self.average)
 
 
 class ScatterGatherAllReduceAlgorithmImpl(AlgorithmImpl, declaration=ScatterGatherAllReduceAlgorithm):

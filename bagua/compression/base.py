@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from bagua.checks import check_kind
 from bagua.errors import ConfigurationError, InvalidTensorError
 
 __all__ = ["FLOATING", "Codec", "Metadata", "check_codec", "register", "registry"]
@@ -76,6 +77,7 @@ class Codec(ABC):
             >>> Codec.init("minmax_uint8", block_numel=512)
             MinMaxUInt8(block_numel=512)
         """
+        check_kind(str, "the name of a codec", name=name)
         if name not in registry:
             raise ConfigurationError(
                 "there is no codec of this name", argument="name", expected=" or ".join(registry), seen=repr(name)
@@ -176,9 +178,8 @@ class Codec(ABC):
 
 
 def check_codec(codec: object, argument: str = "codec") -> None:
-    """Raise ``ConfigurationError``, which names ``argument``, unless this is a codec."""
-    if not isinstance(codec, Codec):
-        raise ConfigurationError("this is no codec", argument=argument, expected="a Codec", seen=repr(codec))
+    """Raise ``InvalidTypeError``, which names ``argument``, unless this is a codec."""
+    check_kind(Codec, "a Codec", **{argument: codec})
 
 
 #: All codecs by name. ``bagua/compression/__init__.py`` has one line for each.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from bagua.errors import ConfigurationError
+from bagua.checks import check_whole, unusable
 
 __all__ = ["check_block_numel", "in_pieces", "in_rows"]
 
@@ -16,13 +16,9 @@ _CACHED_NUMEL = 2**17
 
 def check_block_numel(block_numel: int, multiple_of: int = 1) -> None:
     """Raise ``ConfigurationError`` unless a block can have so many elements."""
-    if type(block_numel) is not int or block_numel < 1 or block_numel % multiple_of:
-        raise ConfigurationError(
-            "blocks cannot have this size",
-            argument="block_numel",
-            expected="a positive integer" if multiple_of == 1 else f"a positive multiple of {multiple_of}",
-            seen=repr(block_numel),
-        )
+    check_whole(1, block_numel=block_numel)
+    if block_numel % multiple_of:
+        raise unusable("block_numel", f"a positive multiple of {multiple_of}", block_numel)
 
 
 def in_rows(numel: int, block_numel: int) -> Iterator[tuple[slice, slice, int]]:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from bagua.checks import check_whole
 from bagua.compression.base import Codec, Metadata, check_codec
 from bagua.compression.identity import Identity
 from bagua.compression.minmax_uint8 import MinMaxUInt8
-from bagua.errors import ConfigurationError
 
 __all__ = ["BySize"]
 
@@ -39,13 +39,7 @@ class BySize(Codec):
     large: Codec = field(default_factory=MinMaxUInt8)
 
     def __post_init__(self) -> None:
-        if type(self.threshold_bytes) is not int or self.threshold_bytes < 0:
-            raise ConfigurationError(
-                "this is no size",
-                argument="threshold_bytes",
-                expected="a number of bytes",
-                seen=repr(self.threshold_bytes),
-            )
+        check_whole(0, threshold_bytes=self.threshold_bytes)
         for name, codec in (("small", self.small), ("large", self.large)):
             check_codec(codec, name)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from bagua.checks import check_numbers
 from bagua.compression.base import Codec, Metadata, align
-from bagua.errors import ConfigurationError
 
 __all__ = ["TopK"]
 
@@ -42,13 +42,7 @@ class TopK(Codec):
     ratio: float = 0.01
 
     def __post_init__(self) -> None:
-        if type(self.ratio) not in (float, int) or not 0 < self.ratio <= 1:
-            raise ConfigurationError(
-                "this part of the elements cannot be kept",
-                argument="ratio",
-                expected="a number above 0 and at most 1",
-                seen=repr(self.ratio),
-            )
+        check_numbers(lambda ratio: 0 < ratio <= 1, "a number above 0 and at most 1", ratio=self.ratio)
 
     def kept(self, metadata: Metadata) -> int:
         """How many elements are kept."""

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from bagua.optim.options import check_betas, check_not_negative, out_of_range
+from bagua.checks import check_whole
+from bagua.optim.options import check_betas, check_not_negative
 
 __all__ = ["AccumAdam", "AccumAdamW"]
 
@@ -74,8 +75,7 @@ class AccumAdam(torch.optim.Optimizer):
     ) -> None:
         check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
         check_betas(betas)
-        if type(accum_iter) is not int or accum_iter < 1:
-            raise out_of_range("accum_iter", "a whole number >= 1", accum_iter)
+        check_whole(1, accum_iter=accum_iter)
         super().__init__(
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "accum_iter": accum_iter}
         )

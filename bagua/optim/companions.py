@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from bagua.checks import check_whole
 from bagua.optim.accum_adam import AccumAdam, AccumAdamW
+from bagua.optim.options import check_betas, check_not_negative
 
 __all__ = [
     "NamedParameters",
@@ -29,6 +31,7 @@ NamedParameters = Sequence[tuple[str, torch.nn.Parameter]]
 
 def _groups(parameters: NamedParameters, weight_decay: float) -> list[dict[str, Any]]:
     """Two groups, also where one is empty, so that the groups of all buckets correspond."""
+    check_not_negative(weight_decay=weight_decay)  # Optimizers look at their defaults only.
     matrices = [parameter for _, parameter in parameters if parameter.dim() > 1]
     others = [parameter for _, parameter in parameters if parameter.dim() <= 1]
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -58,6 +61,8 @@ def optim_fn_adam(
         >>> [group["weight_decay"] for group in optimizer.param_groups]
         [0.5, 0.0]
     """
+    check_not_negative(lr=lr, eps=eps)
+    check_betas((beta1, beta2))
     return torch.optim.Adam(_groups(parameters, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps)
 
 
@@ -84,6 +89,8 @@ def optim_fn_adamw(
         >>> optim_fn_adamw(list(torch.nn.Linear(2, 2).named_parameters()), lr=0.5).param_groups[0]["lr"]
         0.5
     """
+    check_not_negative(lr=lr, eps=eps)
+    check_betas((beta1, beta2))
     return torch.optim.AdamW(_groups(parameters, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps)
 
 
@@ -162,6 +169,9 @@ def lr_scheduler_fn_cosine_with_warmup(
         cosine_eta_min: the learning rate at the end.
         warmup_decay: the first learning rate, as a share of the highest.
 
+    Raises:
+        ConfigurationError: a number out of its range.
+
     Example:
         >>> optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1.0)
         >>> schedule = lr_scheduler_fn_cosine_with_warmup(optimizer, t_max=2, t_warmup=2, warmup_decay=0.5)
@@ -173,6 +183,9 @@ def lr_scheduler_fn_cosine_with_warmup(
         >>> rates
         [0.5, 0.75, 1.0, 0.5]
     """
+    check_whole(1, t_max=t_max)
+    check_whole(0, t_warmup=t_warmup)
+    check_not_negative(cosine_eta_min=cosine_eta_min, warmup_decay=warmup_decay)
     schedules = torch.optim.lr_scheduler
     if t_warmup == 0:
         return schedules.CosineAnnealingLR(optimizer, T_max=t_max, eta_min=cosine_eta_min)

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import torch
 
-from bagua.errors import ConfigurationError
+from bagua.checks import check_numbers, unusable, wrong_type
 
-__all__ = ["check_betas", "check_not_negative", "out_of_range"]
+__all__ = ["check_betas", "check_not_negative"]
 
 
 def check_not_negative(**numbers: float | torch.Tensor) -> None:
-    """Raise ``ConfigurationError`` for the first of ``numbers`` that is below zero."""
+    """Raise ``ConfigurationError`` for the first of ``numbers`` that is below zero, or no number."""
     for name, number in numbers.items():
-        if not number >= 0:
-            raise out_of_range(name, "a number >= 0", number)
+        value: object = number.item() if isinstance(number, torch.Tensor) and number.numel() == 1 else number
+        check_numbers(_is_not_negative, "a number >= 0", **{name: value})
+
+
+def _is_not_negative(number: float) -> bool:
+    return number >= 0
 
 
 def check_betas(betas: tuple[float, float]) -> None:
     """Raise ``ConfigurationError`` unless these can be factors of running means."""
-    if not all(0 <= beta < 1 for beta in betas):
-        raise out_of_range("betas", "two numbers in [0, 1)", betas)
-
-
-def out_of_range(argument: str, expected: str, seen: object) -> ConfigurationError:
-    """The error for a number out of its range."""
-    return ConfigurationError("the optimizer cannot use this value", argument=argument, expected=expected, seen=seen)
+    expected = "two numbers in [0, 1)"
+    pair: object = betas
+    if not isinstance(pair, tuple | list) or not all(type(beta) in (int, float) for beta in pair):
+        raise wrong_type("betas", expected, betas)
+    if len(pair) != 2 or not all(0 <= beta < 1 for beta in pair):
+        raise unusable("betas", expected, betas)

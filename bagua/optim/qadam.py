@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from bagua.checks import check_whole
 from bagua.errors import ConfigurationError
-from bagua.optim.options import check_betas, check_not_negative, out_of_range
+from bagua.optim.options import check_betas, check_not_negative
 
 __all__ = ["QAdamOptimizer"]
 
@@ -70,8 +71,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
     ) -> None:
         check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
         check_betas(betas)
-        if type(warmup_steps) is not int or warmup_steps < 1:
-            raise out_of_range("warmup_steps", "a whole number >= 1", warmup_steps)
+        check_whole(1, warmup_steps=warmup_steps)
         self.warmup_steps = warmup_steps
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 

@@ -10,9 +10,11 @@ import tempfile
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from types import NoneType
 from typing import Literal, TypeVar
 
 from bagua import env
+from bagua.checks import check_choice, check_flags, check_kind, check_numbers, check_whole
 from bagua.errors import ConfigurationError
 
 __all__ = ["AutotuneSettings", "TuningMode", "tuning_from"]
@@ -60,19 +62,16 @@ class AutotuneSettings:
     log_file: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("warmup_time_s", "sampling_confidence_time_s"):
-            seconds = getattr(self, name)
-            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
-                raise ConfigurationError("not a time", argument=name, expected="seconds >= 0", seen=repr(seconds))
-        if type(self.max_samples) is not int or self.max_samples < 1:
-            raise ConfigurationError(
-                "tuning needs samples", argument="max_samples", expected="a whole number >= 1", seen=self.max_samples
-            )
-        if self.search not in ("sweep", "optuna"):
-            raise ConfigurationError(
-                "there is no such search", argument="search", expected="'sweep' or 'optuna'", seen=repr(self.search)
-            )
-
+        check_numbers(
+            lambda seconds: 0 <= seconds < math.inf,
+            "seconds >= 0",
+            warmup_time_s=self.warmup_time_s,
+            sampling_confidence_time_s=self.sampling_confidence_time_s,
+        )
+        check_whole(1, max_samples=self.max_samples)
+        check_flags(tune_hierarchical=self.tune_hierarchical)
+        check_choice(("sweep", "optuna"), search=self.search)
+        check_kind((str, os.PathLike, NoneType), "a path, or None", log_file=self.log_file)
         if self.search == "optuna" and importlib.util.find_spec("optuna") is None:
             raise ConfigurationError(
                 "this search needs optuna, which is not installed",
@@ -119,13 +118,7 @@ def tuning_from(autotune: bool | AutotuneSettings | None) -> tuple[TuningMode, A
     """
     if isinstance(autotune, AutotuneSettings):
         return TuningMode.Automatic, autotune
-    if autotune is not None and not isinstance(autotune, bool):
-        raise ConfigurationError(
-            "tuning is not described like this",
-            argument="autotune",
-            expected="True, False, None or AutotuneSettings",
-            seen=repr(autotune),
-        )
+    check_kind((bool, NoneType), "True, False, None or AutotuneSettings", autotune=autotune)
     if autotune is None:
         level = env.autotune_level()
         autotune = None if level is None else level > 0

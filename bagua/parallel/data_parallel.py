@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from bagua.algorithms import Algorithm, DistributedAlgorithm
+from bagua.checks import check_flags
 from bagua.comm import ProcessGroup
 from bagua.errors import ConfigurationError
 from bagua.parallel.access import EngineAccess
@@ -16,14 +17,15 @@ from bagua.parallel.autotune_settings import AutotuneSettings
 from bagua.parallel.ddp_arguments import (
     bucket_bytes_from,
     buffer_policy,
+    check_devices,
     input_device,
     refuse_what_is_missing,
     resolve_group,
 )
 from bagua.parallel.hooks import BackwardHooks
-from bagua.parallel.options import refuse_unknown
+from bagua.parallel.options import check_grad_scaler, check_module, optimizer_list, refuse_unknown
 from bagua.parallel.overlapping import OverlappingWrapper
-from bagua.parallel.start import make_equal, optimizer_list
+from bagua.parallel.start import make_equal
 from bagua.parallel.state import broadcast_buffers_of
 
 __all__ = ["DistributedDataParallel"]
@@ -119,7 +121,16 @@ class DistributedDataParallel(EngineAccess, OverlappingWrapper):
     ) -> None:
         refuse_unknown(unknown, list(inspect.signature(DistributedDataParallel).parameters)[:-1])
         refuse_what_is_missing(locals())
+        check_module(module)
         _refuse_frozen(module)
+        check_flags(
+            init_sync=init_sync,
+            find_unused_parameters=find_unused_parameters,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+        )
+        check_grad_scaler(grad_scaler)
+        check_devices(device_ids, output_device)
         at_the_start, before_forward = buffer_policy(broadcast_buffers, forward_sync_buffers)
         device = input_device(module, device_ids, output_device)
         group = resolve_group(process_group, device_mesh)

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import nn
 
+from bagua.checks import check_kind, check_numbers, wrong_type
 from bagua.comm import ProcessGroup, from_torch_group, get_default_group
 from bagua.errors import ConfigurationError
 
-__all__ = ["bucket_bytes_from", "buffer_policy", "input_device", "refuse_what_is_missing", "resolve_group"]
+__all__ = [
+    "bucket_bytes_from",
+    "buffer_policy",
+    "bytes_from_megabytes",
+    "check_devices",
+    "input_device",
+    "refuse_what_is_missing",
+    "resolve_group",
+]
 
 #: torch's default for the size of a bucket.
 DEFAULT_BUCKET_CAP_MB = 25
@@ -66,12 +76,7 @@ def resolve_group(process_group: Any, device_mesh: Any) -> ProcessGroup:
     if isinstance(process_group, ProcessGroup):
         return process_group
     if not callable(getattr(process_group, "rank", None)) or not callable(getattr(process_group, "size", None)):
-        raise ConfigurationError(
-            "not a process group",
-            argument="process_group",
-            expected="a group of bagua.comm or of torch.distributed",
-            seen=type(process_group).__name__,
-        )
+        raise wrong_type("process_group", "a group of bagua.comm or of torch.distributed", process_group)
     return from_torch_group(process_group)
 
 
@@ -86,12 +91,13 @@ def bucket_bytes_from(bucket_cap_mb: float | None, bucket_bytes: int | None) -> 
         )
     if bucket_bytes is not None:
         return bucket_bytes
-    megabytes: object = DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
-    if isinstance(megabytes, bool) or not isinstance(megabytes, (int, float)) or not megabytes > 0:
-        raise ConfigurationError(
-            "a bucket must have a size", argument="bucket_cap_mb", expected="MiB > 0", seen=repr(megabytes)
-        )
-    return max(int(megabytes * 2**20), 1)
+    return bytes_from_megabytes(bucket_cap_mb=DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb)
+
+
+def bytes_from_megabytes(**size: float) -> int:
+    """The size of a bucket in bytes, from one argument in MiB."""
+    check_numbers(lambda megabytes: 0 < megabytes < 2**40, "a number of MiB > 0", **size)
+    return max(int(next(iter(size.values())) * 2**20), 1)
 
 
 def buffer_policy(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
@@ -101,6 +107,12 @@ def buffer_policy(broadcast_buffers: bool | None, forward_sync_buffers: bool | N
         >>> buffer_policy(None, None), buffer_policy(False, None), buffer_policy(None, False)
         ((True, True), (False, False), (True, False))
     """
+    check_kind(
+        (bool, NoneType),
+        "True, False or None",
+        broadcast_buffers=broadcast_buffers,
+        forward_sync_buffers=forward_sync_buffers,
+    )
     if forward_sync_buffers is not None:
         if broadcast_buffers is not None and broadcast_buffers != forward_sync_buffers:
             raise ConfigurationError(
@@ -113,6 +125,15 @@ def buffer_policy(broadcast_buffers: bool | None, forward_sync_buffers: bool | N
         return True, forward_sync_buffers
     wanted = True if broadcast_buffers is None else broadcast_buffers
     return wanted, wanted
+
+
+def check_devices(device_ids: object, output_device: object) -> None:
+    """Raise ``InvalidTypeError`` for what cannot name devices."""
+    expected = "a device, or its number"
+    check_kind((list, tuple, NoneType), "a list of one device, or None", device_ids=device_ids)
+    for device in device_ids if isinstance(device_ids, list | tuple) else ():
+        check_kind((int, torch.device, str), expected, device_ids=device)
+    check_kind((int, torch.device, str, NoneType), f"{expected}, or None", output_device=output_device)
 
 
 def input_device(

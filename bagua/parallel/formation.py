@@ -18,12 +18,15 @@ from bagua.errors import BaguaError, CommunicationError
 from bagua.parallel.agreement import compare_or_refuse
 from bagua.parallel.autotune_search import Setting
 from bagua.parallel.autotune_settings import AutotuneSettings, tuning_from
-from bagua.parallel.layout import agreed_order, cut, name_of, positions_of
+from bagua.parallel.layout import agreed_order, bucket_lists, cut, name_of, positions_of
 from bagua.parallel.options import (
     BucketType,
     check_bucket_bytes,
     check_leader,
+    check_optional_flag,
+    check_what_engines_get,
     chosen_algorithm,
+    optimizer_list,
     refuse_unknown,
     with_hierarchy,
 )
@@ -63,18 +66,25 @@ class BucketFormation:
         **unknown: Any,
     ) -> None:
         refuse_unknown(unknown, BucketFormation.__init__.__kwdefaults__ or ())
+        check_what_engines_get(
+            module,
+            process_group,
+            grad_scaler,
+            fusion=fusion,
+            find_unused_parameters=find_unused_parameters,
+            delay_reduce=delay_reduce,
+        )
         self.module = module
-        self.optimizers = list(optimizers)
+        self.optimizers = optimizer_list(optimizers)
         self.declaration = chosen_algorithm(algorithm, bucket_type, hierarchical_reduce, decentralize_reduce, chunking)
         self._align_bytes = check_align_bytes(align_bytes)
         self._bucket_bytes = check_bucket_bytes(bucket_bytes)
         self._chunking = chunking
         self._fusion = fusion
-        self._find_unused = find_unused_parameters
-        self._delay = delay_reduce
+        self._find_unused, self._delay = find_unused_parameters, delay_reduce
         self._grad_scaler = grad_scaler
         self.tuning, self.autotune = tuning_from(autotune)
-        self._wanted = [list(bucket) for bucket in buckets]
+        self._wanted = bucket_lists(buckets)
         user_group = get_default_group() if process_group is None else process_group
         self.algorithm = self.declaration.reify(user_group)
         leader = check_leader(intra_comm_root_rank, user_group)
@@ -361,17 +371,19 @@ class BucketFormation:
             ConfigurationError: the algorithm has no hierarchical form, or bad buckets.
             CollectiveMismatchError: ranks asked for different settings.
         """
+        check_optional_flag(hierarchical_reduce=hierarchical_reduce)
         declaration = self.declaration
         if hierarchical_reduce is not None:
             declaration = with_hierarchy(declaration, hierarchical_reduce)
-        if buckets is not None:
-            positions_of(self.registration, buckets)
+        wanted = bucket_lists(buckets or [])
+        if wanted:
+            positions_of(self.registration, wanted)
         if bucket_bytes is not None:
             self._bucket_bytes = check_bucket_bytes(bucket_bytes)
         self._put_aside()
         self.declaration = declaration
         self.algorithm = self._bind(declaration)
-        self._wanted = [list(bucket) for bucket in buckets or []]
+        self._wanted = wanted
         self._agree()
 
 

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from bagua.buckets import form_buckets
+from bagua.checks import check_kind
 from bagua.comm import Communicator
 from bagua.errors import CollectiveMismatchError, ConfigurationError
 from bagua.parallel.registration import Registration
 
-__all__ = ["agreed_order", "cut", "name_of", "positions_of", "unused"]
+__all__ = ["agreed_order", "bucket_lists", "cut", "name_of", "positions_of", "unused"]
 
 
 def agreed_order(
@@ -79,6 +80,22 @@ def cut(registration: Registration, order: Sequence[int], bucket_bytes: int) -> 
         nbytes=lambda position: parameters[position].nbytes,
         bucket_bytes=bucket_bytes,
     )
+
+
+def bucket_lists(buckets: object) -> list[list[torch.Tensor | str]]:
+    """Buckets as a user gives them, in lists of our own.
+
+    Raises:
+        InvalidTypeError: something else than lists of parameters or names.
+    """
+    expected = "lists of parameters or of their names"
+    check_kind((list, tuple), expected, buckets=buckets)
+    assert isinstance(buckets, list | tuple)
+    for bucket in buckets:
+        check_kind((list, tuple), expected, buckets=bucket)
+        for member in bucket:
+            check_kind((torch.Tensor, str), expected, buckets=member)
+    return [list(bucket) for bucket in buckets]
 
 
 def name_of(registration: Registration, member: torch.Tensor | str) -> str:

@@ -10,14 +10,15 @@ from typing import Any, ClassVar
 import torch
 
 from bagua.algorithms import Algorithm, DistributedAlgorithm
+from bagua.checks import check_flags
 from bagua.comm import ProcessGroup
 from bagua.errors import ConfigurationError
 from bagua.parallel.access import EngineAccess
 from bagua.parallel.autotune_settings import AutotuneSettings
 from bagua.parallel.hooks import BackwardHooks
-from bagua.parallel.options import refuse_unknown
+from bagua.parallel.options import check_module, optimizer_list, refuse_unknown
 from bagua.parallel.reducer import DEFAULT_BUCKET_BYTES, BucketType, Reducer
-from bagua.parallel.start import make_equal, optimizer_list, replace_engine
+from bagua.parallel.start import make_equal, replace_engine
 
 __all__ = ["BaguaModule", "install_with_bagua", "with_bagua"]
 
@@ -154,6 +155,8 @@ def with_bagua(
         >>> bagua.destroy_process_group()
     """
     refuse_unknown(unknown, with_bagua.__kwdefaults__ or ())
+    check_module(self, "self")
+    check_flags(do_flatten=do_flatten, broadcast_buffers=broadcast_buffers)
     if isinstance(self, torch.jit.ScriptModule):
         raise ConfigurationError(
             "a scripted module cannot be changed in place",

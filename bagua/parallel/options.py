@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
+from types import NoneType
+from typing import Any
+
+import torch
 
 from bagua.algorithms import Algorithm, DistributedAlgorithm, GradientAllReduceAlgorithm, as_algorithm
+from bagua.checks import check_flags, check_kind, check_whole, wrong_type
 from bagua.comm import ProcessGroup
 from bagua.errors import ConfigurationError
 
 __all__ = [
     "BucketType",
     "check_bucket_bytes",
+    "check_grad_scaler",
     "check_leader",
+    "check_module",
+    "check_optional_flag",
+    "check_what_engines_get",
     "chosen_algorithm",
+    "optimizer_list",
     "refuse_unknown",
     "with_hierarchy",
 ]
@@ -36,6 +46,8 @@ def chosen_algorithm(
     chunking: bool,
 ) -> Algorithm:
     """The algorithm, by name or by the flags of the documented constructor."""
+    check_kind(BucketType, "a BucketType", bucket_type=bucket_type)
+    check_flags(hierarchical_reduce=hierarchical_reduce, decentralize_reduce=decentralize_reduce, chunking=chunking)
     if algorithm is not None:
         return as_algorithm(algorithm)
     if decentralize_reduce or bucket_type is BucketType.Weight:
@@ -63,16 +75,51 @@ def refuse_unknown(unknown: Mapping[str, object], known: Iterable[str]) -> None:
         raise TypeError(f"unknown keyword arguments: {', '.join(unknown)}; known ones are {', '.join(known)}")
 
 
-def check_bucket_bytes(bucket_bytes: int) -> int:
+def check_bucket_bytes(bucket_bytes: int, argument: str = "bucket_bytes") -> int:
     """``bucket_bytes`` if a bucket can be that large."""
-    if type(bucket_bytes) is not int or bucket_bytes < 1:
-        raise ConfigurationError(
-            "buckets cannot have this size",
-            argument="bucket_bytes",
-            expected="a number of bytes >= 1",
-            seen=bucket_bytes,
-        )
+    check_whole(1, **{argument: bucket_bytes})
     return bucket_bytes
+
+
+def check_module(module: object, argument: str = "module") -> None:
+    """Raise ``InvalidTypeError`` unless this is a module."""
+    check_kind(torch.nn.Module, "a torch.nn.Module", **{argument: module})
+
+
+def check_grad_scaler(grad_scaler: object) -> None:
+    """Raise ``InvalidTypeError`` unless this is a ``GradScaler``, or None."""
+    check_kind((torch.amp.GradScaler, NoneType), "a torch.amp.GradScaler, or None", grad_scaler=grad_scaler)
+
+
+def check_what_engines_get(module: object, process_group: object, grad_scaler: object, **flags: object) -> None:
+    """Raise ``InvalidTypeError`` for the first of these arguments that is of another kind."""
+    check_flags(**flags)
+    check_module(module)
+    check_kind((ProcessGroup, NoneType), "a group of bagua.comm, or None", process_group=process_group)
+    check_grad_scaler(grad_scaler)
+
+
+def check_optional_flag(**flags: object) -> None:
+    """Raise ``InvalidTypeError`` for the first of ``flags`` that is neither True, nor False, nor None."""
+    check_kind((bool, NoneType), "True, False or None", **flags)
+
+
+def optimizer_list(
+    optimizers: Sequence[torch.optim.Optimizer] | torch.optim.Optimizer | None, argument: str = "optimizers"
+) -> list[torch.optim.Optimizer]:
+    """One optimizer, several, or none, as a list.
+
+    Raises:
+        InvalidTypeError: something else than optimizers.
+    """
+    if optimizers is None:
+        return []
+    given: Any = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers
+    several = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    for optimizer in several:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise wrong_type(argument, "an optimizer, or a list of optimizers", optimizer)
+    return several
 
 
 def check_leader(intra_comm_root_rank: int, group: ProcessGroup) -> int:

@@ -11,6 +11,7 @@ import torch
 
 from bagua.errors import ConfigurationError
 from bagua.parallel.hooks import BackwardHooks
+from bagua.parallel.options import check_module, optimizer_list
 from bagua.parallel.reducer import BucketType, Reducer
 
 __all__ = ["DistributedModule", "OverlappingWrapper"]
@@ -37,6 +38,7 @@ class DistributedModule(torch.nn.Module):
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
+        check_module(module)
         super().__init__()
         self.module = module
         # For the case that this wrapper is a submodule of a module whose load_state_dict is called.
@@ -126,10 +128,9 @@ class OverlappingWrapper(DistributedModule):
                 expected=None,
                 seen=type(parameter_manager).__name__,
             )
-        several = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
         reducer = Reducer(
-            module, several, bucket_type, hierarchical_reduce, align_bytes, chunking, fusion, decentralize_reduce,
-            delay_reduce=delay_reduce, **kwargs,
+            module, optimizer_list(optimizers), bucket_type, hierarchical_reduce, align_bytes, chunking, fusion,
+            decentralize_reduce, delay_reduce=delay_reduce, **kwargs,
         )  # fmt: skip
         self._engine = BackwardHooks(reducer)
         self.create_hooks()

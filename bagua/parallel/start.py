@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-
 from bagua.parallel.hooks import BackwardHooks
 from bagua.parallel.reducer import Reducer
 from bagua.parallel.state import (
@@ -15,24 +11,7 @@ from bagua.parallel.state import (
     broadcast_parameters,
 )
 
-__all__ = ["make_equal", "optimizer_list", "replace_engine"]
-
-
-def optimizer_list(
-    optimizers: Sequence[torch.optim.Optimizer] | torch.optim.Optimizer | None,
-) -> list[torch.optim.Optimizer]:
-    """One optimizer, several, or none, as a list.
-
-    Raises:
-        TypeError: something else than optimizers.
-    """
-    if optimizers is None:
-        return []
-    several = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
-    for optimizer in several:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"an optimizer, or a list of optimizers, was expected, not {type(optimizer).__name__}")
-    return several
+__all__ = ["make_equal", "replace_engine"]
 
 
 def replace_engine(before: BackwardHooks | None, reducer: Reducer) -> BackwardHooks:

@@ -10,13 +10,20 @@ import torch
 from typing_extensions import Self
 
 from bagua.algorithms import Algorithm, DistributedAlgorithm, GradientAllReduceAlgorithm, as_algorithm
+from bagua.checks import check_flags
 from bagua.errors import ConfigurationError
 from bagua.parallel.access import EngineAccess
 from bagua.parallel.hooks import BackwardHooks
-from bagua.parallel.options import refuse_unknown, with_hierarchy
+from bagua.parallel.options import (
+    check_bucket_bytes,
+    check_optional_flag,
+    optimizer_list,
+    refuse_unknown,
+    with_hierarchy,
+)
 from bagua.parallel.overlapping import DistributedModule
 from bagua.parallel.reducer import DEFAULT_BUCKET_BYTES, BucketType, Reducer
-from bagua.parallel.start import make_equal, optimizer_list, replace_engine
+from bagua.parallel.start import make_equal, replace_engine
 
 __all__ = ["ModelSwitchWrapper", "bagua_init"]
 
@@ -58,6 +65,7 @@ class ModelSwitchWrapper(EngineAccess, DistributedModule):
             ``find_unused_parameters``, ``grad_scaler``; see ``Reducer``.
 
     Raises:
+        ConfigurationError: an argument that cannot be used; some are looked at by ``switch_to``.
         TypeError: an unknown keyword; the message names the known ones. (Options of an
             algorithm belong to its declaration: ``switch_to(SomeAlgorithm(option=...))``.)
 
@@ -85,11 +93,17 @@ class ModelSwitchWrapper(EngineAccess, DistributedModule):
         super().__init__(module)
         unknown = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
         refuse_unknown(unknown, sorted((*_DOCUMENTED, *_OPTIONS)))
-        self._optimizers = optimizer_list(optimizer)
+        check_flags(broadcast_buffers=broadcast_buffers, delay_reduce=delay_reduce)
+        check_optional_flag(hierarchical_reduce=hierarchical_reduce)
+        self._optimizers = optimizer_list(optimizer, "optimizer")
         self._broadcast_buffers = broadcast_buffers
         self._delay_reduce = delay_reduce
         self._hierarchical_reduce = hierarchical_reduce
-        self._options = {"bucket_bytes": message_size, "intra_comm_root_rank": intra_comm_root_rank, **kwargs}
+        self._options = {
+            "bucket_bytes": check_bucket_bytes(message_size, "message_size"),
+            "intra_comm_root_rank": intra_comm_root_rank,
+            **kwargs,
+        }
         self._engine: BackwardHooks | None = None
         self.score_record_list: list[float] = []
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from bagua.checks import check_kind, check_whole
 from bagua.comm import Communicator
-from bagua.errors import ConfigurationError
 from bagua.primitives.reducers import MatrixBlock, ReducerMemory, SumReducer, summing_dtype
 
 __all__ = ["PowerSGDReducer"]
@@ -52,10 +52,8 @@ class PowerSGDReducer(SumReducer):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if type(self.matrix_rank) is not int or self.matrix_rank < 1:
-            raise ConfigurationError(
-                "not a rank of a matrix", argument="matrix_rank", expected="an integer >= 1", seen=self.matrix_rank
-            )
+        check_whole(1, matrix_rank=self.matrix_rank)
+        check_kind(int, "a whole number", seed=self.seed)
 
     def init_state(self, memory: ReducerMemory) -> dict[str, torch.Tensor]:
         """The right factors, one below the other."""

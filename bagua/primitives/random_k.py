@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from bagua.checks import check_kind, check_numbers
 from bagua.comm import Communicator
-from bagua.errors import ConfigurationError
 from bagua.primitives.reducers import ReducerMemory, SumReducer
 
 __all__ = ["RandomKReducer"]
@@ -45,13 +45,8 @@ class RandomKReducer(SumReducer):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if type(self.ratio) not in (float, int) or not 0 < self.ratio <= 1:
-            raise ConfigurationError(
-                "not a part of the elements",
-                argument="ratio",
-                expected="a number above 0, at most 1",
-                seen=self.ratio,
-            )
+        check_numbers(lambda ratio: 0 < ratio <= 1, "a number above 0 and at most 1", ratio=self.ratio)
+        check_kind(int, "a whole number", seed=self.seed)
 
     def reduce(
         self,

@@ -14,7 +14,7 @@ from bagua.topology.graphs import (
 )
 from bagua.topology.hosts import AlternatingExponentialRing, Hierarchical, over_ranks, weighted_by_size
 from bagua.topology.matchings import AlternatingRing, Cycle, OnePeerExponential, RandomMatching, ShiftOne
-from bagua.topology.names import available, create, register
+from bagua.topology.names import available, create, register, resolve
 from bagua.topology.rounds import Edge, Neighbours, Round, Turn, check_round
 from bagua.topology.spectrum import consensus_rate, spectral_gap
 
@@ -47,6 +47,7 @@ __all__ = [
     "metropolis",
     "over_ranks",
     "register",
+    "resolve",
     "spectral_gap",
     "weighted_by_size",
 ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from bagua.checks import check_flags, wrong_type
 from bagua.errors import ConfigurationError
 from bagua.topology.rounds import Edge, Round, check_round
 
@@ -110,6 +111,11 @@ class FunctionTopology(Topology):
     function: Callable[[int, int, tuple[int, ...]], Round | Sequence[Edge] | torch.Tensor | Sequence[Sequence[float]]]
     symmetric: bool = False
     static: bool = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise wrong_type("function", "a function of (size, step, nodes)", self.function)
+        check_flags(symmetric=self.symmetric, static=self.static)
 
     def __repr__(self) -> str:
         # Ranks compare this; an address in memory would differ from process to process.

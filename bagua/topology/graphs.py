@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bagua.checks import check_kind, check_numbers
 from bagua.errors import ConfigurationError
 from bagua.topology.base import Topology
 from bagua.topology.rounds import Edge, Round, check_round
@@ -207,14 +208,17 @@ class ErdosRenyi(_Graph):
     probability: float | None = None
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if self.probability is not None:
+            check_numbers(
+                lambda probability: 0 <= probability <= 1, "from 0 to 1, or None", probability=self.probability
+            )
+        check_kind(int, "a whole number", seed=self.seed)
+
     def _neighbours(self, size: int) -> list[set[int]]:
         probability = self.probability
         if probability is None:
             probability = min(1.0, 2.0 * math.log(size) / size)
-        if not 0.0 <= probability <= 1.0:
-            raise ConfigurationError(
-                "not a probability", argument="probability", expected="from 0 to 1", seen=self.probability
-            )
         source = random.Random(f"{self.seed}/{size}")  # noqa: S311 - no secret
         for _ in range(1000):
             around = _draw(size, probability, source)

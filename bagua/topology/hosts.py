@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bagua.checks import check_kind
 from bagua.topology.base import Nodes, Topology
 from bagua.topology.matchings import OnePeerExponential
 from bagua.topology.rounds import Edge, Round
@@ -89,6 +90,9 @@ class Hierarchical(Topology):
     """
 
     between_hosts: Topology
+
+    def __post_init__(self) -> None:
+        check_kind(Topology, "a Topology", between_hosts=self.between_hosts)
 
     @property
     def symmetric(self) -> bool:

@@ -6,6 +6,7 @@ import math
 import random
 from dataclasses import dataclass
 
+from bagua.checks import check_kind
 from bagua.errors import ConfigurationError
 from bagua.topology.base import Nodes, Topology
 from bagua.topology.rounds import Round
@@ -97,6 +98,9 @@ class RandomMatching(Topology):
 
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        check_kind(int, "a whole number", seed=self.seed)
+
     def _round(self, size: int, step: int, nodes: tuple[int, ...]) -> Round:
         source = random.Random(f"{self.seed}/{size}/{step}")  # noqa: S311 - no secret
         draws = [source.random() for _ in range(size)]
@@ -124,6 +128,9 @@ class Cycle(Topology):
         return all(topology.symmetric for topology in self.topologies)
 
     def __post_init__(self) -> None:
+        check_kind((tuple, list), "a tuple of topologies", topologies=self.topologies)
+        for topology in self.topologies:
+            check_kind(Topology, "a tuple of topologies", topologies=topology)
         object.__setattr__(self, "topologies", tuple(self.topologies))
         if not self.topologies:
             raise ConfigurationError(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 
+from bagua.checks import check_kind
 from bagua.errors import ConfigurationError
 from bagua.topology.base import Topology
 from bagua.topology.graphs import Complete, ErdosRenyi, Exponential, Hypercube, Ring, Star, Torus
 from bagua.topology.hosts import AlternatingExponentialRing, Hierarchical
 from bagua.topology.matchings import AlternatingRing, OnePeerExponential, RandomMatching, ShiftOne
 
-__all__ = ["available", "create", "register"]
+__all__ = ["available", "create", "register", "resolve"]
 
 #: Prefix of names that stand for the hierarchical form of another topology.
 HIERARCHICAL = "hierarchical_"
@@ -107,16 +108,38 @@ def create(name: str | Topology, **options: object) -> Topology:
         >>> create("hierarchical_ring")
         Hierarchical(between_hosts=Ring())
     """
+    return _create(name, "topology", options)
+
+
+def resolve(name: str | Topology, argument: str) -> Topology:
+    """``create``, for an argument of another name.
+
+    Args:
+        name: as for ``create``.
+        argument: what the caller was given it as, for the message.
+
+    Raises:
+        ConfigurationError: there is none of that name; the message names those that exist, and ``argument``.
+
+    Example:
+        >>> resolve("all", "peer_selection_mode")
+        Complete()
+    """
+    return _create(name, argument, {})
+
+
+def _create(name: str | Topology, argument: str, options: dict[str, object]) -> Topology:
     if isinstance(name, Topology):
         return name
+    check_kind(str, "the name of a topology, or a Topology", **{argument: name})
     key = _normal(name)
     if key.startswith(HIERARCHICAL):
-        return Hierarchical(create(key.removeprefix(HIERARCHICAL), **options))
+        return Hierarchical(_create(key.removeprefix(HIERARCHICAL), argument, options))
     factory = _TOPOLOGIES.get(_ALIASES.get(key, key))
     if factory is None:
         raise ConfigurationError(
             "there is no topology of this name",
-            argument="topology",
+            argument=argument,
             expected=f"{' or '.join(available())}, or {HIERARCHICAL} and one of these",
             seen=repr(name),
             advice="bagua.topology.register(name, topology) adds your own.",

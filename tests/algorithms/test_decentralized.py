@@ -354,12 +354,12 @@ def _events_of_a_step() -> list[str]:
     ("build", "words"),
     [
         (lambda: DecentralizedAlgorithm(peer_selection_mode="left"), "no topology of this name"),
-        (lambda: DecentralizedAlgorithm(peer_selection_mode=3), "no topology of this name"),
+        (lambda: DecentralizedAlgorithm(peer_selection_mode=3), "argument peer_selection_mode"),
         (lambda: DecentralizedAlgorithm(communication_interval=0), ">= 1"),
         (lambda: LowPrecisionDecentralizedAlgorithm(communication_interval=1.5), ">= 1"),
         (lambda: LowPrecisionDecentralizedAlgorithm(topology="shift_one"), "stay the same"),
         (lambda: LowPrecisionDecentralizedAlgorithm(topology=RandomMatching()), "stay the same"),
-        (lambda: LowPrecisionDecentralizedAlgorithm(codec="sign"), "no codec"),
+        (lambda: LowPrecisionDecentralizedAlgorithm(codec="sign"), "argument codec"),
     ],
     ids=["unknown", "number", "interval", "fraction", "shift_one", "random", "codec"],
 )

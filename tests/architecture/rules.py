@@ -19,6 +19,7 @@ from tests.architecture.source_tree import (
 LAYERS = {
     "bagua.errors": 0,
     "bagua.env": 0,
+    "bagua.checks": 0,
     "bagua.topology": 1,
     "bagua.compression": 1,
     "bagua.comm": 2,

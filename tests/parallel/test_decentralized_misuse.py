@@ -25,7 +25,7 @@ pytestmark = pytest.mark.threads
     ("options", "message"),
     [
         ({"topology": "small-world"}, "no topology of this name"),
-        ({"topology": 7}, "no topology"),
+        ({"topology": 7}, "argument topology"),
         ({"topology": topology.Torus(rows=3)}, "argument size"),
         ({"topology": lambda size, number, nodes: [[1.0, 0.0], [1.0, 0.0]]}, "do not sum to 1"),
         ({"topology": lambda size, number, nodes: [topology.Edge((0,), 1.0)]}, "exactly one edge"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from bagua.checks import wrong_type
 from bagua.comm import Communicator, ProcessGroup
 from bagua.errors import ConfigurationError
 from bagua.topology import (
@@ -41,12 +42,7 @@ def resolve_topology(topology: TopologyLike) -> Topology:
         return AlternatingRing() if topology.strip().lower() == "ring" else create(topology)
     if callable(topology):
         return FunctionTopology(topology)  # type: ignore[arg-type]
-    raise ConfigurationError(
-        "this is no topology",
-        argument="topology",
-        expected="a name, a Topology, or a function of (size, round, nodes)",
-        seen=type(topology).__name__,
-    )
+    raise wrong_type("topology", "a name, a Topology, or a function of (size, round, nodes)", topology)
 
 
 def nodes_for(group: ProcessGroup, local_world_size: int | None) -> tuple[int, ...]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, Literal
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from bagua.buckets import Bucket
+from bagua.checks import check_choice, check_kind, check_numbers, wrong_type
 from bagua.errors import ConfigurationError
 
 __all__ = ["ClipScope", "LRSchedulerFunction", "OptimizerFunction", "Stepping"]
@@ -53,16 +55,13 @@ class Stepping:
         grad_clip_norm: float = 0.0,
         grad_clip_scope: ClipScope = "bucket",
     ) -> None:
-        _check("optim_fn", callable(optim_fn), "a function of a list of (name, parameter)", optim_fn)
-        _check(
-            "lr_scheduler_fn",
-            lr_scheduler_fn is None or callable(lr_scheduler_fn),
-            "a function of an optimizer, or None",
-            lr_scheduler_fn,
-        )
-        _check("scaler", scaler is None or isinstance(scaler, torch.amp.GradScaler), "a GradScaler, or None", scaler)
-        _check("grad_clip_norm", grad_clip_norm >= 0, "a number >= 0", grad_clip_norm)
-        _check("grad_clip_scope", grad_clip_scope in ("bucket", "model"), "bucket or model", grad_clip_scope)
+        if not callable(optim_fn):
+            raise wrong_type("optim_fn", "a function of a list of (name, parameter)", optim_fn)
+        if lr_scheduler_fn is not None and not callable(lr_scheduler_fn):
+            raise wrong_type("lr_scheduler_fn", "a function of an optimizer, or None", lr_scheduler_fn)
+        check_kind((torch.amp.GradScaler, NoneType), "a torch.amp.GradScaler, or None", scaler=scaler)
+        check_numbers(lambda norm: norm >= 0, "a number >= 0", grad_clip_norm=grad_clip_norm)
+        check_choice(("bucket", "model"), grad_clip_scope=grad_clip_scope)
         self._optim_fn = optim_fn
         self._lr_scheduler_fn = lr_scheduler_fn
         self._scaler = scaler
@@ -228,8 +227,3 @@ def _check_optimizer(optimizer: object, named: NamedParameters) -> None:
 
 def _unusable(argument: str, expected: str, seen: object) -> ConfigurationError:
     return ConfigurationError(f"{argument} made something else", argument=argument, expected=expected, seen=seen)
-
-
-def _check(argument: str, valid: bool, expected: str, seen: object) -> None:
-    if not valid:
-        raise ConfigurationError(f"{argument} cannot be this", argument=argument, expected=expected, seen=seen)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from bagua.topology import Complete, RandomMatching, Round, Topology, create
+from bagua.topology import Complete, RandomMatching, Round, Topology, resolve
 
 __all__ = ["Schedule", "topology_of"]
 
@@ -20,7 +20,9 @@ def topology_of(peer_selection_mode: str) -> Topology:
         >>> topology_of("all"), topology_of("shift_one"), topology_of("random_pair")
         (Complete(), ShiftOne(), RandomMatching(seed=0))
     """
-    return RandomMatching() if peer_selection_mode == "random_pair" else create(peer_selection_mode)
+    if peer_selection_mode == "random_pair":
+        return RandomMatching()
+    return resolve(peer_selection_mode, "peer_selection_mode")
 
 
 class Schedule:

@@ -1,0 +1,111 @@
+"""Checks of what users pass, one for each kind of value. Each is called with the arguments under their names.
+
+A value of a wrong type is an ``InvalidTypeError``, one out of its range a ``ConfigurationError``, which
+the former also is.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Callable, Sequence
+from numbers import Real
+
+from bagua.errors import ConfigurationError, InvalidTypeError
+
+__all__ = ["check_choice", "check_flags", "check_kind", "check_numbers", "check_whole", "unusable", "wrong_type"]
+
+
+def check_flags(**flags: object) -> None:
+    """Each of ``flags`` must be True or False.
+
+    Raises:
+        InvalidTypeError: naming the first one that is not.
+
+    Example:
+        >>> check_flags(average=True, hierarchical=False)
+        >>> check_flags(average="no")
+        Traceback (most recent call last):
+        bagua.errors.InvalidTypeError: average has the wrong type (argument average, expected True or False, seen 'no')
+    """
+    check_kind(bool, "True or False", **flags)
+
+
+def check_kind(kind: type | tuple[type, ...], expected: str, **values: object) -> None:
+    """Each of ``values`` must be an instance of ``kind``.
+
+    Args:
+        kind: a class, or several.
+        expected: what that is, in words.
+        values: what was given, by the names of the arguments.
+
+    Raises:
+        InvalidTypeError: naming the first one that is not.
+    """
+    for argument, value in values.items():
+        if not isinstance(value, kind):
+            raise wrong_type(argument, expected, value)
+
+
+def check_whole(minimum: int, **numbers: object) -> None:
+    """Each of ``numbers`` must be an integer, and at least ``minimum``.
+
+    Raises:
+        InvalidTypeError: naming the first one that is no integer.
+        ConfigurationError: naming the first one that is too small.
+
+    Example:
+        >>> check_whole(0, warmup_steps=0)
+    """
+    for argument, number in numbers.items():
+        expected = f"a whole number >= {minimum}"
+        if type(number) is not int:
+            raise wrong_type(argument, expected, number)
+        if number < minimum:
+            raise unusable(argument, expected, number)
+
+
+def check_numbers(fits: Callable[[float], bool], expected: str, **numbers: object) -> None:
+    """Each of ``numbers`` must be a real number for which ``fits`` is true; NaN never is.
+
+    Raises:
+        InvalidTypeError: naming the first one that is no number.
+        ConfigurationError: naming the first one that does not fit.
+
+    Example:
+        >>> check_numbers(lambda ratio: 0 < ratio <= 1, "a number above 0, at most 1", ratio=0.5)
+    """
+    for argument, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, Real):
+            raise wrong_type(argument, expected, number)
+        value = float(number)
+        if math.isnan(value) or not fits(value):
+            raise unusable(argument, expected, number)
+
+
+def check_choice(choices: Sequence[object], **values: object) -> None:
+    """Each of ``values`` must be one of ``choices``.
+
+    Raises:
+        ConfigurationError: naming the first one that is not, and the choices.
+
+    Example:
+        >>> check_choice(("raise", "continue"), on_peer_loss="raise")
+    """
+    for argument, value in values.items():
+        if not any(type(value) is type(choice) and value == choice for choice in choices):
+            raise unusable(argument, " or ".join(map(repr, choices)), value)
+
+
+def wrong_type(argument: str, expected: str, seen: object) -> InvalidTypeError:
+    """The error for a value of a wrong type."""
+    return InvalidTypeError(
+        f"{argument} has the wrong type", argument=argument, expected=expected, seen=reprlib.repr(seen)
+    )
+
+
+def unusable(argument: str, expected: str, seen: object) -> ConfigurationError:
+    """The error for a value that is out of its range."""
+    return ConfigurationError(
+        f"{argument} cannot be this", argument=argument, expected=expected, seen=reprlib.repr(seen)
+    )
