@@ -253,7 +253,8 @@ class BackwardHooks:
             for parameter in self._with_gradients():
                 reducer.mark_tensor_ready(parameter)
         reducer.mark_on_complete()
-        self._waiting_for = {id(optimizer) for optimizer in reducer.optimizers}
+        if reducer.owes:
+            self._wait_for_optimizers()
 
     def _with_gradients(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self.reducer.registration.parameters if parameter.grad is not None]
@@ -270,10 +271,31 @@ class BackwardHooks:
 
     # Optimizers.
 
+    def _wait_for_optimizers(self) -> None:
+        """Exchange when those optimizers have stepped that will.
+
+        A ``GradScaler`` skips an update whose gradients are not finite, and tells nobody. Others would
+        wait for this rank until its next forward pass, and there may be none.
+        """
+        reducer = self.reducer
+        self._waiting_for = {id(optimizer) for optimizer in reducer.optimizers if _has_finite_gradients(optimizer)}
+        if reducer.optimizers and not self._waiting_for:
+            reducer.after_optimizers()
+
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._waiting_for.discard(id(optimizer))
         if not self._waiting_for:
             self.reducer.after_optimizers()
+
+
+def _has_finite_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    gradients = [one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+    if not gradients:
+        return True
+    largest = torch._foreach_norm(gradients, float("inf"))  # noqa: SLF001 - as in clip_grad_norm_
+    # One look at the device for all of them, in a dtype that holds what each of theirs does.
+    together = torch.stack([one.to(largest[0].device, torch.float64) for one in largest])
+    return bool(together.isfinite().all())
 
 
 def _refuse_graph(_: torch.nn.Parameter) -> None:

@@ -14,7 +14,7 @@ from bagua.parallel.agreement import compare_or_refuse
 from bagua.parallel.formation import DEFAULT_BUCKET_BYTES, BucketFormation
 from bagua.parallel.layout import positions_of, unused
 from bagua.parallel.options import BucketType
-from bagua.parallel.saving import Remembered, collect, from_checkpoint
+from bagua.parallel.saving import Remembered, check_owner, collect, from_checkpoint, is_of_one_rank
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "BucketType", "Reducer"]
 
@@ -188,6 +188,11 @@ class Reducer(BucketFormation):
 
     # Between backward passes.
 
+    @property
+    def owes(self) -> bool:
+        """Whether an exchange waits for the optimizers."""
+        return self._scheduler is not None and self._scheduler.owes
+
     def after_optimizers(self) -> None:
         """The optimizers have stepped: exchange what waited for that."""
         if self._scheduler is None:
@@ -261,16 +266,24 @@ class Reducer(BucketFormation):
         if self._scheduler is not None:
             self.after_optimizers()
             remembered = collect(self.buckets, self._scheduler.settle())
-        return {"algorithm": repr(self.declaration), "step": self.step, **(remembered or collect([], []))}
+        return {
+            "algorithm": repr(self.declaration),
+            "rank": self.group.rank,
+            "world_size": self.group.size,
+            "step": self.step,
+            **(remembered or collect([], [])),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where ``state_dict`` was taken, in the same buckets. Collective.
 
         Args:
-            state_dict: of this rank.
+            state_dict: of this rank. Where it is the same on all ranks, as for gradient allreduce, that
+                of any rank will do.
 
         Raises:
-            ConfigurationError: it belongs to another algorithm or to other parameters.
+            ConfigurationError: it belongs to another algorithm or to other parameters; or to another
+                rank, or number of ranks, and it matters.
             CollectiveMismatchError: ranks load different checkpoints.
         """
         refusal: ConfigurationError | None = None
@@ -298,6 +311,10 @@ class Reducer(BucketFormation):
                 expected=kind,
                 seen=state_dict["algorithm"],
             )
+        # Neighbours have replicas of the weights that a rank of theirs had, so the layout is not all that counts.
+        traits = self.algorithm.traits
+        if is_of_one_rank(remembered) or (traits.result == "consensus" and not traits.background):
+            check_owner(state_dict, self.group.rank, self.group.size)
         return remembered, positions_of(self.registration, remembered["buckets"]) if remembered["buckets"] else []
 
 

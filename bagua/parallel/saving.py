@@ -10,7 +10,7 @@ import torch
 from bagua.buckets import Bucket
 from bagua.errors import ConfigurationError
 
-__all__ = ["Remembered", "collect", "from_checkpoint", "restore"]
+__all__ = ["Remembered", "check_owner", "collect", "from_checkpoint", "is_of_one_rank", "restore"]
 
 Tensors = dict[str, torch.Tensor]
 
@@ -68,7 +68,7 @@ def from_checkpoint(state_dict: Any) -> Remembered:
     Raises:
         ConfigurationError: it is no such state, or not a whole one.
     """
-    wanted = ("algorithm", "step", *Remembered.__annotations__)
+    wanted = ("algorithm", "step", "rank", "world_size", *Remembered.__annotations__)
     lacking = [key for key in wanted if key not in state_dict] if isinstance(state_dict, Mapping) else list(wanted)
     if lacking or len({len(state_dict[key]) for key in ("buckets", "others", "exchanged")}) > 1:
         raise ConfigurationError(
@@ -79,6 +79,34 @@ def from_checkpoint(state_dict: Any) -> Remembered:
         )
     remembered: Remembered = {key: state_dict[key] for key in Remembered.__annotations__}  # type: ignore[assignment]
     return remembered
+
+
+def is_of_one_rank(remembered: Remembered) -> bool:
+    """Whether there is more in it than what all ranks have in common: the layout."""
+    states = (*remembered["parameters"].values(), *remembered["others"], *remembered["buffers"].values())
+    return any(states)
+
+
+def check_owner(state_dict: Mapping[str, Any], rank: int, size: int) -> None:
+    """Check that a saved state is that of this rank, of as many ranks.
+
+    Args:
+        state_dict: names its ``rank`` and ``world_size``.
+        rank: this rank.
+        size: number of ranks.
+
+    Raises:
+        ConfigurationError: naming both ranks.
+    """
+    expected, seen = f"rank {rank} of {size}", f"rank {state_dict['rank']} of {state_dict['world_size']}"
+    if seen != expected:
+        raise ConfigurationError(
+            f"{expected} was given the state of {seen}",
+            argument="state_dict",
+            expected=expected,
+            seen=seen,
+            advice="Each rank loads what it saved itself. Another number of ranks goes on from the weights alone.",
+        )
 
 
 def _cut(bucket: Bucket, flats: Tensors, into: dict[str, Tensors]) -> None:

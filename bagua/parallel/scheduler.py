@@ -246,6 +246,11 @@ class Scheduler:
         for lane in self._lanes:
             self._finish(lane)
 
+    @property
+    def owes(self) -> bool:
+        """Whether an exchange waits for the optimizers."""
+        return self._owed is not None and any(lane.due for lane in self._lanes)
+
     def after_optimizers(self) -> None:
         """The optimizers have stepped, or it is known that they will not: exchange what waited for that."""
         if self._owed is None:

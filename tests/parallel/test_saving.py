@@ -108,12 +108,14 @@ def test_state_of_another_shape_is_refused():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda _: None, "no algorithm, step"),
+        (lambda _: None, "no algorithm, step, rank, world_size"),
+        (lambda saved: {**saved, "rank": 1}, "rank 0 of 2 was given the state of rank 1 of 2"),
+        (lambda saved: {**saved, "world_size": 3}, "rank 0 of 2 was given the state of rank 0 of 3"),
         (lambda saved: {**saved, "others": []}, "different lengths"),
         (lambda saved: {**saved, "algorithm": "TopKAlgorithm()"}, "another algorithm"),
         (lambda saved: {**saved, "buckets": [["nobody"]] * len(saved["buckets"])}, "nobody"),
     ],
-    ids=["nothing", "cut", "algorithm", "names"],
+    ids=["nothing", "rank", "size", "cut", "algorithm", "names"],
 )
 def test_ranks_do_not_wait_for_one_that_cannot_load_its_checkpoint(thread_ranks, change, words):
     def load() -> None:
@@ -128,3 +130,38 @@ def test_ranks_do_not_wait_for_one_that_cannot_load_its_checkpoint(thread_ranks,
         train_steps(wrapped, optimizer, rank, range(2, 4))
 
     thread_ranks(2, load)
+
+
+def _remembered(algorithm: str) -> dict:
+    rank, model = bagua.comm.get_rank(), mlp()
+    optimizer = sgd(model.parameters())
+    wrapped = with_bagua(model, [optimizer], algorithm)
+    train_steps(wrapped, optimizer, rank, range(2))
+    return wrapped.bagua_state_dict()
+
+
+def _load(algorithm: str, saved: list[dict]) -> None:
+    model = mlp()
+    wrapped = with_bagua(model, [sgd(model.parameters())], algorithm)
+    wrapped.load_bagua_state_dict(saved[bagua.comm.get_rank()])
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("algorithm", ["sign_sgd", "power_sgd", "decentralized", "low_precision_decentralized"])
+def test_files_that_were_swapped_between_ranks_are_noticed(thread_ranks, algorithm):
+    first, second = thread_ranks(2, _remembered, algorithm)
+    assert [(saved["rank"], saved["world_size"]) for saved in (first, second)] == [(0, 2), (1, 2)]
+    thread_ranks(2, _load, algorithm, [first, second])
+    with pytest.raises(ConfigurationError, match=r"rank . of 2 was given the state of rank . of 2") as caught:
+        thread_ranks(2, _load, algorithm, [second, first])
+    assert {caught.value.expected, caught.value.seen} == {"rank 0 of 2", "rank 1 of 2"}
+    with pytest.raises(ConfigurationError, match="rank 0 of 1 was given the state of rank 0 of 2"):
+        thread_ranks(1, _load, algorithm, [first])
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad", "async"])
+def test_what_all_ranks_have_in_common_may_come_from_any_of_them(thread_ranks, algorithm):
+    _, second = thread_ranks(2, _remembered, algorithm)
+    for size in (1, 2, 3):
+        thread_ranks(size, _load, algorithm, [second] * size)

@@ -8,16 +8,18 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from bagua.checks import check_flags
 from bagua.comm import ProcessGroup
 from bagua.errors import ConfigurationError
 from bagua.parallel.access import EngineAccess
 from bagua.parallel.agreement import compare
-from bagua.parallel.ddp_arguments import resolve_group
+from bagua.parallel.ddp_arguments import bytes_from_megabytes, resolve_group
 from bagua.parallel.decentralized.average import GlobalAverage
 from bagua.parallel.decentralized.mixing import DelayedMixing
 from bagua.parallel.decentralized.plan import Plan, TopologyLike, nodes_for, resolve_topology
 from bagua.parallel.decentralized.stepping import ClipScope, LRSchedulerFunction, OptimizerFunction, Stepping
 from bagua.parallel.hooks import BackwardHooks
+from bagua.parallel.options import check_module
 from bagua.parallel.overlapping import OverlappingWrapper
 from bagua.parallel.start import make_equal
 
@@ -114,6 +116,14 @@ class DecentralizedDataParallel(EngineAccess, OverlappingWrapper):
         find_unused_parameters: bool = False,
         init_sync: bool = True,
     ) -> None:
+        check_module(model, "model")
+        check_flags(
+            param_as_bucket_view=param_as_bucket_view,
+            sync_buffer_in_global_avg=sync_buffer_in_global_avg,
+            find_unused_parameters=find_unused_parameters,
+            init_sync=init_sync,
+        )
+        bucket_bytes = bytes_from_megabytes(bucket_size_in_mb=bucket_size_in_mb)
         group = resolve_group(process_group, None)
         nodes = nodes_for(group, _local_world_size)
         plan = Plan(resolve_topology(topology), group.size, group.rank, nodes)
@@ -124,7 +134,7 @@ class DecentralizedDataParallel(EngineAccess, OverlappingWrapper):
             fusion=param_as_bucket_view,
             process_group=group,
             algorithm=DelayedMixing(plan, stepping),
-            bucket_bytes=_bucket_bytes(bucket_size_in_mb),
+            bucket_bytes=bucket_bytes,
             find_unused_parameters=find_unused_parameters,
             delay_reduce=grad_clip_norm > 0 and grad_clip_scope == "model",
             autotune=False,
@@ -174,6 +184,7 @@ class DecentralizedDataParallel(EngineAccess, OverlappingWrapper):
 
     def set_accumulate_grad(self, enable: bool = True) -> None:
         """Whether backward passes of forwards from now on only accumulate gradients; see also ``no_sync()``."""
+        check_flags(enable=enable)
         self._engine.synchronize = not enable
 
     def global_avg(self) -> GlobalAverage:
@@ -229,15 +240,16 @@ class DecentralizedDataParallel(EngineAccess, OverlappingWrapper):
         """Restore what ``communication_state_dict`` returned on this rank. Collective.
 
         Raises:
-            ConfigurationError: it was saved with another topology or number of ranks.
+            ConfigurationError: it was saved by another rank, or with another topology or number of ranks.
             CollectiveMismatchError: ranks load different checkpoints.
         """
-        if state_dict["plan"] != repr(self._plan):
+        seen = state_dict.get("plan", "no communication state")
+        if seen != repr(self._plan):
             raise ConfigurationError(
                 "the state of another topology cannot be continued",
                 argument="state_dict",
                 expected=repr(self._plan),
-                seen=state_dict["plan"],
+                seen=seen,
                 advice="Load the weights and the optimizers only, after averaging or from one rank.",
             )
         self.reducer.suspend_exchanges()
@@ -251,14 +263,3 @@ class DecentralizedDataParallel(EngineAccess, OverlappingWrapper):
     def load_bagua_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Another name of ``load_communication_state_dict``."""
         self.load_communication_state_dict(state_dict)
-
-
-def _bucket_bytes(megabytes: float) -> int:
-    if not 0 < megabytes < 2**40:
-        raise ConfigurationError(
-            "buckets cannot have this size",
-            argument="bucket_size_in_mb",
-            expected="a number of MiB > 0",
-            seen=megabytes,
-        )
-    return max(int(megabytes * 1024 * 1024), 1)

@@ -1,0 +1,50 @@
+"""An update that a ``GradScaler`` skips on one rank keeps nobody waiting, also if no forward pass follows there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import bagua.comm
+from bagua.parallel import with_bagua
+from bagua.testing.training import State, loss_of, mlp, sgd, snapshot
+
+pytestmark = pytest.mark.threads
+
+STEPS = 3
+#: The rank whose gradients overflow in the last step.
+OVERFLOWS = 1
+
+
+def _train(optimizers_per_model: int, finish: str) -> tuple[State, State, float]:
+    """Weights, what neighbours know of them, and the scale at the end."""
+    rank, model = bagua.comm.get_rank(), mlp()
+    parts = [model] if optimizers_per_model == 1 else [model[0], nn.ModuleList(model[1:])]
+    optimizers = [sgd(part.parameters()) for part in parts]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    wrapped = with_bagua(model, optimizers, "low_precision_decentralized", bucket_bytes=1000)
+    for step in range(STEPS):
+        if rank == OVERFLOWS and step == STEPS - 1:
+            model[0].weight.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
+        model.zero_grad()
+        scaler.scale(loss_of(wrapped, rank, step)).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+    if finish == "something else together":
+        bagua.comm.get_default_group().global_communicator.barrier()
+    weights = snapshot(model) if finish == "something else together" else wrapped.state_dict()
+    known = wrapped.bagua_state_dict()["parameters"]
+    return weights, {name: state["estimate"] for name, state in known.items()}, scaler.get_scale()
+
+
+@pytest.mark.parametrize("optimizers_per_model", [1, 2])
+def test_ranks_leave_training_for_something_else_together(thread_ranks, optimizers_per_model):
+    left = thread_ranks(2, _train, optimizers_per_model, "something else together", timeout_s=20)
+    asked = thread_ranks(2, _train, optimizers_per_model, "state_dict")
+    assert [scale for *_, scale in left] == [4.0, 2.0], "one update was skipped, on one rank"
+    for rank, (weights, known, _) in enumerate(left):
+        for name, weight in weights.items():
+            assert torch.equal(weight, known[name]), "the last thing that changed weights is the exchange"
+            assert torch.equal(weight, asked[rank][0][name])
