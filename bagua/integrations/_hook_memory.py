@@ -159,8 +159,12 @@ def _blocks(parameters: Sequence[torch.Tensor]) -> list[MatrixBlock]:
     """The matrices among the gradients of a bucket; DDP lays each out like its parameter."""
     blocks, offset = [], 0
     for parameter in parameters:
-        if parameter.dim() > 1 and parameter.numel():
-            rows = parameter.shape[max(range(parameter.dim()), key=parameter.stride)]
+        if parameter.dim() > 1 and parameter.numel() > 1:
+            _, rows = max(
+                (stride, length)
+                for stride, length in zip(parameter.stride(), parameter.shape, strict=True)
+                if length > 1
+            )
             blocks.append(MatrixBlock(offset, rows, parameter.numel() // rows))
         offset += parameter.numel()
     return blocks

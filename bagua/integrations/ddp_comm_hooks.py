@@ -299,30 +299,39 @@ def codec_hook(state: ReducerState, bucket: GradBucket) -> torch.futures.Future[
         ConfigurationError: ``state`` is not one of this module.
     """
     if not isinstance(state, ReducerState):
-        raise ConfigurationError(
-            "this hook needs a state that says how to compress",
-            argument="state",
-            expected="CodecState, TopKState, PowerSGDState or ReducerState",
-            seen=repr(state),
-        )
+        raise _no_state(state)
     return state.exchange_bucket(bucket)
+
+
+def _no_state(seen: object) -> ConfigurationError:
+    return ConfigurationError(
+        "this hook needs a state that says how to compress",
+        argument="state",
+        expected="CodecState, TopKState, PowerSGDState or ReducerState",
+        seen=repr(seen),
+    )
 
 
 def register_fsdp_hook(module: torch.nn.Module, state: ReducerState) -> None:
     """Exchange gradients between replicas of a model that FSDP2 shards, as ``state`` says.
 
     For models that ``fully_shard`` was applied to with a one-dimensional mesh: torch sums gradients inside the mesh,
-    this hook averages the result over ``state``'s ranks, those that hold the same shard in other meshes.
+    this hook averages the result over ``state``'s ranks, those that hold the same shard in other meshes. Collective
+    among these.
 
-    A shard has no matrices, so ``PowerSGDState`` would sum it exactly.
+    A shard has no matrices, so ``PowerSGDState`` would sum it exactly. Gradients inside the mesh travel in full:
+    what hooks of torch see there is what has been summed already.
 
     Args:
         module: and its parts to which ``fully_shard`` was applied.
         state: its ``process_group`` holds the ranks with the same shard.
 
     Raises:
-        ConfigurationError: ``fully_shard`` was applied to nothing in ``module``.
+        ConfigurationError: ``fully_shard`` was applied to nothing in ``module``, or torch sums gradients over ranks
+            of ``state`` already, because they share its mesh, or a part has several meshes.
     """
+    if not isinstance(state, ReducerState):
+        raise _no_state(state)
     parts = {name: part for name, part in module.named_modules() if isinstance(part, FSDPModule)}
     if not parts:
         raise ConfigurationError(
@@ -331,5 +340,30 @@ def register_fsdp_hook(module: torch.nn.Module, state: ReducerState) -> None:
             expected="a module that fully_shard was applied to",
             seen=type(module).__name__,
         )
+    for part in parts.values():
+        _check_mesh(part, state)
     for name, part in parts.items():
-        part.set_all_reduce_hook(functools.partial(state.exchange_part, name))
+        try:
+            part.set_all_reduce_hook(functools.partial(state.exchange_part, name))
+        except ValueError as error:
+            raise ConfigurationError(
+                "torch takes no hook for a part with several meshes",
+                argument="module",
+                expected="fully_shard without a shard_placement_fn that chooses meshes",
+                seen=name,
+            ) from error
+
+
+def _check_mesh(part: Any, state: ReducerState) -> None:
+    """Refuse a state whose ranks hold other shards, or whose gradients torch sums by itself."""
+    others = set(state.group.ranks) - {state.group.ranks[state.group.rank]}
+    for parameter in part.parameters():
+        shared = others.intersection(parameter.device_mesh.mesh.view(-1).tolist())
+        if shared:
+            raise ConfigurationError(
+                "torch sums gradients over these ranks already",
+                argument="state",
+                expected="a process_group of ranks that hold the same shard, each in a mesh of its own",
+                seen=f"ranks {sorted(shared)}, which are in the mesh of the module",
+                advice="Give fully_shard the shards' dimension of a mesh, and the state the group of the other one.",
+            )

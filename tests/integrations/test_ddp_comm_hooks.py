@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bagua.comm
 from bagua.algorithms import Algorithm
-from bagua.compression import Identity, MinMaxUInt8
+from bagua.compression import Codec, Identity, MinMaxUInt8
+from bagua.compression import registry as codecs
 from bagua.errors import ConfigurationError, PeerLostError
 from bagua.integrations.ddp_comm_hooks import (
     CodecState,
@@ -25,7 +26,14 @@ from bagua.integrations.ddp_comm_hooks import (
     register_fsdp_hook,
 )
 from bagua.parallel import with_bagua
-from bagua.primitives import AllGatherReducer, ErrorFeedback, RandomKReducer
+from bagua.primitives import (
+    AllGatherReducer,
+    ErrorFeedback,
+    PowerSGDReducer,
+    RandomKReducer,
+    ScatterGatherReducer,
+    SumReducer,
+)
 from bagua.testing import ProcessRanks, die
 from bagua.testing.training import (
     State,
@@ -65,8 +73,15 @@ def _engine(algorithm: Algorithm) -> State:
     return snapshot(model)
 
 
+def _to_bfloat16(hook):
+    wrapped = default_hooks.bf16_compress_wrapper(hook)
+    wrapped.__name__ = "in_bfloat16"  # torch goes by the name to refuse it where there is no CUDA
+    return wrapped
+
+
 def _every_kind() -> dict[str, State]:
-    exact, to_float16 = AllGatherReducer(Identity()), default_hooks.fp16_compress_wrapper
+    exact = AllGatherReducer(Identity())
+    to_float16 = default_hooks.fp16_compress_wrapper
     return {
         "plain": _train(),
         "identity": _train(ReducerState(exact)),
@@ -74,6 +89,7 @@ def _every_kind() -> dict[str, State]:
         "8 bits": _train(CodecState("minmax_uint8")),
         "8 bits, feedback": _train(CodecState(MinMaxUInt8(block_numel=64), error_feedback=True)),
         "8 bits of float16": _train(CodecState("minmax_uint8"), wrapper=to_float16),
+        "8 bits of bfloat16, feedback": _train(CodecState("minmax_uint8", error_feedback=True), wrapper=_to_bfloat16),
         "low rank": _train(PowerSGDState(2)),
         "random": _train(ReducerState(ErrorFeedback(RandomKReducer(0.5)))),
         "largest": _train(TopKState(0.02), ONE),
@@ -94,39 +110,76 @@ def test_hooks_do_what_they_say_with_several_buckets_under_way(process_ranks):
     assert_close(first["warm-up"], plain)
     assert_close(first["largest"], first["largest, engine"])
     way = _distance(plain, snapshot(mlp()))
-    for kind in ("8 bits", "8 bits, feedback", "8 bits of float16"):
+    for kind in ("8 bits", "8 bits, feedback", "8 bits of float16", "8 bits of bfloat16, feedback"):
         assert 1e-6 * way < _distance(first[kind], plain) < 0.05 * way, kind
     for kind in ("low rank", "random", "largest"):
         assert 0.01 * way < _distance(first[kind], plain) < way, kind
 
 
-def _add_up(kind: str) -> tuple[State, State, State]:
-    """What the hook made of one gradient over several steps, what it still owes, and what it should have been."""
-    rank, steps = bagua.comm.get_rank(), 5
-    states = {"largest": TopKState(0.2), "low rank": PowerSGDState(1)}
-    state = states[kind]
-    model, results = _ddp(state, SEVERAL), []
+def _every_reducer() -> dict[str, SumReducer]:
+    """Each codec, in each form that takes it, and the reducers that have none."""
+    found: dict[str, SumReducer] = {"low rank": PowerSGDReducer(1), "random": RandomKReducer(0.2)}
+    for name in codecs:
+        for form in (AllGatherReducer, ScatterGatherReducer):
+            found[f"{name}, {form.__name__}"] = form(Codec.init(name))
+    return found
+
+
+def _gradients(model: DistributedDataParallel, steps: int) -> State:
+    """The sum of what every step makes of the same gradient."""
+    total: State = {}
     for _ in range(steps):
         model.zero_grad()
-        loss_of(model, rank, 0).backward()
-        results.append({name: parameter.grad.clone() for name, parameter in model.module.named_parameters()})
-    remembered = state.state_dict(model)
-    assert remembered["step"] == state.step == steps
-    exact = _ddp(None, SEVERAL)
-    loss_of(exact, rank, 0).backward()
-    names = list(results[0])
-    return (
-        {name: torch.stack([result[name] for result in results]).sum(dim=0) for name in names},
-        {name: remembered["parameters"][name]["residual"].view_as(results[0][name]) for name in names},
-        {name: parameter.grad * steps for name, parameter in exact.module.named_parameters()},
-    )
+        loss_of(model, bagua.comm.get_rank(), 0).backward()
+        for name, parameter in model.module.named_parameters():
+            total[name] = total.get(name, 0) + parameter.grad
+    return total
 
 
-@pytest.mark.parametrize("kind", ["largest", "low rank"])
-def test_nothing_is_lost_when_ddp_forms_its_buckets_anew(process_ranks, kind):
-    (done, owed, expected), (_, owed_elsewhere, _) = process_ranks(2, _add_up, kind)
-    assert_close({name: done[name] + owed[name] + owed_elsewhere[name] for name in done}, expected)
-    assert any(owed[name].abs().max() > 0.01 for name in owed)
+def _add_up(hierarchical: bool) -> tuple[State, dict[str, tuple[State, State]]]:
+    """What exact steps make of one gradient; for each kind of hook what it makes of it, and what it still owes."""
+    steps, found = 3, {}
+    for kind, reducer in _every_reducer().items():
+        state = ReducerState(ErrorFeedback(reducer), hierarchical=hierarchical)
+        model = _ddp(state, SEVERAL)
+        done = _gradients(model, steps)
+        remembered = state.state_dict(model)
+        assert remembered["step"] == state.step == steps
+        owed = {name: part["residual"].view_as(done[name]) for name, part in remembered["parameters"].items()}
+        found[kind] = (done, owed)
+        state.close()
+    return _gradients(_ddp(None, SEVERAL), steps), found
+
+
+@pytest.mark.parametrize("hosts", [None, [2, 1]], ids=["flat", "hierarchical"])
+def test_nothing_is_lost_by_any_codec_also_when_ddp_forms_its_buckets_anew(process_ranks, hosts):
+    layout = {} if hosts is None else {"hosts": hosts}
+    outcomes = process_ranks(2 if hosts is None else 3, _add_up, hosts is not None, **layout)
+    expected = outcomes[0][0]
+    for kind, (done, _) in outcomes[0][1].items():
+        assert_same_on_all_ranks([of_kinds[kind][0] for _, of_kinds in outcomes])
+        owed = {name: sum(of_kinds[kind][1][name] for _, of_kinds in outcomes) for name in done}
+        assert_close({name: done[name] + owed[name] for name in done}, expected)
+        if kind.startswith(("low rank", "random", "sign", "topk")):
+            assert max(float(part.abs().max()) for part in owed.values()) > 0.01, kind
+
+
+def _overflow() -> list[bool]:
+    """A gradient of one rank is not finite in the second of three steps."""
+    rank, seen = bagua.comm.get_rank(), []
+    state = TopKState(0.2)
+    model = _ddp(state, SEVERAL)
+    for step in range(3):
+        model.zero_grad()
+        loss = loss_of(model, rank, step)
+        (loss * float("inf") if (rank, step) == (1, 1) else loss).backward()
+        seen.append(all(bool(parameter.grad.isfinite().all()) for parameter in model.parameters()))
+    kept = state.state_dict(model)["parameters"].values()
+    return [*seen, all(bool(part["residual"].isfinite().all()) for part in kept)]
+
+
+def test_what_is_not_finite_reaches_everyone_and_is_not_remembered(process_ranks):
+    assert process_ranks(2, _overflow) == [[True, False, True, True]] * 2
 
 
 def _stop_and_go_on() -> tuple[State, State]:
@@ -198,6 +251,8 @@ def _sharded() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ReducerState(reducer).load_state_dict(state.state_dict(model), model)
     plain = _ddp(None, ONE)
     loss_of(plain, rank, 1).backward()
+    with pytest.raises(ConfigurationError, match=r"ranks \[\d\], which are in the mesh"):
+        register_fsdp_hook(fully_shard(mlp()), CodecState("minmax_uint8"))
     return (*gradients, torch.cat([parameter.grad.view(-1) for parameter in plain.module.parameters()]))
 
 
@@ -236,5 +291,7 @@ def test_what_is_no_state_is_refused():
         TopKState(warm_up=1)
     with pytest.raises(ConfigurationError, match="CodecState"):
         codec_hook(None, None)
+    with pytest.raises(ConfigurationError, match="CodecState"):
+        register_fsdp_hook(nn.Linear(1, 1), MinMaxUInt8())
     with pytest.raises(ConfigurationError, match="fully_shard"):
         register_fsdp_hook(nn.Linear(1, 1), CodecState("sign"))
