@@ -2,7 +2,8 @@
 
 A contender is written as text, so that it fits on a command line and reaches the rank processes:
 
-* ``ddp``, ``ddp_fp16``, ``ddp_powersgd``: torch's DistributedDataParallel, plain or with a hook;
+* ``ddp``, ``ddp_fp16``, ``ddp_powersgd``: torch's DistributedDataParallel, plain or with a hook of torch;
+* ``ddp_8bit``: the same with our hook that sends one byte for each element;
 * ``silent``: bagua's engine with an exchange that does nothing;
 * ``decentralized_data_parallel``: DecentralizedDataParallel with one other peer in each step;
 * ``adam``: gradient allreduce with Adam in place of the task's optimizer, to compare QAdam with;
@@ -24,6 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 import bagua.torch_api  # noqa: F401  # puts with_bagua on modules
 from bagua.algorithms import Algorithm, registry
+from bagua.integrations.ddp_comm_hooks import CodecState, codec_hook
 from bagua.parallel.decentralized import DecentralizedDataParallel
 from benchmarks.silent import SilentAlgorithm
 
@@ -85,6 +87,13 @@ def through_ddp_powersgd(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
         start_powerSGD_iter=POWERSGD_WARM_UP_STEPS,
     )
     wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return Prepared(wrapped, optimizer)
+
+
+def through_ddp_8bit(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
+    """DDP with our hook that sends one byte for each element."""
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    wrapped.register_comm_hook(CodecState("minmax_uint8"), codec_hook)
     return Prepared(wrapped, optimizer)
 
 
@@ -153,6 +162,7 @@ PEERS: dict[str, Maker] = {
     "ddp": through_ddp,
     "ddp_fp16": through_ddp_fp16,
     "ddp_powersgd": through_ddp_powersgd,
+    "ddp_8bit": through_ddp_8bit,
     "decentralized_data_parallel": through_decentralized,
     "silent": without_exchange,
     "adam": with_adam,

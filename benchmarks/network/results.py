@@ -36,6 +36,8 @@ class Limit:
 LIMITS = (
     Limit(2, 100, "ddp", "bytegrad", step_time=0.30, sent_bytes=0.27),
     Limit(2, 100, "ddp_fp16", "bytegrad", step_time=0.58),
+    Limit(2, 100, "ddp", "ddp_8bit", step_time=0.32),
+    Limit(2, 100, "bytegrad", "ddp_8bit", step_time=1.1),
     Limit(2, 100, "ddp", "sign_sgd", sent_bytes=0.05),
     Limit(2, 100, "ddp", "top_k", sent_bytes=0.04),
     Limit(2, 100, "ddp", "power_sgd", sent_bytes=0.01),

@@ -110,12 +110,13 @@ def test_a_run_times_counts_and_trains(needs_lab, tmp_path, capsys):
     numbers, plot = tmp_path / "numbers.json", tmp_path / "plot.svg"
     few = ["--rates", "1000", "unlimited", "--rounds", "2", "--hidden", "32", "--batch", "4", "--steps", "2"]
     files = ["--json", str(numbers), "--plot", str(plot)]
-    assert command.main([*few, *files, "--contenders", "ddp_fp16", "gradient_allreduce"]) == 0
+    assert command.main([*few, *files, "--contenders", "ddp_fp16", "ddp_8bit", "gradient_allreduce"]) == 0
     (run,) = json.loads(numbers.read_text())["runs"]
     lines = {(line["contender"], line["rate_mbit_s"]): line for line in run["lines"]}
-    assert len(lines) == 6
+    assert len(lines) == 8
     for rate in (1000, None):
         assert lines["ddp_fp16", rate]["sent_ratio"] == pytest.approx(0.5, abs=0.05)
+        assert lines["ddp_8bit", rate]["sent_ratio"] == pytest.approx(0.25, abs=0.05)
         assert lines["gradient_allreduce", rate]["sent_ratio"] == pytest.approx(1, abs=0.05)
         losses = [lines[who, rate]["loss"]["after_steps"] for who in ("ddp", "gradient_allreduce")]
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
