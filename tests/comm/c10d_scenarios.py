@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import sys
@@ -10,7 +11,7 @@ import time
 from datetime import timedelta
 
 import torch
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from bagua.comm.c10d import C10dTransport
 from bagua.comm.communicator import Communicator
@@ -69,12 +70,15 @@ def stopped_host(comm: Communicator) -> None:
     comm.allreduce(torch.ones(3), timeout=DEADLINE_S)
 
 
-def interrupted(comm: Communicator) -> None:
+def interrupted(comm: Communicator, store: Store) -> None:
     """Ctrl-C on the last rank, which waits in a collective; the others come later."""
     if comm.rank == comm.size - 1:
         kill_soon(signal.SIGINT)
-    else:
-        time.sleep(1.0)
+        try:
+            comm.allreduce(torch.ones(3))
+        finally:
+            store.set("interrupted", "")
+    store.wait(["interrupted"])
     comm.allreduce(torch.ones(3))
 
 
@@ -95,7 +99,7 @@ def leaves_with_calls_under_way(comm: Communicator) -> None:
     comm.recv(torch.ones(3), comm.size - 1, async_op=True)
 
 
-def late_writes(comm: Communicator) -> None:
+def late_writes(comm: Communicator, store: Store) -> None:
     """After a timeout the tensor belongs to the caller again."""
     tensor = torch.ones(BIG)
     if comm.rank == 0:
@@ -103,9 +107,10 @@ def late_writes(comm: Communicator) -> None:
             comm.allreduce(tensor, timeout=0.5)
         finally:
             tensor.fill_(7)
+            store.set("timed out", "")
             time.sleep(1.5)
             print("untouched", bool((tensor == 7).all()), flush=True)
-    time.sleep(0.8)
+    store.wait(["timed out"])
     comm.allreduce(tensor)
 
 
@@ -125,11 +130,12 @@ def main(scenario: str, size: int, port: int, rank: int, own_store: bool) -> Non
     print("ready", flush=True)
     started = time.monotonic()
     try:
-        globals()[scenario](comm)
+        function = globals()[scenario]
+        function(*(comm, PrefixStore("scenario", store))[: len(inspect.signature(function).parameters)])
     except BaseException as error:
         waited_s = time.monotonic() - started
         peers = getattr(error, "peers", None)
-        print(f"{type(error).__name__} peers={peers} soon={waited_s < 5.0} {error}", flush=True)
+        print(f"{type(error).__name__} peers={peers} soon={waited_s < 15.0} {error}", flush=True)
         raise SystemExit(3) from None
 
 

@@ -302,7 +302,7 @@ def leave_from_a_child() -> bool:
         started = time.monotonic()
         atexit._run_exitfuncs()
         gc.collect()
-        os._exit(0 if time.monotonic() - started < 5.0 else 1)
+        os._exit(0 if time.monotonic() - started < 15.0 else 1)
     work.wait()
     sys.stdout.flush()
     clean = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -339,7 +339,7 @@ def test_an_own_deadline_beats_the_default() -> None:
         with pytest.raises(CollectiveTimeoutError) as caught:
             comm.allreduce(torch.ones(2), timeout=0.3)
         assert caught.value.timeout_s == 0.3
-        assert time.monotonic() - started < 5.0
+        assert time.monotonic() - started < 20.0
         return caught.value.peers
 
     assert values(run(2, job, timeout_s=60.0))[0] == (1,)
@@ -360,6 +360,8 @@ def test_a_deadline_that_passed_before_anybody_waited() -> None:
 
 @pytest.mark.parametrize("message", [False, True])
 def test_a_failed_wait_ends_the_call_everywhere(message: bool) -> None:
+    given_up = threading.Event()
+
     def job(comm: Communicator) -> Any:
         if comm.rank == 0:
             work = (
@@ -367,10 +369,11 @@ def test_a_failed_wait_ends_the_call_everywhere(message: bool) -> None:
             )
             with pytest.raises(CollectiveTimeoutError):
                 work.wait(0.2)
+            given_up.set()
             return None
         if message:
             return comm.recv(torch.ones(2), 0)
-        time.sleep(0.5)
+        assert given_up.wait(15)
         return comm.allreduce(torch.ones(2))
 
     outcomes = run(2, job)

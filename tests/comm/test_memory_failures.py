@@ -97,7 +97,7 @@ def test_abort_wakes_everyone_with_the_reason(call: str, monkeypatch: pytest.Mon
 
     started = time.monotonic()
     outcomes = run(4, job)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 15  # the deadline is 20
     assert isinstance(outcomes[0], CommunicatorClosedError)
     for error in outcomes[1:]:
         assert isinstance(error, PeerLostError)

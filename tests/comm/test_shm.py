@@ -87,7 +87,7 @@ def test_a_rank_killed_at_each_step(shm_pool, kind: str, numel: int) -> None:
             assert survivor.error is None, survivor.trace
             name, peers, seconds = survivor.value
             assert (name, peers) == ("PeerLostError", (1,)), f"step {at}: {survivor}"
-            assert seconds < 1.0
+            assert seconds < 10.0, "that is half of the deadline"
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -123,7 +123,7 @@ def check_kill(pool, seed: int) -> None:
         assert survivor.error is None, survivor.trace
         name, peers, late_s, victim = survivor.value
         assert (name, peers) == ("PeerLostError", (victim,)), f"seed {seed}: {survivor}"
-        assert late_s < 1.0
+        assert late_s < 10.0
     assert nothing_new_stays(before)
 
 

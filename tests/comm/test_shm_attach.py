@@ -54,7 +54,7 @@ def test_a_rank_killed_in_another_pid_namespace() -> None:
     first, killed_at, last = run_anew(3, shm_attach_ranks.isolated, "outlive rank 1")
     for name, peers, noticed_at in (first, last):
         assert (name, peers) == ("PeerLostError", [1])
-        assert noticed_at - killed_at < 1.0
+        assert noticed_at - killed_at < 10.0
 
 
 @needs_root

@@ -49,7 +49,7 @@ def test_survivors_of_a_killed_rank_name_it(pool: ProcessRanks, port: int) -> No
     assert isinstance(lost.error, RankDiedError)
     for survivor in survivors:
         assert survivor.error is None, survivor.trace
-        assert survivor.value < 5.0
+        assert survivor.value < 15.0
 
 
 def test_a_backend_that_torch_would_drop_is_refused(pool: ProcessRanks) -> None:

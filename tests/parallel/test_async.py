@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.threads, pytest.mark.timeout(120)]
 
 OFTEN = AsyncModelAverageAlgorithm(sync_interval_ms=0)
 #: A rank that was killed is noticed after this time, in tests.
-PEER_TIMEOUT_S = 2.0
+PEER_TIMEOUT_S = 6.0
 
 
 def plain_sgd(parameters):
@@ -487,6 +487,44 @@ def _train_until_killed(victim: int, on_peer_loss: str) -> tuple[str, tuple[int,
 def test_a_rank_that_dies(thread_pool, policy, expected):
     outcomes = thread_pool.outcomes(_train_until_killed, 1, policy, size=3)
     assert [outcome.value for outcome in outcomes if outcome.rank != 1] == [expected] * 2, outcomes
+
+
+def _train_in_epochs_until_killed(victim: int) -> tuple[bool, tuple[int, ...]]:
+    rank = bagua.comm.get_rank()
+    algorithm = AsyncModelAverageAlgorithm("all", 0, on_peer_loss="continue", peer_timeout_s=PEER_TIMEOUT_S)
+    model, optimizer = build(algorithm)
+    with model.bagua_algorithm.running(model):
+        train_until_averaged(model, optimizer, rank, rounds=1)
+        if rank == victim:
+            model.bagua_algorithm._averager._session.member.poll = testing.die
+            model.bagua_algorithm._averager._session.desk.wake.set()
+            testing.die()
+    model.bagua_algorithm.resume(model)
+    train_until_averaged(model, optimizer, rank)
+    together = model.bagua_algorithm.abort(model)
+    return together, model.bagua_algorithm.status().members
+
+
+def test_survivors_resume_without_the_dead(thread_pool):
+    outcomes = thread_pool.outcomes(_train_in_epochs_until_killed, 1, size=3)
+    assert [outcome.value for outcome in outcomes if outcome.rank != 1] == [(True, (0, 2))] * 2, outcomes
+
+
+def test_ranks_resume_without_one_that_left_and_ended(thread_ranks):
+    def train() -> tuple[int, ...]:
+        rank = bagua.comm.get_rank()
+        model, optimizer = build()
+        train_until_averaged(model, optimizer, rank, rounds=1)
+        if rank == 1:
+            bagua.comm.destroy_process_group()
+            return ()
+        assert model.bagua_algorithm.abort(model)
+        model.bagua_algorithm.resume(model)
+        train_until_averaged(model, optimizer, rank, rounds=1)
+        assert model.bagua_algorithm.abort(model)
+        return model.bagua_algorithm.status().members
+
+    assert thread_ranks(3, train) == [(0, 2), (), (0, 2)]
 
 
 def test_not_finite_weights_stay_where_they_are(thread_ranks):

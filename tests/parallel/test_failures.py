@@ -83,7 +83,7 @@ def test_an_error_in_a_users_own_hook_ends_every_rank(thread_ranks):
             train_steps(wrapped, optimizer, rank, range(2, 5))
 
     with pytest.raises(CodecError, match="rank 1 ends"):
-        thread_ranks(2, train, timeout_s=5.0)
+        thread_ranks(2, train)
 
 
 @pytest.mark.threads
@@ -200,14 +200,14 @@ def _train_until_killed(victim: int) -> str:
 @pytest.mark.gloo
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_killed_process_ends_the_others_with_a_typed_error(process_pool, victim):
-    outcomes = process_pool.outcomes(_train_until_killed, victim, size=3, timeout_s=10.0)
+    outcomes = process_pool.outcomes(_train_until_killed, victim, size=3)
     survivors = [outcome for outcome in outcomes if outcome.rank != victim]
     assert all(outcome.value in ("PeerLostError", "CollectiveTimeoutError") for outcome in survivors), survivors
 
 
 @pytest.mark.threads
 def test_a_killed_thread_rank_ends_the_others_with_a_typed_error(thread_pool):
-    outcomes = thread_pool.outcomes(_train_until_killed, 1, size=3, timeout_s=5.0)
+    outcomes = thread_pool.outcomes(_train_until_killed, 1, size=3)
     survivors = [outcome for outcome in outcomes if outcome.rank != 1]
     assert all(outcome.value in ("PeerLostError", "CollectiveTimeoutError") for outcome in survivors), survivors
 

@@ -9,6 +9,7 @@ from bagua.comm import backends
 from bagua.comm.threads import ThreadsTransport
 from bagua.comm.transport import DONE, Handle
 from bagua.testing import ThreadRanks
+from bagua.testing.contract import failures
 from bagua.testing.transport_contract import TransportContract
 
 pytestmark = pytest.mark.threads
@@ -103,7 +104,7 @@ class KeepsReasonsToItself(ThreadsTransport):
 
 class AbortsSlowly(ThreadsTransport):
     def abort(self, reason):
-        time.sleep(6.0)
+        time.sleep(failures.SOON_S + 0.5)
         super().abort(reason)
 
 
@@ -135,6 +136,8 @@ MUTANTS = [
 @pytest.mark.parametrize(("mutant", "test"), MUTANTS, ids=[f"{m.__name__}-{t[5:30]}" for m, t in MUTANTS])
 def test_a_mutant_is_caught(mutant, test, monkeypatch):
     monkeypatch.setattr(backends, "ThreadsTransport", mutant)
+    monkeypatch.setattr(failures, "SOON_S", 3.0)
+    monkeypatch.setattr(failures, "UNTIL_S", 3.0)
     with pytest.raises(Exception, match=r".") as caught:
         getattr(Contract(), test)(ThreadRanks(3, deadline_s=20))
     assert type(caught.value) not in (TypeError, AttributeError, NameError), "the mutant itself is wrong"
