@@ -10,6 +10,7 @@ import torch
 from bagua.algorithms import Algorithm, AsyncModelAverageAlgorithmImpl, DistributedAlgorithm, as_algorithm, registry
 from bagua.comm import get_default_group, init_process_group, is_initialized
 from bagua.errors import ConfigurationError
+from bagua.integrations._batch_norm import SynchronizedBatchNorms
 from bagua.parallel import DistributedDataParallel
 from bagua.parallel.autotune_settings import AutotuneSettings
 from bagua.utilities.distributed import all_gather_ddp_if_available, sync_ddp_if_available
@@ -18,6 +19,9 @@ __all__ = ["StrategyMixin", "register"]
 
 #: Where a checkpoint of Lightning holds what is ours.
 _KEY = "bagua"
+
+#: What Lightning's class takes for torch's DDP, and would not use here.
+_FOR_HOOKS_OF_TORCH = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 
 
 class StrategyMixin:
@@ -31,7 +35,8 @@ class StrategyMixin:
     optimizers: list[torch.optim.Optimizer]
     precision_plugin: Any
     global_rank: int
-    _timeout: Any
+    root_device: torch.device
+    _layer_sync: Any
 
     def __init__(
         self,
@@ -52,9 +57,12 @@ class StrategyMixin:
             "forward_sync_buffers": forward_sync_buffers,
             "autotune": autotune,
         }
-        self._checkpointed_optimizers: list[Any] | None = None
+        self._bagua_timeout = strategy_options.get("timeout")
+        self._resumed: Mapping[str, Any] | None = None
+        self._own_optimizer_states: list[Any] | None = None
+        unknown = [name for name in _FOR_HOOKS_OF_TORCH if name in strategy_options]
         super().__init__(**strategy_options)
-        unknown = getattr(self, "_ddp_kwargs", None)
+        unknown += getattr(self, "_ddp_kwargs", {})
         if unknown:
             raise TypeError(
                 f"unknown keyword arguments: {', '.join(unknown)}; known ones are algorithm, backend, "
@@ -67,7 +75,7 @@ class StrategyMixin:
         """Connect all ranks, with torch's group first, which some parts of Lightning use."""
         super().setup_distributed()  # type: ignore[misc]
         if not is_initialized():
-            init_process_group(backend=self._bagua_backend, timeout=self._timeout)
+            init_process_group(backend=self._bagua_backend, timeout=self._bagua_timeout)
 
     def configure_ddp(self) -> None:
         """Nothing yet: the engine needs the optimizers, which Lightning makes after this."""
@@ -75,16 +83,22 @@ class StrategyMixin:
 
     def setup(self, trainer: Any) -> None:
         """Set everything up, then wrap the module for training."""
+        if self._layer_sync is not None and self.root_device.type == "cpu":
+            self._layer_sync = SynchronizedBatchNorms()  # Torch's layer, which Lightning takes, is for GPUs.
         super().setup(trainer)  # type: ignore[misc]
-        if str(trainer.state.fn.value) == "fit":
-            self._check_optimizers()
-            self.model = DistributedDataParallel(
-                self.lightning_module,
-                optimizers=self.optimizers,
-                algorithm=self._algorithm,
-                grad_scaler=getattr(self.precision_plugin, "scaler", None),
-                **self._engine_options,
-            )
+        resumed, self._resumed = self._resumed, None
+        if str(trainer.state.fn.value) != "fit":
+            return
+        self._check_optimizers()
+        self.model = DistributedDataParallel(
+            self.lightning_module,
+            optimizers=self.optimizers,
+            algorithm=self._algorithm,
+            grad_scaler=getattr(self.precision_plugin, "scaler", None),
+            **self._engine_options,
+        )
+        if resumed is not None:
+            self._go_on_from(resumed)
 
     def _check_optimizers(self) -> None:
         traits = self._algorithm.implementation.traits
@@ -97,6 +111,11 @@ class StrategyMixin:
                 seen=f"{len(self.optimizers)} optimizers",
                 advice="Use an algorithm that exchanges gradients, as gradient_allreduce.",
             )
+
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        """Tell the engine of a backward pass inside the forward pass, as manual optimization has it."""
+        if isinstance(self.model, DistributedDataParallel) and not self.lightning_module.automatic_optimization:
+            self.model._bagua_engine.after_forward(closure_loss)  # noqa: SLF001 - ours
 
     # Talking to other ranks.
 
@@ -158,11 +177,6 @@ class StrategyMixin:
         state: dict[str, Any] = super().lightning_module_state_dict()  # type: ignore[misc]
         return state
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Yes: buckets exist only then."""
-        return True
-
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save, with what the algorithm remembers on each rank; and each rank's weights where they differ."""
         if isinstance(self.model, DistributedDataParallel) and not self._weights_only(checkpoint):
@@ -183,31 +197,37 @@ class StrategyMixin:
         return self._algorithm.implementation.traits.result == "consensus"
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights, and on each rank what was its own."""
+        """Load the weights. What was a rank's own waits for ``setup``: the engine needs the buckets for it."""
         super().load_model_state_dict(checkpoint, strict=strict)  # type: ignore[misc]
-        saved = checkpoint.get(_KEY)
-        self._checkpointed_optimizers = None
-        if saved is None or not isinstance(self.model, DistributedDataParallel):
-            return
+        self._resumed = checkpoint.get(_KEY)
+        self._own_optimizer_states = None
+
+    def _go_on_from(self, saved: Mapping[str, Any]) -> None:
+        """Give this rank what it had."""
+        own = self._of_this_rank(saved["ranks"])
+        if "weights" in own:
+            self.lightning_module.load_state_dict(own["weights"], strict=self.lightning_module.strict_loading)
+        self._own_optimizer_states = own.get("optimizer_states")
+        self.model.load_bagua_state_dict(own["algorithm_state"])
+
+    def _of_this_rank(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         size = get_default_group().size
-        if len(saved["ranks"]) != size:
+        if len(ranks) == size:
+            return ranks[self.global_rank]
+        if _has_something_of_its_own(ranks[0]):
             raise ConfigurationError(
                 "what the algorithm remembers belongs to another number of ranks",
                 argument="ckpt_path",
                 expected=f"a checkpoint of {size} ranks",
-                seen=f"one of {len(saved['ranks'])} ranks",
+                seen=f"one of {len(ranks)} ranks",
                 advice="Load the weights alone: Module.load_from_checkpoint(path), then fit without ckpt_path.",
             )
-        own = saved["ranks"][self.global_rank]
-        if "weights" in own:
-            self.lightning_module.load_state_dict(own["weights"], strict=strict)
-        self._checkpointed_optimizers = own.get("optimizer_states")
-        self.model.load_bagua_state_dict(own["algorithm_state"])
+        return ranks[0]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizers, each rank its own where they differ."""
-        if self._checkpointed_optimizers is not None:
-            checkpoint = {**checkpoint, "optimizer_states": self._checkpointed_optimizers}
+        if self._own_optimizer_states is not None:
+            checkpoint = {**checkpoint, "optimizer_states": self._own_optimizer_states}
         super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
 
     # The end.
@@ -222,6 +242,22 @@ class StrategyMixin:
         super().teardown()  # type: ignore[misc]
 
 
+def _has_something_of_its_own(saved: Mapping[str, Any]) -> bool:
+    """Whether a rank remembered what others did not, so that it cannot be any other rank's."""
+    state = saved["algorithm_state"]
+    return "weights" in saved or bool(state["buffers"]) or any(state["parameters"].values()) or any(state["others"])
+
+
+class _Names(list[str]):
+    """Names of strategies. Lightning refuses others without naming any of ours, so asking for one of these does."""
+
+    def __contains__(self, name: object) -> bool:
+        known = super().__contains__(name)
+        if not known and isinstance(name, str) and name.startswith("bagua_"):
+            as_algorithm(name.removeprefix("bagua_"))
+        return known
+
+
 def register(strategies: Any, strategy: type[Any]) -> None:
     """Make ``strategy="bagua"`` and ``strategy="bagua_<algorithm>"`` known to a Trainer.
 
@@ -233,3 +269,5 @@ def register(strategies: Any, strategy: type[Any]) -> None:
     for name, algorithm in names.items():
         if name not in strategies:
             strategies.register(name, strategy, description=f"bagua with {algorithm}", algorithm=algorithm)
+    available = strategies.available_strategies
+    strategies.available_strategies = lambda: _Names(available())

@@ -7,7 +7,9 @@ from bagua.integrations._lightning_strategy import StrategyMixin, register
 try:
     from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 except ImportError as error:
-    raise ImportError("this needs the package pytorch-lightning 2: pip install pytorch-lightning") from error
+    raise ImportError(
+        "bagua.integrations.pytorch_lightning needs PyTorch Lightning 2: pip install 'bagua[pytorch-lightning]'"
+    ) from error
 
 __all__ = ["BaguaStrategy"]
 

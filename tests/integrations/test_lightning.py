@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import warnings
-from pathlib import Path
+import copy
+import pickle
+import sys
 from typing import Any
 
 import pytest
@@ -12,160 +12,197 @@ import torch
 from torch import nn
 
 import bagua.comm
-from bagua.algorithms import GradientAllReduceAlgorithm, registry
+from bagua.algorithms import AsyncModelAverageAlgorithm, GradientAllReduceAlgorithm, registry
 from bagua.errors import ConfigurationError, UnsupportedAlgorithmException
 from bagua.testing import ProcessRanks
-from bagua.testing.ranks import this_rank
-from bagua.testing.training import State, assert_close, assert_same_on_all_ranks, snapshot
+from bagua.testing.training import assert_close, assert_same_on_all_ranks
 
 pl = pytest.importorskip("lightning.pytorch", reason="needs the extra lightning")
 
 from bagua.integrations.lightning import BaguaStrategy  # noqa: E402
+from tests.integrations import lightning_runs as runs  # noqa: E402
 
 pytestmark = pytest.mark.gloo
 
-SAMPLES, BATCH = 24, 3
+STEPS_PER_EPOCH = runs.SAMPLES // runs.BATCH // 2
 
 
-class Regression(pl.LightningModule):
-    """A small model that logs a metric, and by default steps with SGD."""
-
-    def __init__(self, optimizer: Any = None) -> None:
-        super().__init__()
-        torch.manual_seed(bagua.comm.get_rank())  # The strategy makes ranks equal, not the seed.
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-        self.make_optimizer = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
-        self.seen: list[float] = []
-
-    def loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
-        inputs, targets = batch
-        return nn.functional.mse_loss(self.net(inputs), targets)
-
-    def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
-        return self.loss(batch)
-
-    def validation_step(self, batch: list[torch.Tensor], _: int) -> None:
-        self.seen.append(float(self.loss(batch)))
-        self.log("loss", self.loss(batch), sync_dist=True)
-
-    test_step = validation_step
-
-    def predict_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
-        return self.net(batch[0])
-
-    def configure_optimizers(self) -> Any:
-        return self.make_optimizer(self.parameters())
+def _allreduces() -> int:
+    """How many, so far, in all communicators of this rank."""
+    found = bagua.comm.stats().get("allreduce")
+    return 0 if found is None else found.calls
 
 
-def _loader() -> torch.utils.data.DataLoader:
-    generator = torch.Generator().manual_seed(0)
-    inputs, targets = torch.randn(SAMPLES, 4, generator=generator), torch.randn(SAMPLES, 2, generator=generator)
-    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, targets), batch_size=BATCH)
+# Equal to Lightning's own strategy.
 
 
-def _trainer(strategy: Any, epochs: int = 2, **options: Any) -> pl.Trainer:
-    return pl.Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, max_epochs=epochs, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
-        **options,
-    )  # fmt: skip
-
-
-def _fit(strategy: Any, module: Regression | None = None, **options: Any) -> State:
-    module = module or Regression()
-    validate = options.pop("validate", False)
-    checkpoint = options.pop("checkpoint", None)
-    _trainer(strategy, **options).fit(module, _loader(), _loader() if validate else None, ckpt_path=checkpoint)
-    return snapshot(module)
-
-
-def _as_lightning_starts_it() -> None:
-    os.environ["LOCAL_RANK"] = str(this_rank.get().rank)
-    warnings.simplefilter("ignore")  # Lightning has much to say about small data.
-
-
-# Training, and equality with Lightning's own strategy.
-
-
-def _compare_and_use(directory: str) -> dict[str, Any]:
-    _as_lightning_starts_it()
-    found: dict[str, Any] = {
-        "ddp": _fit("ddp"),
-        "bagua": _fit("bagua"),
-        "ddp, accumulated": _fit("ddp", accumulate_grad_batches=2),
-        "bfloat16": _fit("bagua", precision="bf16-mixed"),
+def _through_both() -> dict[str, tuple[Any, Any, int]]:
+    runs.as_lightning_starts_it()
+    unused = ("ddp_find_unused_parameters_true", {"find_unused_parameters": True})
+    plain = ("ddp", {})
+    cases: dict[str, tuple[Any, tuple[str, dict[str, Any]], dict[str, Any]]] = {
+        "regression": (runs.Regression, plain, {}),
+        "Lightning's example": (runs.Boring, plain, {"num_sanity_val_steps": 2}),
+        "the demo's language model": (runs.LanguageModel, plain, {}),
+        "accumulated": (runs.Regression, plain, {"accumulate_grad_batches": 2}),
+        "accumulated by hand": (runs.ByHand, plain, {}),
+        "adversaries": (runs.Adversaries, unused, {}),
+        "clipped": (runs.Regression, plain, {"gradient_clip_val": 0.1}),
+        "bfloat16, mixed": (runs.Regression, plain, {"precision": "bf16-mixed"}),
+        "bfloat16": (runs.Regression, plain, {"precision": "bf16-true"}),
+        "normalized": (lambda: runs.Regression(normalized=True), plain, {}),
     }
-    calls = bagua.comm.stats()["allreduce"].calls
-    found["bagua, accumulated"] = _fit(BaguaStrategy(GradientAllReduceAlgorithm()), accumulate_grad_batches=2)
-    found["calls, accumulated"] = bagua.comm.stats()["allreduce"].calls - calls
-    module, trainer = Regression(), _trainer("bagua_bytegrad", 1, check_val_every_n_epoch=1)
-    trainer.fit(module, _loader(), _loader())
-    found["metric"] = (float(trainer.callback_metrics["loss"]), module.seen)
-    found["tested"] = trainer.validate(module, _loader(), verbose=False) + trainer.test(
-        module, _loader(), verbose=False
-    )
-    found["predicted"] = sum(len(part) for part in trainer.predict(module, _loader()))
-    found["parameters are plain"] = type(module) is Regression and not list(module.net[0]._forward_hooks)
+    found = {}
+    for name, (make, (peer, engine_options), options) in cases.items():
+        expected = runs.fit(peer, make(), **options)
+        calls = _allreduces()
+        seen = runs.fit(BaguaStrategy(GradientAllReduceAlgorithm(), **engine_options), make(), **options)
+        found[name] = (seen, expected, _allreduces() - calls)
     return found
 
 
-def test_training_equals_ddp_and_all_verbs_work(tmp_path):
-    first, second = ProcessRanks(2).run(_compare_and_use, str(tmp_path))
-    for kind in ("ddp", "bagua", "bagua, accumulated", "bfloat16"):
-        assert_same_on_all_ranks([first[kind], second[kind]])
-    assert_close(first["bagua"], first["ddp"])
-    assert_close(first["bagua, accumulated"], first["ddp, accumulated"])
-    assert not torch.allclose(first["bagua"]["net.0.weight"], first["ddp, accumulated"]["net.0.weight"])
-    steps = 2 * SAMPLES // BATCH // 2 // 2
-    assert first["calls, accumulated"] <= steps + 2, "gradients were exchanged while they were accumulated"
+def test_training_equals_ddp():
+    first, second = ProcessRanks(2).run(_through_both)
+    for name, (seen, expected, _) in first.items():
+        assert_close(seen, expected)
+        if name != "normalized":  # Running statistics are a rank's own until the next forward pass.
+            assert_same_on_all_ranks([seen, second[name][0]])
+    different = ("regression", "accumulated", "clipped", "bfloat16, mixed")
+    assert len({float(first[name][0]["net.0.weight"].sum()) for name in different}) == len(different)
+    calls = {name: number for name, (_, _, number) in first.items()}
+    # All parameters are in one bucket. Some calls more are Lightning's own, and as many in all runs.
+    around = calls["regression"] - 2 * STEPS_PER_EPOCH
+    assert 0 <= around <= 4
+    assert calls["accumulated"] == calls["accumulated by hand"] == around + STEPS_PER_EPOCH
+
+
+# All that a Trainer does, and metrics.
+
+
+class Gathering(runs.Regression):
+    """Collects something of all ranks when validation ends."""
+
+    def on_validation_epoch_end(self) -> None:
+        self.gathered = self.all_gather(torch.tensor([float(self.global_rank)]))
+
+
+def _all_verbs() -> dict[str, Any]:
+    runs.as_lightning_starts_it()
+    module, trainer = Gathering(), runs.trainer("bagua_bytegrad", 1, num_sanity_val_steps=0)
+    trainer.fit(module, runs.loader(), runs.loader())
+    found: dict[str, Any] = {"metric": (float(trainer.callback_metrics["loss"]), list(module.seen))}
+    before = bagua.comm.get_default_group().global_communicator.stats()["allreduce"].calls
+    found["evaluated"] = trainer.validate(module, runs.loader(), verbose=False)
+    found["evaluated"] += trainer.test(module, runs.loader(), verbose=False)
+    found["reduced by us"] = bagua.comm.get_default_group().global_communicator.stats()["allreduce"].calls - before
+    found["predicted"] = sum(len(part) for part in trainer.predict(module, runs.loader()))
+    found["gathered"] = module.gathered.flatten().tolist()
+    found["plain again"] = type(module) is Gathering and not any(
+        parameter._post_accumulate_grad_hooks for parameter in module.parameters()
+    )
+    return found
+
+
+def test_validation_test_and_prediction():
+    first, second = ProcessRanks(2).run(_all_verbs)
     metric, seen = first["metric"]
     assert seen != second["metric"][1]
     assert metric == pytest.approx(sum(seen + second["metric"][1]) / (2 * len(seen)), rel=1e-5)
-    assert first["tested"] == second["tested"]
-    assert first["predicted"] == SAMPLES // 2
-    assert first["parameters are plain"]
+    assert first["evaluated"] == second["evaluated"]
+    assert first["evaluated"][0]["loss"] == pytest.approx(metric, rel=1e-5), "the same weights on the same data"
+    assert first["reduced by us"] >= 4, "two metrics and the sizes of their batches"
+    assert first["predicted"] == runs.SAMPLES // 2
+    assert first["gathered"] == [0.0, 1.0]
+    assert first["plain again"]
 
 
-# Every algorithm.
+# Averages in the background.
 
 
-class SaveOnce(pl.Callback):
-    """Writes a checkpoint at the end of the first epoch."""
+class Watch(pl.Callback):
+    """Notes how averaging goes, and the weights, while the Trainer evaluates and while it trains."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str, float]] = []
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
-        if trainer.current_epoch == 0:
-            trainer.save_checkpoint(self.path)
+    def _note(self, where: str, trainer: pl.Trainer, module: runs.Regression) -> None:
+        state = trainer.model.bagua_algorithm.status().state
+        self.seen.append((where, state, float(module.net[0].weight.detach().double().sum())))
 
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        self._note("training", trainer, module)
 
-def _stop_and_go_on(directory: str) -> dict[str, tuple[State, State]]:
-    _as_lightning_starts_it()
-    found = {}
-    for name in registry:
-        make = registry.get(name).optimizer_class
-        optimizer = None if make is None else lambda parameters, make=make: make(parameters, lr=0.01, warmup_steps=2)
-        path = str(Path(directory) / f"{name}.ckpt")
-        whole = _fit(f"bagua_{name}", Regression(optimizer), callbacks=[SaveOnce(path)], validate=True)
-        resumed = _fit(f"bagua_{name}", Regression(optimizer), checkpoint=path)
-        found[name] = (whole, resumed)
-    return found
+    def on_validation_batch_start(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+        self._note("validation", trainer, module)
 
 
-def test_every_algorithm_trains_checkpoints_and_resumes(tmp_path):
-    first, second = ProcessRanks(2, deadline_s=100).run(_stop_and_go_on, str(tmp_path))
-    start = snapshot(Regression())
-    for name in registry:
-        traits = registry.get(name).implementation.traits
-        for (whole, resumed), (elsewhere, _) in ((first[name], second[name]), (second[name], first[name])):
-            assert all(value.isfinite().all() for value in resumed.values()), name
-            assert any(not torch.equal(value, start[key]) for key, value in whole.items()), name
-            if traits.result != "consensus" or traits.background:
-                assert_same_on_all_ranks([whole, elsewhere])
-            if not traits.background:  # What comes of those is not the same twice.
-                assert_same_on_all_ranks([whole, resumed])
-    assert not torch.equal(first["decentralized"][0]["net.0.weight"], first["gradient_allreduce"][0]["net.0.weight"])
+def _average_in_the_background() -> tuple[list[tuple[str, str, float]], Any]:
+    runs.as_lightning_starts_it()
+    watch = Watch()
+    algorithm = AsyncModelAverageAlgorithm(sync_interval_ms=0, warmup_steps=2)
+    weights = runs.fit(
+        BaguaStrategy(algorithm), validate=True, callbacks=[watch], num_sanity_val_steps=1, val_check_interval=2
+    )
+    return watch.seen, weights
+
+
+def test_averages_in_the_background_rest_during_validation_and_end_with_training():
+    first, second = ProcessRanks(2).run(_average_in_the_background)
+    assert_same_on_all_ranks([first[1], second[1]])
+    states = {(where, state) for where, state, _ in first[0]}
+    assert ("training", "averaging") in states
+    assert {state for where, state in states if where == "validation"} == {"paused"}
+    validated = [[value for where, _, value in seen if where == "validation"] for seen, _ in (first, second)]
+    assert validated[0][1:] == validated[1][1:], "after the sanity check, ranks validate equal weights"
+    assert len(set(validated[0][1:])) > 1
+    trained = [[value for where, _, value in seen if where == "training"] for seen, _ in (first, second)]
+    assert trained[0] != trained[1], "between averages, ranks go their own ways"
+
+
+# Batch normalization over all ranks.
+
+#: What each of two ranks trains on: rows, and how many of them are in a batch. Four batches for both.
+SHARES = [(slice(0, 8), 2), (slice(8, 24), 4)]
+
+
+def _normalize() -> tuple[Any, str, str]:
+    runs.as_lightning_starts_it()
+    kinds = []
+
+    class Normalized(runs.Regression):
+        def on_train_start(self) -> None:
+            kinds.append(type(pickle.loads(pickle.dumps(copy.deepcopy(self.net[1])))).__name__)
+
+    module = Normalized(plain_sgd, normalized=True)
+    data = runs.loader(*SHARES[bagua.comm.get_rank()])
+    weights = runs.fit("bagua", module, data=data, sync_batchnorm=True, use_distributed_sampler=False)
+    return weights, kinds[0], type(module.net[1]).__name__
+
+
+def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def _normalize_in_one_process() -> dict[str, torch.Tensor]:
+    module = runs.Regression(normalized=True)  # with the weights of rank 0
+    optimizer = plain_sgd(module.parameters())
+    for _ in range(2):
+        for parts in zip(*(runs.loader(*share) for share in SHARES), strict=True):
+            inputs, targets = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+            sizes = [len(part[0]) for part in parts]
+            outputs = module.net(inputs).split(sizes)
+            losses = [nn.functional.mse_loss(*pair) for pair in zip(outputs, targets.split(sizes), strict=True)]
+            optimizer.zero_grad()
+            (sum(losses) / len(losses)).backward()
+            optimizer.step()
+    return {key: value.detach() for key, value in module.state_dict().items()}
+
+
+def test_synchronized_batch_normalization_is_that_of_the_joined_batches():
+    (weights, during, after), (others, *_) = ProcessRanks(2).run(_normalize)
+    assert (during, after) == ("SynchronizedBatchNorm", "BatchNorm1d")
+    assert_same_on_all_ranks([weights, others])
+    assert_close(weights, _normalize_in_one_process())
 
 
 # What cannot be.
@@ -176,25 +213,49 @@ def _of_two_optimizers(parameters: Any) -> list[torch.optim.Optimizer]:
     return [torch.optim.SGD(halves[:2], lr=0.1), torch.optim.SGD(halves[2:], lr=0.1)]
 
 
-def _refused() -> list[str]:
-    _as_lightning_starts_it()
-    several = Regression(_of_two_optimizers)
-    several.automatic_optimization = False
-    with pytest.raises(ConfigurationError, match=r"one optimizer.*2 optimizers") as first:
-        _fit("bagua_low_precision_decentralized", several)
-    with pytest.raises(ConfigurationError, match="QAdamOptimizer") as second:
-        _fit("bagua_qadam")
-    return [type(first.value).__name__, type(second.value).__name__]
+def _refused() -> None:
+    runs.as_lightning_starts_it()
+    for name in ("low_precision_decentralized", "qadam"):
+        several = runs.ByHand(_of_two_optimizers)
+        with pytest.raises(ConfigurationError, match=r"one optimizer.*2 optimizers"):
+            runs.fit(f"bagua_{name}", several)
+    with pytest.raises(ConfigurationError, match="QAdamOptimizer"):
+        runs.fit("bagua_qadam")
 
 
 def test_optimizers_that_an_algorithm_cannot_use_are_refused():
-    assert ProcessRanks(2).run(_refused) == [["ConfigurationError", "ConfigurationError"]] * 2
+    ProcessRanks(2).run(_refused)
 
 
-def test_unknown_names_and_options_are_named():
-    with pytest.raises(UnsupportedAlgorithmException, match="gradient_allreduce"):
-        BaguaStrategy("bogus")
-    with pytest.raises(TypeError, match=r"gradient_as_bucket_view.*bucket_bytes"):
-        BaguaStrategy(gradient_as_bucket_view=True)
-    with pytest.raises(ValueError, match="bagua_bogus"):
-        _trainer("bagua_bogus")
+def test_unknown_algorithms_are_answered_with_those_that_exist():
+    for wrong in (lambda: BaguaStrategy("bogus"), lambda: runs.trainer("bagua_bogus")):
+        with pytest.raises(UnsupportedAlgorithmException, match="bogus") as refused:
+            wrong()
+        assert all(name in str(refused.value) for name in registry)
+    for name in registry:
+        assert type(runs.trainer(f"bagua_{name}").strategy) is BaguaStrategy
+    with pytest.raises(ValueError, match="invalid strategy name"):
+        runs.trainer("bogus")
+
+
+@pytest.mark.parametrize("option", ["static_graph", "ddp_comm_hook", "model_averaging_period"])
+def test_options_for_torchs_ddp_are_refused(option):
+    with pytest.raises(TypeError, match=rf"{option}.*bucket_bytes"):
+        BaguaStrategy(**{option: None})
+
+
+@pytest.mark.parametrize(
+    ("module", "missing", "extra"),
+    [
+        ("lightning", ("lightning", "pytorch_lightning"), "lightning"),
+        ("pytorch_lightning", ("pytorch_lightning",), "pytorch-lightning"),
+    ],
+)
+def test_a_missing_package_is_named_with_the_extra_that_installs_it(module, missing, extra, monkeypatch):
+    for name in missing:
+        for loaded in [key for key in sys.modules if key.partition(".")[0] == name]:
+            monkeypatch.delitem(sys.modules, loaded)
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, f"bagua.integrations.{module}", raising=False)
+    with pytest.raises(ImportError, match=rf"pip install 'bagua\[{extra}\]'"):
+        __import__(f"bagua.integrations.{module}")

@@ -1,0 +1,161 @@
+"""Checkpoints of the strategy: with every algorithm, of other strategies, and of other numbers of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bagua.algorithms import registry
+from bagua.errors import ConfigurationError
+from bagua.testing import ProcessRanks
+from bagua.testing.training import State, assert_close, assert_same_on_all_ranks, snapshot
+
+pl = pytest.importorskip("lightning.pytorch", reason="needs the extra lightning")
+
+from tests.integrations import lightning_runs as runs  # noqa: E402
+
+pytestmark = pytest.mark.gloo
+
+#: Those that, with this model, remember on each rank what no other does: remainders, weights.
+OWN_STATE = {"sign_sgd", "top_k", "decentralized", "low_precision_decentralized"}
+
+
+class SaveOnce(pl.Callback):
+    """Writes a checkpoint at the end of the first epoch."""
+
+    def __init__(self, path: str, weights_only: bool = False) -> None:
+        self.path = path
+        self.weights_only = weights_only
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path, weights_only=self.weights_only)
+
+
+def _edit(source: str, target: str, change: Any) -> str:
+    """A changed copy of a checkpoint, each rank's own."""
+    checkpoint = torch.load(source)
+    change(checkpoint)
+    torch.save(checkpoint, target)
+    return target
+
+
+# Every algorithm.
+
+
+def _module(algorithm: str) -> runs.Regression:
+    make = registry.get(algorithm).optimizer_class
+    if make is None:
+        return runs.Regression()
+    return runs.Regression(lambda parameters: make(parameters, lr=0.01, warmup_steps=2))
+
+
+def _stop_and_go_on(folder: str) -> dict[str, tuple[State, State, State]]:
+    runs.as_lightning_starts_it()
+    found = {}
+    for name in registry:
+        path = f"{folder}/{name}.ckpt"
+        whole = runs.fit(f"bagua_{name}", _module(name), callbacks=[SaveOnce(path)], validate=True)
+        resumed = runs.fit(f"bagua_{name}", _module(name), checkpoint=path)
+        forgetful = _edit(path, f"{path}.{runs.this_rank.get().rank}", lambda checkpoint: checkpoint.pop("bagua"))
+        found[name] = (whole, resumed, runs.fit(f"bagua_{name}", _module(name), checkpoint=forgetful))
+    return found
+
+
+def _equal(one: State, other: State) -> bool:
+    return all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_every_algorithm_trains_checkpoints_and_resumes(tmp_path):
+    first, second = ProcessRanks(2, deadline_s=100).run(_stop_and_go_on, str(tmp_path))
+    start = snapshot(runs.Regression())
+    for name in registry:
+        traits = registry.get(name).implementation.traits
+        for (whole, resumed, forgetful), (elsewhere, *_) in ((first[name], second[name]), (second[name], first[name])):
+            assert all(value.isfinite().all() for value in resumed.values()), name
+            assert not _equal(whole, start), name
+            assert (traits.result == "consensus" and not traits.background) or _equal(whole, elsewhere), name
+            if not traits.background:  # What comes of those is not the same twice.
+                assert _equal(whole, resumed), name
+                assert _equal(whole, forgetful) or name in OWN_STATE, name
+        if name in OWN_STATE:
+            assert not all(_equal(whole, forgetful) for whole, _, forgetful in (first[name], second[name])), name
+    assert not _equal(first["decentralized"][0], first["gradient_allreduce"][0])
+
+
+# Checkpoints of others.
+
+
+def _three_ranks(checkpoint: dict[str, Any]) -> None:
+    ranks = checkpoint["bagua"]["ranks"]
+    ranks.append(ranks[0])
+
+
+def _from_elsewhere(folder: str) -> dict[str, Any]:
+    runs.as_lightning_starts_it()
+    mine = f"{folder}/{runs.this_rank.get().rank}"
+    Path(mine).mkdir()
+    found: dict[str, Any] = {"whole": runs.fit("ddp", callbacks=[SaveOnce(f"{folder}/ddp.ckpt")])}
+    found["of ddp"] = runs.fit("bagua", checkpoint=f"{folder}/ddp.ckpt")
+    runs.fit("bagua", callbacks=[SaveOnce(f"{folder}/bagua.ckpt")])
+    found["to ddp"] = runs.fit("ddp", checkpoint=f"{folder}/bagua.ckpt")
+    larger = _edit(f"{folder}/bagua.ckpt", f"{mine}/larger.ckpt", _three_ranks)
+    found["of three ranks"] = runs.fit("bagua", checkpoint=larger)
+    with pytest.raises(ConfigurationError, match=r"another algorithm.*ByteGrad"):
+        runs.fit("bagua_bytegrad", checkpoint=f"{folder}/bagua.ckpt")
+
+    runs.fit("bagua_decentralized", callbacks=[SaveOnce(f"{folder}/gossip.ckpt")])
+    larger = _edit(f"{folder}/gossip.ckpt", f"{mine}/larger.ckpt", _three_ranks)
+    with pytest.raises(ConfigurationError, match=r"2 ranks.*one of 3 ranks"):
+        runs.fit("bagua_decentralized", checkpoint=larger)
+    module, trainer = runs.Regression(), runs.trainer("bagua_decentralized")
+    found["evaluated"] = trainer.validate(module, runs.loader(), ckpt_path=larger, verbose=False, weights_only=True)
+    found["evaluated weights"] = snapshot(module)
+
+    slim = f"{folder}/slim.ckpt"
+    runs.fit("bagua_decentralized", callbacks=[SaveOnce(slim, weights_only=True)])
+    found["weights only"] = "bagua" in torch.load(slim)
+    return found
+
+
+def test_checkpoints_of_others(tmp_path):
+    first, second = ProcessRanks(2).run(_from_elsewhere, str(tmp_path))
+    for kind in ("of ddp", "to ddp", "of three ranks"):
+        assert_close(first[kind], first["whole"])
+        assert_same_on_all_ranks([first[kind], second[kind]])
+    assert first["evaluated"] == second["evaluated"]
+    assert_same_on_all_ranks([first["evaluated weights"], second["evaluated weights"]])
+    assert not first["weights only"]
+
+
+# The module's own wishes.
+
+
+class Partial(runs.Regression):
+    """Keeps some of its weights out of checkpoints, as those of a large frozen model."""
+
+    strict_loading = False
+
+    def state_dict(self, *arguments: Any, **options: Any) -> dict[str, Any]:
+        everything = super().state_dict(*arguments, **options)
+        return {key: value for key, value in everything.items() if not key.startswith("net.0")}
+
+
+def _save_in_part(folder: str) -> tuple[State, State]:
+    runs.as_lightning_starts_it()
+    path = f"{folder}/part.ckpt"
+    module = Partial()
+    runs.fit("bagua_decentralized", module, callbacks=[SaveOnce(path)], epochs=1)
+    trained = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    again = Partial()
+    runs.trainer("bagua_decentralized", epochs=1).fit(again, runs.loader(), ckpt_path=path)
+    return trained, {name: parameter.detach().clone() for name, parameter in again.named_parameters()}
+
+
+def test_a_module_that_saves_a_part_of_itself_resumes(tmp_path):
+    for trained, resumed in ProcessRanks(2).run(_save_in_part, str(tmp_path)):
+        assert torch.equal(trained["net.2.weight"], resumed["net.2.weight"])
+        assert not torch.equal(trained["net.0.weight"], resumed["net.0.weight"])
