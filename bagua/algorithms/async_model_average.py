@@ -151,7 +151,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl, declaration=AsyncModelAverag
         """Leave, without waiting for anybody."""
         averager, self._averager = self._averager, None
         if averager is not None:
-            averager.leave("its model was given another algorithm, or was closed")
+            averager.leave("its model was given another algorithm, or was closed", for_good=True)
 
     # What users call.
 

@@ -16,6 +16,7 @@ from bagua.algorithms import Algorithm, AsyncModelAverageAlgorithm
 from bagua.comm import solo_group
 from bagua.errors import CommunicationError, ConfigurationError, NonFiniteError, PeerLostError
 from bagua.parallel import DistributedDataParallel, bagua_init, with_bagua
+from bagua.primitives.averaging import AveragingStatus, Stage
 from bagua.testing.training import (
     State,
     assert_close,
@@ -283,6 +284,7 @@ def test_with_a_timeout_abort_leaves_the_others_to_themselves(thread_ranks):
         train_until_averaged(model, optimizer, rank, rounds=1)
         if rank == 0:
             together = model.bagua_algorithm.abort(model, timeout=0.1)
+            assert model.bagua_algorithm.abort(model) == together  # The answer stays.
             left.set()
             return together
         while not left.is_set():
@@ -292,6 +294,44 @@ def test_with_a_timeout_abort_leaves_the_others_to_themselves(thread_ranks):
         return model.bagua_algorithm.abort(model)
 
     assert thread_ranks(3, train) == [False, True, True]
+
+
+def test_ctrl_c_in_abort_leaves_and_the_others_go_on(thread_ranks):
+    def interrupt(*_) -> None:
+        raise KeyboardInterrupt
+
+    def train() -> tuple[bool, str]:
+        rank = bagua.comm.get_rank()
+        model, optimizer = build()
+        algorithm = model.bagua_algorithm
+        train_until_averaged(model, optimizer, rank, rounds=1)
+        if rank == 0:
+            algorithm._averager._session.wait_for_change = interrupt
+            with pytest.raises(KeyboardInterrupt):
+                algorithm.abort(model)
+            train_steps(model, optimizer, rank, range(3))
+            return algorithm.abort(model), algorithm.status().state
+        return algorithm.abort(model), algorithm.status().state
+
+    assert thread_ranks(3, train) == [(False, "paused"), (True, "paused"), (True, "paused")]
+
+
+def test_no_training_thread_waits_for_a_rank_that_takes_no_step(thread_ranks):
+    trained = threading.Event()
+
+    def train() -> int:
+        rank = bagua.comm.get_rank()
+        model, optimizer = build()
+        train_steps(model, optimizer, rank, [0])
+        if rank == 1:
+            assert trained.wait(60)  # One of its steps takes as long as 200 of the other.
+        else:
+            train_steps(model, optimizer, rank, range(200))
+            trained.set()
+        assert model.bagua_algorithm.abort(model)
+        return model.bagua_algorithm.status().failed
+
+    assert thread_ranks(2, train) == [0, 0]
 
 
 def test_two_models_do_not_disturb_each_other_nor_the_users_calls(thread_ranks):
@@ -346,6 +386,71 @@ def test_weights_stay_while_a_step_goes_on(thread_ranks):
         model.bagua_algorithm.abort(model)
 
     thread_ranks(2, train)
+
+
+def test_only_training_forwards_take_an_average_in(thread_ranks):
+    def train() -> None:
+        rank = bagua.comm.get_rank()
+        model, optimizer = build(seed=rank)
+        algorithm = model.bagua_algorithm
+        train_steps(model, optimizer, rank, [0])
+        desk, until = algorithm._averager._session.desk, time.monotonic() + 60
+        while desk.stage is not Stage.AVERAGE:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        before = snapshot(model)
+        model.eval()
+        model(torch.ones(1, 8))
+        model.train()
+        with torch.no_grad():
+            model(torch.ones(1, 8))
+        assert desk.stage is Stage.AVERAGE
+        assert_same_on_all_ranks([before, snapshot(model)])
+        model(torch.ones(1, 8))
+        assert algorithm.status().age_steps == 0
+        algorithm.abort(model)
+
+    thread_ranks(2, train)
+
+
+def test_a_rank_holds_two_buffers_of_the_models_size_also_after_resume(thread_ranks):
+    def train() -> tuple[int, int]:
+        model, _ = build(model=torch.nn.Linear(64, 32))
+        seen = set()
+        for _ in range(2):
+            model(torch.ones(1, 64)).sum().backward()
+            parcels = model.bagua_algorithm._averager._session.desk.parcels
+            seen |= {tensor.data_ptr() for parcel in parcels for tensor in (parcel.snapshot, parcel.average)}
+            model.bagua_algorithm.abort(model)
+            model.bagua_algorithm.resume(model)
+        assert len(seen) == 2 * len(parcels), "another session has other buffers"
+        return sum(2 * parcel.nbytes for parcel in parcels), sum(p.nbytes for p in model.parameters())
+
+    for held, model_bytes in thread_ranks(2, train):
+        assert 2 * model_bytes <= held <= 2 * model_bytes + 1024  # padding
+
+
+def test_status_says_what_was_done(thread_ranks):
+    def train() -> AveragingStatus:
+        rank = bagua.comm.get_rank()
+        model, _ = build(AsyncModelAverageAlgorithm(sync_interval_ms=1e9), model=torch.nn.Linear(4, 4, bias=False))
+        assert model.bagua_algorithm.status() == AveragingStatus()
+        with torch.no_grad():
+            model.weight.fill_(rank)
+        for _ in range(3):
+            model(torch.zeros(1, 4)).sum().backward()
+        state = model.bagua_algorithm.status()
+        assert (state.state, state.rounds, state.age_steps, state.age_ms) == ("averaging", 0, None, None)
+        assert model.bagua_algorithm.abort(model)
+        return model.bagua_algorithm.status()
+
+    for status in thread_ranks(2, train):
+        assert (status.state, status.rounds, status.members, status.age_steps) == ("paused", 1, (0, 1), 0)
+        assert status.distance == pytest.approx(0.5 * 16**0.5)  # 16 weights that are 0.5 from their mean
+        assert 16 * 4 <= status.sent_bytes <= 16 * 4 + 256  # padding
+        assert status.age_ms > 0
+        assert status.round_ms > 0
+        assert (status.failed, status.overflowed) == (0, 0)
 
 
 def test_gradients_are_those_of_the_rank(thread_ranks):

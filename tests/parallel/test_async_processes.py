@@ -52,6 +52,41 @@ def test_models_are_equal_after_abort_in_shared_memory(shm_pool):
     assert_same_on_all_ranks(shm_pool.run(_train_and_abort, "all", size=2))
 
 
+def _build_after_warm_up():
+    model = mlp(bagua.comm.get_rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    return with_bagua(model, [optimizer], AsyncModelAverageAlgorithm("all", 1e9, 2), bucket_bytes=1000), optimizer
+
+
+def _save(folder: str) -> State:
+    rank = bagua.comm.get_rank()
+    model, optimizer = _build_after_warm_up()
+    train_steps(model, optimizer, rank, range(4))
+    torch.save((model.state_dict(), model.bagua_state_dict()), f"{folder}/{rank}")
+    return snapshot(model)
+
+
+def _load(folder: str) -> tuple[State, int, str]:
+    rank = bagua.comm.get_rank()
+    model, optimizer = _build_after_warm_up()
+    weights, state = torch.load(f"{folder}/{rank}")
+    model.load_state_dict(weights)
+    model.load_bagua_state_dict(state)
+    loaded = snapshot(model)
+    train_steps(model, optimizer, rank, [4])
+    phase = model.bagua_algorithm.status().state
+    assert model.bagua_algorithm.abort(model)
+    return loaded, model._bagua_engine.reducer.step, phase
+
+
+@pytest.mark.gloo
+def test_a_checkpoint_goes_on_in_its_step_and_phase_in_new_processes(process_ranks, tmp_path):
+    saved = process_ranks(2, _save, str(tmp_path))
+    for state, (loaded, step, phase) in zip(saved, process_ranks(2, _load, str(tmp_path)), strict=True):
+        assert_same_on_all_ranks([state, loaded])
+        assert (step, phase) == (5, "averaging")
+
+
 def _train_until_killed() -> tuple[int, ...]:
     rank = bagua.comm.get_rank()
     model, optimizer = _build()

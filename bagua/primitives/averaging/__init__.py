@@ -33,6 +33,7 @@ from bagua.primitives.averaging.desk import Desk, Parcel, Stage
 from bagua.primitives.averaging.member import Member
 from bagua.primitives.averaging.parts import Buffers, Part, parts_of_buffers
 from bagua.primitives.averaging.records import Record, State
+from bagua.primitives.averaging.roll import Roll
 from bagua.primitives.averaging.schedule import Schedule, topology_of
 from bagua.primitives.averaging.session import Session
 from bagua.primitives.averaging.status import AveragingStatus, Progress
@@ -52,6 +53,7 @@ __all__ = [
     "Patience",
     "Progress",
     "Record",
+    "Roll",
     "Schedule",
     "Session",
     "Stage",

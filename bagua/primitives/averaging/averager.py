@@ -13,6 +13,7 @@ from bagua.primitives.averaging.company import Patience
 from bagua.primitives.averaging.desk import Desk, Stage
 from bagua.primitives.averaging.member import Member
 from bagua.primitives.averaging.parts import Part
+from bagua.primitives.averaging.roll import Roll
 from bagua.primitives.averaging.schedule import Schedule
 from bagua.primitives.averaging.session import Session
 from bagua.primitives.averaging.status import AveragingStatus
@@ -20,8 +21,9 @@ from bagua.primitives.averaging.transfer import GroupCourier
 
 __all__ = ["Averager"]
 
-#: How long those who agreed on a round may take to connect, the first time that they meet.
-CONNECT_TIMEOUT_S = 8.0
+#: How long those who agreed on a round may take to connect, the first time that they meet: at most, and as a part of
+#: the time after which others take them for dead.
+CONNECT_TIMEOUT_S, CONNECT_PART = 8.0, 0.5
 #: A transfer has this, and a second for each megabyte; whatever is slower is taken for broken.
 TRANSFER_GRACE_S, SLOWEST_BYTES_PER_S = 30.0, 1e6
 #: How often a rank that waits lets Ctrl-C through.
@@ -55,6 +57,7 @@ class Averager:
         self._interval_s = interval_s
         self._warmup_steps = warmup_steps
         self._continue_alone = continue_alone
+        self._connect_timeout_s = min(CONNECT_TIMEOUT_S, CONNECT_PART * peer_timeout_s)
         self._patience = Patience(
             beat_s=min(1.0, peer_timeout_s / 8),
             silence_s=peer_timeout_s,
@@ -64,6 +67,7 @@ class Averager:
         self._make_parts: Callable[[], list[Part]] = list
         self._parts: list[Part] = []
         self._session: Session | None = None
+        self._roll: Roll | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._paused = False
         self._fresh = True
@@ -130,13 +134,24 @@ class Averager:
             Whether all who are alive stopped together.
         """
         if self._paused:
-            return True
+            return self._session is None or self._session.ended_together
         session = self._session or self._begin()
         if session.member.warming and self._begun >= self._warmup_steps:
             self._end_warm_up(session)
         until = None if limit_s is None else time.monotonic() + limit_s
         session.member.pausing = True
         session.desk.wake.set()
+        try:
+            self._wait_for_the_end(session, until)
+        except BaseException as error:  # Ctrl-C, for example: whoever trains on must not be taken to be at rest.
+            self.leave(f"abort() was interrupted: {error!r}")
+            raise
+        self._paused = True
+        session.join(1.0)
+        self._fresh = session.ended_together and not session.member.warming
+        return session.ended_together
+
+    def _wait_for_the_end(self, session: Session, until: float | None) -> None:
         while not self._serve(session):
             left_s = _SLICE_S if until is None else until - time.monotonic()
             if left_s > 0:
@@ -145,10 +160,6 @@ class Averager:
                 until = None
             else:
                 break
-        self._paused = True
-        session.join(1.0)
-        self._fresh = session.ended_together and not session.member.warming
-        return session.ended_together
 
     def settle(self) -> None:
         """Stop, so that the model can be taken apart; the next step begins anew. Collective.
@@ -177,11 +188,16 @@ class Averager:
             self._paused = False
             self._begin()
 
-    def leave(self, reason: str) -> None:
-        """End without waiting for anybody; what went wrong in the session is not raised any more."""
+    def leave(self, reason: str, *, for_good: bool = False) -> None:
+        """End without waiting for anybody; what went wrong in the session is not raised any more.
+
+        Args:
+            reason: what the others are told.
+            for_good: this rank will not resume.
+        """
         self._paused = True
         if self._session is not None:
-            self._session.leave(reason)
+            self._session.leave(reason, for_good=for_good)
             self._raised = self._session.error
 
     def raise_news(self) -> None:
@@ -222,16 +238,18 @@ class Averager:
         group, before = self._group, self._session
         if before is not None and not before.join(1.0):
             self._parts = []  # A thread that hangs may still write what is on its desk.
+        if self._roll is None:
+            self._roll = Roll(group.board("averaging-roll"))
         board = group.board("averaging")
         desk = Desk()
         courier = GroupCourier(
             group,
             board.name,
-            connect_timeout_s=CONNECT_TIMEOUT_S,
+            connect_timeout_s=self._connect_timeout_s,
             transfer_timeout_s=lambda nbytes: min(group.timeout_s, TRANSFER_GRACE_S + nbytes / SLOWEST_BYTES_PER_S),
         )
         member = Member(
-            board, self._schedule, desk, courier, self._patience, time.monotonic,
+            board, self._roll, self._schedule, desk, courier, self._patience, time.monotonic,
             continue_alone=self._continue_alone, hosts_store=group.hosts_store, strand=group.abort,
         )  # fmt: skip
         session = Session(member, desk, courier, f"bagua-{group.label}-averaging", hosts_store=group.hosts_store)
@@ -263,7 +281,7 @@ class Averager:
         def leave() -> None:
             found = watched()
             if found is not None:
-                found.leave("its process group was closed")
+                found.leave("its process group was closed", for_good=True)
 
         self._group.when_closing(leave)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from bagua.comm.board import Board
 from bagua.errors import NonFiniteError, PeerLostError
 from bagua.primitives.averaging.records import Record, State, Watch
+from bagua.primitives.averaging.roll import Roll
 
 __all__ = ["Company", "Patience"]
 
@@ -36,14 +37,17 @@ class Company:
 
     Args:
         board: of this session alone.
+        roll: who will never come.
         patience: how long to wait for signs of life.
     """
 
-    def __init__(self, board: Board, patience: Patience) -> None:
+    def __init__(self, board: Board, roll: Roll, patience: Patience) -> None:
         self.rank = board.rank
         self.names = board.ranks
         self.looked = float("-inf")
         self._board = board
+        self._roll = roll
+        self._absent: dict[int, Record] = {}
         self._patience = patience
         self._watch = Watch(
             self.rank, len(self.names), beat_s=patience.beat_s, silence_s=patience.silence_s,
@@ -63,12 +67,29 @@ class Company:
             PeerLostError: the store is gone.
         """
         self.looked = now
-        self._records = [None if found is None else Record.from_json(found) for found in self._board.read()]
+        self._records = [
+            self._answer_for(rank) if found is None else Record.from_json(found)
+            for rank, found in enumerate(self._board.read())
+        ]
         self._watch.look(self._records, now)
         ended = {rank for rank, record in self._known() if record.state.gone}
         for rank, record in self._known():
             if rank != self.rank and record.state is not State.STOPPED:
                 self._watch.believe(set(record.lost) - ended)
+
+        self._roll.strike(dict.fromkeys(self._watch.lost, "it died"))
+
+    def _answer_for(self, rank: int) -> Record | None:
+        """The record of one who has not come: that of one who has left, if the roll says that it never will."""
+        if rank != self.rank and rank not in self._absent:
+            answer = self._roll.answer_for(rank)
+            if answer is not None:
+                self._absent[rank] = answer
+        return self._absent.get(rank)
+
+    def leave_for_good(self, reason: str) -> None:
+        """No later session need wait for this member."""
+        self._roll.strike({self.rank: reason})
 
     def _known(self) -> list[tuple[int, Record]]:
         return [(rank, record) for rank, record in enumerate(self._records) if record is not None]

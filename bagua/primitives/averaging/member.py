@@ -7,6 +7,7 @@ of a session in any order, with any clock.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from bagua.primitives.averaging.company import Company, Patience
 from bagua.primitives.averaging.decisions import Decisions
 from bagua.primitives.averaging.desk import Desk, Stage
 from bagua.primitives.averaging.records import Record, State
+from bagua.primitives.averaging.roll import Roll
 from bagua.primitives.averaging.schedule import Schedule
 from bagua.primitives.averaging.status import Progress
 from bagua.primitives.averaging.transfer import Channel, Courier, Transfer, peers_named_by
@@ -43,6 +45,7 @@ class Member:
 
     Args:
         board: of this session alone.
+        roll: of all sessions.
         schedule: who meets in which round.
         desk: where snapshots come from and averages go.
         courier: moves parcels.
@@ -55,6 +58,7 @@ class Member:
     Attributes:
         pausing: set by the training thread: it has stopped training.
         leaving: set by anyone: why to go without waiting for anybody.
+        for_good: set before ``leaving``: it will not come to a later session either.
         warming: set by the training thread: it still trains synchronously.
         begun: set by the training thread: synchronous steps that it has begun.
         fresh: set by the training thread: it has not trained since weights were made equal, or loaded.
@@ -67,6 +71,7 @@ class Member:
     def __init__(
         self,
         board: Board,
+        roll: Roll,
         schedule: Schedule,
         desk: Desk,
         courier: Courier,
@@ -80,6 +85,7 @@ class Member:
         self.rank = board.rank
         self.pausing = False
         self.leaving = ""
+        self.for_good = False
         self.warming = False
         self.begun = 0
         self.fresh = True
@@ -87,7 +93,7 @@ class Member:
         self.over = False
         self.error: BaseException | None = None
         self.progress = Progress()
-        self._company = Company(board, patience)
+        self._company = Company(board, roll, patience)
         self._decisions = Decisions(board, self._company)
         self._schedule = schedule
         self._desk = desk
@@ -103,6 +109,7 @@ class Member:
         self._ready = False
         self._transfer: tuple[Transfer, Channel, float] | None = None
         self._failures = 0
+        self._abandoned = False
         self._broke = -1
         self._pause_s = _SHORTEST_S
 
@@ -144,7 +151,7 @@ class Member:
         self._company.look(now)
         self._decisions.forget()
 
-    def _publish(self, now: float, *, at_once: bool = False) -> None:
+    def _publish(self, now: float, *, at_once: bool = False, connecting: bool = False) -> None:
         pausing = self.state is State.TRAINING and self.pausing
         record = Record(
             State.PAUSING if pausing else self.state,
@@ -154,6 +161,7 @@ class Member:
             round=self._round,
             ready=self._ready,
             channel=self._channels.name(self._meeting),
+            connecting=connecting,
             broke=self._broke,
             reason=self.leaving,
         )
@@ -310,7 +318,8 @@ class Member:
 
     def _start(self, members: tuple[int, ...], name: str) -> None:
         channel = Channel(name, members)
-        self._publish(self._clock())  # Opening a channel may take a while.
+        if name != self._channels.name(self._meeting):
+            self._publish(self._clock(), at_once=True, connecting=True)
         try:
             channel = self._channels.require(self._meeting, members, name)
             transfer = self._courier.start(channel, self._desk.parcels)
@@ -393,6 +402,8 @@ class Member:
         self._ready = False
         self._publish(self._clock(), at_once=True)
         self._channels.close()
+        if self.for_good:
+            self._company.leave_for_good(self.leaving)
         if state is State.LEFT and self.warming:
             self._release(f"left in warm-up: {self.leaving}")
         self.over = not self._hosts_store or state is not State.STOPPED
@@ -415,6 +426,12 @@ class Member:
         """Global ranks of the others that had not ended when this one last looked."""
         return [self._company.names[rank] for rank in self._company.present()]
 
+    def sign_off(self) -> None:
+        """Say that no later session need wait for this member, unless that was said."""
+        with contextlib.suppress(CommunicationError):
+            if not self._abandoned:
+                self._company.leave_for_good(self.leaving)
+
     def abandon(self, error: CommunicationError) -> None:
         """The board is gone: end here, with ``error`` unless this member may go on alone."""
         if self.state.gone:
@@ -425,6 +442,7 @@ class Member:
             self.error = self.error or error
         self.state = self.state if self.state.gone else State.LEFT
         self._transfer = None
+        self._abandoned = True
         self._channels.close()
         self.over = True
         self._desk.tell()

@@ -39,6 +39,7 @@ class Record:
         round: the round that it is in, or waits for.
         ready: whether its weights for that round are there.
         channel: the connection that it has to the members of that round; empty for none.
+        connecting: whether it may be silent while it waits for a connection.
         broke: the last round whose exchange broke off for it, or -1.
         lost: members that it takes for dead.
         reason: why it left, for people.
@@ -52,6 +53,7 @@ class Record:
     round: int = 0
     ready: bool = False
     channel: str = ""
+    connecting: bool = False
     broke: int = -1
     lost: tuple[int, ...] = ()
     reason: str = ""
@@ -92,6 +94,7 @@ class Watch:
         self._beats = [-1] * size
         self._silent_s = [0.0] * size
         self._suspects: set[int] = set()
+        self._connecting: set[int] = set()
         self._looked: float | None = None
         self.lost: set[int] = set()
 
@@ -108,6 +111,7 @@ class Watch:
             if rank == self._rank or (record is not None and record.state.gone):
                 continue
             beat = -1 if record is None else record.beat
+            (self._connecting.add if record is not None and record.connecting else self._connecting.discard)(rank)
             if beat != self._beats[rank]:
                 self._beats[rank], self._silent_s[rank] = beat, 0.0
                 self._suspects.discard(rank)
@@ -119,7 +123,7 @@ class Watch:
     def _patience_s(self, rank: int) -> float:
         if self._beats[rank] < 0:
             return self._join_s
-        return self._suspect_s if rank in self._suspects else self._silence_s
+        return self._suspect_s if rank in self._suspects - self._connecting else self._silence_s
 
     def suspect(self, ranks: Collection[int]) -> None:
         """Something else says that ``ranks`` are dead: their silence is believed sooner."""

@@ -18,9 +18,9 @@ from bagua.primitives.averaging.transfer import Courier
 __all__ = ["Session"]
 
 #: An interpreter that ends without a word to the others takes at most about so long for it.
-EXIT_S = 2.0
-#: The host of the store stays so much longer if others are still there.
-LINGER_S = 2.0
+EXIT_S = 1.5
+#: The host of the store stays so much longer if others are still there. Ending the interpreter takes time, too.
+LINGER_S = 1.5
 
 
 class Session:
@@ -41,6 +41,7 @@ class Session:
         self._courier = courier
         self._hosts_store = hosts_store
         self._process = os.getpid()
+        self._asked_to_leave: float | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -90,7 +91,7 @@ class Session:
             self._thread.join(limit_s)
         return not self._thread.is_alive()
 
-    def leave(self, reason: str, limit_s: float = EXIT_S) -> bool:
+    def leave(self, reason: str, limit_s: float = EXIT_S, *, for_good: bool = False) -> bool:
         """End without waiting for anybody, and say whether the thread has ended in time.
 
         An exchange that is under way has half of the time; then it is broken off, which
@@ -99,20 +100,35 @@ class Session:
         Args:
             reason: what the others are told.
             limit_s: how long this may take.
+            for_good: later sessions need not wait for this rank.
         """
         if os.getpid() != self._process:
             return True  # Threads stay with the parent of a fork.
+        self.member.for_good = self.member.for_good or for_good
         self.member.leaving = self.member.leaving or reason
         self.desk.wake.set()
+        if self._asked_to_leave is None:
+            self._asked_to_leave = time.monotonic()
+        else:  # It had its time already.
+            limit_s = max(0.1, limit_s - (time.monotonic() - self._asked_to_leave))
         if not self.join(limit_s / 2):
             self._courier.interrupt(reason)
             self.desk.wake.set()
             return self.join(limit_s / 2)
+        if for_good and self.member.state is State.LEFT:
+            self._sign_off(limit_s / 2)
         return True
+
+    def _sign_off(self, limit_s: float) -> None:
+        """It had left already, and might have come back. In a thread, as the store may not answer."""
+        thread = threading.Thread(target=self.member.sign_off, name=self._thread.name, daemon=True)
+        thread.start()
+        thread.join(limit_s)
 
     def forget(self) -> None:
         """Let it end by itself, without waiting; for whoever must not block, as a finalizer."""
         if os.getpid() == self._process:
+            self.member.for_good = True
             self.member.leaving = self.member.leaving or "the model was dropped"
             self.desk.wake.set()
 
@@ -153,7 +169,7 @@ class _Sessions:
             session.forget()
         until = time.monotonic() + EXIT_S
         for session in sessions:
-            session.leave("its process ends", max(until - time.monotonic(), 0.1))
+            session.leave("its process ends", max(until - time.monotonic(), 0.1), for_good=True)
         until = time.monotonic() + LINGER_S
         for session in hosting:
             if not session.ended_together:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bagua.errors import NonFiniteError, PeerLostError
+from bagua.errors import CommunicatorClosedError, NonFiniteError, PeerLostError
 from bagua.primitives.averaging import Stage, State
 from bagua.primitives.averaging.member import FINAL
 from tests.primitives.averaging.world import PATIENCE, World
@@ -249,6 +249,29 @@ def test_a_decision_is_kept_until_all_have_read_it():
     assert [rank.member.progress.rounds for rank in world.ranks] == [1, 1]
 
 
+def test_a_rank_that_waits_for_a_connection_with_the_dead_is_not_taken_for_dead():
+    world = World(3, continue_alone=True)
+    for rank in world.ranks:
+        rank.train(0.0)
+    world.poll(2)
+    world.poll(0)
+    world.kill(2)
+
+    def fail_at_once() -> None:
+        raise PeerLostError("nobody answers", peers=(1, 2))
+
+    def fail_late() -> None:
+        for _ in range(2 * int(PATIENCE.suspect_s)):
+            world.pass_time(1.0)
+            world.poll(0)
+        raise CommunicatorClosedError("somebody did not come")
+
+    world.while_opening.update({0: fail_at_once, 1: fail_late})
+    world.poll(1)  # go
+    world.run(30, seconds_per_turn=1.0)
+    assert [rank.member.progress.members for rank in world.living()] == [(0, 1), (0, 1)]
+
+
 def test_an_exchange_that_keeps_failing_is_an_error():
     world = World(2)
     world.refuse_to_open = 1_000
@@ -285,6 +308,39 @@ def test_the_host_of_the_store_stays_until_the_others_have_ended():
     world.run(6)
     assert world.ranks[0].member.over
     assert world.ranks[1].member.state is State.STOPPED
+
+
+# Sessions that come after another one.
+
+
+def test_a_rank_that_died_is_not_waited_for_in_the_next_session():
+    world = World(3, continue_alone=True)
+    one_round(world)
+    world.kill(2)
+    world.run(30, seconds_per_turn=1.0)
+    world.run_to_the_end()
+    after = World(3, continue_alone=True, after=world)
+    one_round(after)
+    assert [rank.member.progress.members for rank in after.living()] == [(0, 1), (0, 1)]
+    after.run_to_the_end()
+    assert [rank.member.state for rank in after.living()] == [State.STOPPED, State.STOPPED]
+
+
+@pytest.mark.parametrize("when", ["as it leaves", "later", "never"])
+def test_a_rank_that_left_is_waited_for_in_the_next_session_unless_that_was_for_good(when):
+    world = World(3)
+    one_round(world)
+    member = world.ranks[2].member
+    member.for_good, member.leaving = when == "as it leaves", "its process ends"
+    world.run_to_the_end()
+    if when == "later":
+        member.sign_off()
+    after = World(3, after=world)
+    after.dead.add(2)
+    one_round(after)
+    rounds = 0 if when == "never" else 1
+    assert [rank.member.progress.rounds for rank in after.living()] == [rounds, rounds]
+    assert all(rank.member.error is None for rank in after.living())
 
 
 # Warm-up, in which ranks wait for each other in each step.

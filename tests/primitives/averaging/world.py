@@ -6,6 +6,8 @@ transfers are looked at from both ends. Nothing here uses a thread.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from bagua.comm.board import Board
@@ -18,6 +20,7 @@ from bagua.primitives.averaging import (
     Member,
     Parcel,
     Patience,
+    Roll,
     Schedule,
     Stage,
     Transfer,
@@ -46,6 +49,7 @@ class Wires(Courier):
         self.turns: dict[str, int] = {}
 
     def open(self, channel: Channel) -> None:
+        self.world.while_opening.pop(self.rank, lambda: None)()
         if self.world.refuse_to_open > 0:
             self.world.refuse_to_open -= 1
             raise CommunicatorClosedError("it cannot be opened")
@@ -101,6 +105,7 @@ class Rank:
         self.stranded = ""
         self.member = Member(
             Board(world.store, rank, range(world.size)),
+            Roll(Board(world.roll_store, rank, range(world.size))),
             Schedule(topology_of(mode), rank, [0] * world.size),
             self.desk,
             self.courier,
@@ -139,15 +144,25 @@ class Rank:
 
 
 class World:
-    """All ranks of a session."""
+    """All ranks of a session, which may come after another one."""
 
-    def __init__(self, size: int, mode: str = "all", *, continue_alone: bool = False, warming: bool = False) -> None:
+    def __init__(
+        self,
+        size: int,
+        mode: str = "all",
+        *,
+        continue_alone: bool = False,
+        warming: bool = False,
+        after: World | None = None,
+    ) -> None:
         self.size = size
         self.now = 0.0
         self.store = thread_store()
+        self.roll_store = thread_store() if after is None else after.roll_store
         self.wires: dict[str, Wire] = {}
-        self.dead: set[int] = set()
+        self.dead: set[int] = set() if after is None else after.dead
         self.refuse_to_open = 0
+        self.while_opening: dict[int, Callable[[], None]] = {}
         self.ranks = [Rank(self, r, mode, continue_alone=continue_alone, warming=warming) for r in range(size)]
 
     def living(self) -> list[Rank]:

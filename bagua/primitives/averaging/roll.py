@@ -1,0 +1,52 @@
+"""Who will not come to any further session."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from bagua.comm.board import Board
+from bagua.primitives.averaging.records import Record, State
+
+__all__ = ["Roll"]
+
+
+class Roll:
+    """The members that are gone for good: they died, or their processes ended. It outlives the sessions.
+
+    Args:
+        board: for all sessions of a model.
+
+    Example:
+        >>> from bagua.comm.stores import thread_store
+        >>> store = thread_store()
+        >>> Roll(Board(store, 0, (0, 1, 2))).strike({2: "its process ends"})
+        >>> Roll(Board(store, 1, (0, 1, 2))).answer_for(2).reason
+        'its process ends'
+        >>> Roll(Board(store, 1, (0, 1, 2))).answer_for(0)
+    """
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._struck: set[int] = set()
+
+    def strike(self, gone: Mapping[int, str]) -> None:
+        """Whoever knows it says so.
+
+        Args:
+            gone: why, for each of the ranks.
+
+        Raises:
+            PeerLostError: the store is gone.
+        """
+        for rank in gone.keys() - self._struck:
+            self._struck.add(rank)
+            self._board.decide(f"gone/{rank}", gone[rank])
+
+    def answer_for(self, rank: int) -> Record | None:
+        """What ``rank`` would say in a session to which it will not come; None if it still may come.
+
+        Raises:
+            PeerLostError: the store is gone.
+        """
+        reason = self._board.decided(f"gone/{rank}")
+        return None if reason is None else Record(State.LEFT, reason=reason)
