@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from bagua.comm.call import COLLECTIVES, POINT_TO_POINT, Call
-from bagua.comm.reduction import ReduceOp, fold
+from bagua.comm.reduction import ReduceOp, divide, fold
 
 __all__ = ["Abilities", "Finish", "Lowering", "Started", "as_timedelta"]
 
@@ -125,7 +125,7 @@ class Lowering:
         reduction, dtype = call.reduction, target.dtype
         if reduction == "avg" and ("sum", dtype) in self._reductions:
             works, _ = self.allreduce(call._replace(reduction="sum"), None, target, timeout_s)
-            return works, lambda: target.div_(self._size)
+            return works, lambda: divide(target, self._size)
         if dtype.is_complex and reduction in ("sum", "avg"):
             return self.allreduce(call, None, torch.view_as_real(target), timeout_s)
         if dtype is torch.int16 and (reduction, torch.int32) in self._reductions:
@@ -146,8 +146,9 @@ class Lowering:
         scratch = target if at_root else target.clone()
         options = self._reducing("reduce", dist.ReduceOptions, reduction, timeout_s, call.root)
         works = (self._group.reduce([scratch], options),)
-        divide = at_root and call.reduction == "avg"
-        return works, (lambda: target.div_(self._size)) if divide else None
+        if at_root and call.reduction == "avg":
+            return works, lambda: divide(target, self._size)
+        return works, None
 
     def _reduce_otherwise(self, call: Call, target: torch.Tensor, timeout_s: float) -> Started:
         flat = _flat(target)

@@ -23,6 +23,7 @@ from bagua.comm.hosts import ranks_by_node
 from bagua.comm.memory_exchange import SMALL_BYTES
 from bagua.comm.memory_lanes import Lane, Lanes, Pending
 from bagua.comm.memory_line import Deadline
+from bagua.comm.reduction import divide
 from bagua.comm.rendezvous import refuse_together
 from bagua.comm.shm import ShmTransport
 from bagua.comm.solo import SoloTransport
@@ -177,7 +178,7 @@ class HybridTransport(Transport):
             else:
                 self._in_slices(reduction, flat, deadline)
             if call.reduction == "avg":
-                flat.div_(self.size)
+                divide(flat, self.size)
 
     def _through_leaders(self, reduction: str, flat: torch.Tensor, deadline: Deadline) -> None:
         """Few bytes: to the first rank of each host, between these, and back."""

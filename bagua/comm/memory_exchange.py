@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from bagua.comm.call import Call
+from bagua.comm.copying import copy_flat
 from bagua.comm.memory_line import Deadline, Notice, rows
 from bagua.comm.memory_peers import Peers
 from bagua.comm.reduction import fold
@@ -158,7 +159,7 @@ class Exchange:
             theirs = line.view(slot, bounds[rank], bounds[rank + 1])
             ours = self._out(bounds[rank], bounds[rank + 1])
             if theirs.data_ptr() != ours.data_ptr():
-                ours.copy_(theirs)
+                copy_flat(ours, theirs)
 
     def _reduce(self, start: int, stop: int) -> None:
         if self._peers.rank == self._call.root:
@@ -167,12 +168,12 @@ class Exchange:
 
     def _broadcast(self, start: int, stop: int) -> None:
         if self._peers.rank != self._call.root:
-            self._out(start, stop).copy_(self._view(self._call.root, start, stop))
+            copy_flat(self._out(start, stop), self._view(self._call.root, start, stop))
 
     def _allgather(self, start: int, stop: int) -> None:
         for rank in range(self._peers.size):
             place = rank * self._call.numel
-            self._out(place + start, place + stop).copy_(self._view(rank, start, stop))
+            copy_flat(self._out(place + start, place + stop), self._view(rank, start, stop))
 
     def _gather(self, start: int, stop: int) -> None:
         if self._peers.rank == self._call.root:
@@ -180,7 +181,7 @@ class Exchange:
 
     def _scatter(self, start: int, stop: int) -> None:
         row = self._peers.rank * self._call.numel
-        self._out(start, stop).copy_(self._view(self._call.root, row + start, row + stop))
+        copy_flat(self._out(start, stop), self._view(self._call.root, row + start, row + stop))
 
     def _reduce_scatter(self, start: int, stop: int) -> None:
         row = self._peers.rank * self._call.numel
@@ -191,7 +192,7 @@ class Exchange:
         row = self._peers.rank * self._call.numel
         for rank in range(self._peers.size):
             place = rank * self._call.numel
-            self._out(place + start, place + stop).copy_(self._view(rank, row + start, row + stop))
+            copy_flat(self._out(place + start, place + stop), self._view(rank, row + start, row + stop))
 
     def _alltoall_v(self, start: int, stop: int) -> None:
         place = 0
@@ -199,7 +200,7 @@ class Exchange:
             row, length = rows(notice.call, self._peers.size)[self._peers.rank]
             end = min(stop, length)
             if start < end:
-                self._out(place + start, place + end).copy_(self._view(rank, row + start, row + end))
+                copy_flat(self._out(place + start, place + end), self._view(rank, row + start, row + end))
             place += length
 
     _MOVES: ClassVar[dict[str, Callable[[Exchange, int, int], None]]] = {

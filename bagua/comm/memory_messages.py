@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from bagua.comm.call import Call
+from bagua.comm.copying import copy_flat
 from bagua.comm.memory_line import Deadline, Words
 from bagua.comm.memory_peers import Peers
 from bagua.errors import CollectiveMismatchError
@@ -104,7 +105,7 @@ class Messages:
             notice = theirs.notice(slot)
             self._compare(notice.call, call, sender, call)
             stop = min(start + max(notice.piece, 1), numel)
-            flat[start:stop].copy_(theirs.view(slot, start, stop))
+            copy_flat(flat[start:stop], theirs.view(slot, start, stop))
             peers.step(call, "take")
             # A sender that has given up may have changed its tensor while it was read.
             peers.require_open((sender,))

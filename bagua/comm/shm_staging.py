@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from bagua.comm.call import Call
+from bagua.comm.copying import copy_flat
 from bagua.comm.memory_exchange import slices
 from bagua.comm.memory_line import rows
 from bagua.comm.shm_line import Place, Where
@@ -90,7 +91,7 @@ class Staging(_Area):
             source = self._source
             element = row * self._piece + column
             offset = HEADER_BYTES + self._latest * self._area_bytes + element * source.element_size()
-            self.views.get(source.dtype, offset, stop - start).copy_(source[start:stop])
+            copy_flat(self.views.get(source.dtype, offset, stop - start), source[start:stop])
 
 
 class Outbox(_Area):
@@ -109,4 +110,4 @@ class Outbox(_Area):
 
     def show(self, start: int, stop: int) -> None:
         """Show elements ``start`` to ``stop``."""
-        self.views.get(self._source.dtype, HEADER_BYTES, stop - start).copy_(self._source[start:stop])
+        copy_flat(self.views.get(self._source.dtype, HEADER_BYTES, stop - start), self._source[start:stop])

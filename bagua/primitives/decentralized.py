@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from bagua.comm import Communicator, ProcessGroup, ReduceOp, Work
+from bagua.comm.reduction import divide
 from bagua.compression import Codec, Metadata
 from bagua.primitives.hierarchical import on_leaders
 from bagua.topology import Round, Turn
@@ -55,7 +56,7 @@ def neighbour_average(
         tensor([1., 1., 1.])
     """
     if is_global_mean(mixing):
-        tensor.div_(mixing.size)
+        divide(tensor, mixing.size)
         return communicator.allreduce(tensor, async_op=async_op)
     turns = mixing.turns(communicator.rank)
     own_weight = mixing[communicator.rank].own_weight
@@ -149,7 +150,7 @@ def hierarchical_neighbour_average(
     """
 
     def mix(total: torch.Tensor, leaders: Communicator) -> None:
-        total.div_(group.local_size)
+        divide(total, group.local_size)
         neighbour_average(total, between_hosts, leaders, buffers)
 
     on_leaders(tensor, group, mix)

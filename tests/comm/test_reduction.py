@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bagua.comm import ReduceOp
-from bagua.comm.reduction import bytes_reduction, check_communicable, fold, reduction_name
+from bagua.comm.reduction import bytes_reduction, check_communicable, divide, fold, reduction_name
 from bagua.errors import InvalidReduceOpError, InvalidTensorError
 from bagua.testing.reference import COPIED, LEGAL, REDUCED, assert_same, reduced, values
 
@@ -90,3 +90,18 @@ def test_bools_as_bytes(op, legal):
 
 def test_every_reducible_dtype_is_in_some_reduction():
     assert {dtype for _, dtypes in LEGAL for dtype in dtypes} == set(REDUCED)
+
+
+@given(
+    st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]), st.integers(1, 9)
+)
+def test_dividing_gives_the_bits_of_a_division(dtype, by):
+    real = torch.tensor(0, dtype=dtype).abs().dtype
+    limits = torch.finfo(real)
+    special = torch.tensor([0.0, -0.0, limits.tiny, limits.smallest_normal * 1.5, limits.max, limits.eps, torch.inf])
+    total = torch.cat(
+        [special.to(dtype), limits.tiny * torch.randn(20, dtype=real).to(dtype), torch.randn(20).to(dtype)]
+    )
+    expected = total.clone().div_(by)
+    assert divide(total, by) is total
+    assert torch.equal(total.view(torch.uint8), expected.view(torch.uint8))
