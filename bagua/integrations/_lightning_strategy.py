@@ -203,26 +203,14 @@ class StrategyMixin:
         self._own_optimizer_states = None
 
     def _go_on_from(self, saved: Mapping[str, Any]) -> None:
-        """Give this rank what it had."""
-        own = self._of_this_rank(saved["ranks"])
+        """Give this rank what it had; with another number of ranks, what all had in common."""
+        ranks = saved["ranks"]
+        fits = len(ranks) == get_default_group().size
+        own = ranks[self.global_rank] if fits else {"algorithm_state": ranks[0]["algorithm_state"]}
         if "weights" in own:
             self.lightning_module.load_state_dict(own["weights"], strict=self.lightning_module.strict_loading)
         self._own_optimizer_states = own.get("optimizer_states")
         self.model.load_bagua_state_dict(own["algorithm_state"])
-
-    def _of_this_rank(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-        size = get_default_group().size
-        if len(ranks) == size:
-            return ranks[self.global_rank]
-        if _has_something_of_its_own(ranks[0]):
-            raise ConfigurationError(
-                "what the algorithm remembers belongs to another number of ranks",
-                argument="ckpt_path",
-                expected=f"a checkpoint of {size} ranks",
-                seen=f"one of {len(ranks)} ranks",
-                advice="Load the weights alone: Module.load_from_checkpoint(path), then fit without ckpt_path.",
-            )
-        return ranks[0]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizers, each rank its own where they differ."""
@@ -240,12 +228,6 @@ class StrategyMixin:
             wrapped._bagua_engine.retire()  # noqa: SLF001 - ours
             wrapped.reducer.close()
         super().teardown()  # type: ignore[misc]
-
-
-def _has_something_of_its_own(saved: Mapping[str, Any]) -> bool:
-    """Whether a rank remembered what others did not, so that it cannot be any other rank's."""
-    state = saved["algorithm_state"]
-    return "weights" in saved or bool(state["buffers"]) or any(state["parameters"].values()) or any(state["others"])
 
 
 class _Names(list[str]):
