@@ -32,6 +32,11 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
     ``w_j`` what rank ``j`` and its neighbours know of it. A rank remembers its own ``w_i`` and the
     weighted sum of its neighbours': twice the memory of the weights, however many there are.
 
+    A rank that gets gradients which are not finite exchanges before its update, which a
+    ``GradScaler`` skips. One that skips an update for another reason exchanges in its next
+    forward pass; if there is none, let it call ``state_dict()`` before it does anything else
+    together with the others, who wait for it.
+
     Args:
         hierarchical: ranks of one host take their mean, and hosts mix with hosts, weighted by
             their sizes. With a single host, or a single rank on each, ranks mix with ranks.

@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 import torch
 
 from bagua.buckets import Bucket
+from bagua.checks import check_kind
 from bagua.errors import ConfigurationError
 
 __all__ = ["Remembered", "check_owner", "collect", "from_checkpoint", "is_of_one_rank", "restore"]
@@ -77,6 +78,8 @@ def from_checkpoint(state_dict: Any) -> Remembered:
             expected="what bagua_state_dict() returned",
             seen=f"no {', '.join(lacking)}" if lacking else "lists of different lengths for each bucket",
         )
+    check_kind(str, "the state of an algorithm, by its name", state_dict=state_dict["algorithm"])
+    check_kind(int, "the state at the end of a step", state_dict=state_dict["step"])
     remembered: Remembered = {key: state_dict[key] for key in Remembered.__annotations__}  # type: ignore[assignment]
     return remembered
 

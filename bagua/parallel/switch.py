@@ -254,6 +254,7 @@ def bagua_init(
 
 def _with_hierarchy(algorithm: DistributedAlgorithm | Algorithm | str, hierarchical: bool | None) -> Algorithm:
     """The declaration, with the documented meaning of ``hierarchical_reduce``."""
+    check_optional_flag(hierarchical_reduce=hierarchical)
     declaration = as_algorithm(algorithm)
     able = hasattr(declaration, "hierarchical")
     if hierarchical is None and not isinstance(algorithm, Algorithm):
