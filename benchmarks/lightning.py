@@ -4,13 +4,14 @@ The MLP is that of ``benchmarks.training_step``: 12.6 million parameters, SGD, o
 processes. Lightning's ``ddp`` is torch's DDP on Gloo, as Lightning configures it; the strategy takes the best transport
 there is, shared memory on one host, and so does our wrapper by hand.
 
-A Trainer has its own loop, so it runs in a thread that is given one batch at a time, and handing it over is part of
-its step. Ranks meet at a barrier between the samples. Progress bars, logs and checkpoints are off.
+A Trainer has its own loop, so each side runs in a thread that is given one batch at a time. Ranks meet at a barrier
+between the samples. Progress bars, logs and checkpoints are off.
 
 ``python -m benchmarks.lightning`` (needs the extra ``lightning``)
 """
 
 import argparse
+import functools
 import logging
 import os
 import sys
@@ -35,8 +36,6 @@ BATCH = 16
 WARM_UP_STEPS = 3
 #: What is promised of a step through the strategy against each baseline.
 LIMITS = {"our wrapper by hand": 1.03, "Lightning's ddp": 0.7}
-
-Step = Callable[[], object]
 
 
 class Perceptron(pl.LightningModule):
@@ -89,44 +88,44 @@ class Batches:
         self._wanted.release()
 
 
-class TrainerSteps:
-    """A Trainer in a thread of its own.
+class Training:
+    """A training loop in a thread of its own, one step at a time.
 
     Args:
-        strategy: as for the Trainer.
-        hidden: width of the hidden layers.
+        loop: what trains; given the batches.
         batch: rows in a batch.
     """
 
-    def __init__(self, strategy: str | BaguaStrategy, hidden: int, batch: int) -> None:
+    def __init__(self, loop: Callable[[Batches], object], batch: int) -> None:
         self._batches = Batches(torch.randn(batch, OUTER))
-        trainer = pl.Trainer(
-            accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-        )  # fmt: skip
-        self._thread = threading.Thread(target=trainer.fit, args=(Perceptron(hidden), self._batches), daemon=True)
+        self._thread = threading.Thread(target=loop, args=(self._batches,), daemon=True)
         self._thread.start()
         self.step = self._batches.step
 
     def end(self) -> None:
-        """Let the Trainer come to its end."""
+        """Let the loop come to its end."""
         self._batches.end()
         self._thread.join(TIMEOUT_S)
 
 
-def by_hand(hidden: int, batch: int) -> Step:
-    """A step of the loop that everybody writes, with our wrapper."""
+def through_trainer(strategy: str | BaguaStrategy, hidden: int, batches: Batches) -> None:
+    """Lightning's loop."""
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+    )  # fmt: skip
+    trainer.fit(Perceptron(hidden), batches)
+
+
+def by_hand(hidden: int, batches: Batches) -> None:
+    """The loop that everybody writes, with our wrapper."""
     module = Perceptron(hidden).model
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
     model: nn.Module = DistributedDataParallel(module, optimizers=[optimizer])
-    inputs = torch.randn(batch, OUTER)
-
-    def step() -> None:
+    for inputs in batches:
         optimizer.zero_grad()
         model(inputs).square().mean().backward()
         optimizer.step()
-
-    return step
 
 
 def time_steps(rank: Rank, peer: str, hidden: int, batch: int, rounds: int) -> Rounds:
@@ -135,19 +134,16 @@ def time_steps(rank: Rank, peer: str, hidden: int, batch: int, rounds: int) -> R
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     rank.join(None, TIMEOUT_S)
-    trainers = [TrainerSteps(BaguaStrategy(), hidden, batch)]
-    for _ in range(WARM_UP_STEPS):  # One after the other: wrapping a model is collective.
-        trainers[0].step()
-    if peer == "our wrapper by hand":
-        baseline = by_hand(hidden, batch)
-    else:
-        trainers.append(TrainerSteps("ddp", hidden, batch))
-        baseline = trainers[1].step
-    for _ in range(WARM_UP_STEPS):
-        baseline()
-    timed = measure(baseline, trainers[0].step, rounds=rounds, before_each=torch.distributed.barrier)
-    for trainer in trainers:
-        trainer.end()
+    loops = {"our wrapper by hand": by_hand, "Lightning's ddp": functools.partial(through_trainer, "ddp")}
+    candidate = functools.partial(through_trainer, BaguaStrategy())
+    trained = []
+    for loop in (loops[peer], candidate):  # One after the other: wrapping a model is collective.
+        trained.append(Training(functools.partial(loop, hidden), batch))
+        for _ in range(WARM_UP_STEPS):
+            trained[-1].step()
+    timed = measure(trained[0].step, trained[1].step, rounds=rounds, before_each=torch.distributed.barrier)
+    for training in trained:
+        training.end()
     bagua.destroy_process_group()
     return timed
 

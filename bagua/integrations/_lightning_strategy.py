@@ -51,6 +51,7 @@ class StrategyMixin:
     ) -> None:
         self._algorithm = as_algorithm(algorithm)
         self._bagua_backend = backend
+        self._connected = False
         self._engine_options: dict[str, Any] = {
             "bucket_bytes": bucket_bytes,
             "find_unused_parameters": find_unused_parameters,
@@ -76,6 +77,15 @@ class StrategyMixin:
         super().setup_distributed()  # type: ignore[misc]
         if not is_initialized():
             init_process_group(backend=self._bagua_backend, timeout=self._bagua_timeout)
+            self._connected = True
+        elif not self._connected and self._bagua_backend not in {None, get_default_group().backend}:
+            raise ConfigurationError(
+                "ranks are connected already, in another way",
+                argument="backend",
+                expected=get_default_group().backend,
+                seen=self._bagua_backend,
+                advice="Leave it out, or call bagua.comm.destroy_process_group() first.",
+            )
 
     def configure_ddp(self) -> None:
         """Nothing yet: the engine needs the optimizers, which Lightning makes after this."""

@@ -80,3 +80,11 @@ def test_decentralized(numbers_file, monkeypatch):
     few = ["--rounds", "1", "--hidden", "8", "--batch", "2", "--nproc", "2", "--against", "DDP"]
     assert decentralized.main([*few, "--json", str(numbers_file)]) == 0
     assert names(numbers_file) == ["2 ranks, batch 2: bagua on the default : DDP"]
+
+
+def test_lightning(numbers_file, monkeypatch):
+    lightning = pytest.importorskip("benchmarks.lightning", reason="needs the extra lightning")
+    monkeypatch.setattr(lightning, "LIMITS", {"our wrapper by hand": 1.03})
+    few = ["--rounds", "1", "--hidden", "8", "--batch", "2"]
+    assert lightning.main([*few, "--json", str(numbers_file)]) == 0
+    assert names(numbers_file) == ["2 ranks, batch 2: bagua : our wrapper by hand"]

@@ -221,9 +221,12 @@ def _refused() -> None:
             runs.fit(f"bagua_{name}", several)
     with pytest.raises(ConfigurationError, match="QAdamOptimizer"):
         runs.fit("bagua_qadam")
+    with pytest.raises(ConfigurationError, match=r"backend, expected gloo, seen shm"):
+        runs.fit(BaguaStrategy(backend="shm"))
+    runs.fit(BaguaStrategy(backend="gloo"), epochs=1)
 
 
-def test_optimizers_that_an_algorithm_cannot_use_are_refused():
+def test_what_an_algorithm_cannot_use_and_another_transport_than_there_is_are_refused():
     ProcessRanks(2).run(_refused)
 
 
