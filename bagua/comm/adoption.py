@@ -11,10 +11,10 @@ import torch.distributed as dist
 from bagua.comm.communicator import Communicator
 from bagua.comm.group import ProcessGroup
 from bagua.comm.initialization import init_process_group
-from bagua.comm.world import from_torch_group, get_default_group, get_rank, is_initialized
+from bagua.comm.world import from_torch_group, get_default_group, get_rank, get_world_size, is_initialized
 from bagua.errors import ConfigurationError, NotInitializedError
 
-__all__ = ["GradBucket", "Group", "as_communicator", "as_group", "available", "rank_among_all"]
+__all__ = ["GradBucket", "Group", "as_communicator", "as_group", "available", "rank_among_all", "size_of_all"]
 
 #: What torch's DDP hands to communication hooks.
 GradBucket = dist.GradBucket
@@ -33,6 +33,11 @@ def available() -> bool:
 def rank_among_all() -> int:
     """Rank of this process, ours or torch's; before initialization what the launcher says, else 0."""
     return get_rank() if is_initialized() or not available() else dist.get_rank()
+
+
+def size_of_all() -> int:
+    """How many ranks there are, of ours or torch's; before initialization what the launcher says, else 1."""
+    return get_world_size() if is_initialized() or not available() else dist.get_world_size()
 
 
 def as_communicator(group: Any = None) -> Communicator:

@@ -11,13 +11,14 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from bagua.comm import ProcessGroup
-from bagua.comm.adoption import GradBucket, as_group
+from bagua.comm.adoption import GradBucket, as_group, rank_among_all, size_of_all
 from bagua.comm.torch_backend_work import BackwardWatch
 from bagua.comm.work import PendingWork
 from bagua.compression import Codec, TopK
 from bagua.errors import ConfigurationError
 from bagua.integrations._hook_memory import HookMemory
 from bagua.parallel.executor import Executor, create_executor
+from bagua.parallel.saving import check_owner
 from bagua.primitives import (
     AllGatherReducer,
     ErrorFeedback,
@@ -181,6 +182,8 @@ class ReducerState:
         parts = {name: part.numel() for name, part in self._parts.items()}
         return {
             "reducer": repr(self.reducer),
+            "rank": rank_among_all(),
+            "world_size": size_of_all(),
             "step": self.step,
             "parts": parts,
             **self._memory.collect(self._names(module)),
@@ -194,7 +197,8 @@ class ReducerState:
             module: the model, or DDP around it.
 
         Raises:
-            ConfigurationError: it belongs to another reducer or another model.
+            ConfigurationError: it belongs to another reducer or another model; or another rank, or another number of
+                ranks, and something of it differs between ranks.
         """
         if state_dict["reducer"] != repr(self.reducer):
             raise ConfigurationError(
@@ -203,6 +207,8 @@ class ReducerState:
                 expected=repr(self.reducer),
                 seen=state_dict["reducer"],
             )
+        if any((state_dict["parameters"], state_dict["buckets"])):  # else there is nothing that differs between ranks
+            check_owner(state_dict, rank_among_all(), size_of_all())
         for name, numel in state_dict["parts"].items():
             self._parts[name] = torch.empty(numel, device="meta")
         self._memory.restore(state_dict, self._names(module))

@@ -208,6 +208,10 @@ def _stop_and_go_on() -> tuple[State, State]:
 def _refuse_other_states(saved: dict, model: nn.Module) -> None:
     with pytest.raises(ConfigurationError, match=r"another reducer.*0\.5"):
         TopKState(0.5).load_state_dict(saved, model)
+    with pytest.raises(ConfigurationError, match=r"state of rank 7 of 2"):
+        TopKState(0.05).load_state_dict({**saved, "rank": 7}, model)
+    exact = ReducerState(AllGatherReducer(Identity()))
+    exact.load_state_dict({**exact.state_dict(model), "rank": 7}, model)  # nothing in it is of one rank
     with pytest.raises(ConfigurationError, match=r"another model"):
         TopKState(0.05).load_state_dict(saved, nn.Linear(1, 1))
 
