@@ -1,0 +1,46 @@
+"""Train with Hugging Face Accelerate, whose gradients travel in one byte for each element.
+
+torchrun --nproc_per_node 2 examples/use_accelerate.py --steps 100
+"""
+
+import argparse
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from bagua.integrations.accelerate import use_comm_hook
+from bagua.integrations.ddp_comm_hooks import CodecState
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--steps", type=int, default=100)
+options = parser.parse_args()
+
+accelerator = Accelerator(cpu=not torch.cuda.is_available())
+use_comm_hook(accelerator, CodecState("minmax_uint8"))  # before prepare; this is all that is new
+
+torch.manual_seed(0)
+teacher = nn.Linear(32, 8)  # what the model is to learn
+inputs = torch.randn(4096, 32)
+data = torch.utils.data.TensorDataset(inputs, teacher(inputs).detach())
+loader = torch.utils.data.DataLoader(data, batch_size=64, shuffle=True)
+model = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+step = 0
+while step < options.steps:
+    for batch, targets in loader:
+        loss = nn.functional.mse_loss(model(batch), targets)
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+        if step % 50 == 0 or step == options.steps - 1:
+            accelerator.print(f"step {step:>4}  loss {loss.item():.4f}")
+        step += 1
+        if step == options.steps:
+            break
+
+total = sum(parameter.sum().item() for parameter in model.parameters())
+print(f"rank {accelerator.process_index} of {accelerator.num_processes} ends with {total:.6f}")
+accelerator.end_training()

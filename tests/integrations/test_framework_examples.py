@@ -1,0 +1,139 @@
+"""The examples of the pages about other frameworks and about clusters, run as a user would run them."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.gloo
+
+REPOSITORY = Path(__file__).parents[2]
+EXAMPLES = REPOSITORY / "examples"
+TORCHRUN = f'#!/bin/sh\nexec "{sys.executable}" -m torch.distributed.run "$@"\n'
+
+
+def run(*command: str, **environment: str) -> str:
+    """What a command prints; it lasts no longer than the test."""
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **environment},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def free_port() -> str:
+    """A port of the loopback device that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+def tools(folder: Path, **scripts: str) -> str:
+    """A PATH whose first folder holds these commands."""
+    folder.mkdir()
+    for name, text in {"torchrun": TORCHRUN, **scripts}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+def learned(output: str) -> list[float]:
+    """The losses that rank 0 printed, of two ranks that ended with equal weights."""
+    # Lines of two processes may run into each other.
+    ends = re.findall(r"rank (\d) of (\d) ends with (-?\d+\.\d{6})", output)
+    assert sorted((rank, size) for rank, size, _ in ends) == [("0", "2"), ("1", "2")], output
+    assert len({total for _, _, total in ends}) == 1, output
+    return [float(loss) for loss in re.findall(r"step +\d+ +loss (\d+\.\d{4})", output)]
+
+
+def test_the_ddp_example_runs_as_a_slurm_job_and_goes_on_from_its_checkpoint(tmp_path):
+    """The script as it is, on one node; Slurm's commands are stand-ins."""
+    path = tools(
+        tmp_path / "bin",
+        scontrol='#!/bin/sh\n[ "$*" = "show hostnames node[7-8]" ] && printf "127.0.0.1\\nnode8\\n"\n',
+        srun='#!/bin/sh\n[ "$1" = "--kill-on-bad-exit=1" ] && shift && exec env SLURM_NODEID=0 "$@"\n',
+    )
+    job = {"SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_NNODES": "1", "SLURM_CPUS_PER_TASK": "2"}
+    script = ("bash", "examples/slurm_job.sh", "examples/use_ddp.py", "--checkpoint", str(tmp_path / "saved"))
+    first = learned(run(*script, "--steps", "51", PATH=path, MASTER_PORT=free_port(), **job))
+    assert first[-1] < 0.5 * first[0]
+    later = run(*script, "--steps", "10", PATH=path, MASTER_PORT=free_port(), **job)
+    assert "step   60 " in later
+    assert learned(later)[-1] < first[-1]
+
+
+def test_the_kubernetes_job_fits_together_and_its_command_starts_ranks(tmp_path):
+    yaml = pytest.importorskip("yaml", reason="needs PyYAML")
+    service, job = yaml.safe_load_all((EXAMPLES / "kubernetes_job.yaml").read_text())
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    environment = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert spec["completionMode"] == "Indexed"
+    assert spec["completions"] == spec["parallelism"] == int(environment["NODES"])
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["metadata"]["name"] == pod["subdomain"]
+    name = job["metadata"]["name"]
+    assert service["spec"]["selector"] == {"job-name": name}
+    assert environment["MASTER_ADDR"] == f"{name}-0.{pod['subdomain']}"
+
+    here = {"NODES": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo"}
+    assert here.keys() <= environment.keys()
+    environment |= {**here, "JOB_COMPLETION_INDEX": "0", "PATH": tools(tmp_path / "bin"), "OMP_NUM_THREADS": "1"}
+    losses = learned(run(*container["command"], *container["args"], **environment))
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_ranks_that_srun_starts_by_itself_find_each_other():
+    """Without torchrun: ``srun --ntasks-per-node 2 python train.py``."""
+    place = {"SLURM_NTASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    command = [sys.executable, "examples/train.py", "--steps", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **place}
+    ranks = [
+        subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**environment, "SLURM_PROCID": rank, "SLURM_LOCALID": rank},
+        )
+        for rank in ("0", "1")
+    ]
+    try:
+        outputs = [process.communicate(timeout=100) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    assert len(re.findall("step", outputs[0][0])) == 1
+    assert outputs[1][0] == ""  # it is not a rank 0 of its own
+
+
+def test_the_accelerate_example_learns():
+    pytest.importorskip("accelerate", reason="needs the extra accelerate")
+    place = ("--nproc_per_node", "2", "--master_addr", "127.0.0.1", "--master_port", free_port())
+    command = (sys.executable, "-m", "torch.distributed.run", *place)
+    losses = learned(run(*command, "examples/use_accelerate.py", "--steps", "51"))
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(110)
+def test_the_ray_example_learns(tmp_path):
+    pytest.importorskip("ray.train", reason="needs the extra ray")
+    output = run(sys.executable, "examples/use_ray.py", "--steps", "50", "--folder", str(tmp_path))
+    ends = re.findall(r"rank (\d) of (\d): loss (\S+) to (\S+), ends with (\S+)", output)
+    assert [(rank, size) for rank, size, *_ in ends] == [("0", "2"), ("1", "2")], output
+    assert len({total for *_, total in ends}) == 1
+    assert all(float(last) < 0.5 * float(first) for _, _, first, last, _ in ends)
