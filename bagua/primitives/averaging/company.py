@@ -77,12 +77,12 @@ class Company:
             if rank != self.rank and record.state is not State.STOPPED:
                 self._watch.believe(set(record.lost) - ended)
 
-        self._roll.strike(dict.fromkeys(self._watch.lost, "it died"))
+        self._roll.strike(dict.fromkeys(self._watch.lost, "it died"), self._board.name)
 
     def _answer_for(self, rank: int) -> Record | None:
         """The record of one who has not come: that of one who has left, if the roll says that it never will."""
         if rank != self.rank and rank not in self._absent:
-            answer = self._roll.answer_for(rank)
+            answer = self._roll.answer_for(rank, self._board.name)
             if answer is not None:
                 self._absent[rank] = answer
         return self._absent.get(rank)

@@ -35,9 +35,9 @@ _FINAL_ATTEMPTS = 2
 _FAILURES_IN_A_ROW = 3
 #: Rounds without anybody to meet that are passed at a time.
 _MOST_RESTS = 64
-#: How soon to look again: after something has happened, and at most.
-_SHORTEST_S, _LONGEST_S = 0.001, 0.025
-_LONGEST_IN_TRANSFER_S = 0.005
+#: How soon to look again: after something has happened, then ever later, up to a third of the time that was waited.
+#: Each look interrupts the training thread, and a transfer may last for seconds.
+_SHORTEST_S, _LONGEST_S = 0.001, 0.05
 
 
 class Member:
@@ -143,8 +143,7 @@ class Member:
         if moved or not waiting:
             self._pause_s = _SHORTEST_S
         else:
-            longest = _LONGEST_S if self._transfer is None else _LONGEST_IN_TRANSFER_S
-            self._pause_s = min(1.5 * self._pause_s, longest)
+            self._pause_s = min(1.5 * self._pause_s, _LONGEST_S)
         return min(self._pause_s if waiting else self._patience.beat_s, self._patience.beat_s)
 
     def _look(self, now: float) -> None:

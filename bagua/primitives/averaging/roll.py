@@ -29,24 +29,29 @@ class Roll:
         self._board = board
         self._struck: set[int] = set()
 
-    def strike(self, gone: Mapping[int, str]) -> None:
+    def strike(self, gone: Mapping[int, str], session: str = "") -> None:
         """Whoever knows it says so.
 
         Args:
             gone: why, for each of the ranks.
+            session: in which they were lost, and whose members hear of it otherwise.
 
         Raises:
             PeerLostError: the store is gone.
         """
         for rank in gone.keys() - self._struck:
             self._struck.add(rank)
-            self._board.decide(f"gone/{rank}", gone[rank])
+            self._board.decide(f"gone/{rank}", [gone[rank], session])
 
-    def answer_for(self, rank: int) -> Record | None:
+    def answer_for(self, rank: int, session: str = "now") -> Record | None:
         """What ``rank`` would say in a session to which it will not come; None if it still may come.
+
+        Args:
+            rank: has not come yet.
+            session: to which; whoever is lost in this very session has not left it.
 
         Raises:
             PeerLostError: the store is gone.
         """
-        reason = self._board.decided(f"gone/{rank}")
-        return None if reason is None else Record(State.LEFT, reason=reason)
+        reason, lost_in = self._board.decided(f"gone/{rank}") or ["", session]
+        return None if lost_in == session else Record(State.LEFT, reason=reason)

@@ -326,6 +326,16 @@ def test_a_rank_that_died_is_not_waited_for_in_the_next_session():
     assert [rank.member.state for rank in after.living()] == [State.STOPPED, State.STOPPED]
 
 
+def test_a_rank_that_never_came_is_lost_for_all_members_of_the_session():
+    world = World(3)
+    world.kill(2)
+    for _ in range(2 * int(PATIENCE.join_s)):
+        world.run(1, seconds_per_turn=1.0)
+    for rank in world.living():
+        assert isinstance(rank.member.error, PeerLostError)
+        assert rank.member.error.peers == (2,)
+
+
 @pytest.mark.parametrize("when", ["as it leaves", "later", "never"])
 def test_a_rank_that_left_is_waited_for_in_the_next_session_unless_that_was_for_good(when):
     world = World(3)

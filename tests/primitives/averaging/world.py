@@ -104,7 +104,7 @@ class Rank:
         self.courier = Wires(world, rank)
         self.stranded = ""
         self.member = Member(
-            Board(world.store, rank, range(world.size)),
+            Board(world.store, rank, range(world.size), world.session),
             Roll(Board(world.roll_store, rank, range(world.size))),
             Schedule(topology_of(mode), rank, [0] * world.size),
             self.desk,
@@ -160,6 +160,7 @@ class World:
         self.store = thread_store()
         self.roll_store = thread_store() if after is None else after.roll_store
         self.wires: dict[str, Wire] = {}
+        self.session = "first" if after is None else f"after {after.session}"
         self.dead: set[int] = set() if after is None else after.dead
         self.refuse_to_open = 0
         self.while_opening: dict[int, Callable[[], None]] = {}
