@@ -363,8 +363,9 @@ def register_fsdp_hook(module: torch.nn.Module, state: ReducerState) -> None:
 def _check_mesh(part: Any, state: ReducerState) -> None:
     """Refuse a state whose ranks hold other shards, or whose gradients torch sums by itself."""
     others = set(state.group.ranks) - {state.group.ranks[state.group.rank]}
-    for parameter in part.parameters():
-        shared = others.intersection(parameter.device_mesh.mesh.view(-1).tolist())
+    meshes = {parameter.device_mesh for parameter in part.parameters() if hasattr(parameter, "device_mesh")}
+    for mesh in meshes:
+        shared = others.intersection(mesh.mesh.view(-1).tolist())
         if shared:
             raise ConfigurationError(
                 "torch sums gradients over these ranks already",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import bagua.comm
@@ -257,6 +258,11 @@ def _sharded() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     loss_of(plain, rank, 1).backward()
     with pytest.raises(ConfigurationError, match=r"ranks \[\d\], which are in the mesh"):
         register_fsdp_hook(fully_shard(mlp()), CodecState("minmax_uint8"))
+    with (
+        mock.patch.object(FSDPModule, "set_all_reduce_hook", side_effect=ValueError("multiple param groups")),
+        pytest.raises(ConfigurationError, match="several meshes"),
+    ):
+        register_fsdp_hook(model, state)
     return (*gradients, torch.cat([parameter.grad.view(-1) for parameter in plain.module.parameters()]))
 
 
