@@ -18,9 +18,9 @@ from bagua.primitives.averaging.transfer import Courier
 __all__ = ["Session"]
 
 #: An interpreter that ends without a word to the others takes at most about so long for it.
-EXIT_S = 1.5
+EXIT_S = 1.0
 #: The host of the store stays so much longer if others are still there. Ending the interpreter takes time, too.
-LINGER_S = 1.5
+LINGER_S = 1.0
 
 
 class Session:
