@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 import weakref
+from collections.abc import Collection
 
 from bagua.comm.shm_segments import MappedSegment, Segment
 from bagua.errors import PeerLostError, TransportUnavailableError
@@ -95,11 +96,17 @@ class Channel:
         finally:
             os.close(descriptors[0])
 
-    def drop_gone(self) -> None:
-        """Unmap what the peer does not use any more."""
+    def drop_gone(self, but: Collection[int] = ()) -> None:
+        """Unmap what the peer does not use any more.
+
+        Args:
+            but: numbers of segments to keep.
+        """
         if self._mapped and self._lock.acquire(blocking=False):
             try:
-                for number in [number for number, segment in self._mapped.items() if segment.gone]:
+                for number in [
+                    number for number, segment in self._mapped.items() if segment.gone and number not in but
+                ]:
                     del self._mapped[number]
             finally:
                 self._lock.release()

@@ -54,7 +54,7 @@ NONCE_BYTES = 16
 #: shows whether ranks agree; then the rest of the call, then the place. The number of the
 #: call is the last, because it alone changes when the same call is made again.
 _RECORD = struct.Struct("17q")
-_AGREEMENT, _PLACE, _SEQUENCE = 5, 9, 16
+_AGREEMENT, _PLACE, _SEGMENT, _SEQUENCE = 5, 9, 11, 16
 
 
 class Where:
@@ -346,6 +346,8 @@ class PeerLine(ControlLine):
         super().__init__(memory, size, window)
         self._own = own
         self._mapped = segments
+        #: Where the data of each slot lies: kept while it is read, even if its owner has already left.
+        self._read: list[MappedSegment | None] = [None] * Slots(size).count
 
     @property
     def reason(self) -> str:
@@ -358,15 +360,15 @@ class PeerLine(ControlLine):
         """Take it that this rank published in ``slot`` what the own one did, place included."""
         place = self._own.place(slot)
         if place.segment:
-            self._mapped(place.segment)
+            self._read[slot] = self._mapped(place.segment)
         self._calls[slot], self._places[slot] = self._own.notice(slot).call, place
 
     def notice(self, slot: int) -> Notice:
         """What was published last in ``slot``."""
         record = _RECORD.unpack_from(self._bytes, self._record(slot))
         place = Place(record[_PLACE], _DTYPES[record[_PLACE + 1]], *record[_PLACE + 2 : _SEQUENCE])
-        if place.segment:
-            self._mapped(place.segment)  # Announced segments are fetched even if this rank needs nothing.
+        if place.segment:  # Announced segments are fetched even if this rank needs nothing.
+            self._read[slot] = self._mapped(place.segment)
         if record[:_AGREEMENT] == self._own.agreements[slot] and record[0] in _WITHOUT_COUNTS:
             call, agreement = self._own.notice(slot)[:2]
         else:
@@ -374,6 +376,18 @@ class PeerLine(ControlLine):
             agreement = call.agreement()
         self._calls[slot], self._places[slot] = call, place
         return Notice(call, agreement, place.where == Where.WHOLE, place.piece)
+
+    def conclude(self, slot: int) -> None:
+        """The data published in ``slot`` has been read."""
+        self._read[slot] = None
+
+    def forget(self) -> None:
+        """Nothing will be read any more."""
+        self._read = [None] * len(self._read)
+
+    def named(self) -> set[int]:
+        """Numbers of the segments that the peer named last in each slot: this rank may have yet to read them."""
+        return {numbers[_SEGMENT] for numbers in self._numbers}
 
     def _decode(self, slot: int, record: tuple[int, ...]) -> Call:
         kind, dtype, _, reduction, root, numel, source, sends, receives = record[:_PLACE]
@@ -384,4 +398,6 @@ class PeerLine(ControlLine):
         )  # fmt: skip
 
     def _views(self, slot: int) -> Views:
-        return self._mapped(self._places[slot].segment).views
+        segment = self._read[slot]
+        assert segment is not None
+        return segment.views

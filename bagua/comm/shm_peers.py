@@ -157,7 +157,9 @@ class ShmPeers(Peers):
             self._outboxes[slot].show(start, stop)
 
     def conclude(self, slot: int) -> None:
-        """Drop the reference to the caller's tensor, if it was copied."""
+        """Drop what was only needed for the call: peers' memory, and the caller's tensor if it was copied."""
+        for line in self._peer_lines:
+            line.conclude(slot)
         if self._line.place(slot).where == Where.STAGED:
             assert self._staging is not None
             self._staging.forget()
@@ -170,8 +172,10 @@ class ShmPeers(Peers):
             outbox.forget()
 
     def _drop_gone(self) -> None:
-        for channel in self._channels.values():
-            channel.drop_gone()
+        for rank, channel in self._channels.items():
+            line = self.lines[rank]
+            assert isinstance(line, PeerLine)
+            channel.drop_gone(line.named())
 
     # Waiting.
 
@@ -253,6 +257,8 @@ class ShmPeers(Peers):
         for channel in self._channels.values():
             channel.close()
         self._line.forget_areas()
+        for line in self._peer_lines:
+            line.forget()
         self._staging = None
         self._outboxes.clear()
 

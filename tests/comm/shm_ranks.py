@@ -17,7 +17,7 @@ import torch
 
 import bagua.comm
 from bagua.comm import Communicator, backends, choice, shm_attach
-from bagua.comm.memory_line import Step
+from bagua.comm.memory_line import State, Step, Words
 from bagua.comm.shm import ShmTransport
 from bagua.comm.stores import connect_store
 from bagua.comm.threads import inject_fault
@@ -227,6 +227,41 @@ def lose_a_rank_at_step(kind: str, numel: int, at: int) -> tuple[str, tuple[int,
             comm.barrier()
     except BaguaError as error:
         return type(error).__name__, getattr(error, "peers", ()), time.monotonic() - started
+
+
+class Straggler:
+    """Comes to a call's data only when the other rank has left, and looks for memory that is gone meanwhile."""
+
+    def __init__(self, barrier: int) -> None:
+        self.barrier = barrier
+        self.comm: Communicator | None = None
+
+    def __call__(self, step: Step) -> None:
+        if self.comm is None or step.name != "pass":
+            return
+        self.barrier -= 1
+        if self.barrier == 0:
+            peers = transport(self.comm)._shm_peers
+            while peers.lines[1 - self.comm.rank].words[Words.STATE] == State.OPEN:
+                time.sleep(0.001)
+            peers._drop_gone()  # as a thread that waits for a message does at any time
+
+
+def read_what_has_left(kind: str, numel: int, barrier: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """What rank 1 gets from a call after which rank 0 left at once."""
+    straggler = Straggler(barrier)
+    with inject_fault(straggler if communicator().rank == 1 else None):
+        group = bagua.comm.get_default_group().duplicate()
+    comm = group.global_communicator
+    exercise = Exercise(kind, numel)
+    exercise.call(comm)  # Now all memory is mapped.
+    comm.barrier()
+    if comm.rank == 0:
+        exercise.call(comm)
+        group.close()
+        return None
+    straggler.comm = comm
+    return exercise.call(comm)
 
 
 def lose_a_rank_at_any_time(seed: int) -> tuple[str, tuple[int, ...], float, int]:

@@ -6,6 +6,7 @@ import os
 import time
 
 import pytest
+import torch
 from hypothesis import settings
 
 from bagua.comm.stores import serve_store
@@ -75,6 +76,12 @@ def test_forked_children_stay_out_of_it(shm_pool) -> None:
 
 
 # Ranks that are lost.
+
+
+@pytest.mark.parametrize(("kind", "barrier"), [("allreduce", 2), ("broadcast", 1), ("alltoall", 1)])
+def test_who_leaves_after_its_last_call_takes_nothing_from_the_others(shm_pool, kind: str, barrier: int) -> None:
+    _, (seen, wanted) = shm_pool.run(shm_ranks.read_what_has_left, kind, shm_ranks.LARGE, barrier, size=2)
+    assert torch.equal(seen, wanted)
 
 
 @pytest.mark.parametrize("kind", ["allreduce", "broadcast", "alltoall_v", "sendrecv"])
