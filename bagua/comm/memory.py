@@ -32,7 +32,7 @@ from typing import Literal
 import torch
 
 from bagua.comm.call import POINT_TO_POINT, Call
-from bagua.comm.memory_exchange import SMALL_BYTES, Exchange, compare
+from bagua.comm.memory_exchange import Exchange, compare, small_bytes
 from bagua.comm.memory_lanes import Lane, Pending
 from bagua.comm.memory_line import Deadline, State, Words
 from bagua.comm.memory_messages import Messages
@@ -67,6 +67,7 @@ class MemoryTransport(Transport):
         self._lanes = peers.lanes
         self._messages = Messages(peers)
         self._turn = 0
+        self._small_bytes = small_bytes(membership.size)
 
     def start(
         self,
@@ -144,7 +145,7 @@ class MemoryTransport(Transport):
         slot = self._turn & 1
         self._turn += 1
         peers.step(call, "publish")
-        small = source is not None and source.numel() * source.element_size() <= SMALL_BYTES
+        small = source is not None and source.numel() * source.element_size() <= self._small_bytes
         peers.publish(slot, call, source, small)
         peers.barrier(call, deadline, partial(self._suspect, call) if inline else None)
         notices = peers.notices(slot)

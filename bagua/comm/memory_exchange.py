@@ -14,10 +14,18 @@ from bagua.comm.memory_peers import Peers
 from bagua.comm.reduction import fold
 from bagua.errors import CollectiveMismatchError
 
-__all__ = ["SMALL_BYTES", "Exchange", "compare", "slices"]
+__all__ = ["SMALL_BYTES", "Exchange", "compare", "slices", "small_bytes"]
 
-#: Up to here a private copy and a redundant reduction cost less than a second barrier.
+#: Small for any number of ranks.
 SMALL_BYTES = 64 * 1024
+
+
+def small_bytes(size: int) -> int:
+    """Up to here a private copy and a redundant reduction cost less than a second barrier.
+
+    Every rank reduces the data of all, so that two ranks can afford more.
+    """
+    return 4 * SMALL_BYTES if size == 2 else SMALL_BYTES
 
 
 def slices(start: int, stop: int, size: int) -> list[int]:
@@ -142,7 +150,7 @@ class Exchange:
     # One method per kind: columns ``start`` to ``stop``.
 
     def _allreduce(self, start: int, stop: int) -> None:
-        if self._call.nbytes <= SMALL_BYTES:
+        if self._call.nbytes <= small_bytes(self._peers.size):
             slot = self._slot
             parts = [line.view(slot, start, stop) for line in self._peers.lines]
             fold(parts, self._call.reduction, self._out(start, stop))

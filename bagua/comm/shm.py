@@ -12,7 +12,7 @@ import torch
 
 from bagua import env
 from bagua.comm.memory import MemoryTransport
-from bagua.comm.memory_exchange import SMALL_BYTES
+from bagua.comm.memory_exchange import small_bytes
 from bagua.comm.shm_peers import ShmPeers
 from bagua.comm.shm_segments import HEADER_BYTES, allocate
 from bagua.comm.threads import current_fault
@@ -87,7 +87,7 @@ class ShmTransport(MemoryTransport):
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory that peers can map, for all that is too large to be copied on the way."""
         nbytes = numel * dtype.itemsize
-        if self._in_parent and device.type == "cpu" and nbytes > SMALL_BYTES:
+        if self._in_parent and device.type == "cpu" and nbytes > small_bytes(self.size):
             try:
                 memory, _ = allocate(nbytes, in_children=True)
                 return memory.tensor(dtype, numel, HEADER_BYTES)

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from bagua.comm.call import COLLECTIVES, POINT_TO_POINT, Call
-from bagua.comm.memory_exchange import SMALL_BYTES
+from bagua.comm.memory_exchange import small_bytes
 from bagua.comm.memory_line import Line, Notice, Slots, Words
 from bagua.comm.shm_memory import SharedMemory
 from bagua.comm.shm_segments import MappedSegment, Views
@@ -108,7 +108,8 @@ class ControlLayout:
         self.records = _up(self.reason + 8 + _REASON_BYTES, _CACHE_LINE_BYTES)
         self.record_bytes = _up(_RECORD.size + 8 * (2 * size + 1), _CACHE_LINE_BYTES)
         self.inline = _up(self.records + self.record_bytes * Slots(size).count, _PAGE_BYTES)
-        self.nbytes = self.inline + 2 * SMALL_BYTES
+        self.slot_bytes = small_bytes(size)
+        self.nbytes = self.inline + 2 * self.slot_bytes
 
 
 def _up(number: int, multiple: int) -> int:
@@ -193,7 +194,7 @@ class ControlLine(Line):
         return self._layout.records + slot * self._layout.record_bytes
 
     def _inline_view(self, slot: int, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
-        offset = self._layout.inline + slot * SMALL_BYTES + start * dtype.itemsize
+        offset = self._layout.inline + slot * self._layout.slot_bytes + start * dtype.itemsize
         return self._inline.get(dtype, offset, stop - start)
 
 

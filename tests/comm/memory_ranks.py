@@ -232,7 +232,7 @@ KINDS = (
     "alltoall", "alltoall_v", "sendrecv", "send_and_recv", "barrier",
 )  # fmt: skip
 #: Copied when published, and lent.
-SMALL, LARGE = 7, 20_000
+SMALL, LARGE = 7, 80_000
 EXERCISES = [Exercise(kind, numel) for kind in KINDS for numel in (SMALL, LARGE) if (kind, numel) != ("barrier", LARGE)]
 
 

@@ -26,7 +26,7 @@ from bagua.testing.ranks import this_rank
 from tests.comm.memory_ranks import KINDS, Exercise, ramp
 
 #: More than is copied into the control memory, and more than one staging area.
-LARGE, PIECES = 50_000, 3_000_000
+LARGE, PIECES = 80_000, 3_000_000
 
 
 def communicator() -> Communicator:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from bagua.comm import memory, memory_exchange
+from bagua.comm import memory_exchange
 from bagua.comm.call import Call
 from bagua.comm.communicator import Communicator
 from bagua.comm.memory_line import Notice, Step, rows
@@ -24,7 +24,6 @@ pytestmark = pytest.mark.threads
 @pytest.fixture
 def small_limit(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     def set_limit(limit: int) -> None:
-        monkeypatch.setattr(memory, "SMALL_BYTES", limit)
         monkeypatch.setattr(memory_exchange, "SMALL_BYTES", limit)
 
     return set_limit
