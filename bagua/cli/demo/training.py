@@ -191,11 +191,7 @@ class Trainer:
 
 
 class DecentralizedTrainer(Trainer):
-    """The same with ``DecentralizedDataParallel``, which has optimizers and learning rates of its own.
-
-    Evaluated is the mean of all ranks' models. Adam divides by the size of a rank's own gradients, in which noise is
-    larger than in their mean over ranks by the root of the number of ranks: learning rates make up for that.
-    """
+    """The same with ``DecentralizedDataParallel``, which has optimizers of its own; evaluated is the mean of all ranks."""
 
     def distribute(self) -> None:
         """From now on, train together with the other ranks. Collective."""
@@ -208,8 +204,7 @@ class DecentralizedTrainer(Trainer):
 
     def scheduled(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         """The schedule of one bucket."""
-        root = math.sqrt(comm.get_world_size())
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: root * self.learning_rate_at(step))
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, self.learning_rate_at)
 
     def evaluating(self) -> AbstractContextManager[object]:
         """The mean of all ranks, for the length of a block. Collective."""
@@ -226,7 +221,8 @@ class DecentralizedTrainer(Trainer):
 class AsynchronousTrainer(Trainer):
     """The same with weights that are averaged in the background, after a tenth of the steps.
 
-    Evaluated is their mean. Learning rates make up for the noise of local gradients, as above.
+    Evaluated is their mean. Adam divides by the size of a rank's own gradients, in which noise is larger than in their
+    mean over ranks by the root of the number of ranks: learning rates make up for that.
     """
 
     def learning_rate_at(self, step: int) -> float:
