@@ -191,7 +191,7 @@ class Trainer:
 
 
 class DecentralizedTrainer(Trainer):
-    """The same with ``DecentralizedDataParallel``, which has optimizers of its own; evaluated is the mean of all ranks."""
+    """The same with ``DecentralizedDataParallel``, with its own optimizers; evaluated is the mean of all ranks."""
 
     def distribute(self) -> None:
         """From now on, train together with the other ranks. Collective."""
@@ -219,16 +219,7 @@ class DecentralizedTrainer(Trainer):
 
 
 class AsynchronousTrainer(Trainer):
-    """The same with weights that are averaged in the background, after a tenth of the steps.
-
-    Evaluated is their mean. Adam divides by the size of a rank's own gradients, in which noise is larger than in their
-    mean over ranks by the root of the number of ranks: learning rates make up for that.
-    """
-
-    def learning_rate_at(self, step: int) -> float:
-        """The share of the highest learning rate."""
-        root = math.sqrt(comm.get_world_size()) if step >= self.settings.steps // 10 else 1.0
-        return root * super().learning_rate_at(step)
+    """The same with weights averaged in the background, after a tenth of the steps; evaluated is their mean."""
 
     def distribute(self) -> None:
         """From now on, train together with the other ranks. Collective."""
