@@ -124,7 +124,7 @@ def advise(ranks: int) -> list[str]:
     if descriptors <= FEW_DESCRIPTORS:
         advice.append(f"ulimit -n 65536: {descriptors} open files are few for many ranks and models")
     if platform.libc_ver()[0] == "glibc" and not torch.cuda.is_available() and not env.tunes_allocator():
-        advice.append(f"{KEEP_FREED_MEMORY}: keeps freed gradients, which glibc gives back and fetches anew in some runs")
+        advice.append(f"{KEEP_FREED_MEMORY}: glibc does not return freed gradients to the system")
     return advice or ["nothing needs to be set"]
 
 
