@@ -35,3 +35,4 @@ def copy_flat(target: torch.Tensor, source: torch.Tensor) -> None:
     assert target.is_contiguous()
     assert source.is_contiguous()
     ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
+    torch.autograd.graph.increment_version(target)  # so that autograd notices, as after ``copy_``

@@ -147,6 +147,9 @@ class Line(ABC):
         """The same elements for the owner to read: it need not show to others what only it reads."""
         return self.view(slot, start, stop)
 
+    def conclude(self, slot: int) -> None:  # noqa: B027 - most lines keep nothing for it
+        """What was published in ``slot`` has been read, and need not be kept for that any more."""
+
 
 def rows(call: Call, size: int) -> list[tuple[int, int]]:
     """(first element, number of elements) of each row of the source of ``call``.

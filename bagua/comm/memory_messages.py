@@ -109,9 +109,11 @@ class Messages:
             peers.step(call, "take")
             # A sender that has given up may have changed its tensor while it was read.
             peers.require_open((sender,))
+            start = stop
+            if start >= numel:
+                theirs.conclude(slot)
             own[taken] = expected
             peers.wake(sender)
-            start = stop
             if start >= numel:
                 return
             yield start

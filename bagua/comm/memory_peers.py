@@ -88,7 +88,7 @@ class Peers(ABC):
         """
 
     def conclude(self, slot: int) -> None:  # noqa: B027 - most memory keeps no reference of this kind
-        """This rank has shown all that it has: forget the source, but let others see what was copied."""
+        """This rank has shown and read all: forget the sources, but let others see what was copied."""
 
     def withdraw(self, slot: int) -> None:  # noqa: B027 - most memory keeps no reference
         """Forget the tensor that was lent in ``slot``; every rank has read it."""

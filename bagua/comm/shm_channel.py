@@ -9,7 +9,7 @@ import socket
 import struct
 import threading
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from bagua.comm.shm_segments import MappedSegment, Segment
 from bagua.errors import PeerLostError, TransportUnavailableError
@@ -57,8 +57,12 @@ class Channel:
             self._sent.add(segment)
         return True
 
-    def segment(self, number: int) -> MappedSegment:
+    def segment(self, number: int, named: Callable[[], Collection[int]]) -> MappedSegment:
         """The peer's segment ``number``, which it has announced.
+
+        Args:
+            number: of the segment.
+            named: see ``drop_gone``.
 
         Raises:
             PeerLostError: it is not there: the peer has ended, or given the memory up.
@@ -71,7 +75,7 @@ class Channel:
             while number not in self._mapped:
                 self._take_one(number)
             found = self._mapped[number]
-        self.drop_gone()
+        self.drop_gone(named)
         return found
 
     def _take_one(self, wanted: int) -> None:
@@ -96,17 +100,17 @@ class Channel:
         finally:
             os.close(descriptors[0])
 
-    def drop_gone(self, but: Collection[int] = ()) -> None:
+    def drop_gone(self, named: Callable[[], Collection[int]]) -> None:
         """Unmap what the peer does not use any more.
 
         Args:
-            but: numbers of segments to keep.
+            named: gives the numbers of segments that are still to be read, which are kept. Asked after a look at
+                what is gone, because a segment goes only after it was named.
         """
         if self._mapped and self._lock.acquire(blocking=False):
             try:
-                for number in [
-                    number for number, segment in self._mapped.items() if segment.gone and number not in but
-                ]:
+                gone = [number for number, segment in self._mapped.items() if segment.gone]
+                for number in set(gone).difference(named()) if gone else ():
                     del self._mapped[number]
             finally:
                 self._lock.release()

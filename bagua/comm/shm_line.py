@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import struct
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -55,6 +55,10 @@ NONCE_BYTES = 16
 #: call is the last, because it alone changes when the same call is made again.
 _RECORD = struct.Struct("17q")
 _AGREEMENT, _PLACE, _SEGMENT, _SEQUENCE = 5, 9, 11, 16
+
+
+#: Maps the segment with a number, and unmaps others that are gone, but for those that a function names.
+Mapper = Callable[[int, Callable[[], Collection[int]]], MappedSegment]
 
 
 class Where:
@@ -338,17 +342,17 @@ class PeerLine(ControlLine):
         size: of the communicator.
         window: of this rank.
         own: the line of this rank; peers that agree share its objects.
-        segments: maps the segment with the given number.
+        segments: maps the segment with a given number.
     """
 
-    def __init__(
-        self, memory: SharedMemory, size: int, window: Window, own: OwnLine, segments: Callable[[int], MappedSegment]
-    ) -> None:
+    def __init__(self, memory: SharedMemory, size: int, window: Window, own: OwnLine, segments: Mapper) -> None:
         super().__init__(memory, size, window)
         self._own = own
         self._mapped = segments
         #: Where the data of each slot lies: kept while it is read, even if its owner has already left.
         self._read: list[MappedSegment | None] = [None] * Slots(size).count
+        #: Number of the call in each slot whose data has been read.
+        self._concluded = [0] * Slots(size).count
 
     @property
     def reason(self) -> str:
@@ -361,7 +365,7 @@ class PeerLine(ControlLine):
         """Take it that this rank published in ``slot`` what the own one did, place included."""
         place = self._own.place(slot)
         if place.segment:
-            self._read[slot] = self._mapped(place.segment)
+            self._read[slot] = self._mapped(place.segment, self.named)
         self._calls[slot], self._places[slot] = self._own.notice(slot).call, place
 
     def notice(self, slot: int) -> Notice:
@@ -369,7 +373,7 @@ class PeerLine(ControlLine):
         record = _RECORD.unpack_from(self._bytes, self._record(slot))
         place = Place(record[_PLACE], _DTYPES[record[_PLACE + 1]], *record[_PLACE + 2 : _SEQUENCE])
         if place.segment:  # Announced segments are fetched even if this rank needs nothing.
-            self._read[slot] = self._mapped(place.segment)
+            self._read[slot] = self._mapped(place.segment, self.named)
         if record[:_AGREEMENT] == self._own.agreements[slot] and record[0] in _WITHOUT_COUNTS:
             call, agreement = self._own.notice(slot)[:2]
         else:
@@ -379,7 +383,8 @@ class PeerLine(ControlLine):
         return Notice(call, agreement, place.where == Where.WHOLE, place.piece)
 
     def conclude(self, slot: int) -> None:
-        """The data published in ``slot`` has been read."""
+        """See ``Line.conclude``. The peer uses the slot again only when this rank has gone on."""
+        self._concluded[slot] = self._numbers[slot][_SEQUENCE]
         self._read[slot] = None
 
     def forget(self) -> None:
@@ -387,8 +392,9 @@ class PeerLine(ControlLine):
         self._read = [None] * len(self._read)
 
     def named(self) -> set[int]:
-        """Numbers of the segments that the peer named last in each slot: this rank may have yet to read them."""
-        return {numbers[_SEGMENT] for numbers in self._numbers}
+        """Numbers of the segments that the peer named and this rank has yet to read."""
+        pairs = zip(self._numbers, self._concluded, strict=True)
+        return {numbers[_SEGMENT] for numbers, concluded in pairs if numbers[_SEQUENCE] != concluded}
 
     def _decode(self, slot: int, record: tuple[int, ...]) -> Call:
         kind, dtype, _, reduction, root, numel, source, sends, receives = record[:_PLACE]

@@ -175,7 +175,7 @@ class ShmPeers(Peers):
         for rank, channel in self._channels.items():
             line = self.lines[rank]
             assert isinstance(line, PeerLine)
-            channel.drop_gone(line.named())
+            channel.drop_gone(line.named)
 
     # Waiting.
 

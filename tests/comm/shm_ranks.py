@@ -229,6 +229,24 @@ def lose_a_rank_at_step(kind: str, numel: int, at: int) -> tuple[str, tuple[int,
         return type(error).__name__, getattr(error, "peers", ()), time.monotonic() - started
 
 
+def forget_what_was_read() -> tuple[int, int]:
+    """Mappings of a peer's memory that it gave up after a message and after a collective."""
+    comm = communicator()
+    peers = transport(comm)._shm_peers
+    counts = []
+    for exchange in (lambda tensor: (comm.recv if comm.rank else comm.send)(tensor, 1 - comm.rank), comm.allreduce):
+        comm.barrier()
+        _, before = resources()
+        tensor = comm.empty(LARGE, dtype=torch.float32).fill_(1.0)
+        exchange(tensor)
+        del tensor
+        comm.barrier()
+        peers._drop_gone()
+        counts.append(resources()[1] - before)
+        comm.barrier()
+    return counts[0], counts[1]
+
+
 class Straggler:
     """Comes to a call's data only when the other rank has left, and looks for memory that is gone meanwhile."""
 

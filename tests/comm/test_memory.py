@@ -219,3 +219,19 @@ def test_a_synchronous_call_comes_after_the_asynchronous_ones() -> None:
         return [tensor[0].item(), done, *(message.item() for message in messages)]
 
     assert values(run(2, job)) == [[64.0, True, 0, 0, 0, 0], [64.0, True, 0, 1, 2, 3]]
+
+
+def test_autograd_notices_that_what_it_kept_was_written_to() -> None:
+    """Also by a copy that torch does not see."""
+
+    def job(comm: Communicator) -> bool:
+        kept = torch.full((LARGE,), float(comm.rank))
+        loss = (torch.ones(LARGE, requires_grad=True) * kept).sum()
+        comm.broadcast(kept, 0)
+        if comm.rank == 0:
+            return True
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        return True
+
+    assert values(run(2, job)) == [True, True]

@@ -60,6 +60,10 @@ def test_nothing_grows(shm_pool, job, times: int) -> None:
         assert after[1] <= before[1] + 4, "mappings"
 
 
+def test_memory_that_was_read_does_not_outlive_its_owner(shm_pool) -> None:
+    assert shm_pool.run(shm_ranks.forget_what_was_read, size=2) == [(0, 0), (0, 0)]
+
+
 def test_dev_shm_is_not_used(shm_pool) -> None:
     before = set(os.listdir("/dev/shm"))
     shm_pool.run(shm_ranks.all_kinds, (SMALL, LARGE), size=2)
