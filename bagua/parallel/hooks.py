@@ -289,7 +289,9 @@ class BackwardHooks:
 
 
 def _has_finite_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    gradients = [one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+    given = [one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+    dense = [one.coalesce().values() if one.is_sparse else one for one in given]
+    gradients = [one for one in dense if one.numel()]  # There is no largest one among none.
     if not gradients:
         return True
     largest = torch._foreach_norm(gradients, float("inf"))  # noqa: SLF001 - as in clip_grad_norm_

@@ -48,3 +48,31 @@ def test_ranks_leave_training_for_something_else_together(thread_ranks, optimize
         for name, weight in weights.items():
             assert torch.equal(weight, known[name]), "the last thing that changed weights is the exchange"
             assert torch.equal(weight, asked[rank][0][name])
+
+
+class Unusual(nn.Module):
+    """Has a parameter without elements, and an optimizer that also has a sparse gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.nothing = mlp(), nn.Parameter(torch.empty(0))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.body(inputs) + self.nothing.sum()
+
+
+def _train_the_unusual() -> State:
+    rank, model = bagua.comm.get_rank(), Unusual()
+    table = nn.Embedding(4, 2, sparse=True)
+    optimizer = sgd([*model.parameters(), *table.parameters()])
+    wrapped = with_bagua(model, [optimizer], "low_precision_decentralized", bucket_bytes=1000)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        (loss_of(wrapped, rank, step) + table(torch.tensor([rank])).sum()).backward()
+        optimizer.step()
+    return wrapped.state_dict()
+
+
+def test_gradients_without_elements_and_sparse_ones_are_looked_at_too(thread_ranks):
+    for weights in thread_ranks(2, _train_the_unusual):
+        assert all(weight.isfinite().all() for weight in weights.values())
