@@ -18,6 +18,8 @@ ranks without any averaging, which must be worse by more than what is allowed.
 
 import argparse
 import ctypes
+import dataclasses
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -252,25 +254,31 @@ def train_without_averages(rank: Rank, settings: Settings) -> Result:
 
 
 def compare_losses(options: argparse.Namespace) -> dict[str, object]:
-    """Held-out losses of the demo, by seed."""
+    """Held-out losses of the demo over those of gradient allreduce. Their mean over seeds has to keep the limit."""
     notes: dict[str, object] = {}
+    ratios: dict[str, list[float]] = {"async": [], "without averages": []}
     for seed in options.seeds:
-        losses = []
-        for function, algorithm in (
-            (train, "gradient_allreduce"),
-            (train, "async"),
-            (train_without_averages, "async"),
-        ):
-            settings = Settings(algorithm=algorithm, steps=options.steps, seed=seed)
-            losses.append(run_ranks(function, 2, (settings,))[0].held_out_loss)
-            print(f"seed {seed}, {function.__name__}, {algorithm}: {losses[-1]:.4f}", file=sys.stderr, flush=True)
-        allreduce, asynchronous, mutant = losses
-        verdict = "met" if asynchronous <= LOSS_LIMIT * allreduce < mutant else "MISSED"
-        notes[f"held-out loss, seed {seed}, {options.steps} steps"] = (
-            f"async {asynchronous:.3f} : allreduce {allreduce:.3f} = {asynchronous / allreduce:.3f}; "
-            f"without averages {mutant / allreduce:.3f}; limit {LOSS_LIMIT}: {verdict}"
+        settings = Settings(steps=options.steps, seed=seed)
+        allreduce = held_out_loss(train, settings)
+        settings = dataclasses.replace(settings, algorithm="async")
+        for name, function in (("async", train), ("without averages", train_without_averages)):
+            ratios[name].append(held_out_loss(function, settings) / allreduce)
+        notes[f"held-out loss, seed {seed}, {options.steps} steps"] = "; ".join(
+            f"{name} {of_seeds[-1]:.3f} of gradient allreduce ({allreduce:.3f})" for name, of_seeds in ratios.items()
         )
+    mean, mutant = (statistics.mean(of_seeds) for of_seeds in ratios.values())
+    verdict = "met" if mean <= LOSS_LIMIT < mutant else "MISSED"
+    notes["held-out loss, mean of seeds"] = (
+        f"async {mean:.3f}, without averages, which must break the limit, {mutant:.3f}; limit {LOSS_LIMIT}: {verdict}"
+    )
     return notes
+
+
+def held_out_loss(function: Callable[[Rank, Settings], Result], settings: Settings) -> float:
+    """Of one run of the demo on two ranks; printed at once, as it takes a while."""
+    loss = run_ranks(function, 2, (settings,))[0].held_out_loss
+    print(f"seed {settings.seed}, {function.__name__}, {settings.algorithm}: {loss:.4f}", file=sys.stderr, flush=True)
+    return float(loss)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -31,7 +31,7 @@ WARM_UP_STEPS = 3  # of a measurement, not counted
 SOLO_STEPS = 12  # measured before training and once more after it
 LAST_STEPS = 20  # whose mean is the final training loss
 HELD_OUT_BATCHES = 32
-SYNC_INTERVAL_MS = 100  # a few steps on a laptop
+SYNC_INTERVAL_MS = 25  # about a step of two processes on a laptop
 
 
 @dataclass(frozen=True)
