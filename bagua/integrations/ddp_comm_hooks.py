@@ -365,7 +365,7 @@ def _check_mesh(part: Any, state: ReducerState) -> None:
     others = set(state.group.ranks) - {state.group.ranks[state.group.rank]}
     meshes = {parameter.device_mesh for parameter in part.parameters() if hasattr(parameter, "device_mesh")}
     for mesh in meshes:
-        shared = others.intersection(mesh.mesh.view(-1).tolist())
+        shared = others.intersection(mesh.mesh.flatten().tolist())
         if shared:
             raise ConfigurationError(
                 "torch sums gradients over these ranks already",

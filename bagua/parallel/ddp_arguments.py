@@ -12,6 +12,7 @@ from torch import nn
 from bagua.checks import check_kind, check_numbers, wrong_type
 from bagua.comm import ProcessGroup, from_torch_group, get_default_group
 from bagua.errors import ConfigurationError
+from bagua.parallel.options import check_optional_flag
 
 __all__ = [
     "bucket_bytes_from",
@@ -107,12 +108,7 @@ def buffer_policy(broadcast_buffers: bool | None, forward_sync_buffers: bool | N
         >>> buffer_policy(None, None), buffer_policy(False, None), buffer_policy(None, False)
         ((True, True), (False, False), (True, False))
     """
-    check_kind(
-        (bool, NoneType),
-        "True, False or None",
-        broadcast_buffers=broadcast_buffers,
-        forward_sync_buffers=forward_sync_buffers,
-    )
+    check_optional_flag(broadcast_buffers=broadcast_buffers, forward_sync_buffers=forward_sync_buffers)
     if forward_sync_buffers is not None:
         if broadcast_buffers is not None and broadcast_buffers != forward_sync_buffers:
             raise ConfigurationError(
