@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 
 from bagua.comm import Communicator
+from bagua.comm.copying import copy_flat
 from bagua.errors import ConfigurationError
 
 __all__ = ["Bucket", "check_align_bytes", "form_buckets", "padded_numel"]
@@ -228,7 +229,8 @@ class Bucket:
     def read_weights(self, flat: torch.Tensor) -> torch.Tensor:
         """Copy the weights into ``flat``, laid out like this bucket, and return it."""
         if self.weights is not None:
-            return flat.copy_(self.weights)
+            copy_flat(flat, self.weights)
+            return flat
         torch._foreach_copy_(self.views(flat), list(self.parameters))
         return flat
 

@@ -17,8 +17,8 @@ def copy_flat(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy ``source`` into ``target``; the interpreter is free for other threads meanwhile.
 
     Args:
-        target: contiguous, on the CPU, of as many elements as ``source``.
-        source: contiguous, on the CPU, of the dtype of ``target``.
+        target: contiguous, of as many elements as ``source``.
+        source: contiguous, of the dtype and on the device of ``target``.
 
     Example:
         >>> target = torch.zeros(3)
@@ -27,11 +27,12 @@ def copy_flat(target: torch.Tensor, source: torch.Tensor) -> None:
         tensor([1., 1., 1.])
     """
     nbytes = source.numel() * source.element_size()
-    if nbytes < _LARGE_BYTES:
+    if nbytes < _LARGE_BYTES or not target.is_cpu:
         target.copy_(source)
         return
     assert target.numel() == source.numel()
     assert target.dtype is source.dtype
+    assert source.is_cpu
     assert target.is_contiguous()
     assert source.is_contiguous()
     ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)

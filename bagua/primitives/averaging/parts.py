@@ -10,6 +10,7 @@ import torch
 
 from bagua.buckets import Bucket, form_buckets
 from bagua.comm import Communicator
+from bagua.comm.copying import copy_flat
 from bagua.errors import ConfigurationError
 from bagua.primitives.averaging.desk import Parcel
 
@@ -67,8 +68,10 @@ class Part:
     def take_snapshot(self) -> None:
         """Copy the tensors into ``parcel.snapshot``; from a device, without waiting for it."""
         flat = self._flat()
-        if flat is not None:
-            self.parcel.snapshot.copy_(flat, non_blocking=not self._on_host)
+        if flat is not None and self._on_host:
+            copy_flat(self.parcel.snapshot, flat)
+        elif flat is not None:
+            self.parcel.snapshot.copy_(flat, non_blocking=True)
         else:
             torch._foreach_copy_(self._snapshot_views, self._tensors(), non_blocking=not self._on_host)
         if self._bucket.device.type == "cuda":
