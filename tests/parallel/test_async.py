@@ -316,6 +316,35 @@ def test_ctrl_c_in_abort_leaves_and_the_others_go_on(thread_ranks):
     assert thread_ranks(3, train) == [(False, "paused"), (True, "paused"), (True, "paused")]
 
 
+def test_an_average_that_was_taken_in_half_is_not_taken_in_again(thread_ranks):
+    def fail(**_) -> None:
+        raise KeyboardInterrupt
+
+    def train() -> float:
+        rank = bagua.comm.get_rank()
+        model = with_bagua(torch.nn.Linear(4, 4), [], OFTEN, bucket_bytes=1)
+        averager = model.bagua_algorithm._averager
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(2.0 * rank)  # Wrapping made them equal.
+        model(torch.zeros(1, 4))
+        while averager._session.desk.stage is not Stage.AVERAGE:
+            time.sleep(0.001)
+        parts = averager._parts
+        assert len(parts) == 2
+        parts[1].take_average, take = fail, parts[1].take_average
+        with pytest.raises(KeyboardInterrupt):
+            averager.step(1)
+        parts[1].take_average = take
+        seen = [part._bucket.parameters[0].flatten()[0].item() for part in parts]
+        averager.step(2)
+        assert seen == [part._bucket.parameters[0].flatten()[0].item() for part in parts]
+        bagua.comm.get_default_group().global_communicator.barrier()
+        return seen[0]
+
+    assert thread_ranks(2, train) == [1.0, 1.0]
+
+
 def test_no_training_thread_waits_for_a_rank_that_takes_no_step(thread_ranks):
     trained = threading.Event()
 

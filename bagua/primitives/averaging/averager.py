@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from bagua.comm import ProcessGroup
-from bagua.errors import CollectiveTimeoutError
+from bagua.errors import CollectiveTimeoutError, CommunicationError
 from bagua.primitives.averaging.company import Patience
 from bagua.primitives.averaging.desk import Desk, Stage
 from bagua.primitives.averaging.member import Member
 from bagua.primitives.averaging.parts import Part
 from bagua.primitives.averaging.roll import Roll
 from bagua.primitives.averaging.schedule import Schedule
-from bagua.primitives.averaging.session import Session
+from bagua.primitives.averaging.session import Session, call_in_time, sign_off_at_exit
 from bagua.primitives.averaging.status import AveragingStatus
 from bagua.primitives.averaging.transfer import GroupCourier
 
@@ -67,7 +69,8 @@ class Averager:
         self._make_parts: Callable[[], list[Part]] = list
         self._parts: list[Part] = []
         self._session: Session | None = None
-        self._roll: Roll | None = None
+        self._roll = Roll(group.board("averaging-roll"))
+        self._process = os.getpid()
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._paused = False
         self._fresh = True
@@ -76,6 +79,15 @@ class Averager:
         self._step = -1
         self._due = 0.0
         self._averaged: tuple[int, float] | None = None
+        sign_off_at_exit(self)
+        watched = weakref.ref(self)
+
+        def sign_off() -> None:
+            found = watched()
+            if found is not None:
+                found.sign_off("its process group was closed")
+
+        group.when_closing(sign_off)
 
     def attach(self, make_parts: Callable[[], list[Part]], step: int) -> None:
         """The model lies elsewhere from now on. No session is under way, or it has not seen a step after warm-up.
@@ -166,13 +178,17 @@ class Averager:
 
         Raises:
             CollectiveTimeoutError: not all ranks came.
+            PeerLostError: the last average broke off, so models may differ.
         """
         if self._paused:
             return
         limit_s = self._group.timeout_s
         together = self.stop(limit_s)
-        remaining = [] if self._session is None else self._session.member.remaining
+        member = None if self._session is None else self._session.member
+        remaining = [] if member is None else member.remaining
         self._session, self._paused = None, False
+        if member is not None and member.apart is not None:
+            raise member.apart
         if not together and remaining:
             raise CollectiveTimeoutError(
                 "not all ranks stopped averaging, which must be done together to change a model or its algorithm",
@@ -199,6 +215,22 @@ class Averager:
         if self._session is not None:
             self._session.leave(reason, for_good=for_good)
             self._raised = self._session.error
+        elif for_good:
+            self.sign_off(reason)
+
+    def sign_off(self, reason: str) -> None:
+        """If no session is under way here, others need not wait for this rank in the next one, to which it never comes.
+
+        Args:
+            reason: what the others are told.
+        """
+
+        def strike() -> None:
+            with contextlib.suppress(CommunicationError):
+                self._roll.strike({self._group.rank: reason})
+
+        if self._session is None and os.getpid() == self._process:
+            call_in_time(strike)
 
     def raise_news(self) -> None:
         """Raise what went wrong in the session, unless that was done before."""
@@ -215,7 +247,7 @@ class Averager:
         progress, averaged = session.member.progress, self._averaged
         if self._paused:
             state = "paused"
-        elif session.over:
+        elif session.over or not session.member.remaining:
             state = "alone"
         else:
             state = "warming up" if session.member.warming else "averaging"
@@ -238,8 +270,6 @@ class Averager:
         group, before = self._group, self._session
         if before is not None and not before.join(1.0):
             self._parts = []  # A thread that hangs may still write what is on its desk.
-        if self._roll is None:
-            self._roll = Roll(group.board("averaging-roll"))
         board = group.board("averaging")
         desk = Desk()
         courier = GroupCourier(
@@ -297,9 +327,9 @@ class Averager:
         return over
 
     def _take_average(self, desk: Desk) -> None:
+        desk.clear()  # First: whoever catches what stops this half-way must not take the same average in twice.
         for part in self._parts:
             part.take_average(replace=desk.replace)
-        desk.clear()
         self._averaged = (self._step, time.monotonic())
 
     def _put_snapshot(self, desk: Desk, *, at_rest: bool) -> None:

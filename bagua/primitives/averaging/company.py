@@ -131,6 +131,10 @@ class Company:
         """Whether every other rank is gone or has called ``abort``."""
         return all(self.record(rank).state is State.PAUSING for rank in self.present())
 
+    def some_have_stopped(self) -> bool:
+        """Whether another rank has ended because all had agreed to."""
+        return bool(self.others(lambda rank: self.record(rank).state is State.STOPPED))
+
     def have_trained(self) -> bool:
         """Whether weights of others may differ, so that a last average is needed."""
         return any(not (self.record(rank).fresh or self.record(rank).warming) for rank in self.present())
@@ -178,7 +182,7 @@ class Company:
 
     def desertion(self) -> BaseException | None:
         """The error if somebody left who is needed in each step, or None."""
-        left = self.others(self.gone)
+        left = self.others(lambda rank: self.gone(rank) and not self._has_warmed_up(rank))
         if not left:
             return None
         reason = self.record(left[0]).reason
@@ -187,6 +191,18 @@ class Company:
             f"{f': {reason}' if reason else ''}",
             left,
         )
+
+    def parting(self) -> PeerLostError:
+        """The error if the last average broke off, with which all would have ended."""
+        return self._lost(
+            "the last average broke off, so the models of ranks may differ",
+            self.others(lambda rank: rank not in self._watch.lost and self.record(rank).state is not State.LEFT),
+            "The model of this rank is intact: resume() and abort() on all ranks try again, or use that of one rank.",
+        )
+
+    def _has_warmed_up(self, rank: int) -> bool:
+        """Whether ``rank`` came, and has all synchronous steps behind it: in these this one had its part, too."""
+        return self._records[rank] is not None and rank not in self._absent and not self.record(rank).warming
 
     def divergence(self, rank: int) -> NonFiniteError:
         """The error for weights of ``rank`` that cannot be averaged."""

@@ -21,7 +21,7 @@ from bagua.primitives.averaging.decisions import Decisions
 from bagua.primitives.averaging.desk import Desk, Stage
 from bagua.primitives.averaging.records import Record, State
 from bagua.primitives.averaging.roll import Roll
-from bagua.primitives.averaging.schedule import Schedule
+from bagua.primitives.averaging.schedule import Looks, Schedule
 from bagua.primitives.averaging.status import Progress
 from bagua.primitives.averaging.transfer import Channel, Courier, Transfer, peers_named_by
 
@@ -35,9 +35,6 @@ _FINAL_ATTEMPTS = 2
 _FAILURES_IN_A_ROW = 3
 #: Rounds without anybody to meet that are passed at a time.
 _MOST_RESTS = 64
-#: How soon to look again: after something has happened, then ever later, up to a third of the time that was waited.
-#: Each look interrupts the training thread, and a transfer may last for seconds.
-_SHORTEST_S, _LONGEST_S = 0.001, 0.05
 
 
 class Member:
@@ -64,6 +61,7 @@ class Member:
         fresh: set by the training thread: it has not trained since weights were made equal, or loaded.
         state: what this member is doing.
         over: whether there is nothing left to do.
+        apart: why it missed the last average, with which others may have ended; None if it did not.
         error: what the training thread has to know.
         progress: for whoever watches.
     """
@@ -91,6 +89,7 @@ class Member:
         self.fresh = True
         self.state = State.TRAINING
         self.over = False
+        self.apart: PeerLostError | None = None
         self.error: BaseException | None = None
         self.progress = Progress()
         self._company = Company(board, roll, patience)
@@ -111,7 +110,8 @@ class Member:
         self._failures = 0
         self._abandoned = False
         self._broke = -1
-        self._pause_s = _SHORTEST_S
+        self._looks = Looks(patience.beat_s)
+        self._name = self._company.names[self.rank]
 
     # One look.
 
@@ -138,13 +138,8 @@ class Member:
 
     def _pause(self, *, moved: bool) -> float:
         rests = len(self._meeting) == 1 and not self.pausing
-        waiting = (self._ready and not rests) or self.pausing or self._transfer is not None or self.state.gone
-        waiting = waiting or bool(self.leaving)  # An exchange came first.
-        if moved or not waiting:
-            self._pause_s = _SHORTEST_S
-        else:
-            self._pause_s = min(1.5 * self._pause_s, _LONGEST_S)
-        return min(self._pause_s if waiting else self._patience.beat_s, self._patience.beat_s)
+        meets = (self._ready and not rests) or self._transfer is not None
+        return self._looks.pause_s(waiting=meets or self.pausing or self.state.gone or bool(self.leaving), moved=moved)
 
     def _look(self, now: float) -> None:
         self._company.look(now)
@@ -182,10 +177,6 @@ class Member:
         if self.leaving:
             self._leave()
         return not self.leaving
-
-    @property
-    def _name(self) -> int:
-        return self._company.names[self.rank]
 
     def _be_excluded(self, error: BaseException | None) -> None:
         assert error is not None
@@ -285,6 +276,8 @@ class Member:
         members = tuple(decision.get("members", ()))
         if decision["kind"] == "void" or members == (self.rank,):
             self._next_round()
+            if members and self._round > FINAL:  # Nobody is left with whom weights could be made equal.
+                self._finish()
         elif self.rank not in members:
             self._be_excluded(self._company.exclusion(certain=True))
             self._leave()
@@ -297,8 +290,6 @@ class Member:
         self._round += 1
         if self._round < FINAL:
             self._meeting = self._schedule.members(self._round)
-        elif self._round - FINAL >= _FINAL_ATTEMPTS:
-            self._end(State.STOPPED)
 
     def _stop(self, *, average: bool) -> None:
         """All have agreed to end: a last exchange of all, then nothing more."""
@@ -310,6 +301,7 @@ class Member:
             self._end(State.STOPPED)
             return
         self._ready = False
+        self._failures = 0
         self._round = FINAL
         self._meeting = self._schedule.everyone
 
@@ -380,10 +372,22 @@ class Member:
         self._broke = self._round
         _log.info("rank %d: averaging with ranks %s broke off: %s", self._name, channel.members, error)
         self._next_round()
-        if self._failures >= _FAILURES_IN_A_ROW and not self._continue_alone and not self.state.gone:
+        if self._round > FINAL and self._failures >= _FINAL_ATTEMPTS:
+            self._finish()
+        elif self._failures >= _FAILURES_IN_A_ROW and not self._continue_alone:
             self._fail(error)
 
     # The end.
+
+    def _finish(self) -> None:
+        """End with the others, but without a last average."""
+        if self._failures and (self._company.present() or self._company.some_have_stopped()):
+            self.apart = self._company.parting()
+            if self._continue_alone:
+                _log.warning("rank %d: %s", self._name, self.apart)
+            else:
+                self.error = self.error or self.apart
+        self._end(State.STOPPED)
 
     def _leave(self) -> None:
         """Go, after making sure that nobody begins an exchange with this member."""
@@ -433,13 +437,12 @@ class Member:
 
     def abandon(self, error: CommunicationError) -> None:
         """The board is gone: end here, with ``error`` unless this member may go on alone."""
-        if self.state.gone:
-            pass  # All that mattered was done.
-        elif self._continue_alone:
-            _log.warning("rank %d goes on alone: %s", self._name, error)
-        else:
-            self.error = self.error or error
-        self.state = self.state if self.state.gone else State.LEFT
+        if not self.state.gone:  # Otherwise all that mattered was done.
+            self.state = State.LEFT
+            if self._continue_alone:
+                _log.warning("rank %d goes on alone: %s", self._name, error)
+            else:
+                self.error = self.error or error
         self._transfer = None
         self._abandoned = True
         self._channels.close()

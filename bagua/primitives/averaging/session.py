@@ -8,6 +8,8 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from typing import Protocol
 
 from bagua.errors import CommunicationError
 from bagua.primitives.averaging.desk import Desk
@@ -15,12 +17,30 @@ from bagua.primitives.averaging.member import Member
 from bagua.primitives.averaging.records import State
 from bagua.primitives.averaging.transfer import Courier
 
-__all__ = ["Session"]
+__all__ = ["Session", "call_in_time", "sign_off_at_exit"]
 
 #: An interpreter that ends without a word to the others takes at most about so long for it.
 EXIT_S = 1.0
 #: The host of the store stays so much longer if others are still there. Ending the interpreter takes time, too.
 LINGER_S = 1.0
+
+
+def call_in_time(talk: Callable[[], None], limit_s: float = EXIT_S / 2) -> None:
+    """Talk to a store that may not answer: in a thread, unless the interpreter ends, where Python 3.12 starts none."""
+    thread = threading.Thread(target=talk, name="bagua-averaging-farewell", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        talk()
+    else:
+        thread.join(limit_s)
+
+
+class Newcomer(Protocol):
+    """Somebody whom others may wait for, and who may never begin a session."""
+
+    def sign_off(self, reason: str) -> None:
+        """Say so, unless a session is under way."""
 
 
 class Session:
@@ -62,6 +82,7 @@ class Session:
             member.over = True
         finally:
             self._courier.interrupt("averaging has ended")
+            self.desk.parcels = []  # Where the store is hosted, this outlives the model.
             self.desk.tell()
 
     @property
@@ -76,8 +97,8 @@ class Session:
 
     @property
     def ended_together(self) -> bool:
-        """Whether this member ended because all had agreed to."""
-        return self.member.state is State.STOPPED
+        """Whether this member ended because all had agreed to, and with the last average, if there was to be one."""
+        return self.member.state is State.STOPPED and self.member.apart is None
 
     def wait_for_change(self, limit_s: float) -> None:
         """Sleep until the background thread has changed something, at most ``limit_s``."""
@@ -120,10 +141,8 @@ class Session:
         return True
 
     def _sign_off(self, limit_s: float) -> None:
-        """It had left already, and might have come back. In a thread, as the store may not answer."""
-        thread = threading.Thread(target=self.member.sign_off, name=self._thread.name, daemon=True)
-        thread.start()
-        thread.join(limit_s)
+        """It had left already, and might have come back."""
+        call_in_time(self.member.sign_off, limit_s)
 
     def forget(self) -> None:
         """Let it end by itself, without waiting; for whoever must not block, as a finalizer."""
@@ -147,6 +166,7 @@ class _Sessions:
     def __init__(self) -> None:
         self._living: weakref.WeakSet[Session] = weakref.WeakSet()
         self._hosting: list[Session] = []
+        self._newcomers: weakref.WeakSet[Newcomer] = weakref.WeakSet()
         self._guard = threading.Lock()
         self._registered = False
 
@@ -156,20 +176,31 @@ class _Sessions:
             if session._hosts_store:  # noqa: SLF001 - the other half of this file
                 # Others may outlast it, also when nobody here thinks of it any more.
                 self._hosting = [one for one in self._hosting if not one.ended_together] + [session]
-            if not self._registered:
-                # Now, not at import: handlers run in reverse order, and the groups must outlive the sessions.
-                self._registered = True
-                atexit.register(self._leave_all)
+            self._register()
+
+    def expect(self, newcomer: Newcomer) -> None:
+        with self._guard:
+            self._newcomers.add(newcomer)
+            self._register()
+
+    def _register(self) -> None:
+        if not self._registered:
+            # Now, not at import: handlers run in reverse order, and the groups must outlive the sessions.
+            self._registered = True
+            atexit.register(self._leave_all)
 
     def _leave_all(self) -> None:
         with self._guard:
             sessions = list(self._living)
             hosting = list(self._hosting)
+            newcomers = list(self._newcomers)
         for session in sessions:
             session.forget()
         until = time.monotonic() + EXIT_S
         for session in sessions:
             session.leave("its process ends", max(until - time.monotonic(), 0.1), for_good=True)
+        for newcomer in newcomers:
+            newcomer.sign_off("its process ends")
         until = time.monotonic() + LINGER_S
         for session in hosting:
             if not session.ended_together:
@@ -177,3 +208,12 @@ class _Sessions:
 
 
 _sessions = _Sessions()
+
+
+def sign_off_at_exit(newcomer: Newcomer) -> None:
+    """Have ``newcomer`` sign off before the interpreter ends, as sessions leave then.
+
+    Args:
+        newcomer: kept by a weak reference.
+    """
+    _sessions.expect(newcomer)

@@ -291,6 +291,46 @@ def test_the_last_exchange_is_tried_twice():
     assert values(world)[0] == values(world)[1]
 
 
+@pytest.mark.parametrize("continue_alone", [True, False])
+def test_who_misses_the_last_average_does_not_say_that_all_is_well(continue_alone):
+    world = World(2, continue_alone=continue_alone)
+    one_round(world)
+    world.abort(0, 1)
+    cut = 0
+    for _ in range(200):
+        world.run(1)
+        for rank in world.ranks:
+            if rank.transfer is not None and rank.member._round >= FINAL:
+                world.wires[rank.transfer[1].name].cut = True
+                cut += 1
+    assert cut
+    for rank in world.ranks:
+        assert rank.member.over
+        assert "the last average broke off" in str(rank.member.apart)
+        assert rank.member.error is (None if continue_alone else rank.member.apart)
+    assert values(world) == [1.5, 1.5]  # of the round before
+
+
+def test_those_who_leave_before_the_last_average_do_not_take_it_from_the_others():
+    world = World(4)
+    for rank in world.ranks:
+        rank.member.fresh = False
+    world.abort(0, 1, 2, 3)
+    for leaver in (3, 2):
+        for _ in range(10):
+            for number in range(leaver + 1):
+                world.poll(number)
+            world.ranks[leaver].at_safe_point(at_rest=True)  # Only it is ready.
+            world.pass_time(0.01)
+        assert world.ranks[leaver].member._ready
+        world.ranks[leaver].member.leaving = "its time is up"
+        world.poll(leaver)
+    assert world.ranks[1].member._round >= FINAL
+    world.run_to_the_end()
+    assert values(world) == [1.5, 1.5, 3.0, 4.0]
+    assert [rank.member.apart for rank in world.ranks] == [None] * 4
+
+
 def test_the_host_of_the_store_stays_until_the_others_have_ended():
     world = World(2)
     one_round(world)
@@ -388,6 +428,31 @@ def test_a_rank_that_leaves_in_warm_up_is_named():
     assert "rank 1 left during warm-up" in str(error)
     assert "its process ends" in str(error)
     assert world.ranks[1].stranded
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_rank_that_goes_after_warm_up_does_no_harm_to_one_that_is_about_to_end_it(dies):
+    world = World(2, warming=True, continue_alone=True)
+    for rank in world.ranks:
+        rank.member.begun = 5
+    world.ranks[0].member.warming = False  # Rank 1 evaluates after the last step of warm-up.
+    world.run(3)
+    if dies:
+        world.kill(0)
+    else:
+        world.ranks[0].member.leaving = "its process ends"
+    world.run(30, seconds_per_turn=1.0)
+    assert world.ranks[1].member._company.gone(0)
+    assert world.ranks[1].member.error is None
+    assert not world.ranks[1].member.over
+
+
+def test_a_rank_that_will_never_come_is_missed_in_warm_up():
+    world = World(2, warming=True)
+    world.dead.add(0)
+    world.ranks[1].member._company._roll.strike({0: "its process ends"})
+    world.run(3)
+    assert "rank 0 left during warm-up" in str(world.ranks[1].member.error)
 
 
 def test_decisions_do_not_pile_up_in_the_store():
