@@ -117,12 +117,6 @@ def _switch(name: str) -> bool:
     return os.environ.get(name, "") not in ("", "0", "false", "False", "off")
 
 
-def tunes_allocator() -> bool:
-    """Whether someone has told glibc when to return freed memory to the system, or has another allocator loaded."""
-    names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
-    return any(os.environ.get(name) for name in names)
-
-
 def debug_checks() -> bool:
     """``BAGUA_DEBUG=1``: compare every collective's description across ranks before it runs."""
     return _switch("BAGUA_DEBUG")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from bagua import __version__, comm, env
+from bagua import __version__, comm
 from bagua.cli.launch import Rank, run_ranks
 from bagua.comm import Communicator
 from bagua.comm.backends import refusal
@@ -27,7 +27,6 @@ TIMEOUT_S = 60.0
 SECONDS_PER_SIZE = 0.3
 LEAST_CALLS = 5
 FEW_DESCRIPTORS = 1024
-KEEP_FREED_MEMORY = " ".join(f"MALLOC_{name}_THRESHOLD_={512 * 1024 * 1024}" for name in ("MMAP", "TRIM"))
 
 
 @dataclass(frozen=True)
@@ -123,8 +122,6 @@ def advise(ranks: int) -> list[str]:
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if descriptors <= FEW_DESCRIPTORS:
         advice.append(f"ulimit -n 65536: {descriptors} open files are few for many ranks and models")
-    if platform.libc_ver()[0] == "glibc" and not torch.cuda.is_available() and not env.tunes_allocator():
-        advice.append(f"{KEEP_FREED_MEMORY}: glibc does not return freed gradients to the system")
     return advice or ["nothing needs to be set"]
 
 

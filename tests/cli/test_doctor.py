@@ -32,13 +32,3 @@ def test_measuring(capsys, monkeypatch):
 def test_advice_for_more_threads_than_cores(monkeypatch):
     monkeypatch.setattr(doctor.torch, "get_num_threads", lambda: 1000)
     assert doctor.advise(2)[0].startswith("OMP_NUM_THREADS=")
-
-
-@pytest.mark.parametrize(
-    ("libc", "tuned", "said"), [("glibc", False, True), ("glibc", True, False), ("musl", False, False)]
-)
-def test_advice_to_keep_freed_memory(monkeypatch, libc, tuned, said):
-    monkeypatch.setattr(doctor.platform, "libc_ver", lambda: (libc, "2.36"))
-    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(doctor.env, "tunes_allocator", lambda: tuned)
-    assert any(line.startswith("MALLOC_") for line in doctor.advise(1)) is said
