@@ -35,7 +35,9 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
     A rank that gets gradients which are not finite exchanges before its update, which a
     ``GradScaler`` skips. One that skips an update for another reason exchanges in its next
     forward pass; if there is none, let it call ``state_dict()`` before it does anything else
-    together with the others, who wait for it.
+    together with the others, who wait for it. For the same reason a script that trains several
+    models with a ``GradScaler`` has to step the optimizers of this one before another model's
+    backward pass: otherwise an overflow on one rank ends in a ``CollectiveTimeoutError``.
 
     Args:
         hierarchical: ranks of one host take their mean, and hosts mix with hosts, weighted by
