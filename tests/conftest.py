@@ -15,6 +15,7 @@ be at the top level of its module. What a rank raises is raised here, the likeli
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 import torch
@@ -33,6 +34,12 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 _SIZE = 6
 TRANSPORTS = ("threads", "solo", "shm", "hybrid", "gloo", "nccl")
 _WITH_SEVERAL_RANKS = ("threads", "shm", "gloo", "nccl")
+
+
+def pytest_configure() -> None:
+    """Ctrl-C works here and in what is started from here, also under `nohup ... &`, where it is ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

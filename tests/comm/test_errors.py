@@ -17,6 +17,7 @@ from bagua.errors import (
     InvalidRankError,
     InvalidReduceOpError,
     InvalidTensorError,
+    InvalidTypeError,
     NonFiniteError,
     NotInitializedError,
     PeerLostError,
@@ -28,6 +29,7 @@ from bagua.errors import (
 PARENTS = {
     BaguaError: (Exception,),
     ConfigurationError: (BaguaError, ValueError),
+    InvalidTypeError: (ConfigurationError, TypeError),
     InvalidTensorError: (ConfigurationError, TypeError),
     InvalidRankError: (ConfigurationError,),
     InvalidReduceOpError: (ConfigurationError,),
