@@ -94,18 +94,9 @@ class ReducedGradientsImpl(AlgorithmImpl):
 
 
 def matrix_blocks(bucket: Bucket) -> list[MatrixBlock]:
-    """The parameters of ``bucket`` with at least two dimensions, as they lie in its flat memory.
-
-    The dimension with the longest stride counts the rows: the first one that is longer than 1, as a rule.
-    """
-    blocks = []
-    for offset, view in zip(bucket.offsets, bucket.gradient_views, strict=True):
-        if view.dim() > 1 and view.numel() > 1:
-            _, rows = max(
-                (stride, length) for stride, length in zip(view.stride(), view.shape, strict=True) if length > 1
-            )
-            blocks.append(MatrixBlock(offset, rows, view.numel() // rows))
-    return blocks
+    """The parameters of ``bucket`` that are matrices, as they lie in its flat memory."""
+    found = map(MatrixBlock.of, bucket.gradient_views, bucket.offsets)
+    return [block for block in found if block is not None]
 
 
 def padding(bucket: Bucket) -> torch.Tensor | None:

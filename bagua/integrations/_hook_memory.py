@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -157,14 +158,6 @@ def _check_known(parts: Mapping[int, Tensors], names: Names) -> None:
 
 def _blocks(parameters: Sequence[torch.Tensor]) -> list[MatrixBlock]:
     """The matrices among the gradients of a bucket; DDP lays each out like its parameter."""
-    blocks, offset = [], 0
-    for parameter in parameters:
-        if parameter.dim() > 1 and parameter.numel() > 1:
-            _, rows = max(
-                (stride, length)
-                for stride, length in zip(parameter.stride(), parameter.shape, strict=True)
-                if length > 1
-            )
-            blocks.append(MatrixBlock(offset, rows, parameter.numel() // rows))
-        offset += parameter.numel()
-    return blocks
+    offsets = itertools.accumulate((parameter.numel() for parameter in parameters), initial=0)
+    found = map(MatrixBlock.of, parameters, offsets)
+    return [block for block in found if block is not None]

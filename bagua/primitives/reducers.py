@@ -36,6 +36,27 @@ class MatrixBlock:
     rows: int
     columns: int
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor, offset: int) -> MatrixBlock | None:
+        """``tensor``, which is dense, as a matrix; None if it has fewer than two dimensions or elements.
+
+        The dimension with the longest stride counts the rows: the first one that is longer than 1, as a rule.
+
+        Args:
+            tensor: whose memory it is.
+            offset: of that memory in the flat tensor, in elements.
+
+        Example:
+            >>> MatrixBlock.of(torch.zeros(1, 4, 3, 2), 10)
+            MatrixBlock(offset=10, rows=4, columns=6)
+        """
+        if tensor.dim() < 2 or tensor.numel() < 2:
+            return None
+        _, rows = max(
+            (stride, length) for stride, length in zip(tensor.stride(), tensor.shape, strict=True) if length > 1
+        )
+        return cls(offset, rows, tensor.numel() // rows)
+
     @property
     def numel(self) -> int:
         """Number of elements."""
