@@ -8,7 +8,6 @@ import functools
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from bagua.comm import ProcessGroup
 from bagua.comm.adoption import GradBucket, as_group, rank_among_all, size_of_all
@@ -338,7 +337,10 @@ def register_fsdp_hook(module: torch.nn.Module, state: ReducerState) -> None:
     """
     if not isinstance(state, ReducerState):
         raise _no_state(state)
-    parts = {name: part for name, part in module.named_modules() if isinstance(part, FSDPModule)}
+    # What ``fully_shard`` was applied to is known by what it can do then.
+    parts: dict[str, Any] = {
+        name: part for name, part in module.named_modules() if hasattr(part, "set_all_reduce_hook")
+    }
     if not parts:
         raise ConfigurationError(
             "nothing in this module is sharded",

@@ -43,12 +43,9 @@ EXTRA_PACKAGES = {
     "bagua.testing": {"pytest", "hypothesis", "numpy"},
 }
 
-# Parts of torch.distributed that communicate nothing by themselves.
+# Parts of torch.distributed that start things.
 LAUNCHER_MODULES = (
-    "torch.distributed.algorithms",
-    "torch.distributed.checkpoint",
     "torch.distributed.elastic",
-    "torch.distributed.fsdp",
     "torch.distributed.launcher",
     "torch.distributed.run",
 )

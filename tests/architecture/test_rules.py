@@ -62,7 +62,7 @@ ALLOWED = {
     "cli/main.py": "import torch.distributed.run\nimport rich\nfrom bagua.torch_api import x\nprint('hello')",
     "torch_api/__init__.py": "from bagua import comm",
     "testing/pool.py": "import pytest\nfrom bagua import torch_api",
-    "integrations/lightning.py": "import lightning\nfrom torch.distributed.fsdp import fully_shard",
+    "integrations/lightning.py": "import lightning\nfrom torch.distributed.elastic import events",
 }
 
 
