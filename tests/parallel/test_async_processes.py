@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 import time
 
 import pytest
@@ -18,6 +15,7 @@ from bagua.comm.stores import serve_store
 from bagua.errors import PeerLostError
 from bagua.parallel import with_bagua
 from bagua.testing.training import State, assert_same_on_all_ranks, mlp, snapshot, train_steps
+from tests.parallel.scripts import start_scripts
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -141,24 +139,7 @@ if ending == "go on":  # until the others have left
 
 def _run(endings: list[str], port: int, *, by_agent: bool) -> list[tuple[int, str, str, float]]:
     """Status, output, errors, and at most how many seconds after training the process ended, for each rank."""
-    common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(len(endings)),
-        "OMP_NUM_THREADS": "1",
-        "TORCHELASTIC_USE_AGENT_STORE": str(by_agent),
-        "BAGUA_TIMEOUT_S": "60",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, ending],
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, ending in enumerate(endings)
-    ]
+    ranks = start_scripts(SCRIPT, endings, port, by_agent=by_agent)
     try:
         results = []
         for rank in ranks:

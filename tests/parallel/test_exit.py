@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
-import torch.distributed as dist
+
+from bagua.comm.stores import serve_store
+from tests.parallel.scripts import start_scripts
 
 pytestmark = pytest.mark.gloo
 
@@ -42,31 +40,14 @@ if sys.argv[1] == "raise":
 
 @pytest.mark.parametrize("endings", [("nothing", "destroy"), ("raise", "nothing")], ids=str)
 def test_the_exit_code_is_the_scripts(endings):
-    # The ranks meet at a store of this process, so nobody has to guess a free port.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "BAGUA_TIMEOUT_S": "60",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, ending],
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, ending in enumerate(endings)
-    ]
+    store, port = serve_store()  # Of this process, so nobody has to guess a free port.
+    ranks = start_scripts(SCRIPT, endings, port, by_agent=True)
     try:
         results = [(rank.communicate(timeout=90), rank.returncode) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
+    del store
     for ending, ((output, errors), returned) in zip(endings, results, strict=True):
         assert returned == (3 if ending == "raise" else 0), errors
         assert output == "trained\n"
