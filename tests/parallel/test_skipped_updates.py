@@ -8,6 +8,7 @@ from torch import nn
 
 import bagua.comm
 from bagua.parallel import with_bagua
+from bagua.parallel.hooks import _has_finite_gradients
 from bagua.testing.training import State, loss_of, mlp, sgd, snapshot
 
 pytestmark = pytest.mark.threads
@@ -76,3 +77,14 @@ def _train_the_unusual() -> State:
 def test_gradients_without_elements_and_sparse_ones_are_looked_at_too(thread_ranks):
     for weights in thread_ranks(2, _train_the_unusual):
         assert all(weight.isfinite().all() for weight in weights.values())
+
+
+@pytest.mark.parametrize(
+    ("value", "finite"), [(1.0, True), (3e38, True), (torch.inf, False), (-torch.inf, False), (torch.nan, False)]
+)
+def test_gradients_whose_norm_overflows_are_finite_all_the_same(value, finite):
+    parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, dtype=torch.float64))]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    parameters[0].grad[1:] = value
+    assert _has_finite_gradients(sgd(parameters)) is finite
