@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Literal
 
@@ -80,7 +79,7 @@ class MemoryTransport(Transport):
         """Run ``call`` here, or behind the calls of its lane that are under way."""
         deadline = Deadline(time.perf_counter() + timeout_s, timeout_s)
         lanes = _lanes(call, self.rank)
-        if not asynchronous and all(self._lanes.idle(lane) for lane in lanes):
+        if not asynchronous and self._lanes.idle(*lanes):
             self._run(call, source, target, deadline, lanes)
             return DONE
         futures = [self._submit(lane, call, source, target, deadline) for lane in lanes]
@@ -122,12 +121,15 @@ class MemoryTransport(Transport):
         lanes: tuple[Lane, ...],
         inline: bool = True,
     ) -> None:
+        if target is not None and target.is_inference() and not torch.is_inference_mode_enabled():
+            with torch.inference_mode():  # torch guards tensors that were made in it
+                self._run(call, source, target, deadline, lanes, inline)
+            return
         try:
-            with _writable(target):
-                if lanes[0] is _COLLECTIVE:
-                    self._collective(call, source, target, deadline, inline)
-                else:
-                    self._message(call, source, target, deadline, lanes, inline)
+            if lanes[0] is _COLLECTIVE:
+                self._collective(call, source, target, deadline, inline)
+            else:
+                self._message(call, source, target, deadline, lanes, inline)
         except BaseException as error:
             # Before the caller can touch its tensors, peers must know not to trust them.
             self._peers.leave_with(error, call)
@@ -206,16 +208,6 @@ class MemoryTransport(Transport):
                 advice="All ranks must make the same collective calls in the same order.",
             )
         return None
-
-
-_NOTHING_TO_DO: AbstractContextManager[object] = nullcontext()
-
-
-def _writable(target: torch.Tensor | None) -> AbstractContextManager[object]:
-    """Where ``target`` may be written: torch guards tensors that were made in inference mode."""
-    if target is None or not target.is_inference():
-        return _NOTHING_TO_DO
-    return torch.inference_mode()
 
 
 def _lanes(call: Call, rank: int) -> tuple[Lane, ...]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from ctypes import memmove
 from typing import ClassVar
 
 import torch
+from torch.autograd.graph import increment_version
 
 from bagua.comm.call import Call
-from bagua.comm.copying import copy_flat
-from bagua.comm.memory_line import Deadline, Notice, rows
+from bagua.comm.memory_line import Deadline, Line, Notice, rows
 from bagua.comm.memory_peers import Peers
 from bagua.comm.reduction import fold
 from bagua.errors import CollectiveMismatchError
 
-__all__ = ["SMALL_BYTES", "Exchange", "compare", "slices", "small_bytes"]
+__all__ = ["SMALL_BYTES", "Exchange", "compare", "own_slice", "reads_all", "slice_length", "small_bytes"]
 
 #: Small for any number of ranks.
 SMALL_BYTES = 64 * 1024
@@ -28,14 +29,32 @@ def small_bytes(size: int) -> int:
     return 4 * SMALL_BYTES if size == 2 else SMALL_BYTES
 
 
-def slices(start: int, stop: int, size: int) -> list[int]:
-    """Bounds of the part that each rank reduces of elements ``start`` to ``stop``.
+def reads_all(call: Call, size: int) -> bool:
+    """Whether each rank reduces all of an allreduce, if nobody lent its tensor.
+
+    Two ranks move as many bytes in that way as with a half for each, and need one barrier less for a piece.
+    """
+    return size == 2 or call.nbytes <= small_bytes(size)
+
+
+def slice_length(piece: int, size: int) -> int:
+    """How many elements of a piece of ``piece`` elements each rank reduces; the last one may have fewer."""
+    return -(-piece // size)
+
+
+def own_slice(start: int, stop: int, length: int, rank: int) -> tuple[int, int]:
+    """Bounds of what ``rank`` reduces of the piece of elements ``start`` to ``stop``.
+
+    The slice of a rank begins equally far behind the start of each piece, also of the last one, which may be
+    shorter: when a piece is shown, nothing comes where others may still read results.
 
     Example:
-        >>> slices(10, 15, 2)
-        [10, 12, 15]
+        >>> own_slice(10, 15, slice_length(5, 2), 1)
+        (13, 15)
+        >>> own_slice(15, 17, slice_length(5, 2), 1)
+        (17, 17)
     """
-    return [start + (stop - start) * rank // size for rank in range(size + 1)]
+    return min(start + rank * length, stop), min(start + (rank + 1) * length, stop)
 
 
 def compare(rank: int, notices: list[Notice]) -> None:
@@ -94,7 +113,7 @@ class Exchange:
         inline: whether the calling thread runs it, which has nothing else to do.
     """
 
-    __slots__ = ("_call", "_deadline", "_notices", "_peers", "_slot", "_spin_s", "_target")
+    __slots__ = ("_address", "_call", "_deadline", "_itemsize", "_notices", "_peers", "_slot", "_spin_s", "_target")
 
     def __init__(
         self,
@@ -111,77 +130,134 @@ class Exchange:
         self._slot = slot
         self._call = call
         self._target = target if target is None or target.dim() == 1 else target.view(-1)
+        self._address = 0 if target is None else target.data_ptr()
+        self._itemsize = call.dtype.itemsize
         self._notices = notices
         self._deadline = deadline
 
     def run(self) -> None:
         """Move the data, and return when nobody reads this rank's tensors any more."""
-        move = self._MOVES[self._call.kind]
-        width = self._width()
-        piece = max(min([notice.piece for notice in self._notices]), 1)
-        for start in range(0, max(width, 1), piece):
+        peers, call = self._peers, self._call
+        piece, lent = self._notices[0].piece, False
+        for notice in self._notices:
+            lent = lent or notice.lent
+            piece = min(piece, notice.piece)
+        if call.kind == "allreduce":
+            if lent or not reads_all(call, peers.size):
+                self._reduce_slices(piece)
+            else:
+                self._reduce_all(piece)
+        elif call.kind == "alltoall_v":
+            self._move(Exchange._alltoall_v, piece, max(max(notice.call.send_counts) for notice in self._notices))
+        else:
+            self._move(self._MOVES[call.kind], piece, call.numel)
+        if lent:
+            peers.barrier(call, self._deadline, None, self._spin_s)
+            peers.withdraw(self._slot)
+        peers.conclude(self._slot)
+        if self._target is not None and not self._target.is_inference():
+            increment_version(self._target)  # so that autograd notices, as after ``copy_``
+
+    def _move(self, move: Callable[[Exchange, int, int], None], piece: int, width: int) -> None:
+        """Do ``move`` for all columns: for one piece while peers may still do it for the one before."""
+        if width <= piece:
+            move(self, 0, width)
+            return
+        for start in range(0, width, piece):
             stop = min(start + piece, width)
             if start:
                 self._peers.stage(self._slot, start, stop)
-                self._barrier()
+                self._peers.barrier(self._call, self._deadline, None, self._spin_s)
             move(self, start, stop)
-        if True in [notice.lent for notice in self._notices]:
-            self._barrier()
-            self._peers.withdraw(self._slot)
-        self._peers.conclude(self._slot)
 
-    def _width(self) -> int:
-        if self._call.kind != "alltoall_v":
-            return self._call.numel
-        return max(max(notice.call.send_counts) for notice in self._notices)
+    # An allreduce, whose source is its target.
 
-    def _barrier(self) -> None:
-        self._peers.barrier(self._call, self._deadline, spin_s=self._spin_s)
-
-    def _view(self, rank: int, start: int, stop: int) -> torch.Tensor:
-        line = self._peers.lines[rank]
-        return (line.view if rank != self._peers.rank else line.source)(self._slot, start, stop)
-
-    def _out(self, start: int, stop: int) -> torch.Tensor:
-        target = self._target
+    def _reduce_all(self, piece: int) -> None:
+        """Every rank reduces everything."""
+        peers, call, slot, target = self._peers, self._call, self._slot, self._target
         assert target is not None
-        return target if start == 0 and stop == target.numel() else target[start:stop]
+        start = 0
+        for out in (target,) if call.numel <= piece else torch.split(target, piece):
+            stop = start + out.numel()
+            if start:
+                peers.stage(slot, start, stop)
+                peers.barrier(call, self._deadline, None, self._spin_s)
+            parts = [out] * peers.size
+            for rank, line in enumerate(peers.lines):
+                if rank != peers.rank:
+                    parts[rank] = line.view(slot, start, stop)
+            fold(parts, call.reduction, out)
+            start = stop
+
+    def _reduce_slices(self, piece: int) -> None:
+        """One barrier for each piece: this one is reduced, and the next can be seen."""
+        peers, call, slot = self._peers, self._call, self._slot
+        rank, numel, piece = peers.rank, call.numel, min(piece, call.numel)
+        length = slice_length(piece, peers.size)
+        for start in range(0, numel, piece):
+            stop = min(start + piece, numel)
+            first, last = own_slice(start, stop, length, rank)
+            if first < last:
+                # Where it lies published: nobody else reads that slice before the barrier.
+                fold(self._parts(first, last), call.reduction, peers.own.view(slot, first, last))
+            if stop < numel:
+                end = min(stop + piece, numel)
+                peers.stage(slot, stop, end, own_slice(stop, end, length, rank))
+            number = peers.arrive(call)
+            self._pull(peers.own, first, last)
+            peers.pass_barrier(call, number, self._deadline, None, self._spin_s)
+            first = start
+            for line in peers.lines:
+                last = min(first + length, stop)
+                if line is not peers.own:
+                    self._pull(line, first, last)
+                first = last
+
+    def _pull(self, line: Line, start: int, stop: int) -> None:
+        """Copy what the rank of ``line`` has reduced, unless it is there already."""
+        if start < stop:
+            theirs = line.address(self._slot, start, stop)
+            ours = self._address + start * self._itemsize
+            if theirs != ours:
+                memmove(ours, theirs, (stop - start) * self._itemsize)
 
     # One method per kind: columns ``start`` to ``stop``.
 
-    def _allreduce(self, start: int, stop: int) -> None:
-        if self._call.nbytes <= small_bytes(self._peers.size):
-            slot = self._slot
-            parts = [line.view(slot, start, stop) for line in self._peers.lines]
-            fold(parts, self._call.reduction, self._out(start, stop))
-            return
-        # Rank r reduces slice r of all ranks where its own lies published: nobody else
-        # reads that slice before the barrier. Afterwards everyone pulls the slices.
-        peers, slot = self._peers, self._slot
-        bounds = slices(start, stop, peers.size)
-        first, last = bounds[peers.rank], bounds[peers.rank + 1]
-        parts = [self._view(rank, first, last) for rank in range(peers.size)]
-        fold(parts, self._call.reduction, peers.own.view(slot, first, last))
-        self._barrier()
-        for rank, line in enumerate(peers.lines):
-            theirs = line.view(slot, bounds[rank], bounds[rank + 1])
-            ours = self._out(bounds[rank], bounds[rank + 1])
-            if theirs.data_ptr() != ours.data_ptr():
-                copy_flat(ours, theirs)
+    def _parts(self, start: int, stop: int) -> list[torch.Tensor]:
+        """What each rank has there; the own part where the caller has it."""
+        own, slot = self._peers.own, self._slot
+        return [
+            line.source(slot, start, stop) if line is own else line.view(slot, start, stop)
+            for line in self._peers.lines
+        ]
+
+    def _fold(self, start: int, stop: int, row: int = 0) -> None:
+        """Reduce that part of row ``row`` of all ranks into the same part of the target."""
+        target, skipped = self._target, row * self._call.numel
+        assert target is not None
+        out = target if stop - start == target.numel() else target[start:stop]
+        fold(self._parts(skipped + start, skipped + stop), self._call.reduction, out)
+
+    def _copy(self, rank: int, first: int, start: int, stop: int) -> None:
+        """Copy elements ``start`` to ``stop`` of the source of ``rank`` to ``first`` in the target."""
+        line, own = self._peers.lines[rank], self._peers.own
+        if line is own:
+            address = line.source(self._slot, start, stop).data_ptr()
+        else:
+            address = line.address(self._slot, start, stop)
+        memmove(self._address + first * self._itemsize, address, (stop - start) * self._itemsize)
 
     def _reduce(self, start: int, stop: int) -> None:
         if self._peers.rank == self._call.root:
-            parts = [self._view(rank, start, stop) for rank in range(self._peers.size)]
-            fold(parts, self._call.reduction, self._out(start, stop))
+            self._fold(start, stop)
 
     def _broadcast(self, start: int, stop: int) -> None:
         if self._peers.rank != self._call.root:
-            copy_flat(self._out(start, stop), self._view(self._call.root, start, stop))
+            self._copy(self._call.root, start, start, stop)
 
     def _allgather(self, start: int, stop: int) -> None:
         for rank in range(self._peers.size):
-            place = rank * self._call.numel
-            copy_flat(self._out(place + start, place + stop), self._view(rank, start, stop))
+            self._copy(rank, rank * self._call.numel + start, start, stop)
 
     def _gather(self, start: int, stop: int) -> None:
         if self._peers.rank == self._call.root:
@@ -189,18 +265,15 @@ class Exchange:
 
     def _scatter(self, start: int, stop: int) -> None:
         row = self._peers.rank * self._call.numel
-        copy_flat(self._out(start, stop), self._view(self._call.root, row + start, row + stop))
+        self._copy(self._call.root, start, row + start, row + stop)
 
     def _reduce_scatter(self, start: int, stop: int) -> None:
-        row = self._peers.rank * self._call.numel
-        parts = [self._view(rank, row + start, row + stop) for rank in range(self._peers.size)]
-        fold(parts, self._call.reduction, self._out(start, stop))
+        self._fold(start, stop, self._peers.rank)
 
     def _alltoall(self, start: int, stop: int) -> None:
         row = self._peers.rank * self._call.numel
         for rank in range(self._peers.size):
-            place = rank * self._call.numel
-            copy_flat(self._out(place + start, place + stop), self._view(rank, row + start, row + stop))
+            self._copy(rank, rank * self._call.numel + start, row + start, row + stop)
 
     def _alltoall_v(self, start: int, stop: int) -> None:
         place = 0
@@ -208,11 +281,10 @@ class Exchange:
             row, length = rows(notice.call, self._peers.size)[self._peers.rank]
             end = min(stop, length)
             if start < end:
-                copy_flat(self._out(place + start, place + end), self._view(rank, row + start, row + end))
+                self._copy(rank, place + start, row + start, row + end)
             place += length
 
     _MOVES: ClassVar[dict[str, Callable[[Exchange, int, int], None]]] = {
-        "allreduce": _allreduce,
         "reduce": _reduce,
         "broadcast": _broadcast,
         "allgather": _allgather,
@@ -220,5 +292,4 @@ class Exchange:
         "scatter": _scatter,
         "reduce_scatter": _reduce_scatter,
         "alltoall": _alltoall,
-        "alltoall_v": _alltoall_v,
     }

@@ -33,10 +33,13 @@ class Lanes:
         self._threads: dict[Lane, BackgroundThread] = {}
         self._latest: dict[Lane, Future[None]] = {}
 
-    def idle(self, lane: Lane) -> bool:
-        """Whether all calls of this lane are complete."""
-        latest = self._latest.get(lane)
-        return latest is None or latest.done()
+    def idle(self, *lanes: Lane) -> bool:
+        """Whether all calls of these lanes are complete."""
+        for lane in lanes:
+            latest = self._latest.get(lane)
+            if latest is not None and not latest.done():
+                return False
+        return True
 
     def busy(self) -> bool:
         """Whether a call of any lane is not complete."""

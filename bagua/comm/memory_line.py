@@ -139,9 +139,13 @@ class Line(ABC):
     def view(self, slot: int, start: int, stop: int) -> torch.Tensor:
         """Elements ``start`` to ``stop`` of the flat source published in ``slot``.
 
-        The range lies inside one row, and inside the columns of the current piece. The
-        owner may write to its own view where no other rank reads.
+        The range lies inside one row, and inside the columns of one of the last two pieces.
+        The owner may write to its own view where no other rank reads.
         """
+
+    def address(self, slot: int, start: int, stop: int) -> int:
+        """Where ``view(slot, start, stop)`` begins."""
+        return self.view(slot, start, stop).data_ptr()
 
     def source(self, slot: int, start: int, stop: int) -> torch.Tensor:
         """The same elements for the owner to read: it need not show to others what only it reads."""

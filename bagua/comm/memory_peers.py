@@ -24,6 +24,8 @@ from bagua.errors import (
 
 __all__ = ["Peers"]
 
+#: Read in every barrier. ``State.OPEN`` is 0.
+_ARRIVED, _STATE = Words.ARRIVED, Words.STATE
 #: The error, if the ranks wait for each other in vain.
 Suspicion = Callable[[], CommunicationError | None]
 #: A sleeper looks up at least so often: deaths ring no bell.
@@ -80,11 +82,14 @@ class Peers(ABC):
         """What each rank published in ``slot``, by rank."""
         return [line.notice(slot) for line in self.lines]
 
-    def stage(self, slot: int, start: int, stop: int) -> None:  # noqa: B027 - most memory shows all at once
+    def stage(  # noqa: B027 - most memory shows all at once
+        self, slot: int, start: int, stop: int, kept: tuple[int, int] | None = None
+    ) -> None:
         """Bring columns ``start`` to ``stop`` of the source published in ``slot`` into view.
 
         Called only where ``Notice.piece`` is smaller than a row, before the barrier (or
-        the counter) that announces the piece. The piece before may still be read.
+        the counter) that announces the piece. The piece before may still be read, and the results that
+        this rank reduced of the one before that.
         """
 
     def conclude(self, slot: int) -> None:  # noqa: B027 - most memory keeps no reference of this kind
@@ -125,7 +130,11 @@ class Peers(ABC):
     def barrier(
         self, call: Call, deadline: Deadline, suspect: Suspicion | None = None, spin_s: float | None = None
     ) -> None:
-        """Return when every rank has come to this barrier.
+        """Arrive, and return when every rank has."""
+        self.pass_barrier(call, self.arrive(call), deadline, suspect, spin_s)
+
+    def arrive(self, call: Call) -> int:
+        """Say that this rank has come to the next barrier, and return the number of that.
 
         A rank that is gone before this one arrives is an error: what it lent may have
         changed since. Who was there when this rank arrived has arrived, whatever
@@ -133,31 +142,57 @@ class Peers(ABC):
 
         Args:
             call: for the fault hook.
+        """
+        if self._fault is not None:
+            self.step(call, "arrive")
+        words = self._words
+        for line in words:
+            if line[_STATE]:
+                self.require_open(self._others)
+                break
+        own = words[self.rank]
+        own[_ARRIVED] = mine = own[_ARRIVED] + 1
+        # Of two ranks that arrive last together, one must see the other and wake the rest.
+        self.fence()
+        for line in words:
+            if line[_ARRIVED] < mine:
+                return mine
+        for other in self._others:
+            self.wake(other)
+        return mine
+
+    def pass_barrier(
+        self,
+        call: Call,
+        mine: int,
+        deadline: Deadline,
+        suspect: Suspicion | None = None,
+        spin_s: float | None = None,
+    ) -> None:
+        """Return when every rank has come to barrier ``mine``.
+
+        Args:
+            call: for the fault hook.
+            mine: what ``arrive`` returned.
             deadline: of the call.
             suspect: the error, if this rank and another one wait for each other in vain.
             spin_s: seconds of busy waiting; None means ``Peers.spin_s``.
         """
-        self.step(call, "arrive")
-        self.require_open(self._others)
         words = self._words
-        mine = words[self.rank][Words.ARRIVED] + 1
-        words[self.rank][Words.ARRIVED] = mine
-        # Of two ranks that arrive last together, one must see the other and wake the rest.
-        self.fence()
-        for other in self._others:
-            if words[other][Words.ARRIVED] < mine:
+        for line in words:
+            if line[_ARRIVED] < mine:
+                self.wait(lambda: self._not_at(mine), deadline, suspect, spin_s)
                 break
-        else:
-            for other in self._others:
-                self.wake(other)
+        if self._fault is not None:
             self.step(call, "pass")
-            return
 
-        def missing() -> tuple[int, ...]:
-            return tuple(other for other in self._others if words[other][Words.ARRIVED] < mine)
-
-        self.wait(missing, deadline, suspect, spin_s)
-        self.step(call, "pass")
+    def _not_at(self, barrier: int) -> tuple[int, ...]:
+        """The ranks that have yet to come to ``barrier``."""
+        words = self._words
+        for line in words:
+            if line[_ARRIVED] < barrier:
+                return tuple(other for other in self._others if words[other][_ARRIVED] < barrier)
+        return ()
 
     def wait(
         self,
@@ -203,7 +238,7 @@ class Peers(ABC):
     def require_open(self, needed: Sequence[int]) -> None:
         """Raise if a rank in ``needed`` has left, or if any rank broke the communicator."""
         for words in self._words:
-            if words[Words.STATE] != State.OPEN:
+            if words[_STATE]:
                 break
         else:
             return

@@ -10,6 +10,7 @@ from torch.distributed import ReduceOp
 from bagua.errors import InvalidReduceOpError, InvalidTensorError
 
 __all__ = [
+    "COMMUNICABLE",
     "ReduceOp",
     "bytes_reduction",
     "check_communicable",
@@ -30,7 +31,7 @@ _FLOAT8 = frozenset(
     if hasattr(torch, name)
 )
 _REDUCIBLE = _FLOATS | _COMPLEX | _INTEGERS | _BOOL
-_COMMUNICABLE = _REDUCIBLE | _FLOAT8
+COMMUNICABLE = _REDUCIBLE | _FLOAT8
 
 _ALLOWED: dict[str, frozenset[torch.dtype]] = {
     "sum": _REDUCIBLE,
@@ -126,7 +127,7 @@ def _explain(op: object, dtype: torch.dtype) -> str:
 
 def check_communicable(dtype: torch.dtype, argument: str) -> None:
     """Raise ``InvalidTensorError`` for a dtype that no collective carries (quantized ones, say)."""
-    if dtype not in _COMMUNICABLE:
+    if dtype not in COMMUNICABLE:
         raise InvalidTensorError(
             "this dtype cannot be communicated",
             argument=argument,
@@ -137,7 +138,7 @@ def check_communicable(dtype: torch.dtype, argument: str) -> None:
 
 def dtype_by_name(name: str) -> torch.dtype:
     """The communicable dtype that prints as ``torch.<name>``."""
-    return next(dtype for dtype in _COMMUNICABLE if str(dtype) == f"torch.{name}")
+    return next(dtype for dtype in COMMUNICABLE if str(dtype) == f"torch.{name}")
 
 
 def bytes_reduction(name: str) -> str:
@@ -177,8 +178,8 @@ def fold(parts: list[torch.Tensor], name: str, out: torch.Tensor) -> torch.Tenso
     wide = wide_dtype(out.dtype, name)
     if out.numel() > _CHUNK and (len(parts) > 2 or wide is not out.dtype) and out.dim() == 1:
         # Several passes over the same elements: while these are still in the cache.
-        for start in range(0, out.numel(), _CHUNK):
-            _fold([part[start : start + _CHUNK] for part in parts], name, wide, out[start : start + _CHUNK])
+        for *chunks, target in zip(*(torch.split(part, _CHUNK) for part in (*parts, out)), strict=True):
+            _fold(chunks, name, wide, target)
         return out
     return _fold(parts, name, wide, out)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import struct
-from abc import abstractmethod
 from collections.abc import Callable, Collection
 from itertools import accumulate
 from typing import NamedTuple, Protocol
@@ -27,7 +26,6 @@ __all__ = [
     "PeerLine",
     "Place",
     "Where",
-    "Window",
 ]
 
 _KINDS = COLLECTIVES + POINT_TO_POINT
@@ -39,10 +37,11 @@ _DTYPES = tuple(sorted({value for value in vars(torch).values() if isinstance(va
 _DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
 #: Kinds of collectives that are all said in their agreement, the number of the call apart.
 _WITHOUT_COUNTS = frozenset(_KIND_NUMBERS[kind] for kind in COLLECTIVES if kind != "alltoall_v")
-_BY_ROWS = ("scatter", "reduce_scatter", "alltoall")
 
 #: ``Notice.piece`` of data that is visible all at once.
 EVERYTHING = 1 << 62
+
+_BY_ROWS = ("scatter", "reduce_scatter", "alltoall")
 
 _CACHE_LINE_BYTES = 64
 _PAGE_BYTES = 4096
@@ -120,38 +119,16 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-class Window:
-    """Which columns the ranks look at in each of the two slots for collectives; private to a rank."""
-
-    __slots__ = ("base", "index")
-
-    def __init__(self) -> None:
-        #: First column of the current piece, and how many pieces came before it.
-        self.base = [0, 0]
-        self.index = [0, 0]
-
-    def open(self, slot: int) -> None:
-        """Look at the first piece."""
-        self.base[slot] = self.index[slot] = 0
-
-    def move(self, slot: int, start: int) -> None:
-        """Look at the next piece, which begins with column ``start``."""
-        self.base[slot] = start
-        self.index[slot] += 1
-
-
 class ControlLine(Line):
     """What the line of this rank and those of its peers have in common.
 
     Args:
         memory: the control memory of the rank.
         size: of the communicator.
-        window: of this rank.
     """
 
-    def __init__(self, memory: SharedMemory, size: int, window: Window) -> None:
+    def __init__(self, memory: SharedMemory, size: int) -> None:
         self._layout = layout = ControlLayout(size)
-        self._window = window
         self._bytes = memory.view()
         end = layout.words + 8 * layout.word_count
         self.words = self._bytes[layout.words : end].cast("q")
@@ -159,6 +136,8 @@ class ControlLine(Line):
         slots = Slots(size).count
         self._calls: list[Call] = [Call("", 0, torch.uint8)] * slots
         self._places = [NOWHERE] * slots
+        #: Of the segments in which the data lies; they keep the memory, even if its owner has already left.
+        self._shown: list[Views | None] = [None] * slots
         self._numbers = [
             self._bytes[self._record(slot) : self._record(slot) + _RECORD.size].cast("q") for slot in range(slots)
         ]
@@ -177,11 +156,20 @@ class ControlLine(Line):
             return self._inline_view(slot, place.dtype, start, stop)
         if start == stop:
             return torch.empty(0, dtype=place.dtype)
-        return self._views(slot).get(place.dtype, self._offset(slot, place, start), stop - start)
+        shown = self._shown[slot]
+        assert shown is not None
+        return shown.get(place.dtype, self._offset(slot, place, start), stop - start)
 
-    @abstractmethod
-    def _views(self, slot: int) -> Views:
-        """The segment in which the data published in ``slot`` lies."""
+    def address(self, slot: int, start: int, stop: int) -> int:
+        """See ``Line.address``."""
+        place = self._places[slot]
+        if start == stop:
+            return 0
+        if place.where == Where.INLINE:
+            return self._inline.address + self._inline_offset(slot, place.dtype, start)
+        shown = self._shown[slot]
+        assert shown is not None
+        return shown.address + self._offset(slot, place, start)
 
     def _offset(self, slot: int, place: Place, start: int) -> int:
         itemsize = place.dtype.itemsize
@@ -189,28 +177,25 @@ class ControlLine(Line):
             return place.offset + start * itemsize
         if place.where == Where.OUTBOX:
             return place.offset
-        row, column = _row_and_column(self._calls[slot], start)
-        area = (place.first + self._window.index[slot]) & 1
-        element = row * place.piece + column - self._window.base[slot]
-        return place.offset + area * place.area_bytes + element * itemsize
+        call, row = self._calls[slot], 0
+        if call.kind in _BY_ROWS:
+            row, start = divmod(start, call.numel)
+        elif call.kind == "alltoall_v":
+            firsts = list(accumulate(call.send_counts, initial=0))
+            row = bisect.bisect_right(firsts, start) - 1
+            start -= firsts[row]
+        number, column = divmod(start, place.piece)
+        area = (place.first + number) & 1
+        return place.offset + area * place.area_bytes + (row * place.piece + column) * itemsize
 
     def _record(self, slot: int) -> int:
         return self._layout.records + slot * self._layout.record_bytes
 
     def _inline_view(self, slot: int, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
-        offset = self._layout.inline + slot * self._layout.slot_bytes + start * dtype.itemsize
-        return self._inline.get(dtype, offset, stop - start)
+        return self._inline.get(dtype, self._inline_offset(slot, dtype, start), stop - start)
 
-
-def _row_and_column(call: Call, start: int) -> tuple[int, int]:
-    """Where element ``start`` of the source of ``call`` is; see ``memory_line.rows``."""
-    if call.kind in _BY_ROWS:
-        return divmod(start, call.numel)
-    if call.kind != "alltoall_v":
-        return 0, start
-    firsts = list(accumulate(call.send_counts, initial=0))
-    row = bisect.bisect_right(firsts, start) - 1
-    return row, start - firsts[row]
+    def _inline_offset(self, slot: int, dtype: torch.dtype, start: int) -> int:
+        return self._layout.inline + slot * self._layout.slot_bytes + start * dtype.itemsize
 
 
 class Area(Protocol):
@@ -225,8 +210,8 @@ class Area(Protocol):
 class OwnLine(ControlLine):
     """The line of this rank: remembers as Python objects what it writes as bytes."""
 
-    def __init__(self, memory: SharedMemory, size: int, window: Window) -> None:
-        super().__init__(memory, size, window)
+    def __init__(self, memory: SharedMemory, size: int) -> None:
+        super().__init__(memory, size)
         slots = Slots(size).count
         self._reason = ""
         self._inline_places: dict[torch.dtype, Place] = {}
@@ -283,6 +268,7 @@ class OwnLine(ControlLine):
         self._notices[slot] = Notice(call, agreement, place.where == Where.WHOLE, place.piece)
         self._calls[slot], self._places[slot] = call, place
         self._lent[slot], self._areas[slot] = lent, area
+        self._shown[slot] = None if area is None else area.views
 
     def _write_all(self, slot: int, call: Call, place: Place) -> None:
         numbers = (
@@ -311,6 +297,7 @@ class OwnLine(ControlLine):
         """Drop all references to memory other than the control memory."""
         self._lent = [None] * len(self._lent)
         self._areas = [None] * len(self._areas)
+        self._shown = [None] * len(self._shown)
 
     def notice(self, slot: int) -> Notice:
         """What was published last in ``slot``."""
@@ -323,15 +310,17 @@ class OwnLine(ControlLine):
         lent = self._lent[slot]
         return super().view(slot, start, stop) if lent is None else lent[start:stop]
 
+    def address(self, slot: int, start: int, stop: int) -> int:
+        """See ``Line.address``."""
+        lent = self._lent[slot]
+        if lent is None:
+            return super().address(slot, start, stop)
+        return lent.data_ptr() + start * lent.element_size()
+
     def source(self, slot: int, start: int, stop: int) -> torch.Tensor:
         """See ``Line.source``: of what passes piece by piece, the own part was not copied."""
         area = self._areas[slot]
         return self.view(slot, start, stop) if area is None else area.source(start, stop)
-
-    def _views(self, slot: int) -> Views:
-        area = self._areas[slot]
-        assert area is not None
-        return area.views
 
 
 class PeerLine(ControlLine):
@@ -340,17 +329,14 @@ class PeerLine(ControlLine):
     Args:
         memory: its control memory.
         size: of the communicator.
-        window: of this rank.
         own: the line of this rank; peers that agree share its objects.
         segments: maps the segment with a given number.
     """
 
-    def __init__(self, memory: SharedMemory, size: int, window: Window, own: OwnLine, segments: Mapper) -> None:
-        super().__init__(memory, size, window)
+    def __init__(self, memory: SharedMemory, size: int, own: OwnLine, segments: Mapper) -> None:
+        super().__init__(memory, size)
         self._own = own
         self._mapped = segments
-        #: Where the data of each slot lies: kept while it is read, even if its owner has already left.
-        self._read: list[MappedSegment | None] = [None] * Slots(size).count
         #: Number of the call in each slot whose data has been read.
         self._concluded = [0] * Slots(size).count
 
@@ -365,7 +351,7 @@ class PeerLine(ControlLine):
         """Take it that this rank published in ``slot`` what the own one did, place included."""
         place = self._own.place(slot)
         if place.segment:
-            self._read[slot] = self._mapped(place.segment, self.named)
+            self._shown[slot] = self._mapped(place.segment, self.named).views
         self._calls[slot], self._places[slot] = self._own.notice(slot).call, place
 
     def notice(self, slot: int) -> Notice:
@@ -373,7 +359,7 @@ class PeerLine(ControlLine):
         record = _RECORD.unpack_from(self._bytes, self._record(slot))
         place = Place(record[_PLACE], _DTYPES[record[_PLACE + 1]], *record[_PLACE + 2 : _SEQUENCE])
         if place.segment:  # Announced segments are fetched even if this rank needs nothing.
-            self._read[slot] = self._mapped(place.segment, self.named)
+            self._shown[slot] = self._mapped(place.segment, self.named).views
         if record[:_AGREEMENT] == self._own.agreements[slot] and record[0] in _WITHOUT_COUNTS:
             call, agreement = self._own.notice(slot)[:2]
         else:
@@ -385,11 +371,11 @@ class PeerLine(ControlLine):
     def conclude(self, slot: int) -> None:
         """See ``Line.conclude``. The peer uses the slot again only when this rank has gone on."""
         self._concluded[slot] = self._numbers[slot][_SEQUENCE]
-        self._read[slot] = None
+        self._shown[slot] = None
 
     def forget(self) -> None:
         """Nothing will be read any more."""
-        self._read = [None] * len(self._read)
+        self._shown = [None] * len(self._shown)
 
     def named(self) -> set[int]:
         """Numbers of the segments that the peer named and this rank has yet to read."""
@@ -403,8 +389,3 @@ class PeerLine(ControlLine):
             _KINDS[kind], record[_SEQUENCE], _DTYPES[dtype], numel, _REDUCTIONS[reduction], root, source,
             counts[:sends], counts[sends:],
         )  # fmt: skip
-
-    def _views(self, slot: int) -> Views:
-        segment = self._read[slot]
-        assert segment is not None
-        return segment.views

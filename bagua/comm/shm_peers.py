@@ -16,7 +16,7 @@ from bagua.comm.memory_line import FaultHook, Notice
 from bagua.comm.memory_peers import Peers
 from bagua.comm.shm_attach import Attached, attach
 from bagua.comm.shm_channel import Channel
-from bagua.comm.shm_line import NOWHERE, ControlLayout, ControlLine, OwnLine, PeerLine, Place, Where, Window
+from bagua.comm.shm_line import NOWHERE, ControlLayout, ControlLine, OwnLine, PeerLine, Place, Where
 from bagua.comm.shm_segments import Segment, find
 from bagua.comm.shm_staging import Outbox, Staging
 from bagua.comm.transport import Membership
@@ -46,8 +46,7 @@ class ShmPeers(Peers):
     def __init__(self, membership: Membership, staging_bytes: int, fault: FaultHook | None) -> None:
         layout = ControlLayout(membership.size)
         attached = attach(membership, layout.nbytes, {"staging area": staging_bytes})
-        self._window = Window()
-        self._line = OwnLine(attached.memory, membership.size, self._window)
+        self._line = OwnLine(attached.memory, membership.size)
         self._channels = {rank: Channel(peer.connection, rank) for rank, peer in attached.peers.items()}
         super().__init__(self._lines_of(attached, membership), membership.rank, membership.label, fault)
         self._peer_lines = [line for line in self.lines if isinstance(line, PeerLine)]
@@ -72,7 +71,7 @@ class ShmPeers(Peers):
                 lines.append(self._line)
                 continue
             memory, segments = attached.peers[rank].memory, self._channels[rank].segment
-            lines.append(PeerLine(memory, membership.size, self._window, self._line, segments))
+            lines.append(PeerLine(memory, membership.size, self._line, segments))
         return lines
 
     # Where the data lies.
@@ -80,7 +79,6 @@ class ShmPeers(Peers):
     def publish(self, slot: int, call: Call, source: torch.Tensor | None, private: bool) -> None:
         """Show the data in the control memory, where it lies, or in an area of our own."""
         if slot < 2:
-            self._window.open(slot)
             self._calls += 1
             if self._calls % _CALLS_PER_SWEEP == 0:
                 self._drop_gone()
@@ -99,6 +97,9 @@ class ShmPeers(Peers):
         if segment is not None and self._offer(slot, segment):
             offset = source.data_ptr() - segment.address
             self._line.write(slot, call, Place(Where.WHOLE, source.dtype, segment.number, offset), lent=source)
+            return
+        if slot < 2 and self._staging is not None:  # Everyone was offered it when it was made.
+            self._line.write(slot, call, self._staging.open(call, source), area=self._staging)
             return
         area = self._area(slot, source.numel() * source.element_size())
         if not self._offer(slot, area.segment):
@@ -145,14 +146,12 @@ class ShmPeers(Peers):
             line.adopt(slot)
         return [notice] * self.size
 
-    def stage(self, slot: int, start: int, stop: int) -> None:
+    def stage(self, slot: int, start: int, stop: int, kept: tuple[int, int] | None = None) -> None:
         """Show the next piece, if the data is shown in pieces."""
-        if slot < 2:
-            self._window.move(slot, start)
         where = self._line.place(slot).where
         if where == Where.STAGED:
             assert self._staging is not None
-            self._staging.show(start, stop)
+            self._staging.show(start, stop, kept)
         elif where == Where.OUTBOX:
             self._outboxes[slot].show(start, stop)
 

@@ -112,11 +112,16 @@ def find(tensor: torch.Tensor) -> Segment | None:
 
 
 class Views:
-    """Typed parts of one memory; the latest ones are kept, since a training step repeats them."""
+    """Typed parts of one memory; the latest ones are kept, since a training step repeats them.
 
-    __slots__ = ("_bytes", "_kept")
+    Attributes:
+        address: of the first byte.
+    """
+
+    __slots__ = ("_bytes", "_kept", "address")
 
     def __init__(self, memory: SharedMemory) -> None:
+        self.address = memory.address
         self._bytes = memory.bytes()
         self._kept: dict[tuple[torch.dtype, int, int], torch.Tensor] = {}
 

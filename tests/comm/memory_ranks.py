@@ -57,14 +57,17 @@ def values(outcomes: list[Any]) -> list[Any]:
 
 
 class Window:
-    """A published source of which only the last two pieces can be seen, in a small area."""
+    """A published source of which only the last two pieces can be seen, in small areas; and earlier results."""
 
     def __init__(self, source: torch.Tensor, bounds: list[tuple[int, int]]) -> None:
         self.source, self.bounds = source, bounds
         self.pieces: list[tuple[int, int, list[torch.Tensor]]] = []
 
-    def show(self, area: torch.Tensor, start: int, stop: int) -> None:
-        """Copy columns ``start`` to ``stop`` of each row into ``area``, over what was there."""
+    def show(self, area: torch.Tensor, start: int, stop: int, kept: tuple[int, int] | None) -> None:
+        """Copy columns ``start`` to ``stop`` of each row into ``area``, over all that was there but for ``kept``."""
+        if kept is not None:
+            self._show_around(area, start, stop, kept)
+            return
         area.view(torch.uint8).fill_(0xAA)
         seen, used = [], 0
         for first, length in self.bounds:
@@ -73,7 +76,12 @@ class Window:
             place.copy_(part)
             seen.append(place)
             used += part.numel()
-        self.pieces = [*self.pieces[-1:], (start, stop, seen)]
+        self.pieces = [*self.pieces[-2:], (start, stop, seen)]
+
+    def _show_around(self, area: torch.Tensor, start: int, stop: int, kept: tuple[int, int]) -> None:
+        for begin, end in ((start, kept[0]), (kept[1], stop)):
+            area[begin - start : end - start] = self.source[begin:end]
+        self.pieces = [*self.pieces[-2:], (start, stop, [area[: stop - start]])]
 
     def __getitem__(self, index: slice) -> torch.Tensor:
         for (first, length), row in zip(self.bounds, range(len(self.bounds)), strict=True):
@@ -96,6 +104,11 @@ class StagedPeers(ThreadPeers):
         self._areas = [torch.zeros(self.AREA_BYTES, dtype=torch.uint8) for _ in range(2)]
         self._message_areas: dict[int, torch.Tensor] = {}
         self._shown = 0
+        self.line.source = self._source  # type: ignore[method-assign]
+
+    def _source(self, slot: int, start: int, stop: int) -> torch.Tensor:
+        window: Window = self.line.data[slot]  # type: ignore[assignment]
+        return window.source[start:stop]
 
     def publish(self, slot: int, call: Call, source: torch.Tensor | None, private: bool) -> None:
         piece = 1 << 62
@@ -103,20 +116,20 @@ class StagedPeers(ThreadPeers):
             bounds = rows(call, self.size)
             piece = max(self.AREA_BYTES // (len(bounds) * source.element_size()), 1)
             self.line.data[slot] = Window(source.view(-1), bounds)  # type: ignore[call-overload]
-            self._show(slot, 0, piece)
+            self._show(slot, 0, piece, None)
         self.line.notices[slot] = Notice(call, call.agreement(), False, piece)
 
-    def stage(self, slot: int, start: int, stop: int) -> None:
-        self._show(slot, start, stop)
+    def stage(self, slot: int, start: int, stop: int, kept: tuple[int, int] | None = None) -> None:
+        self._show(slot, start, stop, kept)
 
-    def _show(self, slot: int, start: int, stop: int) -> None:
+    def _show(self, slot: int, start: int, stop: int, kept: tuple[int, int] | None) -> None:
         window: Window = self.line.data[slot]  # type: ignore[assignment]
         if slot < 2:
             self._shown += 1
             area = self._areas[self._shown & 1]
         else:
             area = self._message_areas.setdefault(slot, torch.zeros(self.AREA_BYTES, dtype=torch.uint8))
-        window.show(area.view(window.source.dtype), start, stop)
+        window.show(area.view(window.source.dtype), start, stop, kept)
 
 
 class StagedTransport(ThreadsTransport):

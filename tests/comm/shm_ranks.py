@@ -80,7 +80,7 @@ def reduce_in_place(numel: int) -> bool:
 def mix_memory() -> None:
     """Some ranks pass a tensor of ``empty``, some an ordinary one."""
     comm = communicator()
-    for numel in (LARGE, PIECES):
+    for numel in (LARGE, PIECES + 1):
         for special in range(comm.size):
             tensor = comm.empty(numel, dtype=torch.float32) if comm.rank == special else torch.empty(numel)
             tensor.copy_(ramp(comm.rank, numel))

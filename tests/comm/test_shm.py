@@ -37,8 +37,9 @@ def test_memory_of_the_communicator_is_reduced_where_it_lies(shm_pool, numel: in
     assert shm_pool.run(shm_ranks.reduce_in_place, numel, size=3) == [False] * 3
 
 
-def test_ranks_may_pass_different_memory(shm_pool) -> None:
-    shm_pool.run(shm_ranks.mix_memory, size=3)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_ranks_may_pass_different_memory(shm_pool, size: int) -> None:
+    shm_pool.run(shm_ranks.mix_memory, size=size)
 
 
 def test_messages_from_shared_memory(shm_pool) -> None:
