@@ -149,11 +149,15 @@ class MemoryTransport(Transport):
         peers.step(call, "publish")
         small = source is not None and source.numel() * source.element_size() <= self._small_bytes
         peers.publish(slot, call, source, small)
-        peers.barrier(call, deadline, partial(self._suspect, call) if inline else None)
+        if inline:
+            spin_s, suspect = peers.spin_inline_s, partial(self._suspect, call)
+        else:
+            spin_s, suspect = peers.spin_s, None
+        peers.barrier(call, deadline, spin_s, suspect)
         notices = peers.notices(slot)
         compare(self.rank, notices)
         if call.kind != "barrier":
-            Exchange(peers, slot, call, target, notices, deadline, inline).run()
+            Exchange(peers, slot, call, target, notices, deadline, spin_s).run()
 
     def _message(
         self,

@@ -110,7 +110,7 @@ class Exchange:
         target: what this rank writes.
         notices: what each rank published.
         deadline: of the call.
-        inline: whether the calling thread runs it, which has nothing else to do.
+        spin_s: seconds of busy waiting at each barrier.
     """
 
     __slots__ = ("_address", "_call", "_deadline", "_itemsize", "_notices", "_peers", "_slot", "_spin_s", "_target")
@@ -123,10 +123,10 @@ class Exchange:
         target: torch.Tensor | None,
         notices: list[Notice],
         deadline: Deadline,
-        inline: bool,
+        spin_s: float,
     ) -> None:
         self._peers = peers
-        self._spin_s = peers.spin_inside_s if inline else peers.spin_s
+        self._spin_s = spin_s
         self._slot = slot
         self._call = call
         self._target = target if target is None or target.dim() == 1 else target.view(-1)
@@ -152,7 +152,7 @@ class Exchange:
         else:
             self._move(self._MOVES[call.kind], piece, call.numel)
         if lent:
-            peers.barrier(call, self._deadline, None, self._spin_s)
+            peers.barrier(call, self._deadline, self._spin_s)
             peers.withdraw(self._slot)
         peers.conclude(self._slot)
         if self._target is not None and not self._target.is_inference():
@@ -167,7 +167,7 @@ class Exchange:
             stop = min(start + piece, width)
             if start:
                 self._peers.stage(self._slot, start, stop)
-                self._peers.barrier(self._call, self._deadline, None, self._spin_s)
+                self._peers.barrier(self._call, self._deadline, self._spin_s)
             move(self, start, stop)
 
     # An allreduce, whose source is its target.
@@ -177,11 +177,11 @@ class Exchange:
         peers, call, slot, target = self._peers, self._call, self._slot, self._target
         assert target is not None
         start = 0
-        for out in (target,) if call.numel <= piece else torch.split(target, piece):
+        for out in (target,) if call.numel <= piece else torch.unsafe_split(target, piece):
             stop = start + out.numel()
             if start:
                 peers.stage(slot, start, stop)
-                peers.barrier(call, self._deadline, None, self._spin_s)
+                peers.barrier(call, self._deadline, self._spin_s)
             parts = [out] * peers.size
             for rank, line in enumerate(peers.lines):
                 if rank != peers.rank:
@@ -205,7 +205,7 @@ class Exchange:
                 peers.stage(slot, stop, end, own_slice(stop, end, length, rank))
             number = peers.arrive(call)
             self._pull(peers.own, first, last)
-            peers.pass_barrier(call, number, self._deadline, None, self._spin_s)
+            peers.pass_barrier(call, number, self._deadline, self._spin_s)
             first = start
             for line in peers.lines:
                 last = min(first + length, stop)

@@ -125,7 +125,7 @@ class Messages:
         if inline:
             words[Words.AWAITED] = rank + 1
         try:
-            self._peers.wait(missing, deadline)
+            self._peers.wait(missing, deadline, self._peers.spin_inline_s if inline else self._peers.spin_s)
         finally:
             if inline:
                 words[Words.AWAITED] = 0

@@ -45,11 +45,12 @@ class Peers(ABC):
         fault: called at every step.
     """
 
-    #: Seconds of busy waiting before ``pause``, for memory whose ranks do not share an interpreter.
+    #: Seconds of busy waiting before ``pause`` in a background thread, beside computation; for memory whose ranks do
+    #: not share an interpreter.
     spin_s: float = 0.0
-    #: The same inside a call, where those waited for are busy with a part of the same size: whoever slept would
-    #: wake late, and make the others sleep in turn.
-    spin_inside_s: float = 0.0
+    #: The same in the calling thread, which has nothing else to do. Those waited for are often busy with a part of the
+    #: same size: whoever slept would wake late, and make the others sleep in turn.
+    spin_inline_s: float = 0.0
 
     def __init__(self, lines: Sequence[Line], rank: int, label: str, fault: FaultHook | None) -> None:
         self.lines = lines
@@ -127,11 +128,9 @@ class Peers(ABC):
         if self._fault is not None:
             self._fault(Step(self.rank, self.label, call, name, next(self._steps)))
 
-    def barrier(
-        self, call: Call, deadline: Deadline, suspect: Suspicion | None = None, spin_s: float | None = None
-    ) -> None:
+    def barrier(self, call: Call, deadline: Deadline, spin_s: float = 0.0, suspect: Suspicion | None = None) -> None:
         """Arrive, and return when every rank has."""
-        self.pass_barrier(call, self.arrive(call), deadline, suspect, spin_s)
+        self.pass_barrier(call, self.arrive(call), deadline, spin_s, suspect)
 
     def arrive(self, call: Call) -> int:
         """Say that this rank has come to the next barrier, and return the number of that.
@@ -166,8 +165,8 @@ class Peers(ABC):
         call: Call,
         mine: int,
         deadline: Deadline,
+        spin_s: float = 0.0,
         suspect: Suspicion | None = None,
-        spin_s: float | None = None,
     ) -> None:
         """Return when every rank has come to barrier ``mine``.
 
@@ -175,13 +174,13 @@ class Peers(ABC):
             call: for the fault hook.
             mine: what ``arrive`` returned.
             deadline: of the call.
+            spin_s: seconds of busy waiting.
             suspect: the error, if this rank and another one wait for each other in vain.
-            spin_s: seconds of busy waiting; None means ``Peers.spin_s``.
         """
         words = self._words
         for line in words:
             if line[_ARRIVED] < mine:
-                self.wait(lambda: self._not_at(mine), deadline, suspect, spin_s)
+                self.wait(lambda: self._not_at(mine), deadline, spin_s, suspect)
                 break
         if self._fault is not None:
             self.step(call, "pass")
@@ -198,8 +197,8 @@ class Peers(ABC):
         self,
         missing: Callable[[], tuple[int, ...]],
         deadline: Deadline,
+        spin_s: float = 0.0,
         suspect: Suspicion | None = None,
-        spin_s: float | None = None,
     ) -> None:
         """Return when ``missing`` names no rank any more.
 
@@ -213,7 +212,6 @@ class Peers(ABC):
         def ready() -> bool:
             return not missing()
 
-        spin_s = self.spin_s if spin_s is None else spin_s
         spin_until = time.perf_counter() + spin_s if spin_s else 0.0
         while waited := missing():
             now = time.perf_counter()

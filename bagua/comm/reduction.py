@@ -178,8 +178,12 @@ def fold(parts: list[torch.Tensor], name: str, out: torch.Tensor) -> torch.Tenso
     wide = wide_dtype(out.dtype, name)
     if out.numel() > _CHUNK and (len(parts) > 2 or wide is not out.dtype) and out.dim() == 1:
         # Several passes over the same elements: while these are still in the cache.
-        for *chunks, target in zip(*(torch.split(part, _CHUNK) for part in (*parts, out)), strict=True):
+        for *chunks, target in zip(*(torch.unsafe_split(part, _CHUNK) for part in (*parts, out)), strict=True):
             _fold(chunks, name, wide, target)
+        if not out.is_inference():
+            torch.autograd.graph.increment_version(
+                out
+            )  # Such chunks are quickly made, and autograd does not know them.
         return out
     return _fold(parts, name, wide, out)
 

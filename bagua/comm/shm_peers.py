@@ -41,7 +41,7 @@ class ShmPeers(Peers):
     """
 
     spin_s = 20e-6
-    spin_inside_s = 300e-6
+    spin_inline_s = 300e-6
 
     def __init__(self, membership: Membership, staging_bytes: int, fault: FaultHook | None) -> None:
         layout = ControlLayout(membership.size)

@@ -13,9 +13,8 @@ from bagua.comm import memory_exchange
 from bagua.comm.call import Call
 from bagua.comm.communicator import Communicator
 from bagua.comm.memory_line import Notice, Step, rows
-from bagua.errors import (
-    CollectiveMismatchError,
-)
+from bagua.comm.threads import ThreadsTransport
+from bagua.errors import CollectiveMismatchError
 from tests.comm.memory_ranks import EXERCISES, KINDS, LARGE, Exercise, StagedTransport, agrees, run, values
 
 pytestmark = pytest.mark.threads
@@ -47,6 +46,21 @@ def test_data_that_is_shown_in_pieces(numel: int, size: int, limit: int, small_l
         return all(agrees(Exercise(kind, numel), comm, times=3) for kind in KINDS)
 
     assert all(values(run(size, job, transport=StagedTransport)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("size", [2, 3])
+def test_pieces_do_not_depend_on_who_is_late(size: int, seed: int, small_limit: Callable[[int], None]) -> None:
+    small_limit(0)
+    dice = random.Random(seed)
+
+    def delay(step: Step) -> None:
+        time.sleep(dice.choice((0, 0, 0, 0.0005)))
+
+    def job(comm: Communicator) -> bool:
+        return all(agrees(Exercise(kind, numel), comm) for kind in KINDS for numel in (12, 50, 100))
+
+    assert all(values(run(size, job, fault=delay, transport=StagedTransport)))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -235,3 +249,16 @@ def test_autograd_notices_that_what_it_kept_was_written_to() -> None:
         return True
 
     assert values(run(2, job)) == [True, True]
+
+
+@pytest.mark.parametrize("transport", [ThreadsTransport, StagedTransport])
+def test_autograd_notices_what_is_written(transport: type[ThreadsTransport]) -> None:
+    def change(comm: Communicator) -> list[bool]:
+        tensor, output = torch.zeros(100), torch.zeros(comm.size * 100)
+        before = tensor._version, output._version
+        comm.allreduce(tensor)
+        comm.allgather(output, tensor)
+        comm.broadcast(tensor, 0)
+        return [tensor._version > before[0] + (comm.rank != 0), output._version > before[1]]
+
+    assert values(run(2, change, transport=transport)) == [[True, True]] * 2

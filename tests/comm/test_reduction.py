@@ -105,3 +105,12 @@ def test_dividing_gives_the_bits_of_a_division(dtype, by):
     expected = total.clone().div_(by)
     assert divide(total, by) is total
     assert torch.equal(total.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("numel", [100, 200_000])
+def test_autograd_notices_what_is_written(numel):
+    out = torch.zeros(numel)
+    before = out._version
+    fold([torch.ones(numel)] * 3, "sum", out)
+    assert out._version > before
+    assert torch.equal(out, torch.full((numel,), 3.0))
