@@ -127,11 +127,11 @@ def log_level() -> str | None:
     return os.environ.get("BAGUA_LOG") or None
 
 
-def shm_staging_bytes(default: int = 4 * 1024 * 1024) -> int:
-    """``BAGUA_SHM_STAGING_BYTES``: size of each of the two staging areas of a communicator, or ``default``."""
+def shm_staging_bytes() -> int:
+    """``BAGUA_SHM_STAGING_BYTES``: size of each of the two staging areas of a communicator; 4 MiB if it is not set."""
     found = _integer(("BAGUA_SHM_STAGING_BYTES",))
     if found is None:
-        return default
+        return 4 * 1024 * 1024
     if found < 64 * 1024:
         raise ConfigurationError(
             "the staging areas are too small",

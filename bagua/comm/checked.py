@@ -114,9 +114,6 @@ class CheckedTransport(Transport):
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.data.empty(numel, dtype, device)
 
-    def expect_large(self) -> None:
-        self.data.expect_large()
-
 
 _living: weakref.WeakSet[CheckedTransport] = weakref.WeakSet()
 

@@ -98,10 +98,6 @@ class CommunicatorCore:
         """
         return self._transport.empty(numel, dtype, torch.device(device))
 
-    def expect_large(self) -> None:
-        """Say that large ordinary tensors will come beside computation. On all ranks, before the first call."""
-        self._transport.expect_large()
-
     def stats(self) -> dict[str, KindStatistics]:
         """Calls, bytes and seconds of this communicator, by kind of call."""
         return self.statistics.snapshot()

@@ -215,10 +215,6 @@ class HybridTransport(Transport):
         """Memory that the ranks of this host can map."""
         return self._local.transport.empty(numel, dtype, device)
 
-    def expect_large(self) -> None:
-        """Tell the ranks of this host."""
-        self._local.transport.expect_large()
-
     # The end.
 
     def abort(self, reason: str) -> None:

@@ -23,8 +23,6 @@ __all__ = ["ShmTransport", "shm_refusal"]
 
 _log = logging.getLogger("bagua")
 
-_LARGE_STAGING_BYTES = 16 * 1024 * 1024
-
 
 def shm_refusal() -> Exception | None:
     """Why this process cannot share memory with others, or None. Local, quick, no side effect."""
@@ -94,10 +92,6 @@ class ShmTransport(MemoryTransport):
             except OSError as error:
                 _log.info("rank %d: ordinary memory instead of shared memory: %s", self.rank, error)
         return Transport.empty(self, numel, dtype, device)
-
-    def expect_large(self) -> None:
-        """Take larger staging areas: beside computation each piece waits for a processor, so few are better."""
-        self._shm_peers.staging_bytes = env.shm_staging_bytes(_LARGE_STAGING_BYTES)
 
     def disown(self) -> None:
         """In a forked child: do nothing any more, least of all to the parent's peers."""

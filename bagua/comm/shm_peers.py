@@ -50,7 +50,7 @@ class ShmPeers(Peers):
         self._channels = {rank: Channel(peer.connection, rank) for rank, peer in attached.peers.items()}
         super().__init__(self._lines_of(attached, membership), membership.rank, membership.label, fault)
         self._peer_lines = [line for line in self.lines if isinstance(line, PeerLine)]
-        self.staging_bytes = staging_bytes
+        self._staging_bytes = staging_bytes
         self._staging: Staging | None = None
         self._outboxes: dict[int, Outbox] = {}
         self._calls = 0
@@ -122,7 +122,7 @@ class ShmPeers(Peers):
 
     def _staging_area(self) -> Staging:
         if self._staging is None:
-            self._staging = Staging(self.staging_bytes, self.rank, self.size)
+            self._staging = Staging(self._staging_bytes, self.rank, self.size)
         return self._staging
 
     def _outbox(self, slot: int, nbytes: int) -> Outbox:

@@ -20,6 +20,8 @@ _TURN_BYTES = 512 * 1024
 #: Where each rank reads all that others show, a piece of this part of an area stays in the cache of a processor while
 #: it is copied and reduced; with up to twice as much, one barrier less gains more.
 _CACHED_PART = 8
+#: Of both areas: every dtype can be seen there.
+_ALIGNED_BYTES = 64
 
 
 _NOTHING = torch.empty(0)
@@ -63,8 +65,8 @@ class Staging(_Area):
     """
 
     def __init__(self, area_bytes: int, rank: int, size: int) -> None:
-        super().__init__(2 * area_bytes)
-        self._area_bytes = area_bytes
+        self._area_bytes = area_bytes - area_bytes % _ALIGNED_BYTES
+        super().__init__(2 * self._area_bytes)
         self._rank = rank
         self._size = size
         self._latest = 0

@@ -156,8 +156,6 @@ def _create(request: Any, options: Any) -> TorchGroup:
     ranks = list(request.global_ranks_in_group) or list(range(size))
     store = fresh(request.store, rank)
     members = _connect(store, rank, ranks, timeout.total_seconds(), f"torch/{request.group_id}")
-    # Torch's wrappers keep their gradients in memory of their own.
-    members.global_communicator.expect_large()
     stand_in = CpuStandIn(dist.PrefixStore("gloo", store), rank, size, timeout)
     backends = {"cuda": _nccl(store, request, options)} if _serves_cuda() else {}
     return TorchGroup(request.store, members, stand_in, backends)

@@ -189,10 +189,6 @@ class Transport(ABC):
     def close(self) -> None:
         """Give everything back: threads, sockets, memory. Idempotent, never blocks for long."""
 
-    def expect_large(self) -> None:
-        """Be told that large ordinary tensors will come beside computation. On all ranks, before the first call."""
-        return
-
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A flat tensor in memory that this transport reduces without a copy."""
         return torch.empty(numel, dtype=dtype, device=device)

@@ -21,10 +21,10 @@ pytestmark = pytest.mark.shm
 STEPS = 9
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_small_areas(size: int) -> None:
+@pytest.mark.parametrize(("size", "area_bytes"), [(2, "65599"), (4, "65536")])
+def test_small_areas(size: int, area_bytes: str) -> None:
     """Data that passes in many pieces."""
-    pool = ProcessRanks(size, backend="shm", environment={"BAGUA_SHM_STAGING_BYTES": "65536"})
+    pool = ProcessRanks(size, backend="shm", environment={"BAGUA_SHM_STAGING_BYTES": area_bytes})
     pool.run(shm_ranks.all_kinds, (0, 1, 100_000))
 
 
