@@ -83,19 +83,30 @@ def test_forked_children_stay_out_of_it(shm_pool) -> None:
 # Ranks that are lost.
 
 
-@pytest.mark.parametrize(("kind", "barrier"), [("allreduce", 2), ("broadcast", 1), ("alltoall", 1)])
-def test_who_leaves_after_its_last_call_takes_nothing_from_the_others(shm_pool, kind: str, barrier: int) -> None:
-    _, (seen, wanted) = shm_pool.run(shm_ranks.read_what_has_left, kind, shm_ranks.LARGE, barrier, size=2)
+@pytest.mark.parametrize(
+    ("kind", "numel", "barrier"),
+    [
+        ("allreduce", shm_ranks.LARGE, 1),
+        ("allreduce", shm_ranks.PIECES, -(-shm_ranks.PIECES // (1 << 17))),  # pieces of 512 KiB
+        ("broadcast", shm_ranks.LARGE, 1),
+        ("alltoall", shm_ranks.LARGE, 1),
+    ],
+)
+def test_who_leaves_after_its_last_call_takes_nothing_from_the_others(
+    shm_pool, kind: str, numel: int, barrier: int
+) -> None:
+    _, (seen, wanted) = shm_pool.run(shm_ranks.read_what_has_left, kind, numel, barrier, size=2)
     assert torch.equal(seen, wanted)
 
 
 @pytest.mark.parametrize("kind", ["allreduce", "broadcast", "alltoall_v", "sendrecv"])
 @pytest.mark.parametrize("numel", [SMALL, LARGE])
-def test_a_rank_killed_at_each_step(shm_pool, kind: str, numel: int) -> None:
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_killed_at_each_step(shm_pool, kind: str, numel: int, size: int) -> None:
     for at in range(1, STEPS):
-        outcomes = shm_pool.outcomes(shm_ranks.lose_a_rank_at_step, kind, numel, at, size=3)
+        outcomes = shm_pool.outcomes(shm_ranks.lose_a_rank_at_step, kind, numel, at, size=size)
         assert isinstance(outcomes[1].error, RankDiedError)
-        for survivor in (outcomes[0], outcomes[2]):
+        for survivor in (outcomes[0], *outcomes[2:]):
             assert survivor.error is None, survivor.trace
             name, peers, seconds = survivor.value
             assert (name, peers) == ("PeerLostError", (1,)), f"step {at}: {survivor}"
@@ -126,7 +137,7 @@ def nothing_new_stays(before: set[str]) -> bool:
 
 def check_kill(pool, seed: int) -> None:
     before = set(os.listdir("/dev/shm"))
-    outcomes = pool.outcomes(shm_ranks.lose_a_rank_at_any_time, seed, size=3)
+    outcomes = pool.outcomes(shm_ranks.lose_a_rank_at_any_time, seed, size=2 + seed % 2)
     dead = [outcome.rank for outcome in outcomes if isinstance(outcome.error, RankDiedError)]
     assert len(dead) == 1, outcomes
     for survivor in outcomes:
