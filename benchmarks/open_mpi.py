@@ -22,7 +22,7 @@ from bagua import comm
 from bagua.comm import Communicator
 from bagua.comm.stores import connect_store, serve_store
 from benchmarks.paired import Comparison, Rounds, compare, measure, slowest
-from benchmarks.shared_memory import KINDS, Case
+from benchmarks.shared_memory import KINDS, SETTLE, Case
 
 __all__ = ["compare_with_open_mpi", "open_mpi_is_missing"]
 
@@ -123,7 +123,9 @@ def measure_here(port: int, rounds: int, largest_bytes: int, folder: Path) -> No
     timed = []
     for case in cases(largest_bytes):
         theirs, ours = make_calls(case, communicator, MPI)
-        timed.append(measure(theirs, ours, rounds=rounds, calls=case.calls, before_each=communicator.barrier))
+        timed.append(
+            measure(theirs, ours, rounds=rounds, calls=case.calls, settle=SETTLE, before_each=communicator.barrier)
+        )
     (folder / str(rank)).write_text(json.dumps([asdict(samples) for samples in timed]))
     comm.destroy_process_group()
 

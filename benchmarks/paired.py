@@ -115,6 +115,7 @@ def measure(
     *,
     rounds: int,
     calls: int = 1,
+    settle: int = 1,
     before_each: Callable[[], object] = lambda: None,
 ) -> Rounds:
     """Time two functions in turn.
@@ -124,6 +125,8 @@ def measure(
         candidate: B.
         rounds: how many pairs there will be.
         calls: calls in one sample, for functions that are too quick for the clock.
+        settle: calls before each sample that are not timed. What ran before, also the barrier, belongs to one side:
+            neither pays for the change.
         before_each: called before each sample and not timed; a barrier where ranks measure together.
 
     Returns:
@@ -138,7 +141,8 @@ def measure(
         for position in range(3):
             chosen = (index + position) % 3
             before_each()
-            functions[chosen]()  # What ran before, also the barrier, belongs to one side: neither pays for the change.
+            for _ in range(settle):
+                functions[chosen]()
             samples[chosen].append(seconds_per_call(functions[chosen], calls))
     return Rounds(*samples)
 

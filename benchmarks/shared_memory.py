@@ -15,10 +15,12 @@ from bagua.cli.launch import Rank, run_ranks
 from bagua.comm import Communicator, memory
 from benchmarks.paired import Comparison, Rounds, compare, compare_added, measure, slowest
 
-__all__ = ["KINDS", "Case", "cases", "compare_with_gloo"]
+__all__ = ["KINDS", "SETTLE", "Case", "cases", "compare_with_gloo"]
 
 TIMEOUT_S = 60.0
 CHECK_LIMIT_US = 1.0
+#: Calls after which memory lies in the cache as in a long row of the same call; with 25 MB it takes six.
+SETTLE = 6
 KINDS = ("broadcast", "allgather", "reduce_scatter", "alltoall")
 
 
@@ -90,7 +92,9 @@ def time_cases(rank: Rank, chosen: list[Case], rounds: int, calls: int) -> list[
     timed = []
     for case in chosen:
         gloo, shm = make_calls(case, communicator)
-        timed.append(measure(gloo, shm, rounds=rounds, calls=case.calls, before_each=torch.distributed.barrier))
+        timed.append(
+            measure(gloo, shm, rounds=rounds, calls=case.calls, settle=SETTLE, before_each=torch.distributed.barrier)
+        )
     if rank.world_size == 2:
         timed.append(time_checks(communicator, rounds, calls))
     comm.destroy_process_group()

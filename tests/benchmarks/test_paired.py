@@ -55,6 +55,13 @@ def test_samples_rotate_and_each_is_preceded_by_the_barrier_and_an_untimed_call(
     assert [len(times) for times in (rounds.baseline, rounds.candidate, rounds.baseline_again)] == [3, 3, 3]
 
 
+def test_calls_that_settle_are_not_timed():
+    seen = []
+    rounds = paired.measure(lambda: seen.append("A"), lambda: seen.append("B"), rounds=1, calls=2, settle=3)
+    assert "".join(seen) == "AABB" + "AAAAA" + "BBBBB" + "AAAAA"
+    assert len(rounds.candidate) == 1
+
+
 @pytest.mark.parametrize(("rounds", "status"), [(20, 1), (5, 0)])
 def test_a_missed_limit_fails_only_in_enough_rounds(rounds, status, tmp_path, capsys):
     options = argparse.Namespace(rounds=rounds, json=tmp_path / "numbers.json")
