@@ -31,6 +31,7 @@ __all__ = [
     "compare",
     "compare_added",
     "conclude",
+    "joined",
     "measure",
     "median_interval",
     "slowest",
@@ -161,6 +162,15 @@ def slowest(of_ranks: Sequence[Rounds]) -> Rounds:
         [max(times) for times in zip(*(rounds.baseline for rounds in of_ranks), strict=True)],
         [max(times) for times in zip(*(rounds.candidate for rounds in of_ranks), strict=True)],
         [max(times) for times in zip(*(rounds.baseline_again for rounds in of_ranks), strict=True)],
+    )
+
+
+def joined(parts: Sequence[Rounds]) -> Rounds:
+    """The rounds of several measurements of the same, as one."""
+    return Rounds(
+        [seconds for part in parts for seconds in part.baseline],
+        [seconds for part in parts for seconds in part.candidate],
+        [seconds for part in parts for seconds in part.baseline_again],
     )
 
 

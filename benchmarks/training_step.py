@@ -34,6 +34,7 @@ from benchmarks.paired import (
     compare,
     compare_added,
     conclude,
+    joined,
     measure,
     slowest,
 )
@@ -57,6 +58,9 @@ OUTER = 1024
 BATCHES = (64, 16)
 SMALL_LAYERS = 100
 MEMORY_STEPS = 5
+#: Processes are started so often for the rounds of a line: how their heap happens to lie decides whether a step fetches
+#: the memory of gradients page by page, and stays as it is until they end.
+STARTS = 5
 
 Step = Callable[[], object]
 
@@ -188,18 +192,25 @@ def limit_of(backend: str, baseline: str, candidate: str, batch: int) -> float |
 
 def compare_steps(options: argparse.Namespace) -> list[Comparison]:
     """All lines about the MLP."""
-    of_ranks = run_ranks(time_steps, 2, (options.backend, PAIRS, options.hidden, options.batches, options.rounds))
     lines = []
     cases = [(batch, *pair) for batch in options.batches for pair in PAIRS]
-    for (batch, baseline, candidate), *rounds in zip(cases, *of_ranks, strict=True):
+    for (batch, baseline, candidate), rounds in zip(cases, measure_steps(2, PAIRS, options), strict=True):
         name = f"2 ranks, batch {batch}: {candidate} : {baseline}"
-        lines.append(compare(name, slowest(rounds), limit_of(options.backend, baseline, candidate, batch)))
-    (alone,) = run_ranks(
-        time_steps, 1, (options.backend, [("bare", "bagua")], options.hidden, options.batches, options.rounds)
-    )
+        lines.append(compare(name, rounds, limit_of(options.backend, baseline, candidate, batch)))
+    alone = measure_steps(1, [("bare", "bagua")], options)
     for batch, rounds in zip(options.batches, alone, strict=True):
         lines.append(compare(f"1 rank, batch {batch}: bagua : bare", rounds, LIMIT))
     return lines
+
+
+def measure_steps(ranks: int, pairs: list[tuple[str, str]], options: argparse.Namespace) -> list[Rounds]:
+    """Steps of the MLP for each batch and each pair of kinds, from several starts of the processes."""
+    of_starts = []
+    for start in range(min(STARTS, options.rounds)):
+        share = len(range(start, options.rounds, STARTS))
+        of_ranks = run_ranks(time_steps, ranks, (options.backend, pairs, options.hidden, options.batches, share))
+        of_starts.append([slowest(rounds) for rounds in zip(*of_ranks, strict=True)])
+    return [joined(parts) for parts in zip(*of_starts, strict=True)]
 
 
 def compare_small_parameters(options: argparse.Namespace) -> list[Comparison]:
