@@ -173,7 +173,11 @@ class Exchange:
     # An allreduce, whose source is its target.
 
     def _reduce_all(self, piece: int) -> None:
-        """Every rank reduces everything."""
+        """Every rank reduces everything.
+
+        Two areas are enough: whoever shows a piece has passed the barrier to which the others came when they had
+        reduced the piece that lay there before.
+        """
         peers, call, slot, target = self._peers, self._call, self._slot, self._target
         assert target is not None
         start = 0
@@ -190,7 +194,11 @@ class Exchange:
             start = stop
 
     def _reduce_slices(self, piece: int) -> None:
-        """One barrier for each piece: this one is reduced, and the next can be seen."""
+        """One barrier for each piece: this one is reduced, and the next can be seen.
+
+        Two areas are enough: the next piece goes where the one before this lay. All have reduced that; who still
+        copies its results reads the own slice, which stays as it is until all have come to the next barrier.
+        """
         peers, call, slot = self._peers, self._call, self._slot
         rank, numel, piece = peers.rank, call.numel, min(piece, call.numel)
         length = slice_length(piece, peers.size)

@@ -89,8 +89,14 @@ class Peers(ABC):
         """Bring columns ``start`` to ``stop`` of the source published in ``slot`` into view.
 
         Called only where ``Notice.piece`` is smaller than a row, before the barrier (or
-        the counter) that announces the piece. The piece before may still be read, and the results that
-        this rank reduced of the one before that.
+        the counter) that announces the piece. The piece before may still be read.
+
+        Args:
+            slot: where.
+            start: first column.
+            stop: the one behind the last.
+            kept: bounds of what need not be shown, and must stay where it lay in earlier pieces: peers may still
+                read there what this rank has reduced.
         """
 
     def conclude(self, slot: int) -> None:  # noqa: B027 - most memory keeps no reference of this kind
