@@ -8,7 +8,7 @@ import torch
 
 from bagua.comm.arguments import check_rank, check_tensor, is_plain, readable, writable
 from bagua.comm.core import CommunicatorCore
-from bagua.comm.reduction import COMMUNICABLE, check_communicable
+from bagua.comm.reduction import check_communicable
 from bagua.errors import InvalidRankError, InvalidTensorError
 
 __all__ = ["Finish", "Intake"]
@@ -28,8 +28,7 @@ class Intake(CommunicatorCore):
         except AttributeError:
             plain = False
         if plain:
-            if tensor.dtype not in COMMUNICABLE:
-                check_communicable(tensor.dtype, argument)
+            check_communicable(tensor.dtype, argument)
             return
         check_tensor(tensor, argument, self._device_types)
 

@@ -113,7 +113,9 @@ class Exchange:
         spin_s: seconds of busy waiting at each barrier.
     """
 
-    __slots__ = ("_address", "_call", "_deadline", "_itemsize", "_notices", "_peers", "_slot", "_spin_s", "_target")
+    __slots__ = (
+        "_address", "_call", "_deadline", "_itemsize", "_notices", "_peers", "_slot", "_spin_s", "_target", "_unseen",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -134,6 +136,8 @@ class Exchange:
         self._itemsize = call.dtype.itemsize
         self._notices = notices
         self._deadline = deadline
+        #: Whether the target was written in ways that autograd does not see.
+        self._unseen = False
 
     def run(self) -> None:
         """Move the data, and return when nobody reads this rank's tensors any more."""
@@ -155,7 +159,7 @@ class Exchange:
             peers.barrier(call, self._deadline, self._spin_s)
             peers.withdraw(self._slot)
         peers.conclude(self._slot)
-        if self._target is not None and not self._target.is_inference():
+        if self._unseen and self._target is not None and not self._target.is_inference():
             increment_version(self._target)  # so that autograd notices, as after ``copy_``
 
     def _move(self, move: Callable[[Exchange, int, int], None], piece: int, width: int) -> None:
@@ -180,6 +184,7 @@ class Exchange:
         """
         peers, call, slot, target = self._peers, self._call, self._slot, self._target
         assert target is not None
+        self._unseen = True
         start = 0
         for out in (target,) if call.numel <= piece else torch.unsafe_split(target, piece):
             stop = start + out.numel()
@@ -228,6 +233,7 @@ class Exchange:
             ours = self._address + start * self._itemsize
             if theirs != ours:
                 memmove(ours, theirs, (stop - start) * self._itemsize)
+                self._unseen = True
 
     # One method per kind: columns ``start`` to ``stop``.
 
@@ -254,6 +260,7 @@ class Exchange:
         else:
             address = line.address(self._slot, start, stop)
         memmove(self._address + first * self._itemsize, address, (stop - start) * self._itemsize)
+        self._unseen = True
 
     def _reduce(self, start: int, stop: int) -> None:
         if self._peers.rank == self._call.root:

@@ -10,7 +10,6 @@ from torch.distributed import ReduceOp
 from bagua.errors import InvalidReduceOpError, InvalidTensorError
 
 __all__ = [
-    "COMMUNICABLE",
     "ReduceOp",
     "bytes_reduction",
     "check_communicable",
@@ -31,7 +30,7 @@ _FLOAT8 = frozenset(
     if hasattr(torch, name)
 )
 _REDUCIBLE = _FLOATS | _COMPLEX | _INTEGERS | _BOOL
-COMMUNICABLE = _REDUCIBLE | _FLOAT8
+_COMMUNICABLE = _REDUCIBLE | _FLOAT8
 
 _ALLOWED: dict[str, frozenset[torch.dtype]] = {
     "sum": _REDUCIBLE,
@@ -127,7 +126,7 @@ def _explain(op: object, dtype: torch.dtype) -> str:
 
 def check_communicable(dtype: torch.dtype, argument: str) -> None:
     """Raise ``InvalidTensorError`` for a dtype that no collective carries (quantized ones, say)."""
-    if dtype not in COMMUNICABLE:
+    if dtype not in _COMMUNICABLE:
         raise InvalidTensorError(
             "this dtype cannot be communicated",
             argument=argument,
@@ -138,7 +137,7 @@ def check_communicable(dtype: torch.dtype, argument: str) -> None:
 
 def dtype_by_name(name: str) -> torch.dtype:
     """The communicable dtype that prints as ``torch.<name>``."""
-    return next(dtype for dtype in COMMUNICABLE if str(dtype) == f"torch.{name}")
+    return next(dtype for dtype in _COMMUNICABLE if str(dtype) == f"torch.{name}")
 
 
 def bytes_reduction(name: str) -> str:
@@ -180,10 +179,8 @@ def fold(parts: list[torch.Tensor], name: str, out: torch.Tensor) -> torch.Tenso
         # Several passes over the same elements: while these are still in the cache.
         for *chunks, target in zip(*(torch.unsafe_split(part, _CHUNK) for part in (*parts, out)), strict=True):
             _fold(chunks, name, wide, target)
-        if not out.is_inference():
-            torch.autograd.graph.increment_version(
-                out
-            )  # Such chunks are quickly made, and autograd does not know them.
+        if not out.is_inference():  # Autograd does not know chunks that are split in this way, which is the quickest.
+            torch.autograd.graph.increment_version(out)
         return out
     return _fold(parts, name, wide, out)
 

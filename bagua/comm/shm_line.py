@@ -37,11 +37,10 @@ _DTYPES = tuple(sorted({value for value in vars(torch).values() if isinstance(va
 _DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
 #: Kinds of collectives that are all said in their agreement, the number of the call apart.
 _WITHOUT_COUNTS = frozenset(_KIND_NUMBERS[kind] for kind in COLLECTIVES if kind != "alltoall_v")
+_BY_ROWS = ("scatter", "reduce_scatter", "alltoall")
 
 #: ``Notice.piece`` of data that is visible all at once.
 EVERYTHING = 1 << 62
-
-_BY_ROWS = ("scatter", "reduce_scatter", "alltoall")
 
 _CACHE_LINE_BYTES = 64
 _PAGE_BYTES = 4096

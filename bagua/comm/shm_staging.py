@@ -122,13 +122,11 @@ class Staging(_Area):
             first, last = kept
             memmove(area, source + start * itemsize, (first - start) * itemsize)
             memmove(area + (last - start) * itemsize, source + last * itemsize, (stop - last) * itemsize)
-        elif len(self._rows) == 1:
-            memmove(area, source + start * itemsize, (stop - start) * itemsize)
-        else:
-            for row, (first, length) in enumerate(self._rows):
-                if row != self._rank and start < length:
-                    part = area + row * self._piece * itemsize
-                    memmove(part, source + (first + start) * itemsize, (min(stop, length) - start) * itemsize)
+            return
+        for row, (first, length) in enumerate(self._rows):
+            if start < length and (row != self._rank or len(self._rows) == 1):
+                part = area + row * self._piece * itemsize
+                memmove(part, source + (first + start) * itemsize, (min(stop, length) - start) * itemsize)
 
 
 class Outbox(_Area):

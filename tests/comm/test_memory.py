@@ -255,10 +255,18 @@ def test_autograd_notices_that_what_it_kept_was_written_to() -> None:
 def test_autograd_notices_what_is_written(transport: type[ThreadsTransport]) -> None:
     def change(comm: Communicator) -> list[bool]:
         tensor, output = torch.zeros(100), torch.zeros(comm.size * 100)
-        before = tensor._version, output._version
-        comm.allreduce(tensor)
-        comm.allgather(output, tensor)
-        comm.broadcast(tensor, 0)
-        return [tensor._version > before[0] + (comm.rank != 0), output._version > before[1]]
+        calls = (
+            lambda: comm.allreduce(tensor),
+            lambda: comm.allgather(output, tensor),
+            lambda: comm.broadcast(tensor, 0),
+            lambda: comm.reduce(tensor, 0),
+        )
+        noticed = []
+        for call in calls:
+            before = tensor._version, output._version
+            call()
+            noticed.append((tensor._version, output._version) != before)
+        return noticed
 
-    assert values(run(2, change, transport=transport)) == [[True, True]] * 2
+    # Who only gives, to a broadcast or to a reduction, has nothing to notice.
+    assert values(run(2, change, transport=transport)) == [[True, True, False, True], [True, True, True, False]]
