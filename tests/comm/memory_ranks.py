@@ -97,7 +97,7 @@ class StagedPeers(ThreadPeers):
     """Shows data only through two small areas that alternate, as memory of processes does."""
 
     AREA_BYTES = 48
-    spin_s = 20e-6
+    spin_s = spin_inline_s = 20e-6
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
