@@ -19,6 +19,7 @@ __all__ = [
     "get_node_rank",
     "get_rank",
     "get_world_size",
+    "gloo_interface",
     "launcher_variables",
     "log_level",
     "overlay",
@@ -106,6 +107,11 @@ def _seconds(name: str, *, zero: bool = False) -> float | None:
             seen=repr(text),
         )
     return seconds
+
+
+def gloo_interface() -> str | None:
+    """``GLOO_SOCKET_IFNAME``: the first of the network devices that Gloo is told to take, or None."""
+    return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip() or None
 
 
 def timeout_s() -> float | None:

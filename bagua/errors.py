@@ -32,6 +32,29 @@ __all__ = [
 ]
 
 
+def blame(error: BaseException, rank: int, call: str) -> tuple[int, str]:
+    """Who is to blame for ``error``, and what that rank did: what other ranks are told.
+
+    Args:
+        error: ended ``call`` on this rank.
+        rank: global rank of this process.
+        call: what this rank did.
+
+    Returns:
+        Global rank of the culprit, and a reason that begins with "it".
+
+    Example:
+        >>> blame(ValueError("no"), 1, "allreduce(3 x float32, sum)")
+        (1, 'it left allreduce(3 x float32, sum) with ValueError: no')
+        >>> blame(PeerLostError.of(2, "it closed its communicator"), 1, "the step")
+        (2, 'it closed its communicator')
+    """
+    if isinstance(error, PeerLostError | CollectiveTimeoutError) and error.peers and error.reason:
+        return error.peers[0], error.reason
+    detail = error.problem if isinstance(error, BaguaError) else str(error)
+    return rank, f"it left {call} with {type(error).__name__}" + (f": {detail}" if detail else "")
+
+
 def _rebuild(error_class: type[BaguaError], facts: dict[str, Any]) -> BaguaError:
     # Not error_class.__new__: that is RuntimeError's, which refuses classes that derive from OSError too.
     error = (OSError if issubclass(error_class, OSError) else Exception).__new__(error_class)
@@ -159,12 +182,17 @@ class NonFiniteError(BaguaError, ArithmeticError):
 class CommunicationError(BaguaError, RuntimeError):
     """Something went wrong between ranks; the communicator is unusable afterwards.
 
+    All ranks in an error are global ranks: those of the default group, whatever group the call was made in.
+
     Args:
         problem: what happened.
-        rank: rank that raises, inside its communicator.
-        call: description of the collective that was running.
+        rank: rank that raises.
+        call: description of the collective that was running; roots and peers in it count inside the communicator.
         sequence: its number on this communicator.
-        peers: ranks at fault or missing, as far as they are known.
+        communicator: label of the communicator, ``world/intra`` for example.
+        peers: ranks that are lost, at fault, or did not come before the deadline.
+        silent: ranks that did not answer when they were asked for the cause. They may be well, and busy.
+        reason: what the first of ``peers`` did, for the errors of other ranks; begins with "it".
         expected: this rank's side of a disagreement.
         seen: the other side of a disagreement.
         elapsed_s: seconds since the call started.
@@ -177,7 +205,9 @@ class CommunicationError(BaguaError, RuntimeError):
         ("call", "in"),
         ("sequence", "sequence number"),
         ("rank", "on rank"),
+        ("communicator", "of communicator"),
         ("peers", "peers"),
+        ("silent", "silent"),
         ("expected", "this rank has"),
         ("seen", "others have"),
         ("elapsed_s", "seconds elapsed"),
@@ -191,7 +221,10 @@ class CommunicationError(BaguaError, RuntimeError):
         rank: int | None = None,
         call: str | None = None,
         sequence: int | None = None,
+        communicator: str | None = None,
         peers: Sequence[int] = (),
+        silent: Sequence[int] = (),
+        reason: str = "",
         expected: object = None,
         seen: object = None,
         elapsed_s: float | None = None,
@@ -203,7 +236,10 @@ class CommunicationError(BaguaError, RuntimeError):
         self.rank = rank
         self.call = call
         self.sequence = sequence
+        self.communicator = communicator
         self.peers = tuple(peers)
+        self.silent = tuple(silent)
+        self.reason = reason
         self.expected = None if expected is None else str(expected)
         self.seen = None if seen is None else str(seen)
         self.elapsed_s = None if elapsed_s is None else round(elapsed_s, 3)
@@ -222,6 +258,22 @@ class CollectiveTimeoutError(CommunicationError, TimeoutError):
 
 class PeerLostError(CommunicationError, ConnectionError):
     """A peer died, left, or broke the communicator; ``peers`` names it where known."""
+
+    @classmethod
+    def of(cls, culprit: int, reason: str, **facts: Any) -> PeerLostError:
+        """The error that names ``culprit``, worded alike on all ranks.
+
+        Args:
+            culprit: global rank that is lost.
+            reason: what it did; begins with "it".
+            facts: other arguments of the class.
+
+        Example:
+            >>> error = PeerLostError.of(3, "it closed its communicator", rank=0)
+            >>> str(error), error.peers
+            ('lost rank 3: it closed its communicator (on rank 0, peers (3,))', (3,))
+        """
+        return cls(f"lost rank {culprit}: {reason}", peers=(culprit,), reason=reason, **facts)
 
 
 class CollectiveMismatchError(CommunicationError):

@@ -17,12 +17,12 @@ from collections.abc import Callable
 
 import torch
 
-from bagua.comm.c10d_errors import closed_error, lost_error, timeout_error
+from bagua.comm.c10d_errors import ENDED, ended_error, lost_error, timeout_error
 from bagua.comm.c10d_groups import BackendGroup, create_group, group_refusal, split_name
 from bagua.comm.c10d_handles import C10dHandle, CollectiveHandle, MessageHandle, StreamHandle, StreamWatch, Waiters
 from bagua.comm.c10d_lowering import Lowering
 from bagua.comm.c10d_monitor import monitor
-from bagua.comm.c10d_reports import Cause, Reports, bounded, meet
+from bagua.comm.c10d_notices import Cause, Findings, Mailbox
 from bagua.comm.call import POINT_TO_POINT, Call
 from bagua.comm.transport import DONE, Handle, Membership, Transport
 from bagua.errors import CollectiveTimeoutError, CommunicationError, TransportUnavailableError
@@ -64,7 +64,7 @@ class C10dTransport(Transport):
         super().__init__(membership)
         self.name = backend
         self.waiters = Waiters()
-        self._reports = Reports(membership.store, self.rank, self.size)
+        self._global_rank = membership.ranks[self.rank]
         self._lock = threading.Lock()
         self._verdict = threading.Lock()
         self._cause: Cause | None = None
@@ -72,20 +72,25 @@ class C10dTransport(Transport):
         self._closed = False
         self._outstanding: deque[C10dHandle] = deque()
         self._channels: dict[str, _Channel] = {}
-        self._meet()
-        for device_type, name in split_name(backend).items():
-            self._add_channel(device_type, create_group(name, membership))
+        self._mailbox = Mailbox(membership)
+        try:
+            self._meet()
+            for device_type, name in split_name(backend).items():
+                self._add_channel(device_type, create_group(name, membership))
+        except BaseException:
+            self._mailbox.close()
+            raise
         self._choose()
         _living.add(self)
 
     def _meet(self) -> None:
         started = time.monotonic()
         members = self.membership
-        missing = meet(members.store, self.rank, self.size, members.timeout_s)
+        missing = self._mailbox.meet()
         if missing:
             raise CollectiveTimeoutError(
-                f"communicator {members.label} cannot be set up: some ranks never came",
-                rank=self.rank,
+                f"communicator {members.label} cannot be set up: rank {', '.join(map(str, missing))} did not come",
+                rank=self._global_rank,
                 peers=missing,
                 elapsed_s=time.monotonic() - started,
                 timeout_s=members.timeout_s,
@@ -181,7 +186,7 @@ class C10dTransport(Transport):
     def _unable(self, call: Call, error: Exception) -> TransportUnavailableError:
         return TransportUnavailableError(
             f"backend {self.name} cannot do {call.kind}: {error}",
-            rank=self.rank,
+            rank=self._global_rank,
             advice="Use another backend for this communicator.",
         )
 
@@ -202,16 +207,40 @@ class C10dTransport(Transport):
 
     def timed_out(self, elapsed_s: float, timeout_s: float) -> CommunicationError:
         """End the communicator because a deadline passed; the error to raise."""
-        reason = f"rank {self.rank} gave up after {elapsed_s:.1f} s"
-        if not self._break(Cause(self.rank, "timed out", reason), announce=True):
+        if not self._break(self._own_cause("timed out", f"it gave up after {elapsed_s:.1f} s"), announce=True):
             return self._already()
-        return timeout_error(self._reports.attend(), self.membership, elapsed_s, timeout_s)
+        return self._timeout_error(self._mailbox.find_out(everyone=True), elapsed_s, timeout_s)
+
+    def _timeout_error(self, found: Findings, elapsed_s: float, timeout_s: float) -> CommunicationError:
+        return timeout_error(sorted(found.lost + found.silent), elapsed_s, timeout_s)
 
     def failed(self, error: BaseException, elapsed_s: float, timeout_s: float) -> CommunicationError:
         """End the communicator because a call failed; the error to raise."""
-        if not self._break(Cause(self.rank, "failed", str(error)), announce=False):
+        found = self._mailbox.look()
+        cause = self._named(found)
+        if not self._break(cause or self._own_cause("failed", f"its call failed: {error}"), announce=cause is not None):
             return self._already()
-        return lost_error(error, self._reports.attend(), self.membership, elapsed_s, timeout_s)
+        if cause is None:
+            # Who died a moment ago may still answer; those who are well say so as soon as their calls fail.
+            self._mailbox.tell(None)
+            found = self._mailbox.find_out()
+            cause = self._named(found)
+            if cause is not None and cause.rank == self._global_rank:
+                self._mailbox.tell(cause)
+        if cause is not None and cause.kind == "timed out" and elapsed_s >= timeout_s / 2:
+            # This rank waited as well; the other one's clock was only a little ahead.
+            self._mailbox.tell(None)
+            return self._timeout_error(self._mailbox.find_out(everyone=True), elapsed_s, timeout_s)
+        return lost_error(error, found, self._global_rank, elapsed_s, timeout_s)
+
+    def _named(self, found: Findings) -> Cause | None:
+        """The cause, if a notice or a refused connection names a rank."""
+        if found.cause is None and found.lost:
+            return Cause(self._global_rank, found.lost[0], "lost", ENDED)
+        return found.cause
+
+    def _own_cause(self, kind: str, reason: str) -> Cause:
+        return Cause(self._global_rank, self._global_rank, kind, reason)
 
     def end_unattended(self, judge: Callable[[], CommunicationError]) -> None:
         """For the monitor: end the communicator with ``judge()``, which the next call or wait raises."""
@@ -219,13 +248,12 @@ class C10dTransport(Transport):
             self._error = judge()
 
     def peers_left(self) -> bool:
-        """Whether a peer left a cause in the store."""
-        cause = bounded(self._reports.cause, 0.5)
-        return cause is not None and cause.rank != self.rank
+        """Whether a peer sent a notice of why it left."""
+        return self._mailbox.cause() is not None
 
     def _already(self) -> CommunicationError:
         assert self._cause is not None
-        return closed_error(self._cause)
+        return ended_error(self._cause, self._global_rank)
 
     def _break(self, cause: Cause, *, announce: bool) -> bool:
         """Close all connections; False if that has happened before."""
@@ -235,13 +263,14 @@ class C10dTransport(Transport):
             self._cause = cause
         if announce:
             # Before the connections close: whoever is woken by that looks for the cause.
-            self._reports.leave(cause)
+            self._mailbox.tell(cause)
         for channel in set(self._channels.values()):
             channel.group.break_connections()
         return True
 
-    def abort(self, reason: str) -> None:
-        self._break(Cause(self.rank, "aborted", reason), announce=True)
+    def abort(self, reason: str, culprit: int | None = None) -> None:
+        own = self._own_cause("aborted", reason)
+        self._break(own if culprit is None else own._replace(culprit=culprit), announce=True)
 
     def close(self) -> None:
         with self._lock:
@@ -249,7 +278,7 @@ class C10dTransport(Transport):
                 return
             self._closed = True
         pending = [handle for handle in self._outstanding if not handle.is_completed()]
-        cause = Cause(self.rank, "closed", f"rank {self.rank} closed it")
+        cause = self._own_cause("closed", "it closed its communicator")
         if pending:
             self._break(cause, announce=True)
         elif self._cause is None:
@@ -258,6 +287,7 @@ class C10dTransport(Transport):
             handle.discard(self._already())
         self._outstanding.clear()
         self.waiters.stop()
+        self._mailbox.close()
         for channel in set(self._channels.values()):
             channel.group.close()
         self._channels = {}

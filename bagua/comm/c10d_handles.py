@@ -36,14 +36,13 @@ _POLL_S = 0.001
 class Owner(Protocol):
     """What handles need of their transport."""
 
-    rank: int
     waiters: Waiters
 
     @property
     def broken(self) -> bool:
         """Whether the communicator was broken or closed."""
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, culprit: int | None = None) -> None:
         """Break the communicator."""
 
     def check_usable(self) -> None:
@@ -59,7 +58,7 @@ class Owner(Protocol):
         """Let the monitor enforce the deadline of ``works``."""
 
     def peers_left(self) -> bool:
-        """Whether a peer left a cause in the store."""
+        """Whether a peer sent a notice of why it left."""
 
     def end_unattended(self, judge: Callable[[], CommunicationError]) -> None:
         """End the communicator with ``judge()``, which the next call or wait raises."""
@@ -144,7 +143,7 @@ class C10dHandle(Handle):
 
     def _interrupted(self, error: BaseException) -> None:
         """Ctrl-C, say: end the call before the tensors go back to the user."""
-        self._transport.abort(f"rank {self._transport.rank} left a call with {type(error).__name__}: {error}")
+        self._transport.abort(f"it left a call with {type(error).__name__}: {error}")
         self.settle()
 
     def elapsed_s(self) -> float:
@@ -185,6 +184,8 @@ class CollectiveHandle(C10dHandle):
                     raise self._judge(failure) from failure
                 return
             left = self._left_s(until)
+            if self._transport.peers_left():  # Their notice may come before their connections close.
+                raise self._transport.failed(error, self.elapsed_s(), self._timeout_s)
             if left <= 0:
                 timed_out = self._transport.timed_out(self.elapsed_s(), self._timeout_s)
                 self.settle()

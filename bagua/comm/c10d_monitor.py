@@ -1,7 +1,7 @@
 """The thread that watches works on CUDA streams, which no host thread waits for.
 
 One thread per process, alive while something is outstanding. It ends a communicator
-at the deadline of a call, or when a peer left a cause in the store; the error comes
+at the deadline of a call, or when a notice of a peer says why that left; the error comes
 out of the next call or ``wait`` on that communicator.
 """
 
@@ -15,7 +15,7 @@ from typing import Protocol
 __all__ = ["Monitor", "Watched", "monitor"]
 
 _POLL_S = 0.02
-_STORE_POLL_S = 0.5
+_NOTICE_POLL_S = 0.5
 
 
 class Watched(Protocol):
@@ -31,7 +31,7 @@ class Watched(Protocol):
         """Break its communicator because of the deadline."""
 
     def end_if_peers_left(self) -> bool:
-        """Break its communicator if a peer left a cause, and say so. May take a moment."""
+        """Break its communicator if a peer sent a notice, and say so. May take a moment."""
 
 
 class Monitor:
@@ -39,12 +39,12 @@ class Monitor:
 
     Args:
         poll_s: how often calls are looked at.
-        store_poll_s: how often peers' news is asked for.
+        notice_poll_s: how often notices of peers are looked for.
     """
 
-    def __init__(self, poll_s: float = _POLL_S, store_poll_s: float = _STORE_POLL_S) -> None:
+    def __init__(self, poll_s: float = _POLL_S, notice_poll_s: float = _NOTICE_POLL_S) -> None:
         self._poll_s = poll_s
-        self._store_poll_s = store_poll_s
+        self._notice_poll_s = notice_poll_s
         self._watched: list[Watched] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -68,7 +68,7 @@ class Monitor:
                 if self._stopped:
                     return
                 calls = list(self._watched)
-            ask = time.monotonic() - asked >= self._store_poll_s
+            ask = time.monotonic() - asked >= self._notice_poll_s
             done = {id(call) for call in calls if self._look_at(call, ask)}
             if ask:
                 asked = time.monotonic()

@@ -102,9 +102,9 @@ class CheckedTransport(Transport):
         finally:
             self._advancing.release()
 
-    def abort(self, reason: str) -> None:
-        self.data.abort(reason)
-        self.check.abort(reason)
+    def abort(self, reason: str, culprit: int | None = None) -> None:
+        self.data.abort(reason, culprit)
+        self.check.abort(reason, culprit)
 
     def close(self) -> None:
         _living.discard(self)
@@ -202,6 +202,7 @@ class _Table:
         self._check = check
         self._rank = check.rank
         self._size = check.size
+        self._ranks = check.membership.ranks
         own = _fingerprint(call, check.size, _KINDS.index(call.kind))
         self._rows = torch.empty((check.size, own.numel()), dtype=torch.int64)
         gathering = Call("allgather", call.sequence, torch.int64, own.numel())
@@ -217,9 +218,11 @@ class _Table:
         mine = rows[self._rank]
         unlike = [rank for rank, row in enumerate(rows) if row[:_FACTS] != mine[:_FACTS]]
         if unlike:
-            seen = "; ".join(f"rank {rank}: {_describe(rows[rank], self._size)}" for rank in unlike)
+            ranks = self._ranks
+            seen = "; ".join(f"rank {ranks[rank]}: {_describe(rows[rank], self._size)}" for rank in unlike)
             self._wait_for_all()
-            raise _mismatch("ranks are about to do different things", _describe(mine, self._size), seen, unlike)
+            peers = [ranks[rank] for rank in unlike]
+            raise _mismatch("ranks are about to do different things", _describe(mine, self._size), seen, peers)
         self._compare_counts(rows)
 
     def _compare_counts(self, rows: list[list[int]]) -> None:
@@ -227,14 +230,15 @@ class _Table:
             sent = rows[sender][_FACTS + receiver]
             expected = rows[receiver][_FACTS + self._size + sender]
             if sent != expected:
+                names = self._ranks[sender], self._ranks[receiver]
                 sides = (
-                    f"rank {sender} sends {sent} elements to rank {receiver}",
-                    f"rank {receiver} expects {expected} elements from rank {sender}",
+                    f"rank {names[0]} sends {sent} elements to rank {names[1]}",
+                    f"rank {names[1]} expects {expected} elements from rank {names[0]}",
                 )
                 own, other = sides if self._rank != receiver else sides[::-1]
                 peer = sender if self._rank == receiver else receiver
                 self._wait_for_all()
-                raise _mismatch("the counts of alltoall_v do not fit together", own, other, [peer])
+                raise _mismatch("the counts of alltoall_v do not fit together", own, other, [self._ranks[peer]])
 
     def _wait_for_all(self) -> None:
         """Until every rank has seen the disagreement: the error closes the connections."""
@@ -327,9 +331,10 @@ class _Letters:
         for (peer, own), theirs in zip(self._own, self._theirs, strict=True):
             # dtype and number of elements.
             if own[2:4] != theirs[2:4]:
-                seen = f"rank {peer}: {_describe(theirs, size)}"
+                name = self._messages.check.membership.ranks[peer]
+                seen = f"rank {name}: {_describe(theirs, size)}"
                 self._messages.flush()
-                raise _mismatch("sender and receiver disagree", _describe(own, size), seen, [peer])
+                raise _mismatch("sender and receiver disagree", _describe(own, size), seen, [name])
 
     def give_up(self) -> None:
         """The deadline has passed."""

@@ -16,11 +16,11 @@ from bagua.comm.statistics import KindStatistics, Statistics
 from bagua.comm.transport import Handle, Transport
 from bagua.comm.work import CompositeWork, PendingWork, Steps, Work
 from bagua.errors import (
-    BaguaError,
     CommunicationError,
     CommunicatorClosedError,
     ConcurrentUseError,
     ConfigurationError,
+    blame,
 )
 
 __all__ = ["CommunicatorCore", "Timeout"]
@@ -52,6 +52,7 @@ class CommunicatorCore:
         self._cuda = "cuda" in transport.device_types
         self.rank: int = transport.rank
         self.size: int = transport.size
+        self._global_rank = transport.membership.ranks[transport.rank]
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -106,15 +107,22 @@ class CommunicatorCore:
         """Descriptions of the last calls, oldest first."""
         return self.statistics.history()
 
-    def abort(self, reason: str = "aborted by the user") -> None:
+    def abort(self, reason: str = "aborted by the user", culprit: int | None = None) -> None:
         """Break the communicator at once, from any thread.
 
         Calls under way end with an error, here and on the other ranks, whose
-        ``PeerLostError`` carries ``reason``.
+        ``PeerLostError`` names the culprit and says why.
+
+        Args:
+            reason: why; of another culprit what it did, beginning with "it".
+            culprit: global rank to blame, which need not be a member; None means this one.
         """
         if self._broken is None:
-            self._broken = CommunicatorClosedError(f"the communicator was aborted: {reason}", rank=self.rank)
-        self._transport.abort(reason)
+            why = reason if culprit is None else f"rank {culprit}: {reason}"
+            self._broken = CommunicatorClosedError(f"the communicator was aborted: {why}", rank=self._global_rank)
+        if culprit is None:
+            reason = f"it aborted the communicator: {reason}"
+        self._transport.abort(reason, culprit)
 
     def close(self) -> None:
         """Give back threads, sockets and memory. Later calls raise ``CommunicatorClosedError``."""
@@ -227,7 +235,7 @@ class CommunicatorCore:
     def _concurrent_use(self, kind: str) -> ConcurrentUseError:
         return ConcurrentUseError(
             f"{kind} was called while another thread is inside a call on {self.label}",
-            rank=self.rank,
+            rank=self._global_rank,
             advice="Give each thread a communicator of its own: group.duplicate().",
         )
 
@@ -237,7 +245,7 @@ class CommunicatorCore:
             reason = str(getattr(self._broken, "problem", "") or repr(self._broken))
         refusal = CommunicatorClosedError(
             f"{kind} on {self.label}, which can no longer be used: {reason}",
-            rank=self.rank,
+            rank=self._global_rank,
             advice="Call destroy_process_group() and start anew, from a checkpoint if need be.",
         )
         refusal.__cause__ = self._broken
@@ -251,17 +259,18 @@ class CommunicatorCore:
             self._complete_facts(error, call, started)
         if self._broken is None:
             self._broken = error
-        name = type(error).__name__
-        detail = error.problem if isinstance(error, BaguaError) else str(error)
-        self._transport.abort(f"rank {self.rank} left {call} with {name}: {detail}")
+        culprit, reason = blame(error, self._global_rank, str(call))
+        self._transport.abort(reason, culprit)
 
     def _complete_facts(self, error: CommunicationError, call: Call, started: float) -> None:
         if error.call is None:
             error.call = str(call)
         if error.sequence is None:
             error.sequence = call.sequence
+        if error.communicator is None:
+            error.communicator = self.label
         if error.rank is None:
-            error.rank = self.rank
+            error.rank = self._global_rank
         if error.elapsed_s is None:
             error.elapsed_s = round(time.perf_counter() - started, 3)
         if not error.history:

@@ -327,21 +327,26 @@ class ProcessGroup:
             if answer != wanted:
                 raise CollectiveMismatchError(
                     "ranks ask for different groups",
-                    rank=self.rank,
+                    rank=self.ranks[self.rank],
                     call=f"new group from {self.label}",
-                    peers=(member,),
+                    peers=(self.ranks[member],),
                     expected=_described(wanted),
                     seen=_described(answer),
                 )
 
     # The end.
 
-    def abort(self, reason: str = "aborted by the user") -> None:
-        """Break all communicators of this group and of groups derived from it, from any thread."""
+    def abort(self, reason: str = "aborted by the user", culprit: int | None = None) -> None:
+        """Break all communicators of this group and of groups derived from it, from any thread.
+
+        Args:
+            reason: why; of another culprit what it did, beginning with "it".
+            culprit: global rank to blame, which need not be a member; None means this one.
+        """
         for group in list(self._descendants):
-            group.abort(reason)
+            group.abort(reason, culprit)
         for communicator in list(self._made):
-            communicator.abort(reason)
+            communicator.abort(reason, culprit)
 
     def close(self) -> None:
         """Close this group and every group derived from it. Idempotent."""

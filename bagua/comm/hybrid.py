@@ -47,14 +47,12 @@ def slice_owners(hosts: list[list[int]]) -> list[tuple[int, ...]]:
 
 
 class _Part:
-    """A transport among some of the ranks, whose errors are told in ranks of all."""
+    """A transport among some of the ranks."""
 
-    def __init__(self, transport: Transport, members: tuple[int, ...], whole: Membership) -> None:
+    def __init__(self, transport: Transport) -> None:
         self.transport = transport
-        self.size = len(members)
-        self.rank = members.index(whole.rank)
-        self._members = members
-        self._own_rank = whole.rank
+        self.size = transport.size
+        self.rank = transport.rank
         self._calls = 0
 
     def run(
@@ -74,9 +72,7 @@ class _Part:
         try:
             self.transport.start(call, source, target, remaining_s, False).wait()
         except CommunicationError as error:
-            error.problem += f" (ranks counted among {list(self._members)})"
-            error.peers = tuple(self._members[peer] for peer in error.peers)
-            error.rank, error.timeout_s = self._own_rank, deadline.timeout_s
+            error.communicator, error.timeout_s = self.transport.membership.label, deadline.timeout_s
             raise
 
 
@@ -118,18 +114,17 @@ class HybridTransport(Transport):
     def _share_memory(self, members: tuple[int, ...]) -> _Part:
         """Connect the ranks of this host; if it fails on one host, it fails on all."""
         part, failure = self._membership_of(members, f"host{members[0]}"), None
-        whole = self.membership
         try:
             transport = ShmTransport(part) if part.size > 1 else SoloTransport(part)
-            self._parts.append(_Part(transport, members, whole))
+            self._parts.append(_Part(transport))
         except CommunicationError as error:
             failure = error
+        whole = self.membership
         refuse_together(whole.store, "hybrid/hosts", self.rank, whole.ranks, failure, whole.timeout_s)
         return self._parts[-1]
 
     def _connect(self, members: tuple[int, ...], name: str) -> _Part:
-        transport = C10dTransport("gloo", self._membership_of(members, name))
-        self._parts.append(_Part(transport, members, self.membership))
+        self._parts.append(_Part(C10dTransport("gloo", self._membership_of(members, name))))
         return self._parts[-1]
 
     def _membership_of(self, members: tuple[int, ...], name: str) -> Membership:
@@ -167,7 +162,7 @@ class HybridTransport(Transport):
         try:
             return self._lanes.submit(_LANE, partial(self._allreduce, call, target, deadline))
         except RuntimeError as error:
-            raise CommunicatorClosedError("the communicator was closed", rank=self.rank) from error
+            raise CommunicatorClosedError("the communicator was closed") from error
 
     def _allreduce(self, call: Call, target: torch.Tensor, deadline: Deadline) -> None:
         flat = target.view(-1)
@@ -217,15 +212,15 @@ class HybridTransport(Transport):
 
     # The end.
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, culprit: int | None = None) -> None:
         """Break all parts."""
         for part in self._parts:
-            part.transport.abort(reason)
+            part.transport.abort(reason, culprit)
 
     def close(self) -> None:
         """Let started calls finish for a second, then close all parts."""
         if not self._lanes.stop(timeout_s=1.0):
-            self.abort("it was closed with calls under way")
+            self.abort("it closed its communicator with calls under way")
             self._lanes.stop(timeout_s=1.0)
         for part in reversed(self._parts):
             part.transport.close()

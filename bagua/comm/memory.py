@@ -85,16 +85,16 @@ class MemoryTransport(Transport):
         futures = [self._submit(lane, call, source, target, deadline) for lane in lanes]
         return Pending(futures, deadline, self.abort)
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, culprit: int | None = None) -> None:
         """Mark the own line broken, and wake everyone."""
-        self._peers.leave(State.BROKEN, self.rank, reason)
+        self._peers.leave(State.BROKEN, self._peers.global_rank if culprit is None else culprit, reason)
 
     def close(self) -> None:
         """Let asynchronous calls finish for a second, then leave."""
         if not self._lanes.stop(timeout_s=1.0):
-            self.abort("it was closed with calls under way")
+            self.abort("it closed its communicator with calls under way")
             self._lanes.stop(timeout_s=1.0)
-        self._peers.leave(State.LEFT, self.rank, "it closed its communicator")
+        self._peers.leave(State.LEFT, self._peers.global_rank, "it closed its communicator")
 
     # Running one call, in the calling thread or in a lane.
 
@@ -110,7 +110,7 @@ class MemoryTransport(Transport):
         try:
             return self._lanes.submit(lane, task)
         except RuntimeError as error:
-            raise CommunicatorClosedError("the communicator was closed", rank=self.rank) from error
+            raise CommunicatorClosedError("the communicator was closed") from error
 
     def _run(
         self,
@@ -155,7 +155,7 @@ class MemoryTransport(Transport):
             spin_s, suspect = peers.spin_s, None
         peers.barrier(call, deadline, spin_s, suspect)
         notices = peers.notices(slot)
-        compare(self.rank, notices)
+        compare(peers.ranks, self.rank, notices)
         if call.kind != "barrier":
             Exchange(peers, slot, call, target, notices, deadline, spin_s).run()
 
@@ -205,10 +205,9 @@ class MemoryTransport(Transport):
                 continue  # It stopped waiting while we looked, and what we saw came later.
             return CollectiveMismatchError(
                 "two ranks wait for each other in different calls",
-                rank=self.rank,
-                peers=(other,),
-                expected=f"{call} on rank {self.rank}",
-                seen=f"{seen} on rank {other}",
+                peers=(peers.ranks[other],),
+                expected=f"{call} on rank {peers.global_rank}",
+                seen=f"{seen} on rank {peers.ranks[other]}",
                 advice="All ranks must make the same collective calls in the same order.",
             )
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import memmove
 from typing import ClassVar
 
@@ -57,10 +57,15 @@ def own_slice(start: int, stop: int, length: int, rank: int) -> tuple[int, int]:
     return min(start + rank * length, stop), min(start + (rank + 1) * length, stop)
 
 
-def compare(rank: int, notices: list[Notice]) -> None:
+def compare(ranks: Sequence[int], rank: int, notices: list[Notice]) -> None:
     """Raise ``CollectiveMismatchError`` unless all ranks published the same collective.
 
     Every rank compares the same notices, hence all raise or none.
+
+    Args:
+        ranks: global rank of each member, for the error.
+        rank: of this process in the communicator.
+        notices: what each member published.
     """
     mine = notices[rank].agreement
     others = [
@@ -70,17 +75,16 @@ def compare(rank: int, notices: list[Notice]) -> None:
         first = notices[others[0]].call
         raise CollectiveMismatchError(
             "ranks disagree on what they are doing",
-            rank=rank,
-            peers=others,
-            expected=f"{notices[rank].call} on rank {rank}",
-            seen=f"{first} on rank {others[0]}",
+            peers=[ranks[other] for other in others],
+            expected=f"{notices[rank].call} on rank {ranks[rank]}",
+            seen=f"{first} on rank {ranks[others[0]]}",
             advice="All ranks must make the same calls, in the same order, with the same dtype and size.",
         )
     if mine[0] == "alltoall_v":
-        _compare_counts(rank, notices)
+        _compare_counts(ranks, rank, notices)
 
 
-def _compare_counts(rank: int, notices: list[Notice]) -> None:
+def _compare_counts(ranks: Sequence[int], rank: int, notices: list[Notice]) -> None:
     size = len(notices)
     for source in range(size):
         for target in range(size):
@@ -88,9 +92,8 @@ def _compare_counts(rank: int, notices: list[Notice]) -> None:
             received = notices[target].call.recv_counts[source]
             if sent != received:
                 raise CollectiveMismatchError(
-                    f"rank {source} sends {sent} elements to rank {target}, which expects {received}",
-                    rank=rank,
-                    peers=(source, target),
+                    f"rank {ranks[source]} sends {sent} elements to rank {ranks[target]}, which expects {received}",
+                    peers=(ranks[source], ranks[target]),
                     expected=f"{notices[rank].call} receiving {list(notices[rank].call.recv_counts)}",
                     seen=f"{sent} sent, {received} expected",
                     advice="input_counts[j] of rank i must equal output_counts[i] of rank j.",

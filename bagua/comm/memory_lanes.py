@@ -88,7 +88,7 @@ class Pending(Handle):
             future.result()
         if len(complete) < len(self._futures):
             timeout_s = self._deadline.timeout_s if timeout_s is None else timeout_s
-            self._abandoned(f"a wait of {timeout_s} seconds passed")
+            self._abandoned(f"it gave up after a wait of {timeout_s:g} s")
             raise CollectiveTimeoutError("the call did not complete in time", timeout_s=timeout_s)
 
     def is_completed(self) -> bool:

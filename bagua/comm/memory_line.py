@@ -73,7 +73,7 @@ class Words:
     #: Barriers that this rank has come to.
     ARRIVED = 0
     STATE = 1
-    #: The rank to blame, once the state is not OPEN.
+    #: The global rank to blame, once the state is not OPEN.
     CULPRIT = 2
     #: 1 + the rank on whose message the calling thread itself waits; 0 if it does not.
     AWAITED = 3

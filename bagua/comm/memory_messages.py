@@ -136,9 +136,8 @@ class Messages:
             return
         raise CollectiveMismatchError(
             "sender and receiver disagree",
-            rank=self._peers.rank,
-            peers=(other,),
-            expected=f"{own} on rank {self._peers.rank}",
-            seen=f"{wish if own is offer else offer} on rank {other}",
+            peers=(self._peers.ranks[other],),
+            expected=f"{own} on rank {self._peers.global_rank}",
+            seen=f"{wish if own is offer else offer} on rank {self._peers.ranks[other]}",
             advice="What is sent and what is received must have the same dtype and number of elements.",
         )

@@ -14,12 +14,12 @@ from bagua.comm.call import Call
 from bagua.comm.memory_lanes import Lanes
 from bagua.comm.memory_line import Deadline, FaultHook, Line, Notice, RankKilled, Slots, State, Step, Words
 from bagua.errors import (
-    BaguaError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
     CommunicationError,
     CommunicatorClosedError,
     PeerLostError,
+    blame,
 )
 
 __all__ = ["Peers"]
@@ -41,6 +41,7 @@ class Peers(ABC):
     Args:
         lines: one per rank; the own one is written.
         rank: whose view this is.
+        ranks: global rank of each member, for errors.
         label: what messages call the communicator.
         fault: called at every step.
     """
@@ -52,9 +53,13 @@ class Peers(ABC):
     #: same size: whoever slept would wake late, and make the others sleep in turn.
     spin_inline_s: float = 0.0
 
-    def __init__(self, lines: Sequence[Line], rank: int, label: str, fault: FaultHook | None) -> None:
+    def __init__(
+        self, lines: Sequence[Line], rank: int, ranks: Sequence[int], label: str, fault: FaultHook | None
+    ) -> None:
         self.lines = lines
         self.rank = rank
+        self.ranks = tuple(ranks)
+        self.global_rank = self.ranks[rank]
         self.size = len(lines)
         self.label = label
         self.own = lines[rank]
@@ -235,7 +240,7 @@ class Peers(ABC):
             if suspect is not None:
                 trouble = suspect()
                 # While we looked it may have come here, gone on, and then begun to wait for a message.
-                if trouble is not None and set(trouble.peers) <= set(missing()):
+                if trouble is not None and set(trouble.peers) <= set(self.named(missing())):
                     raise trouble
             self.pause(ready, min(SLICE_S, max(deadline.at - now, 0.0)))
 
@@ -252,13 +257,11 @@ class Peers(ABC):
 
     def _trouble(self, needed: Sequence[int]) -> CommunicationError | None:
         own, culprit = self._words[self.rank][Words.STATE], self._words[self.rank][Words.CULPRIT]
-        if own == State.BROKEN and culprit != self.rank:
+        if own == State.BROKEN and culprit != self.global_rank:
             # Another call of this rank that was under way has found it first.
-            return PeerLostError(f"rank {culprit} left: {self.own.reason}", rank=self.rank, peers=(culprit,))
+            return PeerLostError.of(culprit, self.own.reason)
         if own != State.OPEN:
-            return CommunicatorClosedError(
-                f"the communicator was closed or aborted during the call: {self.own.reason}", rank=self.rank
-            )
+            return CommunicatorClosedError(f"this rank ended the communicator during the call: {self.own.reason}")
         for other in self._others:
             state = self._words[other][Words.STATE]
             if state >= State.BROKEN:
@@ -267,31 +270,41 @@ class Peers(ABC):
             state = self._words[other][Words.STATE]
             if state == State.LEFT or self.lost(other):
                 reason = self.lines[other].reason or "it ended without closing its communicator"
-                return PeerLostError(f"rank {other} left: {reason}", rank=self.rank, peers=(other,))
+                return PeerLostError.of(self.ranks[other], reason)
         return None
 
     def _broken_by(self, other: int, state: int) -> CommunicationError:
         line = self.lines[other]
         culprit = line.words[Words.CULPRIT]
         if state == State.MISMATCHED:
-            return CollectiveMismatchError(
-                "ranks disagree on what they are doing", rank=self.rank, peers=(culprit,), seen=line.reason
-            )
-        return PeerLostError(f"rank {culprit} broke the communicator: {line.reason}", rank=self.rank, peers=(culprit,))
+            return CollectiveMismatchError("ranks disagree on what they are doing", peers=(culprit,), seen=line.reason)
+        if culprit == self.global_rank:
+            return PeerLostError.of(self.ranks[other], f"it gave up rank {culprit}: {line.reason}")
+        return PeerLostError.of(culprit, line.reason)
 
     def _timeout(self, waited: tuple[int, ...], deadline: Deadline) -> CollectiveTimeoutError:
         return CollectiveTimeoutError(
             f"{len(waited)} of {self.size} ranks did not come in time",
-            rank=self.rank,
-            peers=waited,
+            peers=self.named(waited),
+            reason=f"it did not come within {deadline.timeout_s:g} s",
             timeout_s=deadline.timeout_s,
             advice="Look at what these ranks do, or allow more time with timeout=.",
         )
 
+    def named(self, members: Sequence[int]) -> tuple[int, ...]:
+        """Global ranks of ``members``."""
+        return tuple(self.ranks[member] for member in members)
+
     # The end of this rank's part.
 
     def leave(self, state: int, culprit: int, reason: str) -> None:
-        """Leave ``State.OPEN`` for good, and wake everyone. The first reason stays."""
+        """Leave ``State.OPEN`` for good, and wake everyone. The first reason stays.
+
+        Args:
+            state: a value of ``State``.
+            culprit: global rank to blame.
+            reason: what it did; begins with "it".
+        """
         with self._leaving:
             if self.own.words[Words.STATE] != State.OPEN:
                 return
@@ -304,15 +317,10 @@ class Peers(ABC):
     def leave_with(self, error: BaseException, call: Call) -> None:
         """Leave because ``error`` ended ``call``; who is to blame is passed on."""
         if isinstance(error, RankKilled):
-            self.leave(State.LEFT, self.rank, f"it was killed in {call}")
+            self.leave(State.LEFT, self.global_rank, f"it was killed in {call}")
             return
         if isinstance(error, CollectiveMismatchError):
             sides = "; ".join(side for side in (error.expected, error.seen) if side)
-            self.leave(State.MISMATCHED, self.rank, sides)
+            self.leave(State.MISMATCHED, self.global_rank, sides)
             return
-        if isinstance(error, PeerLostError) and error.peers:
-            culprit = error.peers[0]
-            self.leave(State.BROKEN, culprit, self.lines[culprit].reason or error.problem)
-            return
-        detail = error.problem if isinstance(error, BaguaError) else str(error)
-        self.leave(State.BROKEN, self.rank, f"rank {self.rank} left {call} with {type(error).__name__}: {detail}")
+        self.leave(State.BROKEN, *blame(error, self.global_rank, str(call)))

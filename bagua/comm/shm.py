@@ -71,10 +71,10 @@ class ShmTransport(MemoryTransport):
         self._in_parent = True
         _family.add(self)
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, culprit: int | None = None) -> None:
         """Mark the own line broken, and wake everyone."""
         if self._in_parent:
-            super().abort(reason)
+            super().abort(reason, culprit)
 
     def close(self) -> None:
         """Leave, and close what the kernel holds for us."""
@@ -101,7 +101,7 @@ class ShmTransport(MemoryTransport):
         self.start = self._refuse  # type: ignore[assignment, method-assign]
 
     def _refuse(self, *_: object) -> Handle:
-        raise CommunicatorClosedError("this process was forked; the communicator is its parent's", rank=self.rank)
+        raise CommunicatorClosedError("this process was forked; the communicator is its parent's")
 
 
 class _Family:

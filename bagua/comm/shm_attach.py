@@ -220,7 +220,8 @@ class _Meeting:
             if store.check([f"{_VERDICT}/{rank}"]):  # It has given up.
                 raise ConnectionError(f"rank {self._global(rank)} did not connect")
         if time.monotonic() > self._until:
-            raise CollectiveTimeoutError(f"ranks {missing} did not connect", rank=self._rank, peers=missing)
+            names = [self._global(rank) for rank in missing]
+            raise CollectiveTimeoutError(f"ranks {names} did not connect", rank=self._global(self._rank), peers=names)
 
     def _remaining_s(self) -> float:
         return max(self._until - time.monotonic(), 0.001)

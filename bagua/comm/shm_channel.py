@@ -91,7 +91,9 @@ class Channel:
                 raise ConnectionResetError("the connection was closed")
         except OSError as error:
             raise PeerLostError(
-                f"memory {wanted} of rank {self._peer} cannot be reached: {error}", peers=(self._peer,)
+                f"memory {wanted} of rank {self._peer} cannot be reached: {error}",
+                peers=(self._peer,),
+                reason=f"its memory cannot be reached: {error}",
             ) from error
         try:
             self._mapped[_MESSAGE.unpack(data)[0]] = MappedSegment(descriptors[0])

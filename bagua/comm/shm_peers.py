@@ -47,8 +47,11 @@ class ShmPeers(Peers):
         layout = ControlLayout(membership.size)
         attached = attach(membership, layout.nbytes, {"staging area": staging_bytes})
         self._line = OwnLine(attached.memory, membership.size)
-        self._channels = {rank: Channel(peer.connection, rank) for rank, peer in attached.peers.items()}
-        super().__init__(self._lines_of(attached, membership), membership.rank, membership.label, fault)
+        self._channels = {
+            rank: Channel(peer.connection, membership.ranks[rank]) for rank, peer in attached.peers.items()
+        }
+        lines = self._lines_of(attached, membership)
+        super().__init__(lines, membership.rank, membership.ranks, membership.label, fault)
         self._peer_lines = [line for line in self.lines if isinstance(line, PeerLine)]
         self._staging_bytes = staging_bytes
         self._staging: Staging | None = None
@@ -103,7 +106,7 @@ class ShmPeers(Peers):
             return
         area = self._area(slot, source.numel() * source.element_size())
         if not self._offer(slot, area.segment):
-            raise TransportUnavailableError("a descriptor of shared memory could not be passed", rank=self.rank)
+            raise TransportUnavailableError("a descriptor of shared memory could not be passed")
         place = area.open(call, source) if isinstance(area, Staging) else area.open(source)
         self._line.write(slot, call, place, area=area)
 
@@ -111,9 +114,7 @@ class ShmPeers(Peers):
         try:
             return self._staging_area() if slot < 2 else self._outbox(slot, nbytes)
         except OSError as error:
-            raise TransportUnavailableError(
-                f"there is no shared memory to copy the data into: {error}", rank=self.rank
-            ) from error
+            raise TransportUnavailableError(f"there is no shared memory to copy the data into: {error}") from error
 
     def _offer(self, slot: int, segment: Segment) -> bool:
         """Make ``segment`` known to those who read ``slot``."""

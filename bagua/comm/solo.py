@@ -31,7 +31,7 @@ class SoloTransport(Transport):
             target.view(-1).copy_(source.view(-1))
         return DONE
 
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, culprit: int | None = None) -> None:
         """Nobody else is there to tell."""
 
     def close(self) -> None:

@@ -99,7 +99,7 @@ class ThreadPeers(Peers):
     """Peers in the same interpreter: everything is visible at once, in one piece."""
 
     def __init__(self, world: _World, membership: Membership, fault: FaultHook | None) -> None:
-        super().__init__(world.lines, membership.rank, membership.label, fault)
+        super().__init__(world.lines, membership.rank, membership.ranks, membership.label, fault)
         self._world = world
         self.line = world.lines[membership.rank]
         self.line.builder = self.line.caller = threading.current_thread()
@@ -209,8 +209,8 @@ def _attach(membership: Membership) -> _World:
     if refusals or world is None:
         raise TransportUnavailableError(
             f"threads needs all ranks in one process, but {'; '.join(refusals)}",
-            rank=rank,
-            peers=[other for other, text in enumerate(verdicts) if text != _ATTACHED],
+            rank=membership.ranks[rank],
+            peers=[membership.ranks[other] for other, text in enumerate(verdicts) if text != _ATTACHED],
             advice="Use backend='gloo' for ranks that are processes.",
         )
     return world
@@ -223,7 +223,7 @@ def _await(membership: Membership, key: str, other: int) -> None:
         missing = [rank for rank in range(membership.size) if not membership.store.check([f"threads/{rank}"])]
         raise CollectiveTimeoutError(
             f"not all threads came to build {membership.label}",
-            rank=membership.rank,
-            peers=[rank for rank in missing if rank != membership.rank] or [other],
+            rank=membership.ranks[membership.rank],
+            peers=[membership.ranks[rank] for rank in missing if rank != membership.rank] or [membership.ranks[other]],
             timeout_s=membership.timeout_s,
         ) from error

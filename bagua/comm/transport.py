@@ -178,11 +178,15 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def abort(self, reason: str) -> None:
+    def abort(self, reason: str, culprit: int | None = None) -> None:
         """Break the communicator now, from any thread, and tell the other ranks why.
 
-        Calls under way, here and on peers, end with an error soon; ``reason`` is part
-        of their ``PeerLostError``. Idempotent, never raises, returns quickly.
+        Calls under way, here and on peers, end with an error soon, which names the
+        culprit and the reason. Idempotent, never raises, returns quickly.
+
+        Args:
+            reason: what the culprit did; begins with "it".
+            culprit: global rank to blame, which need not be a member; None means this one.
         """
 
     @abstractmethod

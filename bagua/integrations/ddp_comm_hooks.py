@@ -14,7 +14,7 @@ from bagua.comm.adoption import GradBucket, as_group, rank_among_all, size_of_al
 from bagua.comm.torch_backend_work import BackwardWatch
 from bagua.comm.work import PendingWork
 from bagua.compression import Codec, TopK
-from bagua.errors import ConfigurationError
+from bagua.errors import ConfigurationError, blame
 from bagua.integrations._hook_memory import HookMemory
 from bagua.parallel.executor import Executor, create_executor
 from bagua.parallel.saving import check_owner
@@ -122,7 +122,8 @@ class ReducerState:
                 self._reduce(flat, parameters, step)
             except BaseException as error:
                 failures.append(error)
-                group.abort(f"rank {group.rank}: {getattr(error, 'problem', None) or error!r}")
+                culprit, told = blame(error, group.ranks[group.rank], "an exchange of gradients")
+                group.abort(told, culprit)
                 raise
             finally:
                 completion.set_result(flat)

@@ -38,9 +38,9 @@ def compare(facts: Sequence[str], communicator: Communicator, what: str) -> None
     )
     here, there = _first_difference(own, everyone[other])
     raise CollectiveMismatchError(
-        f"ranks have different {what}; the first difference from rank {other}",
-        rank=communicator.rank,
-        peers=(other,),
+        f"ranks have different {what}; the first difference from rank {communicator.ranks[other]}",
+        rank=communicator.ranks[communicator.rank],
+        peers=(communicator.ranks[other],),
         expected=here,
         seen=there,
         advice="Build the same model with the same options on every rank.",

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 from bagua.buckets import Bucket
+from bagua.comm import ProcessGroup
 from bagua.comm.rendezvous import consult
 from bagua.errors import BaguaError, CollectiveMismatchError, ConfigurationError
 from bagua.parallel.autotune_director import Decision, Director, Report
@@ -202,7 +203,7 @@ class Autotuner:
 
     def _apply(self, decision: Decision, *, fresh: bool) -> bool:
         reducer = self._reducer
-        refusal = _refusal(decision, reducer.group.rank)
+        refusal = _refusal(decision, reducer.group)
         if refusal is not None:
             raise refusal
         self._pause_steps = decision.pause_steps
@@ -221,16 +222,16 @@ class Autotuner:
         return changed
 
 
-def _refusal(decision: Decision, rank: int) -> BaguaError | None:
+def _refusal(decision: Decision, group: ProcessGroup) -> BaguaError | None:
     """The error that all ranks raise; None if there is a decision."""
     if decision.steps:
-        own = decision.steps[rank]
+        own = decision.steps[group.rank]
         other = next(other for other, step in enumerate(decision.steps) if step != own)
         return CollectiveMismatchError(
             "ranks ask for the next setting at different steps",
-            rank=rank,
+            rank=group.ranks[group.rank],
             call="ask_and_update_hyperparameters",
-            peers=(other,),
+            peers=(group.ranks[other],),
             expected=f"step {own}",
             seen=f"step {decision.steps[other]}",
             advice="Ask on every rank after the same number of synchronized backward passes.",

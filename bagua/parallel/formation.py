@@ -14,7 +14,7 @@ from bagua.algorithms import Algorithm, AlgorithmImpl, DistributedAlgorithm
 from bagua.buckets import Bucket, check_align_bytes
 from bagua.comm import Communicator, ProcessGroup, get_default_group
 from bagua.comm.rendezvous import exchange
-from bagua.errors import BaguaError, CommunicationError
+from bagua.errors import BaguaError, CommunicationError, blame
 from bagua.parallel.agreement import compare_or_refuse
 from bagua.parallel.autotune_search import Setting
 from bagua.parallel.autotune_settings import AutotuneSettings, tuning_from
@@ -259,7 +259,8 @@ class BucketFormation:
             self._allocate()
         except BaseException as error:  # Other ranks may have no reason to fail, and would wait.
             self._failure = repr(error)
-            self.group.abort(f"rank {self.group.rank}: {self._failure}")
+            culprit, told = blame(error, self.group.ranks[self.group.rank], "the making of its buckets")
+            self.group.abort(told, culprit)
             raise
         self.registration.remember_storages()
         self._scheduler = Scheduler(self.buckets, self.algorithm, self.group, delay=self._delay)
@@ -344,9 +345,8 @@ class BucketFormation:
         try:
             exchange(group.store, topic, group.rank, group.ranks, difference, group.timeout_s)
         except BaseException:
-            group.abort(
-                f"rank {group.rank} waited for a change of the model that other ranks did not make: {difference}"
-            )
+            told = f"it waited for a change of the model that other ranks did not make: {difference}"
+            group.abort(told, group.ranks[group.rank])
             raise
         self._put_aside(settle=False)
         self._order = []

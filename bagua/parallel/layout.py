@@ -48,13 +48,16 @@ def agreed_order(
     if not find_unused and any(lacking.values()):
         raise unused({rank: names for rank, names in lacking.items() if names})
     if same_order:
-        _refuse_other_orders(registration, everyone, communicator.rank)
+        _refuse_other_orders(registration, everyone, communicator)
     first = everyone[0]
     return sorted(range(len(first)), key=lambda position: (first[position] < 0, first[position]))
 
 
-def _refuse_other_orders(registration: Registration, everyone: Sequence[Sequence[int]], rank: int) -> None:
+def _refuse_other_orders(
+    registration: Registration, everyone: Sequence[Sequence[int]], communicator: Communicator
+) -> None:
     """Compare the order of all ranks with that of rank 0, for parameters that both have a gradient of."""
+    ranks = communicator.ranks
     for other, places in enumerate(everyone):
         common = [position for position, place in enumerate(places) if place >= 0 <= everyone[0][position]]
         here = sorted(common, key=lambda position: everyone[0][position])
@@ -63,10 +66,10 @@ def _refuse_other_orders(registration: Registration, everyone: Sequence[Sequence
             if expected != seen:
                 raise CollectiveMismatchError(
                     "gradients appear in another order on another rank",
-                    rank=rank,
-                    peers=(0, other),
-                    expected=f"{registration.names[expected]}, gradient {number} on rank 0",
-                    seen=f"{registration.names[seen]} on rank {other}",
+                    rank=ranks[communicator.rank],
+                    peers=(ranks[0], ranks[other]),
+                    expected=f"{registration.names[expected]}, gradient {number} on rank {ranks[0]}",
+                    seen=f"{registration.names[seen]} on rank {ranks[other]}",
                     advice="Let all ranks run the same modules in the same order.",
                 )
 

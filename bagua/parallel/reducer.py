@@ -9,7 +9,7 @@ import torch
 
 from bagua.buckets import Bucket
 from bagua.comm import ReduceOp
-from bagua.errors import CommunicatorClosedError, ConfigurationError
+from bagua.errors import CommunicatorClosedError, ConfigurationError, blame
 from bagua.parallel.agreement import compare_or_refuse
 from bagua.parallel.formation import DEFAULT_BUCKET_BYTES, BucketFormation
 from bagua.parallel.layout import positions_of, unused
@@ -229,7 +229,9 @@ class Reducer(BucketFormation):
     def give_up(self, reason: BaseException | str) -> None:
         """End a step that cannot be finished here; ranks that wait for the rest of it get ``PeerLostError``."""
         problem = reason if isinstance(reason, str) else getattr(reason, "problem", None) or repr(reason)
-        self.group.abort(f"rank {self.group.rank}: {problem}")
+        rank = self.group.ranks[self.group.rank]
+        culprit, told = (rank, f"it {reason}") if isinstance(reason, str) else blame(reason, rank, "a training step")
+        self.group.abort(told, culprit)
         self._failure = self._failure or str(problem)
         self.algorithm.close()
         if self._scheduler is not None:
@@ -244,7 +246,7 @@ class Reducer(BucketFormation):
         if self._failure:
             raise CommunicatorClosedError(
                 f"this model can no longer be synchronized: {self._failure}",
-                rank=self.group.rank,
+                rank=self.group.ranks[self.group.rank],
                 advice="Wrap it anew on all ranks, from a checkpoint if need be.",
             )
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -50,6 +51,27 @@ def store_host_killed(comm: Communicator) -> None:
         kill_soon(signal.SIGKILL)
         time.sleep(60)
     comm.barrier()
+
+
+def first_to_notice_is_gone(comm: Communicator, store: Store) -> None:
+    """The last rank dies; ranks 1 and 2 come when rank 0 has noticed, raised, and ended."""
+    if comm.rank == comm.size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if comm.rank == 0:
+        store.set("first", str(os.getpid()))
+    else:
+        first = int(store.get("first"))
+        while is_running(first):
+            time.sleep(0.01)
+    comm.barrier()
+    comm.barrier()
+
+
+def is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def stopped(comm: Communicator) -> None:

@@ -380,7 +380,7 @@ def test_a_failed_wait_ends_the_call_everywhere(message: bool) -> None:
     assert outcomes[0] is None
     assert isinstance(outcomes[1], PeerLostError)
     assert outcomes[1].peers == (0,)
-    assert "rank 0 gave up" in str(outcomes[1])
+    assert "lost rank 0: it gave up" in str(outcomes[1])
 
 
 def test_messages_wait_in_any_order() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from bagua.comm.c10d import C10dTransport
 from bagua.comm.c10d_groups import BackendGroup, NcclGroup
 from bagua.comm.c10d_handles import StreamWatch
 from bagua.comm.c10d_monitor import Monitor
-from bagua.comm.c10d_reports import Cause, Reports
+from bagua.comm.c10d_notices import Cause
 from bagua.comm.communicator import Communicator
 from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError, PeerLostError
 from tests.comm.c10d_ranks import membership
@@ -73,7 +74,7 @@ class Rank:
 
 @pytest.fixture
 def monitor(monkeypatch: pytest.MonkeyPatch) -> Any:
-    quick = Monitor(poll_s=0.005, store_poll_s=0.02)
+    quick = Monitor(poll_s=0.005, notice_poll_s=0.02)
     monkeypatch.setattr(c10d, "monitor", quick)
     yield quick
     quick.stop()
@@ -86,9 +87,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch, monitor: Monitor) -> Any:
 
     monkeypatch.setattr(c10d, "create_group", create)
     store = HashStore()
-    store.set("here/0", "")
-    store.set("here/1", "")
-    pair = [Rank(rank, store) for rank in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        pair = list(threads.map(lambda rank: Rank(rank, store), range(2)))
     yield pair
     for rank in pair:
         rank.comm.close()
@@ -173,8 +173,7 @@ def test_closing_with_works_under_way_aborts_first(ranks: list[Rank]) -> None:
     ranks[0].comm.allreduce(torch.ones(2), async_op=True)
     ranks[0].comm.close()
     assert ranks[0].backend.ended == ["abort", "shutdown"]
-    reports = Reports(ranks[1].transport.membership.store, 1, 2)
-    assert reports.cause() == Cause(0, "closed", "rank 0 closed it")
+    assert ranks[1].transport._mailbox.cause() == Cause(0, 0, "closed", "it closed its communicator")
 
 
 def test_a_stopped_monitor_has_no_thread(monitor: Monitor, ranks: list[Rank]) -> None:

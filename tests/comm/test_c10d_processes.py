@@ -31,7 +31,7 @@ def test_survivors_name_a_killed_rank_soon(scenario: str) -> None:
 def test_the_host_of_the_store_is_killed() -> None:
     with Processes("store_host_killed", 3, own_store=True) as processes:
         for survivor in (1, 2):
-            ends_with(processes, survivor, "PeerLostError peers=(0,) soon=True", "store is silent")
+            ends_with(processes, survivor, "PeerLostError peers=(0,) soon=True", "lost rank 0: it ended")
 
 
 def test_a_stopped_rank_times_the_others_out() -> None:
@@ -49,7 +49,7 @@ def test_a_stopped_host_of_the_store_holds_nobody() -> None:
 def test_an_interrupt_breaks_the_communicator_with_a_reason(scenario: str) -> None:
     with Processes(scenario, 2) as processes:
         ends_with(processes, 1, "KeyboardInterrupt", "soon=True")
-        ends_with(processes, 0, "PeerLostError peers=(1,) soon=True", "rank 1 left", "KeyboardInterrupt")
+        ends_with(processes, 0, "PeerLostError peers=(1,) soon=True", "lost rank 1: it left", "KeyboardInterrupt")
 
 
 def test_a_process_ends_well_with_calls_under_way() -> None:

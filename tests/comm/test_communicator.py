@@ -34,8 +34,8 @@ class Scripted(Transport):
         self.calls.append((call, timeout_s, asynchronous))
         return self.then(call)
 
-    def abort(self, reason):
-        self.aborts.append(reason)
+    def abort(self, reason, culprit=None):
+        self.aborts.append((reason, culprit))
 
     def close(self):
         self.closed += 1
@@ -98,8 +98,7 @@ def test_an_error_of_the_transport_gets_its_facts_and_breaks_the_communicator(co
     assert error.elapsed_s is not None
     assert error.history == ("#1 barrier()", "#2 allreduce(3 x float32, sum)")
     assert not comm.usable
-    (reason,) = transport.aborts
-    assert "rank 0 left #2 allreduce(3 x float32, sum) with CollectiveTimeoutError: too late" in reason
+    assert transport.aborts == [("it left #2 allreduce(3 x float32, sum) with CollectiveTimeoutError: too late", 0)]
     transport.then = lambda call: DONE
     with pytest.raises(CommunicatorClosedError, match="too late") as refused:
         comm.barrier()
@@ -116,7 +115,9 @@ def test_whatever_ends_a_call_half_way_breaks_the_communicator(comm, transport, 
         work.wait()
     assert caught.value is error
     assert not comm.usable
-    assert type(error).__name__ in transport.aborts[0]
+    reason, culprit = transport.aborts[0]
+    assert type(error).__name__ in reason
+    assert culprit == 0
     with pytest.raises(CommunicatorClosedError):
         comm.barrier()
 
@@ -173,7 +174,7 @@ def test_a_call_from_inside_a_call_of_another_thread_is_refused_and_breaks_nothi
 
 def test_abort_is_told_to_the_transport_and_kept_as_the_reason(comm, transport):
     comm.abort("the user is tired")
-    assert transport.aborts == ["the user is tired"]
+    assert transport.aborts == [("it aborted the communicator: the user is tired", None)]
     with pytest.raises(CommunicatorClosedError, match="the user is tired"):
         comm.barrier()
     assert "broken" in repr(comm)

@@ -193,10 +193,10 @@ def test_the_notice_names_both_sides_of_uneven_counts() -> None:
         Call("alltoall_v", 1, torch.uint8, 0, send_counts=(1, 0), recv_counts=(2, 0)),
     ]
     notices = [Notice(call, call.agreement(), False, 8) for call in calls]
-    memory_exchange.compare(0, notices)
+    memory_exchange.compare((0, 1), 0, notices)
     notices[0] = notices[0]._replace(call=calls[0]._replace(send_counts=(0, 3)))
-    with pytest.raises(CollectiveMismatchError, match="rank 0 sends 3 elements to rank 1, which expects 2"):
-        memory_exchange.compare(1, notices)
+    with pytest.raises(CollectiveMismatchError, match="rank 4 sends 3 elements to rank 6, which expects 2"):
+        memory_exchange.compare((4, 6), 1, notices)
 
 
 # Order.

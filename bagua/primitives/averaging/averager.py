@@ -192,8 +192,8 @@ class Averager:
         if not together and remaining:
             raise CollectiveTimeoutError(
                 "not all ranks stopped averaging, which must be done together to change a model or its algorithm",
-                rank=self._group.rank,
-                peers=remaining,
+                rank=self._group.ranks[self._group.rank],
+                peers=[self._group.ranks[rank] for rank in remaining],
                 timeout_s=limit_s,
             )
 

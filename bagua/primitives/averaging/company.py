@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from bagua.comm.board import Board
@@ -108,6 +108,10 @@ class Company:
             self._last = Record(**{**vars(same), "beat": self._last.beat + 1})
             self._posted = now
             self._board.post(self._last.to_json())
+
+    def members_of(self, ranks: Sequence[int]) -> list[int]:
+        """The members with these global ranks; others are left out."""
+        return [self.names.index(rank) for rank in ranks if rank in self.names]
 
     # Questions about others.
 

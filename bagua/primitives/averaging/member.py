@@ -23,7 +23,7 @@ from bagua.primitives.averaging.records import Record, State
 from bagua.primitives.averaging.roll import Roll
 from bagua.primitives.averaging.schedule import Looks, Schedule
 from bagua.primitives.averaging.status import Progress
-from bagua.primitives.averaging.transfer import Channel, Courier, Transfer, peers_named_by
+from bagua.primitives.averaging.transfer import Channel, Courier, Transfer
 
 __all__ = ["Member"]
 
@@ -328,8 +328,8 @@ class Member:
             if not complete and gone:
                 raise PeerLostError(
                     f"rank {self._company.names[gone[0]]} left in the middle of an exchange",
-                    rank=channel.members.index(self.rank),
-                    peers=[channel.members.index(rank) for rank in gone],
+                    rank=self._company.names[self.rank],
+                    peers=[self._company.names[rank] for rank in gone],
                 )
         except CommunicationError as error:
             self._transfer = None
@@ -366,7 +366,7 @@ class Member:
     def _broke_off(self, error: CommunicationError, channel: Channel) -> None:
         """An exchange failed: this member's weights are as they were; try again with who is left, in the next round."""
         self._channels.drop(self._meeting)
-        self._company.suspect(peers_named_by(error, channel))
+        self._company.suspect(self._company.members_of(error.peers))
         self.progress.failed += 1
         self._failures += 1
         self._broke = self._round

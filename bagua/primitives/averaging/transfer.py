@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bagua.comm import Communicator, ProcessGroup, ReduceOp, Work
-from bagua.errors import CommunicationError
 from bagua.primitives.averaging.desk import Parcel
 
-__all__ = ["Channel", "Courier", "GroupCourier", "Transfer", "host_backend", "peers_named_by"]
+__all__ = ["Channel", "Courier", "GroupCourier", "Transfer", "host_backend"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Transfer(ABC):
         """Whether it is complete. Never blocks.
 
         Raises:
-            CommunicationError: what went wrong; ``peers`` are positions in ``Channel.members``.
+            CommunicationError: what went wrong; ``peers`` are global ranks.
         """
 
 
@@ -156,8 +155,3 @@ def host_backend(group: ProcessGroup) -> str | None:
     serves = group.global_communicator.device_types
     plain = ":" not in group.backend and "nccl" not in group.backend
     return None if plain and "cpu" in serves else "gloo"
-
-
-def peers_named_by(error: CommunicationError, channel: Channel) -> list[int]:
-    """The members that ``error`` holds responsible."""
-    return [channel.members[peer] for peer in error.peers if 0 <= peer < len(channel.members)]

@@ -1,0 +1,241 @@
+"""How ranks find out who is lost when a connection breaks: mailboxes, and what follows from what is found in them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch.distributed import FileStore, HashStore
+
+from bagua.comm import c10d_notices
+from bagua.comm.c10d_errors import ended_error, lost_error, timeout_error
+from bagua.comm.c10d_notices import Cause, Findings, Mailbox, meet
+from bagua.comm.transport import Membership
+from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError, PeerLostError, TransportUnavailableError
+
+RANKS = (4, 5, 6, 7)
+CAUSE = Cause(5, 7, "aborted", "it had enough")
+
+
+def membership(store: Any, rank: int, size: int = 4, nodes: tuple[int, ...] | None = None) -> Membership:
+    return Membership(store, rank, RANKS[:size], nodes or (0,) * size, 5.0, label="test")
+
+
+def connected(store: Any, nodes: tuple[int, ...] | None = None, size: int = 4) -> list[Mailbox]:
+    boxes = [Mailbox(membership(store, rank, size, nodes)) for rank in range(size)]
+    with ThreadPoolExecutor(size) as threads:
+        assert list(threads.map(Mailbox.meet, boxes)) == [()] * size
+    return boxes
+
+
+@pytest.fixture
+def boxes() -> Iterator[list[Mailbox]]:
+    made = connected(HashStore())
+    yield made
+    for box in made:
+        box.close()
+
+
+def test_all_well(boxes: list[Mailbox]) -> None:
+    assert boxes[0].look() == Findings(silent=(5, 6, 7))
+    assert [box.cause() for box in boxes] == [None] * 4
+
+
+def test_the_first_cause_that_comes_is_kept(boxes: list[Mailbox]) -> None:
+    boxes[1].tell(CAUSE)
+    boxes[2].tell(Cause(6, 6, "aborted", "it came too late"))
+    assert boxes[0].look() == Findings(CAUSE)
+    assert boxes[0].find_out().cause == CAUSE
+    assert boxes[3].cause() == CAUSE
+
+
+def test_a_notice_outlives_the_rank_that_sent_it(boxes: list[Mailbox]) -> None:
+    boxes[1].tell(CAUSE)
+    boxes[1].close()
+    boxes[3].close()
+    assert boxes[0].look().cause == CAUSE
+
+
+def test_who_refuses_connections_is_lost_and_who_accepts_them_is_not(boxes: list[Mailbox]) -> None:
+    boxes[2].close()
+    assert boxes[0].look() == Findings(lost=(6,), silent=(5, 7))
+    assert boxes[0].find_out() == Findings(lost=(6,), silent=(5, 7))
+
+
+def test_ranks_that_said_that_their_calls_failed_are_neither_lost_nor_silent(boxes: list[Mailbox]) -> None:
+    for box in boxes[1:]:
+        box.tell(None)
+    boxes[3].close()
+    assert boxes[0].find_out(everyone=True) == Findings()
+
+
+def test_waiting_for_everyone_ends_with_those_who_stay_silent(
+    boxes: list[Mailbox], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(c10d_notices, "ATTENDANCE_S", 0.05)
+    boxes[1].tell(None)
+    boxes[2].close()
+    assert boxes[0].find_out(everyone=True) == Findings(lost=(6,), silent=(7,))
+
+
+def test_a_refusal_of_a_host_that_was_never_reached_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = (0, 0, 1, 1)
+    store = HashStore()
+    boxes = [Mailbox(membership(store, rank, nodes=nodes)) for rank in range(4)]
+    own, reach = c10d_notices._Address, Mailbox._reach
+    monkeypatch.setattr(Mailbox, "_reach", lambda box, ranks, notice: dict.fromkeys(ranks, False))
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(Mailbox.meet, boxes))
+    assert boxes[0].look() == Findings(silent=(5, 6, 7))
+    monkeypatch.setattr(Mailbox, "_reach", reach)
+    assert isinstance(boxes[0]._addresses[2], own)
+    for box in boxes:
+        box.close()
+
+
+def test_other_hosts_are_reached_by_the_address_that_gloo_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    boxes = connected(HashStore(), (0, 0, 1, 1))
+    assert {address.host for address in boxes[0]._addresses.values()} == {"127.0.0.1"}
+    boxes[3].close()
+    assert boxes[0].look().lost == (7,)
+    for box in boxes:
+        box.close()
+
+
+@pytest.mark.parametrize("device", ["no-such-device", "lo, eth7"])
+def test_a_device_that_is_not_there_does_not_end_anything(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", device)
+    Mailbox(membership(HashStore(), 0, nodes=(0, 0, 1, 1))).close()
+
+
+@pytest.mark.parametrize("text", [b"", b"x", b"\xff\n{}", b'wrong\n{"rank": 1, "cause": null}', b"x" * 20_000])
+def test_what_strangers_write_is_not_read_as_a_notice(boxes: list[Mailbox], text: bytes) -> None:
+    with socket.create_connection(boxes[0]._listener.getsockname()) as stranger:
+        stranger.sendall(text)
+    assert boxes[0].cause() is None
+    assert boxes[0]._unheard() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("notice", [b"", b"[]", b"{}", b'{"rank": 1, "cause": [1]}', b'{"rank": "x", "cause": null}'])
+def test_a_spoilt_notice_is_no_cause(boxes: list[Mailbox], notice: bytes) -> None:
+    with socket.create_connection(boxes[0]._listener.getsockname()) as sender:
+        sender.sendall(boxes[0]._token.encode() + b"\n" + notice)
+    assert boxes[0].cause() is None
+
+
+def test_a_notice_that_comes_in_pieces_is_read_when_it_is_whole(boxes: list[Mailbox]) -> None:
+    with socket.create_connection(boxes[0]._listener.getsockname()) as sender:
+        sender.sendall(boxes[0]._token.encode())
+        assert boxes[0].cause() is None
+        sender.sendall(b'\n{"rank": 1, "cause": [5, 7, "aborted", "it had enough"]}')
+    assert boxes[0].cause() == CAUSE
+
+
+@pytest.mark.parametrize("reason", ["it read data-\udcff.bin", "it failed: " + "ä" * 10_000])
+def test_any_reason_can_be_told(boxes: list[Mailbox], reason: str) -> None:
+    boxes[1].tell(CAUSE._replace(reason=reason))
+    told = boxes[0].cause()
+    assert told is not None
+    assert told.reason.startswith(reason[:9])
+
+
+def test_closing_twice_and_telling_after_the_end(boxes: list[Mailbox]) -> None:
+    boxes[0].close()
+    boxes[0].close()
+    boxes[0].tell(CAUSE)
+    assert boxes[0].cause() is None
+    assert boxes[1].cause() == CAUSE
+
+
+def test_a_forked_child_does_not_make_its_parent_look_alive(boxes: list[Mailbox]) -> None:
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        theirs.send(b"here")
+        theirs.recv(1)
+        os._exit(0)
+    try:
+        assert ours.recv(4) == b"here"
+        boxes[3].close()
+        assert boxes[0].look().lost == (7,)
+    finally:
+        ours.send(b"x")
+        os.waitpid(child, 0)
+        ours.close()
+        theirs.close()
+
+
+def test_ranks_find_each_other_through_a_file(tmp_path: Any) -> None:
+    boxes = connected(FileStore(str(tmp_path / "store"), 2), size=2)
+    assert boxes[0].look() == Findings(silent=(5,))
+    for box in boxes:
+        box.close()
+
+
+def test_no_socket_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(c10d_notices, "_listen", refuse)
+    with pytest.raises(TransportUnavailableError, match="Too many open files"):
+        Mailbox(membership(HashStore(), 0))
+
+
+def test_meeting_names_who_is_missing() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(lambda rank: meet(store, rank, 2, 5.0), range(2))) == [(), ()]
+    assert meet(store, 0, 4, 0.05) == (2, 3)
+    box = Mailbox(replace(membership(HashStore(), 1, 3), timeout_s=0.05))
+    assert box.meet() == (4, 6)
+    box.close()
+
+
+# What follows.
+
+BROKEN = RuntimeError("Connection closed by peer\nException raised from ...")
+
+
+@pytest.mark.parametrize(
+    ("found", "peers", "silent", "words"),
+    [
+        (Findings(CAUSE, silent=(6,)), (7,), (), "lost rank 7: it had enough"),
+        (Findings(CAUSE._replace(culprit=4)), (5,), (), "lost rank 5: it gave up rank 4: it had enough"),
+        (Findings(lost=(6,), silent=(5,)), (6,), (), "lost rank 6: it ended, or closed its communicator"),
+        (Findings(lost=(6, 7)), (6, 7), (), "lost ranks 6, 7: they ended"),
+        (Findings(silent=(5, 6)), (), (5, 6), "no rank is known to be lost: Connection closed by peer"),
+    ],
+)
+def test_what_a_lost_connection_meant(
+    found: Findings, peers: tuple[int, ...], silent: tuple[int, ...], words: str
+) -> None:
+    error = lost_error(BROKEN, found, 4, 1.0, 10.0)
+    assert type(error) is PeerLostError
+    assert (error.peers, error.silent) == (peers, silent)
+    assert words in str(error)
+    assert str(error).count("lost rank") <= 1
+
+
+def test_a_timeout_names_the_ranks_that_did_not_come() -> None:
+    error = timeout_error((0, 2), 10.0, 10.0)
+    assert type(error) is CollectiveTimeoutError
+    assert (error.peers, error.timeout_s) == ((0, 2), 10.0)
+    assert "rank 0, 2 did not come" in str(error)
+
+
+def test_a_call_after_the_end_names_who_ended_it() -> None:
+    assert type(ended_error(CAUSE, 5)) is PeerLostError
+    assert type(ended_error(CAUSE, 7)) is CommunicatorClosedError
+
+
+def test_finding_out_takes_no_longer_than_it_may(boxes: list[Mailbox]) -> None:
+    started = time.monotonic()
+    assert boxes[0].find_out() == Findings(silent=(5, 6, 7))
+    assert time.monotonic() - started < 5.0
