@@ -8,16 +8,15 @@ answer (its host died or was stopped), so everything here is bounded in time.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import threading
 import time
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from torch.distributed import Store
 
-__all__ = ["ATTENDANCE_S", "Attendance", "Cause", "Reports", "bounded", "meet"]
+from bagua.comm.background import bounded, stand_by
+
+__all__ = ["ATTENDANCE_S", "Attendance", "Cause", "Reports", "meet"]
 
 #: How long a survivor has to report before it counts as lost.
 ATTENDANCE_S = 0.6
@@ -26,8 +25,6 @@ _STORE_S = 0.3
 _POLL_S = 0.01
 _MEETING_POLL_S = 0.05
 _CAUSE = "cause"
-
-T = TypeVar("T")
 
 
 class Cause(NamedTuple):
@@ -72,6 +69,7 @@ class Reports:
         self._rank = rank
         self._keys = {other: f"report/{other}" for other in range(size)}
         self._answers = True
+        stand_by()
 
     def leave(self, cause: Cause) -> None:
         """Leave ``cause`` for the others, unless another rank was first, and report."""
@@ -100,24 +98,6 @@ class Reports:
             return None
         rank, kind, reason = json.loads(self._store.get(_CAUSE))
         return Cause(int(rank), str(kind), str(reason))
-
-
-def bounded(function: Callable[[], T], limit_s: float) -> T | None:
-    """The result of ``function``, or None if it fails or takes longer than ``limit_s``.
-
-    A store whose host was stopped never answers, and its client cannot be interrupted.
-    """
-    results: list[T] = []
-
-    def run() -> None:
-        # Nothing that a store can raise may hide the error that led here.
-        with contextlib.suppress(Exception):
-            results.append(function())
-
-    thread = threading.Thread(target=run, name="bagua-store", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    return results[0] if results else None
 
 
 def meet(store: Store, rank: int, size: int, timeout_s: float) -> tuple[int, ...]:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from bagua.comm.background import bounded
 from bagua.comm.c10d_errors import lost_error, timeout_error
-from bagua.comm.c10d_reports import Attendance, Cause, Reports, bounded, meet
+from bagua.comm.c10d_reports import Attendance, Cause, Reports, meet
 from bagua.errors import CollectiveTimeoutError, PeerLostError
 from tests.comm.c10d_ranks import membership
 
