@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,9 +16,12 @@ import torch
 import torch.distributed as dist
 
 import bagua.comm
+from bagua.algorithms.async_model_average import AsyncModelAverageAlgorithm
+from bagua.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from bagua.comm import Work
 from bagua.comm.world import holder
 from bagua.errors import CommunicationError, CommunicatorClosedError
+from bagua.parallel.module import with_bagua
 
 DEADLINE_S = 40.0
 
@@ -93,9 +97,16 @@ def refusals() -> None:
     group.close()
 
 
+def trained() -> None:
+    """Another backward pass on a model of the parent's."""
+    told = [refused(lambda: train_step(model)) for _ in range(2)].count(True)
+    print(f"refused {told} of 2", flush=True)
+
+
 # What parents do.
 
 works: list[Work] = []
+model = torch.nn.Linear(3, 1)
 
 
 def fork(child: Callable[[], None]) -> int:
@@ -137,6 +148,32 @@ def fork_and_go_on(child: str) -> None:
         print(f"{child} {status}, parent {tensor[0].item()} {message.item()}", flush=True)
 
 
+def train_step(model: torch.nn.Module) -> None:
+    model(torch.ones(2, 3)).sum().backward()
+
+
+def average(steps: int = 60) -> None:
+    """Rank 0 forks in the middle of asynchronous averaging, and both ranks end together."""
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    algorithm = AsyncModelAverageAlgorithm(warmup_steps=0, sync_interval_ms=1)
+    with_bagua(model, [optimizer], algorithm)
+
+    def child() -> None:
+        train_step(model)
+        together = model.bagua_algorithm.abort(model, timeout=30)
+        print(f"together {together}", flush=True)
+        gc.collect()
+
+    for step in range(steps):
+        train_step(model)
+        optimizer.step()
+        time.sleep(0.002)
+        if step == steps // 2 and bagua.comm.get_rank() == 0:
+            print("status", fork(child), flush=True)
+    print("parents together", model.bagua_algorithm.abort(model, timeout=30), flush=True)
+
+
 def leave_an_heir(how: str) -> None:
     """Rank 1 dies, or becomes another program, and a child of it lives on."""
     comm = bagua.comm.get_default_group().global_communicator
@@ -157,8 +194,13 @@ def main(backend: str, job: str, *arguments: str) -> None:
     bagua.comm.init_process_group(backend=backend, timeout=DEADLINE_S)
     bagua.comm.get_default_group().global_communicator.allreduce(torch.ones(4))
     if job == "children":
+        with_bagua(model, [torch.optim.SGD(model.parameters(), lr=0.0)], GradientAllReduceAlgorithm())
+        for _ in range(2):  # Forms the buckets.
+            train_step(model)
         for child in arguments:
             fork_and_go_on(child)
+    elif job == "averaging":
+        average()
     else:
         leave_an_heir(*arguments)
 

@@ -66,6 +66,7 @@ CHILDREN = {
     "began_anew": ("alone 1", 0),
     "collected": ("", 0),
     "refusals": ("refused 10 of 10, asked True CommunicatorClosedError", 0),
+    "trained": ("refused 2 of 2", 0),
     "forked_again": ("refused 10 of 10, asked True CommunicatorClosedError", 0),
     "refusals@thread": ("refused 10 of 10, asked True CommunicatorClosedError", 0),
 }
@@ -81,6 +82,15 @@ def test_children_end_and_their_parents_go_on(backend: str) -> None:
         assert end, before
         assert word in before
     assert not said
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_a_child_takes_no_part_in_averaging() -> None:
+    with started("gloo", "averaging") as ranks:
+        first, second = (rank.communicate(timeout=80)[0] for rank in ranks)
+    assert first == "together False\nstatus 0\nparents together True\n"
+    assert second == "parents together True\n"
 
 
 @pytest.mark.gloo
