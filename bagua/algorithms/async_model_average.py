@@ -40,7 +40,8 @@ class AsyncModelAverageAlgorithm(Algorithm):
         average_buffers: average floating-point buffers, too, such as running means.
         on_peer_loss: what happens when a rank dies: ``raise`` a ``PeerLostError`` on the others,
             or ``continue`` with those that are left.
-        peer_timeout_s: a rank without a sign of life for so long is taken for dead.
+        peer_timeout_s: a rank without a sign of life for so long is taken for dead. Longer than any single call that
+            holds the interpreter's lock, such as unpickling a large file: it gives no sign meanwhile.
 
     Raises:
         ConfigurationError: a value that makes no sense.

@@ -1,4 +1,4 @@
-"""A daemon thread that runs submitted functions in order, and is joined at interpreter exit.
+"""Daemon threads: one that runs submitted functions in order, and those that talk to whoever may never answer.
 
 The standard library's executors use non-daemon threads, which keep a process
 alive when one of them is stuck in a collective.
@@ -7,19 +7,36 @@ alive when one of them is stuck in a collective.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import contextvars
 import queue
+import sys
 import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-__all__ = ["BackgroundThread"]
+from bagua.comm.forks import family, forked_error
+
+__all__ = ["BackgroundThread", "bounded", "stand_by"]
 
 T = TypeVar("T")
 
 _living: weakref.WeakSet[BackgroundThread] = weakref.WeakSet()
+
+
+class _Task(Future[T]):
+    """What was submitted; in a forked child nobody completes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._generation = family.generation
+
+    def result(self, timeout: float | None = None) -> T:
+        if self._generation != family.generation:
+            raise forked_error()
+        return super().result(timeout)
 
 
 class BackgroundThread:
@@ -35,6 +52,13 @@ class BackgroundThread:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._stopped = False
+        family.add(self)
+
+    def disown(self) -> None:
+        """In a forked child, which has no such thread: what was submitted runs in the parent only."""
+        self._lock = threading.Lock()
+        self._queue = queue.SimpleQueue()
+        self._thread = None
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
         """Run ``function`` after everything submitted before it.
@@ -45,7 +69,7 @@ class BackgroundThread:
         Raises:
             RuntimeError: the thread was stopped.
         """
-        future: Future[T] = Future()
+        future: Future[T] = _Task()
         context = contextvars.copy_context()
 
         def task() -> None:
@@ -60,8 +84,9 @@ class BackgroundThread:
             if self._stopped:
                 raise RuntimeError(f"background thread {self._name} was stopped")
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread.start()
+                self._thread = thread
                 _living.add(self)
             self._queue.put(task)
         return future
@@ -83,6 +108,44 @@ class BackgroundThread:
             return True
         thread.join(timeout_s)
         return not thread.is_alive()
+
+
+#: Python 3.12 starts no thread while the interpreter ends. Other versions do.
+STARTS_AT_EXIT = sys.version_info[:2] != (3, 12)
+_standby = BackgroundThread("bagua-standby")
+
+
+def stand_by() -> None:
+    """Have a thread ready for ``bounded`` where none can be started when the interpreter ends."""
+    if not STARTS_AT_EXIT:
+        _standby.submit(lambda: None)
+
+
+def bounded(function: Callable[[], T], limit_s: float) -> T | None:
+    """The result of ``function``, or None if it fails or takes longer than ``limit_s``.
+
+    A store whose host was stopped never answers, and its client cannot be interrupted.
+    """
+    results: list[T] = []
+    ended = threading.Event()
+
+    def run() -> None:
+        # Nothing that a store can raise may hide the error that led here.
+        try:
+            with contextlib.suppress(Exception):
+                results.append(function())
+        finally:
+            ended.set()
+
+    try:
+        threading.Thread(target=run, name="bagua-store", daemon=True).start()
+    except RuntimeError:
+        try:
+            _standby.submit(run)
+        except RuntimeError:
+            return None
+    ended.wait(limit_s)
+    return results[0] if results else None
 
 
 def _stop_all() -> None:

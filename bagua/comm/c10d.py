@@ -24,6 +24,8 @@ from bagua.comm.c10d_lowering import Lowering
 from bagua.comm.c10d_monitor import monitor
 from bagua.comm.c10d_notices import Cause, Findings, Mailbox
 from bagua.comm.call import POINT_TO_POINT, Call
+from bagua.comm.closing import run_all
+from bagua.comm.forks import family, forked_error
 from bagua.comm.transport import DONE, Handle, Membership, Transport
 from bagua.errors import CollectiveTimeoutError, CommunicationError, TransportUnavailableError
 
@@ -82,6 +84,7 @@ class C10dTransport(Transport):
             raise
         self._choose()
         _living.add(self)
+        family.add(self)
 
     def _meet(self) -> None:
         started = time.monotonic()
@@ -294,6 +297,17 @@ class C10dTransport(Transport):
         self._cpu = self._default = None  # type: ignore[assignment]
         _living.discard(self)
 
+    def disown(self) -> None:
+        """In a forked child: say nothing to anybody, and destroy nothing of torch's."""
+        self._lock, self._verdict = threading.Lock(), threading.Lock()
+        self._closed = True
+        self._cause = self._cause or self._own_cause("forked", "the communicator is the parent's")
+        for handle in self._outstanding:
+            handle.disown(forked_error())
+        self._outstanding.clear()
+        for channel in set(self._channels.values()):
+            channel.group.disown()
+
 
 def c10d_refusal(backend: str) -> TransportUnavailableError | None:
     """Why this process cannot serve ``backend``, or None if it can."""
@@ -306,8 +320,7 @@ _living: weakref.WeakSet[C10dTransport] = weakref.WeakSet()
 
 def _close_all() -> None:
     """Torch's objects that are alive when the interpreter ends abort the process."""
-    for transport in list(_living):
-        transport.close()
+    run_all(transport.close for transport in list(_living))
 
 
 atexit.register(_close_all)

@@ -13,7 +13,9 @@ from torch.distributed import PrefixStore, Store
 
 from bagua import env
 from bagua.comm.c10d_lowering import Abilities, as_timedelta
+from bagua.comm.c10d_sockets import Connection, let_go, open_sockets, opened_since
 from bagua.comm.choice import TORCH_NAME
+from bagua.comm.forks import leak
 from bagua.comm.transport import Membership
 from bagua.errors import TransportUnavailableError
 
@@ -62,6 +64,10 @@ class BackendGroup(ABC):
         """Drop torch's object."""
         self.group = None
 
+    def disown(self) -> None:
+        """In a forked child: leave torch's object alone for ever."""
+        leak(self.group)
+
 
 class GlooGroup(BackendGroup):
     """Gloo: CPU tensors over TCP. It neither propagates failures nor aborts.
@@ -85,7 +91,14 @@ class GlooGroup(BackendGroup):
     def _create(self, store: Store, membership: Membership) -> Any:
         # Everybody is here already, and every call brings its own deadline.
         timeout = as_timedelta(min(membership.timeout_s, self._CONNECT_S))
-        return dist.ProcessGroupGloo(store, membership.rank, membership.size, timeout=timeout)
+        before = open_sockets()
+        group = dist.ProcessGroupGloo(store, membership.rank, membership.size, timeout=timeout)
+        self._connections: tuple[Connection, ...] = opened_since(before, membership.size - 1)
+        return group
+
+    def disown(self) -> None:
+        super().disown()
+        let_go(self._connections)
 
     def break_connections(self) -> None:
         """Close all connections.

@@ -20,6 +20,7 @@ import torch
 
 from bagua.comm.background import BackgroundThread
 from bagua.comm.c10d_lowering import Finish, as_timedelta
+from bagua.comm.forks import leak
 from bagua.comm.transport import Handle
 from bagua.errors import CommunicationError
 
@@ -140,6 +141,12 @@ class C10dHandle(Handle):
             self.settle()
             self._error = error
             self._works = self._finish = self._kept = None
+
+    def disown(self, error: BaseException) -> None:
+        """In a forked child: the call is the parent's; later waits raise ``error``."""
+        leak(self._works)
+        self._error = error
+        self._works = self._finish = self._kept = None
 
     def _interrupted(self, error: BaseException) -> None:
         """Ctrl-C, say: end the call before the tensors go back to the user."""

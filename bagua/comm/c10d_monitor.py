@@ -12,6 +12,8 @@ import threading
 import time
 from typing import Protocol
 
+from bagua.comm.forks import family
+
 __all__ = ["Monitor", "Watched", "monitor"]
 
 _POLL_S = 0.02
@@ -49,6 +51,13 @@ class Monitor:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopped = False
+        family.add(self)
+
+    def disown(self) -> None:
+        """In a forked child, which has no such thread: its parent watches."""
+        self._changed = threading.Condition()
+        self._watched = []
+        self._thread = None
 
     def watch(self, call: Watched) -> None:
         """Look after ``call`` until it is complete."""

@@ -18,20 +18,19 @@ import contextlib
 import errno
 import fcntl
 import json
-import os
 import secrets
 import selectors
 import socket
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch.distributed import Store
 
 from bagua import env
+from bagua.comm.forks import family
 from bagua.comm.transport import Membership
 from bagua.errors import TransportUnavailableError
 
@@ -114,7 +113,7 @@ class Mailbox:
                 rank=membership.ranks[membership.rank],
                 advice="Raise `ulimit -n` if there are too many open files.",
             ) from error
-        _living.add(self)
+        family.add(self)
 
     # Setting up.
 
@@ -246,7 +245,10 @@ class Mailbox:
         self._listener.close()
         for connection, _ in self._letters:
             connection.close()
-        _living.discard(self)
+
+    def disown(self) -> None:
+        """In a forked child: do not make the parent look alive when it is gone."""
+        self.close()
 
 
 class _Round:
@@ -351,15 +353,3 @@ def meet(store: Store, rank: int, size: int, timeout_s: float, value: str = "") 
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _MEETING_POLL_S)
     return ()
-
-
-_living: weakref.WeakSet[Mailbox] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    """A forked child must not make its parent look alive."""
-    for mailbox in list(_living):
-        mailbox.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)

@@ -12,6 +12,7 @@ import torch
 
 from bagua.comm.arguments import as_seconds
 from bagua.comm.call import COLLECTIVES, Call
+from bagua.comm.forks import family, forked_error
 from bagua.comm.statistics import KindStatistics, Statistics
 from bagua.comm.transport import Handle, Transport
 from bagua.comm.work import CompositeWork, PendingWork, Steps, Work
@@ -53,6 +54,7 @@ class CommunicatorCore:
         self.rank: int = transport.rank
         self.size: int = transport.size
         self._global_rank = transport.membership.ranks[transport.rank]
+        family.add(self)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -128,7 +130,17 @@ class CommunicatorCore:
         """Give back threads, sockets and memory. Later calls raise ``CommunicatorClosedError``."""
         if not self._closed:
             self._closed = True
+            # A synchronous call is under way, in another thread or below a signal handler.
+            if self._in_use.locked():
+                self._transport.abort("it closed its communicator during a call")
             self._transport.close()
+
+    def disown(self) -> None:
+        """In a forked child: the communicator is its parent's, and calls are refused. One rank alone needs nobody."""
+        self._in_use = threading.Lock()
+        self._composite = None
+        if self.size > 1:
+            self._broken, self._closed = forked_error(), True
 
     def __repr__(self) -> str:
         state = "" if self.usable else ", closed" if self._closed else ", broken"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +12,9 @@ from bagua import env
 from bagua.comm.arguments import check_rank
 from bagua.comm.backends import create_transport, refusal
 from bagua.comm.board import Board
+from bagua.comm.closing import run_all
 from bagua.comm.communicator import Communicator
+from bagua.comm.forks import family, forked_error, leak
 from bagua.comm.hosts import ranks_by_node
 from bagua.comm.rendezvous import exchange, refuse_together
 from bagua.comm.statistics import KindStatistics, Statistics, merge
@@ -79,7 +82,8 @@ class ProcessGroup:
         ledger: Ledger,
         leader: int = 0,
     ) -> None:
-        self.store = store
+        self._store = store
+        self._inherited = False
         self.rank = rank
         self.ranks = tuple(ranks)
         self.nodes = tuple(nodes)
@@ -95,6 +99,7 @@ class ProcessGroup:
         self._on_hosts = ranks_by_node(self.nodes)
         self.leader = check_rank(leader, min(self.node_sizes), "leader")
         self.closed = False
+        family.add(self)
         reason = refusal(backend) if self.size > 1 else None
         refuse_together(store, "refusal", rank, self.ranks, reason, timeout_s)
         try:
@@ -140,6 +145,17 @@ class ProcessGroup:
         return communicator
 
     # Facts.
+
+    @property
+    def store(self) -> dist.Store:
+        """Where the members of this group meet.
+
+        Raises:
+            CommunicatorClosedError: this process was forked, and shares its connection with its parent.
+        """
+        if self._inherited:
+            raise forked_error()
+        return self._store
 
     @property
     def size(self) -> int:
@@ -304,8 +320,9 @@ class ProcessGroup:
 
     def _connection(self) -> dist.Store:
         """The store, over a connection that no call of this group keeps busy. One for all: the host has few to give."""
+        store = self.store
         if self._own_store is None:
-            self._own_store = self.store.clone()  # type: ignore[attr-defined]  # which torch forgot in its hints
+            self._own_store = store.clone()  # type: ignore[attr-defined]  # which torch forgot in its hints
         assert self._own_store is not None
         return self._own_store
 
@@ -351,13 +368,25 @@ class ProcessGroup:
     def close(self) -> None:
         """Close this group and every group derived from it. Idempotent."""
         self.closed = True
-        while self._when_closing:
-            self._when_closing.pop()()
-        for group in reversed(self._descendants):
-            group.close()
-        for communicator in reversed(self._made):
+        callbacks, self._when_closing = self._when_closing, []
+        run_all(
+            [
+                *reversed(callbacks),
+                *(group.close for group in reversed(self._descendants)),
+                *(functools.partial(self._end, communicator) for communicator in reversed(self._made)),
+            ]
+        )
+
+    def _end(self, communicator: Communicator) -> None:
+        try:
             communicator.close()
+        finally:
             self._ledger.retire(communicator.statistics)
+
+    def disown(self) -> None:
+        """In a forked child: the store is the parent's, too."""
+        self._inherited = self.size > 1
+        leak([self._store, self._own_store])
 
 
 def _described(wanted: Sequence[object]) -> str:

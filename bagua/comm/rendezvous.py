@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from bagua import env
+from bagua.comm.forks import family, leak
 from bagua.errors import (
     CollectiveTimeoutError,
     ConfigurationError,
@@ -23,9 +24,26 @@ from bagua.errors import (
 __all__ = ["connect", "consult", "exchange", "refuse_together", "resolve_rank"]
 
 _COMMAND = "torchrun --nproc_per_node 2 train.py (or: baguarun --nproc_per_node 2 train.py)"
-#: Stores that this process hosts for a job without an agent, by process and port. They end with the process: after
-#: destroy_process_group() faster ranks may be back already, and must not meet at a store that is about to close.
-_hosted: dict[tuple[int, str], dist.Store] = {}
+
+
+class _Hosted:
+    """Stores that this process hosts for a job without an agent. They end with the process.
+
+    After ``destroy_process_group`` faster ranks may be back already, and must not meet at
+    a store that is about to close.
+    """
+
+    def __init__(self) -> None:
+        #: By process and port.
+        self.stores: dict[tuple[int, str], dist.Store] = {}
+        family.add(self)
+
+    def disown(self) -> None:
+        """In a forked child: the thread that serves them is the parent's."""
+        leak(list(self.stores.values()))
+
+
+_hosted = _Hosted()
 
 
 def resolve_rank(rank: int, world_size: int) -> tuple[int, int]:
@@ -74,7 +92,7 @@ def connect(rank: int, world_size: int, timeout_s: float) -> dist.Store:
         )
     agent_hosts = found.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank == 0 and not agent_hosts:
-        store = _hosted[os.getpid(), port] = _host_store(address, int(port), world_size, timeout_s)
+        store = _hosted.stores[os.getpid(), port] = _host_store(address, int(port), world_size, timeout_s)
     else:
         store = _join_store(address, int(port), rank, world_size, timeout_s, by_agent=agent_hosts)
     # A restarted job must not read what the failed attempt left in the agent's store.

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from bagua.comm.choice import TORCH_NAME, candidates
+from bagua.comm.forks import family, leak
 from bagua.comm.formation import configure_log, first_that_connects, fresh, layout, meet
 from bagua.comm.group import Ledger, ProcessGroup
 from bagua.comm.torch_backend_calls import CpuStandIn, TorchCalls
@@ -48,6 +49,11 @@ class TorchGroup(TorchCalls, dist.ProcessGroup):  # type: ignore[misc]  # the st
         for device_type, backend in backends.items():
             self._register_backend(torch.device(device_type), _NCCL, backend)
         _family.add(self)
+        family.add(self)
+
+    def disown(self) -> None:
+        """In a forked child: torch's objects are never destroyed there."""
+        leak(self)
 
     # What torch asks a group.
 

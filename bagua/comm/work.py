@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from bagua.comm.arguments import as_seconds
+from bagua.comm.forks import family, forked_error
 
 __all__ = ["CompositeWork", "JoinedWork", "PendingWork", "Steps", "Work"]
 
@@ -36,6 +37,11 @@ class Work(ABC):
         self._finished = False
         self._error: BaseException | None = None
         self._result: Any = None
+        self._generation = family.generation
+
+    def _inherited(self) -> bool:
+        """Whether this process was forked after the call was started: the call is the parent's then."""
+        return self._generation != family.generation
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         """Block until the call is complete, on CUDA until the current stream will see it.
@@ -51,6 +57,8 @@ class Work(ABC):
                 communicator, because the ranks no longer agree on what has happened.
         """
         timeout_s = None if timeout is None else as_seconds(timeout)
+        if self._inherited() and not self._finished:
+            raise forked_error()
         with self._waiting:
             if not self._finished:
                 try:
@@ -74,11 +82,11 @@ class Work(ABC):
 
     def is_completed(self) -> bool:
         """Whether ``wait`` would return or raise at once."""
-        return self._finished or self._poll()
+        return self._finished or self._inherited() or self._poll()
 
     def exception(self) -> BaseException | None:
         """The error that ``wait`` raises, or None; does not wait for an unfinished call."""
-        if not self._finished and self._poll():
+        if not self._finished and self.is_completed():
             try:
                 self.wait()
             except Exception as error:  # noqa: BLE001 - handed to the caller
@@ -109,7 +117,9 @@ class Work(ABC):
         Args:
             callback: runs once, and raises nothing.
         """
-        if not self._notify(callback):
+        if self._inherited():
+            callback()
+        elif not self._notify(callback):
 
             def after_waiting() -> None:
                 with contextlib.suppress(Exception):  # It is kept for whoever asks.

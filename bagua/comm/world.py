@@ -16,7 +16,9 @@ import torch.distributed as dist
 from bagua import env
 from bagua.comm.arguments import as_seconds
 from bagua.comm.choice import unwrapped
+from bagua.comm.closing import run_all
 from bagua.comm.communicator import Communicator
+from bagua.comm.forks import family, leak
 from bagua.comm.group import Ledger, ProcessGroup
 from bagua.comm.statistics import KindStatistics
 from bagua.errors import (
@@ -42,7 +44,7 @@ __all__ = [
 ]
 
 
-@dataclass
+@dataclass(eq=False)
 class World:
     """What ``init_process_group`` made on one rank, and what must end with it."""
 
@@ -52,13 +54,27 @@ class World:
     process: int = field(default_factory=os.getpid)
     adopted: list[ProcessGroup] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        family.add(self)
+
     def close(self) -> None:
-        """End all groups, then torch's if it was started here."""
-        for group in reversed(self.adopted):
-            group.close()
-        self.group.close()
-        if self.owns_torch and dist.is_initialized():
+        """End all groups, then torch's if it was started here.
+
+        Raises:
+            Exception: the first error of one of them, after all were ended.
+        """
+        run_all([*(group.close for group in reversed(self.adopted)), self.group.close, self._end_torch])
+
+    def _end_torch(self) -> None:
+        # To shut NCCL down in a forked child is more than to forget it.
+        stays = self.process != os.getpid() and dist.is_initialized() and dist.get_backend() != "gloo"
+        if self.owns_torch and dist.is_initialized() and not stays:
             dist.destroy_process_group()
+
+    def disown(self) -> None:
+        """In a forked child: torch's groups are never destroyed."""
+        if dist.is_initialized():
+            leak(list(dist.distributed_c10d._world.pg_map))  # noqa: SLF001 - torch has no public list of its groups
 
 
 class Holder:

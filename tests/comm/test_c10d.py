@@ -24,6 +24,7 @@ from bagua.comm.reduction import ReduceOp, fold, reduction_name
 from bagua.comm.transport import Membership
 from bagua.errors import (
     CollectiveTimeoutError,
+    CommunicationError,
     CommunicatorClosedError,
     InvalidReduceOpError,
     PeerLostError,
@@ -432,6 +433,33 @@ def test_works_that_outlive_their_communicator_raise() -> None:
             comm.barrier()
 
     values(run(2, job))
+
+
+def test_closing_during_a_call_of_another_thread_wakes_the_peers() -> None:
+    def job(comm: Communicator) -> Any:
+        errors: list[BaseException] = []
+
+        def call() -> None:
+            try:
+                comm.recv(torch.ones(3), 1 - comm.rank)
+            except CommunicationError as error:
+                errors.append(error)
+
+        if comm.rank == 1:
+            call()
+        else:
+            waiting = threading.Thread(target=call)
+            waiting.start()
+            while not comm._in_use.locked():
+                time.sleep(0.001)
+            comm.close()
+            waiting.join(30)
+        return errors
+
+    (closed,), (lost,) = values(run(2, job))
+    assert isinstance(closed, CommunicatorClosedError)
+    assert isinstance(lost, PeerLostError)
+    assert "lost rank 0: it closed its communicator during a call" in str(lost)
 
 
 def sockets() -> int:

@@ -204,6 +204,23 @@ def test_destroying_ends_every_group(ranks):
     assert ranks(2, use_after_destroy) == [[False, False, False]] * 2
 
 
+def test_destroying_goes_on_after_an_error(thread_ranks):
+    def destroy():
+        group = bagua.comm.get_default_group()
+        extra = bagua.comm.new_group([0, 1])
+        communicator, called = extra.global_communicator, []
+        close = communicator._transport.close
+        communicator._transport.close = lambda: (close(), 1 / 0)
+        extra.when_closing(lambda: called.append("first"))
+        extra.when_closing(lambda: [].pop())
+        with pytest.raises(IndexError):  # the first of two errors
+            bagua.comm.destroy_process_group()
+        everything = (communicator.usable, group.global_communicator.usable, bagua.comm.is_initialized())
+        return called, everything
+
+    assert thread_ranks(2, destroy) == [(["first"], (False, False, False))] * 2
+
+
 def count_everything():
     group = bagua.comm.get_default_group()
     for one in (group, group.duplicate(), bagua.comm.new_group([0, 1])):

@@ -107,7 +107,7 @@ def test_too_little_memory_later(shm_pool) -> None:
     assert [ordinary for ordinary, _ in outcomes] == [False, True, False]
     assert outcomes[1][1].startswith("TransportUnavailableError"), outcomes
     for _, text in (outcomes[0], outcomes[2]):
-        assert text.startswith("PeerLostError: rank 1 "), text
+        assert text.startswith("PeerLostError: lost rank 1: it left"), text
         assert "TransportUnavailableError" in text
 
 
@@ -117,7 +117,7 @@ def test_too_few_descriptors_later(shm_pool) -> None:
         texts
     )
     for text in (texts[0], texts[2]):
-        assert text.startswith("PeerLostError: rank 1 "), text
+        assert text.startswith("PeerLostError: lost rank 1: it left"), text
         assert "TransportUnavailableError" in text
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bagua.comm import ProcessGroup
+from bagua.comm.background import bounded
 from bagua.errors import CollectiveTimeoutError, CommunicationError
 from bagua.primitives.averaging.company import Patience
 from bagua.primitives.averaging.desk import Desk, Stage
@@ -17,7 +18,7 @@ from bagua.primitives.averaging.member import Member
 from bagua.primitives.averaging.parts import Part
 from bagua.primitives.averaging.roll import Roll
 from bagua.primitives.averaging.schedule import Schedule
-from bagua.primitives.averaging.session import Session, call_in_time, sign_off_at_exit
+from bagua.primitives.averaging.session import EXIT_S, Session, sign_off_at_exit
 from bagua.primitives.averaging.status import AveragingStatus
 from bagua.primitives.averaging.transfer import GroupCourier
 
@@ -230,7 +231,7 @@ class Averager:
                 self._roll.strike({self._group.rank: reason})
 
         if self._session is None and os.getpid() == self._process:
-            call_in_time(strike)
+            bounded(strike, EXIT_S / 2)
 
     def raise_news(self) -> None:
         """Raise what went wrong in the session, unless that was done before."""

@@ -167,7 +167,8 @@ class Company:
         return self._lost(
             f"rank{'s' if len(names) > 1 else ''} {', '.join(map(str, names))} gave no sign of life",
             news,
-            "The model of this rank is intact: save it, or go on with the ranks that are left.",
+            "It died, was stopped, or was in one call that held the interpreter's lock for that long: raise "
+            "peer_timeout_s then. The model of this rank is intact: save it, or go on with the ranks that are left.",
         )
 
     def exclusion(self, *, certain: bool = False) -> BaseException | None:

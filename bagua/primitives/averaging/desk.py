@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +12,7 @@ from enum import Enum
 
 import torch
 
-__all__ = ["Desk", "Parcel", "Stage", "is_finite"]
+__all__ = ["Desk", "Parcel", "Stage", "Wake", "is_finite"]
 
 
 #: Elements that are worked on at a time: so few that they stay in the cache from one operation to the next. The
@@ -99,6 +101,24 @@ class Stage(Enum):
     AVERAGE = "average"  #: The training thread's, which takes what the round gave.
 
 
+class Wake:
+    """Tells one thread to look. Who tells takes no lock: it may be a finalizer that runs in the thread that looks."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def set(self) -> None:
+        """End the wait that is under way, or the next one."""
+        self._calls.put(None)
+
+    def wait(self, limit_s: float) -> None:
+        """Sleep until ``set`` was called since the last wait, at most ``limit_s``."""
+        with contextlib.suppress(queue.Empty):
+            self._calls.get(timeout=max(limit_s, 0.0))
+            for _ in range(self._calls.qsize()):
+                self._calls.get_nowait()
+
+
 class Desk:
     """One place for a snapshot or an average. Only the thread whose turn it is touches the parcels.
 
@@ -122,7 +142,7 @@ class Desk:
         self.at_rest = False
         self.replace = False
         self.changed = threading.Condition()
-        self.wake = threading.Event()
+        self.wake = Wake()
 
     # The training thread.
 

@@ -8,32 +8,22 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from typing import Protocol
 
+from bagua.comm.background import bounded, stand_by
+from bagua.comm.forks import family
 from bagua.errors import CommunicationError
 from bagua.primitives.averaging.desk import Desk
 from bagua.primitives.averaging.member import Member
 from bagua.primitives.averaging.records import State
 from bagua.primitives.averaging.transfer import Courier
 
-__all__ = ["Session", "call_in_time", "sign_off_at_exit"]
+__all__ = ["EXIT_S", "Session", "sign_off_at_exit"]
 
 #: An interpreter that ends without a word to the others takes at most about so long for it.
 EXIT_S = 1.0
 #: The host of the store stays so much longer if others are still there. Ending the interpreter takes time, too.
 LINGER_S = 1.0
-
-
-def call_in_time(talk: Callable[[], None], limit_s: float = EXIT_S / 2) -> None:
-    """Talk to a store that may not answer: in a thread, unless the interpreter ends, where Python 3.12 starts none."""
-    thread = threading.Thread(target=talk, name="bagua-averaging-farewell", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:
-        talk()
-    else:
-        thread.join(limit_s)
 
 
 class Newcomer(Protocol):
@@ -74,7 +64,6 @@ class Session:
         try:
             while not member.over:
                 wake.wait(member.poll())
-                wake.clear()
         except CommunicationError as error:
             member.abandon(error)
         except BaseException as error:  # noqa: BLE001 - the training thread raises it
@@ -142,7 +131,7 @@ class Session:
 
     def _sign_off(self, limit_s: float) -> None:
         """It had left already, and might have come back."""
-        call_in_time(self.member.sign_off, limit_s)
+        bounded(self.member.sign_off, limit_s)
 
     def forget(self) -> None:
         """Let it end by itself, without waiting; for whoever must not block, as a finalizer."""
@@ -179,6 +168,7 @@ class _Sessions:
             self._register()
 
     def expect(self, newcomer: Newcomer) -> None:
+        stand_by()
         with self._guard:
             self._newcomers.add(newcomer)
             self._register()
@@ -188,6 +178,13 @@ class _Sessions:
             # Now, not at import: handlers run in reverse order, and the groups must outlive the sessions.
             self._registered = True
             atexit.register(self._leave_all)
+            family.add(self)
+
+    def disown(self) -> None:
+        """In a forked child: the parent's sessions go on in the parent, and only there."""
+        self._guard = threading.Lock()
+        self._hosting = []
+        self._living, self._newcomers = weakref.WeakSet(), weakref.WeakSet()
 
     def _leave_all(self) -> None:
         with self._guard:

@@ -1,0 +1,193 @@
+"""Ranks that fork: their children say nothing to anybody, and end like any other process."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from bagua.comm.background import BackgroundThread
+from bagua.comm.c10d_sockets import let_go, open_sockets, opened_since
+from bagua.comm.communicator import Communicator
+from bagua.comm.forks import Family, family
+from bagua.comm.stores import serve_store
+from bagua.errors import CommunicatorClosedError
+from tests.comm.c10d_ranks import ROOT, run, values
+
+BACKENDS = [pytest.param("gloo", marks=pytest.mark.gloo), pytest.param("shm", marks=pytest.mark.shm)]
+
+
+@contextmanager
+def started(*arguments: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two ranks of ``fork_programs.py``."""
+    store, port = serve_store()
+    launched = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "WORLD_SIZE": "2",
+    }
+    with ExitStack() as stack:
+        ranks = []
+        for rank in range(2):
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.comm.fork_programs", *arguments],
+                env={**os.environ, **launched, "RANK": str(rank)},
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            ranks.append(process)
+        yield ranks
+    del store
+
+
+#: What a child does and says; then how it ends, and what the calls of its parent give that were under way.
+CHILDREN = {
+    "end_of_script": ("", 0),
+    "left_by_an_error": ("LookupError: the child's own error", 1),
+    "left_at_once": ("", 0),
+    "destroyed": ("initialized False False", 0),
+    "began_anew": ("alone 1", 0),
+    "collected": ("", 0),
+    "refusals": ("refused 10 of 10, asked True CommunicatorClosedError", 0),
+    "trained": ("refused 2 of 2", 0),
+    "forked_again": ("refused 10 of 10, asked True CommunicatorClosedError", 0),
+    "refusals@thread": ("refused 10 of 10, asked True CommunicatorClosedError", 0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_children_end_and_their_parents_go_on(backend: str) -> None:
+    with started(backend, "children", *CHILDREN) as ranks:
+        said, _ = (rank.communicate(timeout=80)[0] for rank in ranks)
+    for child, (word, status) in CHILDREN.items():
+        before, end, said = said.partition(f"{child} {status}, parent 4.0 5.0\n")
+        assert end, before
+        assert word in before
+    assert not said
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_a_child_takes_no_part_in_averaging() -> None:
+    with started("gloo", "averaging") as ranks:
+        first, second = (rank.communicate(timeout=80)[0] for rank in ranks)
+    assert first == "together False\nstatus 0\nparents together True\n"
+    assert second == "parents together True\n"
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "replaced"])
+def test_an_heir_does_not_keep_connections_open(how: str) -> None:
+    """Rank 0 hears of it by its connection; the deadline would be a CollectiveTimeoutError."""
+    with started("gloo", "heir", how) as (survivor, _):
+        output, _ = survivor.communicate(timeout=80)
+    assert output.splitlines()[-1] == "PeerLostError", output
+
+
+# What a child finds of threads of its parent: locks that nobody gives back, and tasks that nobody runs.
+
+
+def test_a_call_under_way_in_another_thread_keeps_no_lock_in_a_child() -> None:
+    def in_a_child(comm: Communicator) -> None:
+        comm._in_use.acquire()
+        comm.disown()
+        with pytest.raises(CommunicatorClosedError, match="forked"):
+            comm.allreduce(torch.ones(3))
+
+    values(run(2, in_a_child))
+
+
+def test_a_task_of_the_parent_raises_in_a_child_and_later_ones_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    background = BackgroundThread("parent")
+    blocked = threading.Event()
+    task = background.submit(blocked.wait)
+    with background._lock, monkeypatch.context() as child:
+        child.setattr(family, "generation", family.generation + 1)
+        old, thread = background._queue, background._thread
+        background.disown()
+        with pytest.raises(CommunicatorClosedError, match="forked"):
+            task.result()
+        assert background.submit(lambda: "runs").result(5) == "runs"
+        assert background.stop()
+    blocked.set()
+    old.put(None)
+    assert thread is not None
+    thread.join(5)
+    assert task.result(5)
+
+
+def test_all_are_disowned_though_one_fails() -> None:
+    class Member:
+        def __init__(self, works: bool) -> None:
+            self.works, self.disowned = works, 0
+
+        def disown(self) -> None:
+            self.disowned += 1
+            if not self.works:
+                raise LookupError("a mistake of ours")
+
+    relatives, members = Family(), [Member(False), Member(True), Member(False)]
+    for member in members:
+        relatives.add(member)
+    with pytest.raises(LookupError):
+        relatives._disown_all()
+    assert [member.disowned for member in members] == [1, 1, 1]
+    assert relatives.generation == 1
+
+
+# Whose sockets are whose.
+
+lists_descriptors = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system lists no descriptors")
+
+
+@lists_descriptors
+def test_only_an_exact_number_of_new_connections_is_taken() -> None:
+    """One more may be that of another thread, and stays as it is."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as stack:
+        before = open_sockets()
+        ends: list[socket.socket] = []
+        for expected in (2, 4):
+            near = stack.enter_context(socket.create_connection(server.getsockname()))
+            far = stack.enter_context(server.accept()[0])
+            ends += [near, far]
+            found = opened_since(before, expected)
+            assert {one.descriptor for one in found} == {end.fileno() for end in ends}
+            assert opened_since(before, expected + 1) == opened_since(before, expected - 1) == ()
+
+
+@lists_descriptors
+def test_a_connection_ends_with_the_process_that_made_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        before = open_sockets()
+        near = socket.create_connection(server.getsockname())
+        far, _ = server.accept()
+        near.set_inheritable(True)
+        made = opened_since(before, 2)
+        assert not near.get_inheritable()
+        let_go([one for one in made if one.descriptor == near.fileno()])  # In a child, its share.
+        assert far.recv(1) == b""
+        assert not stat.S_ISSOCK(os.fstat(near.fileno()).st_mode)
+        other = os.dup2(far.fileno(), near.fileno())
+        let_go(made)  # Another socket has the number by now.
+        assert stat.S_ISSOCK(os.fstat(other).st_mode)
+        os.close(near.detach())
+        far.close()

@@ -1,0 +1,80 @@
+"""What wakes the background thread, and what ends with the interpreter."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from bagua.comm import background
+from bagua.comm.background import BackgroundThread, stand_by
+from bagua.primitives.averaging.desk import Desk, Wake
+from bagua.primitives.averaging.session import Session
+
+
+def ends(run: Any) -> bool:
+    """Whether ``run`` returns, in a thread of its own."""
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(10)
+    return not thread.is_alive()
+
+
+def test_a_finalizer_may_wake_the_thread_that_it_interrupts() -> None:
+    """The garbage collector may run one at any place of a wait."""
+    wake, interrupted = Desk().wake, []
+
+    def interrupt(*_: object) -> None:
+        interrupted.append(1)
+        wake.set()
+
+    def look() -> None:
+        sys.setprofile(interrupt)
+        try:
+            wake.wait(5.0)
+        finally:
+            sys.setprofile(None)
+
+    assert ends(look)
+    assert interrupted
+
+
+def test_a_call_between_two_waits_ends_the_next_one_only() -> None:
+    wake = Wake()
+    wake.set()
+    wake.set()
+    wake.wait(30.0)
+    assert wake._calls.empty()
+    wake.wait(-1.0)
+
+
+class Silent:
+    """A member whose store never answers."""
+
+    def __init__(self) -> None:
+        self.answer = threading.Event()
+
+    def sign_off(self) -> None:
+        self.answer.wait()
+
+
+def test_a_farewell_that_nobody_answers_does_not_hold_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in Python 3.12, which starts no thread while it ends."""
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("bagua-"):
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+        really_start(thread)
+
+    really_start = threading.Thread.start
+    member: Any = Silent()
+    courier: Any = None
+    session = Session(member, Desk(), courier, "test")
+    monkeypatch.setattr(background, "STARTS_AT_EXIT", False)
+    monkeypatch.setattr(background, "_standby", BackgroundThread("test"))
+    stand_by()
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert ends(lambda: session._sign_off(0.01))
+    member.answer.set()
