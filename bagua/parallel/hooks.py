@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bagua.errors import ConfigurationError
+from bagua.errors import BaguaError, ConfigurationError
 from bagua.parallel.autotune import Autotuner
 from bagua.parallel.outputs import tensors_in
 from bagua.parallel.reducer import Reducer
@@ -211,23 +211,31 @@ class BackwardHooks:
             self._start_step()
 
     def _start_step(self) -> None:
-        self.reducer.begin_step()
+        try:
+            self.reducer.begin_step()
+        except BaseException as error:
+            self.reducer.give_up(error)
+            raise
         self.take = _refuse_graph if torch.is_grad_enabled() else self.reducer.taker
 
     def _complete(self, ended: _Pass) -> None:
         if self.current is None or self.current() is not ended:
             return
-        self.current = None
-        take, self.take = self.take, None
-        if take is None or not self.reducer.registration.parameters:
-            return
-        if not self.reducer.initialized and not self._form_buckets():
-            return
         try:
-            self._complete_step()
+            if self._is_step and (self.reducer.initialized or self._form_buckets()):
+                self._complete_step()
         except BaseException as error:
-            self.reducer.give_up(error)
+            # Before there are buckets, all ranks refuse together, or their communicator is broken already.
+            if self.reducer.initialized or not isinstance(error, BaguaError):
+                self.reducer.give_up(error)
             raise
+        finally:
+            self.current = self.take = None
+
+    @property
+    def _is_step(self) -> bool:
+        """Whether the backward pass under way is one that all ranks make together."""
+        return self.take is not None and bool(self.reducer.registration.parameters)
 
     def _form_buckets(self) -> bool:
         """After the first backward pass: form buckets, and take the gradients that arrived in it."""
@@ -237,14 +245,10 @@ class BackwardHooks:
             return False
         reducer.arrival = arrived
         reducer.initialize_buckets()
-        try:
-            reducer.begin_step()
-            if reducer.group.size > 1:
-                for parameter in arrived:
-                    reducer.mark_tensor_ready(parameter)
-        except BaseException as error:
-            reducer.give_up(error)
-            raise
+        reducer.begin_step()
+        if reducer.group.size > 1:
+            for parameter in arrived:
+                reducer.mark_tensor_ready(parameter)
         return True
 
     def _complete_step(self) -> None:
@@ -260,14 +264,19 @@ class BackwardHooks:
         return [parameter for parameter in self.reducer.registration.parameters if parameter.grad is not None]
 
     def _died(self, _: weakref.ref[_Pass]) -> None:
-        """Autograd gave the backward pass up, because of an error in it."""
+        """Autograd gave the backward pass up, because of an error in it.
+
+        The other ranks make this step, and wait. Did this rank go on, its next steps would meet their earlier ones.
+        """
         if self.current is None:
             return
-        self.current = None
-        self.take = None
-        self.reducer.forget_arrivals()
-        if self.reducer.exchanging:
-            self.reducer.give_up("left a backward pass half-way")
+        failed = self._is_step
+        self.current = self.take = None
+        reducer = self.reducer
+        reducer.forget_arrivals()
+        if failed and reducer.group.size > 1 and not reducer.between_steps:
+            rank = reducer.group.rank
+            reducer.give_up(f"a backward pass failed before its end; the output of rank {rank} has the exception")
 
     # Optimizers.
 

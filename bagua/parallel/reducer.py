@@ -181,11 +181,6 @@ class Reducer(BucketFormation):
             if not flag:
                 parameter.grad = None
 
-    @property
-    def exchanging(self) -> bool:
-        """Whether the backward pass under way has started exchanges already."""
-        return self._scheduler is not None and self._scheduler.launched > 0
-
     # Between backward passes.
 
     @property
@@ -245,7 +240,7 @@ class Reducer(BucketFormation):
             raise CommunicatorClosedError(
                 f"this model can no longer be synchronized: {self._failure}",
                 rank=self.group.rank,
-                advice="Wrap it anew on all ranks, from a checkpoint if need be.",
+                advice="Wrap it anew on all ranks, from a checkpoint: ranks may have made different steps.",
             )
 
     def close(self) -> None:
