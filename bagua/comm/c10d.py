@@ -243,6 +243,9 @@ class C10dTransport(Transport):
     def abort(self, reason: str) -> None:
         self._break(Cause(self.rank, "aborted", reason), announce=True)
 
+    def idle(self) -> bool:
+        return all(handle.is_completed() for handle in list(self._outstanding))
+
     def close(self) -> None:
         with self._lock:
             if self._closed:

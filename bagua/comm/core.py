@@ -116,6 +116,11 @@ class CommunicatorCore:
             self._broken = CommunicatorClosedError(f"the communicator was aborted: {reason}", rank=self.rank)
         self._transport.abort(reason)
 
+    def idle(self) -> bool:
+        """Whether all calls are complete; those that consist of several are brought on. Never blocks, never raises."""
+        composite = self._composite
+        return (composite is None or composite.is_completed()) and self._transport.idle()
+
     def close(self) -> None:
         """Give back threads, sockets and memory. Later calls raise ``CommunicatorClosedError``."""
         if not self._closed:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -27,16 +30,19 @@ class Ledger:
 
     open: list[Statistics] = field(default_factory=list)
     closed: dict[str, KindStatistics] = field(default_factory=dict)
+    guard: threading.RLock = field(default_factory=threading.RLock)
 
     def retire(self, entry: Statistics) -> None:
         """Keep the sums of a communicator that was closed, and forget the rest."""
-        if entry in self.open:
-            self.open.remove(entry)
-            self.closed = merge([self.closed, entry.snapshot()])
+        with self.guard:
+            if entry in self.open:
+                self.open.remove(entry)
+                self.closed = merge([self.closed, entry.snapshot()])
 
     def totals(self) -> dict[str, KindStatistics]:
         """Sums over all communicators, by kind of call."""
-        return merge([self.closed, *(entry.snapshot() for entry in list(self.open))])
+        with self.guard:
+            return merge([self.closed, *(entry.snapshot() for entry in list(self.open))])
 
 
 class ProcessGroup:
@@ -90,6 +96,9 @@ class ProcessGroup:
         self._descendants: list[ProcessGroup] = []
         self._made: list[Communicator] = []
         self._when_closing: list[Callable[[], None]] = []
+        self._parent: weakref.ref[ProcessGroup] | None = None
+        #: A group that was dropped is closed in the background, and may be closed from here at the same time.
+        self._closing = threading.RLock()
         self._own_store: dist.Store | None = None
         self._numbered = 0
         self._on_hosts = ranks_by_node(self.nodes)
@@ -263,7 +272,8 @@ class ProcessGroup:
             self._ledger,
             leader,
         )
-        self._descendants = [one for one in self._descendants if not one.closed] + [group]
+        group._parent = weakref.ref(self)
+        self._descendants.append(group)
         return group
 
     # For those who agree by other means than collective calls.
@@ -343,16 +353,27 @@ class ProcessGroup:
         for communicator in list(self._made):
             communicator.abort(reason)
 
+    def idle(self) -> bool:
+        """Whether no call is under way in this group and in those derived from it. Never blocks, never raises."""
+        return all(group.idle() for group in list(self._descendants)) and all(
+            communicator.idle() for communicator in list(self._made)
+        )
+
     def close(self) -> None:
-        """Close this group and every group derived from it. Idempotent."""
-        self.closed = True
-        while self._when_closing:
-            self._when_closing.pop()()
-        for group in reversed(self._descendants):
-            group.close()
-        for communicator in reversed(self._made):
-            communicator.close()
-            self._ledger.retire(communicator.statistics)
+        """Close this group and every group derived from it. Idempotent, from any thread."""
+        with self._closing:
+            self.closed = True
+            while self._when_closing:
+                self._when_closing.pop()()
+            for group in reversed(list(self._descendants)):
+                group.close()
+            for communicator in reversed(self._made):
+                communicator.close()
+                self._ledger.retire(communicator.statistics)
+        parent = None if self._parent is None else self._parent()
+        if parent is not None:
+            with contextlib.suppress(ValueError):  # It was closed before.
+                parent._descendants.remove(self)  # noqa: SLF001 - another one of these
 
 
 def _described(wanted: Sequence[object]) -> str:

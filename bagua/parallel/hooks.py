@@ -30,6 +30,21 @@ class _Pass:
         self._complete(self)
 
 
+class _OutputHook:
+    """Tells an engine that a backward pass has come to an output. The graph keeps it, so it keeps nothing."""
+
+    __slots__ = ("engine", "synchronize")
+
+    def __init__(self, engine: BackwardHooks) -> None:
+        self.engine = weakref.ref(engine)
+        self.synchronize = engine.synchronize
+
+    def __call__(self, _: torch.Tensor) -> None:
+        engine = self.engine()
+        if engine is not None:
+            engine.enter(self.synchronize)
+
+
 class _ParameterHook:
     """Tells an engine of a gradient. Autograd keeps it, out of the garbage collector's sight, so it keeps nothing."""
 
@@ -52,6 +67,20 @@ class _ParameterHook:
                 raise
 
 
+class _OptimizerHook:
+    """Tells an engine of a step. Who keeps only the optimizer does not keep the engine."""
+
+    __slots__ = ("engine",)
+
+    def __init__(self, engine: BackwardHooks) -> None:
+        self.engine = weakref.ref(engine)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        engine = self.engine()
+        if engine is not None:
+            engine.optimizer_stepped(optimizer)
+
+
 def _remove(handles: list[Any]) -> None:
     while handles:
         handles.pop().remove()
@@ -71,6 +100,7 @@ class BackwardHooks:
         current: the backward pass that is under way.
         take: what gets each gradient of it; None if it only accumulates.
         tuner: finds better settings of the reducer.
+        closed: whether ``close`` was called.
     """
 
     def __init__(self, reducer: Reducer) -> None:
@@ -83,6 +113,7 @@ class BackwardHooks:
         self.take: Callable[[torch.nn.Parameter], None] | None = None
         self._armed = True
         self._retired = False
+        self.closed = False
         self._waiting_for: set[int] = set()
 
     def create_hooks(self) -> None:
@@ -107,9 +138,8 @@ class BackwardHooks:
                     for parameter in reducer.registration.parameters
                 ]
         if reducer.algorithm.traits.after_optimizer:
-            self._handles += [
-                optimizer.register_step_post_hook(self._optimizer_stepped) for optimizer in reducer.optimizers
-            ]
+            stepped = _OptimizerHook(self)
+            self._handles += [optimizer.register_step_post_hook(stepped) for optimizer in reducer.optimizers]
 
     def _replace_earlier(self) -> None:
         registration = self.reducer.registration
@@ -133,6 +163,12 @@ class BackwardHooks:
         self.remove_hooks()
         self._retired = True
         self.reducer.algorithm.close()
+
+    def close(self) -> None:
+        """Leave the module to itself, and give back threads and communicators. Idempotent, not collective."""
+        self.retire()
+        self.closed = True
+        self.reducer.close()
 
     def remove_hooks(self) -> None:
         """Detach from parameters and optimizers. Idempotent."""
@@ -184,18 +220,16 @@ class BackwardHooks:
         """A forward pass has returned ``output``: its backward pass will be noticed there."""
         if self.reducer.idle or self._retired or not torch.is_grad_enabled():
             return
-        self._armed = synchronize = self.synchronize
-
-        def entered(_: torch.Tensor) -> None:
-            self._enter(synchronize)
-
+        self._armed = self.synchronize
+        entered = _OutputHook(self)
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(entered)  # type: ignore[no-untyped-call]
 
     # Backward.
 
-    def _enter(self, synchronize: bool) -> None:
+    def enter(self, synchronize: bool) -> None:
+        """A backward pass has come to the output of a forward pass that was to be synchronized, or was not."""
         if self.current is None:
             self._armed = synchronize
             self.begin()
@@ -291,7 +325,8 @@ class BackwardHooks:
         if reducer.optimizers and not self._waiting_for:
             reducer.after_optimizers()
 
-    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` has made its step: when the last has, exchange what waited for that."""
         self._waiting_for.discard(id(optimizer))
         if not self._waiting_for:
             self.reducer.after_optimizers()

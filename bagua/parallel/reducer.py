@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 
 from bagua.buckets import Bucket
 from bagua.comm import ReduceOp
-from bagua.errors import CommunicatorClosedError, ConfigurationError
+from bagua.comm.closing import close_soon
+from bagua.errors import CommunicationError, CommunicatorClosedError, ConfigurationError
 from bagua.parallel.agreement import compare_or_refuse
 from bagua.parallel.formation import DEFAULT_BUCKET_BYTES, BucketFormation
 from bagua.parallel.layout import positions_of, unused
@@ -229,6 +231,7 @@ class Reducer(BucketFormation):
         self.algorithm.close()
         if self._scheduler is not None:
             self._scheduler.forget()
+        close_soon(self.belongings)
 
     def check_usable(self) -> None:
         """Raise if an earlier step could not be finished.
@@ -244,11 +247,16 @@ class Reducer(BucketFormation):
             )
 
     def close(self) -> None:
-        """Give back threads and communicators; the module keeps working on its own. Idempotent."""
+        """Give back threads and communicators; the module keeps working on its own. Idempotent.
+
+        Exchanges under way end first, and what is owed to other ranks is not sent any more.
+        """
         self.algorithm.close()
         if self._scheduler is not None:
-            self._scheduler.close()
-        self.group.close()
+            with contextlib.suppress(CommunicationError):  # Nobody will use what this rank would have received.
+                self.end_exchanges()
+            self._scheduler.owe_nothing()
+        self.belongings.close()
 
     # Checkpoints.
 
