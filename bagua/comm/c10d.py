@@ -275,6 +275,9 @@ class C10dTransport(Transport):
         own = self._own_cause("aborted", reason)
         self._break(own if culprit is None else own._replace(culprit=culprit), announce=True)
 
+    def idle(self) -> bool:
+        return all(handle.is_completed() for handle in list(self._outstanding))
+
     def close(self) -> None:
         with self._lock:
             if self._closed:

@@ -106,6 +106,10 @@ class CheckedTransport(Transport):
         self.data.abort(reason, culprit)
         self.check.abort(reason, culprit)
 
+    def idle(self) -> bool:
+        self.advance()
+        return not self._collectives and not self._others and self.data.idle() and self.check.idle()
+
     def close(self) -> None:
         _living.discard(self)
         self.data.close()

@@ -21,6 +21,7 @@ from bagua.errors import (
     CommunicatorClosedError,
     ConcurrentUseError,
     ConfigurationError,
+    PeerLostError,
     blame,
 )
 
@@ -87,6 +88,12 @@ class CommunicatorCore:
         return self._transport.executor
 
     @property
+    def lost(self) -> tuple[int, str] | None:
+        """The global rank whose loss broke the communicator, and what it did; None if that is not what happened."""
+        error = self._broken
+        return (error.peers[0], error.reason) if isinstance(error, PeerLostError) and error.reason else None
+
+    @property
     def usable(self) -> bool:
         """Whether calls are still possible: neither closed nor broken."""
         return self._broken is None and not self._closed
@@ -125,6 +132,11 @@ class CommunicatorCore:
         if culprit is None:
             reason = f"it aborted the communicator: {reason}"
         self._transport.abort(reason, culprit)
+
+    def idle(self) -> bool:
+        """Whether all calls are complete; those that consist of several are brought on. Never blocks, never raises."""
+        composite = self._composite
+        return (composite is None or composite.is_completed()) and self._transport.idle()
 
     def close(self) -> None:
         """Give back threads, sockets and memory. Later calls raise ``CommunicatorClosedError``."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -26,20 +29,30 @@ __all__ = ["Ledger", "ProcessGroup", "solo_group"]
 
 @dataclass
 class Ledger:
-    """Counters of every communicator that one rank ever made, closed ones included."""
+    """What is known of all communicators that one rank ever made, closed ones included.
+
+    Attributes:
+        open: counters of those that are open.
+        closed: sums of the counters of all others.
+        lost: global rank of the first peer that was lost, and what it did; None if none was.
+    """
 
     open: list[Statistics] = field(default_factory=list)
     closed: dict[str, KindStatistics] = field(default_factory=dict)
+    lost: tuple[int, str] | None = None
+    guard: threading.RLock = field(default_factory=threading.RLock)
 
     def retire(self, entry: Statistics) -> None:
         """Keep the sums of a communicator that was closed, and forget the rest."""
-        if entry in self.open:
-            self.open.remove(entry)
-            self.closed = merge([self.closed, entry.snapshot()])
+        with self.guard:
+            if entry in self.open:
+                self.open.remove(entry)
+                self.closed = merge([self.closed, entry.snapshot()])
 
     def totals(self) -> dict[str, KindStatistics]:
         """Sums over all communicators, by kind of call."""
-        return merge([self.closed, *(entry.snapshot() for entry in list(self.open))])
+        with self.guard:
+            return merge([self.closed, *(entry.snapshot() for entry in list(self.open))])
 
 
 class ProcessGroup:
@@ -58,7 +71,7 @@ class ProcessGroup:
         backend: name of the transport.
         timeout_s: default deadline of every call, in seconds.
         label: what messages call the group.
-        ledger: where the counters go.
+        ledger: where the counters go, and who was lost.
         leader: the local rank that speaks for its host, on every host.
 
     Attributes:
@@ -94,6 +107,9 @@ class ProcessGroup:
         self._descendants: list[ProcessGroup] = []
         self._made: list[Communicator] = []
         self._when_closing: list[Callable[[], None]] = []
+        self._parent: weakref.ref[ProcessGroup] | None = None
+        #: A group that was dropped is closed in the background, and may be closed from here at the same time.
+        self._closing = threading.RLock()
         self._own_store: dist.Store | None = None
         self._numbered = 0
         self._on_hosts = ranks_by_node(self.nodes)
@@ -279,7 +295,8 @@ class ProcessGroup:
             self._ledger,
             leader,
         )
-        self._descendants = [one for one in self._descendants if not one.closed] + [group]
+        group._parent = weakref.ref(self)
+        self._descendants.append(group)
         return group
 
     # For those who agree by other means than collective calls.
@@ -365,23 +382,44 @@ class ProcessGroup:
         for communicator in list(self._made):
             communicator.abort(reason, culprit)
 
-    def close(self) -> None:
-        """Close this group and every group derived from it. Idempotent."""
-        self.closed = True
-        callbacks, self._when_closing = self._when_closing, []
-        run_all(
-            [
-                *reversed(callbacks),
-                *(group.close for group in reversed(self._descendants)),
-                *(functools.partial(self._end, communicator) for communicator in reversed(self._made)),
-            ]
+    def idle(self) -> bool:
+        """Whether no call is under way in this group and in those derived from it. Never blocks, never raises."""
+        return all(group.idle() for group in list(self._descendants)) and all(
+            communicator.idle() for communicator in list(self._made)
         )
 
+    def close(self) -> None:
+        """Close this group and every group derived from it. Idempotent, from any thread."""
+        with self._closing:
+            self.closed = True
+            callbacks, self._when_closing = self._when_closing, []
+            try:
+                run_all(
+                    [
+                        *reversed(callbacks),
+                        *(group.close for group in reversed(list(self._descendants))),
+                        *(functools.partial(self._end, communicator) for communicator in reversed(self._made)),
+                    ]
+                )
+            finally:
+                self._leave_parent()
+
     def _end(self, communicator: Communicator) -> None:
+        """Close ``communicator``. If this rank ends because it lost another one, the others shall name that one."""
+        lost = self._ledger.lost = self._ledger.lost or communicator.lost
         try:
+            if lost is not None and lost[0] in communicator.ranks:
+                culprit, reason = lost
+                communicator.abort(reason, culprit)
             communicator.close()
         finally:
             self._ledger.retire(communicator.statistics)
+
+    def _leave_parent(self) -> None:
+        parent = None if self._parent is None else self._parent()
+        if parent is not None:
+            with contextlib.suppress(ValueError):  # It was closed before.
+                parent._descendants.remove(self)  # noqa: SLF001 - another one of these
 
     def disown(self) -> None:
         """In a forked child: the store is the parent's, too."""

@@ -217,6 +217,10 @@ class HybridTransport(Transport):
         for part in self._parts:
             part.transport.abort(reason, culprit)
 
+    def idle(self) -> bool:
+        """Whether all asynchronous calls are complete."""
+        return not self._lanes.busy() and all(part.transport.idle() for part in self._parts)
+
     def close(self) -> None:
         """Let started calls finish for a second, then close all parts."""
         if not self._lanes.stop(timeout_s=1.0):

@@ -89,6 +89,10 @@ class MemoryTransport(Transport):
         """Mark the own line broken, and wake everyone."""
         self._peers.leave(State.BROKEN, self._peers.global_rank if culprit is None else culprit, reason)
 
+    def idle(self) -> bool:
+        """Whether all asynchronous calls are complete."""
+        return not self._lanes.busy()
+
     def close(self) -> None:
         """Let asynchronous calls finish for a second, then leave."""
         if not self._lanes.stop(timeout_s=1.0):

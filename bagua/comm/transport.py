@@ -193,6 +193,10 @@ class Transport(ABC):
     def close(self) -> None:
         """Give everything back: threads, sockets, memory. Idempotent, never blocks for long."""
 
+    def idle(self) -> bool:
+        """Whether no call is under way that peers may need. Never blocks, never raises."""
+        return True
+
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A flat tensor in memory that this transport reduces without a copy."""
         return torch.empty(numel, dtype=dtype, device=device)

@@ -235,8 +235,7 @@ class StrategyMixin:
         wrapped = self.model
         if isinstance(wrapped, DistributedDataParallel):
             self.model = self.lightning_module
-            wrapped._bagua_engine.retire()  # noqa: SLF001 - ours
-            wrapped.reducer.close()
+            wrapped.bagua_close()
         super().teardown()  # type: ignore[misc]
 
 

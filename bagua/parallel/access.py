@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -43,6 +44,23 @@ class EngineAccess:
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes of forwards in this block only accumulate gradients."""
         return self._bagua_engine.no_sync()
+
+    def bagua_close(self) -> None:
+        """Give back the threads, connections and memory of the engine. Idempotent, and not collective.
+
+        The module stays, and trains on this rank alone. Exchanges under way end first, which may take
+        until slower ranks have come to the same step; what they bring is not used. A model that is
+        dropped is closed by itself, soon after.
+        """
+        self._bagua_engine.close()
+
+    @contextmanager
+    def bagua_closing(self) -> Iterator[None]:
+        """At the end of a ``with`` block, ``bagua_close``."""
+        try:
+            yield
+        finally:
+            self.bagua_close()
 
     def bagua_state_dict(self) -> dict[str, Any]:
         """What the algorithm remembers on this rank, by names of parameters, with the layout of the buckets.

@@ -12,7 +12,6 @@ from bagua.algorithms import Algorithm, DistributedAlgorithm
 from bagua.checks import check_flags
 from bagua.comm import ProcessGroup
 from bagua.errors import ConfigurationError
-from bagua.parallel.access import EngineAccess
 from bagua.parallel.autotune_settings import AutotuneSettings
 from bagua.parallel.ddp_arguments import (
     bucket_bytes_from,
@@ -22,7 +21,6 @@ from bagua.parallel.ddp_arguments import (
     refuse_what_is_missing,
     resolve_group,
 )
-from bagua.parallel.hooks import BackwardHooks
 from bagua.parallel.options import check_grad_scaler, check_module, optimizer_list, refuse_unknown
 from bagua.parallel.overlapping import OverlappingWrapper
 from bagua.parallel.start import make_equal
@@ -31,7 +29,7 @@ from bagua.parallel.state import broadcast_buffers_of
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(EngineAccess, OverlappingWrapper):
+class DistributedDataParallel(OverlappingWrapper):
     """Trains a module on many ranks; takes the place of torch's class of this name.
 
     Each argument of torch's constructor is honoured, or refused with a
@@ -154,6 +152,7 @@ class DistributedDataParallel(EngineAccess, OverlappingWrapper):
         if before_forward and group.size > 1 and any(True for _ in module.buffers()):
             # Not the engine's own group: an exchange may still be going on there.
             self._buffer_group = group.duplicate("buffers")
+            self.reducer.belongings.groups.append(self._buffer_group)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
@@ -165,6 +164,11 @@ class DistributedDataParallel(EngineAccess, OverlappingWrapper):
         self._buffers_are_due = torch.is_grad_enabled() and self.require_backward_grad_sync
         return output
 
+    def bagua_close(self) -> None:
+        """See ``EngineAccess``."""
+        self._buffer_group = None
+        super().bagua_close()
+
     @property
     def require_backward_grad_sync(self) -> bool:
         """Whether the next backward pass exchanges gradients; ``no_sync`` turns it off."""
@@ -173,10 +177,6 @@ class DistributedDataParallel(EngineAccess, OverlappingWrapper):
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
         self._engine.synchronize = value
-
-    @property
-    def _bagua_engine(self) -> BackwardHooks:  # type: ignore[override]
-        return self._engine
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state of the module, with keys that begin with ``module.``, as torch's class has them."""

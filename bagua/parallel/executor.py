@@ -29,6 +29,10 @@ class Executor(ABC):
     def run(self, exchange: Exchange) -> Wait:
         """Start ``exchange``; the returned function waits for its end and raises its error."""
 
+    def idle(self) -> bool:
+        """Whether no thread of this executor has anything to do."""
+        return True
+
     def close(self) -> None:
         """Give back threads. Idempotent."""
         return
@@ -52,16 +56,25 @@ class ThreadExecutor(Executor):
 
     def __init__(self, name: str) -> None:
         self._thread = BackgroundThread(name)
+        self._queued = self._ended = 0
 
     def run(self, exchange: Exchange) -> Wait:
         """Queue ``exchange``."""
 
         def complete() -> None:
-            work = exchange()
-            if work is not None:
-                work.wait()
+            try:
+                work = exchange()
+                if work is not None:
+                    work.wait()
+            finally:
+                self._ended += 1
 
+        self._queued += 1
         return self._thread.submit(complete).result
+
+    def idle(self) -> bool:
+        """Whether all exchanges that were queued are over."""
+        return self._ended >= self._queued
 
     def close(self) -> None:
         """Let the thread end."""

@@ -13,11 +13,13 @@ import torch
 from bagua.algorithms import Algorithm, AlgorithmImpl, DistributedAlgorithm
 from bagua.buckets import Bucket, check_align_bytes
 from bagua.comm import Communicator, ProcessGroup, get_default_group
+from bagua.comm.closer import close_with
 from bagua.comm.rendezvous import exchange
 from bagua.errors import BaguaError, CommunicationError, blame
 from bagua.parallel.agreement import compare_or_refuse
 from bagua.parallel.autotune_search import Setting
 from bagua.parallel.autotune_settings import AutotuneSettings, tuning_from
+from bagua.parallel.belongings import Belongings
 from bagua.parallel.layout import agreed_order, bucket_lists, cut, name_of, positions_of
 from bagua.parallel.options import (
     BucketType,
@@ -90,7 +92,7 @@ class BucketFormation:
         leader = check_leader(intra_comm_root_rank, user_group)
         refusal = self._register()
         self.group = user_group.duplicate("model", leader=leader)
-        self.group.when_closing(partial(_end_exchanges, weakref.ref(self)))
+        self.belongings = self._own(self.group)
         self.step = 0
         self.buckets: list[Bucket] = []
         self._order: list[int] = []
@@ -107,6 +109,13 @@ class BucketFormation:
         except BaseException:
             self.group.close()
             raise
+
+    def _own(self, group: ProcessGroup) -> Belongings:
+        """Have ``group`` closed when this object is garbage, and not before exchanges have ended."""
+        belongings = Belongings(group)
+        group.when_closing(partial(_end_exchanges, weakref.ref(self), belongings))
+        close_with(self, belongings)
+        return belongings
 
     def _register(self) -> BaguaError | None:
         """Register the module as it is now; if it cannot be trained, say why to ``_agree``.
@@ -264,6 +273,7 @@ class BucketFormation:
             raise
         self.registration.remember_storages()
         self._scheduler = Scheduler(self.buckets, self.algorithm, self.group, delay=self._delay)
+        self.belongings.executors = self._scheduler.executors
         remembered, self._remembered = self._remembered, None
         if remembered is not None:
             restore(self.buckets, remembered)
@@ -387,9 +397,12 @@ class BucketFormation:
         self._agree()
 
 
-def _end_exchanges(reference: weakref.ref[BucketFormation]) -> None:
+def _end_exchanges(reference: weakref.ref[BucketFormation], belongings: Belongings) -> None:
     """The group is closing: a slower rank may still need what this one sends in its last step."""
     formation = reference()
     if formation is not None:
         with contextlib.suppress(CommunicationError):  # Nobody will use what this rank would have received.
             formation.end_exchanges()
+    else:
+        belongings.wait_until_idle()
+    belongings.groups.clear()

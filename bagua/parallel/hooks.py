@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bagua.errors import ConfigurationError
+from bagua.errors import BaguaError, ConfigurationError
 from bagua.parallel.autotune import Autotuner
 from bagua.parallel.outputs import tensors_in
 from bagua.parallel.reducer import Reducer
@@ -28,6 +28,21 @@ class _Pass:
 
     def __call__(self) -> None:
         self._complete(self)
+
+
+class _OutputHook:
+    """Tells an engine that a backward pass has come to an output. The graph keeps it, so it keeps nothing."""
+
+    __slots__ = ("engine", "synchronize")
+
+    def __init__(self, engine: BackwardHooks) -> None:
+        self.engine = weakref.ref(engine)
+        self.synchronize = engine.synchronize
+
+    def __call__(self, _: torch.Tensor) -> None:
+        engine = self.engine()
+        if engine is not None:
+            engine.enter(self.synchronize)
 
 
 class _ParameterHook:
@@ -52,6 +67,20 @@ class _ParameterHook:
                 raise
 
 
+class _OptimizerHook:
+    """Tells an engine of a step. Who keeps only the optimizer does not keep the engine."""
+
+    __slots__ = ("engine",)
+
+    def __init__(self, engine: BackwardHooks) -> None:
+        self.engine = weakref.ref(engine)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        engine = self.engine()
+        if engine is not None:
+            engine.optimizer_stepped(optimizer)
+
+
 def _remove(handles: list[Any]) -> None:
     while handles:
         handles.pop().remove()
@@ -71,6 +100,7 @@ class BackwardHooks:
         current: the backward pass that is under way.
         take: what gets each gradient of it; None if it only accumulates.
         tuner: finds better settings of the reducer.
+        closed: whether ``close`` was called.
     """
 
     def __init__(self, reducer: Reducer) -> None:
@@ -83,6 +113,7 @@ class BackwardHooks:
         self.take: Callable[[torch.nn.Parameter], None] | None = None
         self._armed = True
         self._retired = False
+        self.closed = False
         self._waiting_for: set[int] = set()
 
     def create_hooks(self) -> None:
@@ -107,9 +138,8 @@ class BackwardHooks:
                     for parameter in reducer.registration.parameters
                 ]
         if reducer.algorithm.traits.after_optimizer:
-            self._handles += [
-                optimizer.register_step_post_hook(self._optimizer_stepped) for optimizer in reducer.optimizers
-            ]
+            stepped = _OptimizerHook(self)
+            self._handles += [optimizer.register_step_post_hook(stepped) for optimizer in reducer.optimizers]
 
     def _replace_earlier(self) -> None:
         registration = self.reducer.registration
@@ -133,6 +163,12 @@ class BackwardHooks:
         self.remove_hooks()
         self._retired = True
         self.reducer.algorithm.close()
+
+    def close(self) -> None:
+        """Leave the module to itself, and give back threads and communicators. Idempotent, not collective."""
+        self.retire()
+        self.closed = True
+        self.reducer.close()
 
     def remove_hooks(self) -> None:
         """Detach from parameters and optimizers. Idempotent."""
@@ -184,18 +220,16 @@ class BackwardHooks:
         """A forward pass has returned ``output``: its backward pass will be noticed there."""
         if self.reducer.idle or self._retired or not torch.is_grad_enabled():
             return
-        self._armed = synchronize = self.synchronize
-
-        def entered(_: torch.Tensor) -> None:
-            self._enter(synchronize)
-
+        self._armed = self.synchronize
+        entered = _OutputHook(self)
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(entered)  # type: ignore[no-untyped-call]
 
     # Backward.
 
-    def _enter(self, synchronize: bool) -> None:
+    def enter(self, synchronize: bool) -> None:
+        """A backward pass has come to the output of a forward pass that was to be synchronized, or was not."""
         if self.current is None:
             self._armed = synchronize
             self.begin()
@@ -211,23 +245,31 @@ class BackwardHooks:
             self._start_step()
 
     def _start_step(self) -> None:
-        self.reducer.begin_step()
+        try:
+            self.reducer.begin_step()
+        except BaseException as error:
+            self.reducer.give_up(error)
+            raise
         self.take = _refuse_graph if torch.is_grad_enabled() else self.reducer.taker
 
     def _complete(self, ended: _Pass) -> None:
         if self.current is None or self.current() is not ended:
             return
-        self.current = None
-        take, self.take = self.take, None
-        if take is None or not self.reducer.registration.parameters:
-            return
-        if not self.reducer.initialized and not self._form_buckets():
-            return
         try:
-            self._complete_step()
+            if self._is_step and (self.reducer.initialized or self._form_buckets()):
+                self._complete_step()
         except BaseException as error:
-            self.reducer.give_up(error)
+            # Before there are buckets, all ranks refuse together, or their communicator is broken already.
+            if self.reducer.initialized or not isinstance(error, BaguaError):
+                self.reducer.give_up(error)
             raise
+        finally:
+            self.current = self.take = None
+
+    @property
+    def _is_step(self) -> bool:
+        """Whether the backward pass under way is one that all ranks make together."""
+        return self.take is not None and bool(self.reducer.registration.parameters)
 
     def _form_buckets(self) -> bool:
         """After the first backward pass: form buckets, and take the gradients that arrived in it."""
@@ -237,14 +279,10 @@ class BackwardHooks:
             return False
         reducer.arrival = arrived
         reducer.initialize_buckets()
-        try:
-            reducer.begin_step()
-            if reducer.group.size > 1:
-                for parameter in arrived:
-                    reducer.mark_tensor_ready(parameter)
-        except BaseException as error:
-            reducer.give_up(error)
-            raise
+        reducer.begin_step()
+        if reducer.group.size > 1:
+            for parameter in arrived:
+                reducer.mark_tensor_ready(parameter)
         return True
 
     def _complete_step(self) -> None:
@@ -260,14 +298,18 @@ class BackwardHooks:
         return [parameter for parameter in self.reducer.registration.parameters if parameter.grad is not None]
 
     def _died(self, _: weakref.ref[_Pass]) -> None:
-        """Autograd gave the backward pass up, because of an error in it."""
+        """Autograd gave the backward pass up, because of an error in it.
+
+        The other ranks make this step, and wait. Did this rank go on, its next steps would meet their earlier ones.
+        """
         if self.current is None:
             return
-        self.current = None
-        self.take = None
-        self.reducer.forget_arrivals()
-        if self.reducer.exchanging:
-            self.reducer.give_up("left a backward pass half-way")
+        failed = self._is_step
+        self.current = self.take = None
+        reducer = self.reducer
+        reducer.forget_arrivals()
+        if failed and reducer.group.size > 1 and not reducer.between_steps:
+            reducer.give_up("a backward pass failed before its end; the output of that rank has the exception")
 
     # Optimizers.
 
@@ -282,7 +324,8 @@ class BackwardHooks:
         if reducer.optimizers and not self._waiting_for:
             reducer.after_optimizers()
 
-    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` has made its step: when the last has, exchange what waited for that."""
         self._waiting_for.discard(id(optimizer))
         if not self._waiting_for:
             self.reducer.after_optimizers()

@@ -177,7 +177,8 @@ def with_bagua(
         autotune=autotune,
     )  # fmt: skip
     engine = replace_engine(before, reducer)
-    make_equal(reducer, average=before is not None, broadcast_buffers=broadcast_buffers)
+    average = before is not None and not before.closed
+    make_equal(reducer, average=average, broadcast_buffers=broadcast_buffers)
     self.__dict__[_ENGINE] = engine
     if not isinstance(self, BaguaModule):
         self.__class__ = _bagua_class(type(self))

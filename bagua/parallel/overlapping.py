@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from bagua.errors import ConfigurationError
+from bagua.parallel.access import EngineAccess
 from bagua.parallel.hooks import BackwardHooks
 from bagua.parallel.options import check_module, optimizer_list
 from bagua.parallel.reducer import BucketType, Reducer
@@ -73,7 +73,7 @@ def _insert_prefix(_wrapper: torch.nn.Module, state_dict: dict[str, Any], prefix
         state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)
 
 
-class OverlappingWrapper(DistributedModule):
+class OverlappingWrapper(EngineAccess, DistributedModule):
     """Runs a module, and exchanges its gradients while the backward pass is still going on.
 
     Building one is collective. It starts from the parameters that the module has;
@@ -136,6 +136,10 @@ class OverlappingWrapper(DistributedModule):
         self.create_hooks()
 
     @property
+    def _bagua_engine(self) -> BackwardHooks:  # type: ignore[override]
+        return self._engine
+
+    @property
     def reducer(self) -> Reducer:
         """The bucket manager."""
         return self._engine.reducer
@@ -165,10 +169,6 @@ class OverlappingWrapper(DistributedModule):
         """The state of the inner module, after everything that is owed to it was exchanged."""
         self.reducer.after_optimizers()
         return super().state_dict(*args, **kwargs)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes of forwards in this block only accumulate gradients."""
-        return self._engine.no_sync()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""

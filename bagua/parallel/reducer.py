@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 
 from bagua.buckets import Bucket
 from bagua.comm import ReduceOp
-from bagua.errors import CommunicatorClosedError, ConfigurationError, blame
+from bagua.comm.closer import close_soon
+from bagua.errors import CommunicationError, CommunicatorClosedError, ConfigurationError, blame
 from bagua.parallel.agreement import compare_or_refuse
 from bagua.parallel.formation import DEFAULT_BUCKET_BYTES, BucketFormation
 from bagua.parallel.layout import positions_of, unused
@@ -181,11 +183,6 @@ class Reducer(BucketFormation):
             if not flag:
                 parameter.grad = None
 
-    @property
-    def exchanging(self) -> bool:
-        """Whether the backward pass under way has started exchanges already."""
-        return self._scheduler is not None and self._scheduler.launched > 0
-
     # Between backward passes.
 
     @property
@@ -230,12 +227,15 @@ class Reducer(BucketFormation):
         """End a step that cannot be finished here; ranks that wait for the rest of it get ``PeerLostError``."""
         problem = reason if isinstance(reason, str) else getattr(reason, "problem", None) or repr(reason)
         rank = self.group.ranks[self.group.rank]
-        culprit, told = (rank, f"it {reason}") if isinstance(reason, str) else blame(reason, rank, "a training step")
+        culprit, told = (
+            (rank, f"it gave up: {reason}") if isinstance(reason, str) else blame(reason, rank, "a training step")
+        )
         self.group.abort(told, culprit)
         self._failure = self._failure or str(problem)
         self.algorithm.close()
         if self._scheduler is not None:
             self._scheduler.forget()
+        close_soon(self.belongings)
 
     def check_usable(self) -> None:
         """Raise if an earlier step could not be finished.
@@ -247,15 +247,20 @@ class Reducer(BucketFormation):
             raise CommunicatorClosedError(
                 f"this model can no longer be synchronized: {self._failure}",
                 rank=self.group.ranks[self.group.rank],
-                advice="Wrap it anew on all ranks, from a checkpoint if need be.",
+                advice="Wrap it anew on all ranks, from a checkpoint: ranks may have made different steps.",
             )
 
     def close(self) -> None:
-        """Give back threads and communicators; the module keeps working on its own. Idempotent."""
+        """Give back threads and communicators; the module keeps working on its own. Idempotent.
+
+        Exchanges under way end first, and what is owed to other ranks is not sent any more.
+        """
         self.algorithm.close()
         if self._scheduler is not None:
-            self._scheduler.close()
-        self.group.close()
+            with contextlib.suppress(CommunicationError):  # Nobody will use what this rank would have received.
+                self.end_exchanges()
+            self._scheduler.owe_nothing()
+        self.belongings.close()
 
     # Checkpoints.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +13,7 @@ from bagua.algorithms import AlgorithmImpl
 from bagua.buckets import Bucket
 from bagua.comm import ProcessGroup
 from bagua.errors import ConfigurationError
-from bagua.parallel.executor import Executor, Wait, create_executor, nothing
+from bagua.parallel.executor import Wait, create_executor, nothing
 
 __all__ = ["Scheduler", "Slot"]
 
@@ -104,7 +103,7 @@ class Scheduler:
         slots: by ``id`` of the parameter.
         launched: buckets started in the backward pass that is under way.
         active: whether a synchronized backward pass is under way.
-        close: gives back threads. Idempotent.
+        executors: that run exchanges.
     """
 
     def __init__(
@@ -119,9 +118,7 @@ class Scheduler:
         self._executors = {
             bucket.device: create_executor(group, bucket.device, blocking=algorithm.blocking) for bucket in buckets
         }
-        # A model that nobody holds any more leaves no thread behind.
-        self.close = weakref.finalize(self, _close_all, list(self._executors.values()))
-        self.close.atexit = False
+        self.executors = list(self._executors.values())
         self.slots = {id(slot.parameter): slot for lane in self._lanes for slot in lane.slots}
         self.launched = 0
         self.active = False
@@ -268,9 +265,13 @@ class Scheduler:
         self.after_optimizers()
         self.finish()
 
+    def owe_nothing(self) -> None:
+        """Nothing that waits for the optimizers is exchanged any more."""
+        self._owed = None
+
     def forget(self) -> None:
         """Forget what is under way and what is owed: it is not wanted any more, or the communicator is broken."""
-        self._owed = None
+        self.owe_nothing()
         for lane in self._lanes:
             lane.wait = None
 
@@ -290,15 +291,11 @@ class Scheduler:
 
     def dissolve(self) -> None:
         """Give back threads, and the buckets now: lanes and slots know each other, and their memory is large."""
-        self.close()
+        for executor in self.executors:
+            executor.close()
         for lane in self._lanes:
             lane.slots.clear()
         self.slots.clear()
-
-
-def _close_all(executors: Sequence[Executor]) -> None:
-    for executor in executors:
-        executor.close()
 
 
 def _return_gradients(lane: Lane) -> None:

@@ -16,7 +16,7 @@ __all__ = ["make_equal", "replace_engine"]
 
 def replace_engine(before: BackwardHooks | None, reducer: Reducer) -> BackwardHooks:
     """Hooks for ``reducer``, after those of the engine before it have ended their work. Collective."""
-    if before is not None:
+    if before is not None and not before.closed:
         before.remove_hooks()
         before.reducer.flush()
         before.reducer.close()

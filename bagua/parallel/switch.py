@@ -133,7 +133,7 @@ class ModelSwitchWrapper(EngineAccess, DistributedModule):
             delay_reduce=self._delay_reduce,
             **options,
         )
-        average = self._engine is not None
+        average = self._engine is not None and not self._engine.closed
         self._engine = replace_engine(self._engine, reducer)
         make_equal(reducer, average=average, broadcast_buffers=self._broadcast_buffers)
         return self
@@ -159,6 +159,11 @@ class ModelSwitchWrapper(EngineAccess, DistributedModule):
         if self._engine is None:
             raise _no_algorithm()
         return self._engine
+
+    def bagua_close(self) -> None:
+        """See ``EngineAccess``. Before the first ``switch_to`` there is nothing to give back."""
+        if self._engine is not None:
+            super().bagua_close()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state of the plain module, after everything that is owed to it was exchanged."""

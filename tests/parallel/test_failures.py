@@ -213,7 +213,7 @@ def test_a_killed_thread_rank_ends_the_others_with_a_typed_error(thread_pool):
 
 
 def _raise_in_a_hook(model: torch.nn.Module) -> None:
-    # In the last bucket: the first one is under way by then. Before that, the step could still be tried again.
+    # In the last bucket: the first one is under way by then.
     model[0].weight.register_hook(_raise)
 
 

@@ -11,14 +11,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from bagua.checks import check_flags
 from bagua.comm import ProcessGroup
 from bagua.errors import ConfigurationError
-from bagua.parallel.access import EngineAccess
 from bagua.parallel.agreement import compare
 from bagua.parallel.ddp_arguments import bytes_from_megabytes, resolve_group
 from bagua.parallel.decentralized.average import GlobalAverage
 from bagua.parallel.decentralized.mixing import DelayedMixing
 from bagua.parallel.decentralized.plan import Plan, TopologyLike, nodes_for, resolve_topology
 from bagua.parallel.decentralized.stepping import ClipScope, LRSchedulerFunction, OptimizerFunction, Stepping
-from bagua.parallel.hooks import BackwardHooks
 from bagua.parallel.options import check_module
 from bagua.parallel.overlapping import OverlappingWrapper
 from bagua.parallel.start import make_equal
@@ -26,7 +24,7 @@ from bagua.parallel.start import make_equal
 __all__ = ["DecentralizedDataParallel"]
 
 
-class DecentralizedDataParallel(EngineAccess, OverlappingWrapper):
+class DecentralizedDataParallel(OverlappingWrapper):
     r"""Trains a module on many ranks that mix their weights with a few others, one step behind.
 
     Building one is collective. Parameters are dealt into buckets in the first backward
@@ -153,10 +151,6 @@ class DecentralizedDataParallel(EngineAccess, OverlappingWrapper):
             self._engine.remove_hooks()
             self.reducer.close()
             raise
-
-    @property
-    def _bagua_engine(self) -> BackwardHooks:  # type: ignore[override]
-        return self._engine
 
     # The module's own.
 

@@ -140,6 +140,18 @@ class Session:
             self.member.leaving = self.member.leaving or "the model was dropped"
             self.desk.wake.set()
 
+    @property
+    def may_be_outlasted(self) -> bool:
+        """Where the store is hosted: whether others may still need it. Asks there, once the thread has ended."""
+        if self.ended_together:
+            return False
+        if self._thread.is_alive():
+            return True
+        try:
+            return self.member.others_remain
+        except CommunicationError:
+            return False
+
     def linger(self, until: float) -> None:
         """Where the store is hosted: give the others until then to end, too."""
         if not self._hosts_store or self._thread.is_alive() or os.getpid() != self._process:
@@ -161,10 +173,13 @@ class _Sessions:
 
     def add(self, session: Session) -> None:
         with self._guard:
+            hosting = list(self._hosting)
+        over = [one for one in hosting if not one.may_be_outlasted]
+        with self._guard:
             self._living.add(session)
             if session._hosts_store:  # noqa: SLF001 - the other half of this file
                 # Others may outlast it, also when nobody here thinks of it any more.
-                self._hosting = [one for one in self._hosting if not one.ended_together] + [session]
+                self._hosting = [one for one in self._hosting if one not in over] + [session]
             self._register()
 
     def expect(self, newcomer: Newcomer) -> None:

@@ -1,0 +1,45 @@
+"""What a model has of its own, and gives back when it is closed or dropped."""
+
+from __future__ import annotations
+
+import time
+
+from bagua.comm import ProcessGroup
+from bagua.parallel.executor import Executor
+
+__all__ = ["Belongings"]
+
+_POLL_S = 0.001
+
+
+class Belongings:
+    """What a model has of its own and must give back: threads, then the groups that these use.
+
+    Args:
+        group: private to the model.
+
+    Attributes:
+        executors: of the exchanges, while there are buckets.
+        groups: private to the model; none once they are being closed. An error that broke one of them may know the
+            frames of the training loop, and so the model.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.executors: list[Executor] = []
+        self.groups = [group]
+
+    def idle(self) -> bool:
+        """Whether no exchange is under way."""
+        return all(executor.idle() for executor in self.executors) and all(group.idle() for group in self.groups)
+
+    def wait_until_idle(self) -> None:
+        """Wait for the end of all exchanges. Each ends by its own deadline at the latest."""
+        while not self.idle():
+            time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
+        for executor in self.executors:
+            executor.close()
+        for group in list(self.groups):
+            group.close()

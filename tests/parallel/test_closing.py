@@ -1,0 +1,383 @@
+"""Models that are closed, or dropped, give everything back, and no other rank gets an error from it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import bagua.comm
+from bagua.algorithms import registry
+from bagua.comm import closing
+from bagua.errors import PeerLostError
+from bagua.parallel import ModelSwitchWrapper, with_bagua
+from bagua.parallel.decentralized import DecentralizedDataParallel
+from bagua.parallel.overlapping import OverlappingWrapper
+from bagua.testing.algorithm_contract import optimizer_maker
+from bagua.testing.training import (
+    State,
+    assert_same_on_all_ranks,
+    loss_of,
+    mlp,
+    sgd,
+    snapshot,
+    train_steps,
+)
+from tests.parallel.decentralized_simulation import train as train_decentralized
+from tests.parallel.decentralized_simulation import wrap as wrap_decentralized
+from tests.parallel.wrapping import WRAPS
+
+LIMIT_S = 20.0
+
+
+class Held(NamedTuple):
+    """What a process holds."""
+
+    descriptors: int
+    threads: int
+    mappings: int
+
+
+def held() -> Held:
+    mappings = Path("/proc/self/maps").read_text().count("memfd:bagua")
+    threads = [thread.name for thread in threading.enumerate() if thread.name != "bagua-closer"]
+    return Held(len(os.listdir("/proc/self/fd")), len(threads), mappings)
+
+
+def held_at_rest(allowed: Held | None = None) -> Held:
+    """What this process holds when all dropped models were closed."""
+    group = bagua.comm.get_default_group()
+    until = time.monotonic() + LIMIT_S
+    while time.monotonic() < until:
+        gc.collect()
+        within = allowed is None or all(a <= b for a, b in zip(held(), allowed, strict=True))
+        if within and not group._descendants:
+            break
+        time.sleep(0.01)
+    return held()
+
+
+def collect(garbage: weakref.ref[Any]) -> None:
+    """Collect garbage until that is gone: ``gc.collect`` does nothing while another thread is at it."""
+    until = time.monotonic() + LIMIT_S
+    while garbage() is not None and time.monotonic() < until:
+        gc.collect()
+    assert garbage() is None
+
+
+def wide_model() -> nn.Module:
+    """Its buckets are large enough for memory that peers map; it has buffers."""
+    return nn.Sequential(nn.Linear(8, 128), nn.BatchNorm1d(128), nn.Linear(128, 128), nn.Linear(128, 4))
+
+
+KINDS = ("data_parallel", "gradient_allreduce", "bytegrad", "low_precision_decentralized", "neighbours")
+
+
+def wrap_and_drop(kind: str) -> torch.optim.Optimizer:
+    """Two steps of a model that is garbage afterwards. The optimizer is kept a little longer."""
+    rank = bagua.comm.get_rank()
+    model = wide_model()
+    optimizer = sgd(model.parameters())
+    if kind == "neighbours":
+        wrapped = DecentralizedDataParallel(model, lambda named: torch.optim.SGD([one for _, one in named], lr=0.1))
+    elif kind == "data_parallel":
+        wrapped = WRAPS[kind](model, optimizer)
+    else:
+        wrapped = with_bagua(model, [optimizer], kind)
+    train_steps(wrapped, optimizer, rank, range(2))
+    return optimizer
+
+
+def wrap_and_drop_many(models: int, kinds: tuple[str, ...] = KINDS, rest_after: int = 1000) -> tuple[Held, Held]:
+    for kind in kinds:
+        wrap_and_drop(kind)
+    bagua.comm.barrier()
+    before = held_at_rest()
+    bagua.comm.barrier()
+    kept: list[torch.optim.Optimizer] = []
+    for number in range(models):
+        kept = [*kept[-3:], wrap_and_drop(kinds[number % len(kinds)])]
+        if number % rest_after == 0:
+            held_at_rest(before)
+            bagua.comm.barrier()
+    del kept
+    after = held_at_rest(before)
+    bagua.comm.barrier()  # Where ranks are threads, they count each other's.
+    return before, after
+
+
+def assert_nothing_is_left(results: list[tuple[Held, Held]]) -> None:
+    for before, after in results:
+        assert after.descriptors <= before.descriptors
+        assert after.threads <= before.threads
+        assert after.mappings <= before.mappings
+
+
+@pytest.mark.shm
+def test_two_hundred_dropped_models_leave_nothing_behind(shm_pool):
+    assert_nothing_is_left(shm_pool.run(wrap_and_drop_many, 200, size=2, deadline_s=240.0))
+
+
+def test_dropped_models_leave_nothing_behind(ranks):
+    assert_nothing_is_left(ranks(2, wrap_and_drop_many, 15, deadline_s=120.0))
+
+
+def test_dropped_models_that_were_averaged_leave_nothing_behind(ranks):
+    """Where the store is hosted, what is left of a session stays until the next one, as others may outlast it."""
+    assert_nothing_is_left(ranks(2, wrap_and_drop_many, 4, ("async",), 1, deadline_s=120.0))
+
+
+@pytest.mark.threads
+def test_a_slower_rank_gets_what_a_dropped_model_has_on_its_way(thread_ranks):
+    """With a lag, the last exchange of a rank is under way when it drops its model."""
+    dropped = threading.Event()
+
+    def train() -> None:
+        model = wrap_decentralized()
+        train_decentralized(model, range(3))
+        if bagua.comm.get_rank() == 0:
+            reducer = weakref.ref(model.reducer)
+            del model
+            collect(reducer)
+            dropped.set()
+            return
+        assert dropped.wait(LIMIT_S)
+        train_decentralized(model, [3])  # It mixes with what the other rank had sent before.
+        with pytest.raises(PeerLostError, match="rank 0 left"):
+            train_decentralized(model, [4, 5])
+
+    thread_ranks(2, train)
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("end", ["destroy", "drop"])
+def test_the_end_waits_for_a_rank_that_has_yet_to_come_to_the_last_step(thread_ranks, end):
+    dropped = threading.Event()
+
+    def train() -> None:
+        model = wrap_decentralized()
+        rank = bagua.comm.get_rank()
+        train_decentralized(model, range(2))
+        if rank == 1:
+            assert dropped.wait(LIMIT_S)
+        train_decentralized(model, [2])
+        if rank == 0:
+            reducer = weakref.ref(model.reducer)
+            del model
+            collect(reducer)
+            dropped.set()
+            if end == "destroy":
+                bagua.comm.destroy_process_group()
+        else:
+            model.reducer.end_exchanges()
+
+    thread_ranks(2, train)
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
+def test_a_model_that_failed_can_be_dropped_like_any_other(thread_ranks, algorithm):
+    """The error knows the frames of the loop that it came through, and these know the model."""
+
+    def fail() -> weakref.ref[Any]:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        with_bagua(model, [sgd(model.parameters())], algorithm)
+        loss_of(model, rank, 0).backward()
+        if rank == 0:
+            model[0].weight.register_hook(raise_memory_error)
+        with pytest.raises((MemoryError, PeerLostError)):
+            loss_of(model, rank, 1).backward()
+        return weakref.ref(model._bagua_engine.reducer)
+
+    def drop() -> list[Any]:
+        parent = bagua.comm.get_default_group()
+        reducer = fail()
+        until = time.monotonic() + LIMIT_S
+        while (parent._descendants or reducer() is not None) and time.monotonic() < until:
+            gc.collect()
+        return [*parent._descendants, reducer()]
+
+    assert thread_ranks(2, drop) == [[None], [None]]
+
+
+def raise_memory_error(gradient: torch.Tensor) -> None:
+    raise MemoryError
+
+
+@pytest.mark.threads
+def test_the_thread_that_closes_ends_with_the_last_owner():
+    closer = closing._Closer()
+    closed = threading.Event()
+
+    class Belonging:
+        busy = True
+
+        def idle(self) -> bool:
+            return not self.busy
+
+        def close(self) -> None:
+            closed.set()
+
+    first, second = Belonging(), Belonging()
+    for _ in range(2):
+        closer.expect_one()
+    thread = closer._thread
+    assert thread is not None
+    closer.take(first, owners=0)
+    closer.take(first, owners=1)
+    first.busy = False
+    assert closed.wait(LIMIT_S)
+    assert thread.is_alive()
+    second.busy = False
+    closer.take(second, owners=1)
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+
+
+@pytest.mark.threads
+def test_a_finalizer_takes_no_lock(thread_ranks):
+    """It may run between any two instructions, also where its own thread holds one."""
+
+    def drop() -> int:
+        model = mlp()
+        wrapped = WRAPS["data_parallel"](model, sgd(model.parameters()))
+        train_steps(wrapped, sgd(model.parameters()), bagua.comm.get_rank(), range(2))
+        group = wrapped.reducer.group
+        parent = bagua.comm.get_default_group()
+        with closing._closer._guard, parent._closing, group._closing, group._ledger.guard, group._made[0]._in_use:
+            reducer = weakref.ref(wrapped.reducer)
+            del wrapped, model
+            collect(reducer)
+            assert not group.closed
+        until = time.monotonic() + LIMIT_S
+        while group in parent._descendants and time.monotonic() < until:
+            time.sleep(0.001)
+        return len(parent._descendants)
+
+    assert thread_ranks(2, drop) == [0, 0]
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("wrap", [*WRAPS, "overlapping"])
+def test_a_closed_model_trains_on_alone(thread_ranks, wrap):
+    """Like a plain one, on each rank with its own data."""
+
+    def train() -> tuple[State, State]:
+        rank = bagua.comm.get_rank()
+        model, plain = mlp(), mlp()
+        optimizer, other = sgd(model.parameters()), sgd(plain.parameters())
+        wrapped = OverlappingWrapper(model, [optimizer]) if wrap == "overlapping" else WRAPS[wrap](model, optimizer)
+        train_steps(wrapped, optimizer, rank, range(3))
+        for _ in range(2):
+            wrapped.bagua_close()
+        plain.load_state_dict(model.state_dict())
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        wrapped.state_dict()
+        with wrapped.no_sync():
+            loss_of(wrapped, rank, 3).backward()
+        train_steps(wrapped, optimizer, rank, range(3, 6))
+        train_steps(plain, other, rank, range(3, 6))
+        assert not bagua.comm.get_default_group()._descendants
+        return snapshot(model), snapshot(plain)
+
+    for closed, plain in thread_ranks(2, train):
+        assert_same_on_all_ranks([plain, closed])
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("name", sorted(set(registry)))
+def test_every_algorithm_can_be_closed_and_begun_anew(thread_ranks, name):
+    """Wrapping a closed model is a first time: it starts from rank 0, not from the mean."""
+    algorithm = registry.get(name)()
+
+    def train() -> tuple[State, State]:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = optimizer_maker(algorithm)(model.parameters())
+        with_bagua(model, [optimizer], algorithm)
+        with model.bagua_closing():
+            train_steps(model, optimizer, rank, range(3))
+        train_steps(model, optimizer, rank, range(3, 5))
+        alone = snapshot(model)
+        with_bagua(model, [optimizer], algorithm)
+        return alone, snapshot(model)
+
+    results = thread_ranks(2, train)
+    assert_same_on_all_ranks([results[0][0], *(anew for _, anew in results)])
+
+
+@pytest.mark.threads
+def test_a_decentralized_model_can_be_closed(thread_ranks):
+    def train() -> None:
+        model = wrap_decentralized()
+        with model.bagua_closing():
+            train_decentralized(model, range(3))
+        before = snapshot(model)
+        train_decentralized(model, range(3, 5))
+        assert_same_on_all_ranks([before, snapshot(model)])  # Who steps it now is up to the caller.
+        assert len(model.bagua_optimizers) == len(model.bagua_buckets)
+        model.communication_state_dict()
+
+    thread_ranks(3, train)
+
+
+@pytest.mark.threads
+def test_buffers_are_not_broadcast_any_more(thread_ranks):
+    def train() -> float:
+        rank = bagua.comm.get_rank()
+        model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+        optimizer = sgd(model.parameters())
+        wrapped = WRAPS["data_parallel"](model, optimizer)
+        train_steps(wrapped, optimizer, rank, range(2))
+        wrapped.bagua_close()
+        train_steps(wrapped, optimizer, rank, range(2, 4))
+        assert not bagua.comm.get_default_group()._descendants
+        return model[1].running_mean.sum().item()
+
+    first, second = thread_ranks(2, train)
+    assert first != second
+
+
+@pytest.mark.threads
+def test_a_switch_wrapper_is_closed_and_given_an_algorithm_again(thread_ranks):
+    def train() -> State:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        wrapper = ModelSwitchWrapper(model, optimizer)
+        wrapper.bagua_close()  # There is nothing to close yet.
+        with wrapper.switch_to("allreduce").bagua_closing():
+            train_steps(wrapper, optimizer, rank, range(2))
+        train_steps(wrapper, optimizer, rank, range(2, 4))
+        alone = snapshot(model)
+        wrapper.switch_to("allreduce")
+        return alone if rank == 0 else snapshot(model)
+
+    assert_same_on_all_ranks(thread_ranks(2, train))
+
+
+@pytest.mark.threads
+def test_an_error_in_the_block_closes_the_model_and_tells_the_others(thread_ranks):
+    def train() -> None:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        wrapped = WRAPS["with_bagua"](model, optimizer)
+        with pytest.raises(MemoryError if rank == 0 else PeerLostError), wrapped.bagua_closing():
+            train_steps(wrapped, optimizer, rank, range(2))
+            if rank == 0:
+                raise MemoryError
+            train_steps(wrapped, optimizer, rank, range(2, 4))
+        train_steps(wrapped, optimizer, rank, range(2, 4))
+
+    thread_ranks(2, train)
