@@ -17,7 +17,7 @@ from torch import nn
 
 import bagua.comm
 from bagua.algorithms import registry
-from bagua.comm import closing
+from bagua.comm.closer import _Closer, _closer
 from bagua.errors import PeerLostError
 from bagua.parallel import ModelSwitchWrapper, with_bagua
 from bagua.parallel.decentralized import DecentralizedDataParallel
@@ -152,7 +152,7 @@ def test_a_slower_rank_gets_what_a_dropped_model_has_on_its_way(thread_ranks):
             return
         assert dropped.wait(LIMIT_S)
         train_decentralized(model, [3])  # It mixes with what the other rank had sent before.
-        with pytest.raises(PeerLostError, match="rank 0 left"):
+        with pytest.raises(PeerLostError, match="lost rank 0"):
             train_decentralized(model, [4, 5])
 
     thread_ranks(2, train)
@@ -216,7 +216,7 @@ def raise_memory_error(gradient: torch.Tensor) -> None:
 
 @pytest.mark.threads
 def test_the_thread_that_closes_ends_with_the_last_owner():
-    closer = closing._Closer()
+    closer = _Closer()
     closed = threading.Event()
 
     class Belonging:
@@ -254,7 +254,7 @@ def test_a_finalizer_takes_no_lock(thread_ranks):
         train_steps(wrapped, sgd(model.parameters()), bagua.comm.get_rank(), range(2))
         group = wrapped.reducer.group
         parent = bagua.comm.get_default_group()
-        with closing._closer._guard, parent._closing, group._closing, group._ledger.guard, group._made[0]._in_use:
+        with _closer._guard, parent._closing, group._closing, group._ledger.guard, group._made[0]._in_use:
             reducer = weakref.ref(wrapped.reducer)
             del wrapped, model
             collect(reducer)

@@ -49,7 +49,7 @@ def assert_this_rank_is_told(step: Callable[[], object]) -> None:
 
 
 def assert_peers_are_told(steps: Callable[[], object]) -> None:
-    with pytest.raises(PeerLostError, match="rank 0: a backward pass failed before its end") as caught:
+    with pytest.raises(PeerLostError, match="lost rank 0: it gave up: a backward pass failed before its end") as caught:
         steps()
     assert caught.value.peers == (0,)
 
