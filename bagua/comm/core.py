@@ -147,8 +147,9 @@ class CommunicatorCore:
     ) -> Work | None:
         """Start the described call; wait for it unless ``async_op``."""
         timeout_s = self._timeout_s if timeout is None else as_seconds(timeout)
-        if self._composite is not None and not self._composite.driven_here():
-            self._composite.wait()
+        composite = self._composite  # Another thread may complete it meanwhile.
+        if composite is not None and not composite.driven_here():
+            composite.wait()
         if not self._in_use.acquire(blocking=False):
             raise self._concurrent_use(kind)
         started = time.perf_counter()
@@ -202,12 +203,16 @@ class CommunicatorCore:
             self.statistics.add(call, spent + time.perf_counter() - waiting)
             return kept[-1]
 
-        return PendingWork(complete, handle.is_completed, handle.notify)
+        def give_up(error: CommunicationError) -> None:
+            self._break(error, call, started)
+
+        return PendingWork(complete, handle.is_completed, handle.notify, give_up)
 
     def _compose(self, steps: Steps, async_op: bool) -> CompositeWork:
         """Run, or start, a collective made of several; see ``CompositeWork``."""
-        if self._composite is not None and not self._composite.driven_here():
-            self._composite.wait()
+        composite = self._composite
+        if composite is not None and not composite.driven_here():
+            composite.wait()
         outer = self._composite
 
         def released(_: CompositeWork) -> None:
