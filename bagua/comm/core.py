@@ -12,6 +12,7 @@ import torch
 
 from bagua.comm.arguments import as_seconds
 from bagua.comm.call import COLLECTIVES, Call
+from bagua.comm.sharing import Turns
 from bagua.comm.statistics import KindStatistics, Statistics
 from bagua.comm.transport import Handle, Transport
 from bagua.comm.work import CompositeWork, PendingWork, Steps, Work
@@ -39,7 +40,8 @@ class CommunicatorCore:
     def __init__(self, transport: Transport, timeout_s: float) -> None:
         self._transport = transport
         self._timeout_s = timeout_s
-        self._in_use = threading.Lock()
+        self._in_use: threading.Lock | Turns = threading.Lock()
+        self._shared = False
         self._broken: BaseException | None = None
         self._closed = False
         self._collectives = 0
@@ -98,6 +100,12 @@ class CommunicatorCore:
         """
         return self._transport.empty(numel, dtype, torch.device(device))
 
+    def share(self) -> None:
+        """Let several threads use this communicator: they start calls in turn, and wait side by side."""
+        self._in_use = Turns()
+        self._shared = True
+        self._transport.share()
+
     def stats(self) -> dict[str, KindStatistics]:
         """Calls, bytes and seconds of this communicator, by kind of call."""
         return self.statistics.snapshot()
@@ -155,13 +163,19 @@ class CommunicatorCore:
         started = time.perf_counter()
         call: Call | None = None
         try:
-            if self._broken is not None or self._closed:
-                raise self._refusal(kind)  # noqa: TRY301
-            call = Call(kind, self._next(kind), dtype, numel, reduction, root, peer, counts[0], counts[1])
-            self.statistics.recent.append(call)
-            handle = self._transport.start(call, source, target, timeout_s, async_op)
+            try:
+                if self._broken is not None or self._closed:
+                    raise self._refusal(kind)
+                call = Call(kind, self._next(kind), dtype, numel, reduction, root, peer, counts[0], counts[1])
+                self.statistics.recent.append(call)
+                handle = self._transport.start(call, source, target, timeout_s, async_op)
+                if not (async_op or self._shared):
+                    handle.wait()
+            finally:
+                self._in_use.release()
             if not async_op:
-                handle.wait()
+                if self._shared:
+                    handle.wait()
                 if finish is not None:
                     finish()
                 self.statistics.add(call, time.perf_counter() - started)
@@ -170,8 +184,6 @@ class CommunicatorCore:
             if call is not None:
                 self._break(error, call, started)
             raise
-        finally:
-            self._in_use.release()
         return self._pending(handle, call, started, finish, (source, target, result))
 
     def _next(self, kind: str) -> int:
@@ -231,8 +243,10 @@ class CommunicatorCore:
 
     def _concurrent_use(self, kind: str) -> ConcurrentUseError:
         return ConcurrentUseError(
-            f"{kind} was called while another thread is inside a call on {self.label}",
+            f"{kind} was called while another thread, or the code that a signal handler interrupts, "
+            f"is inside a call on {self.label}",
             rank=self.rank,
+            call=kind,
             advice="Give each thread a communicator of its own: group.duplicate().",
         )
 
@@ -250,6 +264,9 @@ class CommunicatorCore:
 
     def _break(self, error: BaseException, call: Call, started: float) -> None:
         """Make this communicator unusable because ``error`` ended ``call`` half-way."""
+        if isinstance(error, ConcurrentUseError) and error.call is None:
+            error.call = str(call)  # It is that of this call, not of a handler that interrupted it.
+            return
         if isinstance(error, ConfigurationError):
             return  # The transport refused before anything was sent.
         if isinstance(error, CommunicationError):

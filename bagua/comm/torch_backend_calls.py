@@ -75,10 +75,10 @@ class TorchCalls:
         self._communicator = members.global_communicator
         self._stand_in = stand_in
         self._backends = dict(backends)
-        # Threads may share a group of torch, not a communicator of ours.
-        self._starting = threading.Lock()
+        self._communicator.share()  # Threads may share a group of torch.
         self._backward = BackwardWatch()
-        self._coalesced: list[Work] | None = None
+        #: Started calls that will be one work, by the thread that collects them.
+        self._coalesced: dict[int, list[Work]] = {}
 
     # Starting calls.
 
@@ -106,21 +106,20 @@ class TorchCalls:
     ) -> TorchWork:
         """Start ``calls`` of our communicator as torch's options say.
 
-        Those that are not asynchronous are made here and now, in the calling thread: on
+        Those that are not asynchronous are made here and now, mostly in the calling thread: on
         shared memory that takes a fraction of the time.
         """
         seconds = options.timeout.total_seconds()
         timeout_s = seconds if seconds > 0 else self._stand_in.timeout_s
-        with self._starting:
-            started = [call(async_op=options.asyncOp, timeout=timeout_s) for call in calls]
+        started = [call(async_op=options.asyncOp, timeout=timeout_s) for call in calls]
         works = [work for work in started if work is not None]
         if not works:
             if finish is not None:
                 finish()
             return TorchWork(None, outputs)
         work = works[0] if finish is None and len(works) == 1 else JoinedWork(works, finish)
-        if self._coalesced is not None:
-            self._coalesced.append(work)
+        if self._coalesced and (collected := self._coalesced.get(threading.get_ident())) is not None:
+            collected.append(work)
         return TorchWork(work, outputs)
 
     # What C++ calls.
@@ -324,13 +323,13 @@ class TorchCalls:
         if backend is not None:
             backend._start_coalescing()  # noqa: SLF001 - torch's own name
         else:
-            self._coalesced = []
+            self._coalesced[threading.get_ident()] = []
 
     def _end_coalescing(self, device: torch.device) -> Any:
         backend = self._backends.get(device.type)
         if backend is not None:
             return backend._end_coalescing()  # noqa: SLF001 - torch's own name
-        works, self._coalesced = self._coalesced, None
+        works = self._coalesced.pop(threading.get_ident(), None)
         return TorchWork(JoinedWork(works, None) if works else None, [])
 
     # Names before torch 2.13.
