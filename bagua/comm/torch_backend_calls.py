@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from bagua.comm.arguments import as_seconds
+from bagua.comm.copying import copy_pieces
 from bagua.comm.group import ProcessGroup
 from bagua.comm.torch_backend_work import BackwardWatch, TorchWork
 from bagua.comm.work import JoinedWork, Work
@@ -147,7 +148,7 @@ class TorchCalls:
 
         def finish() -> None:
             for flat, parts in flats:
-                _copy_all(parts, torch.split(flat, [part.numel() for part in parts]))
+                copy_pieces(parts, torch.split(flat, [part.numel() for part in parts]))
 
         operation = opts.reduceOp.op
         calls = [partial(self._communicator.allreduce, flat, operation) for flat, _ in flats]
@@ -171,7 +172,7 @@ class TorchCalls:
 
         def finish() -> None:
             for outputs, flat in zip(output_lists, flats, strict=True):
-                _copy_all(outputs, flat.unbind())
+                copy_pieces(outputs, flat.unbind())
 
         return self._start(opts, [output for outputs in output_lists for output in outputs], calls, finish)
 
@@ -282,7 +283,7 @@ class TorchCalls:
 
         def finish() -> None:
             if flat is not None:
-                _copy_all(outputs, flat.unbind())
+                copy_pieces(outputs, flat.unbind())
 
         return self._start(opts, outputs, [partial(self._communicator.gather, flat, tensors[0], opts.rootRank)], finish)
 
@@ -302,7 +303,7 @@ class TorchCalls:
         received, sent = [output.numel() for output in outputs], [tensor.numel() for tensor in tensors]
         flat = outputs[0].new_empty(sum(received))
         call = partial(self._communicator.alltoall_v, flat, _flat(tensors), received, sent)
-        return self._start(opts, outputs, [call], lambda: _copy_all(outputs, torch.split(flat, received)))
+        return self._start(opts, outputs, [call], lambda: copy_pieces(outputs, torch.split(flat, received)))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
         """Refuse: our transports match messages by their sender."""
@@ -374,14 +375,6 @@ def _rows_for(outputs: Sequence[Tensor]) -> Tensor:
             seen=[(tuple(output.shape), output.dtype) for output in outputs],
         )
     return outputs[0].new_empty(len(outputs), outputs[0].numel())
-
-
-def _copy_all(outputs: Sequence[Tensor], pieces: Sequence[Tensor]) -> None:
-    """Bring each piece to its output."""
-    # This may run in another thread than the one that called, where torch guards such tensors.
-    with torch.inference_mode(any(output.is_inference() for output in outputs)):
-        for output, piece in zip(outputs, pieces, strict=True):
-            output.detach().copy_(piece.view(output.shape))
 
 
 def _counts(tensor: Tensor, rows: Sequence[int], size: int) -> list[int]:
