@@ -26,8 +26,12 @@ __all__ = [
 ]
 
 
+#: What clocks, locks, and torch can all wait for.
+_LONGEST_S = 365 * 24 * 3600.0
+
+
 def as_seconds(timeout: object, argument: str = "timeout") -> float:
-    """``timeout`` in seconds.
+    """``timeout`` in seconds; whatever is longer than a year, infinity too, means a year.
 
     Raises:
         ConfigurationError: not a positive number.
@@ -44,7 +48,7 @@ def as_seconds(timeout: object, argument: str = "timeout") -> float:
             expected="seconds > 0 or a timedelta",
             seen=repr(timeout),
         )
-    return float(seconds)
+    return _LONGEST_S if seconds > _LONGEST_S else float(seconds)
 
 
 def check_rank(rank: object, size: int, argument: str) -> int:

@@ -80,6 +80,15 @@ class BackgroundThread:
             except BaseException as error:  # noqa: BLE001 - raised by whoever asks the future
                 future.set_exception(error)
 
+        self.put(task)
+        return future
+
+    def put(self, task: Callable[[], None]) -> None:
+        """Run ``task``, which raises nothing, after everything submitted before it.
+
+        Raises:
+            RuntimeError: the thread was stopped.
+        """
         with self._lock:
             if self._stopped:
                 raise RuntimeError(f"background thread {self._name} was stopped")
@@ -89,7 +98,6 @@ class BackgroundThread:
                 self._thread = thread
                 _living.add(self)
             self._queue.put(task)
-        return future
 
     def _run(self) -> None:
         while (task := self._queue.get()) is not None:

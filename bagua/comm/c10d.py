@@ -20,11 +20,12 @@ import torch
 from bagua.comm.c10d_errors import ENDED, ended_error, lost_error, timeout_error
 from bagua.comm.c10d_groups import BackendGroup, create_group, group_refusal, split_name
 from bagua.comm.c10d_handles import C10dHandle, CollectiveHandle, MessageHandle, StreamHandle, StreamWatch, Waiters
-from bagua.comm.c10d_lowering import Lowering
+from bagua.comm.c10d_lowering import Finish, Lowering
 from bagua.comm.c10d_monitor import monitor
 from bagua.comm.c10d_notices import Cause, Findings, Mailbox
 from bagua.comm.call import POINT_TO_POINT, Call
 from bagua.comm.closing import run_all
+from bagua.comm.copying import copy_pieces
 from bagua.comm.forks import family, forked_error
 from bagua.comm.transport import DONE, Handle, Membership, Transport
 from bagua.errors import CollectiveTimeoutError, CommunicationError, TransportUnavailableError
@@ -143,13 +144,17 @@ class C10dTransport(Transport):
                 return self._start_staged(call, source, target, timeout_s, asynchronous)
             channel = found
         try:
-            works, finish = channel.start(call, source, target, timeout_s)
+            if target is None or not target.is_inference():
+                works, finish = channel.start(call, source, target, timeout_s)
+            else:
+                with torch.inference_mode():  # torch guards tensors that were made in it
+                    works, finish = channel.start(call, source, target, timeout_s)
         except NotImplementedError as error:
             raise self._unable(call, error) from error
         except RuntimeError as error:
             raise self.failed(error, 0.0, timeout_s) from error
         handle_class = channel.message if channel.takes_messages(call) else channel.collective
-        handle = handle_class(self, works, finish, timeout_s, (source, target))
+        handle = handle_class(self, works, _where_allowed(finish, target), timeout_s, (source, target))
         if asynchronous or channel.group.on_stream:
             self._keep(handle)
         return handle
@@ -171,7 +176,7 @@ class C10dTransport(Transport):
         handle = self.start(call, near_source, near_target, timeout_s, asynchronous)
         if target is not None and isinstance(handle, C10dHandle):
             assert near_target is not None
-            handle.then(functools.partial(target.copy_, near_target))
+            handle.then(functools.partial(copy_pieces, [target], [near_target]))
         return handle
 
     def _keep(self, handle: C10dHandle) -> None:
@@ -310,6 +315,13 @@ class C10dTransport(Transport):
         self._outstanding.clear()
         for channel in set(self._channels.values()):
             channel.group.disown()
+
+
+def _where_allowed(finish: Finish | None, target: torch.Tensor | None) -> Finish | None:
+    """``finish``, in inference mode if the target was made in that, whoever calls it."""
+    if finish is None or target is None or not target.is_inference():
+        return finish
+    return torch.inference_mode()(finish)
 
 
 def c10d_refusal(backend: str) -> TransportUnavailableError | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
 from bagua.comm.arguments import check_rank
 from bagua.comm.collectives import TensorCollectives
+from bagua.comm.copying import copy_pieces
 from bagua.comm.core import Timeout
 from bagua.comm.encoding import decode, encode, encode_failure
 from bagua.comm.reduction import ReduceOp, reduction_name
@@ -105,8 +106,7 @@ class Communicator(TensorCollectives):
             for work, flat, parts in zip(works, flats, alike.values(), strict=True):
                 if work is not None:
                     yield work
-                for part, piece in zip(parts, torch.split(flat, [p.numel() for p in parts]), strict=True):
-                    part.view(-1).copy_(piece)
+                copy_pieces(parts, torch.split(flat, [part.numel() for part in parts]))
             for _, finish in targets:
                 if finish is not None:
                     finish()
@@ -276,8 +276,9 @@ class Communicator(TensorCollectives):
         """``obj`` as bytes; if it has no encoding, the news of that, so that no peer waits."""
         try:
             return encode(obj, allow_pickle=allow_pickle).to(self._home), None
-        except ConfigurationError as error:
-            return encode_failure(str(error)).to(self._home), error
+        except Exception as error:  # noqa: BLE001 - whatever it is, peers wait for this rank
+            failure = error if isinstance(error, ConfigurationError) else _not_encoded(obj, error)
+            return encode_failure(str(failure)).to(self._home), failure
 
     def _encoded_parts(
         self, objs: Sequence[object] | None, root: int, allow_pickle: bool
@@ -285,7 +286,8 @@ class Communicator(TensorCollectives):
         """What ``root`` sends to each rank, and what is wrong with ``objs``: raised when no peer waits any more."""
         if self.rank != root and objs is None:
             return [], None
-        if self.rank == root and objs is not None and len(objs) == self.size:
+        count = len(objs) if isinstance(objs, Collection) else None
+        if self.rank == root and objs is not None and count == self.size:
             encoded = [self._encoded(obj, allow_pickle) for obj in objs]
             failures = [failure for _, failure in encoded if failure is not None]
             return [part for part, _ in encoded], failures[0] if failures else None
@@ -293,7 +295,7 @@ class Communicator(TensorCollectives):
             "one rank has the objects, one for each rank",
             argument="objs",
             expected=f"a list of {self.size} objects on rank {root}, None on other ranks",
-            seen=f"{'None' if objs is None else f'{len(objs)} objects'} on rank {self.rank}",
+            seen=f"{type(objs).__name__ if count is None else f'{count} objects'} on rank {self.rank}",
         )
         news = [encode_failure(str(failure)).to(self._home)] * self.size
         return news if self.rank == root else [], failure
@@ -301,6 +303,14 @@ class Communicator(TensorCollectives):
     def _object_result(self, steps: Steps, async_op: bool) -> Any:
         work = self._compose(steps, async_op)
         return work if async_op else work.result()
+
+
+def _not_encoded(obj: object, error: Exception) -> ConfigurationError:
+    failure = ConfigurationError(
+        f"the object could not be encoded: {type(error).__name__}: {error}", argument="obj", seen=type(obj).__name__
+    )
+    failure.__cause__ = error
+    return failure
 
 
 def _maybe(work: Work | None) -> Steps:

@@ -13,6 +13,7 @@ import torch
 from bagua.comm.arguments import as_seconds
 from bagua.comm.call import COLLECTIVES, Call
 from bagua.comm.forks import family, forked_error
+from bagua.comm.sharing import Turns
 from bagua.comm.statistics import KindStatistics, Statistics
 from bagua.comm.transport import Handle, Transport
 from bagua.comm.work import CompositeWork, PendingWork, Steps, Work
@@ -41,7 +42,8 @@ class CommunicatorCore:
     def __init__(self, transport: Transport, timeout_s: float) -> None:
         self._transport = transport
         self._timeout_s = timeout_s
-        self._in_use = threading.Lock()
+        self._in_use: threading.Lock | Turns = threading.Lock()
+        self._shared = False
         self._broken: BaseException | None = None
         self._closed = False
         self._collectives = 0
@@ -108,6 +110,12 @@ class CommunicatorCore:
         """
         return self._transport.empty(numel, dtype, torch.device(device))
 
+    def share(self) -> None:
+        """Let several threads use this communicator: they start calls in turn, and wait side by side."""
+        self._in_use = Turns()
+        self._shared = True
+        self._transport.share()
+
     def stats(self) -> dict[str, KindStatistics]:
         """Calls, bytes and seconds of this communicator, by kind of call."""
         return self.statistics.snapshot()
@@ -149,7 +157,7 @@ class CommunicatorCore:
 
     def disown(self) -> None:
         """In a forked child: the communicator is its parent's, and calls are refused. One rank alone needs nobody."""
-        self._in_use = threading.Lock()
+        self._in_use = Turns() if isinstance(self._in_use, Turns) else threading.Lock()
         self._composite = None
         if self.size > 1:
             self._broken, self._closed = forked_error(), True
@@ -179,20 +187,27 @@ class CommunicatorCore:
     ) -> Work | None:
         """Start the described call; wait for it unless ``async_op``."""
         timeout_s = self._timeout_s if timeout is None else as_seconds(timeout)
-        if self._composite is not None and not self._composite.driven_here():
-            self._composite.wait()
+        composite = self._composite  # Another thread may complete it meanwhile.
+        if composite is not None and not composite.driven_here():
+            composite.wait()
         if not self._in_use.acquire(blocking=False):
             raise self._concurrent_use(kind)
         started = time.perf_counter()
         call: Call | None = None
         try:
-            if self._broken is not None or self._closed:
-                raise self._refusal(kind)  # noqa: TRY301
-            call = Call(kind, self._next(kind), dtype, numel, reduction, root, peer, counts[0], counts[1])
-            self.statistics.recent.append(call)
-            handle = self._transport.start(call, source, target, timeout_s, async_op)
+            try:
+                if self._broken is not None or self._closed:
+                    raise self._refusal(kind)
+                call = Call(kind, self._next(kind), dtype, numel, reduction, root, peer, counts[0], counts[1])
+                self.statistics.recent.append(call)
+                handle = self._transport.start(call, source, target, timeout_s, async_op)
+                if not (async_op or self._shared):
+                    handle.wait()
+            finally:
+                self._in_use.release()
             if not async_op:
-                handle.wait()
+                if self._shared:
+                    handle.wait()
                 if finish is not None:
                     finish()
                 self.statistics.add(call, time.perf_counter() - started)
@@ -201,8 +216,6 @@ class CommunicatorCore:
             if call is not None:
                 self._break(error, call, started)
             raise
-        finally:
-            self._in_use.release()
         return self._pending(handle, call, started, finish, (source, target, result))
 
     def _next(self, kind: str) -> int:
@@ -234,12 +247,16 @@ class CommunicatorCore:
             self.statistics.add(call, spent + time.perf_counter() - waiting)
             return kept[-1]
 
-        return PendingWork(complete, handle.is_completed, handle.notify)
+        def give_up(error: CommunicationError) -> None:
+            self._break(error, call, started)
+
+        return PendingWork(complete, handle.is_completed, handle.notify, give_up)
 
     def _compose(self, steps: Steps, async_op: bool) -> CompositeWork:
         """Run, or start, a collective made of several; see ``CompositeWork``."""
-        if self._composite is not None and not self._composite.driven_here():
-            self._composite.wait()
+        composite = self._composite
+        if composite is not None and not composite.driven_here():
+            composite.wait()
         outer = self._composite
 
         def released(_: CompositeWork) -> None:
@@ -258,8 +275,10 @@ class CommunicatorCore:
 
     def _concurrent_use(self, kind: str) -> ConcurrentUseError:
         return ConcurrentUseError(
-            f"{kind} was called while another thread is inside a call on {self.label}",
+            f"{kind} was called while another thread, or the code that a signal handler interrupts, "
+            f"is inside a call on {self.label}",
             rank=self._global_rank,
+            call=kind,
             advice="Give each thread a communicator of its own: group.duplicate().",
         )
 
@@ -277,6 +296,9 @@ class CommunicatorCore:
 
     def _break(self, error: BaseException, call: Call, started: float) -> None:
         """Make this communicator unusable because ``error`` ended ``call`` half-way."""
+        if isinstance(error, ConcurrentUseError) and error.call is None:
+            error.call = str(call)  # It is that of this call, not of a handler that interrupted it.
+            return
         if isinstance(error, ConfigurationError):
             return  # The transport refused before anything was sent.
         if isinstance(error, CommunicationError):

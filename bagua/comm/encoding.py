@@ -49,7 +49,7 @@ def encode(value: object, *, allow_pickle: bool = False) -> torch.Tensor:
 
 def encode_failure(reason: str) -> torch.Tensor:
     """What a rank sends in place of an object that it could not encode."""
-    return _as_tensor(_HEADER.pack(_FAILURE, 0), reason.encode())
+    return _as_tensor(_HEADER.pack(_FAILURE, 0), reason.encode(errors="backslashreplace"))
 
 
 def decode(data: torch.Tensor, *, allow_pickle: bool = False) -> Any:

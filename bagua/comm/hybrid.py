@@ -11,7 +11,6 @@ All other calls go to all ranks through Gloo.
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future
 from functools import partial
 
 import torch
@@ -25,10 +24,11 @@ from bagua.comm.memory_lanes import Lane, Lanes, Pending
 from bagua.comm.memory_line import Deadline
 from bagua.comm.reduction import divide
 from bagua.comm.rendezvous import refuse_together
+from bagua.comm.sharing import handlers_may_call
 from bagua.comm.shm import ShmTransport
 from bagua.comm.solo import SoloTransport
 from bagua.comm.transport import DONE, Handle, Membership, Transport
-from bagua.errors import CommunicationError, CommunicatorClosedError
+from bagua.errors import CommunicationError
 
 __all__ = ["HybridTransport", "slice_owners"]
 
@@ -154,15 +154,17 @@ class HybridTransport(Transport):
         assert target is not None
         deadline = Deadline(time.perf_counter() + timeout_s, timeout_s)
         if not asynchronous and self._lanes.idle(_LANE):
-            self._allreduce(call, target, deadline)
-            return DONE
-        return Pending([self._submit(call, target, deadline)], deadline, self.abort)
+            if not self._lanes.shared:
+                self._allreduce(call, target, deadline)
+                return DONE
+            if not handlers_may_call():
+                return self._lanes.inline([_LANE], partial(self._allreduce, call, target, deadline))
+        part = self._lanes.submit(_LANE, partial(self._allreduce, call, target, deadline))
+        return Pending([part], deadline, self.abort)
 
-    def _submit(self, call: Call, target: torch.Tensor, deadline: Deadline) -> Future[None]:
-        try:
-            return self._lanes.submit(_LANE, partial(self._allreduce, call, target, deadline))
-        except RuntimeError as error:
-            raise CommunicatorClosedError("the communicator was closed") from error
+    def share(self) -> None:
+        """See ``MemoryTransport.share``; Gloo's calls go on by themselves."""
+        self._lanes.shared = True
 
     def _allreduce(self, call: Call, target: torch.Tensor, deadline: Deadline) -> None:
         flat = target.view(-1)
@@ -216,6 +218,7 @@ class HybridTransport(Transport):
         """Break all parts."""
         for part in self._parts:
             part.transport.abort(reason, culprit)
+        self._lanes.abandon()
 
     def idle(self) -> bool:
         """Whether all asynchronous calls are complete."""

@@ -73,8 +73,8 @@ def init_process_group(
         )
     configure_log()
     backend = unwrapped(backend)
-    timeout_s = DEFAULT_TIMEOUT_S if (found := env.timeout_s()) is None else found
-    timeout_s = timeout_s if timeout is None else as_seconds(timeout)
+    timeout = env.timeout_s() if timeout is None else timeout
+    timeout_s = DEFAULT_TIMEOUT_S if timeout is None else as_seconds(timeout)
     if store is None and backend == "threads":
         raise ConfigurationError(
             "ranks that are threads meet at a store that they share",

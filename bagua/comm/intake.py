@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from bagua.comm.arguments import check_rank, check_tensor, is_plain, readable, writable
+from bagua.comm.copying import copy_pieces
 from bagua.comm.core import CommunicatorCore
 from bagua.comm.reduction import check_communicable
 from bagua.errors import InvalidRankError, InvalidTensorError
@@ -102,7 +103,7 @@ class Intake(CommunicatorCore):
 
 
 def _copy(destination: torch.Tensor, stage: torch.Tensor) -> None:
-    destination.copy_(stage.view(destination.dtype).view(destination.shape))
+    copy_pieces([destination], [stage.view(destination.dtype)])
 
 
 def _check_fits(tensor: torch.Tensor, argument: str, like: torch.Tensor, numel: int) -> None:

@@ -24,7 +24,6 @@ a ``Line`` of their own (``memory_peers.py``, ``memory_line.py``). What all of i
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future
 from functools import partial
 from typing import Literal
 
@@ -32,12 +31,13 @@ import torch
 
 from bagua.comm.call import POINT_TO_POINT, Call
 from bagua.comm.memory_exchange import Exchange, compare, small_bytes
-from bagua.comm.memory_lanes import Lane, Pending
+from bagua.comm.memory_lanes import Lane, Part, Pending
 from bagua.comm.memory_line import Deadline, State, Words
 from bagua.comm.memory_messages import Messages
 from bagua.comm.memory_peers import Peers
+from bagua.comm.sharing import handlers_may_call
 from bagua.comm.transport import DONE, Handle, Membership, Transport
-from bagua.errors import CollectiveMismatchError, CommunicatorClosedError
+from bagua.errors import CollectiveMismatchError
 
 __all__ = ["MemoryTransport"]
 
@@ -80,14 +80,22 @@ class MemoryTransport(Transport):
         deadline = Deadline(time.perf_counter() + timeout_s, timeout_s)
         lanes = _lanes(call, self.rank)
         if not asynchronous and self._lanes.idle(*lanes):
-            self._run(call, source, target, deadline, lanes)
-            return DONE
-        futures = [self._submit(lane, call, source, target, deadline) for lane in lanes]
-        return Pending(futures, deadline, self.abort)
+            if not self._lanes.shared:
+                self._run(call, source, target, deadline, lanes)
+                return DONE
+            if not handlers_may_call():
+                return self._lanes.inline(lanes, partial(self._run, call, source, target, deadline, lanes))
+        parts = [self._submit(lane, call, source, target, deadline) for lane in lanes]
+        return Pending(parts, deadline, self.abort)
+
+    def share(self) -> None:
+        """Run synchronous calls in the thread that waits for them, or in their lane if handlers may interrupt it."""
+        self._lanes.shared = True
 
     def abort(self, reason: str, culprit: int | None = None) -> None:
         """Mark the own line broken, and wake everyone."""
         self._peers.leave(State.BROKEN, self._peers.global_rank if culprit is None else culprit, reason)
+        self._lanes.abandon()
 
     def idle(self) -> bool:
         """Whether all asynchronous calls are complete."""
@@ -109,12 +117,8 @@ class MemoryTransport(Transport):
         source: torch.Tensor | None,
         target: torch.Tensor | None,
         deadline: Deadline,
-    ) -> Future[None]:
-        task = partial(self._run, call, source, target, deadline, (lane,), inline=False)
-        try:
-            return self._lanes.submit(lane, task)
-        except RuntimeError as error:
-            raise CommunicatorClosedError("the communicator was closed") from error
+    ) -> Part:
+        return self._lanes.submit(lane, partial(self._run, call, source, target, deadline, (lane,), inline=False))
 
     def _run(
         self,

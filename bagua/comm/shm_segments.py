@@ -132,7 +132,8 @@ class Views:
         if view is None:
             if len(self._kept) >= _KEPT_VIEWS:
                 self._kept.clear()
-            view = self._bytes[offset : offset + numel * dtype.itemsize].view(dtype)
+            with torch.inference_mode(False):  # It would be a tensor that only that mode can write.
+                view = self._bytes[offset : offset + numel * dtype.itemsize].view(dtype)
             self._kept[key] = view
         return view
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from bagua.comm.call import Call
+from bagua.comm.copying import copy_pieces
 from bagua.comm.transport import DONE, Handle, Transport
 
 __all__ = ["SoloTransport"]
@@ -28,7 +29,7 @@ class SoloTransport(Transport):
     ) -> Handle:
         """Copy where output and input differ."""
         if source is not target and source is not None and target is not None:
-            target.view(-1).copy_(source.view(-1))
+            copy_pieces([target], [source])
         return DONE
 
     def abort(self, reason: str, culprit: int | None = None) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from bagua.comm.arguments import as_seconds
 from bagua.comm.choice import TORCH_NAME, candidates
 from bagua.comm.forks import family, leak
 from bagua.comm.formation import configure_log, first_that_connects, fresh, layout, meet
@@ -157,12 +158,12 @@ def _create(request: Any, options: Any) -> TorchGroup:
             seen=type(options).__name__,
         )
     configure_log()
-    rank, size, timeout = request.group_rank, request.group_size, request.timeout
+    rank, size, timeout_s = request.group_rank, request.group_size, as_seconds(request.timeout)
     # Torch gives no ranks for the group of all.
     ranks = list(request.global_ranks_in_group) or list(range(size))
     store = fresh(request.store, rank)
-    members = _connect(store, rank, ranks, timeout.total_seconds(), f"torch/{request.group_id}")
-    stand_in = CpuStandIn(dist.PrefixStore("gloo", store), rank, size, timeout)
+    members = _connect(store, rank, ranks, timeout_s, f"torch/{request.group_id}")
+    stand_in = CpuStandIn(dist.PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout_s))
     backends = {"cuda": _nccl(store, request, options)} if _serves_cuda() else {}
     return TorchGroup(request.store, members, stand_in, backends)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from bagua.comm.arguments import as_seconds
+from bagua.comm.copying import copy_pieces
 from bagua.comm.group import ProcessGroup
 from bagua.comm.torch_backend_work import BackwardWatch, TorchWork
 from bagua.comm.work import JoinedWork, Work
@@ -75,10 +76,10 @@ class TorchCalls:
         self._communicator = members.global_communicator
         self._stand_in = stand_in
         self._backends = dict(backends)
-        # Threads may share a group of torch, not a communicator of ours.
-        self._starting = threading.Lock()
+        self._communicator.share()  # Threads may share a group of torch.
         self._backward = BackwardWatch()
-        self._coalesced: list[Work] | None = None
+        #: Started calls that will be one work, by the thread that collects them.
+        self._coalesced: dict[int, list[Work]] = {}
 
     # Starting calls.
 
@@ -106,21 +107,20 @@ class TorchCalls:
     ) -> TorchWork:
         """Start ``calls`` of our communicator as torch's options say.
 
-        Those that are not asynchronous are made here and now, in the calling thread: on
+        Those that are not asynchronous are made here and now, mostly in the calling thread: on
         shared memory that takes a fraction of the time.
         """
         seconds = options.timeout.total_seconds()
         timeout_s = seconds if seconds > 0 else self._stand_in.timeout_s
-        with self._starting:
-            started = [call(async_op=options.asyncOp, timeout=timeout_s) for call in calls]
+        started = [call(async_op=options.asyncOp, timeout=timeout_s) for call in calls]
         works = [work for work in started if work is not None]
         if not works:
             if finish is not None:
                 finish()
             return TorchWork(None, outputs)
         work = works[0] if finish is None and len(works) == 1 else JoinedWork(works, finish)
-        if self._coalesced is not None:
-            self._coalesced.append(work)
+        if self._coalesced and (collected := self._coalesced.get(threading.get_ident())) is not None:
+            collected.append(work)
         return TorchWork(work, outputs)
 
     # What C++ calls.
@@ -148,7 +148,7 @@ class TorchCalls:
 
         def finish() -> None:
             for flat, parts in flats:
-                _copy_all(parts, torch.split(flat, [part.numel() for part in parts]))
+                copy_pieces(parts, torch.split(flat, [part.numel() for part in parts]))
 
         operation = opts.reduceOp.op
         calls = [partial(self._communicator.allreduce, flat, operation) for flat, _ in flats]
@@ -172,7 +172,7 @@ class TorchCalls:
 
         def finish() -> None:
             for outputs, flat in zip(output_lists, flats, strict=True):
-                _copy_all(outputs, flat.unbind())
+                copy_pieces(outputs, flat.unbind())
 
         return self._start(opts, [output for outputs in output_lists for output in outputs], calls, finish)
 
@@ -283,7 +283,7 @@ class TorchCalls:
 
         def finish() -> None:
             if flat is not None:
-                _copy_all(outputs, flat.unbind())
+                copy_pieces(outputs, flat.unbind())
 
         return self._start(opts, outputs, [partial(self._communicator.gather, flat, tensors[0], opts.rootRank)], finish)
 
@@ -303,7 +303,7 @@ class TorchCalls:
         received, sent = [output.numel() for output in outputs], [tensor.numel() for tensor in tensors]
         flat = outputs[0].new_empty(sum(received))
         call = partial(self._communicator.alltoall_v, flat, _flat(tensors), received, sent)
-        return self._start(opts, outputs, [call], lambda: _copy_all(outputs, torch.split(flat, received)))
+        return self._start(opts, outputs, [call], lambda: copy_pieces(outputs, torch.split(flat, received)))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
         """Refuse: our transports match messages by their sender."""
@@ -324,13 +324,13 @@ class TorchCalls:
         if backend is not None:
             backend._start_coalescing()  # noqa: SLF001 - torch's own name
         else:
-            self._coalesced = []
+            self._coalesced[threading.get_ident()] = []
 
     def _end_coalescing(self, device: torch.device) -> Any:
         backend = self._backends.get(device.type)
         if backend is not None:
             return backend._end_coalescing()  # noqa: SLF001 - torch's own name
-        works, self._coalesced = self._coalesced, None
+        works = self._coalesced.pop(threading.get_ident(), None)
         return TorchWork(JoinedWork(works, None) if works else None, [])
 
     # Names before torch 2.13.
@@ -375,14 +375,6 @@ def _rows_for(outputs: Sequence[Tensor]) -> Tensor:
             seen=[(tuple(output.shape), output.dtype) for output in outputs],
         )
     return outputs[0].new_empty(len(outputs), outputs[0].numel())
-
-
-def _copy_all(outputs: Sequence[Tensor], pieces: Sequence[Tensor]) -> None:
-    """Bring each piece to its output."""
-    # This may run in another thread than the one that called, where torch guards such tensors.
-    with torch.inference_mode(any(output.is_inference() for output in outputs)):
-        for output, piece in zip(outputs, pieces, strict=True):
-            output.detach().copy_(piece.view(output.shape))
 
 
 def _counts(tensor: Tensor, rows: Sequence[int], size: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -79,35 +80,43 @@ class TorchWork(dist._Work):  # noqa: SLF001 - torch has no public name for the 
         return self._outputs
 
 
+class _Pass:
+    """The calls of one backward pass. Autograd holds the only strong reference, so it dies with the pass."""
+
+    __slots__ = ("__weakref__", "works")
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+
+    def __call__(self) -> None:
+        for work in self.works:
+            try:
+                work.wait()
+            except CommunicationError as error:
+                raise error.with_traceback(None) from error.__cause__
+
+
 class BackwardWatch:
     """Lets the end of a backward pass raise what its calls raised, not torch's account of it.
 
     DDP waits for futures in C++, which turns each error into a plain ``RuntimeError``. Who
-    queues a callback earlier than DDP does may raise first.
+    queues a callback earlier than DDP does may raise first. Threads may run passes side by side.
     """
 
     def __init__(self) -> None:
-        self._task = -1
-        self.pendings: list[Work] = []
+        self._passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
 
     def add(self, work: Work) -> None:
         """Wait for ``work`` at the end of the backward pass that the calling thread runs, if it runs one."""
         task = torch._C._current_graph_task_id()  # noqa: SLF001 - torch has no public name for it
         if task < 0:
             return
-        if task != self._task:
-            self._task, self.pendings = task, []
-            self._queue(self._wait)
-        self.pendings.append(work)
+        current = self._passes.get(task)
+        if current is None:
+            self._passes[task] = current = _Pass()
+            self._queue(current)
+        current.works.append(work)
 
     @staticmethod
     def _queue(callback: Callable[[], None]) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(callback)  # noqa: SLF001
-
-    def _wait(self) -> None:
-        works, self.pendings, self._task = self.pendings, [], -1
-        for work in works:
-            try:
-                work.wait()
-            except CommunicationError as error:
-                raise error.with_traceback(None) from error.__cause__

@@ -175,6 +175,14 @@ class Transport(ABC):
 
         Raises:
             CommunicationError: translated and chained, as in ``Handle.wait``.
+            ConcurrentUseError: nothing was started, because it would wait for a call of the
+                same thread that a signal handler or finalizer has interrupted.
+        """
+
+    def share(self) -> None:  # noqa: B027 - most transports never block there
+        """Several threads will take turns at ``start``, so it must not block any more.
+
+        What takes long happens in ``Handle.wait``, also for synchronous calls.
         """
 
     @abstractmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
@@ -14,6 +15,7 @@ import torch
 
 from bagua.comm.arguments import as_seconds
 from bagua.comm.forks import family, forked_error
+from bagua.errors import CollectiveTimeoutError, CommunicationError, ConcurrentUseError
 
 __all__ = ["CompositeWork", "JoinedWork", "PendingWork", "Steps", "Work"]
 
@@ -56,21 +58,50 @@ class Work(ABC):
             CommunicationError: what went wrong. Also a ``timeout`` that passes breaks the
                 communicator, because the ranks no longer agree on what has happened.
         """
-        timeout_s = None if timeout is None else as_seconds(timeout)
         if self._inherited() and not self._finished:
             raise forked_error()
-        with self._waiting:
-            if not self._finished:
-                try:
-                    self._result = self._complete(timeout_s)
-                except BaseException as error:
-                    self._error = error
-                    raise
-                finally:
-                    self._finished = True
-            elif self._error is not None:
-                raise self._error
+        if timeout is None:
+            with self._waiting:
+                self._finish_waiting(None)
+        else:
+            self._wait_at_most(as_seconds(timeout))
         return True
+
+    def _wait_at_most(self, timeout_s: float) -> None:
+        left_s = timeout_s
+        if not self._waiting.acquire(blocking=False):
+            until = time.monotonic() + timeout_s
+            while not self._waiting.acquire(timeout=max(left_s, 0.01)):
+                error = self._give_up(timeout_s)
+                if error is not None:
+                    raise error
+                left_s = until - time.monotonic()
+            left_s = max(until - time.monotonic(), 0.001)
+        try:
+            self._finish_waiting(left_s)
+        finally:
+            self._waiting.release()
+
+    def _finish_waiting(self, timeout_s: float | None) -> None:
+        """Complete the call unless that has happened; ``_waiting`` is held."""
+        if not self._finished:
+            try:
+                self._result = self._complete(timeout_s)
+            except BaseException as error:
+                self._error = error
+                raise
+            finally:
+                self._finished = True
+        elif self._error is not None:
+            raise self._error
+
+    def _give_up(self, timeout_s: float) -> CommunicationError | None:
+        """End the call, for which another thread waits, because this one's time is over.
+
+        Returns:
+            The error to raise; None if the call has just completed.
+        """
+        return CollectiveTimeoutError("the call did not complete in time", timeout_s=timeout_s)
 
     @abstractmethod
     def _complete(self, timeout_s: float | None) -> Any:
@@ -140,6 +171,7 @@ class PendingWork(Work):
         complete: waits for it, at most the given seconds, and returns the result.
         poll: whether it is complete.
         notify: see ``Handle.notify``.
+        give_up: breaks the communicator because of the given error.
     """
 
     def __init__(
@@ -147,11 +179,21 @@ class PendingWork(Work):
         complete: Callable[[float | None], Any],
         poll: Callable[[], bool],
         notify: Callable[[Callable[[], None]], bool] | None = None,
+        give_up: Callable[[CommunicationError], None] | None = None,
     ) -> None:
         super().__init__()
         self._complete_call = complete
         self._poll_call = poll
         self._notify_call = notify
+        self._give_up_call = give_up
+
+    def _give_up(self, timeout_s: float) -> CommunicationError | None:
+        if self._poll_call():
+            return None
+        error = super()._give_up(timeout_s)
+        if error is not None and self._give_up_call is not None:
+            self._give_up_call(error)
+        return error
 
     def _complete(self, timeout_s: float | None) -> Any:
         return self._complete_call(timeout_s)
@@ -175,6 +217,10 @@ class JoinedWork(Work):
         super().__init__()
         self._works = works
         self._finish = finish
+
+    def _give_up(self, timeout_s: float) -> CommunicationError | None:
+        errors = (work._give_up(timeout_s) for work in self._works)  # noqa: SLF001 - of another work
+        return next((error for error in errors if error is not None), None)
 
     def _complete(self, timeout_s: float | None) -> None:
         for work in self._works:
@@ -203,6 +249,10 @@ class CompositeWork(Work):
     Creating one starts its first step. A later call on the same communicator first
     finishes it, so all ranks issue the steps in one order.
 
+    The steps are advanced only by the thread that holds ``_waiting``, and only past a work that
+    is complete: several threads may wait and poll, ``get_future`` starts one of them, and a
+    signal handler may do so in the middle of it.
+
     Args:
         steps: yields each started work and returns the result.
         released: called once, when no step is left.
@@ -211,49 +261,82 @@ class CompositeWork(Work):
     def __init__(self, steps: Steps, released: Callable[[CompositeWork], None]) -> None:
         super().__init__()
         self._steps = steps
-        self._released = released
+        self._released: Callable[[CompositeWork], None] | None = released
         self._driver: int | None = None
         self._current: Work | None = None
-        self._advance()
+        try:
+            self._advance(None)
+        except BaseException:
+            self._end()
+            raise
 
     def driven_here(self) -> bool:
         """Whether the calling thread is the one that advances the steps right now."""
         return self._driver == threading.get_ident()
 
-    def _advance(self) -> None:
-        self._driver, outer = threading.get_ident(), self._driver
+    def wait(self, timeout: float | timedelta | None = None) -> bool:
+        """Block until all steps are complete; see ``Work.wait``.
+
+        Raises:
+            ConcurrentUseError: a signal handler that interrupted a step waits for the whole.
+        """
+        if self.driven_here():
+            raise ConcurrentUseError(
+                "a signal handler waits for the call that it interrupted",
+                advice="Ask is_completed() there, and wait after the handler has returned.",
+            )
+        return super().wait(timeout)
+
+    def _advance(self, complete: Work | None) -> None:
+        """Take the next step, unless a signal handler has done so since ``complete`` was looked up."""
+        self._driver = threading.get_ident()  # Before looking: from here on handlers do not advance.
         try:
-            self._current = next(self._steps)
+            if self._current is complete and not self._finished:
+                self._current = next(self._steps)
         except StopIteration as end:
             self._result = end.value
             self._current = None
-            self._released(self)
-        except BaseException:
-            self._released(self)
-            raise
+            self._end()
         finally:
-            self._driver = outer
+            self._driver = None
+
+    def _end(self) -> None:
+        """No step is left; a communicator may have begun another composite work since it was told so."""
+        self._steps.close()
+        released, self._released = self._released, None
+        if released is not None:
+            released(self)
+
+    def _give_up(self, timeout_s: float) -> CommunicationError | None:
+        current = self._current
+        return None if current is None else current._give_up(timeout_s)  # noqa: SLF001 - of another work
 
     def _complete(self, timeout_s: float | None) -> Any:
-        while self._current is not None:
-            try:
-                self._current.wait(timeout_s)
-            except BaseException:
-                self._released(self)
-                self._steps.close()
-                raise
-            self._advance()
+        try:
+            while not self._finished and (current := self._current) is not None:
+                current.wait(timeout_s)
+                self._advance(current)
+        except BaseException:
+            self._end()
+            raise
+        if self._error is not None:  # met by a signal handler that polled meanwhile
+            raise self._error
         return self._result
 
     def _poll(self) -> bool:
-        while self._current is not None:
-            if not self._current.is_completed():
-                return False
-            try:
-                self._current.wait()
-                self._advance()
-            except Exception as error:  # noqa: BLE001 - raised by wait
-                self._released(self)
-                self._error, self._finished = error, True
-                return True
+        if self.driven_here() or not self._waiting.acquire(blocking=False):
+            return self._finished  # Whoever is at it will say so.
+        try:
+            while not self._finished and (current := self._current) is not None:
+                if not current.is_completed():
+                    return False
+                current.wait()
+                self._advance(current)
+        except BaseException as error:
+            self._end()
+            self._error, self._finished = error, True  # raised by wait
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._waiting.release()
         return True

@@ -43,7 +43,16 @@ def test_tensors_of_different_memory_do_not_share():
     assert not shares_memory(torch.ones(4), torch.ones(4))
 
 
-@pytest.mark.parametrize(("given_timeout", "seconds"), [(3, 3.0), (0.5, 0.5), (timedelta(minutes=2), 120.0)])
+YEAR_S = 365 * 24 * 3600.0
+
+
+@pytest.mark.parametrize(
+    ("given_timeout", "seconds"),
+    [
+        *((3, 3.0), (0.5, 0.5), (timedelta(minutes=2), 120.0)),
+        *((longer, YEAR_S) for longer in (float("inf"), 1e300, 10**400, timedelta.max)),
+    ],
+)
 def test_seconds(given_timeout, seconds):
     assert as_seconds(given_timeout) == seconds
 

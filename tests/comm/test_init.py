@@ -226,6 +226,15 @@ def test_arguments_that_cannot_work(options):
     assert THREADS.run(ask, size=1) == [False]
 
 
+@pytest.mark.parametrize("by_environment", [False, True])
+def test_an_endless_timeout_is_one_that_everything_can_wait_for(monkeypatch, by_environment):
+    if by_environment:
+        monkeypatch.setenv("BAGUA_TIMEOUT_S", "inf")
+    bagua.comm.init_process_group(timeout=None if by_environment else float("inf"))
+    assert bagua.comm.get_default_group().timeout_s == 365 * 24 * 3600.0
+    bagua.comm.destroy_process_group()
+
+
 def test_missing_ranks_are_named_after_the_timeout_and_one_can_try_again():
     stores = [thread_store(), thread_store()]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ from torch import Tensor
 from bagua.comm.group import solo_group
 from bagua.comm.torch_backend import TorchGroup
 from bagua.comm.torch_backend_calls import TorchCalls
-from bagua.comm.torch_backend_work import TorchWork
+from bagua.comm.torch_backend_work import BackwardWatch, TorchWork
 from bagua.comm.work import JoinedWork, PendingWork
 from bagua.errors import InvalidTensorError, PeerLostError
 
@@ -111,6 +113,57 @@ def test_a_failed_call_is_an_error_to_those_who_hold_its_future() -> None:
     assert not work.is_success()
     with pytest.raises(PeerLostError):
         work.wait()
+
+
+def test_backward_passes_of_two_threads_raise_their_own_errors() -> None:
+    watch, turn = BackwardWatch(), threading.Barrier(2, timeout=5)
+    outcomes: dict[int, BaseException | None] = {}
+
+    def lose(rank: int) -> Callable[[float | None], None]:
+        def complete(_: float | None) -> None:
+            raise PeerLostError(f"rank {rank} is gone", peers=(rank,))
+
+        return complete
+
+    def backward(rank: int) -> None:
+        leaf = torch.ones(1, requires_grad=True)
+
+        def hook(_: Tensor) -> None:
+            turn.wait()  # Both passes are under way,
+            watch.add(PendingWork(lose(rank), lambda: True))
+            turn.wait()  # and neither is over before the other has added its call.
+
+        leaf.register_hook(hook)
+        try:
+            leaf.sum().backward()
+            outcomes[rank] = None
+        except BaseException as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=backward, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    for rank, outcome in outcomes.items():
+        assert isinstance(outcome, PeerLostError)
+        assert outcome.peers == (rank,)
+    assert len(outcomes) == 2
+
+
+def test_a_backward_pass_that_fails_leaves_nothing_to_the_next() -> None:
+    watch, leaf = BackwardWatch(), torch.ones(1, requires_grad=True)
+
+    def hook(_: Tensor) -> None:
+        watch.add(PendingWork(failing, lambda: True))
+        raise ZeroDivisionError
+
+    handle = leaf.register_hook(hook)
+    with pytest.raises(ZeroDivisionError):
+        leaf.sum().backward()
+    handle.remove()
+    assert not watch._passes
+    leaf.sum().backward()
 
 
 def test_a_timeout_of_zero_means_the_deadline_of_the_call() -> None:

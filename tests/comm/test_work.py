@@ -5,8 +5,8 @@ import threading
 import pytest
 import torch
 
-from bagua.comm.work import CompositeWork, PendingWork
-from bagua.errors import ConfigurationError, PeerLostError
+from bagua.comm.work import CompositeWork, JoinedWork, PendingWork
+from bagua.errors import CollectiveTimeoutError, ConcurrentUseError, ConfigurationError, PeerLostError
 
 
 class Started:
@@ -95,6 +95,31 @@ def test_a_thread_that_waits_too_gets_the_same_answer():
     assert results == [7, 7]
 
 
+@pytest.mark.parametrize("wrap", [lambda part: part, lambda part: JoinedWork([part], None)])
+def test_a_timeout_holds_while_another_thread_waits(wrap):
+    entered, broken, errors = threading.Event(), threading.Event(), []
+
+    def complete(_):
+        entered.set()
+        assert broken.wait(5)
+        raise errors[0]
+
+    def give_up(error):
+        errors.append(error)
+        broken.set()
+
+    work = wrap(PendingWork(complete, lambda: False, give_up=give_up))
+    future = work.get_future()  # its thread waits
+    assert entered.wait(5)
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        work.wait(0.01)
+    assert caught.value is errors[0]
+    assert caught.value.timeout_s == 0.01
+    with pytest.raises(RuntimeError):
+        future.wait()
+    assert work.exception() is errors[0]
+
+
 # Collectives made of others.
 
 
@@ -160,3 +185,117 @@ def test_nothing_to_do_is_done_at_once():
     work = CompositeWork(steps(), lambda _: None)
     assert work.is_completed()
     assert work.result() == []
+
+
+# Several who wait for one, and signal handlers that interrupt them.
+
+
+class Part(Started):
+    """A call whose wait lasts until it is ready; ``meanwhile`` happens once in it."""
+
+    def __init__(self, meanwhile=lambda: None):
+        super().__init__()
+        self.meanwhile = meanwhile
+
+    def complete(self, timeout_s):
+        meanwhile, self.meanwhile = self.meanwhile, lambda: None
+        meanwhile()
+        assert self.ready.wait(5)
+        return super().complete(timeout_s)
+
+
+def ready_when_waited_for():
+    part = Part()
+    part.meanwhile = part.ready.set
+    return part
+
+
+def two_steps(first, second):
+    """A composite of two, whose result says whether the second was complete when it was made."""
+
+    def steps():
+        yield first.work()
+        yield second.work()
+        return second.ready.is_set()
+
+    return CompositeWork(steps(), lambda _: None)
+
+
+def test_who_polls_does_not_advance_what_another_thread_waits_for():
+    answers = []
+
+    def meanwhile():
+        poller = threading.Thread(target=lambda: answers.append(work.is_completed()))
+        poller.start()
+        poller.join(1)  # Polling never waits.
+
+    first, second = Part(meanwhile), ready_when_waited_for()
+    work = two_steps(first, second)
+    first.ready.set()
+    assert work.result() is True, "the second call was waited for"
+    assert answers == [False]
+
+
+def test_a_signal_handler_that_polls_advances_a_step_once():
+    answers = []
+    first = Part(lambda: answers.append(work.is_completed()))
+    second = ready_when_waited_for()
+    work = two_steps(first, second)
+    first.ready.set()
+    assert work.result() is True, "the second call was waited for"
+    assert answers == [False]
+
+
+def test_a_signal_handler_that_waits_completes_the_call():
+    first, second = Part(), ready_when_waited_for()
+    work = two_steps(first, second)
+    first.meanwhile = work.wait
+    first.ready.set()
+    assert work.result() is True
+
+
+def test_an_error_that_a_signal_handler_met_is_raised_by_the_interrupted_wait():
+    first = Part()
+
+    def steps():
+        yield first.work()
+        raise ConfigurationError("no encoding", argument="obj")
+
+    work = CompositeWork(steps(), lambda _: None)
+    first.meanwhile = work.is_completed
+    first.ready.set()
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match="obj"):
+            work.wait()
+
+
+def test_a_signal_handler_in_a_step_can_poll_but_not_wait():
+    first, answers = Part(), []
+
+    def steps():
+        yield first.work()
+        answers.append(work.is_completed())
+        answers.append(work.exception())
+        with pytest.raises(ConcurrentUseError, match="interrupted"):
+            work.wait()
+        return "done"
+
+    work = CompositeWork(steps(), lambda _: None)
+    first.ready.set()
+    assert work.result() == "done"
+    assert answers == [False, None]
+
+
+def test_a_step_that_was_interrupted_is_not_taken_for_complete():
+    first, released = Part(), []
+
+    def steps():
+        yield first.work()
+        raise KeyboardInterrupt
+
+    work = CompositeWork(steps(), released.append)
+    first.ready.set()
+    for ask in (work.is_completed, work.wait, work.result):
+        with pytest.raises(KeyboardInterrupt):
+            ask()
+    assert released == [work]

@@ -45,6 +45,9 @@ class ArgumentsContract(ContractBase):
     def test_timeouts_that_are_none(self, pool: RankPool) -> None:
         self.on_every_size(pool, try_wrong_timeouts)
 
+    def test_timeouts_without_end(self, pool: RankPool) -> None:
+        self.on_every_size(pool, use_endless_timeouts)
+
     def test_unknown_options(self, pool: RankPool) -> None:
         pool.run(try_unknown_options, size=self.size)
 
@@ -259,6 +262,18 @@ def calls_within(bad: Any, tensor: torch.Tensor) -> list[Refused]:
         (lambda c: c.allgather_object(1, timeout=bad), ConfigurationError, "timeout"),
         (lambda c: c.allreduce_coalesced([tensor], timeout=bad), ConfigurationError, "timeout"),
     ]
+
+
+def use_endless_timeouts() -> None:
+    """Longer than the clocks of a transport can tell is as long as they can."""
+    for timeout in (float("inf"), 1e15, timedelta.max):
+        for async_op in (False, True):
+            options = {"timeout": timeout, "async_op": async_op}
+            for kind in ("allreduce", "allgather", "barrier"):
+                perform(kind, communicator(), Setting(options=options))
+        work = communicator().barrier(async_op=True)
+        assert work is not None
+        assert work.wait(timeout)
 
 
 def try_unknown_options() -> None:

@@ -128,12 +128,20 @@ def send_unsafe_objects() -> None:
     """The culprit's object has no encoding: everybody hears it, and the communicator goes on."""
     comm = communicator()
     size, rank = comm.size, comm.rank
-    for unsafe in (Fraction(1, 3), object, len, {"deep": [Fraction(1, 3)]}):
+    endless: list[object] = []
+    endless.append(endless)
+    surrogate = type("Odd", (), {"__module__": "\udcff"})
+    broken = (endless, 10**5000, torch.empty(2, device="meta"), surrogate())
+    for unsafe in (Fraction(1, 3), object, len, {"deep": [Fraction(1, 3)]}, *broken):
         for call in object_calls(unsafe if rank == size - 1 else "harmless", root=size - 1):
             error = caught(partial(call, comm)).error
             assert isinstance(error, ConfigurationError), f"{error!r}"
             assert "obj" in str(error), str(error)
             assert comm.usable
+    error = caught(lambda: comm.broadcast_object(endless, size - 1)).error
+    assert isinstance(error, ConfigurationError), f"{error!r}"
+    assert "RecursionError" in str(error)
+    assert isinstance(error.__cause__, RecursionError) == (rank == size - 1)
     if size == 1 or rank in (0, size - 1):
         error = caught(lambda: comm.gather_object(Fraction(1, 3) if rank == size - 1 else "harmless")).error
         assert "Fraction" in str(error), str(error)
@@ -175,6 +183,9 @@ def misplace_objects() -> None:
     short = caught(lambda: comm.scatter_object(["one"] * (comm.size - 1) if comm.rank == 0 else None)).error
     assert isinstance(short, ConfigurationError), f"{short!r}"
     assert "objs" in str(short)
+    uncounted: Any = iter(["one"])
+    lost = caught(lambda: comm.scatter_object(uncounted if comm.rank == 0 else None)).error
+    assert isinstance(lost, ConfigurationError), f"{lost!r}"
     everything = list(range(comm.size))
     if comm.rank == 1:
         assert isinstance(caught(lambda: comm.scatter_object(everything)).error, ConfigurationError)

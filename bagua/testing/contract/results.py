@@ -52,6 +52,9 @@ class ResultsContract(ContractBase):
     def test_inference_mode(self, pool: RankPool) -> None:
         self.on_every_size(pool, exercise_in_inference_mode)
 
+    def test_tensors_made_in_inference_mode(self, pool: RankPool) -> None:
+        self.on_every_size(pool, exercise_on_inference_tensors)
+
     def test_output_and_input_may_overlap(self, pool: RankPool) -> None:
         self.on_every_size(pool, overlap_output_and_input)
 
@@ -166,6 +169,36 @@ def exercise_in_inference_mode() -> None:
         for kind in TENSOR_KINDS:
             perform(kind, communicator(), Setting())
             perform(kind, communicator(), Setting(present=strided))
+
+
+def made_in_inference_mode(tensor: torch.Tensor) -> torch.Tensor:
+    """As outputs of a model are that ran in inference mode."""
+    with torch.inference_mode():
+        return tensor.clone()
+
+
+def strided_in_inference_mode(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return strided(tensor)
+
+
+def exercise_on_inference_tensors() -> None:
+    """Outside of inference mode, with results that are written by whoever completes the call."""
+    for kind in TENSOR_KINDS:
+        for shape in ((2, 3), (LARGE,)):
+            for async_op in (False, True):
+                setting = Setting(shape=shape, options={"async_op": async_op})
+                perform(kind, communicator(), replace(setting, present=made_in_inference_mode))
+        perform(kind, communicator(), Setting(present=strided_in_inference_mode))
+        dtype = torch.int16 if kind in REDUCING else torch.float8_e4m3fn
+        perform(kind, communicator(), Setting(dtype=dtype, present=made_in_inference_mode))
+    work = communicator().allreduce_coalesced(
+        [made_in_inference_mode(torch.ones(3, dtype=dtype, device=home(communicator()))) for dtype in FLOATS],
+        async_op=True,
+    )
+    assert work is not None
+    for tensor in work.get_future().wait():
+        assert tensor.tolist() == [communicator().size] * 3
 
 
 def overlap_output_and_input() -> None:

@@ -1,0 +1,77 @@
+"""Calls of one lane: in order, and known to be over to those who wait before others are told."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from bagua.comm.memory_lanes import Lane, Lanes, Part, Pending
+from bagua.comm.memory_line import Deadline
+from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError
+
+LANE: Lane = ("collective", -1)
+
+
+def deadline(timeout_s: float = 5.0) -> Deadline:
+    return Deadline(time.perf_counter() + timeout_s, timeout_s)
+
+
+def test_who_waits_wakes_before_callbacks_run() -> None:
+    """A future's callback waits for the lock that the waiting thread holds."""
+    lanes, begin, woken = Lanes("test"), threading.Event(), threading.Event()
+    pending = Pending([lanes.submit(LANE, begin.wait)], deadline(), lambda _: None)
+    told: list[bool] = []
+    pending.notify(lambda: told.append(woken.wait(5)))
+    threading.Timer(0.05, begin.set).start()
+    pending.wait()
+    woken.set()
+    assert lanes.stop(5)
+    assert told == [True]
+
+
+def test_a_callback_that_comes_late_runs_at_once() -> None:
+    part, told = Part(lambda: None), []
+    part.when_done(lambda _: told.append("early"))
+    part.run()
+    part.when_done(lambda _: told.append("late"))
+    assert told == ["early", "late"]
+
+
+def test_one_of_two_parts_that_fails_ends_the_wait() -> None:
+    lanes, never = Lanes("test"), threading.Event()
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    parts = [lanes.submit(("send", 1), never.wait), lanes.submit(("recv", 1), fail)]
+    with pytest.raises(ZeroDivisionError):
+        Pending(parts, deadline(), lambda _: None).wait()
+    never.set()
+    assert lanes.stop(5)
+
+
+def test_a_wait_that_is_given_up_says_so() -> None:
+    lanes, never, reasons = Lanes("test"), threading.Event(), []
+    with pytest.raises(CollectiveTimeoutError):
+        Pending([lanes.submit(LANE, never.wait)], deadline(), reasons.append).wait(0.01)
+    assert reasons == ["a wait of 0.01 seconds passed"]
+    never.set()
+    assert lanes.stop(5)
+    with pytest.raises(CommunicatorClosedError):
+        lanes.submit(LANE, never.wait)
+
+
+def test_a_call_that_its_thread_never_makes_holds_nobody_up_for_ever() -> None:
+    lanes, begun = Lanes("test"), threading.Event()
+    inline, parts = lanes.inline([LANE], lambda: None), []
+    thread = threading.Thread(target=lambda: parts.append(lanes.submit(LANE, begun.set)))
+    thread.start()
+    thread.join(5)
+    assert not lanes.idle(LANE)
+    assert not inline.is_completed()
+    lanes.abandon()
+    assert begun.wait(5)
+    assert lanes.stop(5)
+    assert parts[0].done()
