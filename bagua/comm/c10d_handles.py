@@ -252,7 +252,7 @@ class MessageHandle(C10dHandle):
             self.unattended()
         try:
             if self._future is not None:
-                self._future.result(max(self._left_s(until), 0.0))
+                self._wait_in_slices(self._future, until)
                 return
             for work in self._works or ():
                 work.wait(as_timedelta(self._left_s(until)))
@@ -260,10 +260,23 @@ class MessageHandle(C10dHandle):
             timed_out = self._transport.timed_out(self.elapsed_s(), self._timeout_s)
             self.settle()
             raise timed_out from error
-        except RuntimeError as error:
+        except (RuntimeError, ConnectionError) as error:
             if self._left_s(until) <= 0:
                 raise self._transport.timed_out(self.elapsed_s(), self._timeout_s) from error
             raise self._transport.failed(error, self.elapsed_s(), self._timeout_s) from error
+
+    def _wait_in_slices(self, future: Future[None], until: float | None) -> None:
+        while True:
+            left_s = max(self._left_s(until), 0.0)
+            try:
+                future.result(min(SLICE_S, left_s))
+            except FutureTimeoutError:
+                if self._transport.peers_left():  # Their notice may come before their connections close.
+                    raise ConnectionError("a peer left") from None
+                if left_s <= SLICE_S:
+                    raise
+            else:
+                return
 
     def settle(self, limit_s: float = 1.0) -> None:
         if self._future is not None:

@@ -17,6 +17,8 @@ from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError, Concur
 
 __all__ = ["Inline", "Lane", "Lanes", "Part", "Pending"]
 
+#: How long a signal handler may have to wait.
+_SLICE_S = 0.1
 #: ("collective", -1), ("send", to whom) or ("recv", from whom).
 Lane = tuple[str, int]
 
@@ -243,7 +245,10 @@ class Pending(Handle):
 
         for part in self._parts:
             part.when_done(ring, first=True)
-        bell.acquire(timeout=seconds)
+        until = time.perf_counter() + seconds
+        # In slices: a signal that comes just before the lock is waited for would be handled only after it.
+        while not bell.acquire(timeout=min(_SLICE_S, max(seconds, 0.0))) and seconds > 0:
+            seconds = until - time.perf_counter()
 
     def is_completed(self) -> bool:
         """Whether all parts are complete."""

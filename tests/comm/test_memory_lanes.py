@@ -56,7 +56,7 @@ def test_a_wait_that_is_given_up_says_so() -> None:
     lanes, never, reasons = Lanes("test"), threading.Event(), []
     with pytest.raises(CollectiveTimeoutError):
         Pending([lanes.submit(LANE, never.wait)], deadline(), reasons.append).wait(0.01)
-    assert reasons == ["a wait of 0.01 seconds passed"]
+    assert reasons == ["it gave up after a wait of 0.01 s"]
     never.set()
     assert lanes.stop(5)
     with pytest.raises(CommunicatorClosedError):
