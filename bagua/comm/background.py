@@ -126,7 +126,8 @@ _standby = BackgroundThread("bagua-standby")
 def stand_by() -> None:
     """Have a thread ready for ``bounded`` where none can be started when the interpreter ends."""
     if not STARTS_AT_EXIT:
-        _standby.submit(lambda: None)
+        with contextlib.suppress(RuntimeError):  # The interpreter ends already, or has no threads left.
+            _standby.submit(lambda: None)
 
 
 def bounded(function: Callable[[], T], limit_s: float) -> T | None:

@@ -68,8 +68,9 @@ class C10dTransport(Transport):
         self.name = backend
         self.waiters = Waiters()
         self._global_rank = membership.ranks[self.rank]
-        self._lock = threading.Lock()
-        self._verdict = threading.Lock()
+        # A signal handler may abort or close in the middle of either.
+        self._lock = threading.RLock()
+        self._verdict = threading.RLock()
         self._cause: Cause | None = None
         self._error: CommunicationError | None = None
         self._closed = False
@@ -307,7 +308,7 @@ class C10dTransport(Transport):
 
     def disown(self) -> None:
         """In a forked child: say nothing to anybody, and destroy nothing of torch's."""
-        self._lock, self._verdict = threading.Lock(), threading.Lock()
+        self._lock, self._verdict = threading.RLock(), threading.RLock()
         self._closed = True
         self._cause = self._cause or self._own_cause("forked", "the communicator is the parent's")
         for handle in self._outstanding:

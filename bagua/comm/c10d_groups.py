@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore, Store
 
 from bagua import env
 from bagua.comm.c10d_lowering import Abilities, as_timedelta
-from bagua.comm.c10d_sockets import Connection, let_go, open_sockets, opened_since
+from bagua.comm.c10d_sockets import OpenSocket, let_go, open_sockets, opened_since
 from bagua.comm.choice import TORCH_NAME
 from bagua.comm.forks import leak
 from bagua.comm.transport import Membership
@@ -93,12 +93,13 @@ class GlooGroup(BackendGroup):
         timeout = as_timedelta(min(membership.timeout_s, self._CONNECT_S))
         before = open_sockets()
         group = dist.ProcessGroupGloo(store, membership.rank, membership.size, timeout=timeout)
-        self._connections: tuple[Connection, ...] = opened_since(before, membership.size - 1)
+        # One to each peer, and one where Gloo listened for them.
+        self._sockets: tuple[OpenSocket, ...] = opened_since(before, membership.size)
         return group
 
     def disown(self) -> None:
         super().disown()
-        let_go(self._connections)
+        let_go(self._sockets)
 
     def break_connections(self) -> None:
         """Close all connections.

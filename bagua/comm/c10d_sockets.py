@@ -1,7 +1,7 @@
-"""The TCP connections of a Gloo group, which must end with the process that made them.
+"""The sockets of a Gloo group, which must end with the process that made them.
 
 Gloo's sockets are inherited by forked children and by programs that replace the process.
-An heir would keep the connections open after its parent's death or after an abort, and
+An heir would keep connections open after its parent's death or after an abort, and
 peers would notice nothing before their deadline.
 """
 
@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import stat
 from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["Connection", "let_go", "open_sockets", "opened_since"]
+__all__ = ["OpenSocket", "let_go", "open_sockets", "opened_since"]
 
 _DESCRIPTORS = "/proc/self/fd"
 
 
-class Connection(NamedTuple):
+class OpenSocket(NamedTuple):
     """A socket of this process.
 
     Attributes:
@@ -31,40 +30,40 @@ class Connection(NamedTuple):
     inode: int
 
 
-def open_sockets() -> frozenset[Connection]:
+def open_sockets() -> frozenset[OpenSocket]:
     """All sockets of this process; none where the system does not list them."""
     try:
         names = os.listdir(_DESCRIPTORS)
     except OSError:
         return frozenset()
     found = ((int(name), _inode(int(name))) for name in names)
-    return frozenset(Connection(descriptor, inode) for descriptor, inode in found if inode is not None)
+    return frozenset(OpenSocket(descriptor, inode) for descriptor, inode in found if inode is not None)
 
 
-def opened_since(before: frozenset[Connection], count: int) -> tuple[Connection, ...]:
-    """The TCP connections made since ``before``, none inheritable by other programs from now on.
+def opened_since(before: frozenset[OpenSocket], count: int) -> tuple[OpenSocket, ...]:
+    """The sockets opened since ``before``, none inheritable by other programs from now on.
 
     Args:
         before: what ``open_sockets`` returned then.
         count: how many they must be.
 
     Returns:
-        The connections; empty if there are more or fewer, as some are then another thread's.
+        The sockets; none if there are more or fewer, as some are then another thread's.
     """
-    made = tuple(one for one in open_sockets() - before if _is_tcp_connection(one.descriptor))
-    if len(made) != count:
+    opened = tuple(open_sockets() - before)
+    if len(opened) != count:
         return ()
-    for one in made:
+    for one in opened:
         with contextlib.suppress(OSError):
             os.set_inheritable(one.descriptor, False)
-    return made
+    return opened
 
 
-def let_go(connections: Iterable[Connection]) -> None:
-    """In a forked child: give up its share of ``connections``, which stay open in the parent."""
+def let_go(sockets: Iterable[OpenSocket]) -> None:
+    """In a forked child: give up its share of ``sockets``, which stay open in the parent."""
     with contextlib.suppress(OSError):
         nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        for descriptor, inode in connections:
+        for descriptor, inode in sockets:
             if _inode(descriptor) == inode:
                 # Not closed: the number stays taken, whatever torch still does with it.
                 os.dup2(nothing, descriptor, inheritable=False)
@@ -77,18 +76,3 @@ def _inode(descriptor: int) -> int | None:
     except OSError:
         return None
     return status.st_ino if stat.S_ISSOCK(status.st_mode) else None
-
-
-def _is_tcp_connection(descriptor: int) -> bool:
-    try:
-        found = socket.socket(fileno=descriptor)
-    except OSError:
-        return False
-    try:
-        found.getpeername()
-    except OSError:
-        return False
-    else:
-        return found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM
-    finally:
-        found.detach()

@@ -20,6 +20,6 @@ def run_all(actions: Iterable[Callable[[], object]]) -> None:
         try:
             action()
         except BaseException as error:  # noqa: BLE001 - raised below; the rest must end, too
-            first = first or error
+            first = error if first is None else first
     if first is not None:
         raise first
