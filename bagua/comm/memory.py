@@ -32,7 +32,7 @@ import torch
 
 from bagua.comm.call import POINT_TO_POINT, Call
 from bagua.comm.memory_exchange import Exchange, compare, small_bytes
-from bagua.comm.memory_lanes import Lane, Pending
+from bagua.comm.memory_lanes import COLLECTIVE, Lane, Pending
 from bagua.comm.memory_line import Deadline, State, Words
 from bagua.comm.memory_messages import Messages
 from bagua.comm.memory_peers import Peers
@@ -40,8 +40,6 @@ from bagua.comm.transport import DONE, Handle, Membership, Transport
 from bagua.errors import CollectiveMismatchError, CommunicatorClosedError
 
 __all__ = ["MemoryTransport"]
-
-_COLLECTIVE: Lane = ("collective", -1)
 
 
 class MemoryTransport(Transport):
@@ -126,7 +124,7 @@ class MemoryTransport(Transport):
                 self._run(call, source, target, deadline, lanes, inline)
             return
         try:
-            if lanes[0] is _COLLECTIVE:
+            if lanes[0] is COLLECTIVE:
                 self._collective(call, source, target, deadline, inline)
             else:
                 self._message(call, source, target, deadline, lanes, inline)
@@ -185,38 +183,50 @@ class MemoryTransport(Transport):
     def _suspect(self, call: Call) -> CollectiveMismatchError | None:
         """The error if a rank waits in a message for this one, which waits for it in ``call``.
 
-        Both calling threads are blocked and no lane of this rank will serve the message:
-        that is for ever.
+        Both calling threads are blocked, no collective of the other rank is on its way, and no lane of this rank
+        will serve the message: that is for ever.
         """
         peers = self._peers
-        sent, wanted, taken = peers.places.sent, peers.places.wanted, peers.places.taken
-        own = peers.own.words
         for other, line in enumerate(peers.lines):
-            words = line.words
-            if words[Words.AWAITED] != self.rank + 1 or other == self.rank:
+            if other == self.rank or not line.words[Words.AWAITED]:
                 continue
-            if words[wanted + self.rank] > own[sent + other] and self._lanes.idle(("send", other)):
-                seen = line.notice(peers.slots.incoming(self.rank)).call
-            elif words[sent + self.rank] > own[taken + other] and self._lanes.idle(("recv", other)):
-                seen = line.notice(peers.slots.outgoing(self.rank)).call
-            else:
-                continue
-            if words[Words.AWAITED] != self.rank + 1:
-                continue  # It stopped waiting while we looked, and what we saw came later.
-            return CollectiveMismatchError(
-                "two ranks wait for each other in different calls",
-                rank=self.rank,
-                peers=(other,),
-                expected=f"{call} on rank {self.rank}",
-                seen=f"{seen} on rank {other}",
-                advice="All ranks must make the same collective calls in the same order.",
-            )
+            slot = self._awaited_slot(other)
+            if slot is not None:
+                return CollectiveMismatchError(
+                    "two ranks wait for each other in different calls",
+                    rank=self.rank,
+                    peers=(other,),
+                    expected=f"{call} on rank {self.rank}",
+                    seen=f"{line.notice(slot).call} on rank {other}",
+                    advice="All ranks must make the same collective calls in the same order.",
+                )
         return None
+
+    def _awaited_slot(self, other: int) -> int | None:
+        """Where ``other`` tells of the message in which it waits for this rank for ever; None if it does not.
+
+        The order matters. This rank's lanes stay idle while its calling thread is here, so its own words stay as they
+        are; a message of ``other`` that lacks one of them is never complete. What ``other`` awaits is read after that,
+        and whether it has come here last: it arrives before it announces what it awaits.
+        """
+        peers, size = self._peers, self.size
+        words, own = peers.lines[other].words, peers.own.words
+        awaited = words[Words.AWAITED]
+        if awaited == 1 + self.rank:
+            lane, slot = ("send", other), peers.slots.incoming(self.rank)
+            asked, served = peers.places.wanted + self.rank, peers.places.sent + other
+        elif awaited == 1 + size + self.rank:
+            lane, slot = ("recv", other), peers.slots.outgoing(self.rank)
+            asked, served = peers.places.sent + self.rank, peers.places.taken + other
+        else:
+            return None
+        stuck = self._lanes.idle(lane) and words[asked] > own[served] and words[Words.AWAITED] == awaited
+        return slot if stuck and words[Words.ARRIVED] < own[Words.ARRIVED] else None
 
 
 def _lanes(call: Call, rank: int) -> tuple[Lane, ...]:
     if call.kind not in POINT_TO_POINT:
-        return (_COLLECTIVE,)
+        return (COLLECTIVE,)
     if call.kind == "send":
         return (("send", call.root),)
     if call.kind == "recv":

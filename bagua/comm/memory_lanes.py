@@ -12,10 +12,11 @@ from bagua.comm.memory_line import Deadline
 from bagua.comm.transport import Handle
 from bagua.errors import CollectiveTimeoutError
 
-__all__ = ["Lane", "Lanes", "Pending"]
+__all__ = ["COLLECTIVE", "Lane", "Lanes", "Pending"]
 
-#: ("collective", -1), ("send", to whom) or ("recv", from whom).
+#: ``COLLECTIVE``, ("send", to whom) or ("recv", from whom).
 Lane = tuple[str, int]
+COLLECTIVE: Lane = ("collective", -1)
 
 
 class Lanes:

@@ -234,8 +234,7 @@ class Peers(ABC):
                 raise trouble
             if suspect is not None:
                 trouble = suspect()
-                # While we looked it may have come here, gone on, and then begun to wait for a message.
-                if trouble is not None and set(trouble.peers) <= set(missing()):
+                if trouble is not None:
                     raise trouble
             self.pause(ready, min(SLICE_S, max(deadline.at - now, 0.0)))
 
