@@ -33,7 +33,8 @@ class BackgroundThread:
         self._name = name
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        #: A signal handler that interrupts ``submit`` may call ``stop``.
+        self._lock = threading.RLock()
         self._stopped = False
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
@@ -60,10 +61,13 @@ class BackgroundThread:
             if self._stopped:
                 raise RuntimeError(f"background thread {self._name} was stopped")
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread.start()
+                self._thread = thread  # Not earlier: who has not started cannot be waited for.
                 _living.add(self)
             self._queue.put(task)
+            if self._stopped and future.cancel():  # by a signal handler, meanwhile
+                raise RuntimeError(f"background thread {self._name} was stopped")
         return future
 
     def _run(self) -> None:

@@ -24,8 +24,11 @@ a ``Line`` of their own (``memory_peers.py``, ``memory_line.py``). What all of i
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
+from threading import get_ident
 from typing import Literal
 
 import torch
@@ -40,6 +43,9 @@ from bagua.comm.transport import DONE, Handle, Membership, Transport
 from bagua.errors import CollectiveMismatchError, CommunicatorClosedError
 
 __all__ = ["MemoryTransport"]
+
+#: How long ``close`` waits for calls of other threads that are about to end.
+_FAREWELL_S = 1.0
 
 
 class MemoryTransport(Transport):
@@ -65,6 +71,9 @@ class MemoryTransport(Transport):
         self._messages = Messages(peers)
         self._turn = 0
         self._small_bytes = small_bytes(membership.size)
+        #: Threads that use what ``close`` gives back; the last one to go gives it back if they kept it from doing so.
+        self._inside: set[int] = set()
+        self._ended = False
 
     def start(
         self,
@@ -85,14 +94,43 @@ class MemoryTransport(Transport):
 
     def abort(self, reason: str) -> None:
         """Mark the own line broken, and wake everyone."""
-        self._peers.leave(State.BROKEN, self.rank, reason)
+        with self._used():
+            self._peers.leave(State.BROKEN, self.rank, reason)
 
     def close(self) -> None:
-        """Let asynchronous calls finish for a second, then leave."""
-        if not self._lanes.stop(timeout_s=1.0):
+        """Let asynchronous calls finish for a second, then leave.
+
+        A signal handler, or a finalizer, may come here out of a call of this communicator. That call cannot go on
+        before this returns, so it ends with an error afterwards, and gives back what it uses.
+        """
+        interrupted = get_ident() in self._inside
+        if not self._lanes.stop(timeout_s=0.0 if interrupted else 1.0) and not interrupted:
             self.abort("it was closed with calls under way")
             self._lanes.stop(timeout_s=1.0)
-        self._peers.leave(State.LEFT, self.rank, "it closed its communicator")
+        with self._used():
+            self._peers.leave(State.LEFT, self.rank, "it closed its communicator")
+            self._ended = True
+        until = time.monotonic() + _FAREWELL_S
+        while self._inside and not interrupted and time.monotonic() < until:
+            time.sleep(0.001)
+
+    @contextmanager
+    def _used(self) -> Iterator[None]:
+        """Keep what ``close`` gives back, for the calling thread."""
+        me = get_ident()
+        interrupted = me in self._inside
+        try:
+            self._inside.add(me)
+            yield
+        finally:
+            if not interrupted:
+                self._inside.discard(me)
+                self._give_back()
+
+    def _give_back(self) -> None:
+        """Let go of what the kernel holds, if this communicator has ended and no thread uses it any more."""
+        if self._ended and not self._inside:
+            self._peers.release()
 
     # Running one call, in the calling thread or in a lane.
 
@@ -123,7 +161,11 @@ class MemoryTransport(Transport):
             with torch.inference_mode():  # torch guards tensors that were made in it
                 self._run(call, source, target, deadline, lanes, inline)
             return
+        me = get_ident()
         try:
+            self._inside.add(me)
+            if self._ended:
+                raise CommunicatorClosedError("the communicator was closed", rank=self.rank)  # noqa: TRY301
             if lanes[0] is COLLECTIVE:
                 self._collective(call, source, target, deadline, inline)
             else:
@@ -132,6 +174,10 @@ class MemoryTransport(Transport):
             # Before the caller can touch its tensors, peers must know not to trust them.
             self._peers.leave_with(error, call)
             raise
+        finally:
+            self._inside.discard(me)
+            if self._ended:
+                self._give_back()
 
     def _collective(
         self,

@@ -33,6 +33,7 @@ class Lanes:
         self._name = name
         self._threads: dict[Lane, BackgroundThread] = {}
         self._latest: dict[Lane, Future[None]] = {}
+        self._stopped = False
 
     def idle(self, *lanes: Lane) -> bool:
         """Whether all calls of these lanes are complete."""
@@ -47,15 +48,22 @@ class Lanes:
         return any(not latest.done() for latest in list(self._latest.values()))
 
     def submit(self, lane: Lane, task: Callable[[], None]) -> Future[None]:
-        """Run ``task`` when the earlier calls of its lane are complete."""
+        """Run ``task`` when the earlier calls of its lane are complete.
+
+        Raises:
+            RuntimeError: the lanes were stopped.
+        """
         thread = self._threads.get(lane)
         if thread is None:
             thread = self._threads[lane] = BackgroundThread(f"{self._name}-{lane[0]}")
+        if self._stopped:  # ``stop`` may have come before the thread was there, out of a signal handler.
+            raise RuntimeError(f"the lanes of {self._name} were stopped")
         future = self._latest[lane] = thread.submit(task)
         return future
 
     def stop(self, timeout_s: float) -> bool:
         """Finish what was submitted, end the threads, and say whether they ended in time."""
+        self._stopped = True
         until = time.perf_counter() + timeout_s
         ended = True
         for thread in list(self._threads.values()):

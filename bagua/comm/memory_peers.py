@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -62,7 +61,7 @@ class Peers(ABC):
         self.places = Words(self.size)
         self.lanes = Lanes(f"bagua-{label}-{rank}")
         self._fault = fault
-        self._leaving = threading.Lock()
+        self._left: dict[str, tuple[int, int, str]] = {}
         self._steps = itertools.count(1)
         self._words = [line.words for line in lines]
         self._others = tuple(other for other in range(self.size) if other != rank)
@@ -118,6 +117,9 @@ class Peers(ABC):
     @abstractmethod
     def wake(self, rank: int) -> None:
         """Wake the sleepers of ``rank``. Never blocks, never raises."""
+
+    def release(self) -> None:  # noqa: B027 - most memory holds nothing but memory
+        """Give back what the kernel holds. No thread is inside a call, and none comes. Idempotent."""
 
     @abstractmethod
     def lost(self, rank: int) -> bool:
@@ -290,13 +292,15 @@ class Peers(ABC):
     # The end of this rank's part.
 
     def leave(self, state: int, culprit: int, reason: str) -> None:
-        """Leave ``State.OPEN`` for good, and wake everyone. The first reason stays."""
-        with self._leaving:
-            if self.own.words[Words.STATE] != State.OPEN:
-                return
-            self.set_reason(reason)
-            self.own.words[Words.CULPRIT] = culprit
-            self.own.words[Words.STATE] = state
+        """Leave ``State.OPEN`` for good, and wake everyone. The first reason stays.
+
+        Without a lock: a signal handler may interrupt this at any place, and call it. Whoever is first decides, at
+        once; then all write the same.
+        """
+        state, culprit, reason = self._left.setdefault("first", (state, culprit, reason))
+        self.set_reason(reason)
+        self.own.words[Words.CULPRIT] = culprit
+        self.own.words[Words.STATE] = state
         for rank in range(self.size):
             self.wake(rank)
 

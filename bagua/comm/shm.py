@@ -80,7 +80,6 @@ class ShmTransport(MemoryTransport):
         """Leave, and close what the kernel holds for us."""
         if self._in_parent:
             super().close()
-            self._shm_peers.release()
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory that peers can map, for all that is too large to be copied on the way."""

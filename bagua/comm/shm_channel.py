@@ -107,13 +107,12 @@ class Channel:
             named: gives the numbers of segments that are still to be read, which are kept. Asked after a look at
                 what is gone, because a segment goes only after it was named.
         """
-        if self._mapped and self._lock.acquire(blocking=False):
-            try:
-                gone = [number for number, segment in self._mapped.items() if segment.gone]
-                for number in set(gone).difference(named()) if gone else ():
-                    del self._mapped[number]
-            finally:
-                self._lock.release()
+        if not self._mapped or self._lock.locked():  # Another thread looks.
+            return
+        with self._lock:  # Not ``acquire`` and ``try``: an exception of a signal handler could come in between.
+            gone = [number for number, segment in self._mapped.items() if segment.gone]
+            for number in set(gone).difference(named()) if gone else ():
+                del self._mapped[number]
 
     def close(self) -> None:
         """Close the connection and forget the peer's memory."""

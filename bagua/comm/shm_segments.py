@@ -12,6 +12,7 @@ import ctypes
 import itertools
 import os
 import threading
+from operator import attrgetter
 
 import torch
 
@@ -57,27 +58,34 @@ class Segment:
         os.close(self.descriptor)
 
 
+_address = attrgetter("address")
+
+
 class _Registry:
     """The segments of this process, by address."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        #: A signal handler may interrupt ``add``, and call it.
+        self._lock = threading.RLock()
         self._numbers = itertools.count(1)
         #: First addresses and segments in their order; replaced as a whole.
         self._table: tuple[list[int], list[Segment]] = ([], [])
         os.register_at_fork(after_in_child=self._forget_all)
 
     def _forget_all(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._table = ([], [])
 
     def add(self, memory: SharedMemory, descriptor: int) -> Segment:
         segment = Segment(next(self._numbers), memory, descriptor)
         with self._lock:
-            living = [other for other in self._table[1] if not other.gone]
-            living.append(segment)
-            living.sort(key=lambda other: other.address)
-            self._table = ([other.address for other in living], living)
+            while not segment.gone:
+                before = self._table
+                living = sorted([*(other for other in before[1] if not other.gone), segment], key=_address)
+                after = ([other.address for other in living], living)
+                if self._table is before:  # No signal handler has added another one.
+                    self._table = after
+                    break
         return segment
 
     def find(self, address: int, nbytes: int) -> Segment | None:
