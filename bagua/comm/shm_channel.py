@@ -37,6 +37,11 @@ class Channel:
         self._sent: weakref.WeakSet[Segment] = weakref.WeakSet()
         self._mapped: dict[int, MappedSegment] = {}
 
+    @property
+    def connection(self) -> int:
+        """Descriptor of the connection. It hangs up when the peer ends, runs another program, or closes."""
+        return self._connection.fileno()
+
     def offer(self, segment: Segment) -> bool:
         """Make ``segment`` known to the peer. Returns whether it will find it.
 
@@ -113,6 +118,11 @@ class Channel:
             gone = [number for number, segment in self._mapped.items() if segment.gone]
             for number in set(gone).difference(named()) if gone else ():
                 del self._mapped[number]
+
+    def disown(self) -> None:
+        """In a forked child: close its end, whoever held the lock when it was forked."""
+        self._lock = threading.Lock()
+        self.close()
 
     def close(self) -> None:
         """Close the connection and forget the peer's memory."""

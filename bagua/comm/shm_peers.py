@@ -55,6 +55,8 @@ class ShmPeers(Peers):
         self._sleepers_word = layout.sleepers
         self._bells = {rank: peer.bell for rank, peer in attached.peers.items()} | {membership.rank: attached.bell}
         self._processes = {peer.process: rank for rank, peer in attached.peers.items()}
+        #: Their connections, too: these hang up when a process goes on with another program.
+        self._ends = self._processes | {channel.connection: rank for rank, channel in self._channels.items()}
         self._lost: set[int] = set()
         self._watches: list[select.poll] = []
         self._asleep: set[int] = set()
@@ -196,7 +198,7 @@ class ShmPeers(Peers):
                 return
             watch = self._watch()
             for descriptor, _ in watch.poll(max(1, round(seconds * 1000))):
-                rank = self._processes.get(descriptor)
+                rank = self._ends.get(descriptor)
                 if rank is not None:
                     self._lost.add(rank)
             if not self._lost:
@@ -231,9 +233,10 @@ class ShmPeers(Peers):
             return self._watches.pop()
         watch = select.poll()
         watch.register(self._bells[self.rank], select.POLLIN)
-        for descriptor, rank in self._processes.items():
+        for descriptor, rank in self._ends.items():
             if rank not in self._lost:
-                watch.register(descriptor, select.POLLIN)
+                # A connection has something to read all the time; that it hangs up is told unasked.
+                watch.register(descriptor, select.POLLIN if descriptor in self._processes else 0)
         return watch
 
     def wake(self, rank: int) -> None:
@@ -271,7 +274,15 @@ class ShmPeers(Peers):
         self._outboxes.clear()
 
     def disown(self) -> None:
-        """In a forked child: none of this memory is there, so have nothing that refers to it."""
-        self._closed = True
+        """In a forked child: none of this memory is there, so have nothing that refers to it.
+
+        The descriptors are closed: a connection hangs up when the last process that has it is gone.
+        """
+        if not self._closed:
+            self._closed = True
+            for descriptor in (*self._bells.values(), *self._processes):
+                os.close(descriptor)
+            for channel in self._channels.values():
+                channel.disown()
         self.lines = ()
         self._words = []

@@ -80,7 +80,18 @@ def test_forked_children_stay_out_of_it(shm_pool) -> None:
     shm_pool.run(shm_ranks.fork_while_communicating, size=2)
 
 
+def test_what_a_forked_child_writes_is_its_own(shm_pool) -> None:
+    assert shm_pool.run(shm_ranks.write_in_a_child, size=2) == [(True, True)] * 2
+
+
 # Ranks that are lost.
+
+
+def test_a_rank_that_becomes_another_program_is_lost(shm_pool) -> None:
+    outcomes = shm_pool.outcomes(shm_ranks.run_another_program, size=2)
+    assert outcomes[0].error is None, outcomes[0].trace
+    assert outcomes[0].value == ("PeerLostError", (1,))
+    assert outcomes[0].seconds < 20.0, "the deadline is 30"
 
 
 @pytest.mark.parametrize(
