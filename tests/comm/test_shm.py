@@ -187,10 +187,13 @@ def run_anew(size: int, job, *arguments):
 )
 def test_the_default_backend(obstacle: str, backend: str) -> None:
     """Shared memory if all ranks can have it; what one rank lacks all lack, and the log says so."""
-    for own_backend, total, log in run_anew(3, shm_ranks.start_without_a_choice, obstacle, None):
+    outcomes = run_anew(3, shm_ranks.start_without_a_choice, obstacle, None)
+    for own_backend, total, log in outcomes:
         assert (own_backend, total) == (backend, 6.0)
         assert ("rank 1" in log and "for this test" in log) is (obstacle != "none"), log
         assert f"backend {backend}" in log
+    warned = ["cannot share memory" in log for *_, log in outcomes]
+    assert warned == [obstacle != "none", False, False], "one rank of the host warns, once"
 
 
 def test_the_default_backend_on_several_hosts() -> None:
