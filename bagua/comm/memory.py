@@ -194,7 +194,7 @@ class MemoryTransport(Transport):
         small = source is not None and source.numel() * source.element_size() <= self._small_bytes
         peers.publish(slot, call, source, small)
         if inline:
-            spin_s, suspect = peers.spin_inline_s, partial(self._suspect, call)
+            spin_s, suspect = peers.spin_inline_s, self._suspect
         else:
             spin_s, suspect = peers.spin_s, None
         peers.barrier(call, deadline, spin_s, suspect)

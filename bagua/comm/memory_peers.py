@@ -6,6 +6,7 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -25,8 +26,8 @@ __all__ = ["Peers"]
 
 #: Read in every barrier. ``State.OPEN`` is 0.
 _ARRIVED, _STATE = Words.ARRIVED, Words.STATE
-#: The error, if the ranks wait for each other in vain.
-Suspicion = Callable[[], CommunicationError | None]
+#: The error, if the ranks wait for each other in vain in a call.
+Suspicion = Callable[[Call], CommunicationError | None]
 #: A sleeper looks up at least so often: deaths ring no bell.
 SLICE_S = 0.02
 
@@ -188,7 +189,7 @@ class Peers(ABC):
         words = self._words
         for line in words:
             if line[_ARRIVED] < mine:
-                self.wait(lambda: self._not_at(mine), deadline, spin_s, suspect)
+                self.wait(lambda: self._not_at(mine), deadline, spin_s, suspect and partial(suspect, call))
                 break
         if self._fault is not None:
             self.step(call, "pass")
@@ -206,7 +207,7 @@ class Peers(ABC):
         missing: Callable[[], tuple[int, ...]],
         deadline: Deadline,
         spin_s: float = 0.0,
-        suspect: Suspicion | None = None,
+        suspect: Callable[[], CommunicationError | None] | None = None,
     ) -> None:
         """Return when ``missing`` names no rank any more.
 
