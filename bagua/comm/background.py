@@ -50,13 +50,14 @@ class BackgroundThread:
         self._name = name
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        #: A signal handler that interrupts ``submit`` may call ``stop``.
+        self._lock = threading.RLock()
         self._stopped = False
         family.add(self)
 
     def disown(self) -> None:
         """In a forked child, which has no such thread: what was submitted runs in the parent only."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._queue = queue.SimpleQueue()
         self._thread = None
 
@@ -81,6 +82,8 @@ class BackgroundThread:
                 future.set_exception(error)
 
         self.put(task)
+        if self._stopped and future.cancel():  # by a signal handler, meanwhile
+            raise RuntimeError(f"background thread {self._name} was stopped")
         return future
 
     def put(self, task: Callable[[], None]) -> None:
@@ -95,7 +98,7 @@ class BackgroundThread:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 thread.start()
-                self._thread = thread
+                self._thread = thread  # Not earlier: who has not started cannot be waited for.
                 _living.add(self)
             self._queue.put(task)
 

@@ -11,8 +11,10 @@ import torch.distributed as dist
 from bagua.comm.hosts import ranks_by_node
 from bagua.comm.shm import shm_refusal
 
-__all__ = ["TORCH_NAME", "abilities", "candidates", "unwrapped"]
+__all__ = ["ASKED_FOR", "TORCH_NAME", "abilities", "candidates", "unwrapped"]
 
+#: The reason for a backend that the user chose.
+ASKED_FOR = "it was asked for"
 #: Under this name ``torch.distributed`` knows our transports.
 TORCH_NAME = "bagua"
 

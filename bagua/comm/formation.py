@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
 
 from bagua import env
-from bagua.comm.choice import abilities
+from bagua.comm.choice import ASKED_FOR, abilities
 from bagua.comm.group import Ledger, ProcessGroup
 from bagua.comm.hosts import host_identity, nodes_from_identities, nodes_from_local_size
 from bagua.comm.rendezvous import exchange
+from bagua.comm.shm import shm_expected
 from bagua.errors import CollectiveMismatchError, ConfigurationError, TransportUnavailableError
 
 __all__ = ["configure_log", "first_that_connects", "fresh", "layout", "meet"]
@@ -45,6 +47,7 @@ def first_that_connects(
         ledger: where the counters go.
         label: what messages call the group.
     """
+    refused = ""
     for number, (backend, reason) in enumerate(choices):
         members = dist.PrefixStore(f"world{number}", store)
         try:
@@ -53,13 +56,27 @@ def first_that_connects(
             if number == len(choices) - 1:
                 raise
             _log.info("rank %d of %d: not %s: %s", rank, len(ranks), backend, error)
+            refused = str(error)
         else:
             _log.info(
                 "rank %d of %d: backend %s because %s; hosts of %s",
                 rank, len(ranks), backend, reason, group.node_sizes,
             )  # fmt: skip
+            if backend == "gloo" and reason != ASKED_FOR and group.local_rank == 0 and max(group.node_sizes) > 1:
+                _warn_of_gloo(refused or reason)
             return group
     raise AssertionError("there is always a last choice")
+
+
+@cache
+def _warn_of_gloo(reason: str) -> None:
+    """Say once for each reason why Gloo connects ranks of one host that usually share memory."""
+    if shm_expected():
+        _log.warning(
+            "processes of this host cannot share memory, so Gloo connects them: small calls take about ten times as "
+            "long. If this is as it should be, backend='gloo' silences this warning. The reason: %s",
+            reason,
+        )
 
 
 def configure_log() -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from bagua import env
 from bagua.comm.arguments import as_seconds
 from bagua.comm.backends import refusal
-from bagua.comm.choice import candidates, unwrapped
+from bagua.comm.choice import ASKED_FOR, candidates, unwrapped
 from bagua.comm.formation import configure_log, first_that_connects, fresh, layout, meet
 from bagua.comm.group import Ledger
 from bagua.comm.rendezvous import connect, refuse_together, resolve_rank
@@ -93,7 +93,7 @@ def init_process_group(
     store = fresh(store, rank)
     answers = meet(store, rank, range(world_size), backend, timeout_s)
     nodes = _nodes or layout(answers, world_size, local_world_size)
-    choices = candidates(answers, nodes) if backend is None else [(backend, "it was asked for")]
+    choices = candidates(answers, nodes) if backend is None else [(backend, ASKED_FOR)]
     backend = choices[0][0]
     refuse_together(store, "refusal", rank, range(world_size), refusal(backend), timeout_s)
     owns_torch = not joined and not dist.is_initialized() and backend != "threads"

@@ -24,24 +24,28 @@ a ``Line`` of their own (``memory_peers.py``, ``memory_line.py``). What all of i
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from threading import get_ident
 from typing import Literal
 
 import torch
 
 from bagua.comm.call import POINT_TO_POINT, Call
 from bagua.comm.memory_exchange import Exchange, compare, small_bytes
-from bagua.comm.memory_lanes import Lane, Part, Pending
+from bagua.comm.memory_lanes import COLLECTIVE, Lane, Part, Pending
 from bagua.comm.memory_line import Deadline, State, Words
 from bagua.comm.memory_messages import Messages
 from bagua.comm.memory_peers import Peers
 from bagua.comm.sharing import handlers_may_call
 from bagua.comm.transport import DONE, Handle, Membership, Transport
-from bagua.errors import CollectiveMismatchError
+from bagua.errors import CollectiveMismatchError, CommunicatorClosedError
 
 __all__ = ["MemoryTransport"]
 
-_COLLECTIVE: Lane = ("collective", -1)
+#: How long ``close`` waits for calls of other threads that are about to end.
+_FAREWELL_S = 1.0
 
 
 class MemoryTransport(Transport):
@@ -67,6 +71,9 @@ class MemoryTransport(Transport):
         self._messages = Messages(peers)
         self._turn = 0
         self._small_bytes = small_bytes(membership.size)
+        #: Threads that use what ``close`` gives back; the last one to go gives it back if they kept it from doing so.
+        self._inside: set[int] = set()
+        self._ended = False
 
     def start(
         self,
@@ -94,19 +101,48 @@ class MemoryTransport(Transport):
 
     def abort(self, reason: str, culprit: int | None = None) -> None:
         """Mark the own line broken, and wake everyone."""
-        self._peers.leave(State.BROKEN, self._peers.global_rank if culprit is None else culprit, reason)
-        self._lanes.abandon()
+        with self._used():
+            self._peers.leave(State.BROKEN, self._peers.global_rank if culprit is None else culprit, reason)
+            self._lanes.abandon()
 
     def idle(self) -> bool:
         """Whether all asynchronous calls are complete."""
         return not self._lanes.busy()
 
     def close(self) -> None:
-        """Let asynchronous calls finish for a second, then leave."""
-        if not self._lanes.stop(timeout_s=1.0):
+        """Let asynchronous calls finish for a second, then leave.
+
+        A signal handler, or a finalizer, may come here out of a call of this communicator. That call cannot go on
+        before this returns, so it ends with an error afterwards, and gives back what it uses.
+        """
+        interrupted = get_ident() in self._inside
+        if not self._lanes.stop(timeout_s=0.0 if interrupted else 1.0) and not interrupted:
             self.abort("it closed its communicator with calls under way")
             self._lanes.stop(timeout_s=1.0)
-        self._peers.leave(State.LEFT, self._peers.global_rank, "it closed its communicator")
+        with self._used():
+            self._peers.leave(State.LEFT, self._peers.global_rank, "it closed its communicator")
+            self._ended = True
+        until = time.monotonic() + _FAREWELL_S
+        while self._inside and not interrupted and time.monotonic() < until:
+            time.sleep(0.001)
+
+    @contextmanager
+    def _used(self) -> Iterator[None]:
+        """Keep what ``close`` gives back, for the calling thread."""
+        me = get_ident()
+        interrupted = me in self._inside
+        try:
+            self._inside.add(me)
+            yield
+        finally:
+            if not interrupted:
+                self._inside.discard(me)
+                self._give_back()
+
+    def _give_back(self) -> None:
+        """Let go of what the kernel holds, if this communicator has ended and no thread uses it any more."""
+        if self._ended and not self._inside:
+            self._peers.release()
 
     # Running one call, in the calling thread or in a lane.
 
@@ -133,8 +169,12 @@ class MemoryTransport(Transport):
             with torch.inference_mode():  # torch guards tensors that were made in it
                 self._run(call, source, target, deadline, lanes, inline)
             return
+        me = get_ident()
         try:
-            if lanes[0] is _COLLECTIVE:
+            self._inside.add(me)
+            if self._ended:
+                raise CommunicatorClosedError("the communicator was closed")  # noqa: TRY301
+            if lanes[0] is COLLECTIVE:
                 self._collective(call, source, target, deadline, inline)
             else:
                 self._message(call, source, target, deadline, lanes, inline)
@@ -142,6 +182,10 @@ class MemoryTransport(Transport):
             # Before the caller can touch its tensors, peers must know not to trust them.
             self._peers.leave_with(error, call)
             raise
+        finally:
+            self._inside.discard(me)
+            if self._ended:
+                self._give_back()
 
     def _collective(
         self,
@@ -157,10 +201,9 @@ class MemoryTransport(Transport):
         peers.step(call, "publish")
         small = source is not None and source.numel() * source.element_size() <= self._small_bytes
         peers.publish(slot, call, source, small)
-        if inline:
-            spin_s, suspect = peers.spin_inline_s, partial(self._suspect, call)
-        else:
-            spin_s, suspect = peers.spin_s, None
+        spin_s = peers.spin_inline_s if inline else peers.spin_s
+        # Where several threads call, another one of them may yet serve a message that is waited for.
+        suspect = self._suspect if inline and not self._lanes.shared else None
         peers.barrier(call, deadline, spin_s, suspect)
         notices = peers.notices(slot)
         compare(peers.ranks, self.rank, notices)
@@ -193,37 +236,49 @@ class MemoryTransport(Transport):
     def _suspect(self, call: Call) -> CollectiveMismatchError | None:
         """The error if a rank waits in a message for this one, which waits for it in ``call``.
 
-        Both calling threads are blocked and no lane of this rank will serve the message:
-        that is for ever.
+        Both calling threads are blocked, no collective of the other rank is on its way, and no lane of this rank
+        will serve the message: that is for ever.
         """
         peers = self._peers
-        sent, wanted, taken = peers.places.sent, peers.places.wanted, peers.places.taken
-        own = peers.own.words
         for other, line in enumerate(peers.lines):
-            words = line.words
-            if words[Words.AWAITED] != self.rank + 1 or other == self.rank:
+            if other == self.rank or not line.words[Words.AWAITED]:
                 continue
-            if words[wanted + self.rank] > own[sent + other] and self._lanes.idle(("send", other)):
-                seen = line.notice(peers.slots.incoming(self.rank)).call
-            elif words[sent + self.rank] > own[taken + other] and self._lanes.idle(("recv", other)):
-                seen = line.notice(peers.slots.outgoing(self.rank)).call
-            else:
-                continue
-            if words[Words.AWAITED] != self.rank + 1:
-                continue  # It stopped waiting while we looked, and what we saw came later.
-            return CollectiveMismatchError(
-                "two ranks wait for each other in different calls",
-                peers=(peers.ranks[other],),
-                expected=f"{call} on rank {peers.global_rank}",
-                seen=f"{seen} on rank {peers.ranks[other]}",
-                advice="All ranks must make the same collective calls in the same order.",
-            )
+            slot = self._awaited_slot(other)
+            if slot is not None:
+                return CollectiveMismatchError(
+                    "two ranks wait for each other in different calls",
+                    peers=(peers.ranks[other],),
+                    expected=f"{call} on rank {peers.global_rank}",
+                    seen=f"{line.notice(slot).call} on rank {peers.ranks[other]}",
+                    advice="All ranks must make the same collective calls in the same order.",
+                )
         return None
+
+    def _awaited_slot(self, other: int) -> int | None:
+        """Where ``other`` tells of the message in which it waits for this rank for ever; None if it does not.
+
+        The order matters. This rank's lanes stay idle while its calling thread is here, so its own words stay as they
+        are; a message of ``other`` that lacks one of them is never complete. What ``other`` awaits is read after that,
+        and whether it has come here last: it arrives before it announces what it awaits.
+        """
+        peers, size = self._peers, self.size
+        words, own = peers.lines[other].words, peers.own.words
+        awaited = words[Words.AWAITED]
+        if awaited == 1 + self.rank:
+            lane, slot = ("send", other), peers.slots.incoming(self.rank)
+            asked, served = peers.places.wanted + self.rank, peers.places.sent + other
+        elif awaited == 1 + size + self.rank:
+            lane, slot = ("recv", other), peers.slots.outgoing(self.rank)
+            asked, served = peers.places.sent + self.rank, peers.places.taken + other
+        else:
+            return None
+        stuck = self._lanes.idle(lane) and words[asked] > own[served] and words[Words.AWAITED] == awaited
+        return slot if stuck and words[Words.ARRIVED] < own[Words.ARRIVED] else None
 
 
 def _lanes(call: Call, rank: int) -> tuple[Lane, ...]:
     if call.kind not in POINT_TO_POINT:
-        return (_COLLECTIVE,)
+        return (COLLECTIVE,)
     if call.kind == "send":
         return (("send", call.root),)
     if call.kind == "recv":

@@ -15,12 +15,13 @@ from bagua.comm.memory_line import Deadline
 from bagua.comm.transport import Handle
 from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError, ConcurrentUseError
 
-__all__ = ["Inline", "Lane", "Lanes", "Part", "Pending"]
+__all__ = ["COLLECTIVE", "Inline", "Lane", "Lanes", "Part", "Pending"]
 
 #: How long a signal handler may have to wait.
 _SLICE_S = 0.1
-#: ("collective", -1), ("send", to whom) or ("recv", from whom).
+#: ``COLLECTIVE``, ("send", to whom) or ("recv", from whom).
 Lane = tuple[str, int]
+COLLECTIVE: Lane = ("collective", -1)
 
 
 class Part:
@@ -109,6 +110,7 @@ class Lanes:
         self._latest: dict[Lane, Part] = {}
         #: Of each lane the latest that its caller does by itself; an earlier one is over.
         self._inline: dict[Lane, Part] = {}
+        self._stopped = False
         self.shared = False
 
     def idle(self, *lanes: Lane) -> bool:
@@ -134,6 +136,7 @@ class Lanes:
             ConcurrentUseError: the calling thread is in the middle of the call before.
         """
         before = self._inline.get(lane)
+        self._require_running()
         thread = self._threads.get(lane)
         if thread is None:
             thread = self._threads[lane] = BackgroundThread(f"{self._name}-{lane[0]}")
@@ -148,7 +151,12 @@ class Lanes:
                 raise
             raise CommunicatorClosedError("the communicator was closed") from error
         self._latest[lane] = part
+        self._require_running()  # ``stop`` may have come meanwhile, out of a signal handler.
         return part
+
+    def _require_running(self) -> None:
+        if self._stopped:
+            raise CommunicatorClosedError("the communicator was closed")
 
     def inline(self, lanes: Sequence[Lane], task: Callable[[], None]) -> Inline:
         """``task`` for the calling thread to do in ``Handle.wait``; later calls of its lanes come after it."""
@@ -165,6 +173,7 @@ class Lanes:
 
     def stop(self, timeout_s: float) -> bool:
         """Finish what was submitted, end the threads, and say whether they ended in time."""
+        self._stopped = True
         until = time.perf_counter() + timeout_s
         ended = True
         for thread in list(self._threads.values()):

@@ -75,7 +75,8 @@ class Words:
     STATE = 1
     #: The global rank to blame, once the state is not OPEN.
     CULPRIT = 2
-    #: 1 + the rank on whose message the calling thread itself waits; 0 if it does not.
+    #: What the calling thread itself waits for, while no collective of its rank is queued or running: 1 + a rank for
+    #: the next message of that rank, 1 + size + a rank until that rank takes a message; 0 if it does not.
     AWAITED = 3
 
     def __init__(self, size: int) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from bagua.comm.call import Call
 from bagua.comm.copying import copy_flat
+from bagua.comm.memory_lanes import COLLECTIVE
 from bagua.comm.memory_line import Deadline, Words
 from bagua.comm.memory_peers import Peers
 from bagua.errors import CollectiveMismatchError
@@ -84,7 +85,7 @@ class Messages:
                 self._compare(call, wish, receiver, call)
             return (receiver,)
 
-        self._wait(missing, receiver, deadline, inline)
+        self._wait(missing, 1 + peers.size + receiver, deadline, inline)
 
     def _takes(self, call: Call, sender: int, target: torch.Tensor, deadline: Deadline, inline: bool) -> Iterator[int]:
         """Pull the pieces one by one."""
@@ -101,7 +102,7 @@ class Messages:
             def missing(expected: int = expected) -> tuple[int, ...]:
                 return () if theirs.words[sent] >= expected else (sender,)
 
-            self._wait(missing, sender, deadline, inline)
+            self._wait(missing, 1 + sender, deadline, inline)
             notice = theirs.notice(slot)
             self._compare(notice.call, call, sender, call)
             stop = min(start + max(notice.piece, 1), numel)
@@ -118,17 +119,36 @@ class Messages:
                 return
             yield start
 
-    def _wait(self, missing: Callable[[], tuple[int, ...]], rank: int, deadline: Deadline, inline: bool) -> None:
+    def _wait(self, missing: Callable[[], tuple[int, ...]], awaited: int, deadline: Deadline, inline: bool) -> None:
+        """Wait until ``missing`` names no rank; announce what this rank waits for, if ``inline``."""
         if not missing():
             return
-        words = self._peers.own.words
-        if inline:
-            words[Words.AWAITED] = rank + 1
+        peers = self._peers
+        if not inline:
+            peers.wait(missing, deadline, peers.spin_s)
+            return
+        words = peers.own.words
         try:
-            self._peers.wait(missing, deadline, self._peers.spin_inline_s if inline else self._peers.spin_s)
+            if peers.lanes.idle(COLLECTIVE):
+                words[Words.AWAITED] = awaited
+            else:
+                missing = self._announcing(missing, awaited)
+            peers.wait(missing, deadline, peers.spin_inline_s)
         finally:
-            if inline:
-                words[Words.AWAITED] = 0
+            words[Words.AWAITED] = 0
+
+    def _announcing(self, missing: Callable[[], tuple[int, ...]], awaited: int) -> Callable[[], tuple[int, ...]]:
+        """``missing``, which announces what is awaited as soon as all collectives of this rank are complete.
+
+        Until then this rank comes to the barriers of others, whatever its calling thread waits for.
+        """
+
+        def look() -> tuple[int, ...]:
+            if self._peers.lanes.idle(COLLECTIVE):
+                self._peers.own.words[Words.AWAITED] = awaited
+            return missing()
+
+        return look
 
     def _compare(self, offer: Call, wish: Call, other: int, own: Call) -> None:
         wanted = wish.recv_counts[0] if wish.kind == "sendrecv" else wish.numel

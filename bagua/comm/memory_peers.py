@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -26,8 +26,8 @@ __all__ = ["Peers"]
 
 #: Read in every barrier. ``State.OPEN`` is 0.
 _ARRIVED, _STATE = Words.ARRIVED, Words.STATE
-#: The error, if the ranks wait for each other in vain.
-Suspicion = Callable[[], CommunicationError | None]
+#: The error, if the ranks wait for each other in vain in a call.
+Suspicion = Callable[[Call], CommunicationError | None]
 #: A sleeper looks up at least so often: deaths ring no bell.
 SLICE_S = 0.02
 
@@ -67,7 +67,7 @@ class Peers(ABC):
         self.places = Words(self.size)
         self.lanes = Lanes(f"bagua-{label}-{rank}")
         self._fault = fault
-        self._leaving = threading.Lock()
+        self._left: dict[str, tuple[int, int, str]] = {}
         self._steps = itertools.count(1)
         self._words = [line.words for line in lines]
         self._others = tuple(other for other in range(self.size) if other != rank)
@@ -123,6 +123,9 @@ class Peers(ABC):
     @abstractmethod
     def wake(self, rank: int) -> None:
         """Wake the sleepers of ``rank``. Never blocks, never raises."""
+
+    def release(self) -> None:  # noqa: B027 - most memory holds nothing but memory
+        """Give back what the kernel holds. No thread is inside a call, and none comes. Idempotent."""
 
     @abstractmethod
     def lost(self, rank: int) -> bool:
@@ -191,7 +194,7 @@ class Peers(ABC):
         words = self._words
         for line in words:
             if line[_ARRIVED] < mine:
-                self.wait(lambda: self._not_at(mine), deadline, spin_s, suspect)
+                self.wait(lambda: self._not_at(mine), deadline, spin_s, suspect and partial(suspect, call))
                 break
         if self._fault is not None:
             self.step(call, "pass")
@@ -209,7 +212,7 @@ class Peers(ABC):
         missing: Callable[[], tuple[int, ...]],
         deadline: Deadline,
         spin_s: float = 0.0,
-        suspect: Suspicion | None = None,
+        suspect: Callable[[], CommunicationError | None] | None = None,
     ) -> None:
         """Return when ``missing`` names no rank any more.
 
@@ -239,8 +242,7 @@ class Peers(ABC):
                 raise trouble
             if suspect is not None:
                 trouble = suspect()
-                # While we looked it may have come here, gone on, and then begun to wait for a message.
-                if trouble is not None and set(trouble.peers) <= set(self.named(missing())):
+                if trouble is not None:
                     raise trouble
             self.pause(ready, min(SLICE_S, max(deadline.at - now, 0.0)))
 
@@ -300,17 +302,18 @@ class Peers(ABC):
     def leave(self, state: int, culprit: int, reason: str) -> None:
         """Leave ``State.OPEN`` for good, and wake everyone. The first reason stays.
 
+        Without a lock: a signal handler may interrupt this at any place, and call it. Whoever is first decides, at
+        once; then all write the same.
+
         Args:
             state: a value of ``State``.
             culprit: global rank to blame.
             reason: what it did; begins with "it".
         """
-        with self._leaving:
-            if self.own.words[Words.STATE] != State.OPEN:
-                return
-            self.set_reason(reason)
-            self.own.words[Words.CULPRIT] = culprit
-            self.own.words[Words.STATE] = state
+        state, culprit, reason = self._left.setdefault("first", (state, culprit, reason))
+        self.set_reason(reason)
+        self.own.words[Words.CULPRIT] = culprit
+        self.own.words[Words.STATE] = state
         for rank in range(self.size):
             self.wake(rank)
 

@@ -13,13 +13,14 @@ import torch
 from bagua import env
 from bagua.comm.memory import MemoryTransport
 from bagua.comm.memory_exchange import small_bytes
+from bagua.comm.shm_attach import explained
 from bagua.comm.shm_peers import ShmPeers
 from bagua.comm.shm_segments import HEADER_BYTES, allocate
 from bagua.comm.threads import current_fault
 from bagua.comm.transport import Handle, Membership, Transport
 from bagua.errors import CommunicatorClosedError, TransportUnavailableError
 
-__all__ = ["ShmTransport", "shm_refusal"]
+__all__ = ["ShmTransport", "shm_expected", "shm_refusal"]
 
 _log = logging.getLogger("bagua")
 
@@ -35,17 +36,28 @@ def shm_refusal() -> Exception | None:
     )
 
 
-def _obstacle() -> str:
+def shm_expected() -> bool:
+    """Whether processes of this kind of machine and interpreter can usually share memory."""
+    return not _unsupported()
+
+
+def _unsupported() -> str:
     if not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "AMD64"):
         return f"it needs Linux on x86-64, this is {sys.platform} on {platform.machine()}"
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         return "it relies on the global interpreter lock, and this Python runs without"
+    return ""
+
+
+def _obstacle() -> str:
+    if unsupported := _unsupported():
+        return unsupported
     try:
         os.close(os.memfd_create("bagua", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         os.close(os.eventfd(0, os.EFD_CLOEXEC))
         os.close(os.pidfd_open(os.getpid()))
     except (OSError, AttributeError) as error:
-        return f"memfd, eventfd and pidfd are needed: {error}"
+        return f"memfd, eventfd and pidfd are needed: {explained(error)}"
     return ""
 
 
@@ -80,7 +92,6 @@ class ShmTransport(MemoryTransport):
         """Leave, and close what the kernel holds for us."""
         if self._in_parent:
             super().close()
-            self._shm_peers.release()
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory that peers can map, for all that is too large to be copied on the way."""

@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import secrets
+import select
 import socket
 import struct
 import time
@@ -28,7 +30,7 @@ from bagua.comm.shm_memory import SharedMemory, create_memory, map_memory
 from bagua.comm.transport import Membership
 from bagua.errors import CollectiveTimeoutError, CommunicationError, TransportUnavailableError
 
-__all__ = ["Attached", "Peer", "attach"]
+__all__ = ["Attached", "Peer", "attach", "explained"]
 
 #: By now every rank is there; only a stopped process takes longer to connect.
 _LIMIT_S = 60.0
@@ -132,7 +134,7 @@ class _Meeting:
             memory.view()[:NONCE_BYTES] = nonce
             self._own = (memory, descriptor, os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
         except OSError as error:
-            own["refusal"] = f"it cannot make its shared memory and sockets: {error}"
+            own["refusal"] = f"it cannot make its shared memory and sockets: {explained(error)}"
         own["nonce"] = nonce.hex()
         membership = self._membership
         answers = exchange(membership.store, "shm/addresses", self._rank, membership.ranks, own, membership.timeout_s)
@@ -173,7 +175,7 @@ class _Meeting:
                 self._admit(other, self._connections[other], *self._hear(self._connections[other]))
         except (OSError, CommunicationError) as error:
             self._hang_up()  # Nobody shall wait for an answer.
-            return str(error) or type(error).__name__
+            return explained(error)
         return ""
 
     def _call(self, other: int) -> None:
@@ -203,7 +205,9 @@ class _Meeting:
     def _welcome(self, connection: socket.socket) -> bool:
         try:
             rank, nonce, descriptors = self._hear(connection)
-        except OSError:
+        except OSError as error:
+            if error.errno == errno.EMFILE:
+                raise  # That is our problem, and all shall hear of it.
             return False
         if rank in self._connections or not self._rank < rank < self._size or nonce != self._nonces[rank]:
             _close_all(descriptors)
@@ -233,10 +237,12 @@ class _Meeting:
         socket.send_fds(connection, [hello], [descriptor, bell], socket.MSG_NOSIGNAL)
 
     def _hear(self, connection: socket.socket) -> tuple[int, bytes, list[int]]:
-        data, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size, 2, socket.MSG_CMSG_CLOEXEC)
+        data, descriptors, seen, _ = socket.recv_fds(connection, _HELLO.size, 2, socket.MSG_CMSG_CLOEXEC)
         if len(data) != _HELLO.size or len(descriptors) != 2:
             _close_all(descriptors)
-            raise ConnectionError("descriptors could not be passed")
+            if seen & socket.MSG_CTRUNC:  # The kernel had nowhere to put them.
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            raise ConnectionError("another rank hung up while they connected")
         rank, nonce = _HELLO.unpack(data)
         return rank, nonce, descriptors
 
@@ -289,6 +295,15 @@ class _Meeting:
             os.close(self._own[2])
 
 
+def explained(error: Exception) -> str:
+    """What ``error`` says, and what helps where descriptors ran out."""
+    text = str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.errno == errno.EMFILE:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return f"{text}; raise `ulimit -n`, which is {limit}"
+    return text
+
+
 def _close_all(descriptors: list[int]) -> None:
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
@@ -321,4 +336,11 @@ def _process_descriptor(connection: socket.socket) -> int:
     process, _ = _credentials(connection)
     if process == 0:
         raise ProcessLookupError("its process is in another pid namespace, and Linux is older than 6.5")
-    return os.pidfd_open(process)
+    descriptor = os.pidfd_open(process)
+    # Had it ended meanwhile, the number could be a stranger's by now.
+    look = select.poll()
+    look.register(connection, 0)
+    if look.poll(0):
+        os.close(descriptor)
+        raise ConnectionResetError("the other process ended while they connected")
+    return descriptor

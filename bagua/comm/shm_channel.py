@@ -37,6 +37,11 @@ class Channel:
         self._sent: weakref.WeakSet[Segment] = weakref.WeakSet()
         self._mapped: dict[int, MappedSegment] = {}
 
+    @property
+    def connection(self) -> int:
+        """Descriptor of the connection. It hangs up when the peer ends, runs another program, or closes."""
+        return self._connection.fileno()
+
     def offer(self, segment: Segment) -> bool:
         """Make ``segment`` known to the peer. Returns whether it will find it.
 
@@ -109,13 +114,17 @@ class Channel:
             named: gives the numbers of segments that are still to be read, which are kept. Asked after a look at
                 what is gone, because a segment goes only after it was named.
         """
-        if self._mapped and self._lock.acquire(blocking=False):
-            try:
-                gone = [number for number, segment in self._mapped.items() if segment.gone]
-                for number in set(gone).difference(named()) if gone else ():
-                    del self._mapped[number]
-            finally:
-                self._lock.release()
+        if not self._mapped or self._lock.locked():  # Another thread looks.
+            return
+        with self._lock:  # Not ``acquire`` and ``try``: an exception of a signal handler could come in between.
+            gone = [number for number, segment in self._mapped.items() if segment.gone]
+            for number in set(gone).difference(named()) if gone else ():
+                del self._mapped[number]
+
+    def disown(self) -> None:
+        """In a forked child: close its end, whoever held the lock when it was forked."""
+        self._lock = threading.Lock()
+        self.close()
 
     def close(self) -> None:
         """Close the connection and forget the peer's memory."""

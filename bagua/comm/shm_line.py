@@ -232,7 +232,7 @@ class OwnLine(ControlLine):
     @reason.setter
     def reason(self, reason: str) -> None:
         self._reason = reason
-        text = reason.encode()[:_REASON_BYTES]
+        text = reason.encode(errors="backslashreplace")[:_REASON_BYTES]  # file names may hold what is no text
         start = self._layout.reason + 8
         self._bytes[start : start + len(text)] = text
         struct.pack_into("q", self._bytes, self._layout.reason, len(text))

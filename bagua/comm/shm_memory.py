@@ -19,10 +19,11 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["SharedMemory", "create_memory", "map_memory"]
+__all__ = ["SharedMemory", "create_memory", "make_private", "map_memory"]
 
 _PAGE_BYTES = 4096
-_PROT_READ, _PROT_WRITE, _MAP_SHARED = 1, 2, 1
+_PROT_READ, _PROT_WRITE = 1, 2
+_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_NORESERVE = 1, 2, 0x10, 0x4000
 _MADV_DONTFORK, _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 10, 22, 23
 _F_ADD_SEALS = 1033
 #: Nobody seals it further, shrinks it, grows it, or maps it for writing from now on.
@@ -31,7 +32,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class _CLibrary:
-    """The three calls that Python does not offer; loaded when they are first needed."""
+    """The calls that Python does not offer; loaded when they are first needed."""
 
     _loaded: ctypes.CDLL | None = None
 
@@ -44,6 +45,7 @@ class _CLibrary:
             library.mmap.argtypes = [address, size, flags, flags, flags, ctypes.c_long]
             library.munmap.argtypes = [address, size]
             library.madvise.argtypes = [address, size, flags]
+            library.mprotect.argtypes = [address, size, flags]
             cls._loaded = library
         return cls._loaded
 
@@ -122,6 +124,21 @@ def map_memory(descriptor: int) -> SharedMemory:
         descriptor: of the memory; it may be closed afterwards.
     """
     return _map(descriptor, os.fstat(descriptor).st_size, False, False)
+
+
+def make_private(address: int, nbytes: int, descriptor: int) -> None:
+    """In a forked child: keep what it writes from its parent. What it has not written it sees as its parent does.
+
+    Args:
+        address: of memory that this process has inherited.
+        nbytes: its length.
+        descriptor: of the same memory.
+    """
+    library = _CLibrary.load()
+    flags = _MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
+    if library.mmap(address, nbytes, _PROT_READ | _PROT_WRITE, flags, descriptor, 0) != address:
+        # Better a child that ends when it writes than a parent with wrong gradients.
+        library.mprotect(address, nbytes, _PROT_READ)
 
 
 def _map(descriptor: int, nbytes: int, writable: bool, in_children: bool) -> SharedMemory:

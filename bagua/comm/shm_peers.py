@@ -6,7 +6,6 @@ import contextlib
 import os
 import select
 import threading
-import time
 from collections.abc import Callable
 
 import torch
@@ -28,7 +27,6 @@ __all__ = ["ShmPeers"]
 _CALLS_PER_SWEEP = 1024
 #: The first area of an outbox, and the largest one.
 _OUTBOX_BYTES = (64 * 1024, 1024 * 1024)
-_FAREWELL_S = 1.0
 
 
 class ShmPeers(Peers):
@@ -60,11 +58,14 @@ class ShmPeers(Peers):
         self._sleepers_word = layout.sleepers
         self._bells = {rank: peer.bell for rank, peer in attached.peers.items()} | {membership.rank: attached.bell}
         self._processes = {peer.process: rank for rank, peer in attached.peers.items()}
+        #: Their connections, too: these hang up when a process goes on with another program.
+        self._ends = self._processes | {channel.connection: rank for rank, channel in self._channels.items()}
         self._lost: set[int] = set()
         self._watches: list[select.poll] = []
-        self._fence = threading.Lock()
-        #: Held while the number of sleepers changes, and while descriptors are used or closed.
-        self._bed = threading.Lock()
+        self._asleep: set[int] = set()
+        #: Held while the number of sleepers changes, and while a bell is rung or descriptors are closed. A signal
+        #: handler that comes in between may ring, too.
+        self._bed = threading.RLock()
         self._closed = False
 
     def _lines_of(self, attached: Attached, membership: Membership) -> list[ControlLine]:
@@ -180,9 +181,11 @@ class ShmPeers(Peers):
     # Waiting.
 
     def fence(self) -> None:
-        """Taking a lock is an instruction that orders stores before later loads."""
-        with self._fence:
-            pass
+        """Taking a lock is an instruction that orders stores before later loads.
+
+        A new one each time, which is quick: nobody has to wait, whoever was interrupted where.
+        """
+        threading.Lock().acquire()
 
     def give_way(self) -> None:
         """More ranks than processors, or two on one of them: whoever is waited for can run."""
@@ -190,29 +193,40 @@ class ShmPeers(Peers):
 
     def pause(self, ready: Callable[[], bool], seconds: float) -> None:
         """Sleep until the bell rings or a process ends."""
-        self._go_to_bed(1)
         try:
+            self._go_to_bed()
             if ready():
                 return
             watch = self._watch()
             for descriptor, _ in watch.poll(max(1, round(seconds * 1000))):
-                rank = self._processes.get(descriptor)
+                rank = self._ends.get(descriptor)
                 if rank is not None:
                     self._lost.add(rank)
             if not self._lost:
                 self._watches.append(watch)
         finally:
-            self._go_to_bed(-1)
+            self._get_up()
         self._drop_gone()
 
-    def _go_to_bed(self, change: int) -> None:
-        """Say that one more thread sleeps, or one less. The first to come silences the bell."""
+    def _go_to_bed(self) -> None:
+        """Say that one more thread sleeps. The first to come silences the bell."""
         with self._bed:
-            words = self.own.words
-            words[self._sleepers_word] = sleepers = words[self._sleepers_word] + change
-            if change == 1 and sleepers == 1:
+            self._asleep.add(threading.get_ident())
+            self.own.words[self._sleepers_word] = sleepers = len(self._asleep)
+            if sleepers == 1:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_read(self._bells[self.rank])
+
+    def _get_up(self) -> None:
+        """Say that the calling thread does not sleep."""
+        with self._bed:
+            self._asleep.discard(threading.get_ident())
+            self.own.words[self._sleepers_word] = len(self._asleep)
+
+    def leave_with(self, error: BaseException, call: Call) -> None:
+        """See ``Peers.leave_with``. An exception of a signal handler may have kept the thread from getting up."""
+        self._get_up()
+        super().leave_with(error, call)
 
     def _watch(self) -> select.poll:
         """What a sleeper looks at; used by one thread at a time."""
@@ -220,9 +234,10 @@ class ShmPeers(Peers):
             return self._watches.pop()
         watch = select.poll()
         watch.register(self._bells[self.rank], select.POLLIN)
-        for descriptor, rank in self._processes.items():
+        for descriptor, rank in self._ends.items():
             if rank not in self._lost:
-                watch.register(descriptor, select.POLLIN)
+                # A connection has something to read all the time; that it hangs up is told unasked.
+                watch.register(descriptor, select.POLLIN if descriptor in self._processes else 0)
         return watch
 
     def wake(self, rank: int) -> None:
@@ -244,12 +259,9 @@ class ShmPeers(Peers):
     # The end.
 
     def release(self) -> None:
-        """Close sockets and descriptors and give memory back, when no thread sleeps on them any more."""
-        until = time.monotonic() + _FAREWELL_S
-        while self.own.words[self._sleepers_word] and time.monotonic() < until:
-            time.sleep(0.001)
+        """Close sockets and descriptors and give memory back; see ``Peers.release``."""
         with self._bed:
-            if self._closed or self.own.words[self._sleepers_word]:
+            if self._closed:
                 return
             self._closed = True
             for descriptor in (*self._bells.values(), *self._processes):
@@ -263,7 +275,15 @@ class ShmPeers(Peers):
         self._outboxes.clear()
 
     def disown(self) -> None:
-        """In a forked child: none of this memory is there, so have nothing that refers to it."""
-        self._closed = True
+        """In a forked child: none of this memory is there, so have nothing that refers to it.
+
+        The descriptors are closed: a connection hangs up when the last process that has it is gone.
+        """
+        if not self._closed:
+            self._closed = True
+            for descriptor in (*self._bells.values(), *self._processes):
+                os.close(descriptor)
+            for channel in self._channels.values():
+                channel.disown()
         self.lines = ()
         self._words = []

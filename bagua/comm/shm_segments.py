@@ -12,10 +12,11 @@ import ctypes
 import itertools
 import os
 import threading
+from operator import attrgetter
 
 import torch
 
-from bagua.comm.shm_memory import SharedMemory, create_memory, map_memory
+from bagua.comm.shm_memory import SharedMemory, create_memory, make_private, map_memory
 
 __all__ = ["HEADER_BYTES", "MappedSegment", "Segment", "Views", "allocate", "find"]
 
@@ -37,9 +38,9 @@ class Segment:
         gone: whether its last tensor has died.
     """
 
-    __slots__ = ("__weakref__", "_process", "address", "descriptor", "end", "gone", "number")
+    __slots__ = ("__weakref__", "_in_children", "_process", "address", "descriptor", "end", "gone", "number")
 
-    def __init__(self, number: int, memory: SharedMemory, descriptor: int) -> None:
+    def __init__(self, number: int, memory: SharedMemory, descriptor: int, in_children: bool) -> None:
         self.number = number
         self.descriptor = descriptor
         # Not the memory: it must be able to end while the registry has the segment.
@@ -47,6 +48,7 @@ class Segment:
         self.end = memory.address + memory.nbytes
         self.gone = False
         self._process = os.getpid()
+        self._in_children = in_children
         memory.before_its_end(self._leave)
 
     def _leave(self) -> None:
@@ -54,30 +56,50 @@ class Segment:
         self.gone = True
         if self._process == os.getpid():
             ctypes.c_int64.from_address(self.address).value = _GONE
+            os.close(self.descriptor)
+
+    def inherit(self) -> None:
+        """In a forked child: have the memory for itself, if it is there at all, and close the descriptor.
+
+        Now, since later it may be the number of a file of the child.
+        """
+        if self.gone:
+            return
+        if self._in_children:
+            make_private(self.address, self.end - self.address, self.descriptor)
         os.close(self.descriptor)
+
+
+_address = attrgetter("address")
 
 
 class _Registry:
     """The segments of this process, by address."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        #: A signal handler may interrupt ``add``, and call it.
+        self._lock = threading.RLock()
         self._numbers = itertools.count(1)
         #: First addresses and segments in their order; replaced as a whole.
         self._table: tuple[list[int], list[Segment]] = ([], [])
-        os.register_at_fork(after_in_child=self._forget_all)
+        os.register_at_fork(after_in_child=self._inherit_all)
 
-    def _forget_all(self) -> None:
-        self._lock = threading.Lock()
+    def _inherit_all(self) -> None:
+        for segment in self._table[1]:
+            segment.inherit()
+        self._lock = threading.RLock()
         self._table = ([], [])
 
-    def add(self, memory: SharedMemory, descriptor: int) -> Segment:
-        segment = Segment(next(self._numbers), memory, descriptor)
+    def add(self, memory: SharedMemory, descriptor: int, in_children: bool) -> Segment:
+        segment = Segment(next(self._numbers), memory, descriptor, in_children)
         with self._lock:
-            living = [other for other in self._table[1] if not other.gone]
-            living.append(segment)
-            living.sort(key=lambda other: other.address)
-            self._table = ([other.address for other in living], living)
+            while not segment.gone:
+                before = self._table
+                living = sorted([*(other for other in before[1] if not other.gone), segment], key=_address)
+                after = ([other.address for other in living], living)
+                if self._table is before:  # No signal handler has added another one.
+                    self._table = after
+                    break
         return segment
 
     def find(self, address: int, nbytes: int) -> Segment | None:
@@ -97,13 +119,13 @@ def allocate(nbytes: int, *, in_children: bool) -> tuple[SharedMemory, Segment]:
 
     Args:
         nbytes: of data.
-        in_children: whether forked children can read it.
+        in_children: whether forked children have it, too: as memory of their own, from their first write to it.
 
     Raises:
         OSError: there is not so much memory, or there are too many open files.
     """
     memory, descriptor = create_memory(HEADER_BYTES + nbytes, in_children=in_children)
-    return memory, _registry.add(memory, descriptor)
+    return memory, _registry.add(memory, descriptor, in_children)
 
 
 def find(tensor: torch.Tensor) -> Segment | None:

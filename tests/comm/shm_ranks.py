@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import logging
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 import bagua.comm
-from bagua.comm import Communicator, backends, choice, shm_attach
+from bagua.comm import Communicator, backends, choice, shm_attach, shm_segments
 from bagua.comm.memory_line import State, Step, Words
 from bagua.comm.shm import ShmTransport
 from bagua.comm.stores import connect_store
@@ -193,6 +194,50 @@ def _child_behaves(comm: Communicator, tensor: torch.Tensor) -> bool:
     del copied
     gc.collect()
     return readable and refused
+
+
+def write_in_a_child() -> tuple[bool, bool]:
+    """What a forked child writes is its own, also if it has closed what it inherited; it closes no file of its own."""
+    comm = communicator()
+    tensor = comm.empty(LARGE, dtype=torch.float32).fill_(1.0)
+    descriptor = shm_segments.find(tensor).descriptor
+    comm.allreduce(tensor)
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+        null = os.open(os.devnull, os.O_RDONLY)
+        if null != descriptor:
+            os.dup2(null, descriptor)
+        same = bool((tensor == comm.size).all())
+        tensor.zero_()
+        mine = bool((tensor == 0).all())
+        del tensor
+        gc.collect()
+        os.fstat(descriptor)  # An error, if it was closed with the tensor.
+        os._exit(0 if same and mine else 1)
+    well = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    untouched = bool((tensor == comm.size).all())
+    comm.allreduce(tensor)
+    return well, untouched and bool((tensor == comm.size**2).all())
+
+
+def run_another_program() -> tuple[str, tuple[int, ...]]:
+    """Rank 1, which has a forked child, goes on as another program, with the same process number."""
+    comm = communicator()
+    child = os.fork() if comm.rank == 1 else None
+    if child == 0:
+        signal.pause()  # It outlives its parent, and must not keep the others waiting.
+    processes = comm.allgather_object([os.getpid(), child])[1]
+    if comm.rank == 1:
+        os.execv("/bin/sleep", ["sleep", "40"])
+    try:
+        comm.allreduce(torch.ones(4), timeout=30.0)
+    except BaguaError as error:
+        for process in processes:
+            os.kill(process, signal.SIGKILL)
+        return type(error).__name__, getattr(error, "peers", ())
+    return "no error", ()
 
 
 # Failures.

@@ -80,7 +80,18 @@ def test_forked_children_stay_out_of_it(shm_pool) -> None:
     shm_pool.run(shm_ranks.fork_while_communicating, size=2)
 
 
+def test_what_a_forked_child_writes_is_its_own(shm_pool) -> None:
+    assert shm_pool.run(shm_ranks.write_in_a_child, size=2) == [(True, True)] * 2
+
+
 # Ranks that are lost.
+
+
+def test_a_rank_that_becomes_another_program_is_lost(shm_pool) -> None:
+    outcomes = shm_pool.outcomes(shm_ranks.run_another_program, size=2)
+    assert outcomes[0].error is None, outcomes[0].trace
+    assert outcomes[0].value == ("PeerLostError", (1,))
+    assert outcomes[0].seconds < 20.0, "the deadline is 30"
 
 
 @pytest.mark.parametrize(
@@ -176,10 +187,13 @@ def run_anew(size: int, job, *arguments):
 )
 def test_the_default_backend(obstacle: str, backend: str) -> None:
     """Shared memory if all ranks can have it; what one rank lacks all lack, and the log says so."""
-    for own_backend, total, log in run_anew(3, shm_ranks.start_without_a_choice, obstacle, None):
+    outcomes = run_anew(3, shm_ranks.start_without_a_choice, obstacle, None)
+    for own_backend, total, log in outcomes:
         assert (own_backend, total) == (backend, 6.0)
         assert ("rank 1" in log and "for this test" in log) is (obstacle != "none"), log
         assert f"backend {backend}" in log
+    warned = ["cannot share memory" in log for *_, log in outcomes]
+    assert warned == [obstacle != "none", False, False], "one rank of the host warns, once"
 
 
 def test_the_default_backend_on_several_hosts() -> None:

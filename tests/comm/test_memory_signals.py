@@ -1,0 +1,266 @@
+"""What a signal handler may do, at each line of the call that it interrupts: abort, close, raise."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import os
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from bagua.comm.background import BackgroundThread
+from bagua.comm.communicator import Communicator
+from bagua.comm.memory_line import State, Words
+from bagua.comm.shm import ShmTransport
+from bagua.comm.threads import ThreadsTransport
+from bagua.errors import CommunicationError, CommunicatorClosedError, PeerLostError
+from tests.comm.memory_ranks import LARGE, run
+
+pytestmark = pytest.mark.threads
+
+#: A file and a line in it.
+Place = tuple[str, int]
+#: Modules whose lines are interrupted.
+INTERRUPTED = ("core", "background", "memory", "shm", "threads")
+
+
+@pytest.fixture(autouse=True)
+def _small_areas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BAGUA_SHM_STAGING_BYTES", "65536")
+
+
+transports = pytest.mark.parametrize("transport", [ThreadsTransport, ShmTransport], ids=lambda each: each.name)
+
+
+class InterruptionError(Exception):
+    """What a signal handler raises."""
+
+
+def allreduce(comm: Communicator) -> None:
+    comm.allreduce(torch.ones(4))
+
+
+def allreduce_large(comm: Communicator) -> None:
+    comm.allreduce(torch.ones(LARGE))
+
+
+def message(comm: Communicator) -> None:
+    if comm.rank == 0:
+        comm.recv(torch.ones(LARGE), 1)
+    else:
+        comm.send(torch.ones(LARGE), 0)
+
+
+def message_back(comm: Communicator) -> None:
+    if comm.rank == 0:
+        comm.send(torch.ones(LARGE), 1)
+    else:
+        comm.recv(torch.ones(LARGE), 0)
+
+
+def in_background(comm: Communicator) -> None:
+    work = comm.allreduce(torch.ones(4), async_op=True)
+    work.wait()
+
+
+def failing(comm: Communicator) -> None:
+    """Ranks disagree: the handler may come while the rank tells the other."""
+    comm.allreduce(torch.ones(4 + comm.rank))
+
+
+CALLS = [allreduce, allreduce_large, message, message_back, in_background, failing]
+#: Hundreds of lines, each with ranks of its own.
+LONG = (allreduce_large, message, message_back)
+cases = pytest.mark.parametrize(
+    ("transport", "call"),
+    [
+        pytest.param(
+            transport,
+            call,
+            id=f"{transport.name}-{call.__name__}",
+            marks=[pytest.mark.slow] if transport is ShmTransport and call in LONG else [],
+        )
+        for transport in (ThreadsTransport, ShmTransport)
+        for call in CALLS
+    ],
+)
+
+
+class Signals:
+    """Runs ``handler`` at one line of the call of rank 0, the first time that it comes there."""
+
+    def __init__(self, at: Place | None, handler: Callable[[Communicator], None]) -> None:
+        self.at, self.handler = at, handler
+        self.seen: dict[Place, None] = {}
+        self.comm: Communicator | None = None
+        #: Rank 1 comes when rank 0 has gone to sleep twice, or was interrupted.
+        self.come = threading.Event()
+        self.sleeps = 0
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith("bagua.comm.") or not name[len("bagua.comm.") :].startswith(INTERRUPTED):
+            return None
+        if frame.f_code.co_name == "pause":
+            self.sleeps += 1
+        if self.sleeps > 1 or (frame.f_code.co_name, name) == ("wait", "bagua.comm.memory_lanes"):
+            self.come.set()
+        return self._line
+
+    def _line(self, frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            place = (os.path.basename(frame.f_code.co_filename), frame.f_lineno)
+            if place not in self.seen:
+                self.seen[place] = None
+                if place == self.at:
+                    self.come.set()
+                    assert self.comm is not None
+                    self.handler(self.comm)
+        return self._line
+
+
+def interrupted(
+    transport: type, call: Callable[[Communicator], None], at: Place | None, handler: Callable[[Communicator], None]
+) -> tuple[list[Any], Signals]:
+    """How the calls of both ranks end, if rank 0 is interrupted at a line of its own."""
+    signals = Signals(at, handler)
+
+    def job(comm: Communicator) -> object:
+        if comm.rank == 1:
+            assert signals.come.wait(10)
+            return attempt(comm)
+        signals.comm = comm
+        sys.settrace(signals)
+        try:
+            return attempt(comm)
+        finally:
+            signals.come.set()
+
+    def attempt(comm: Communicator) -> object:
+        try:
+            call(comm)
+        except (CommunicationError, InterruptionError) as error:
+            return error
+        finally:
+            sys.settrace(None)
+            if comm.rank == 1:
+                comm.close()
+        return None
+
+    return run(2, job, transport=transport, timeout_s=10.0, close=False), signals
+
+
+def places(transport: type, call: Callable[[Communicator], None]) -> list[Place]:
+    """The lines of the call of rank 0 at which a handler may come, its waits included."""
+    _, signals = interrupted(transport, call, None, lambda comm: None)
+    assert signals.comm is not None
+    signals.comm.close()
+    return list(signals.seen)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@cases
+def test_a_handler_may_abort_anywhere(transport: type, call: Callable[[Communicator], None]) -> None:
+    def abort(comm: Communicator) -> None:
+        comm.abort("by the handler")
+        assert comm._transport._peers.own.words[Words.STATE] != State.OPEN
+
+    for place in places(transport, call):
+        outcomes, signals = interrupted(transport, call, place, abort)
+        for outcome in outcomes:
+            assert outcome is None or isinstance(outcome, CommunicationError), (place, outcomes)
+        signals.comm.close()
+
+
+@cases
+def test_a_handler_may_close_anywhere(transport: type, call: Callable[[Communicator], None]) -> None:
+    """What the call uses stays until it ends, and is given back then."""
+
+    def close(comm: Communicator) -> None:
+        comm.abort("by the handler")
+        comm.close()
+
+    found = places(transport, call)
+    before = descriptors()
+    for place in found:
+        outcomes, signals = interrupted(transport, call, place, close)
+        for outcome in outcomes:
+            assert outcome is None or isinstance(outcome, CommunicationError), (place, outcomes)
+        signals.comm.close()  # Where the handler did not come; otherwise this does nothing.
+    gc.collect()
+    assert descriptors() <= before
+
+
+WAITING = ("memory_peers.py", "memory_messages.py", "shm_peers.py", "shm_channel.py")
+
+
+@pytest.mark.parametrize("call", [allreduce, message])
+def test_a_handler_may_raise_where_the_call_waits(call: Callable[[Communicator], None]) -> None:
+    """As Ctrl-C does. The other rank is told, no sleeper is counted any more, and nothing is left open."""
+
+    def stop(comm: Communicator) -> None:
+        raise InterruptionError
+
+    found = [place for place in places(ShmTransport, call) if place[0] in WAITING]
+    before = descriptors()
+    for place in found:
+        outcomes, signals = interrupted(ShmTransport, call, place, stop)
+        for outcome in outcomes:
+            assert outcome is None or isinstance(outcome, CommunicationError | InterruptionError), (place, outcomes)
+        peers = signals.comm._transport._shm_peers
+        assert peers.own.words[peers._sleepers_word] == 0, place
+        signals.comm.close()
+        assert peers._closed
+        # A descriptor that has just been received and has no name yet is lost.
+        before += place[0] == "shm_channel.py"
+    gc.collect()
+    assert descriptors() <= before
+
+
+def test_a_lane_that_a_handler_stops_runs_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever line of ``submit`` the handler interrupts: the task runs, or is refused."""
+    lines, first = inspect.getsourcelines(BackgroundThread.submit)
+    for number in range(first, first + len(lines)):
+        background = BackgroundThread("test")
+
+        def trace(frame: FrameType, event: str, _: Any, number: int = number, thread: Any = background) -> Any:
+            if frame.f_code is not BackgroundThread.submit.__code__:
+                return None
+            if event == "line" and frame.f_lineno == number:
+                thread.stop(0.0)
+            return trace
+
+        sys.settrace(trace)
+        try:
+            future = background.submit(lambda: "done")
+        except RuntimeError:
+            future = None
+        finally:
+            sys.settrace(None)
+        assert future is None or future.result(10) == "done", number
+        assert background.stop(10)
+
+
+@transports
+def test_any_text_is_a_reason(transport: type) -> None:
+    """Names of files hold what is no valid text; nobody waits for that."""
+    reason = os.fsdecode(b"cannot read data-\xff.bin")
+
+    def job(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm.abort(reason)
+        comm.allreduce(torch.ones(4))
+
+    outcomes = run(2, job, transport=transport, timeout_s=20.0)
+    assert isinstance(outcomes[0], CommunicatorClosedError)
+    assert isinstance(outcomes[1], PeerLostError)
+    assert "cannot read data-" in str(outcomes[1])
