@@ -16,6 +16,7 @@ from bagua.comm.c10d_lowering import Abilities, as_timedelta
 from bagua.comm.c10d_sockets import OpenSocket, let_go, open_sockets, opened_since
 from bagua.comm.choice import TORCH_NAME
 from bagua.comm.forks import leak
+from bagua.comm.torch_private import backend_request, nccl_options, plugins
 from bagua.comm.transport import Membership
 from bagua.errors import TransportUnavailableError
 
@@ -137,8 +138,7 @@ class NcclGroup(BackendGroup):
 
     def _create(self, store: Store, membership: Membership) -> Any:
         env.prefer_nccl_clean_up()
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = as_timedelta(membership.timeout_s)  # noqa: SLF001  # it has no other name
+        options = nccl_options(as_timedelta(membership.timeout_s))
         return dist.ProcessGroupNCCL(store, membership.rank, membership.size, options)
 
     def break_connections(self) -> None:
@@ -166,14 +166,14 @@ class OtherGroup(BackendGroup):
     )
 
     def _create(self, store: Store, membership: Membership) -> Any:
-        plugin = _plugins()[self.name.upper()]
+        plugin = plugins()[self.name.upper()]
         capability = dist.Backend.backend_capability.get(self.name, ["cpu"])
         self.device_types = frozenset(capability)
         self.on_stream = "cuda" in self.device_types and "cpu" not in self.device_types
         timeout = as_timedelta(membership.timeout_s)
         if not plugin.extended_api:
             return plugin.creator_fn(store, membership.rank, membership.size, timeout)
-        options = dist.distributed_c10d._DistributedBackendOptions()  # noqa: SLF001  # what creators take
+        options = backend_request()
         options.store = store
         options.group_rank = membership.rank
         options.group_size = membership.size
@@ -229,11 +229,6 @@ def create_group(name: str, membership: Membership) -> BackendGroup:
         ) from error
 
 
-def _plugins() -> dict[str, Any]:
-    """What was registered with torch, by upper-case name."""
-    return dist.Backend._plugins  # noqa: SLF001 - torch has no question for it
-
-
 def group_refusal(name: str) -> TransportUnavailableError | None:
     """Why backend ``name`` cannot be used in this process, or None if it can."""
     if name == TORCH_NAME:
@@ -244,11 +239,11 @@ def group_refusal(name: str) -> TransportUnavailableError | None:
     available = {
         "gloo": dist.is_gloo_available(),
         "nccl": dist.is_nccl_available() and torch.cuda.is_available(),
-    }.get(name, name.upper() in _plugins())
+    }.get(name, name.upper() in plugins())
     if available:
         return None
-    plugins = ", ".join(sorted(plugin.lower() for plugin in _plugins() if plugin.lower() != TORCH_NAME))
+    registered = ", ".join(sorted(plugin.lower() for plugin in plugins() if plugin.lower() != TORCH_NAME))
     return TransportUnavailableError(
         f"torch.distributed has no backend {name!r} here",
-        advice=f"nccl needs a CUDA build of torch and a GPU. Registered beside gloo and nccl: {plugins or 'none'}.",
+        advice=f"nccl needs a CUDA build of torch and a GPU. Registered beside gloo and nccl: {registered or 'none'}.",
     )

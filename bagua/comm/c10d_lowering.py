@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from bagua.comm.call import COLLECTIVES, POINT_TO_POINT, Call
 from bagua.comm.reduction import ReduceOp, divide, fold
+from bagua.comm.torch_private import end_coalescing, start_coalescing
 
 __all__ = ["Abilities", "Finish", "Lowering", "Started", "as_timedelta"]
 
@@ -244,10 +245,10 @@ class Lowering:
             return (), None
         outgoing, incoming = self._movable(source), self._movable(target)
         if self._abilities.grouped_messages:
-            self._group._start_coalescing()  # noqa: SLF001  # torch has no public name for it
+            start_coalescing(self._group)
             self._group.send([outgoing], call.root, MESSAGE_TAG)
             self._group.recv([incoming], call.source, MESSAGE_TAG)
-            return (self._group._end_coalescing(),), None  # noqa: SLF001
+            return (end_coalescing(self._group),), None
         receiving = self._group.recv([incoming], call.source, MESSAGE_TAG)
         return (self._group.send([outgoing], call.root, MESSAGE_TAG), receiving), None
 

@@ -14,6 +14,7 @@ from bagua.comm.choice import ASKED_FOR, candidates, unwrapped
 from bagua.comm.formation import configure_log, first_that_connects, fresh, layout, meet
 from bagua.comm.group import Ledger
 from bagua.comm.rendezvous import connect, refuse_together, resolve_rank
+from bagua.comm.torch_private import default_store
 from bagua.comm.world import World, holder, is_initialized
 from bagua.errors import ConfigurationError, RepeatedInitializationError
 
@@ -86,7 +87,7 @@ def init_process_group(
     joined = store is None and dist.is_initialized()
     if joined:
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public name for it
+        store = default_store()
     else:
         rank, world_size = resolve_rank(rank, world_size)
         store = connect(rank, world_size, timeout_s) if store is None else store

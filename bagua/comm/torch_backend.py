@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import sys
 import weakref
 from collections.abc import Mapping
 from datetime import timedelta
@@ -21,6 +20,13 @@ from bagua.comm.forks import family, leak
 from bagua.comm.formation import configure_log, first_that_connects, fresh, layout, meet
 from bagua.comm.group import Ledger, ProcessGroup
 from bagua.comm.torch_backend_calls import CpuStandIn, TorchCalls
+from bagua.comm.torch_private import (
+    nccl_options,
+    requested_backends,
+    require_known_calls,
+    set_default_timeout,
+    set_sequence_number,
+)
 from bagua.errors import ConfigurationError
 
 __all__ = ["TorchGroup", "install_torch_backend"]
@@ -69,7 +75,7 @@ class TorchGroup(TorchCalls, dist.ProcessGroup):  # type: ignore[misc]  # the st
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the default deadline of all later calls."""
         for backend in (self._stand_in, *self._backends.values()):
-            backend._set_default_timeout(timeout)  # noqa: SLF001 - torch's own name
+            set_default_timeout(backend, timeout)
 
     def split_group(self, *_: object, **__: object) -> dist.ProcessGroup:
         """Refuse: torch would give the parts to Gloo or NCCL."""
@@ -149,7 +155,8 @@ def _create(request: Any, options: Any) -> TorchGroup:
         request: torch's ``_DistributedBackendOptions``.
         options: what the user passed as ``pg_options``.
     """
-    _check_nothing_is_dropped(sys._getframe(1).f_locals.get("backend_config"))  # noqa: SLF001
+    require_known_calls(TorchGroup)
+    _check_nothing_is_dropped(requested_backends())
     if options is not None and not (_serves_cuda() and isinstance(options, dist.ProcessGroupNCCL.Options)):
         raise ConfigurationError(
             "backend bagua has no options of its own",
@@ -182,12 +189,11 @@ def _serves_cuda() -> bool:
 
 def _nccl(store: dist.Store, request: Any, options: Any) -> Any:
     """NCCL for the CUDA tensors of a group; it connects when it is first used."""
-    options = dist.ProcessGroupNCCL.Options() if options is None else options
-    options._timeout = request.timeout  # noqa: SLF001 - it has no other name
+    options = nccl_options(request.timeout, options)
     options.global_ranks_in_group = request.global_ranks_in_group
     options.group_name = request.group_id
     nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), request.group_rank, request.group_size, options)
-    nccl._set_sequence_number_for_group()  # noqa: SLF001 - as torch does after it made one
+    set_sequence_number(nccl)
     return nccl
 
 
@@ -195,8 +201,7 @@ def _check_nothing_is_dropped(asked_for: c10d.BackendConfig | None) -> None:
     """Refuse a string of several backends that torch would silently not build.
 
     Args:
-        asked_for: what torch made of the string. Torch does not hand it to us, so it comes from
-            its frame; None if that has changed, and then there is nothing to compare.
+        asked_for: what torch made of the string; None if that is not known.
     """
     if asked_for is None:
         return

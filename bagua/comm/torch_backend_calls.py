@@ -23,6 +23,7 @@ from bagua.comm.arguments import as_seconds
 from bagua.comm.copying import copy_pieces
 from bagua.comm.group import ProcessGroup
 from bagua.comm.torch_backend_work import BackwardWatch, TorchWork
+from bagua.comm.torch_private import end_coalescing, lazy_gloo_options, start_coalescing
 from bagua.comm.work import JoinedWork, Work
 from bagua.errors import ConfigurationError, InvalidTensorError
 
@@ -50,10 +51,7 @@ class CpuStandIn(dist.ProcessGroupGloo):
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001 - not in the stub
-        options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]  # noqa: SLF001
-        options._timeout = timeout  # noqa: SLF001
-        super().__init__(store, rank, size, options)
+        super().__init__(store, rank, size, lazy_gloo_options(timeout))
         self.timeout_s = timeout.total_seconds()
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
@@ -322,14 +320,14 @@ class TorchCalls:
     def _start_coalescing(self, device: torch.device) -> None:
         backend = self._backends.get(device.type)
         if backend is not None:
-            backend._start_coalescing()  # noqa: SLF001 - torch's own name
+            start_coalescing(backend)
         else:
             self._coalesced[threading.get_ident()] = []
 
     def _end_coalescing(self, device: torch.device) -> Any:
         backend = self._backends.get(device.type)
         if backend is not None:
-            return backend._end_coalescing()  # noqa: SLF001 - torch's own name
+            return end_coalescing(backend)
         works = self._coalesced.pop(threading.get_ident(), None)
         return TorchWork(JoinedWork(works, None) if works else None, [])
 
@@ -353,10 +351,10 @@ def _spelled(backend: Any, name: str, former: str) -> Callable[..., Any]:
 
 def _as_one(backend: Any, call: Callable[..., Any], outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> Any:
     """Several calls of one kind as one work; a backend has no methods for that in Python."""
-    backend._start_coalescing()  # noqa: SLF001 - torch's own name
+    start_coalescing(backend)
     for output, tensor in zip(outputs, tensors, strict=True):
         call(output, tensor, opts)
-    return backend._end_coalescing()  # noqa: SLF001 - torch's own name
+    return end_coalescing(backend)
 
 
 def _flat(parts: Sequence[Tensor]) -> Tensor:

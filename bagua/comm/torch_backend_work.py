@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from bagua.comm import torch_private
 from bagua.comm.work import Work
 from bagua.errors import CommunicationError
+from bagua.torch_private import backward_pass, when_backward_ends
 
 __all__ = ["BackwardWatch", "TorchWork"]
 
 _NO_TIMEOUT = timedelta()
 
 
-class TorchWork(dist._Work):  # noqa: SLF001 - torch has no public name for the class that works derive from
+class TorchWork(torch_private.Work):
     """A started call. What C++ holds of it can only wait and take the future.
 
     Args:
@@ -108,15 +109,11 @@ class BackwardWatch:
 
     def add(self, work: Work) -> None:
         """Wait for ``work`` at the end of the backward pass that the calling thread runs, if it runs one."""
-        task = torch._C._current_graph_task_id()  # noqa: SLF001 - torch has no public name for it
+        task = backward_pass()
         if task < 0:
             return
         current = self._passes.get(task)
         if current is None:
             self._passes[task] = current = _Pass()
-            self._queue(current)
+            when_backward_ends(current)
         current.works.append(work)
-
-    @staticmethod
-    def _queue(callback: Callable[[], None]) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(callback)  # noqa: SLF001

@@ -21,6 +21,7 @@ from bagua.comm.communicator import Communicator
 from bagua.comm.forks import family, leak
 from bagua.comm.group import Ledger, ProcessGroup
 from bagua.comm.statistics import KindStatistics
+from bagua.comm.torch_private import store_of
 from bagua.errors import (
     InvalidRankError,
     NotInitializedError,
@@ -205,7 +206,7 @@ def from_torch_group(
         raise InvalidRankError("this rank is not a member of the group", argument="group", expected="a member's group")
     number = _uses_of_torch_group.get(torch_group, 0) + 1
     _uses_of_torch_group[torch_group] = number
-    store = dist.PrefixStore(f"bagua/torch_group{number}", _store_of(torch_group))
+    store = dist.PrefixStore(f"bagua/torch_group{number}", store_of(torch_group))
     ranks = dist.get_process_group_ranks(torch_group)
     made = ProcessGroup(
         store,
@@ -219,10 +220,6 @@ def from_torch_group(
     )
     world.adopted.append(made)
     return made
-
-
-def _store_of(torch_group: dist.ProcessGroup) -> dist.Store:
-    return dist.distributed_c10d._get_process_group_store(torch_group)  # noqa: SLF001 - torch has no public name for it
 
 
 def _or(value: int | None, default: int) -> int:

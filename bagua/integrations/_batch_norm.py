@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from bagua.comm import Communicator, get_default_group, is_initialized
+from bagua.torch_private import BatchNorm
 
 __all__ = ["SynchronizedBatchNorm", "SynchronizedBatchNorms"]
 
@@ -31,14 +31,14 @@ def _summed(tensor: torch.Tensor, communicator: Communicator) -> torch.Tensor:
     return total
 
 
-class SynchronizedBatchNorm(_BatchNorm):
+class SynchronizedBatchNorm(BatchNorm):
     """What a layer becomes as long as it normalizes over the batches of all ranks; the same object as before.
 
     Attributes:
         plain_class: what it was.
     """
 
-    plain_class: type[_BatchNorm]
+    plain_class: type[BatchNorm]
 
     def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002 - as in torch
         self.plain_class._check_input_dim(self, input)  # type: ignore[no-untyped-call]  # noqa: SLF001 - as it was
@@ -82,7 +82,7 @@ class SynchronizedBatchNorms:
     def apply(self, model: torch.nn.Module) -> torch.nn.Module:
         """From now on, layers normalize over all ranks."""
         for layer in model.modules():
-            if isinstance(layer, _BatchNorm) and not isinstance(layer, SynchronizedBatchNorm):
+            if isinstance(layer, BatchNorm) and not isinstance(layer, SynchronizedBatchNorm):
                 layer.plain_class = type(layer)  # type: ignore[assignment]  # no tensor and no module
                 layer.__class__ = SynchronizedBatchNorm
         return model

@@ -14,6 +14,7 @@ from bagua.errors import BaguaError, ConfigurationError
 from bagua.parallel.autotune import Autotuner
 from bagua.parallel.outputs import tensors_in
 from bagua.parallel.reducer import Reducer
+from bagua.torch_private import hooks_after_accumulation, when_backward_ends
 
 __all__ = ["BackwardHooks"]
 
@@ -239,7 +240,7 @@ class BackwardHooks:
     def begin(self) -> None:
         """The first sign of a backward pass."""
         current = _Pass(self._complete)
-        torch.autograd.Variable._execution_engine.queue_callback(current)  # noqa: SLF001 - torch's own DDP uses it
+        when_backward_ends(current)
         self.current = weakref.ref(current, self._died)
         if self._armed:
             self._start_step()
@@ -360,8 +361,8 @@ def _refuse_graph(_: torch.nn.Parameter) -> None:
 
 def _engines_of(parameter: torch.nn.Parameter) -> list[BackwardHooks]:
     """Engines that listen to ``parameter``: none or one."""
-    hooks: dict[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    engines = [hook.engine() for hook in hooks.values() if isinstance(hook, _ParameterHook)]
+    hooks = hooks_after_accumulation(parameter)
+    engines = [hook.engine() for hook in hooks if isinstance(hook, _ParameterHook)]
     return [engine for engine in engines if engine is not None]
 
 

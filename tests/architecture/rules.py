@@ -20,6 +20,7 @@ LAYERS = {
     "bagua.errors": 0,
     "bagua.env": 0,
     "bagua.checks": 0,
+    "bagua.torch_private": 0,
     "bagua.topology": 1,
     "bagua.compression": 1,
     "bagua.comm": 2,
@@ -49,6 +50,12 @@ LAUNCHER_MODULES = (
     "torch.distributed.launcher",
     "torch.distributed.run",
 )
+# The modules that use private names of torch, and such names of objects that torch made.
+TORCH_PRIVATE = ("bagua.torch_private", "bagua.comm.torch_private")
+METHODS_OF_TORCH = {
+    *("_start_coalescing", "_end_coalescing", "_set_default_timeout", "_set_sequence_number_for_group"),
+    *("_execution_engine", "_post_accumulate_grad_hooks", "_register_backend", "_set_default_backend"),
+}
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
 LONGEST_FILE = 450
 
@@ -158,6 +165,54 @@ def _outermost_attributes(tree: ast.Module) -> list[ast.Attribute]:
     return [node for node in attributes if id(node) not in inner]
 
 
+def private_names_of_torch_in_two_modules(sources: list[SourceFile]) -> list[str]:
+    """Only the modules `torch_private` use names of torch that begin with an underscore, so that a test can name them.
+
+    `torch._foreach_*` is documented.
+    """
+    violations = []
+    for source in sources:
+        if source.module in TORCH_PRIVATE:
+            continue
+        aliases = {"torch": "torch"}
+        for node in ast.walk(source.tree):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                aliases.update(_names_of_torch(node))
+        names = [(name, node.lineno) for node in _outermost_attributes(source.tree) if (name := dotted_name(node))]
+        used = [
+            (f"{aliases.get(first, '')}.{rest}", line)
+            for name, line in names
+            for first, _, rest in [name.partition(".")]
+        ]
+        used += [(target, 0) for target in aliases.values()]
+        used += [
+            (f"torch.{node.attr}", node.lineno)
+            for node in ast.walk(source.tree)
+            if isinstance(node, ast.Attribute) and node.attr in METHODS_OF_TORCH and not _is_own(node.value)
+        ]
+        violations += [f"{source.path}:{line}: {source.module} uses {name}" for name, line in used if _is_private(name)]
+    return violations
+
+
+def _names_of_torch(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
+    """What an import statement binds, and what that is, if it comes from torch."""
+    for alias in node.names:
+        full = f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
+        if is_within(full, "torch"):
+            yield (alias.asname or alias.name.split(".")[0], full if alias.asname or "." not in alias.name else "torch")
+            yield (full, full)
+
+
+def _is_own(owner: ast.expr) -> bool:
+    called = owner.func if isinstance(owner, ast.Call) else owner
+    return isinstance(called, ast.Name) and called.id in ("self", "super")
+
+
+def _is_private(name: str) -> bool:
+    first, *parts = name.split(".")
+    return first == "torch" and any(part.startswith("_") and not part.startswith(("__", "_foreach_")) for part in parts)
+
+
 def environment_only_in_env(sources: list[SourceFile]) -> list[str]:
     """Only `bagua/env.py` touches the environment."""
     violations = []
@@ -218,6 +273,7 @@ RULES: tuple[Rule, ...] = (
     imports_are_absolute_and_by_name,
     only_declared_packages,
     torch_distributed_only_in_comm,
+    private_names_of_torch_in_two_modules,
     environment_only_in_env,
     no_global_statement,
     no_print_outside_cli,

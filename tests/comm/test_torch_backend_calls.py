@@ -14,28 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bagua.comm.group import solo_group
-from bagua.comm.torch_backend import TorchGroup
 from bagua.comm.torch_backend_calls import TorchCalls
 from bagua.comm.torch_backend_work import BackwardWatch, TorchWork
 from bagua.comm.work import JoinedWork, PendingWork
 from bagua.errors import InvalidTensorError, PeerLostError
-
-#: What a group may leave to torch: facts, names, and what only Gloo and NCCL have.
-LEFT_TO_TORCH = {
-    *("rank", "size", "name", "group_name", "group_desc", "bound_device_id", "boxed", "unbox", "merge_remote_group"),
-    *("monitored_barrier", "use_pg_for_symm_mem_rendezvous"),
-}
-
-
-def test_no_call_falls_through_to_a_method_that_would_deadlock() -> None:
-    public = {
-        name
-        for name, value in vars(dist.ProcessGroup).items()
-        if not name.startswith("__") and not isinstance(value, (type, dist.ProcessGroup.BackendType))
-    }
-    calls = {name for name in public if not name.startswith("_")} | {"_allgather_base", "_reduce_scatter_base"}
-    ours = {name for kind in (TorchGroup, TorchCalls) for name in vars(kind)}
-    assert calls - ours == LEFT_TO_TORCH
 
 
 class Recorder:

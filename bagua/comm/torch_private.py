@@ -1,0 +1,147 @@
+"""Private names of ``torch.distributed`` that this package cannot do without.
+
+``tests/comm/test_torch_private.py`` says which one is gone when torch is upgraded.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from bagua.errors import TransportUnavailableError
+
+__all__ = [
+    "Work",
+    "backend_request",
+    "default_store",
+    "end_coalescing",
+    "lazy_gloo_options",
+    "nccl_options",
+    "plugins",
+    "requested_backends",
+    "require_known_calls",
+    "set_default_timeout",
+    "set_sequence_number",
+    "start_coalescing",
+    "store_of",
+]
+
+#: What C++ takes for a work. Subclasses in Python are called back through it; a public class for that is not there.
+Work = dist._Work
+
+
+# Groups of torch.
+
+
+def default_store() -> dist.Store:
+    """The store of torch's default group, to meet the same ranks there."""
+    return c10d._get_default_store()
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """The store of a group of torch, to meet its ranks there."""
+    return c10d._get_process_group_store(group)
+
+
+def plugins() -> dict[str, Any]:
+    """What was registered with torch, by upper-case name: its creator, and how to call that."""
+    return dist.Backend._plugins
+
+
+def backend_request() -> Any:
+    """An empty request as creators of registered backends take it."""
+    return c10d._DistributedBackendOptions()
+
+
+def requested_backends() -> c10d.BackendConfig | None:
+    """What torch made of the string of backends; for a creator of a backend only.
+
+    Torch does not hand it to creators, so it comes from its frame; None if that has changed.
+    """
+    # This function, the creator, and torch.
+    config: c10d.BackendConfig | None = sys._getframe(2).f_locals.get("backend_config")
+    return config
+
+
+# Backends.
+
+
+def lazy_gloo_options(timeout: timedelta) -> Any:
+    """Options of a Gloo backend that connects when it is first used."""
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in the stub
+    options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
+    options._timeout = timeout
+    return options
+
+
+def nccl_options(timeout: timedelta, options: Any = None) -> Any:
+    """Options of an NCCL backend, new ones or those given, with this deadline: it has no other name there."""
+    options = dist.ProcessGroupNCCL.Options() if options is None else options
+    options._timeout = timeout
+    return options
+
+
+def set_default_timeout(backend: Any, timeout: timedelta) -> None:
+    """Set the deadline of all later calls on a backend."""
+    backend._set_default_timeout(timeout)
+
+
+def set_sequence_number(backend: Any) -> None:
+    """Let the members of a backend agree on the number of its first call, as torch does when it has made one."""
+    backend._set_sequence_number_for_group()
+
+
+def start_coalescing(backend: Any) -> None:
+    """Collect the calls that follow: NCCL starts messages between ranks as one group, or they wait for each other."""
+    backend._start_coalescing()
+
+
+def end_coalescing(backend: Any) -> Any:
+    """One work for all calls since ``start_coalescing``."""
+    return backend._end_coalescing()
+
+
+# Process groups in Python.
+
+#: What a group may leave to torch: facts, names, and what only Gloo and NCCL have.
+_LEFT_TO_TORCH = frozenset(
+    {"rank", "size", "name", "boxed", "unbox", "merge_remote_group", "monitored_barrier"}
+    | {"use_pg_for_symm_mem_rendezvous"}
+)
+#: C++ calls groups by these names, too.
+_CALLS_WITH_UNDERSCORE = frozenset({"_allgather_base", "_reduce_scatter_base"})
+
+
+def _unknown_calls(group_class: type[dist.ProcessGroup]) -> list[str]:
+    """Methods that ``group_class`` inherits from torch, and should not."""
+    methods = {name for name, value in vars(dist.ProcessGroup).items() if _is_method(name, value)}
+    calls = {name for name in methods if not name.startswith("_")} | (methods & _CALLS_WITH_UNDERSCORE)
+    own = {name for kind in group_class.__mro__ if not issubclass(dist.ProcessGroup, kind) for name in vars(kind)}
+    return sorted(calls - own - _LEFT_TO_TORCH)
+
+
+def _is_method(name: str, value: object) -> bool:
+    return callable(value) and not isinstance(value, type) and not name.startswith("__")
+
+
+def require_known_calls(group_class: type[dist.ProcessGroup]) -> None:
+    """Refuse a torch whose groups have calls that ``group_class`` does not have.
+
+    C++ looks up the methods of a group in Python by name. One that is missing falls through to
+    a method of torch that holds the interpreter's lock while it waits: a deadlock.
+
+    Raises:
+        TransportUnavailableError: names them.
+    """
+    unknown = _unknown_calls(group_class)
+    if unknown:
+        raise TransportUnavailableError(
+            f"process groups of torch {torch.__version__} have calls that backend bagua does not know: "
+            f"{', '.join(unknown)}",
+            advice="They would wait for ever. Use another backend, or the version of torch in constraints.txt.",
+        )

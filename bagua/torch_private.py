@@ -1,0 +1,42 @@
+"""Private names of torch, outside of ``torch.distributed``, that this package cannot do without.
+
+``tests/comm/test_torch_private.py`` says which one is gone when torch is upgraded. ``torch._foreach_*`` may be used
+anywhere: torch documents these functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# What the batch norms of all numbers of dimensions derive from.
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+
+__all__ = ["BatchNorm", "backward_pass", "hooks_after_accumulation", "when_backward_ends"]
+
+
+def when_backward_ends(callback: Callable[[], None]) -> None:
+    """Have autograd call ``callback`` at the end of the backward pass that the calling thread is in.
+
+    DDP and FSDP of torch do it in this way; there is no hook for the end of a pass.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def backward_pass() -> int:
+    """Number of the backward pass that the calling thread is in, negative outside of one.
+
+    ``when_backward_ends`` outside of a pass is an error, and threads may run several passes at a time.
+    """
+    number: int = torch._C._current_graph_task_id()
+    return number
+
+
+def hooks_after_accumulation(parameter: torch.nn.Parameter) -> list[Any]:
+    """What ``register_post_accumulate_grad_hook`` was given.
+
+    A module that is wrapped again finds its earlier engine there. Torch sets the attribute with the first hook.
+    """
+    return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
