@@ -17,6 +17,7 @@ from bagua.errors import TransportUnavailableError
 
 __all__ = [
     "Work",
+    "all_groups",
     "backend_request",
     "default_store",
     "end_coalescing",
@@ -46,6 +47,11 @@ def default_store() -> dist.Store:
 def store_of(group: dist.ProcessGroup) -> dist.Store:
     """The store of a group of torch, to meet its ranks there."""
     return c10d._get_process_group_store(group)
+
+
+def all_groups() -> list[dist.ProcessGroup]:
+    """The groups that torch has, to keep them from being destroyed in forked children."""
+    return list(c10d._world.pg_map)
 
 
 def plugins() -> dict[str, Any]:

@@ -21,7 +21,7 @@ from bagua.comm.communicator import Communicator
 from bagua.comm.forks import family, leak
 from bagua.comm.group import Ledger, ProcessGroup
 from bagua.comm.statistics import KindStatistics
-from bagua.comm.torch_private import store_of
+from bagua.comm.torch_private import all_groups, store_of
 from bagua.errors import (
     InvalidRankError,
     NotInitializedError,
@@ -75,7 +75,7 @@ class World:
     def disown(self) -> None:
         """In a forked child: torch's groups are never destroyed."""
         if dist.is_initialized():
-            leak(list(dist.distributed_c10d._world.pg_map))  # noqa: SLF001 - torch has no public list of its groups
+            leak(all_groups())
 
 
 class Holder:

@@ -117,6 +117,10 @@ NAMES: dict[str, tuple[str, Callable[[], object]]] = {
         "from_torch_group meets the ranks of a group",
         lambda: on_a_group(torch_private.store_of),
     ),
+    "distributed_c10d._world.pg_map": (
+        "forked children do not destroy groups of torch",
+        lambda: on_a_group(lambda group: torch_private.all_groups().index(group)),
+    ),
     "distributed_c10d._DistributedBackendOptions": ("registered backends are created", ask_for_a_backend),
     "Backend._plugins": ("registered backends are found", find_plugin),
     "the variable backend_config of torch": ("backend bagua refuses what torch would drop", see_what_is_requested),
