@@ -31,7 +31,8 @@ class QAdamAlgorithm(Algorithm):
     ``m_i = beta1 * m + (1 - beta1) * g_i``. The new momentum is ``m' = Q((1 / n) sum_i Q(m_i))``, with
     ``Q`` = ``MinMaxUInt8``, between slices as in ``ScatterGatherReducer``. The gradient of each parameter
     then becomes the one that leads to it, ``(m' - beta1 * m) / (1 - beta1)``, so clipping, a
-    ``GradScaler`` and a skipped update mean what they always do. ``QAdamOptimizer`` does the rest.
+    ``GradScaler`` and a skipped update mean what they always do. ``QAdamOptimizer`` does the rest, and says
+    what becomes of elements that had no gradient in the warm-up.
 
     A quarter of the bytes of a float32 allreduce. Steps of the warm-up are backward passes; an update
     that a ``GradScaler`` skips is one, too.

@@ -13,11 +13,13 @@ import logging
 import queue
 import threading
 import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from bagua.comm.forks import family
 
-__all__ = ["Closable", "close_soon", "close_with"]
+__all__ = ["Closable", "close_with"]
 
 _log = logging.getLogger("bagua")
 #: How often what is not idle yet is looked at.
@@ -35,26 +37,17 @@ class Closable(Protocol):
         """Give everything back. Idempotent."""
 
 
-def close_with(owner: object, belongings: Closable) -> None:
+def close_with(owner: object, belongings: Closable) -> Callable[[], None]:
     """Close ``belongings`` soon after ``owner`` is garbage, as soon as they are idle.
 
     Args:
         owner: an object that ``belongings`` do not keep alive.
         belongings: closed in a background thread.
+
+    Returns:
+        A function that has them closed before that, as soon as they are idle. It never blocks.
     """
-    _closer.expect_one()
-    finalizer = weakref.finalize(owner, _closer.take, belongings, owners=1)
-    # Then the groups that they belong to are closed, and they with them.
-    finalizer.atexit = False
-
-
-def close_soon(belongings: Closable) -> None:
-    """Close ``belongings`` before their owner is garbage, as soon as they are idle. Never blocks.
-
-    Args:
-        belongings: ``close_with`` was called for them.
-    """
-    _closer.take(belongings, owners=0)
+    return _closer.watch(owner, belongings)
 
 
 class _Closer:
@@ -66,21 +59,17 @@ class _Closer:
         family.add(self)
 
     def _begin(self) -> None:
-        # Of all queues, this one may be put into from a finalizer.
+        # What to close, and how many owners it had. Of all queues, this one may be put into from a finalizer.
         self._queue: queue.SimpleQueue[tuple[Closable, int] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._owners = 0
         #: Never held while a finalizer may need it.
         self._guard = threading.Lock()
 
-    def take(self, belongings: Closable, owners: int) -> None:
-        """Close ``belongings``, for which so many owners less have to be expected then. For finalizers."""
-        self._queue.put((belongings, owners))
-
-    def expect_one(self) -> None:
-        """One more owner: have the thread run. A finalizer could not start it."""
+    def watch(self, owner: object, belongings: Closable) -> Callable[[], None]:
+        """See ``close_with``."""
         with self._guard:
-            if self._thread is None:
+            if self._thread is None:  # A finalizer could not start it.
                 thread = threading.Thread(target=self._run, name="bagua-closer", daemon=True)
                 thread.start()
                 self._thread = thread
@@ -88,6 +77,11 @@ class _Closer:
             if not self._registered:
                 self._registered = True
                 atexit.register(self.stop)
+        # The queue, which a forked child does not look into: the parent closes what is the parent's.
+        finalizer = weakref.finalize(owner, self._queue.put, (belongings, 1))
+        # Then the groups that they belong to are closed, and they with them.
+        finalizer.atexit = False
+        return partial(self._queue.put, (belongings, 0))
 
     def _ended(self, owners: int) -> bool:
         """So many owners less; whether there is none left, and the thread ends."""
@@ -129,6 +123,9 @@ def _closed(belongings: Closable) -> bool:
     try:
         if not belongings.idle():
             return False
+    except Exception:  # noqa: BLE001 - nobody is there to raise it to
+        _log.exception("looking at what belonged to a dropped model failed")
+    try:
         belongings.close()
     except Exception:  # noqa: BLE001 - nobody is there to raise it to
         _log.exception("closing what belonged to a dropped model failed")

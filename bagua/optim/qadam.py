@@ -14,6 +14,9 @@ from bagua.optim.options import check_betas, check_not_negative
 
 __all__ = ["QAdamOptimizer"]
 
+#: The exchange tells 256 values of the momentum apart: what is smaller than that is zero to it.
+_DEAD = 2.0**-16
+
 
 class QAdamOptimizer(torch.optim.Optimizer):
     r"""Adam for ``warmup_steps`` steps; then its second moment no longer changes.
@@ -31,9 +34,19 @@ class QAdamOptimizer(torch.optim.Optimizer):
     exchange neither enters it nor grows in it. On its own this optimizer communicates nothing; see
     ``QAdamAlgorithm``. Each parameter counts its own steps.
 
-    An element whose gradient was zero during the whole warm-up is left with a denominator of ``eps``, and
-    takes steps of :math:`\gamma m / \epsilon` once there is one. Where that may be (embeddings, dead units),
-    warm up for longer, or choose an ``eps`` that such steps may be divided by.
+    An element that had next to no gradient during the warm-up (a dead unit, a constant input, a rare row of
+    an embedding) has no estimate to divide by: once it got a gradient, it would take steps of
+    :math:`\gamma m / \epsilon`. So after step :math:`w`, with the mean over the elements of the tensor,
+
+    .. math::
+
+        v_w &\leftarrow v_w \text{ where } v_w \ge 2^{-16} \operatorname{mean}(v_w),
+        \text{ else the mean of } v_w \text{ over those elements.}
+
+    A gradient like those of the rest of its tensor then moves such an element by about :math:`\gamma`, as
+    Adam would once it had settled. The bound is that of the compressed exchange, which tells 256 values
+    apart: below a 256th of the root mean square, a momentum is zero to it. A tensor without any gradient in
+    the warm-up takes the mean square of its first one that is not zero, for all of its elements.
 
     Args:
         params: parameters, or groups of them.
@@ -132,10 +145,39 @@ class QAdamOptimizer(torch.optim.Optimizer):
         if step <= self.warmup_steps:
             torch._foreach_mul_(second, beta2)
             torch._foreach_addcmul_(second, gradients, gradients, value=1 - beta2)
+        else:
+            self._wake(parameters, gradients, beta2)
         scale = torch._foreach_sqrt(second)  # noqa: SLF001
         torch._foreach_div_(scale, math.sqrt(1 - beta2 ** min(step, self.warmup_steps)))
         torch._foreach_add_(scale, group["eps"])
         torch._foreach_addcdiv_(parameters, first, scale, value=-float(group["lr"]) / (1 - beta1**step))
+        if step == self.warmup_steps:
+            for parameter in parameters:
+                self._freeze(parameter)
+
+    def _freeze(self, parameter: torch.Tensor) -> None:
+        """The warm-up is over: give elements without an estimate that of the others."""
+        second: torch.Tensor = self.state[parameter]["exp_avg_sq"]
+        if not second.any():
+            self.state[parameter]["asleep"] = True
+            return
+        alive = second >= _DEAD * second.mean(dtype=_wide(second))
+        scale = second.sum(dtype=_wide(second)) / alive.sum()
+        second.copy_(torch.where(alive, second, scale.to(second.dtype)))
+
+    def _wake(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], beta2: float) -> None:
+        """Freeze the second moment of parameters whose first gradient comes after the warm-up."""
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            state = self.state[parameter]
+            if "asleep" in state and gradient.any():
+                del state["asleep"]
+                wide = gradient.to(_wide(gradient))
+                mean_square = wide.square().sum() / wide.count_nonzero()
+                state["exp_avg_sq"].fill_(mean_square * (1 - beta2**self.warmup_steps))
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _refuse_unless_dense_and_real(parameter: torch.Tensor) -> None:

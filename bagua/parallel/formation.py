@@ -114,7 +114,7 @@ class BucketFormation:
         """Have ``group`` closed when this object is garbage, and not before exchanges have ended."""
         belongings = Belongings(group)
         group.when_closing(partial(_end_exchanges, weakref.ref(self), belongings))
-        close_with(self, belongings)
+        self._close_soon = close_with(self, belongings)
         return belongings
 
     def _register(self) -> BaguaError | None:

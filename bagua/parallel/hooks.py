@@ -231,6 +231,8 @@ class BackwardHooks:
 
     def enter(self, synchronize: bool) -> None:
         """A backward pass has come to the output of a forward pass that was to be synchronized, or was not."""
+        if self._retired:
+            return
         if self.current is None:
             self._armed = synchronize
             self.begin()

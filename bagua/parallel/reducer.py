@@ -10,7 +10,6 @@ import torch
 
 from bagua.buckets import Bucket
 from bagua.comm import ReduceOp
-from bagua.comm.closer import close_soon
 from bagua.errors import CommunicationError, CommunicatorClosedError, ConfigurationError, blame
 from bagua.parallel.agreement import compare_or_refuse
 from bagua.parallel.formation import DEFAULT_BUCKET_BYTES, BucketFormation
@@ -235,7 +234,7 @@ class Reducer(BucketFormation):
         self.algorithm.close()
         if self._scheduler is not None:
             self._scheduler.forget()
-        close_soon(self.belongings)
+        self._close_soon()
 
     def check_usable(self) -> None:
         """Raise if an earlier step could not be finished.

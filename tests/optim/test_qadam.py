@@ -130,3 +130,64 @@ def test_gradients_that_it_cannot_use_are_refused_before_anything_changes():
     with pytest.raises(ConfigurationError, match="sparse"):
         QAdamOptimizer([other, weight]).step()
     assert torch.equal(other, torch.ones(2))
+
+
+def with_gradients(gradients: list[list[float]], warmup: int, **options: float) -> list[torch.Tensor]:
+    """How far each step moves a weight that gets these gradients, divided by the learning rate."""
+    weight = torch.nn.Parameter(torch.zeros(len(gradients[0])))
+    optimizer = QAdamOptimizer([weight], lr=1.0, warmup_steps=warmup, **options)
+    moves = []
+    for gradient in gradients:
+        before = weight.detach().clone()
+        weight.grad = torch.tensor(gradient)
+        optimizer.step()
+        moves.append(before - weight.detach())
+    return moves
+
+
+@pytest.mark.parametrize("before", [0.0, 1e-4])
+def test_an_element_that_wakes_up_after_the_warm_up_moves_like_the_others(before):
+    warming, awake = [[2.0, -2.0, before]] * 20, [[2.0, -2.0, 2.0]] * 60
+    moves = with_gradients(warming + awake, 20)
+    assert torch.stack(moves[20:]).abs().max() <= 1.0 + 1e-5
+    assert moves[-1].tolist() == pytest.approx([1.0, -1.0, 1.0], rel=0.01)
+
+
+def test_small_gradients_that_were_there_are_not_taken_for_none():
+    """A hundredth of the others: they keep their own estimate, to the last bit."""
+    moves = with_gradients([[2.0, -2.0, 0.02]] * 40, 20)
+    assert moves[-1].tolist() == pytest.approx([1.0, -1.0, 1.0], rel=0.001)
+
+
+def test_a_tensor_that_wakes_up_after_the_warm_up_takes_its_first_gradient_as_the_scale():
+    gradients = [[0.0, 0.0, 0.0]] * 25 + [[3.0, 0.0, -3.0]] * 60
+    moves = with_gradients(gradients, 20)
+    assert not torch.stack(moves[:25]).any()
+    assert torch.stack(moves[25:]).abs().max() <= 1.0 + 1e-5
+    assert moves[-1].tolist() == pytest.approx([1.0, 0.0, -1.0], rel=0.01)
+
+
+def test_a_tensor_that_sleeps_is_known_to_a_checkpoint():
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = QAdamOptimizer([weight], lr=1.0, warmup_steps=2)
+    for _ in range(3):
+        weight.grad = torch.zeros(2)
+        optimizer.step()
+    other = torch.nn.Parameter(torch.zeros(2))
+    resumed = QAdamOptimizer([other], lr=1.0, warmup_steps=2)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    other.grad = torch.tensor([1.0, -1.0])
+    resumed.step()
+    assert 0.0 < other.abs().max() <= 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_and_empty_parameters_are_frozen_alike(dtype):
+    weights = [torch.nn.Parameter(torch.zeros(size, dtype=dtype)) for size in (4, 0)]
+    optimizer = QAdamOptimizer(weights, lr=0.1, warmup_steps=2)
+    for step in range(4):
+        weights[0].grad = torch.tensor([1.0, 1.0, 1.0, 0.0 if step < 2 else 1.0], dtype=dtype)
+        weights[1].grad = torch.zeros(0, dtype=dtype)
+        optimizer.step()
+    assert weights[0].isfinite().all()
+    assert weights[0].abs().max() < 1

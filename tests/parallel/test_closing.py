@@ -214,34 +214,105 @@ def raise_memory_error(gradient: torch.Tensor) -> None:
     raise MemoryError
 
 
+class Owner:
+    """Nothing but a lifetime."""
+
+
+class Belonging:
+    """Something that can be closed once it is not busy any more."""
+
+    def __init__(self) -> None:
+        self.busy = True
+        self.closed = threading.Event()
+
+    def idle(self) -> bool:
+        return not self.busy
+
+    def close(self) -> None:
+        self.closed.set()
+
+
 @pytest.mark.threads
 def test_the_thread_that_closes_ends_with_the_last_owner():
     closer = _Closer()
-    closed = threading.Event()
-
-    class Belonging:
-        busy = True
-
-        def idle(self) -> bool:
-            return not self.busy
-
-        def close(self) -> None:
-            closed.set()
-
-    first, second = Belonging(), Belonging()
-    for _ in range(2):
-        closer.expect_one()
+    owners, belongings = [Owner(), Owner()], [Belonging(), Belonging()]
+    soon, _ = [closer.watch(owner, one) for owner, one in zip(owners, belongings, strict=True)]
     thread = closer._thread
     assert thread is not None
-    closer.take(first, owners=0)
-    closer.take(first, owners=1)
-    first.busy = False
-    assert closed.wait(LIMIT_S)
+    soon()
+    owners.pop(0)
+    belongings[0].busy = False
+    assert belongings[0].closed.wait(LIMIT_S)
     assert thread.is_alive()
-    second.busy = False
-    closer.take(second, owners=1)
+    owners.clear()
+    assert thread.is_alive()
+    assert not belongings[1].closed.is_set()
+    belongings[1].busy = False
     thread.join(LIMIT_S)
     assert not thread.is_alive()
+    assert belongings[1].closed.is_set()
+
+
+@pytest.mark.threads
+def test_what_cannot_be_looked_at_is_closed_all_the_same(caplog):
+    closer = _Closer()
+    owner, belonging = Owner(), Belonging()
+    del belonging.busy
+    closer.watch(owner, belonging)
+    thread = closer._thread
+    del owner
+    assert thread is not None
+    thread.join(LIMIT_S)
+    assert belonging.closed.is_set()
+    assert "AttributeError" in caplog.text
+
+
+@pytest.mark.threads
+def test_a_forked_child_closes_nothing_of_its_parent():
+    closer = _Closer()
+    of_parent, of_child = Owner(), Owner()
+    belongings = [Belonging(), Belonging()]
+    for one in belongings:
+        one.busy = False
+    soon = closer.watch(of_parent, belongings[0])
+    before = closer._thread
+    assert before is not None
+    queue = closer._queue
+    closer.disown()  # As after a fork, but for the thread, which is still there: let it look at nothing.
+    queue.put(None)
+    before.join(LIMIT_S)
+    closer.watch(of_child, belongings[1])
+    thread = closer._thread
+    assert thread is not None
+    assert thread is not before
+    soon()
+    del of_parent
+    del of_child
+    thread.join(LIMIT_S)
+    assert belongings[1].closed.is_set()
+    assert not belongings[0].closed.is_set()
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_model_may_be_closed_between_forward_and_backward(thread_ranks, size):
+    def train() -> None:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        wrapped = WRAPS["with_bagua"](model, optimizer, find_unused_parameters=True)
+        train_steps(wrapped, optimizer, rank, range(2))
+        loss = loss_of(wrapped, rank, 2)
+        wrapped.bagua_close()
+        loss.backward()
+        averaging = wrap_decentralized()
+        train_decentralized(averaging, range(2))
+        loss, before = loss_of(averaging, rank, 2), snapshot(averaging)
+        averaging.bagua_close()
+        loss.backward()
+        assert_same_on_all_ranks([before, snapshot(averaging)])
+
+    thread_ranks(size, train)
 
 
 @pytest.mark.threads
