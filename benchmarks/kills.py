@@ -78,9 +78,15 @@ def _wrong(error: PeerLostError | CollectiveTimeoutError, victim: int, seconds: 
 
 
 def _leaks() -> str:
-    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:bagua" in line]
-    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("bagua-")]
-    return f"left behind: {mapped} {threads}" if mapped or threads else ""
+    until = time.monotonic() + SOON_S
+    while True:  # Groups of models are closed in the background.
+        mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:bagua" in line]
+        threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("bagua-")]
+        if not (mapped or threads):
+            return ""
+        if time.monotonic() > until:
+            return f"left behind: {mapped} {threads}"
+        time.sleep(0.01)
 
 
 def play(seed: int) -> tuple[str, list[str]]:

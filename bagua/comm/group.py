@@ -405,11 +405,12 @@ class ProcessGroup:
                 self._leave_parent()
 
     def _end(self, communicator: Communicator) -> None:
-        """Close ``communicator``. If this rank ends because it lost another one, the others shall name that one."""
-        lost = self._ledger.lost = self._ledger.lost or communicator.lost
+        """Close ``communicator``. If this rank ends because it lost a member, the others name that one."""
+        ledger = self._ledger
+        ledger.lost = ledger.lost or next((one.lost for one in self._made if one.lost is not None), None)
         try:
-            if lost is not None and lost[0] in communicator.ranks:
-                culprit, reason = lost
+            if ledger.lost is not None and ledger.lost[0] in self.ranks:
+                culprit, reason = ledger.lost
                 communicator.abort(reason, culprit)
             communicator.close()
         finally:

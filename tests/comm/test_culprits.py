@@ -146,3 +146,23 @@ def test_the_first_to_notice_hosts_the_store_and_is_gone_when_the_others_come() 
             assert "PeerLostError peers=(3,)" in output, output
             assert "lost rank 3: it ended" in output, output
             assert code == 3
+
+
+def lose_inside_a_host() -> PeerLostError | None:
+    """Rank 0 dies. Ranks 1 and 3 notice, and leave; rank 2 waits for rank 3 inside its host."""
+    group = bagua.comm.get_default_group().duplicate()
+    group.global_communicator.barrier()
+    if group.rank == 0:
+        die()
+    if group.rank == 2:
+        return calls_until_one_is_lost(group.intra_node_communicator, 3)
+    lost_in(group.global_communicator.barrier)
+    group.close()
+    return None
+
+
+@pytest.mark.parametrize(("backend", "hosts"), [PLACES[0], PLACES[2]])
+def test_who_leaves_for_the_loss_of_another_rank_is_not_named(backend: str, hosts: list[int]) -> None:
+    outcomes = pool(backend).outcomes(lose_inside_a_host, size=SIZE, hosts=[2, 2])
+    assert outcomes[2].error is None, outcomes[2].trace
+    check(outcomes[2].value, 0, 2)
