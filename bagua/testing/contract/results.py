@@ -185,10 +185,9 @@ def strided_in_inference_mode(tensor: torch.Tensor) -> torch.Tensor:
 def exercise_on_inference_tensors() -> None:
     """Outside of inference mode, with results that are written by whoever completes the call."""
     for kind in TENSOR_KINDS:
-        for shape in ((2, 3), (LARGE,)):
-            for async_op in (False, True):
-                setting = Setting(shape=shape, options={"async_op": async_op})
-                perform(kind, communicator(), replace(setting, present=made_in_inference_mode))
+        for shape, async_op in (((2, 3), False), ((2, 3), True), ((LARGE,), True)):
+            setting = Setting(shape=shape, options={"async_op": async_op})
+            perform(kind, communicator(), replace(setting, present=made_in_inference_mode))
         perform(kind, communicator(), Setting(present=strided_in_inference_mode))
         dtype = torch.int16 if kind in REDUCING else torch.float8_e4m3fn
         perform(kind, communicator(), Setting(dtype=dtype, present=made_in_inference_mode))
