@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import resource
 import secrets
@@ -35,6 +36,7 @@ __all__ = ["Attached", "Peer", "attach", "explained"]
 #: By now every rank is there; only a stopped process takes longer to connect.
 _LIMIT_S = 60.0
 _SLICE_S = 0.05
+_POLL_S = 0.002
 _SO_PEERPIDFD = 77
 _HOST = "host (kernel and network namespace)"
 _VERDICT = "shm/verdict"
@@ -82,6 +84,7 @@ def attach(membership: Membership, control_bytes: int, settings: Mapping[str, in
     try:
         meeting.prepare(control_bytes, settings)
         problem = meeting.connect()
+        meeting.await_verdicts(problem)
         problems = exchange(
             membership.store, _VERDICT, membership.rank, membership.ranks, problem, membership.timeout_s
         )
@@ -101,8 +104,8 @@ def _raise_together(membership: Membership, problems: list[str]) -> None:
         told = "; ".join(f"rank {membership.ranks[rank]}: {problems[rank]}" for rank in refusing)
         raise TransportUnavailableError(
             f"shared memory cannot connect these ranks: {told}",
-            rank=membership.rank,
-            peers=refusing,
+            rank=membership.ranks[membership.rank],
+            peers=[membership.ranks[rank] for rank in refusing],
             advice="Leave the choice to backend=None, or use backend='gloo'.",
         )
 
@@ -201,6 +204,7 @@ class _Meeting:
             connection.settimeout(self._remaining_s())
             if not _same_user(connection) or not self._welcome(connection):
                 connection.close()
+                self._check_on_others()
 
     def _welcome(self, connection: socket.socket) -> bool:
         try:
@@ -221,11 +225,31 @@ class _Meeting:
         missing = [rank for rank in range(self._rank + 1, self._size) if rank not in self._connections]
         store = self._membership.store
         for rank in missing:
-            if store.check([f"{_VERDICT}/{rank}"]):  # It has given up.
+            if store.check([f"{_VERDICT}/{rank}"]) or self._has_ended(rank):  # It has given up.
                 raise ConnectionError(f"rank {self._global(rank)} did not connect")
         if time.monotonic() > self._until:
             names = [self._global(rank) for rank in missing]
             raise CollectiveTimeoutError(f"ranks {names} did not connect", rank=self._global(self._rank), peers=names)
+
+    def await_verdicts(self, problem: str) -> None:
+        """Tell how it went here, and wait until all have told, or their time is over; speak for those that ended."""
+        store = self._membership.store
+        verdicts = [f"{_VERDICT}/{rank}" for rank in range(self._size)]
+        store.set(verdicts[self._rank], json.dumps(problem))
+        looked = time.monotonic()
+        while not store.check(verdicts) and (now := time.monotonic()) < self._until:
+            if now - looked > _SLICE_S:
+                looked = now
+                for rank, verdict in enumerate(verdicts):
+                    if self._has_ended(rank) and not store.check([verdict]):
+                        store.compare_set(verdict, "", json.dumps("it ended while the ranks connected"))
+            time.sleep(_POLL_S)
+
+    def _has_ended(self, rank: int) -> bool:
+        """Whether the process of ``rank`` is gone: until it has told how it went, it listens."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
+            probe.setblocking(False)
+            return probe.connect_ex(f"\0{self._names[rank]}") == errno.ECONNREFUSED
 
     def _remaining_s(self) -> float:
         return max(self._until - time.monotonic(), 0.001)

@@ -22,6 +22,7 @@ import torch
 import bagua.comm
 from bagua.comm import shm_attach, shm_segments
 from bagua.errors import BaguaError, TransportUnavailableError
+from bagua.testing import die
 from bagua.testing.ranks import this_rank
 from tests.comm.memory_ranks import ramp
 from tests.comm.shm_ranks import LARGE, PIECES, communicator, demand, resources, start, summed
@@ -212,6 +213,26 @@ def attach_with_few_descriptors(most: int) -> tuple[list[str], tuple[int, int], 
         assert works()
     bagua.comm.get_default_group()._descendants.clear()
     return problems, before, resources()
+
+
+def attach_while_one_dies(connected: bool) -> str:
+    """A new communicator, where rank 2 dies before it connects, or when it has connected."""
+    group = bagua.comm.get_default_group()
+    if group.rank == 2:
+        connect = shm_attach._Meeting.connect
+
+        def dying(meeting: shm_attach._Meeting) -> str:
+            if connected:
+                connect(meeting)
+            die()
+            return ""
+
+        shm_attach._Meeting.connect = dying  # type: ignore[method-assign]
+    try:
+        group.duplicate()
+    except TransportUnavailableError as error:
+        return str(error)
+    return "no error"
 
 
 def attach_without_memory() -> str:

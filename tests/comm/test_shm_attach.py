@@ -104,6 +104,13 @@ def test_too_little_memory_to_attach(shm_pool) -> None:
         assert "rank 1: it cannot make its shared memory" in text, text
 
 
+@pytest.mark.parametrize("connected", [False, True])
+def test_a_rank_that_dies_while_they_connect_is_named_at_once(shm_pool, connected: bool) -> None:
+    outcomes = shm_pool.outcomes(shm_attach_ranks.attach_while_one_dies, connected, size=3, timeout_s=1000.0)
+    for survivor in outcomes[:2]:
+        assert "rank 2: it ended while the ranks connected" in survivor.value, survivor
+
+
 def test_too_little_memory_later(shm_pool) -> None:
     """Memory that is missing is an error, never a SIGBUS; ``empty`` gives ordinary memory."""
     outcomes = shm_pool.run(shm_attach_ranks.run_out_of_memory_later, size=3)
