@@ -190,11 +190,11 @@ class CommunicatorCore:
         composite = self._composite  # Another thread may complete it meanwhile.
         if composite is not None and not composite.driven_here():
             composite.wait()
-        if not self._in_use.acquire(blocking=False):
-            raise self._concurrent_use(kind)
         started = time.perf_counter()
         call: Call | None = None
-        try:
+        if not self._in_use.acquire(blocking=False):
+            raise self._concurrent_use(kind)
+        try:  # Nothing stands before it: a signal handler that raises would leave the communicator in use.
             try:
                 if self._broken is not None or self._closed:
                     raise self._refusal(kind)
