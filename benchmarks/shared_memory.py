@@ -106,7 +106,7 @@ def time_checks(communicator: Communicator, rounds: int, calls: int) -> Rounds:
     tensor, compares = torch.zeros(1), memory.compare
 
     def unchecked() -> None:
-        memory.compare = lambda _rank, _notices: None
+        memory.compare = lambda _ranks, _rank, _notices: None
         communicator.allreduce(tensor)
 
     def checked() -> None:

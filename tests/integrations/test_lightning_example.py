@@ -30,5 +30,5 @@ def test_the_example_learns():
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"epoch \d+  loss (\S+)", done.stdout)]
     assert losses[-1] < 0.5 * losses[0]  # The first is that of the untrained model.
-    (first, *one), (second, *other) = sorted(re.findall(r"rank (\d) of (\d) ends with (\S+)", done.stdout))
+    (first, *one), (second, *other) = sorted(re.findall(r"rank (\d) of (\d) ends with (-?\d+\.\d+)", done.stdout))
     assert (first, second, one) == ("0", "1", other)

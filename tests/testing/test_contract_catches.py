@@ -98,14 +98,14 @@ class ComparesNoRoots(ThreadsTransport):
 
 
 class KeepsReasonsToItself(ThreadsTransport):
-    def abort(self, reason):
-        super().abort("no comment")
+    def abort(self, reason, culprit=None):
+        super().abort("no comment", culprit)
 
 
 class AbortsSlowly(ThreadsTransport):
-    def abort(self, reason):
+    def abort(self, reason, culprit=None):
         time.sleep(failures.SOON_S + 0.5)
-        super().abort(reason)
+        super().abort(reason, culprit)
 
 
 class SharesMemory(ThreadsTransport):
