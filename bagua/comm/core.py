@@ -15,7 +15,7 @@ from bagua.comm.call import COLLECTIVES, Call
 from bagua.comm.forks import family, forked_error
 from bagua.comm.sharing import Turns
 from bagua.comm.statistics import KindStatistics, Statistics
-from bagua.comm.transport import Handle, Transport
+from bagua.comm.transport import DONE, Handle, Transport
 from bagua.comm.work import CompositeWork, PendingWork, Steps, Work
 from bagua.errors import (
     CommunicationError,
@@ -201,7 +201,7 @@ class CommunicatorCore:
                 call = Call(kind, self._next(kind), dtype, numel, reduction, root, peer, counts[0], counts[1])
                 self.statistics.recent.append(call)
                 handle = self._transport.start(call, source, target, timeout_s, async_op)
-                if not (async_op or self._shared):
+                if handle is not DONE and not (async_op or self._shared):
                     handle.wait()
             finally:
                 self._in_use.release()

@@ -28,6 +28,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from threading import get_ident
+from traceback import walk_stack
 from typing import Literal
 
 import torch
@@ -70,8 +71,11 @@ class MemoryTransport(Transport):
         self._lanes = peers.lanes
         self._messages = Messages(peers)
         self._turn = 0
+        self._shared = False
         self._small_bytes = small_bytes(membership.size)
-        #: Threads that use what ``close`` gives back; the last one to go gives it back if they kept it from doing so.
+        #: Who uses what ``close`` gives back: the thread that makes a synchronous call, one at a time, and others by
+        #: number. The last one to go gives it back if they kept ``close`` from doing so.
+        self._calling = False
         self._inside: set[int] = set()
         self._ended = False
 
@@ -87,7 +91,7 @@ class MemoryTransport(Transport):
         deadline = Deadline(time.perf_counter() + timeout_s, timeout_s)
         lanes = _lanes(call, self.rank)
         if not asynchronous and self._lanes.idle(*lanes):
-            if not self._lanes.shared:
+            if not self._shared:
                 self._run(call, source, target, deadline, lanes)
                 return DONE
             if not handlers_may_call():
@@ -98,6 +102,7 @@ class MemoryTransport(Transport):
     def share(self) -> None:
         """Run synchronous calls in the thread that waits for them, or in their lane if handlers may interrupt it."""
         self._lanes.shared = True
+        self._shared = True
 
     def abort(self, reason: str, culprit: int | None = None) -> None:
         """Mark the own line broken, and wake everyone."""
@@ -115,7 +120,7 @@ class MemoryTransport(Transport):
         A signal handler, or a finalizer, may come here out of a call of this communicator. That call cannot go on
         before this returns, so it ends with an error afterwards, and gives back what it uses.
         """
-        interrupted = get_ident() in self._inside
+        interrupted = self._is_interrupted()
         if not self._lanes.stop(timeout_s=0.0 if interrupted else 1.0) and not interrupted:
             self.abort("it closed its communicator with calls under way")
             self._lanes.stop(timeout_s=1.0)
@@ -123,25 +128,33 @@ class MemoryTransport(Transport):
             self._peers.leave(State.LEFT, self._peers.global_rank, "it closed its communicator")
             self._ended = True
         until = time.monotonic() + _FAREWELL_S
-        while self._inside and not interrupted and time.monotonic() < until:
+        while (self._calling or self._inside) and not interrupted and time.monotonic() < until:
             time.sleep(0.001)
 
     @contextmanager
     def _used(self) -> Iterator[None]:
         """Keep what ``close`` gives back, for the calling thread."""
         me = get_ident()
-        interrupted = me in self._inside
+        known, interrupted = me in self._inside, self._is_interrupted()
         try:
             self._inside.add(me)
             yield
         finally:
-            if not interrupted:
+            if not known:
                 self._inside.discard(me)
+            if not interrupted:
                 self._give_back()
+
+    def _is_interrupted(self) -> bool:
+        """Whether the calling thread is inside a call of this communicator, which waits for this one to return."""
+        if get_ident() in self._inside:
+            return True
+        calls = (frame for frame, _ in walk_stack(None) if frame.f_code is MemoryTransport._run.__code__)
+        return self._calling and any(frame.f_locals.get("self") is self for frame in calls)
 
     def _give_back(self) -> None:
         """Let go of what the kernel holds, if this communicator has ended and no thread uses it any more."""
-        if self._ended and not self._inside:
+        if self._ended and not self._inside and not self._calling:
             self._peers.release()
 
     # Running one call, in the calling thread or in a lane.
@@ -169,9 +182,12 @@ class MemoryTransport(Transport):
             with torch.inference_mode():  # torch guards tensors that were made in it
                 self._run(call, source, target, deadline, lanes, inline)
             return
-        me = get_ident()
+        alone = inline and not self._shared
         try:
-            self._inside.add(me)
+            if alone:
+                self._calling = True
+            else:
+                self._inside.add(get_ident())
             if self._ended:
                 raise CommunicatorClosedError("the communicator was closed")  # noqa: TRY301
             if lanes[0] is COLLECTIVE:
@@ -183,7 +199,10 @@ class MemoryTransport(Transport):
             self._peers.leave_with(error, call)
             raise
         finally:
-            self._inside.discard(me)
+            if alone:
+                self._calling = False
+            else:
+                self._inside.discard(get_ident())
             if self._ended:
                 self._give_back()
 
@@ -198,12 +217,15 @@ class MemoryTransport(Transport):
         peers = self._peers
         slot = self._turn & 1
         self._turn += 1
-        peers.step(call, "publish")
+        if peers.fault is not None:
+            peers.step(call, "publish")
         small = source is not None and source.numel() * source.element_size() <= self._small_bytes
         peers.publish(slot, call, source, small)
-        spin_s = peers.spin_inline_s if inline else peers.spin_s
-        # Where several threads call, another one of them may yet serve a message that is waited for.
-        suspect = self._suspect if inline and not self._lanes.shared else None
+        if inline:
+            # Where several threads call, another one of them may yet serve a message that is waited for.
+            spin_s, suspect = peers.spin_inline_s, None if self._shared else self._suspect
+        else:
+            spin_s, suspect = peers.spin_s, None
         peers.barrier(call, deadline, spin_s, suspect)
         notices = peers.notices(slot)
         compare(peers.ranks, self.rank, notices)

@@ -55,7 +55,8 @@ class Messages:
         """Offer the pieces one by one; the last ``next`` waits until the last piece was pulled."""
         peers, receiver = self._peers, call.root
         slot = peers.slots.outgoing(receiver)
-        peers.step(call, "offer")
+        if peers.fault is not None:
+            peers.step(call, "offer")
         peers.publish(slot, call, source, False)
         piece = max(peers.own.notice(slot).piece, 1)
         place = peers.places.sent + receiver
@@ -66,7 +67,8 @@ class Messages:
             peers.own.words[place] += 1
             peers.wake(receiver)
             yield start
-        peers.step(call, "settle")
+        if peers.fault is not None:
+            peers.step(call, "settle")
         self._await_taken(call, deadline, inline)
         peers.withdraw(slot)
 
@@ -93,7 +95,8 @@ class Messages:
         theirs, own = peers.lines[sender], peers.own.words
         sent, taken = peers.places.sent + peers.rank, peers.places.taken + sender
         slot = peers.slots.outgoing(peers.rank)
-        peers.step(call, "want")
+        if peers.fault is not None:
+            peers.step(call, "want")
         peers.publish(peers.slots.incoming(sender), call, None, False)
         flat, start, numel = target.view(-1), 0, target.numel()
         while True:
@@ -107,7 +110,8 @@ class Messages:
             self._compare(notice.call, call, sender, call)
             stop = min(start + max(notice.piece, 1), numel)
             copy_flat(flat[start:stop], theirs.view(slot, start, stop))
-            peers.step(call, "take")
+            if peers.fault is not None:
+                peers.step(call, "take")
             # A sender that has given up may have changed its tensor while it was read.
             peers.require_open((sender,))
             start = stop

@@ -66,7 +66,7 @@ class Peers(ABC):
         self.slots = Slots(self.size)
         self.places = Words(self.size)
         self.lanes = Lanes(f"bagua-{label}-{rank}")
-        self._fault = fault
+        self.fault = fault
         self._left: dict[str, tuple[int, int, str]] = {}
         self._steps = itertools.count(1)
         self._words = [line.words for line in lines]
@@ -139,8 +139,8 @@ class Peers(ABC):
 
     def step(self, call: Call, name: str) -> None:
         """Let the fault hook, if there is one, do its worst here."""
-        if self._fault is not None:
-            self._fault(Step(self.rank, self.label, call, name, next(self._steps)))
+        if self.fault is not None:
+            self.fault(Step(self.rank, self.label, call, name, next(self._steps)))
 
     def barrier(self, call: Call, deadline: Deadline, spin_s: float = 0.0, suspect: Suspicion | None = None) -> None:
         """Arrive, and return when every rank has."""
@@ -156,7 +156,7 @@ class Peers(ABC):
         Args:
             call: for the fault hook.
         """
-        if self._fault is not None:
+        if self.fault is not None:
             self.step(call, "arrive")
         words = self._words
         for line in words:
@@ -196,7 +196,7 @@ class Peers(ABC):
             if line[_ARRIVED] < mine:
                 self.wait(lambda: self._not_at(mine), deadline, spin_s, suspect and partial(suspect, call))
                 break
-        if self._fault is not None:
+        if self.fault is not None:
             self.step(call, "pass")
 
     def _not_at(self, barrier: int) -> tuple[int, ...]:

@@ -190,9 +190,10 @@ def test_close_ends_a_call_that_nobody_joins() -> None:
         assert closed.wait(10)
         return outcome
 
+    before = threading.active_count()
     outcome = run(2, waiting)[0]
     assert isinstance(outcome, CommunicatorClosedError)
-    assert threading.active_count() < 20
+    assert threading.active_count() <= before + 2  # Those of the asynchronous calls may take a moment.
 
 
 def test_the_fault_hook_is_told_who_does_what_where() -> None:
