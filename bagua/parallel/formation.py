@@ -12,7 +12,8 @@ import torch
 
 from bagua.algorithms import Algorithm, AlgorithmImpl, DistributedAlgorithm
 from bagua.buckets import Bucket, check_align_bytes
-from bagua.comm import Communicator, ProcessGroup, get_default_group
+from bagua.comm import Communicator, Group, ProcessGroup, get_default_group
+from bagua.comm.adoption import as_group
 from bagua.comm.closer import close_with
 from bagua.comm.rendezvous import exchange
 from bagua.errors import BaguaError, CommunicationError, blame
@@ -57,7 +58,7 @@ class BucketFormation:
         decentralize_reduce: bool = False,
         buckets: Sequence[Sequence[torch.Tensor | str]] = [],  # the documented default; never changed
         *,
-        process_group: ProcessGroup | None = None,
+        process_group: Group | None = None,
         algorithm: Algorithm | DistributedAlgorithm | str | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         find_unused_parameters: bool = False,
@@ -70,7 +71,6 @@ class BucketFormation:
         refuse_unknown(unknown, BucketFormation.__init__.__kwdefaults__ or ())
         check_what_engines_get(
             module,
-            process_group,
             grad_scaler,
             fusion=fusion,
             find_unused_parameters=find_unused_parameters,
@@ -87,7 +87,7 @@ class BucketFormation:
         self._grad_scaler = grad_scaler
         self.tuning, self.autotune = tuning_from(autotune)
         self._wanted = bucket_lists(buckets)
-        user_group = get_default_group() if process_group is None else process_group
+        user_group = get_default_group() if process_group is None else as_group(process_group, "process_group")
         self.algorithm = self.declaration.reify(user_group)
         leader = check_leader(intra_comm_root_rank, user_group)
         refusal = self._register()

@@ -91,11 +91,10 @@ def check_grad_scaler(grad_scaler: object) -> None:
     check_kind((torch.amp.GradScaler, NoneType), "a torch.amp.GradScaler, or None", grad_scaler=grad_scaler)
 
 
-def check_what_engines_get(module: object, process_group: object, grad_scaler: object, **flags: object) -> None:
+def check_what_engines_get(module: object, grad_scaler: object, **flags: object) -> None:
     """Raise ``InvalidTypeError`` for the first of these arguments that is of another kind."""
     check_flags(**flags)
     check_module(module)
-    check_kind((ProcessGroup, NoneType), "a group of bagua.comm, or None", process_group=process_group)
     check_grad_scaler(grad_scaler)
 
 

@@ -7,6 +7,7 @@ Everything is explained where it lives, in ``bagua.comm``. The names that end in
 from __future__ import annotations
 
 from bagua.comm import (
+    NON_MEMBER,
     Communicator,
     ProcessGroup,
     ReduceOp,
@@ -40,6 +41,7 @@ from bagua.comm import (
 )
 
 __all__ = [
+    "NON_MEMBER",
     "Communicator",
     "ProcessGroup",
     "ReduceOp",

@@ -17,7 +17,7 @@ from bagua.utilities import distributed
 
 def _gather_and_differentiate(members: list[int] | None) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor] | None:
     group = bagua.comm.get_default_group() if members is None else bagua.comm.new_group(members)
-    if group is None:
+    if not group:
         return None
     generator = torch.Generator().manual_seed(group.rank)
     own = torch.randn(2, 3, dtype=torch.float64, generator=generator).requires_grad_()
@@ -39,7 +39,7 @@ def _everything_in_a_part() -> list[object] | None:
     rank = bagua.comm.get_rank()
     found = [_gather_and_differentiate(None)]
     part = bagua.comm.new_group([0, 2])
-    if part is None:
+    if not part:
         return found
     given = torch.full((rank + 1,), float(rank), dtype=torch.float64)
     for named in (part, part.global_communicator):
