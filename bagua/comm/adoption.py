@@ -30,8 +30,10 @@ __all__ = [
     "as_communicator",
     "as_group",
     "available",
+    "backend_of",
     "communicator_of",
     "rank_among_all",
+    "ranks_of",
     "size_of_all",
 ]
 
@@ -135,3 +137,35 @@ def _adopted(group: dist.ProcessGroup) -> ProcessGroup:
         with _guard:
             _made_of[group] = found
     return found
+
+
+def ranks_of(group: Group | None) -> tuple[int, ...]:
+    """Global ranks of the members of ``group``, in the order of their ranks in it; none for a non-member.
+
+    Raises:
+        NotInitializedError: ``group`` is None, without ``init_process_group``.
+        InvalidTypeError: something else than a group.
+    """
+    group = get_default_group() if group is None else group
+    if isinstance(group, ProcessGroup | Communicator | NonMember):
+        return group.ranks
+    if is_non_member(group):
+        return ()
+    if not isinstance(group, dist.ProcessGroup):
+        raise not_a_group(group)
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def backend_of(group: Group | None) -> str:
+    """Name of the transport of ``group``, or of torch's backend.
+
+    Raises:
+        NotInitializedError: ``group`` is None, without ``init_process_group``.
+        InvalidRankError: this rank is not a member of ``group``.
+        InvalidTypeError: something else than a group.
+    """
+    if isinstance(group, Communicator):
+        return group.backend
+    if isinstance(group, dist.ProcessGroup):
+        return str(dist.get_backend(group))
+    return (get_default_group() if group is None else as_group(group)).backend

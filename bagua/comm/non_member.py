@@ -57,6 +57,7 @@ class NonMember:
     allgather = gather = scatter = reduce_scatter = alltoall = alltoall_v = ignore
     send = recv = sendrecv = barrier = ignore
     broadcast_object = allgather_object = gather_object = scatter_object = ignore
+    send_object = recv_object = ignore
     abort = close = ignore
 
 

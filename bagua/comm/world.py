@@ -161,6 +161,7 @@ def new_group(
     *,
     backend: str | None = None,
     timeout: float | timedelta | None = None,
+    label: str | None = None,
 ) -> ProcessGroup | NonMember:
     """A group of some ranks. Called by all ranks, with the same arguments and in the same order.
 
@@ -168,6 +169,7 @@ def new_group(
         ranks: its members; None means all.
         backend: of the new group; None means the default group's.
         timeout: default deadline of its calls; None means the default group's.
+        label: what messages call the group, with a number after it; None means ``group``.
 
     Returns:
         The group on its members, ``NON_MEMBER`` on other ranks, whose calls on it return at once.
@@ -181,6 +183,7 @@ def new_group(
         range(group.size) if ranks is None else ranks,
         backend=unwrapped(backend),
         timeout_s=None if timeout is None else as_seconds(timeout),
+        label=label or "group",
     )
 
 
