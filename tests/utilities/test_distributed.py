@@ -175,6 +175,34 @@ def test_only_rank_zero_runs(thread_ranks, monkeypatch):
     assert _speak("as the launcher says") is None
 
 
+@pytest.mark.parametrize(
+    ("variables", "rank"),
+    [
+        ({}, 0),
+        ({"LOCAL_RANK": "3"}, 3),
+        ({"JSM_NAMESPACE_RANK": "2"}, 2),
+        ({"SLURM_PROCID": "0", "LOCAL_RANK": "1"}, 1),
+        ({"RANK": "0", "LOCAL_RANK": "1"}, 0),
+    ],
+)
+def test_before_ranks_are_connected_the_launcher_is_asked_as_lightning_does(variables, rank, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert distributed.rank_zero_only.rank == rank
+    assert _speak("a") == (None if rank else "A")
+
+
+def test_the_rank_can_be_assigned():
+    distributed.rank_zero_only.rank = 5
+    try:
+        assert (distributed.rank_zero_only.rank, _speak("a")) == (5, None)
+    finally:
+        distributed.rank_zero_only.rank = None
+    assert distributed.rank_zero_only.rank == 0
+
+
 def test_rank_zero_logs_and_warns(caplog, monkeypatch):
     def say() -> None:
         distributed.rank_zero_info("step %d", 3)
