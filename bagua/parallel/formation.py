@@ -21,7 +21,7 @@ from bagua.parallel.agreement import compare_or_refuse
 from bagua.parallel.autotune_search import Setting
 from bagua.parallel.autotune_settings import AutotuneSettings, tuning_from
 from bagua.parallel.belongings import Belongings
-from bagua.parallel.layout import agreed_order, bucket_lists, cut, name_of, positions_of
+from bagua.parallel.layout import agreed_order, bucket_lists, cut, foreign, name_of, positions_of
 from bagua.parallel.options import (
     BucketType,
     check_bucket_bytes,
@@ -124,6 +124,7 @@ class BucketFormation:
         """
         try:
             self.registration = Registration(self.module)
+            self._known = frozenset(map(id, self.registration.parameters))
             named = dict(zip(self.registration.names, self.registration.parameters, strict=True))
             self.algorithm.check_model(named, self.optimizers)
             if self.algorithm.process_group.size > 1:
@@ -174,6 +175,8 @@ class BucketFormation:
         """Whether buckets have been formed."""
         return self._scheduler is not None
 
+    bucket_initialized = initialized
+
     @property
     def find_unused_parameters(self) -> bool:
         """Whether a parameter without a gradient counts as zero."""
@@ -196,8 +199,10 @@ class BucketFormation:
         """Note that the gradient of ``param`` is there, in a backward pass before buckets exist.
 
         Raises:
-            ConfigurationError: it was there before in the same backward pass.
+            ConfigurationError: it was there before in the same backward pass, or is no parameter of the module.
         """
+        if id(param) not in self._known:
+            raise foreign(param)
         if id(param) in self._arrived:
             raise twice(name_of(self.registration, param))
         self._arrived.add(id(param))

@@ -31,7 +31,7 @@ __all__ = [
 
 
 class BucketType(Enum):
-    """What the buckets of a ``Reducer`` are made of."""
+    """What the buckets of a ``Reducer`` are made of. Parameters of the module are its weights."""
 
     Gradient = 0
     Weight = 1
@@ -50,7 +50,7 @@ def chosen_algorithm(
     check_flags(hierarchical_reduce=hierarchical_reduce, decentralize_reduce=decentralize_reduce, chunking=chunking)
     if algorithm is not None:
         return as_algorithm(algorithm)
-    if decentralize_reduce or bucket_type is BucketType.Weight:
+    if decentralize_reduce or bucket_type is not BucketType.Gradient:
         return Algorithm.init(DistributedAlgorithm.Decentralize, hierarchical=hierarchical_reduce)
     if chunking:
         return Algorithm.init(DistributedAlgorithm.ScatterGatherAllReduce, hierarchical=hierarchical_reduce)

@@ -42,6 +42,8 @@ from bagua.comm import (
 
 __all__ = [
     "NON_MEMBER",
+    "BaguaProcessGroup",
+    "BaguaSingleCommunicatorPy",
     "Communicator",
     "ProcessGroup",
     "ReduceOp",
@@ -76,6 +78,10 @@ __all__ = [
     "sendrecv",
     "stats",
 ]
+
+#: Names of types in the documentation.
+BaguaProcessGroup = ProcessGroup
+BaguaSingleCommunicatorPy = Communicator
 
 allreduce_inplace = allreduce
 allreduce_coalesced_inplace = allreduce_coalesced
