@@ -7,75 +7,111 @@ from typing import Any
 
 from torch import Tensor
 
-from bagua.checks import check_kind
-from bagua.comm import Group
+from bagua.checks import check_kind, check_whole
+from bagua.comm import Communicator, Group
 from bagua.comm.adoption import communicator_of
+from bagua.comm.arguments import check_rank, check_tensor
+from bagua.comm.tagged import TaggedReceive, mail_of
 from bagua.comm.torch_backend_work import TorchWork
-from bagua.distributed.places import as_in_torch, rank_inside, refuse
-from bagua.errors import ConfigurationError
+from bagua.distributed.places import as_in_torch, rank_inside
+from bagua.errors import ConfigurationError, InvalidRankError
 
 __all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "recv_object_list", "send", "send_object_list"]
-
-_NO_TAGS = "Leave the tag out: messages between two ranks keep their order."
-
-
-def _source(communicator: Any, src: int | None, group_src: int | None) -> int:
-    if src is None and group_src is None:
-        raise ConfigurationError(
-            "a message is received from a rank that is named",
-            argument="src",
-            expected="the rank that sends",
-            seen=None,
-            advice="Messages are matched by their sender here. Name it, or let all ranks use gather.",
-        )
-    return rank_inside(communicator, src, group_src, "src")
 
 
 def isend(
     tensor: Tensor, dst: int | None = None, group: Group | None = None, tag: int = 0, group_dst: int | None = None
 ) -> TorchWork | None:
-    """Start to send ``tensor`` to ``dst``. Unlike torch's, it takes no ``tag``."""
+    """Start to send ``tensor`` to ``dst``. Unlike torch's, a message with a tag goes through the store, slowly."""
     communicator = communicator_of(group)
     if not communicator:
         return None
-    refuse("tag", tag, 0, _NO_TAGS)
     inside = rank_inside(communicator, dst, group_dst, "dst")
+    if tag:
+        _send_tagged(communicator, tensor, inside, tag)
+        return TorchWork(None, [tensor])
     return as_in_torch(communicator.send(tensor, inside, async_op=True), [tensor])
 
 
 def irecv(
     tensor: Tensor, src: int | None = None, group: Group | None = None, tag: int = 0, group_src: int | None = None
 ) -> TorchWork | None:
-    """Start to receive into ``tensor`` what ``src`` sends. Unlike torch's, it takes no ``tag``, and needs ``src``."""
+    """Start to receive into ``tensor`` what ``src`` sends. Unlike torch's, any source needs a tag other than 0."""
     communicator = communicator_of(group)
     if not communicator:
         return None
-    refuse("tag", tag, 0, _NO_TAGS)
-    inside = _source(communicator, src, group_src)
+    inside = _source(communicator, src, group_src, tag)
+    if tag:
+        return TorchWork(_receive_tagged(communicator, tensor, inside, tag), [tensor])
+    assert inside is not None
     return as_in_torch(communicator.recv(tensor, inside, async_op=True), [tensor])
 
 
 def send(
     tensor: Tensor, dst: int | None = None, group: Group | None = None, tag: int = 0, group_dst: int | None = None
 ) -> None:
-    """Send ``tensor`` to ``dst``. Unlike torch's, it takes no ``tag``."""
+    """Send ``tensor`` to ``dst``. Unlike torch's, with a tag it does not wait for the receiver; see ``isend``."""
     communicator = communicator_of(group)
-    if communicator:
-        refuse("tag", tag, 0, _NO_TAGS)
-        communicator.send(tensor, rank_inside(communicator, dst, group_dst, "dst"))
+    if not communicator:
+        return
+    inside = rank_inside(communicator, dst, group_dst, "dst")
+    if tag:
+        _send_tagged(communicator, tensor, inside, tag)
+    else:
+        communicator.send(tensor, inside)
 
 
 def recv(
     tensor: Tensor, src: int | None = None, group: Group | None = None, tag: int = 0, group_src: int | None = None
 ) -> int:
-    """Receive ``tensor`` from ``src``; returns its rank. Unlike torch's, it takes no ``tag`` and needs ``src``."""
+    """Receive ``tensor`` from ``src``; returns its rank. Unlike torch's, any source needs a tag other than 0."""
     communicator = communicator_of(group)
     if not communicator:
         return -1
-    refuse("tag", tag, 0, _NO_TAGS)
-    inside = _source(communicator, src, group_src)
-    communicator.recv(tensor, inside)
+    inside = _source(communicator, src, group_src, tag)
+    if tag:
+        work = _receive_tagged(communicator, tensor, inside, tag)
+        work.wait()
+        inside = work.source
+    else:
+        assert inside is not None
+        communicator.recv(tensor, inside)
+    assert inside is not None
     return communicator.ranks[inside]
+
+
+def _source(communicator: Communicator, src: int | None, group_src: int | None, tag: int = 0) -> int | None:
+    """The sender's rank in the communicator; None for any rank, which takes a tag."""
+    if src is not None or group_src is not None:
+        return rank_inside(communicator, src, group_src, "src")
+    if tag:
+        return None
+    raise ConfigurationError(
+        "a message without a tag is received from a rank that is named",
+        argument="src",
+        expected="the rank that sends",
+        seen=None,
+        advice="Name it, or give both sides a tag other than 0.",
+    )
+
+
+def _send_tagged(communicator: Communicator, tensor: Tensor, dst: int, tag: int) -> None:
+    _check_message(communicator, tensor, dst, "dst", tag)
+    mail_of(communicator).send(tensor, dst, tag)
+
+
+def _receive_tagged(communicator: Communicator, tensor: Tensor, src: int | None, tag: int) -> TaggedReceive:
+    _check_message(communicator, tensor, src, "src", tag)
+    return TaggedReceive(mail_of(communicator), tensor, src, tag)
+
+
+def _check_message(communicator: Communicator, tensor: Tensor, other: int | None, argument: str, tag: int) -> None:
+    check_tensor(tensor, "tensor", communicator.device_types)
+    check_whole(0, tag=tag)
+    if other is not None and check_rank(other, communicator.size, argument) == communicator.rank:
+        raise InvalidRankError(
+            "a rank sends no message to itself", argument=argument, expected="another rank", seen=other
+        )
 
 
 class P2POp:
@@ -162,6 +198,7 @@ def recv_object_list(
     if not communicator:
         return -1
     inside = _source(communicator, src, group_src)
+    assert inside is not None
     received = communicator.recv_object(inside, allow_pickle=allow_pickle)
     if len(received) != len(object_list):
         raise ConfigurationError(

@@ -50,7 +50,9 @@ def refuse_what_is_not_there():
     tensor, members = torch.ones(2), [1, 0]
     sorted_pair = dist.new_group(members)
     cases = [
-        (lambda: dist.send(tensor, 1 - dist.get_rank(), tag=3), ConfigurationError, "tag"),
+        (lambda: dist.send(tensor, 1 - dist.get_rank(), tag=-3), ConfigurationError, "tag"),
+        (lambda: dist.send(tensor, dist.get_rank(), tag=3), InvalidRankError, "dst"),
+        (lambda: dist.send(tensor.to_sparse(), 1 - dist.get_rank(), tag=3), InvalidTensorError, "tensor"),
         (lambda: dist.recv(tensor), ConfigurationError, "src"),
         (lambda: dist.broadcast(tensor), ConfigurationError, "src"),
         (lambda: dist.broadcast(tensor, 0, group_src=0), ConfigurationError, "src"),
