@@ -18,6 +18,7 @@ __all__ = [
     "get_local_world_size",
     "get_node_rank",
     "get_rank",
+    "get_rank_or_local_rank",
     "get_world_size",
     "gloo_interface",
     "launcher_variables",
@@ -30,6 +31,8 @@ __all__ = [
 
 #: What each launcher calls the same thing, in order of precedence.
 _RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+#: Where Lightning looks before ranks are connected: one rank of each host is better than all.
+_RANK_OR_LOCAL_RANK = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _WORLD_SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 _LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 _LOCAL_WORLD_SIZE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
@@ -57,6 +60,11 @@ def _integer(names: tuple[str, ...], environ: Mapping[str, str] | None = None) -
 def get_rank() -> int | None:
     """Rank that the launcher gave to this process, or None without a launcher."""
     return _integer(_RANK)
+
+
+def get_rank_or_local_rank() -> int | None:
+    """Rank that the launcher gave to this process, its rank on this host if only that is known, or None."""
+    return _integer(_RANK_OR_LOCAL_RANK)
 
 
 def get_world_size() -> int | None:

@@ -13,7 +13,7 @@ import torch
 from bagua.algorithms.base import Algorithm, AlgorithmImpl, Traits
 from bagua.buckets import Bucket
 from bagua.checks import check_choice, check_flags, check_numbers, check_whole
-from bagua.comm import ProcessGroup, Work
+from bagua.comm import Group, ProcessGroup, Work
 from bagua.errors import ConfigurationError
 from bagua.primitives import allreduce_sum
 from bagua.primitives.averaging import Averager, AveragingStatus, Buffers, Part, Schedule, parts_of_buffers, topology_of
@@ -76,11 +76,11 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl, declaration=AsyncModelAverag
     traits = Traits(result="consensus", rank_local=True, background=True)
     options: AsyncModelAverageAlgorithm
 
-    def __init__(self, process_group: ProcessGroup, *arguments: Any, **options: Any) -> None:
+    def __init__(self, process_group: Group | None, *arguments: Any, **options: Any) -> None:
         super().__init__(process_group, *arguments, **options)
         self._averager: Averager | None = None
         self._schedule = Schedule(
-            topology_of(self.options.peer_selection_mode), process_group.rank, process_group.nodes
+            topology_of(self.options.peer_selection_mode), self.process_group.rank, self.process_group.nodes
         )
 
     # What the engine asks.

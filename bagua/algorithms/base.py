@@ -8,6 +8,7 @@ parameters, forms buckets, counts steps, decides who runs an exchange, and saves
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
@@ -16,8 +17,9 @@ import torch
 
 from bagua.algorithms.registry import DistributedAlgorithm, Registry
 from bagua.buckets import Bucket
-from bagua.checks import check_kind, wrong_type
-from bagua.comm import ProcessGroup, Work
+from bagua.checks import wrong_type
+from bagua.comm import Group, ProcessGroup, Work
+from bagua.comm.adoption import as_group
 from bagua.errors import ConfigurationError
 
 __all__ = ["Algorithm", "AlgorithmImpl", "Bucketing", "Traits", "as_algorithm", "registry"]
@@ -89,7 +91,7 @@ class AlgorithmImpl(ABC):
     ``class MyImpl(AlgorithmImpl, declaration=MyAlgorithm)``.
 
     Args:
-        process_group: the ranks that train together. ``exchange`` is given a private
+        process_group: the ranks that train together; None means all. ``exchange`` is given a private
             duplicate of it; use this one for its size and hosts only.
         arguments: as for the declaration.
         options: as for the declaration.
@@ -107,6 +109,7 @@ class AlgorithmImpl(ABC):
 
     traits: ClassVar[Traits]
     declaration: ClassVar[type[Algorithm]]
+    __signature__: ClassVar[inspect.Signature]
     lag: int = 0
     loss_scale: float = 1.0
 
@@ -115,9 +118,13 @@ class AlgorithmImpl(ABC):
         if declaration is not None:
             cls.declaration = declaration
             declaration.implementation = cls
+            # What help() shows. The constructor itself leaves the arguments to the declaration.
+            group, *_ = list(inspect.signature(AlgorithmImpl.__init__).parameters.values())[1:]
+            options = inspect.signature(declaration).parameters.values()
+            cls.__signature__ = inspect.Signature([group, *options])
 
-    def __init__(self, process_group: ProcessGroup, *arguments: Any, **options: Any) -> None:
-        self.process_group = process_group
+    def __init__(self, process_group: Group | None, *arguments: Any, **options: Any) -> None:
+        self.process_group = as_group(process_group, "process_group")
         self.options: Any = self.declaration(*arguments, **options)
         self._check_group()
 
@@ -282,13 +289,12 @@ class Algorithm:
     #: What must step the parameters, made with them and ``lr``; None if any optimizer may.
     optimizer_class: ClassVar[Callable[..., torch.optim.Optimizer] | None] = None
 
-    def reify(self, process_group: ProcessGroup) -> AlgorithmImpl:
+    def reify(self, process_group: Group | None) -> AlgorithmImpl:
         """The algorithm bound to ``process_group``.
 
         Raises:
             ConfigurationError: it cannot run there.
         """
-        check_kind(ProcessGroup, "a group of bagua.comm", process_group=process_group)
         options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
         return self.implementation(process_group, **options)
 

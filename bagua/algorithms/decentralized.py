@@ -9,7 +9,7 @@ from bagua.algorithms.base import Algorithm, AlgorithmImpl, Traits
 from bagua.algorithms.gossip import Mixing, write_if_finite
 from bagua.buckets import Bucket
 from bagua.checks import check_flags, check_whole
-from bagua.comm import ProcessGroup, Work
+from bagua.comm import Group, ProcessGroup, Work
 from bagua.primitives import hierarchical_neighbour_average, neighbour_average
 from bagua.topology import Topology, create, resolve
 
@@ -58,10 +58,10 @@ class DecentralizedAlgorithmImpl(AlgorithmImpl, declaration=DecentralizedAlgorit
     traits = Traits(result="consensus", gathers_gradients=False, needs_gradients=False, exact_mean=True)
     options: DecentralizedAlgorithm
 
-    def __init__(self, process_group: ProcessGroup, *arguments: Any, **options: Any) -> None:
+    def __init__(self, process_group: Group | None, *arguments: Any, **options: Any) -> None:
         super().__init__(process_group, *arguments, **options)
         topology = create(self.options.peer_selection_mode)
-        self._mixing = Mixing(topology, process_group, hierarchical=self.options.hierarchical)
+        self._mixing = Mixing(topology, self.process_group, hierarchical=self.options.hierarchical)
         self._overlaps = self._mixing.overlaps()
 
     @property

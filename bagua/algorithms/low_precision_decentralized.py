@@ -12,7 +12,7 @@ from bagua.algorithms.base import Algorithm, AlgorithmImpl, Traits
 from bagua.algorithms.gossip import Mixing, write_if_finite
 from bagua.buckets import Bucket
 from bagua.checks import check_flags, check_whole
-from bagua.comm import Communicator, ProcessGroup
+from bagua.comm import Communicator, Group, ProcessGroup
 from bagua.compression import Codec, Metadata, MinMaxUInt8
 from bagua.compression.base import check_codec
 from bagua.errors import ConfigurationError
@@ -84,10 +84,10 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl, declaration=LowPreci
     traits = Traits(result="consensus", gathers_gradients=False, after_optimizer=True)
     options: LowPrecisionDecentralizedAlgorithm
 
-    def __init__(self, process_group: ProcessGroup, *arguments: Any, **options: Any) -> None:
+    def __init__(self, process_group: Group | None, *arguments: Any, **options: Any) -> None:
         super().__init__(process_group, *arguments, **options)
-        self._mixing = Mixing(create(self.options.topology), process_group, hierarchical=self.options.hierarchical)
-        over_ranks = self._mixing.over_ranks.round(process_group.size, 1, process_group.nodes)
+        self._mixing = Mixing(create(self.options.topology), self.process_group, hierarchical=self.options.hierarchical)
+        over_ranks = self._mixing.over_ranks.round(self.process_group.size, 1, self.process_group.nodes)
         if not over_ranks.symmetric:
             raise ConfigurationError(
                 "neighbours must give each other the same weight",
@@ -137,7 +137,7 @@ class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl, declaration=LowPreci
             self._exchange.run(total, leaders, bucket.state)
 
         on_leaders(bucket.buffer(), group, between_hosts)
-        if group.inter_node_communicator is None:  # What this rank knew of others before is out of date.
+        if not group.inter_node_communicator:  # What this rank knew of others before is out of date.
             bucket.state["started"].zero_()
 
     def apply(self, bucket: Bucket, step: int) -> None:

@@ -14,7 +14,7 @@ from bagua.algorithms.base import Algorithm, AlgorithmImpl, Traits
 from bagua.algorithms.reduced import padding
 from bagua.buckets import Bucket
 from bagua.checks import check_flags, check_kind
-from bagua.comm import ProcessGroup, Work
+from bagua.comm import Group, ProcessGroup, Work
 from bagua.compression import MinMaxUInt8
 from bagua.errors import ConfigurationError
 from bagua.optim import QAdamOptimizer
@@ -76,7 +76,7 @@ class QAdamAlgorithmImpl(AlgorithmImpl, declaration=QAdamAlgorithm):
     traits = Traits(result="bounded")
     options: QAdamAlgorithm
 
-    def __init__(self, process_group: ProcessGroup, *arguments: Any, **options: Any) -> None:
+    def __init__(self, process_group: Group | None, *arguments: Any, **options: Any) -> None:
         super().__init__(process_group, *arguments, **options)
         self._reducer = ScatterGatherReducer(MinMaxUInt8())
         self._memories: weakref.WeakKeyDictionary[Bucket, ReducerMemory] = weakref.WeakKeyDictionary()

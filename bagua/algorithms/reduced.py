@@ -12,7 +12,7 @@ import torch
 from bagua.algorithms.base import Algorithm, AlgorithmImpl
 from bagua.buckets import Bucket
 from bagua.checks import check_flags, check_whole
-from bagua.comm import ProcessGroup, Work
+from bagua.comm import Group, ProcessGroup, Work
 from bagua.primitives import MatrixBlock, ReducerMemory, SumReducer, allreduce_sum, reducer_sum
 
 __all__ = ["ReducedGradients", "ReducedGradientsImpl", "matrix_blocks", "padding"]
@@ -53,7 +53,7 @@ class ReducedGradientsImpl(AlgorithmImpl):
 
     options: ReducedGradients
 
-    def __init__(self, process_group: ProcessGroup, *arguments: Any, **options: Any) -> None:
+    def __init__(self, process_group: Group | None, *arguments: Any, **options: Any) -> None:
         super().__init__(process_group, *arguments, **options)
         self._reducer = self.options.reducer
         self._memories: weakref.WeakKeyDictionary[Bucket, ReducerMemory] = weakref.WeakKeyDictionary()

@@ -4,6 +4,7 @@ Knows nothing of modules, gradients or optimizers. It is the only room of the
 project that communicates through ``torch.distributed``.
 """
 
+from bagua.comm.adoption import Group
 from bagua.comm.call import Call
 from bagua.comm.communicator import Communicator
 from bagua.comm.functional import (
@@ -29,6 +30,7 @@ from bagua.comm.functional import (
 )
 from bagua.comm.group import ProcessGroup, solo_group
 from bagua.comm.initialization import init_process_group
+from bagua.comm.non_member import NON_MEMBER, NonMember
 from bagua.comm.reduction import ReduceOp
 from bagua.comm.statistics import KindStatistics
 from bagua.comm.transport import Handle, Membership, Transport
@@ -48,11 +50,14 @@ from bagua.comm.world import (
 )
 
 __all__ = [
+    "NON_MEMBER",
     "Call",
     "Communicator",
+    "Group",
     "Handle",
     "KindStatistics",
     "Membership",
+    "NonMember",
     "ProcessGroup",
     "ReduceOp",
     "Transport",

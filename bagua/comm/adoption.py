@@ -1,4 +1,4 @@
-"""Groups that users pass around: ours, torch's, a communicator, or none for all ranks."""
+"""Groups that users pass around: ours, torch's, a communicator, that of other ranks, or none for all ranks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,34 @@ import torch.distributed as dist
 from bagua.comm.communicator import Communicator
 from bagua.comm.group import ProcessGroup
 from bagua.comm.initialization import init_process_group
-from bagua.comm.world import from_torch_group, get_default_group, get_rank, get_world_size, is_initialized
-from bagua.errors import ConfigurationError, NotInitializedError
+from bagua.comm.non_member import NON_MEMBER, NonMember, is_non_member
+from bagua.comm.world import (
+    Group,
+    default_communicator,
+    from_torch_group,
+    get_default_group,
+    get_rank,
+    get_world_size,
+    is_initialized,
+    not_a_group,
+)
+from bagua.errors import InvalidRankError, NotInitializedError
 
-__all__ = ["GradBucket", "Group", "as_communicator", "as_group", "available", "rank_among_all", "size_of_all"]
+__all__ = [
+    "GradBucket",
+    "Group",
+    "as_communicator",
+    "as_group",
+    "available",
+    "backend_of",
+    "communicator_of",
+    "rank_among_all",
+    "ranks_of",
+    "size_of_all",
+]
 
 #: What torch's DDP hands to communication hooks.
 GradBucket = dist.GradBucket
-
-Group = ProcessGroup | Communicator | dist.ProcessGroup
 
 _guard = threading.Lock()
 _made_of: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
@@ -40,31 +59,54 @@ def size_of_all() -> int:
     return get_world_size() if is_initialized() or not available() else dist.get_world_size()
 
 
+def communicator_of(group: Group | None) -> Communicator | NonMember:
+    """What a call on ``group`` is made on, quickly: it is looked up in every call of a function.
+
+    Args:
+        group: a group or communicator of ``bagua.comm``, or a group of ``torch.distributed`` whose members all
+            call; None means all ranks.
+
+    Raises:
+        NotInitializedError: without ``init_process_group``.
+        InvalidTypeError: something else than a group.
+    """
+    if group is None:
+        return default_communicator()
+    if isinstance(group, Communicator | NonMember):
+        return group
+    return NON_MEMBER if is_non_member(group) else as_group(group).global_communicator
+
+
 def as_communicator(group: Any = None) -> Communicator:
     """The communicator of a group of any kind; see ``as_group``."""
     return group if isinstance(group, Communicator) else as_group(group).global_communicator
 
 
-def as_group(group: Any = None) -> ProcessGroup:
+def as_group(group: Any = None, argument: str = "group") -> ProcessGroup:
     """Our group of the ranks of ``group``. Collective among them, the first time that a group of torch is given.
 
     Args:
         group: a group of ``bagua.comm`` or of ``torch.distributed``; None means all ranks. If only
             torch is initialized then, the group of all ranks is joined.
+        argument: its name, for errors.
 
     Raises:
         NotInitializedError: nothing is initialized; or only torch is, and ``group`` is not all ranks.
-        ConfigurationError: something else than a group.
+        InvalidRankError: this rank is not a member of ``group``.
+        InvalidTypeError: something else than a group.
     """
     if isinstance(group, ProcessGroup):
         return group
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise ConfigurationError(
-            "not a process group",
-            argument="group",
-            expected="a group of bagua.comm or of torch.distributed whose member this rank is, or None for all ranks",
-            seen=type(group).__name__,
+    if is_non_member(group):
+        raise InvalidRankError(
+            "this rank is not a member of the group",
+            argument=argument,
+            expected="a group whose member this rank is, or None for all ranks",
+            seen=repr(NON_MEMBER),
+            advice="Let only its members call this.",
         )
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise not_a_group(group, argument)
     everyone = group is None or (dist.is_initialized() and group is dist.group.WORLD)
     if not is_initialized():
         _join(everyone)
@@ -95,3 +137,35 @@ def _adopted(group: dist.ProcessGroup) -> ProcessGroup:
         with _guard:
             _made_of[group] = found
     return found
+
+
+def ranks_of(group: Group | None) -> tuple[int, ...]:
+    """Global ranks of the members of ``group``, in the order of their ranks in it; none for a non-member.
+
+    Raises:
+        NotInitializedError: ``group`` is None, without ``init_process_group``.
+        InvalidTypeError: something else than a group.
+    """
+    group = get_default_group() if group is None else group
+    if isinstance(group, ProcessGroup | Communicator | NonMember):
+        return group.ranks
+    if is_non_member(group):
+        return ()
+    if not isinstance(group, dist.ProcessGroup):
+        raise not_a_group(group)
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def backend_of(group: Group | None) -> str:
+    """Name of the transport of ``group``, or of torch's backend.
+
+    Raises:
+        NotInitializedError: ``group`` is None, without ``init_process_group``.
+        InvalidRankError: this rank is not a member of ``group``.
+        InvalidTypeError: something else than a group.
+    """
+    if isinstance(group, Communicator):
+        return group.backend
+    if isinstance(group, dist.ProcessGroup):
+        return str(dist.get_backend(group))
+    return (get_default_group() if group is None else as_group(group)).backend

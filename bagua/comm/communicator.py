@@ -257,6 +257,50 @@ class Communicator(TensorCollectives):
 
         return self._object_result(steps(), async_op)
 
+    def send_object(
+        self, obj: object, dst: int, *, async_op: bool = False, timeout: Timeout = None, allow_pickle: bool = False
+    ) -> Any:
+        """Send an object to rank ``dst``, which calls ``recv_object``.
+
+        Args:
+            obj: what to send; see ``broadcast_object``.
+            dst: another rank.
+            async_op: return a ``Work`` at once.
+            timeout: deadline of each message.
+            allow_pickle: see ``broadcast_object``.
+        """
+        own, failure = self._encoded(obj, allow_pickle)
+
+        def steps() -> Steps:
+            length = torch.tensor([own.numel()], device=self._home)
+            yield from _maybe(self.send(length, dst, async_op=async_op, timeout=timeout))
+            yield from _maybe(self.send(own, dst, async_op=async_op, timeout=timeout))
+            if failure is not None:
+                raise failure
+
+        return self._object_result(steps(), async_op)
+
+    def recv_object(
+        self, src: int, *, async_op: bool = False, timeout: Timeout = None, allow_pickle: bool = False
+    ) -> Any:
+        """The next object that rank ``src`` sends with ``send_object``.
+
+        Args:
+            src: another rank.
+            async_op: return a ``Work`` whose ``result()`` is the object.
+            timeout: deadline of each message.
+            allow_pickle: see ``broadcast_object``.
+        """
+
+        def steps() -> Steps:
+            length = torch.zeros(1, dtype=torch.int64, device=self._home)
+            yield from _maybe(self.recv(length, src, async_op=async_op, timeout=timeout))
+            data = self._bytes(int(length))
+            yield from _maybe(self.recv(data, src, async_op=async_op, timeout=timeout))
+            return decode(data, allow_pickle=allow_pickle)
+
+        return self._object_result(steps(), async_op)
+
     # What the object collectives have in common.
 
     @property

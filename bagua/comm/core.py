@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
+from torch.distributed import Store
 
 from bagua.comm.arguments import as_seconds
 from bagua.comm.call import COLLECTIVES, Call
@@ -63,6 +64,11 @@ class CommunicatorCore:
     def ranks(self) -> tuple[int, ...]:
         """Global rank of each member."""
         return self._transport.membership.ranks
+
+    @property
+    def store(self) -> Store:
+        """Written to by the members of this communicator only."""
+        return self._transport.membership.store
 
     @property
     def backend(self) -> str:

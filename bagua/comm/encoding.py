@@ -18,7 +18,7 @@ import torch
 from bagua.comm.reduction import check_communicable, dtype_by_name
 from bagua.errors import ConfigurationError, InvalidTensorError
 
-__all__ = ["decode", "encode", "encode_failure"]
+__all__ = ["as_bytes", "decode", "encode", "encode_failure"]
 
 _HEADER = struct.Struct("<BQ")
 _PLAIN, _PICKLE, _FAILURE = 0, 1, 2
@@ -59,7 +59,7 @@ def decode(data: torch.Tensor, *, allow_pickle: bool = False) -> Any:
         ConfigurationError: the sender failed to encode it, or used pickle and this side
             did not ask for that.
     """
-    raw = _raw(data)
+    raw = as_bytes(data)
     flag, length = _HEADER.unpack_from(raw)
     body = raw[_HEADER.size :]
     if flag == _FAILURE:
@@ -87,7 +87,7 @@ def _as_tensor(*parts: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
 
 
-def _raw(data: torch.Tensor) -> bytes:
+def as_bytes(data: torch.Tensor) -> bytes:
     """The bytes of a uint8 tensor. By way of a bytearray, because NumPy may not be there."""
     if not data.numel():
         return b""
@@ -132,7 +132,7 @@ def _tensor_node(value: torch.Tensor, blobs: list[bytes]) -> list[Any]:
     check_communicable(value.dtype, "obj")
     # Not contiguous(): that leaves a single element its odd stride, which no view as bytes accepts.
     plain = value.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-    blobs.append(_raw(plain.view(-1).view(torch.uint8)))
+    blobs.append(as_bytes(plain.view(-1).view(torch.uint8)))
     return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
 
 

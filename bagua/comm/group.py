@@ -19,6 +19,7 @@ from bagua.comm.closing import run_all
 from bagua.comm.communicator import Communicator
 from bagua.comm.forks import family, forked_error, leak
 from bagua.comm.hosts import ranks_by_node
+from bagua.comm.non_member import NON_MEMBER, NonMember
 from bagua.comm.rendezvous import exchange, refuse_together
 from bagua.comm.statistics import KindStatistics, Statistics, merge
 from bagua.comm.transport import Membership
@@ -77,7 +78,7 @@ class ProcessGroup:
     Attributes:
         global_communicator: all members.
         intra_node_communicator: the members on this host.
-        inter_node_communicator: the leader of each host; None on other ranks.
+        inter_node_communicator: the leader of each host; ``NON_MEMBER`` on other ranks.
 
     Raises:
         InvalidRankError: some host has no rank ``leader``.
@@ -132,7 +133,7 @@ class ProcessGroup:
         self.intra_node_communicator = (
             self.global_communicator if local == everyone else self._communicator(local, "/intra")
         )
-        self.inter_node_communicator: Communicator | None = None
+        self.inter_node_communicator: Communicator | NonMember = NON_MEMBER
         if self.rank in leaders:
             self.inter_node_communicator = (
                 self.global_communicator if leaders == everyone else self._communicator(leaders, "/inter")
@@ -212,8 +213,8 @@ class ProcessGroup:
         """The communicator of the members on this host."""
         return self.intra_node_communicator
 
-    def get_inter_node_communicator(self) -> Communicator | None:
-        """The communicator of the leader of each host; None on other ranks."""
+    def get_inter_node_communicator(self) -> Communicator | NonMember:
+        """The communicator of the leader of each host; ``NON_MEMBER`` on other ranks."""
         return self.inter_node_communicator
 
     def __repr__(self) -> str:
@@ -236,7 +237,7 @@ class ProcessGroup:
         """
         leader = self.leader if leader is None else check_rank(leader, min(self.node_sizes), "leader")
         group = self._derive(range(self.size), None, None, label, leader)
-        assert group is not None  # this rank is one of all ranks
+        assert isinstance(group, ProcessGroup)  # This rank is one of all ranks.
         return group
 
     def subgroup(
@@ -246,7 +247,7 @@ class ProcessGroup:
         backend: str | None = None,
         timeout_s: float | None = None,
         label: str = "group",
-    ) -> ProcessGroup | None:
+    ) -> ProcessGroup | NonMember:
         """A group of some members. Called by all members with the same arguments.
 
         Args:
@@ -256,7 +257,7 @@ class ProcessGroup:
             label: what messages call it.
 
         Returns:
-            The group on its members, None elsewhere.
+            The group on its members, ``NON_MEMBER`` elsewhere.
 
         Raises:
             InvalidRankError: ``ranks`` is empty, repeats a rank, or has an unknown one.
@@ -277,13 +278,13 @@ class ProcessGroup:
 
     def _derive(
         self, members: Sequence[int], backend: str | None, timeout_s: float | None, label: str, leader: int = 0
-    ) -> ProcessGroup | None:
+    ) -> ProcessGroup | NonMember:
         self._numbered += 1
         name = f"{label}{self._numbered}"
         store = dist.PrefixStore(name, self.store)
         self._agree(store, [list(members), backend or self.backend, timeout_s or self.timeout_s, leader])
         if self.rank not in members:
-            return None
+            return NON_MEMBER
         group = ProcessGroup(
             dist.PrefixStore("members", store),
             list(members).index(self.rank),

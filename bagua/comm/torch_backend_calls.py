@@ -7,7 +7,6 @@ So all of them are here, in today's spelling and in the one before.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -22,6 +21,8 @@ from torch.distributed import distributed_c10d as c10d
 from bagua.comm.arguments import as_seconds
 from bagua.comm.copying import copy_pieces
 from bagua.comm.group import ProcessGroup
+from bagua.comm.list_forms import counts_of_rows, rows_for
+from bagua.comm.list_forms import flat as flat_of
 from bagua.comm.torch_backend_work import BackwardWatch, TorchWork
 from bagua.comm.torch_private import end_coalescing, lazy_gloo_options, start_coalescing
 from bagua.comm.work import JoinedWork, Work
@@ -142,7 +143,7 @@ class TorchCalls:
         alike: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
             alike.setdefault(tensor.dtype, []).append(tensor)
-        flats = [(_flat(parts), parts) for parts in alike.values()]
+        flats = [(flat_of(parts), parts) for parts in alike.values()]
 
         def finish() -> None:
             for flat, parts in flats:
@@ -165,7 +166,7 @@ class TorchCalls:
         opts = opts or c10d.AllgatherOptions()
         if other := self._elsewhere(tensors[0]):
             return other.allgather(output_lists, tensors, opts)
-        flats = [_rows_for(outputs) for outputs in output_lists]
+        flats = [rows_for(outputs) for outputs in output_lists]
         calls = [partial(self._communicator.allgather, *pair) for pair in zip(flats, tensors, strict=True)]
 
         def finish() -> None:
@@ -187,7 +188,7 @@ class TorchCalls:
         opts = opts or c10d.ReduceScatterOptions()
         if other := self._elsewhere(outputs[0]):
             return other.reduce_scatter(outputs, input_lists, opts)
-        pairs = zip(outputs, map(_flat, input_lists), strict=True)
+        pairs = zip(outputs, map(flat_of, input_lists), strict=True)
         calls = [partial(self._communicator.reduce_scatter, *pair, opts.reduceOp.op) for pair in pairs]
         return self._start(opts, outputs, calls)
 
@@ -217,8 +218,8 @@ class TorchCalls:
             return call(output, tensor, list(output_sizes), list(input_sizes), opts)
         if not output_sizes and not input_sizes:
             return self._start(opts, [output], [partial(self._communicator.alltoall, output, tensor)])
-        received = _counts(output, output_sizes, self._communicator.size)
-        sent = _counts(tensor, input_sizes, self._communicator.size)
+        received = counts_of_rows(output, output_sizes, self._communicator.size)
+        sent = counts_of_rows(tensor, input_sizes, self._communicator.size)
         return self._start(opts, [output], [partial(self._communicator.alltoall_v, output, tensor, received, sent)])
 
     def barrier(self, opts: Any = None) -> Any:
@@ -277,7 +278,7 @@ class TorchCalls:
         if other := self._elsewhere(tensors[0]):
             return other.gather(output_lists, tensors, opts)
         outputs = output_lists[0] if output_lists else []
-        flat = _rows_for(outputs) if outputs else None
+        flat = rows_for(outputs) if outputs else None
 
         def finish() -> None:
             if flat is not None:
@@ -290,7 +291,7 @@ class TorchCalls:
         opts = opts or c10d.ScatterOptions()
         if other := self._elsewhere(outputs[0]):
             return other.scatter(outputs, input_lists, opts)
-        parts = _flat(input_lists[0]) if input_lists else None
+        parts = flat_of(input_lists[0]) if input_lists else None
         return self._start(opts, outputs, [partial(self._communicator.scatter, outputs[0], parts, opts.rootRank)])
 
     def alltoall(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = None) -> Any:
@@ -300,7 +301,7 @@ class TorchCalls:
             return other.alltoall(outputs, tensors, opts)
         received, sent = [output.numel() for output in outputs], [tensor.numel() for tensor in tensors]
         flat = outputs[0].new_empty(sum(received))
-        call = partial(self._communicator.alltoall_v, flat, _flat(tensors), received, sent)
+        call = partial(self._communicator.alltoall_v, flat, flat_of(tensors), received, sent)
         return self._start(opts, outputs, [call], lambda: copy_pieces(outputs, torch.split(flat, received)))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
@@ -355,27 +356,3 @@ def _as_one(backend: Any, call: Callable[..., Any], outputs: list[Tensor], tenso
     for output, tensor in zip(outputs, tensors, strict=True):
         call(output, tensor, opts)
     return end_coalescing(backend)
-
-
-def _flat(parts: Sequence[Tensor]) -> Tensor:
-    """All elements of ``parts``, one after the other, in new memory."""
-    return torch.cat([part.detach().reshape(-1) for part in parts])
-
-
-def _rows_for(outputs: Sequence[Tensor]) -> Tensor:
-    """Memory for what all ranks send, a row for each output."""
-    kinds = {(output.numel(), output.dtype) for output in outputs}
-    if len(kinds) != 1:
-        raise InvalidTensorError(
-            "the outputs of one gather must be alike",
-            argument="output tensors",
-            expected="a list of tensors of one size and dtype",
-            seen=[(tuple(output.shape), output.dtype) for output in outputs],
-        )
-    return outputs[0].new_empty(len(outputs), outputs[0].numel())
-
-
-def _counts(tensor: Tensor, rows: Sequence[int], size: int) -> list[int]:
-    """How many elements are in the given rows for each rank; none given means equal shares."""
-    width = math.prod(tensor.shape[1:])
-    return [count * width for count in rows or [len(tensor) // size] * size]

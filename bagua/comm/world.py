@@ -20,14 +20,13 @@ from bagua.comm.closing import run_all
 from bagua.comm.communicator import Communicator
 from bagua.comm.forks import family, leak
 from bagua.comm.group import Ledger, ProcessGroup
+from bagua.comm.non_member import NonMember, is_non_member
 from bagua.comm.statistics import KindStatistics
 from bagua.comm.torch_private import all_groups, store_of
-from bagua.errors import (
-    InvalidRankError,
-    NotInitializedError,
-)
+from bagua.errors import InvalidRankError, InvalidTypeError, NotInitializedError
 
 __all__ = [
+    "Group",
     "World",
     "default_communicator",
     "destroy_process_group",
@@ -41,8 +40,13 @@ __all__ = [
     "holder",
     "is_initialized",
     "new_group",
+    "not_a_group",
     "stats",
 ]
+
+
+#: What is taken where ranks are named.
+Group = ProcessGroup | Communicator | NonMember | dist.ProcessGroup
 
 
 @dataclass(eq=False)
@@ -157,16 +161,18 @@ def new_group(
     *,
     backend: str | None = None,
     timeout: float | timedelta | None = None,
-) -> ProcessGroup | None:
+    label: str | None = None,
+) -> ProcessGroup | NonMember:
     """A group of some ranks. Called by all ranks, with the same arguments and in the same order.
 
     Args:
         ranks: its members; None means all.
         backend: of the new group; None means the default group's.
         timeout: default deadline of its calls; None means the default group's.
+        label: what messages call the group, with a number after it; None means ``group``.
 
     Returns:
-        The group on its members, None on other ranks.
+        The group on its members, ``NON_MEMBER`` on other ranks, whose calls on it return at once.
 
     Raises:
         InvalidRankError: ``ranks`` is not a set of ranks.
@@ -177,6 +183,7 @@ def new_group(
         range(group.size) if ranks is None else ranks,
         backend=unwrapped(backend),
         timeout_s=None if timeout is None else as_seconds(timeout),
+        label=label or "group",
     )
 
 
@@ -226,18 +233,52 @@ def _or(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
-def get_rank(group: ProcessGroup | None = None) -> int:
-    """Rank of this process in ``group``; before initialization what the launcher says, else 0."""
-    if group is None and not is_initialized():
-        return _or(env.get_rank(), 0)
-    return (group or get_default_group()).rank
+def get_rank(group: Group | None = None) -> int:
+    """Rank of this process in ``group``, -1 if it is no member; before initialization what the launcher says, else 0.
+
+    Args:
+        group: a group or communicator of ``bagua.comm``, or a group of ``torch.distributed``; None means all ranks.
+
+    Raises:
+        InvalidTypeError: something else than a group.
+    """
+    if group is None:
+        return get_default_group().rank if is_initialized() else _or(env.get_rank(), 0)
+    if isinstance(group, ProcessGroup | Communicator | NonMember):
+        return group.rank
+    return dist.get_rank(_of_torch(group))
 
 
-def get_world_size(group: ProcessGroup | None = None) -> int:
-    """Size of ``group``; before initialization what the launcher says, else 1."""
-    if group is None and not is_initialized():
-        return _or(env.get_world_size(), 1)
-    return (group or get_default_group()).size
+def get_world_size(group: Group | None = None) -> int:
+    """Size of ``group``, -1 if this rank is no member; before initialization what the launcher says, else 1.
+
+    Args:
+        group: as for ``get_rank``.
+
+    Raises:
+        InvalidTypeError: something else than a group.
+    """
+    if group is None:
+        return get_default_group().size if is_initialized() else _or(env.get_world_size(), 1)
+    if isinstance(group, ProcessGroup | Communicator | NonMember):
+        return group.size
+    return dist.get_world_size(_of_torch(group))
+
+
+def _of_torch(group: Any) -> Any:
+    if not isinstance(group, dist.ProcessGroup) and not is_non_member(group):
+        raise not_a_group(group)
+    return group
+
+
+def not_a_group(group: object, argument: str = "group") -> InvalidTypeError:
+    """The error for what is given in place of a group."""
+    return InvalidTypeError(
+        "not a process group",
+        argument=argument,
+        expected="a group or communicator of bagua.comm, a group of torch.distributed, or None for all ranks",
+        seen=type(group).__name__,
+    )
 
 
 def get_local_rank() -> int:

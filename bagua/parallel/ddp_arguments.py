@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from bagua.checks import check_kind, check_numbers, wrong_type
-from bagua.comm import ProcessGroup, from_torch_group, get_default_group
+from bagua.checks import check_kind, check_numbers
+from bagua.comm import ProcessGroup, get_default_group
+from bagua.comm.adoption import as_group
 from bagua.errors import ConfigurationError
 from bagua.parallel.options import check_optional_flag
 
@@ -71,14 +72,8 @@ def resolve_group(process_group: Any, device_mesh: Any) -> ProcessGroup:
                 seen=repr(device_mesh),
                 advice="Pass device_mesh['name of a dimension'].",
             )
-        return from_torch_group(device_mesh.get_group())
-    if process_group is None:
-        return get_default_group()
-    if isinstance(process_group, ProcessGroup):
-        return process_group
-    if not callable(getattr(process_group, "rank", None)) or not callable(getattr(process_group, "size", None)):
-        raise wrong_type("process_group", "a group of bagua.comm or of torch.distributed", process_group)
-    return from_torch_group(process_group)
+        return as_group(device_mesh.get_group(), "device_mesh")
+    return get_default_group() if process_group is None else as_group(process_group, "process_group")
 
 
 def bucket_bytes_from(bucket_cap_mb: float | None, bucket_bytes: int | None) -> int:

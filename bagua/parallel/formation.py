@@ -12,7 +12,8 @@ import torch
 
 from bagua.algorithms import Algorithm, AlgorithmImpl, DistributedAlgorithm
 from bagua.buckets import Bucket, check_align_bytes
-from bagua.comm import Communicator, ProcessGroup, get_default_group
+from bagua.comm import Communicator, Group, ProcessGroup, get_default_group
+from bagua.comm.adoption import as_group
 from bagua.comm.closer import close_with
 from bagua.comm.rendezvous import exchange
 from bagua.errors import BaguaError, CommunicationError, blame
@@ -20,7 +21,7 @@ from bagua.parallel.agreement import compare_or_refuse
 from bagua.parallel.autotune_search import Setting
 from bagua.parallel.autotune_settings import AutotuneSettings, tuning_from
 from bagua.parallel.belongings import Belongings
-from bagua.parallel.layout import agreed_order, bucket_lists, cut, name_of, positions_of
+from bagua.parallel.layout import agreed_order, bucket_lists, cut, foreign, name_of, positions_of
 from bagua.parallel.options import (
     BucketType,
     check_bucket_bytes,
@@ -57,7 +58,7 @@ class BucketFormation:
         decentralize_reduce: bool = False,
         buckets: Sequence[Sequence[torch.Tensor | str]] = [],  # the documented default; never changed
         *,
-        process_group: ProcessGroup | None = None,
+        process_group: Group | None = None,
         algorithm: Algorithm | DistributedAlgorithm | str | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         find_unused_parameters: bool = False,
@@ -70,7 +71,6 @@ class BucketFormation:
         refuse_unknown(unknown, BucketFormation.__init__.__kwdefaults__ or ())
         check_what_engines_get(
             module,
-            process_group,
             grad_scaler,
             fusion=fusion,
             find_unused_parameters=find_unused_parameters,
@@ -87,7 +87,7 @@ class BucketFormation:
         self._grad_scaler = grad_scaler
         self.tuning, self.autotune = tuning_from(autotune)
         self._wanted = bucket_lists(buckets)
-        user_group = get_default_group() if process_group is None else process_group
+        user_group = get_default_group() if process_group is None else as_group(process_group, "process_group")
         self.algorithm = self.declaration.reify(user_group)
         leader = check_leader(intra_comm_root_rank, user_group)
         refusal = self._register()
@@ -124,6 +124,7 @@ class BucketFormation:
         """
         try:
             self.registration = Registration(self.module)
+            self._known = frozenset(map(id, self.registration.parameters))
             named = dict(zip(self.registration.names, self.registration.parameters, strict=True))
             self.algorithm.check_model(named, self.optimizers)
             if self.algorithm.process_group.size > 1:
@@ -174,6 +175,8 @@ class BucketFormation:
         """Whether buckets have been formed."""
         return self._scheduler is not None
 
+    bucket_initialized = initialized
+
     @property
     def find_unused_parameters(self) -> bool:
         """Whether a parameter without a gradient counts as zero."""
@@ -196,8 +199,10 @@ class BucketFormation:
         """Note that the gradient of ``param`` is there, in a backward pass before buckets exist.
 
         Raises:
-            ConfigurationError: it was there before in the same backward pass.
+            ConfigurationError: it was there before in the same backward pass, or is no parameter of the module.
         """
+        if id(param) not in self._known:
+            raise foreign(param)
         if id(param) in self._arrived:
             raise twice(name_of(self.registration, param))
         self._arrived.add(id(param))

@@ -141,6 +141,19 @@ def positions_of(registration: Registration, buckets: Sequence[Sequence[torch.Te
     return members
 
 
+def foreign(tensor: object) -> ConfigurationError:
+    """The error for a tensor that is exchanged by nobody."""
+    shape = (
+        f"{type(tensor).__name__} of shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else repr(tensor)
+    )
+    return ConfigurationError(
+        "this tensor is no trainable parameter of the module",
+        argument="param",
+        expected="a parameter that the module had when it was wrapped, and that is not ignored",
+        seen=shape,
+    )
+
+
 def unused(lacking: dict[int, list[str]]) -> ConfigurationError:
     """The error for parameters without a gradient, by rank."""
     seen = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in lacking.items())

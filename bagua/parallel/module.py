@@ -11,7 +11,7 @@ import torch
 
 from bagua.algorithms import Algorithm, DistributedAlgorithm
 from bagua.checks import check_flags
-from bagua.comm import ProcessGroup
+from bagua.comm import Group
 from bagua.errors import ConfigurationError
 from bagua.parallel.access import EngineAccess
 from bagua.parallel.autotune_settings import AutotuneSettings
@@ -101,7 +101,7 @@ def with_bagua(
     self: torch.nn.Module,
     optimizers: Sequence[torch.optim.Optimizer] | torch.optim.Optimizer,
     algorithm: Algorithm | DistributedAlgorithm | str,
-    process_group: ProcessGroup | None = None,
+    process_group: Group | None = None,
     do_flatten: bool = True,
     *,
     broadcast_buffers: bool = True,

@@ -31,7 +31,7 @@ __all__ = [
 
 
 class BucketType(Enum):
-    """What the buckets of a ``Reducer`` are made of."""
+    """What the buckets of a ``Reducer`` are made of. Parameters of the module are its weights."""
 
     Gradient = 0
     Weight = 1
@@ -50,7 +50,7 @@ def chosen_algorithm(
     check_flags(hierarchical_reduce=hierarchical_reduce, decentralize_reduce=decentralize_reduce, chunking=chunking)
     if algorithm is not None:
         return as_algorithm(algorithm)
-    if decentralize_reduce or bucket_type is BucketType.Weight:
+    if decentralize_reduce or bucket_type is not BucketType.Gradient:
         return Algorithm.init(DistributedAlgorithm.Decentralize, hierarchical=hierarchical_reduce)
     if chunking:
         return Algorithm.init(DistributedAlgorithm.ScatterGatherAllReduce, hierarchical=hierarchical_reduce)
@@ -91,11 +91,10 @@ def check_grad_scaler(grad_scaler: object) -> None:
     check_kind((torch.amp.GradScaler, NoneType), "a torch.amp.GradScaler, or None", grad_scaler=grad_scaler)
 
 
-def check_what_engines_get(module: object, process_group: object, grad_scaler: object, **flags: object) -> None:
+def check_what_engines_get(module: object, grad_scaler: object, **flags: object) -> None:
     """Raise ``InvalidTypeError`` for the first of these arguments that is of another kind."""
     check_flags(**flags)
     check_module(module)
-    check_kind((ProcessGroup, NoneType), "a group of bagua.comm, or None", process_group=process_group)
     check_grad_scaler(grad_scaler)
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from bagua.buckets import Bucket
+from bagua.checks import check_whole
 from bagua.comm import ReduceOp
 from bagua.errors import CommunicationError, CommunicatorClosedError, ConfigurationError, blame
 from bagua.parallel.agreement import compare_or_refuse
 from bagua.parallel.formation import DEFAULT_BUCKET_BYTES, BucketFormation
-from bagua.parallel.layout import positions_of, unused
+from bagua.parallel.layout import foreign, positions_of, unused
 from bagua.parallel.options import BucketType
 from bagua.parallel.saving import Remembered, check_owner, collect, from_checkpoint, is_of_one_rank
 
@@ -85,14 +86,19 @@ class Reducer(BucketFormation):
     def fill_slot(self, param: torch.nn.Parameter) -> torch.Tensor:
         """The tensor that is communicated for ``param``: its part of the bucket's flat memory.
 
+        Before buckets are formed, what will be copied there: its gradient, or its weights.
+
         Raises:
-            ConfigurationError: buckets have not been formed, or ``param`` is not in them.
+            ConfigurationError: it is no parameter of the module, or has no gradient yet.
         """
-        slot = None if self._scheduler is None else self._scheduler.slots.get(id(param))
-        if slot is None:
-            raise ConfigurationError(
-                "this parameter is in no bucket", argument="param", expected="a registered parameter", seen=type(param)
-            )
+        if id(param) not in self._known:
+            raise foreign(param)
+        if self._scheduler is None:
+            value = param.grad if self.algorithm.traits.gathers_gradients else param.detach()
+            if value is None:
+                raise _not_formed()
+            return value
+        slot = self._scheduler.slots[id(param)]
         if slot.view is not None:
             return slot.view
         bucket = slot.lane.bucket
@@ -127,22 +133,47 @@ class Reducer(BucketFormation):
             self.algorithm.loss_scale = self._grad_scaler.get_scale()
         self._scheduler.begin(self.step)
 
-    def mark_tensor_ready(self, param: torch.nn.Parameter) -> None:
+    def mark_tensor_ready(self, param: torch.Tensor) -> None:
         """Take the gradient of ``param``; start the exchange of its bucket if it was the last one.
 
         Raises:
-            ConfigurationError: its gradient was there before in the same backward pass.
+            ConfigurationError: its gradient was there before in the same backward pass, or it is no parameter of the
+                module.
         """
         if self._scheduler is None:
             raise _not_formed()
+        if id(param) not in self._scheduler.slots:
+            raise foreign(param)
         if not self._scheduler.active:
             self.begin_step()
         self._scheduler.take(param)
 
-    def mark_bucket_ready(self, bucket: Bucket) -> None:
-        """Take the gradients of all parameters of ``bucket``."""
-        for parameter in bucket.parameters:
+    def mark_bucket_ready(self, bucket: Bucket | Sequence[torch.Tensor], bucket_idx: int | None = None) -> None:
+        """Take the gradients of all parameters of a bucket.
+
+        Args:
+            bucket: one of the lists that ``initialize_buckets`` returned, or of ``buckets``.
+            bucket_idx: its place among them; None means that it is not checked.
+
+        Raises:
+            ConfigurationError: there is another bucket in that place, or something else than a parameter in ``bucket``.
+        """
+        parameters = list(bucket.parameters if isinstance(bucket, Bucket) else bucket)
+        if bucket_idx is not None:
+            self._check_place(parameters, bucket_idx)
+        for parameter in parameters:
             self.mark_tensor_ready(parameter)
+
+    def _check_place(self, parameters: Sequence[torch.Tensor], bucket_idx: int) -> None:
+        check_whole(0, bucket_idx=bucket_idx)
+        there = self.buckets[bucket_idx].parameters if bucket_idx < len(self.buckets) else ()
+        if [id(parameter) for parameter in parameters] != [id(parameter) for parameter in there]:
+            raise ConfigurationError(
+                "this bucket is not in this place",
+                argument="bucket_idx",
+                expected=f"the index of the bucket among {len(self.buckets)}",
+                seen=bucket_idx,
+            )
 
     def mark_on_complete(self) -> None:
         """End the step: start what has not started, and wait for what this step needs.

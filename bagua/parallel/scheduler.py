@@ -142,7 +142,7 @@ class Scheduler:
             lane.due = self._algorithm.is_due(step, lane.bucket, now)
             lane.scale = lane.factor(factor) if lane.due else None
 
-    def take(self, parameter: torch.nn.Parameter) -> None:
+    def take(self, parameter: torch.Tensor) -> None:
         """Take the gradient of ``parameter``, and start the exchange of its bucket if it was the last one.
 
         Runs once for each parameter in each step, so it is written for speed.

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from bagua.comm import Communicator, ReduceOp, get_default_group
+from bagua.comm import Communicator, Group, NonMember, ReduceOp
+from bagua.comm.adoption import communicator_of
 from bagua.parallel.agreement import compare
 from bagua.parallel.registration import ignored_names
 
@@ -17,10 +18,6 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
 ]
-
-
-def _communicator(comm: Communicator | None) -> Communicator:
-    return get_default_group().global_communicator if comm is None else comm
 
 
 def _tensors(module: torch.nn.Module, *, parameters: bool, buffers: bool) -> list[torch.Tensor]:
@@ -35,9 +32,7 @@ def _tensors(module: torch.nn.Module, *, parameters: bool, buffers: bool) -> lis
     return [tensor.detach() for name, tensor in named() if name not in ignored]
 
 
-def broadcast_parameters(
-    module: torch.nn.Module, broadcast_buffers: bool = True, *, comm: Communicator | None = None
-) -> None:
+def broadcast_parameters(module: torch.nn.Module, broadcast_buffers: bool = True, *, comm: Group | None = None) -> None:
     """Give all ranks rank 0's parameters, and its buffers. Collective.
 
     Args:
@@ -50,10 +45,10 @@ def broadcast_parameters(
         >>> broadcast_parameters(torch.nn.Linear(2, 2), comm=solo_group().global_communicator)
     """
     tensors = _tensors(module, parameters=True, buffers=broadcast_buffers)
-    _communicator(comm).broadcast_coalesced(tensors)
+    communicator_of(comm).broadcast_coalesced(tensors)
 
 
-def broadcast_buffers_of(module: torch.nn.Module, *, comm: Communicator | None = None) -> None:
+def broadcast_buffers_of(module: torch.nn.Module, *, comm: Group | None = None) -> None:
     """Give all ranks rank 0's buffers. Collective.
 
     Args:
@@ -62,10 +57,10 @@ def broadcast_buffers_of(module: torch.nn.Module, *, comm: Communicator | None =
     """
     tensors = _tensors(module, parameters=False, buffers=True)
     if tensors:
-        _communicator(comm).broadcast_coalesced(tensors)
+        communicator_of(comm).broadcast_coalesced(tensors)
 
 
-def _average(tensors: Sequence[torch.Tensor], communicator: Communicator) -> None:
+def _average(tensors: Sequence[torch.Tensor], communicator: Communicator | NonMember) -> None:
     """Mean of floating-point tensors over all ranks; the others from rank 0."""
     floating = [t for t in tensors if t.is_floating_point() or t.is_complex()]
     others = [t for t in tensors if not (t.is_floating_point() or t.is_complex())]
@@ -73,7 +68,7 @@ def _average(tensors: Sequence[torch.Tensor], communicator: Communicator) -> Non
     communicator.broadcast_coalesced(others)
 
 
-def allreduce_parameters(module: torch.nn.Module, *, comm: Communicator | None = None) -> None:
+def allreduce_parameters(module: torch.nn.Module, *, comm: Group | None = None) -> None:
     """Replace floating-point parameters and buffers by their mean over all ranks, the rest by rank 0's.
 
     Args:
@@ -84,7 +79,7 @@ def allreduce_parameters(module: torch.nn.Module, *, comm: Communicator | None =
         >>> from bagua.comm import solo_group
         >>> allreduce_parameters(torch.nn.Linear(2, 2), comm=solo_group().global_communicator)
     """
-    _average(_tensors(module, parameters=True, buffers=True), _communicator(comm))
+    _average(_tensors(module, parameters=True, buffers=True), communicator_of(comm))
 
 
 def _facts(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
@@ -95,7 +90,7 @@ def _facts(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
     ]
 
 
-def broadcast_optimizer_state(optimizers: Sequence[torch.optim.Optimizer], *, comm: Communicator | None = None) -> None:
+def broadcast_optimizer_state(optimizers: Sequence[torch.optim.Optimizer], *, comm: Group | None = None) -> None:
     """Give all ranks rank 0's optimizer states and hyper-parameters. Collective.
 
     Args:
@@ -112,8 +107,8 @@ def broadcast_optimizer_state(optimizers: Sequence[torch.optim.Optimizer], *, co
         >>> optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
         >>> broadcast_optimizer_state([optimizer], comm=solo_group().global_communicator)
     """
-    communicator = _communicator(comm)
-    if communicator.size == 1:
+    communicator = communicator_of(comm)
+    if not communicator or communicator.size == 1:
         return
     compare(_facts(optimizers), communicator, "optimizers")
     for optimizer in optimizers:
@@ -130,7 +125,7 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torc
                 yield f"{key} of parameter {number}", value
 
 
-def allreduce_optimizer_state(optimizers: Sequence[torch.optim.Optimizer], *, comm: Communicator | None = None) -> None:
+def allreduce_optimizer_state(optimizers: Sequence[torch.optim.Optimizer], *, comm: Group | None = None) -> None:
     """Replace floating-point optimizer state by its mean over all ranks, the rest by rank 0's. Collective.
 
     Args:
@@ -140,8 +135,8 @@ def allreduce_optimizer_state(optimizers: Sequence[torch.optim.Optimizer], *, co
     Raises:
         CollectiveMismatchError: ranks have other optimizers, or states of other structure.
     """
-    communicator = _communicator(comm)
-    if communicator.size == 1:
+    communicator = communicator_of(comm)
+    if not communicator or communicator.size == 1:
         return
     named = [item for optimizer in optimizers for item in _state_tensors(optimizer)]
     facts = [f"{name}: shape {list(tensor.shape)}, {tensor.dtype}" for name, tensor in named]

@@ -46,7 +46,7 @@ def on_leaders(
     local, leaders = group.intra_node_communicator, group.inter_node_communicator
     if local.size > 1:
         local.reduce(tensor, group.leader)
-    if leaders is not None:
+    if leaders:
         between_hosts(tensor, leaders)
     if local.size > 1:
         local.broadcast(tensor, group.leader)

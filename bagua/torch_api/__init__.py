@@ -20,6 +20,7 @@ from bagua.torch_api import (
     exceptions,
 )
 from bagua.torch_api.communication import (
+    NON_MEMBER,
     Communicator,
     ProcessGroup,
     ReduceOp,
@@ -57,6 +58,7 @@ from bagua.torch_api.communication import (
 from bagua.torch_api.env import get_local_rank, get_local_size, get_node_rank, get_rank, get_world_size
 
 __all__ = [
+    "NON_MEMBER",
     "AutotuneSettings",
     "BaguaModule",
     "Communicator",

@@ -7,6 +7,7 @@ Everything is explained where it lives, in ``bagua.comm``. The names that end in
 from __future__ import annotations
 
 from bagua.comm import (
+    NON_MEMBER,
     Communicator,
     ProcessGroup,
     ReduceOp,
@@ -40,6 +41,9 @@ from bagua.comm import (
 )
 
 __all__ = [
+    "NON_MEMBER",
+    "BaguaProcessGroup",
+    "BaguaSingleCommunicatorPy",
     "Communicator",
     "ProcessGroup",
     "ReduceOp",
@@ -74,6 +78,10 @@ __all__ = [
     "sendrecv",
     "stats",
 ]
+
+#: Names of types in the documentation.
+BaguaProcessGroup = ProcessGroup
+BaguaSingleCommunicatorPy = Communicator
 
 allreduce_inplace = allreduce
 allreduce_coalesced_inplace = allreduce_coalesced

@@ -8,7 +8,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from bagua.comm.adoption import rank_among_all
+from bagua import env
+from bagua.comm.adoption import available, rank_among_all
 
 __all__ = ["rank_zero_debug", "rank_zero_info", "rank_zero_only", "rank_zero_warn"]
 
@@ -18,27 +19,46 @@ Result = TypeVar("Result")
 _log = logging.getLogger("bagua")
 
 
-def rank_zero_only(
-    fn: Callable[Parameters, Result], default: Result | None = None
-) -> Callable[Parameters, Result | None]:
-    """Let ``fn`` run on rank 0 only; elsewhere the result is ``default``.
+class _RankZeroOnly:
+    """Let a function run on rank 0 only; elsewhere the result is ``default``.
 
-    The rank is asked for at each call, so functions may be decorated before ranks are connected. It is that of
-    our group of all ranks, else that of torch's; before both it is what the launcher says.
+    The rank is asked for at each call, so functions may be decorated before ranks are connected. It is what was
+    assigned to ``rank_zero_only.rank``, else that of our group of all ranks, else that of torch's; before both it is
+    what the launcher says, as Lightning reads it: ``RANK``, else ``LOCAL_RANK``, and so on.
 
     Example:
         >>> @rank_zero_only
         ... def report():
         ...     return "written"
-        >>> report()
-        'written'
+        >>> report(), rank_zero_only.rank
+        ('written', 0)
     """
 
-    @functools.wraps(fn)
-    def on_rank_zero(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result | None:
-        return fn(*arguments, **options) if rank_among_all() == 0 else default
+    def __init__(self) -> None:
+        self._assigned: int | None = None
 
-    return on_rank_zero
+    @property
+    def rank(self) -> int:
+        """The rank that counts. An assigned one counts for ever; None takes that back."""
+        if self._assigned is not None:
+            return self._assigned
+        return rank_among_all() if available() else env.get_rank_or_local_rank() or 0
+
+    @rank.setter
+    def rank(self, rank: int | None) -> None:
+        self._assigned = rank
+
+    def __call__(
+        self, fn: Callable[Parameters, Result], default: Result | None = None
+    ) -> Callable[Parameters, Result | None]:
+        @functools.wraps(fn)
+        def on_rank_zero(*arguments: Parameters.args, **options: Parameters.kwargs) -> Result | None:
+            return fn(*arguments, **options) if self.rank == 0 else default
+
+        return on_rank_zero
+
+
+rank_zero_only = _RankZeroOnly()
 
 
 @rank_zero_only

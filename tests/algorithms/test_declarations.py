@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from dataclasses import dataclass
 
 import pytest
 
-from bagua.algorithms import Algorithm, AlgorithmImpl, Registry, Traits, as_algorithm, registry
+import bagua.comm
+from bagua.algorithms import (
+    Algorithm,
+    AlgorithmImpl,
+    AsyncModelAverageAlgorithmImpl,
+    Registry,
+    Traits,
+    as_algorithm,
+    registry,
+)
 from bagua.algorithms.gradient_allreduce import GradientAllReduceAlgorithm, GradientAllReduceAlgorithmImpl
 from bagua.algorithms.registry import DistributedAlgorithm
 from bagua.comm import solo_group
-from bagua.errors import ConfigurationError, UnsupportedAlgorithmException
+from bagua.errors import ConfigurationError, InvalidTypeError, NotInitializedError, UnsupportedAlgorithmException
 
 
 def test_a_declaration_is_reached_by_name_short_name_and_enum():
@@ -86,11 +96,10 @@ def test_an_algorithm_for_an_even_number_of_ranks_refuses_an_odd_one():
         def exchange(self, bucket, group, step):
             return None
 
-    class Group:
-        size = 3
-
+    three = solo_group()
+    three.ranks = (0, 1, 2)
     with pytest.raises(ConfigurationError, match="even number"):
-        PairsImpl(Group())
+        PairsImpl(three)
     assert Pairs().reify(solo_group()).options == Pairs()
 
 
@@ -102,3 +111,29 @@ def test_every_registered_declaration_is_a_frozen_dataclass_with_a_bound_form(na
     assert issubclass(declaration.implementation, AlgorithmImpl)
     assert isinstance(declaration.implementation.traits, Traits)
     assert declaration.__doc__
+
+
+def test_the_constructor_of_an_implementation_shows_its_arguments():
+    signature = inspect.signature(AsyncModelAverageAlgorithmImpl)
+    positional = [parameter for parameter in signature.parameters.values() if parameter.kind.name != "KEYWORD_ONLY"]
+    assert [(one.name, one.default) for one in positional] == [
+        ("process_group", inspect.Parameter.empty),
+        ("peer_selection_mode", "all"),
+        ("sync_interval_ms", 500),
+        ("warmup_steps", 0),
+    ]
+    for declaration in map(registry.get, registry):
+        options = inspect.signature(declaration).parameters
+        assert list(inspect.signature(declaration.implementation).parameters) == ["process_group", *options]
+
+
+def test_an_implementation_takes_each_form_of_group(thread_ranks):
+    def bind():
+        world = bagua.comm.get_default_group()
+        return [AsyncModelAverageAlgorithmImpl(group).process_group is world for group in (world, None)]
+
+    assert thread_ranks(2, bind) == [[True, True]] * 2
+    with pytest.raises(NotInitializedError):
+        AsyncModelAverageAlgorithmImpl(None)
+    with pytest.raises(InvalidTypeError, match="argument process_group"):
+        AsyncModelAverageAlgorithmImpl("all")

@@ -17,6 +17,7 @@ DOORS = (
     "bagua.buckets",
     "bagua.comm",
     "bagua.compression",
+    "bagua.distributed",
     "bagua.errors",
     "bagua.optim",
     "bagua.parallel",

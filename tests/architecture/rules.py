@@ -29,6 +29,7 @@ LAYERS = {
     "bagua.algorithms": 4,
     "bagua.optim": 4,
     "bagua.parallel": 5,
+    "bagua.distributed": 6,
     "bagua.torch_api": 6,
     "bagua.utilities": 6,
     "bagua.integrations": 6,

@@ -78,7 +78,7 @@ def test_each_rank_dies_once_and_all_survivors_name_it(backend: str, hosts: list
 def lose_in_a_group() -> PeerLostError | None:
     """Ranks of the group count from 0; its errors name global ranks."""
     group = bagua.comm.new_group([1, 2, 3])
-    if group is None:
+    if not group:
         return None
     group.global_communicator.barrier()
     if group.rank == 2:

@@ -1,12 +1,26 @@
 """Groups: hosts, sub-groups, duplicates, groups of torch; who is in them and who need not be."""
 
+import pickle
+from copy import deepcopy
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import bagua.comm
+import bagua.parallel as bagua_parallel
+import bagua.torch_api
+from bagua.algorithms import AsyncModelAverageAlgorithmImpl
+from bagua.comm import NON_MEMBER, NonMember, functional
+from bagua.comm.adoption import as_group
 from bagua.comm.background import BackgroundThread
-from bagua.errors import CollectiveMismatchError, CommunicatorClosedError, InvalidRankError, NotInitializedError
+from bagua.errors import (
+    CollectiveMismatchError,
+    CommunicatorClosedError,
+    InvalidRankError,
+    InvalidTypeError,
+    NotInitializedError,
+)
 
 LAYOUTS = [[3], [2, 1], [1, 1, 1], [1, 3, 2], [2, 2]]
 
@@ -32,8 +46,8 @@ def look_at_hosts():
         "module": (bagua.comm.get_node_rank(), bagua.comm.get_local_rank(), bagua.comm.get_local_size()),
         "intra": group.intra_node_communicator.ranks,
         "intra_total": total(group.intra_node_communicator),
-        "inter": None if inter is None else inter.ranks,
-        "inter_total": None if inter is None else total(inter),
+        "inter": inter.ranks if inter else None,
+        "inter_total": total(inter) if inter else None,
         "total": total(group.global_communicator),
         "getters": group.get_global_communicator() is group.global_communicator
         and group.get_intra_node_communicator() is group.intra_node_communicator
@@ -81,7 +95,7 @@ def make_groups():
     groups = [bagua.comm.new_group(members) for members in (None, [2, 0], [1], range(1, 3))]
     seen = []
     for group in groups:
-        if group is None:
+        if not group:
             seen.append(None)
             continue
         assert group is not world
@@ -111,14 +125,90 @@ def test_new_groups(ranks):
 
 def nest_groups():
     outer = bagua.comm.new_group([1, 2, 3])
-    if outer is None:
+    if not outer:
         return None  # and this rank takes no part in what follows
     inner = outer.subgroup([0, 2])
-    return None if inner is None else (inner.ranks, total(inner.global_communicator))
+    return None if not inner else (inner.ranks, total(inner.global_communicator))
 
 
 def test_a_group_in_a_group_needs_nobody_from_outside(ranks):
     assert ranks(4, nest_groups) == [None, ((1, 3), 6.0), None, ((1, 3), 6.0)]
+
+
+def call_what_leaders_call():
+    """A call for leaders alone, made by all ranks, and then one of all ranks."""
+    leaders = bagua.comm.get_default_group().inter_node_communicator
+    among_leaders, among_all = torch.ones(2), torch.ones(1)
+    bagua.comm.allreduce(among_leaders, comm=leaders)
+    bagua.comm.allreduce(among_all)
+    return among_leaders.tolist(), among_all.item()
+
+
+def test_a_call_of_leaders_is_none_of_others(ranks):
+    inside, outside = ([2.0, 2.0], 4.0), ([1.0, 1.0], 4.0)
+    assert ranks(4, call_what_leaders_call, hosts=[2, 2]) == [inside, outside, inside, outside]
+
+
+def use_all_forms():
+    """The same ranks named in each way, and each way in which a rank is none of them."""
+    odd = bagua.comm.new_group([1, 3])
+    forms = [odd, odd.global_communicator]
+    if dist.is_initialized():
+        forms.append(dist.new_group([1, 3]))
+    seen = []
+    for form in forms:
+        tensor = torch.ones(1)
+        bagua.comm.allreduce(tensor, comm=form)
+        answer = bagua.comm.broadcast_object("odd", comm=form)
+        seen.append((bagua.comm.get_rank(form), bagua.comm.get_world_size(form), tensor.item(), answer))
+    return seen
+
+
+def test_a_group_is_taken_in_each_form(ranks):
+    for rank, seen in enumerate(ranks(4, use_all_forms)):
+        assert len(seen) in (2, 3)
+        assert set(seen) == {(rank // 2, 2, 2.0, "odd") if rank % 2 else (-1, -1, 1.0, None)}
+
+
+def test_what_is_no_group_is_refused():
+    for call in (bagua.comm.barrier, bagua.comm.get_rank, bagua.comm.get_world_size):
+        for wrong in ("gloo", 0, [0, 1]):
+            with pytest.raises(InvalidTypeError, match="not a process group"):
+                call(wrong)
+
+
+def test_the_sentinel_has_each_call_of_a_communicator():
+    calls = [name for name in functional.__all__ if name not in vars(NonMember)]
+    assert calls == []
+    tensor = torch.ones(2)
+    for name in functional.__all__:
+        assert getattr(NON_MEMBER, name)(tensor, 1, async_op=True) is None
+    assert tensor.tolist() == [1, 1]
+    assert not NON_MEMBER
+    assert pickle.loads(pickle.dumps(NON_MEMBER)) is deepcopy(NON_MEMBER) is NON_MEMBER
+    assert NON_MEMBER.subgroup([0]) is NON_MEMBER.inter_node_communicator is NON_MEMBER
+    NON_MEMBER.close()
+
+
+def wrap_on_the_outside():
+    group = bagua.comm.new_group([0])
+    if group:
+        return None
+    found = []
+    for wrap in (
+        lambda: torch.nn.Linear(1, 1).with_bagua([], "allreduce", process_group=group),
+        lambda: bagua_parallel.DistributedDataParallel(torch.nn.Linear(1, 1), process_group=group),
+        lambda: AsyncModelAverageAlgorithmImpl(group),
+        lambda: as_group(dist.GroupMember.NON_GROUP_MEMBER),
+    ):
+        with pytest.raises(InvalidRankError, match="not a member") as caught:
+            wrap()
+        found.append(caught.value.argument)
+    return found
+
+
+def test_models_are_not_wrapped_for_a_group_of_others(thread_ranks):
+    assert thread_ranks(2, wrap_on_the_outside) == [None, ["process_group"] * 3 + ["group"]]
 
 
 def set_group_timeout():

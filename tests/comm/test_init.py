@@ -328,7 +328,7 @@ def test_hosts_need_not_hold_neighbouring_ranks():
         init_thread(store, 4, _nodes=(0, 1, 0, 1))
         group = bagua.comm.get_default_group()
         inter = group.inter_node_communicator
-        return group.intra_node_communicator.ranks, None if inter is None else inter.ranks
+        return group.intra_node_communicator.ranks, inter.ranks if inter else None
 
     assert THREADS.run(ask, size=4) == [((0, 2), (0, 1)), ((1, 3), (0, 1)), ((0, 2), None), ((1, 3), None)]
 

@@ -167,7 +167,7 @@ def test_a_sub_group_can_be_used(thread_ranks):
         group = bagua.comm.new_group([0, 2])
         model = mlp(seed=rank)
         optimizer = sgd(model.parameters())
-        if group is None:
+        if not group:
             return None
         train_steps(DistributedDataParallel(model, process_group=group), optimizer, rank, range(3))
         return snapshot(model)

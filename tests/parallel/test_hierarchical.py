@@ -42,7 +42,7 @@ def _leads(intra_comm_root_rank: int) -> bool:
     wrapped = by_bagua_init(
         model, sgd(model.parameters()), hierarchical_reduce=True, intra_comm_root_rank=intra_comm_root_rank
     )
-    return wrapped.bagua_algorithm is not None and _engine_group(wrapped).inter_node_communicator is not None
+    return wrapped.bagua_algorithm is not None and bool(_engine_group(wrapped).inter_node_communicator)
 
 
 def _engine_group(wrapped: torch.nn.Module) -> bagua.comm.ProcessGroup:

@@ -68,6 +68,66 @@ def test_the_documented_life_of_a_reducer(thread_ranks):
         assert_close(states[0], gradients(expected))
 
 
+def test_buckets_are_marked_by_the_lists_and_places_that_were_returned(thread_ranks):
+    def train() -> State:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        reducer = _reducer(model)
+        assert not reducer.bucket_initialized
+        with pytest.raises(ConfigurationError, match="not been formed"):
+            reducer.fill_slot(model[0].weight)
+        loss_of(model, rank, 0).backward()
+        for parameter in model.parameters():
+            assert reducer.fill_slot(parameter) is parameter.grad
+            reducer.add_param(parameter)
+        buckets = reducer.initialize_buckets()
+        assert reducer.bucket_initialized
+        assert len(buckets) > 1
+        for wrong in (1, len(buckets)):
+            with pytest.raises(ConfigurationError, match="not in this place"):
+                reducer.mark_bucket_ready(buckets[0], wrong)
+        for index, bucket in enumerate(buckets):
+            reducer.mark_bucket_ready(bucket, index)
+        reducer.mark_on_complete()
+        return gradients(model)
+
+    states = thread_ranks(2, train)
+    expected = mlp()
+    mean_gradients(expected, 2, lambda model, rank: loss_of(model, rank, 0))
+    assert_same_on_all_ranks(states)
+    assert_close(states[0], gradients(expected))
+
+
+def test_a_tensor_that_is_no_parameter_is_refused_where_it_is_given(thread_ranks):
+    def check() -> None:
+        model = mlp()
+        reducer = _reducer(model)
+        stranger = torch.nn.Parameter(torch.ones(2))
+        for take in (reducer.add_param, reducer.fill_slot):
+            with pytest.raises(ConfigurationError, match="no trainable parameter"):
+                take(stranger)
+        loss_of(model, 0, 0).backward()
+        for parameter in model.parameters():
+            reducer.add_param(parameter)
+        reducer.initialize_buckets()
+        for take in (reducer.mark_tensor_ready, reducer.fill_slot, lambda tensor: reducer.mark_bucket_ready([tensor])):
+            with pytest.raises(ConfigurationError, match="no trainable parameter"):
+                take(stranger)
+
+    thread_ranks(2, check)
+
+
+def test_buckets_of_parameters_are_buckets_of_weights(thread_ranks):
+    def check() -> list[object]:
+        kinds = (BucketType.Weight, BucketType.Param)
+        reducers = [Reducer(mlp(), [], kind, False, 8, False, True) for kind in kinds]
+        parameter = next(reducers[1].module.parameters())
+        assert torch.equal(reducers[1].fill_slot(parameter), parameter)
+        return [reducer.declaration for reducer in reducers]
+
+    assert thread_ranks(1, check) == [[DecentralizedAlgorithm(hierarchical=False)] * 2]
+
+
 def test_a_reducer_can_be_given_its_buckets(thread_ranks):
     def check() -> list[int]:
         model = mlp()

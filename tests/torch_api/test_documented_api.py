@@ -34,6 +34,13 @@ DOCUMENTED = {
         ("decentralize_reduce", False),
         ("buckets", ()),
     ],
+    "distributed.Reducer.add_param": [("self", EMPTY), ("param", EMPTY)],
+    "distributed.Reducer.initialize_buckets": [("self", EMPTY)],
+    "distributed.Reducer.register_bagua_buckets": [("self", EMPTY)],
+    "distributed.Reducer.fill_slot": [("self", EMPTY), ("param", EMPTY)],
+    "distributed.Reducer.mark_tensor_ready": [("self", EMPTY), ("param", EMPTY)],
+    "distributed.Reducer.mark_bucket_ready": [("self", EMPTY), ("bucket", EMPTY), ("bucket_idx", None)],
+    "distributed.Reducer.mark_on_complete": [("self", EMPTY)],
     "distributed.OverlappingWrapper": [
         ("module", EMPTY),
         ("optimizers", EMPTY),
@@ -117,10 +124,11 @@ NAMES = {
         from_torch_group get_default_group get_rank get_world_size get_local_rank get_local_size get_node_rank
         ReduceOp bagua_init DistributedAlgorithm BaguaModule communication algorithms data_parallel distributed
         env""",
-    "communication": "init_process_group allreduce broadcast reduce is_initialized new_group from_torch_group",
+    "communication": """init_process_group allreduce broadcast reduce is_initialized new_group from_torch_group
+        NON_MEMBER BaguaProcessGroup BaguaSingleCommunicatorPy""",
     "distributed": """DistributedModule Reducer OverlappingWrapper ModelSwitchWrapper broadcast_parameters
         allreduce_parameters bagua_init BucketType DistributedAlgorithm BaguaModule""",
-    "distributed_define": "BucketType",
+    "distributed_define": "BucketType TensorDeclaration",
     "data_parallel": "DistributedDataParallel",
     "algorithms": "Algorithm AlgorithmImpl GlobalAlgorithmRegistry gradient_allreduce bytegrad",
     "algorithms.bytegrad": "ByteGradAlgorithm ByteGradAlgorithmImpl",

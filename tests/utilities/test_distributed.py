@@ -17,7 +17,7 @@ from bagua.utilities import distributed
 
 def _gather_and_differentiate(members: list[int] | None) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor] | None:
     group = bagua.comm.get_default_group() if members is None else bagua.comm.new_group(members)
-    if group is None:
+    if not group:
         return None
     generator = torch.Generator().manual_seed(group.rank)
     own = torch.randn(2, 3, dtype=torch.float64, generator=generator).requires_grad_()
@@ -39,7 +39,7 @@ def _everything_in_a_part() -> list[object] | None:
     rank = bagua.comm.get_rank()
     found = [_gather_and_differentiate(None)]
     part = bagua.comm.new_group([0, 2])
-    if part is None:
+    if not part:
         return found
     given = torch.full((rank + 1,), float(rank), dtype=torch.float64)
     for named in (part, part.global_communicator):
@@ -173,6 +173,34 @@ def test_only_rank_zero_runs(thread_ranks, monkeypatch):
     assert _speak("before") == "BEFORE"
     monkeypatch.setenv("RANK", "1")
     assert _speak("as the launcher says") is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "rank"),
+    [
+        ({}, 0),
+        ({"LOCAL_RANK": "3"}, 3),
+        ({"JSM_NAMESPACE_RANK": "2"}, 2),
+        ({"SLURM_PROCID": "0", "LOCAL_RANK": "1"}, 1),
+        ({"RANK": "0", "LOCAL_RANK": "1"}, 0),
+    ],
+)
+def test_before_ranks_are_connected_the_launcher_is_asked_as_lightning_does(variables, rank, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert distributed.rank_zero_only.rank == rank
+    assert _speak("a") == (None if rank else "A")
+
+
+def test_the_rank_can_be_assigned():
+    distributed.rank_zero_only.rank = 5
+    try:
+        assert (distributed.rank_zero_only.rank, _speak("a")) == (5, None)
+    finally:
+        distributed.rank_zero_only.rank = None
+    assert distributed.rank_zero_only.rank == 0
 
 
 def test_rank_zero_logs_and_warns(caplog, monkeypatch):

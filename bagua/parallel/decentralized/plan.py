@@ -152,7 +152,7 @@ class Plan:
                     self._communicators[ranks] = group.intra_node_communicator
             else:
                 edge = group.subgroup(ranks, label="edge")
-                if edge is not None:
+                if edge:
                     self._communicators[ranks] = edge.global_communicator
 
     def _large_edges(self) -> list[tuple[int, ...]]:

@@ -9,7 +9,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from bagua.checks import check_flags
-from bagua.comm import ProcessGroup
+from bagua.comm import Group
 from bagua.errors import ConfigurationError
 from bagua.parallel.agreement import compare
 from bagua.parallel.ddp_arguments import bytes_from_megabytes, resolve_group
@@ -109,7 +109,7 @@ class DecentralizedDataParallel(OverlappingWrapper):
         bucket_size_in_mb: float = 25,
         _local_world_size: int | None = None,
         *,
-        process_group: ProcessGroup | None = None,
+        process_group: Group | None = None,
         grad_clip_scope: ClipScope = "bucket",
         find_unused_parameters: bool = False,
         init_sync: bool = True,

@@ -306,7 +306,7 @@ def exercise_in_subgroups() -> None:
     members = ([*range(size)], [size - 1], [*range(size // 2, size)], [*range(0, size, 2)])
     groups = [bagua.comm.new_group(some) for some in members]
     for number, group in enumerate(groups):
-        if group is None:
+        if not group:
             continue
         comm = group.global_communicator
         for kind in TENSOR_KINDS:

@@ -1,0 +1,221 @@
+"""Collectives on tensors, with the names, arguments and meaning of ``torch.distributed``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+
+from bagua.comm import Group, ReduceOp, list_forms
+from bagua.comm.adoption import communicator_of
+from bagua.comm.torch_backend_work import TorchWork
+from bagua.distributed.places import as_in_torch, rank_inside, refuse
+
+__all__ = [
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "gather",
+    "monitored_barrier",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "scatter",
+]
+
+
+def all_reduce(
+    tensor: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM, group: Group | None = None, async_op: bool = False
+) -> TorchWork | None:
+    """Reduce ``tensor`` over all ranks, in place. Unlike torch's: AVG of integers and MIN of complex are refused."""
+    work = communicator_of(group).allreduce(tensor, op, async_op=async_op)
+    return None if work is None else TorchWork(work, [tensor])
+
+
+def all_reduce_coalesced(
+    tensors: Tensor | Sequence[Tensor],
+    op: ReduceOp.RedOpType = ReduceOp.SUM,
+    group: Group | None = None,
+    async_op: bool = False,
+) -> Any:
+    """Reduce each tensor, in place; asynchronously a future, as in torch. Unlike there, dtypes may differ."""
+    each = [tensors] if isinstance(tensors, Tensor) else tensors
+    work = as_in_torch(communicator_of(group).allreduce_coalesced(each, op, async_op=async_op), each)
+    return None if work is None else work.get_future()
+
+
+def reduce(
+    tensor: Tensor,
+    dst: int | None = None,
+    op: ReduceOp.RedOpType = ReduceOp.SUM,
+    group: Group | None = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> TorchWork | None:
+    """Reduce ``tensor`` over all ranks into that of ``dst``. Others keep theirs; torch on Gloo spoils them."""
+    communicator = communicator_of(group)
+    if not communicator:
+        return None
+    inside = rank_inside(communicator, dst, group_dst, "dst")
+    return as_in_torch(communicator.reduce(tensor, inside, op, async_op=async_op), [tensor])
+
+
+def broadcast(
+    tensor: Tensor,
+    src: int | None = None,
+    group: Group | None = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> TorchWork | None:
+    """Copy ``tensor`` of ``src`` into that of all others. As torch's."""
+    communicator = communicator_of(group)
+    if not communicator:
+        return None
+    inside = rank_inside(communicator, src, group_src, "src")
+    return as_in_torch(communicator.broadcast(tensor, inside, async_op=async_op), [tensor])
+
+
+def all_gather(
+    tensor_list: list[Tensor], tensor: Tensor, group: Group | None = None, async_op: bool = False
+) -> TorchWork | None:
+    """Gather ``tensor`` of all ranks into ``tensor_list``. As torch's on Gloo: all are equal in size."""
+    communicator = communicator_of(group)
+    if not communicator:
+        return None
+    return as_in_torch(list_forms.allgather_list(communicator, tensor_list, tensor, async_op), tensor_list)
+
+
+def all_gather_into_tensor(
+    output_tensor: Tensor, input_tensor: Tensor, group: Group | None = None, async_op: bool = False
+) -> TorchWork | None:
+    """Gather ``input_tensor`` of all ranks into one output, concatenated or stacked. As torch's."""
+    work = communicator_of(group).allgather(output_tensor, input_tensor, async_op=async_op)
+    return as_in_torch(work, [output_tensor])
+
+
+def gather(
+    tensor: Tensor,
+    gather_list: list[Tensor] | None = None,
+    dst: int | None = None,
+    group: Group | None = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> TorchWork | None:
+    """Gather ``tensor`` of all ranks into ``gather_list`` on ``dst``, by default rank 0 of all. As torch's."""
+    communicator = communicator_of(group)
+    if not communicator:
+        return None
+    inside = rank_inside(communicator, dst, group_dst, "dst", 0)
+    return as_in_torch(list_forms.gather_list(communicator, tensor, gather_list, inside, async_op), gather_list or [])
+
+
+def scatter(
+    tensor: Tensor,
+    scatter_list: list[Tensor] | None = None,
+    src: int | None = None,
+    group: Group | None = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> TorchWork | None:
+    """Give each rank its tensor of ``scatter_list`` of ``src``, by default rank 0 of all. As torch's."""
+    communicator = communicator_of(group)
+    if not communicator:
+        return None
+    inside = rank_inside(communicator, src, group_src, "src", 0)
+    return as_in_torch(list_forms.scatter_list(communicator, tensor, scatter_list, inside, async_op), [tensor])
+
+
+def reduce_scatter(
+    output: Tensor,
+    input_list: list[Tensor],
+    op: ReduceOp.RedOpType = ReduceOp.SUM,
+    group: Group | None = None,
+    async_op: bool = False,
+) -> TorchWork | None:
+    """Reduce lists of tensors over all ranks and give each rank its part. As torch's on Gloo: all are equal in size."""
+    communicator = communicator_of(group)
+    if not communicator:
+        return None
+    return as_in_torch(list_forms.reduce_scatter_list(communicator, output, input_list, op, async_op), [output])
+
+
+def reduce_scatter_tensor(
+    output: Tensor,
+    input: Tensor,  # noqa: A002 - torch's name
+    op: ReduceOp.RedOpType = ReduceOp.SUM,
+    group: Group | None = None,
+    async_op: bool = False,
+) -> TorchWork | None:
+    """Reduce ``input`` over all ranks and give each rank its share of it. As torch's."""
+    return as_in_torch(communicator_of(group).reduce_scatter(output, input, op, async_op=async_op), [output])
+
+
+def all_to_all(
+    output_tensor_list: list[Tensor],
+    input_tensor_list: list[Tensor],
+    group: Group | None = None,
+    async_op: bool = False,
+) -> TorchWork | None:
+    """Send one tensor to each rank and receive one from each; sizes may differ. As torch's."""
+    communicator = communicator_of(group)
+    if not communicator:
+        return None
+    work = list_forms.alltoall_list(communicator, output_tensor_list, input_tensor_list, async_op)
+    return as_in_torch(work, output_tensor_list)
+
+
+def all_to_all_single(
+    output: Tensor,
+    input: Tensor,  # noqa: A002 - torch's name
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    group: Group | None = None,
+    async_op: bool = False,
+) -> TorchWork | None:
+    """Send some of the first dimension of ``input`` to each rank, by default the same to each. As torch's."""
+    communicator = communicator_of(group)
+    if not communicator:
+        return None
+    work = list_forms.alltoall_rows(communicator, output, input, output_split_sizes, input_split_sizes, async_op)
+    return as_in_torch(work, [output])
+
+
+def barrier(
+    group: Group | None = None,
+    async_op: bool = False,
+    device_ids: list[int] | None = None,
+    timeout: timedelta | float | None = None,
+) -> TorchWork | None:
+    """Return when all ranks are here. Unlike torch's, it takes no ``device_ids``: it needs no device."""
+    refuse("device_ids", device_ids, None, "Call torch.cuda.synchronize() before, if the device shall be ready.")
+    return as_in_torch(communicator_of(group).barrier(async_op=async_op, timeout=timeout), [])
+
+
+def monitored_barrier(
+    group: Group | None = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+) -> None:
+    """Return when all ranks are here. Unlike in torch, every rank gets the error, and it names all that are late.
+
+    Args:
+        group: the ranks, on any backend.
+        timeout: how long to wait for them.
+        wait_all_ranks: torch's; the error names all ranks that are late in either case.
+
+    Raises:
+        CollectiveTimeoutError: names the ranks that did not come, as ``peers``.
+    """
+    del wait_all_ranks
+    communicator_of(group).barrier(timeout=timeout)
+
+
+all_gather_single = all_gather_into_tensor
+reduce_scatter_single = reduce_scatter_tensor

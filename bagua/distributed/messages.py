@@ -1,0 +1,211 @@
+"""Messages between two ranks, with the names, arguments and meaning of ``torch.distributed``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from bagua.checks import check_kind, check_whole
+from bagua.comm import Communicator, Group
+from bagua.comm.adoption import communicator_of
+from bagua.comm.arguments import check_rank, check_tensor
+from bagua.comm.tagged import TaggedReceive, mail_of
+from bagua.comm.torch_backend_work import TorchWork
+from bagua.distributed.places import as_in_torch, rank_inside
+from bagua.errors import ConfigurationError, InvalidRankError
+
+__all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "recv_object_list", "send", "send_object_list"]
+
+
+def isend(
+    tensor: Tensor, dst: int | None = None, group: Group | None = None, tag: int = 0, group_dst: int | None = None
+) -> TorchWork | None:
+    """Start to send ``tensor`` to ``dst``. Unlike torch's, a message with a tag goes through the store, slowly."""
+    communicator = communicator_of(group)
+    if not communicator:
+        return None
+    inside = rank_inside(communicator, dst, group_dst, "dst")
+    if tag:
+        _send_tagged(communicator, tensor, inside, tag)
+        return TorchWork(None, [tensor])
+    return as_in_torch(communicator.send(tensor, inside, async_op=True), [tensor])
+
+
+def irecv(
+    tensor: Tensor, src: int | None = None, group: Group | None = None, tag: int = 0, group_src: int | None = None
+) -> TorchWork | None:
+    """Start to receive into ``tensor`` what ``src`` sends. Unlike torch's, any source needs a tag other than 0."""
+    communicator = communicator_of(group)
+    if not communicator:
+        return None
+    inside = _source(communicator, src, group_src, tag)
+    if tag:
+        return TorchWork(_receive_tagged(communicator, tensor, inside, tag), [tensor])
+    assert inside is not None
+    return as_in_torch(communicator.recv(tensor, inside, async_op=True), [tensor])
+
+
+def send(
+    tensor: Tensor, dst: int | None = None, group: Group | None = None, tag: int = 0, group_dst: int | None = None
+) -> None:
+    """Send ``tensor`` to ``dst``. Unlike torch's, with a tag it does not wait for the receiver; see ``isend``."""
+    communicator = communicator_of(group)
+    if not communicator:
+        return
+    inside = rank_inside(communicator, dst, group_dst, "dst")
+    if tag:
+        _send_tagged(communicator, tensor, inside, tag)
+    else:
+        communicator.send(tensor, inside)
+
+
+def recv(
+    tensor: Tensor, src: int | None = None, group: Group | None = None, tag: int = 0, group_src: int | None = None
+) -> int:
+    """Receive ``tensor`` from ``src``; returns its rank. Unlike torch's, any source needs a tag other than 0."""
+    communicator = communicator_of(group)
+    if not communicator:
+        return -1
+    inside = _source(communicator, src, group_src, tag)
+    if tag:
+        work = _receive_tagged(communicator, tensor, inside, tag)
+        work.wait()
+        inside = work.source
+    else:
+        assert inside is not None
+        communicator.recv(tensor, inside)
+    assert inside is not None
+    return communicator.ranks[inside]
+
+
+def _source(communicator: Communicator, src: int | None, group_src: int | None, tag: int = 0) -> int | None:
+    """The sender's rank in the communicator; None for any rank, which takes a tag."""
+    if src is not None or group_src is not None:
+        return rank_inside(communicator, src, group_src, "src")
+    if tag:
+        return None
+    raise ConfigurationError(
+        "a message without a tag is received from a rank that is named",
+        argument="src",
+        expected="the rank that sends",
+        seen=None,
+        advice="Name it, or give both sides a tag other than 0.",
+    )
+
+
+def _send_tagged(communicator: Communicator, tensor: Tensor, dst: int, tag: int) -> None:
+    _check_message(communicator, tensor, dst, "dst", tag)
+    mail_of(communicator).send(tensor, dst, tag)
+
+
+def _receive_tagged(communicator: Communicator, tensor: Tensor, src: int | None, tag: int) -> TaggedReceive:
+    _check_message(communicator, tensor, src, "src", tag)
+    return TaggedReceive(mail_of(communicator), tensor, src, tag)
+
+
+def _check_message(communicator: Communicator, tensor: Tensor, other: int | None, argument: str, tag: int) -> None:
+    check_tensor(tensor, "tensor", communicator.device_types)
+    check_whole(0, tag=tag)
+    if other is not None and check_rank(other, communicator.size, argument) == communicator.rank:
+        raise InvalidRankError(
+            "a rank sends no message to itself", argument=argument, expected="another rank", seen=other
+        )
+
+
+class P2POp:
+    """One message of ``batch_isend_irecv``. As torch's.
+
+    Args:
+        op: ``isend`` or ``irecv`` of this module.
+        tensor: what to send, or where to receive.
+        peer: the other rank, among all ranks.
+        group: both are members of it.
+        tag: see ``isend``.
+        group_peer: the other rank, in ``group``.
+    """
+
+    def __init__(
+        self,
+        op: Callable[..., Any],
+        tensor: Tensor,
+        peer: int | None = None,
+        group: Group | None = None,
+        tag: int = 0,
+        group_peer: int | None = None,
+    ) -> None:
+        if op not in (isend, irecv):
+            raise ConfigurationError(
+                "a message is sent or received",
+                argument="op",
+                expected="bagua.distributed.isend or bagua.distributed.irecv",
+                seen=repr(op),
+            )
+        self.op = op
+        self.tensor = tensor
+        self.group = group
+        self.tag = tag
+        communicator = communicator_of(group)
+        self.group_peer = rank_inside(communicator, peer, group_peer, "peer") if communicator else -1
+        self.peer = communicator.ranks[self.group_peer] if communicator else -1
+
+    def __repr__(self) -> str:
+        other = f"{'dst' if self.op is isend else 'src'} {self.peer}"
+        return f"P2POp({self.op.__name__}, {other}, {tuple(self.tensor.shape)}, {self.tensor.dtype})"
+
+
+def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[TorchWork]:
+    """Start all messages, in any order of sends and receives. Unlike torch's, NCCL does not start them as one call."""
+    check_kind(list, "a list of P2POp", p2p_op_list=p2p_op_list)
+    for op in p2p_op_list:
+        check_kind(P2POp, "a list of P2POp", p2p_op_list=op)
+    started = [op.op(op.tensor, None, op.group, op.tag, op.group_peer) for op in p2p_op_list]
+    return [work for work in started if work is not None]
+
+
+def send_object_list(
+    object_list: list[Any],
+    dst: int | None = None,
+    group: Group | None = None,
+    device: Any = None,
+    group_dst: int | None = None,
+    use_batch: bool = False,
+    *,
+    allow_pickle: bool = False,
+) -> None:
+    """Send objects to ``dst``. Unlike torch's, it pickles only with ``allow_pickle=True`` on both sides."""
+    del device, use_batch  # Bytes travel from where the transport wants them, in one way.
+    communicator = communicator_of(group)
+    if communicator:
+        inside = rank_inside(communicator, dst, group_dst, "dst")
+        communicator.send_object(list(object_list), inside, allow_pickle=allow_pickle)
+
+
+def recv_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: Group | None = None,
+    device: Any = None,
+    group_src: int | None = None,
+    use_batch: bool = False,
+    *,
+    allow_pickle: bool = False,
+) -> int:
+    """Receive objects from ``src``; returns its rank. Unlike torch's, it needs ``src`` and pickles only if asked."""
+    del device, use_batch
+    communicator = communicator_of(group)
+    if not communicator:
+        return -1
+    inside = _source(communicator, src, group_src)
+    assert inside is not None
+    received = communicator.recv_object(inside, allow_pickle=allow_pickle)
+    if len(received) != len(object_list):
+        raise ConfigurationError(
+            "sender and receiver disagree on the number of objects",
+            argument="object_list",
+            expected=f"a list of {len(received)}, as was sent",
+            seen=f"a list of {len(object_list)}",
+        )
+    object_list[:] = received
+    return communicator.ranks[inside]

@@ -1,0 +1,191 @@
+"""Names, arguments and errors: torch's where they can be, typed refusals where they cannot."""
+
+import inspect
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed
+
+import bagua.distributed as dist
+from bagua.errors import (
+    CollectiveTimeoutError,
+    ConfigurationError,
+    InvalidRankError,
+    InvalidTensorError,
+    InvalidTypeError,
+    RepeatedInitializationError,
+)
+
+FUNCTIONS = [
+    name
+    for name in dist.__all__
+    if inspect.isfunction(getattr(dist, name)) and inspect.isfunction(getattr(torch.distributed, name))
+]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_arguments_are_those_of_torch(name):
+    def arguments(function):
+        parameters = inspect.signature(inspect.unwrap(function)).parameters.values()
+        return [(one.name, one.default) for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+
+    theirs = [argument for argument in arguments(getattr(torch.distributed, name)) if not argument[0].startswith("_")]
+    assert arguments(getattr(dist, name)) == theirs
+
+
+def test_the_names_that_scripts_use_are_there():
+    assert len(FUNCTIONS) >= 45
+    assert [name for name in dist.__all__ if not hasattr(torch.distributed, name)] == ["DistNetworkError"] * (
+        not hasattr(torch.distributed, "DistNetworkError")
+    ) + ["default_pg_timeout"] * (not hasattr(torch.distributed, "default_pg_timeout"))
+    assert issubclass(dist.Work, torch.distributed.Work)
+    assert issubclass(dist.DistNetworkError, dist.DistError)
+    assert issubclass(dist.DistBackendError, RuntimeError)
+    assert dist.group.WORLD is None
+    assert dist.P2POp(dist.isend, torch.ones(1), 0, dist.GroupMember.NON_GROUP_MEMBER).peer == -1
+
+
+def refuse_what_is_not_there():
+    tensor, members = torch.ones(2), [1, 0]
+    sorted_pair = dist.new_group(members)
+    cases = [
+        (lambda: dist.send(tensor, 1 - dist.get_rank(), tag=-3), ConfigurationError, "tag"),
+        (lambda: dist.send(tensor, dist.get_rank(), tag=3), InvalidRankError, "dst"),
+        (lambda: dist.send(tensor.to_sparse(), 1 - dist.get_rank(), tag=3), InvalidTensorError, "tensor"),
+        (lambda: dist.recv(tensor), ConfigurationError, "src"),
+        (lambda: dist.broadcast(tensor), ConfigurationError, "src"),
+        (lambda: dist.broadcast(tensor, 0, group_src=0), ConfigurationError, "src"),
+        (lambda: dist.broadcast(tensor, 2), InvalidRankError, "src"),
+        (lambda: dist.reduce(tensor, True), InvalidRankError, "dst"),
+        (lambda: dist.barrier(device_ids=[0]), ConfigurationError, "device_ids"),
+        (lambda: dist.new_group([0], pg_options=1), ConfigurationError, "pg_options"),
+        (lambda: dist.new_group([0], use_local_synchronization=True), ConfigurationError, "use_local_synchronization"),
+        (lambda: dist.new_group([1, 0], sort_ranks=False), ConfigurationError, "ranks"),
+        (dist.new_subgroups, ConfigurationError, "group_size"),
+        (
+            lambda: dist.new_subgroups(2, sorted_pair.global_communicator, pg_options=1),
+            ConfigurationError,
+            "pg_options",
+        ),
+        (lambda: dist.new_subgroups_by_enumeration([[0], [0, 1]]), ConfigurationError, "ranks_per_subgroup_list"),
+        (lambda: dist.get_global_rank(sorted_pair, 2), InvalidRankError, "group_rank"),
+        (lambda: dist.get_group_rank(sorted_pair, 2), InvalidRankError, "global_rank"),
+        (lambda: dist.get_backend(dist.GroupMember.NON_GROUP_MEMBER), InvalidRankError, "group"),
+        (lambda: dist.all_gather([tensor], tensor), InvalidTensorError, "tensor_list"),
+        (lambda: dist.all_gather([tensor, tensor.int()], tensor), InvalidTensorError, "tensor_list"),
+        (lambda: dist.gather(tensor, None, dist.get_rank()), InvalidTensorError, "gather_list"),
+        (lambda: dist.scatter(tensor, [tensor], 1 - dist.get_rank()), InvalidTensorError, "scatter_list"),
+        (lambda: dist.all_to_all([tensor], [tensor]), InvalidTensorError, "input_tensor_list"),
+        (lambda: dist.all_gather_object([None], 1), ConfigurationError, "object_list"),
+        (lambda: dist.P2POp(dist.send, tensor, 0), ConfigurationError, "op"),
+        (lambda: dist.batch_isend_irecv([1]), InvalidTypeError, "p2p_op_list"),
+        (
+            lambda: dist.init_process_group(init_method="env://", store=dist.HashStore()),
+            ConfigurationError,
+            "init_method",
+        ),
+        (lambda: dist.init_process_group(device_id="cuda"), InvalidTypeError, "device_id"),
+        (lambda: dist.destroy_process_group(sorted_pair.global_communicator), ConfigurationError, "group"),
+    ]
+    for call, kind, argument in cases:
+        with pytest.raises(kind) as caught:
+            call()
+        assert caught.value.argument == argument, caught.value
+    with pytest.raises(RepeatedInitializationError):
+        dist.init_process_group()
+    assert dist.get_process_group_ranks(sorted_pair) == [0, 1]
+    dist.all_reduce(tensor, group=sorted_pair)  # Nothing was sent for what was refused.
+    dist.destroy_process_group(sorted_pair)
+    return tensor.tolist()
+
+
+def test_what_is_missing_is_refused_before_anything_is_sent(thread_ranks):
+    assert thread_ranks(2, refuse_what_is_not_there) == [[2.0, 2.0]] * 2
+
+
+def call_in_a_group_of_others():
+    """Ranks 2 and 1 have a group, in which rank 2 is rank 1; rank 0 makes the same calls."""
+    group = dist.new_group([1, 2])
+    tensor, objects = torch.full((2,), float(dist.get_rank())), [dist.get_rank()]
+    dist.broadcast(tensor, src=2, group=group)
+    dist.broadcast_object_list(objects, group_src=1, group=group)
+    gathered = [torch.empty(2) for _ in range(2)]
+    work = dist.all_gather(gathered, tensor, group=group, async_op=True)
+    if work is not None:
+        work.wait()
+    source = dist.recv(tensor.zero_(), 1, group) if dist.get_rank() != 1 else dist.send(tensor + 5, 2, group)
+    part = dist.split_group(split_ranks=[[2, 0]])
+    return [objects, work is None, source, tensor[0].item(), dist.get_process_group_ranks(part)]
+
+
+def test_ranks_are_global_and_outsiders_return_at_once(ranks):
+    assert ranks(3, call_in_a_group_of_others) == [
+        [[0], True, -1, 0.0, [0, 2]],
+        [[2], False, None, 2.0, []],
+        [[2], False, 1, 7.0, [0, 2]],
+    ]
+
+
+class Note:
+    def __init__(self, text):
+        self.text = text
+
+    def __eq__(self, other):
+        return self.text == other.text
+
+    __hash__ = None
+
+
+def send_what_needs_pickle():
+    rank, found = dist.get_rank(), []
+    for switch in ({}, {"allow_pickle": True}):
+        for call in (
+            lambda gathered, options: dist.all_gather_object(gathered, Note("a"), **options),
+            lambda gathered, options: dist.broadcast_object_list(gathered, 0, **options),
+            lambda gathered, options: dist.gather_object(Note("a"), gathered if rank == 0 else None, **options),
+            lambda gathered, options: dist.scatter_object_list(
+                gathered, [Note("a")] * 2 if rank == 0 else None, **options
+            ),
+            lambda gathered, options: (dist.recv_object_list if rank else dist.send_object_list)(
+                gathered, 1 - rank, **options
+            ),
+        ):
+            gathered = [Note("a"), Note("a")] if rank == 0 else [None, None]
+            try:
+                call(gathered, switch)
+                found.append(gathered[0] == Note("a") if gathered[0] else None)
+            except ConfigurationError as error:
+                found.append("pickle" in str(error))
+    return found
+
+
+def test_objects_are_pickled_only_if_asked_for(thread_ranks):
+    # Of gather_object, rank 1 gets nothing.
+    assert thread_ranks(2, send_what_needs_pickle) == [[True] * 10, [True] * 7 + [None] + [True] * 2]
+
+
+def be_late():
+    store_says = dist.new_group([0], timeout=timedelta(seconds=7))
+    if dist.get_rank() == 1:
+        return None
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        dist.monitored_barrier(timeout=timedelta(seconds=0.2))
+    return caught.value.peers, store_says.timeout_s
+
+
+def test_a_barrier_names_who_is_late(thread_ranks):
+    assert thread_ranks(2, be_late) == [((1,), 7.0), None]
+
+
+def use_a_group_of_torch():
+    theirs = torch.distributed.new_group([0, 2])
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=theirs)
+    dist.broadcast(tensor, src=2, group=theirs)
+    dist.all_reduce(tensor, group=torch.distributed.group.WORLD)
+    return [dist.get_rank(theirs), dist.get_backend(torch.distributed.group.WORLD), tensor.item()]
+
+
+def test_groups_of_torch_are_taken(process_ranks):
+    assert process_ranks(3, use_a_group_of_torch) == [[0, "gloo", 5.0], [-1, "gloo", 5.0], [1, "gloo", 5.0]]

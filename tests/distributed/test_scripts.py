@@ -1,0 +1,65 @@
+"""Scripts in the shape of torch's tutorials run unchanged but for their import."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from bagua.comm.stores import serve_store
+from tests.distributed.ranks import SCRIPTS, run_script_in_both
+from tests.parallel.scripts import start_scripts
+
+NAMES = sorted(path.stem for path in SCRIPTS.glob("*.py"))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_script_for_torch_runs(ranks, name, size):
+    outcomes = ranks(size, run_script_in_both, name)
+    assert all(isinstance(tensor, torch.Tensor) for outcome in outcomes for tensor in outcome)
+
+
+WHOLE_PROGRAM = """
+    import sys
+    import torch
+    import bagua.distributed as dist
+
+    rank, meeting = int(sys.argv[1].split()[0]), sys.argv[1].split()[1]
+    dist.init_process_group("gloo", init_method=None if meeting == "env" else meeting,
+                            **({} if meeting == "env" else {"rank": rank, "world_size": 2}))
+    tensor = torch.ones(2) * dist.get_rank()
+    dist.all_reduce(tensor)
+    pair = dist.new_group([1])
+    dist.all_reduce(tensor, group=pair)
+    print(dist.get_backend(), dist.get_rank(pair), tensor.tolist(), dist.get_node_local_rank())
+    dist.barrier()
+    dist.destroy_process_group()
+    assert not dist.is_initialized()
+"""
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("meeting", ["env", "file", "tcp"])
+def test_a_whole_program_meets_where_torch_would(meeting, tmp_path):
+    store, port = serve_store()
+    place = {"env": "env", "file": f"file://{tmp_path}/meeting", "tcp": f"tcp://127.0.0.1:{port}"}[meeting]
+    text = "\n".join(line[4:] for line in WHOLE_PROGRAM.splitlines())
+    processes = start_scripts(text, [f"{rank} {place}" for rank in range(2)], port, by_agent=True)
+    try:
+        answers = [process.communicate(timeout=60) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    del store
+    assert [(answer[0].strip(), process.returncode) for answer, process in zip(answers, processes, strict=True)] == [
+        ("gloo -1 [1.0, 1.0] 0", 0),
+        ("gloo 0 [1.0, 1.0] 1", 0),
+    ], answers
+
+
+def test_the_import_alone_starts_nothing():
+    asked = "import torch.distributed, bagua.distributed as ours; print(ours.is_initialized(), {})"
+    probe = asked.format("torch.distributed.is_initialized()")
+    answer = subprocess.run([sys.executable, "-c", probe], check=True, timeout=60, capture_output=True, text=True)
+    assert answer.stdout == "False False\n"

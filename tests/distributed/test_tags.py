@@ -1,0 +1,103 @@
+"""Messages with tags: matched by tag in any order, from any rank, and their failures."""
+
+import pytest
+import torch
+
+import bagua.comm
+import bagua.distributed as dist
+from bagua.comm import tagged
+from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicatorClosedError
+
+
+def exchange_out_of_order():
+    """Rank 0 sends three messages, which rank 1 asks for in another order than that of sending."""
+    rank = dist.get_rank()
+    if rank == 0:
+        works = [dist.isend(torch.full((2,), float(tag)), 1, tag=tag) for tag in (1, 2, 2)]
+        assert all(work.wait() and work.is_completed() for work in works)
+        dist.isend(torch.tensor([3.0, 3.0]), 1).wait()
+    found = []
+    if rank == 1:
+        tensors = [torch.zeros(2) for _ in range(3)]
+        works = [dist.irecv(tensor, 0, tag=tag) for tensor, tag in zip(tensors, (2, 2, 1), strict=True)]
+        dist.recv(tensors[0], 0)  # Of no tag, it overtakes.
+        found.append(tensors[0].tolist())
+        for work in reversed(works):
+            work.wait()
+        found += [tensor.tolist() for tensor in tensors] + [works[0].get_future().wait()[0].tolist()]
+    dist.barrier()
+    return found
+
+
+def test_messages_are_matched_by_their_tags(ranks):
+    _, found = ranks(2, exchange_out_of_order)
+    assert found == [[3.0, 3.0], [2.0, 2.0], [2.0, 2.0], [1.0, 1.0], [2.0, 2.0]]
+
+
+def receive_from_anybody():
+    """Rank 2 collects what others send, in the order in which it comes; in a group, with global ranks."""
+    rank, group = dist.get_rank(), dist.new_group([1, 2, 3])
+    if rank in (1, 3):
+        dist.send(torch.tensor([rank], dtype=torch.int16), 2, group, tag=7)
+        dist.send(torch.tensor([10 * rank], dtype=torch.int16), 2, group, tag=7)
+    found = []
+    if rank == 2:
+        tensor = torch.empty(1, dtype=torch.int16)
+        found = [(dist.recv(tensor, None, group, tag=7), tensor.item()) for _ in range(4)]
+    assert dist.recv(torch.empty(1), None, group, tag=7) == -1 if rank == 0 else True
+    dist.barrier()
+    return found
+
+
+def test_a_message_may_come_from_any_rank(ranks):
+    found = ranks(4, receive_from_anybody)[2]
+    assert sorted(found) == [(1, 1), (1, 10), (3, 3), (3, 30)]
+    for sender in (1, 3):
+        assert [value for source, value in found if source == sender] == [sender, 10 * sender]
+
+
+def send_in_pieces():
+    strided = torch.arange(3000.0).view(50, 60).t()
+    if dist.get_rank() == 0:
+        tagged._PIECE_BYTES = 1000
+        dist.send(strided, 1, tag=1)
+        dist.send(torch.empty(0), 1, tag=1)
+        dist.barrier()
+        return None
+    received = torch.zeros(50, 60).t()
+    dist.recv(received, 0, tag=1)
+    assert torch.equal(received, strided)
+    dist.recv(torch.empty(0), 0, tag=1)
+    dist.barrier()
+    return dist.group.WORLD.global_communicator.store.num_keys()
+
+
+def test_large_messages_travel_in_pieces_and_leave_nothing(process_ranks, monkeypatch):
+    before, after = (process_ranks(2, function)[1] for function in (count_keys, send_in_pieces))
+    assert after == before
+
+
+def count_keys():
+    dist.barrier()
+    dist.barrier()
+    return dist.group.WORLD.global_communicator.store.num_keys()
+
+
+def fail_to_receive(kind):
+    rank, tensor = dist.get_rank(), torch.zeros(2)
+    if rank == 0:
+        if kind == "other":
+            dist.send(torch.zeros(3), 1, tag=4)
+        return None
+    expected = CollectiveMismatchError if kind == "other" else CollectiveTimeoutError
+    work = dist.irecv(tensor, 0 if kind == "other" else None, tag=4)
+    with pytest.raises(expected) as caught:
+        work.pending.wait(20.0 if kind == "other" else 0.05)
+    with pytest.raises(CommunicatorClosedError):
+        dist.irecv(tensor, 0, tag=4)
+    return caught.value.peers, bagua.comm.get_default_group().global_communicator.usable
+
+
+@pytest.mark.parametrize(("kind", "peers"), [("other", (0,)), ("none", ())])
+def test_a_receive_that_fails_breaks_the_communicator(thread_ranks, kind, peers):
+    assert thread_ranks(2, fail_to_receive, kind)[1] == (peers, False)
