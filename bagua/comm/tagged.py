@@ -7,12 +7,13 @@ waits. That it died is noticed at the receiver's deadline.
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
 import weakref
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -22,7 +23,13 @@ from bagua.comm.communicator import Communicator
 from bagua.comm.copying import copy_pieces
 from bagua.comm.encoding import as_bytes, decode, encode
 from bagua.comm.work import Work
-from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicatorClosedError, PeerLostError
+from bagua.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicatorClosedError,
+    ConcurrentUseError,
+    PeerLostError,
+)
 
 __all__ = ["Mail", "TaggedReceive", "mail_of"]
 
@@ -45,9 +52,10 @@ class Mail:
     def __init__(self, communicator: Communicator, store: dist.Store) -> None:
         self._communicator = weakref.ref(communicator)
         self._store = store
-        self._sent: Counter[tuple[int, int]] = Counter()
-        self._expected: Counter[tuple[int, int]] = Counter()
-        self._guard = threading.Lock()
+        # No lock: a signal handler that sends would wait for what it interrupted. Each step is one operation.
+        self._sent: dict[tuple[int, int], Iterator[int]] = {}
+        self._expected: dict[tuple[int, int], Iterator[int]] = {}
+        self._next: dict[tuple[int, int], int] = {}
         self.ranks, self.rank = communicator.ranks, communicator.rank
         self.label, self.timeout_s = communicator.label, communicator.timeout_s
 
@@ -60,10 +68,7 @@ class Mail:
         """
         self.require_open("send")
         data = as_bytes(encode(tensor))
-        with self._guard:
-            number = self._sent[dst, tag]
-            self._sent[dst, tag] += 1
-        key = f"{self.rank}/{dst}/{tag}/{number}"
+        key = f"{self.rank}/{dst}/{tag}/{next(self._sent.setdefault((dst, tag), itertools.count()))}"
         pieces = [data[start : start + _PIECE_BYTES] for start in range(0, len(data), _PIECE_BYTES)]
 
         def put() -> None:
@@ -75,15 +80,14 @@ class Mail:
 
     def expect(self, src: int, tag: int) -> str:
         """The key of the next message from ``src`` for which nobody waits yet."""
-        with self._guard:
-            number = self._expected[src, tag]
-            self._expected[src, tag] += 1
+        number = next(self._expected.setdefault((src, tag), itertools.count()))
+        self._next[src, tag] = number + 1
         return f"{src}/{self.rank}/{tag}/{number}"
 
     def find(self, sources: Sequence[int], tag: int) -> int | None:
         """One of ``sources`` from which such a message is there; None if there is none."""
         for src in sources:
-            key = f"{src}/{self.rank}/{tag}/{self._expected[src, tag]}"
+            key = f"{src}/{self.rank}/{tag}/{self._next.get((src, tag), 0)}"
             if self._talk(lambda key=key: self._store.check([key])):  # type: ignore[misc]  # cannot infer
                 return src
         return None
@@ -148,16 +152,37 @@ class TaggedReceive(Work):
         super().__init__()
         mail.require_open("recv")
         self._mail, self._tensor, self._tag = mail, tensor, tag
+        self._looker: int | None = None
         self.source = src
         self._key = None if src is None else mail.expect(src, tag)
 
     def _arrived(self) -> bool:
-        if self._key is None:
-            others = [rank for rank in range(len(self._mail.ranks)) if rank != self._mail.rank]
-            self.source = self._mail.find(others, self._tag)
-            if self.source is not None:
-                self._key = self._mail.expect(self.source, self._tag)
-        return self._key is not None and self._mail.is_there(self._key)
+        """Whether the message is there; False also in a signal handler that interrupts this question."""
+        if self._looker is not None:
+            return False
+        self._looker = threading.get_ident()
+        try:
+            if self._key is None:
+                others = [rank for rank in range(len(self._mail.ranks)) if rank != self._mail.rank]
+                self.source = self._mail.find(others, self._tag)
+                if self.source is not None:
+                    self._key = self._mail.expect(self.source, self._tag)
+            return self._key is not None and self._mail.is_there(self._key)
+        finally:
+            self._looker = None
+
+    def wait(self, timeout: float | timedelta | None = None) -> bool:
+        """Block until the message is in its tensor; see ``Work.wait``.
+
+        Raises:
+            ConcurrentUseError: a signal handler that interrupted a look at the store waits for the message.
+        """
+        if self._looker == threading.get_ident():
+            raise ConcurrentUseError(
+                "a signal handler waits for the message that it interrupted",
+                advice="Ask is_completed() there, and wait after the handler has returned.",
+            )
+        return super().wait(timeout)
 
     def _poll(self) -> bool:
         if not self._waiting.acquire(blocking=False):
@@ -181,6 +206,8 @@ class TaggedReceive(Work):
         limit_s = mail.timeout_s if timeout_s is None else timeout_s
         started = time.monotonic()
         while not self._arrived():
+            if self._finished:  # A signal handler has waited for it meanwhile.
+                return self._tensor
             mail.require_open("recv")
             if time.monotonic() - started > limit_s:
                 raise self._late(limit_s)
@@ -218,14 +245,12 @@ class TaggedReceive(Work):
 
 
 _mails: weakref.WeakKeyDictionary[Communicator, Mail] = weakref.WeakKeyDictionary()
-_guard = threading.Lock()
 
 
 def mail_of(communicator: Communicator) -> Mail:
     """The tagged messages of ``communicator``, over a connection of their own to the store."""
-    with _guard:
-        found = _mails.get(communicator)
-        if found is None:
-            store = communicator.store.clone()  # type: ignore[attr-defined]  # which torch forgot in its hints
-            _mails[communicator] = found = Mail(communicator, dist.PrefixStore("tagged", store))
-        return found
+    found = _mails.get(communicator)
+    if found is None:
+        store = communicator.store.clone()  # type: ignore[attr-defined]  # which torch forgot in its hints
+        found = _mails.setdefault(communicator, Mail(communicator, dist.PrefixStore("tagged", store)))
+    return found

@@ -6,7 +6,12 @@ import torch
 import bagua.comm
 import bagua.distributed as dist
 from bagua.comm import tagged
-from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicatorClosedError
+from bagua.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicatorClosedError,
+    ConcurrentUseError,
+)
 
 
 def exchange_out_of_order():
@@ -101,3 +106,56 @@ def fail_to_receive(kind):
 @pytest.mark.parametrize(("kind", "peers"), [("other", (0,)), ("none", ())])
 def test_a_receive_that_fails_breaks_the_communicator(thread_ranks, kind, peers):
     assert thread_ranks(2, fail_to_receive, kind)[1] == (peers, False)
+
+
+def interrupt_a_wait():
+    """Something that runs in the middle of a wait, as a signal handler does, asks and waits for the same message."""
+    rank, tensor = dist.get_rank(), torch.zeros(2)
+    if rank == 0:
+        dist.barrier()
+        dist.send(torch.ones(2), 1, tag=1)
+        return None
+    work = dist.irecv(tensor, None, tag=1).pending
+    look, said = work._mail.find, []
+
+    def find(*arguments):
+        if not said:
+            said.append(work.is_completed())
+            with pytest.raises(ConcurrentUseError):
+                work.wait()
+        return look(*arguments)
+
+    work._mail.find = find
+    assert not work.is_completed()
+    dist.barrier()
+    work.wait()
+    return said, tensor.tolist()
+
+
+def test_a_handler_may_ask_but_not_wait(thread_ranks):
+    assert thread_ranks(2, interrupt_a_wait)[1] == ([False], [1.0, 1.0])
+
+
+def wait_below_a_wait():
+    rank, tensor = dist.get_rank(), torch.zeros(2)
+    if rank == 0:
+        dist.barrier()
+        dist.send(torch.ones(2), 1, tag=1)
+        return None
+    work = dist.irecv(tensor, 0, tag=1).pending
+    require, nested = work._mail.require_open, []
+
+    def require_open(kind):
+        if not nested:  # The outer wait has found nothing, and is about to sleep.
+            nested.append(True)
+            dist.barrier()
+            work.wait()
+        require(kind)
+
+    work._mail.require_open = require_open
+    work.wait()
+    return tensor.tolist()
+
+
+def test_a_handler_may_wait_between_two_looks(thread_ranks):
+    assert thread_ranks(2, wait_below_a_wait)[1] == [1.0, 1.0]
