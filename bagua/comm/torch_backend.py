@@ -102,6 +102,7 @@ class TorchGroup(TorchCalls, dist.ProcessGroup):  # type: ignore[misc]  # the st
         """Leave the group and give back what it holds. Idempotent."""
         _family.discard(self)
         self.members.close()
+        self.callbacks.stop()
         for backend in self._backends.values():
             with contextlib.suppress(RuntimeError):
                 backend.shutdown()

@@ -20,8 +20,10 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from bagua.comm.arguments import as_seconds
+from bagua.comm.communicator import Communicator
 from bagua.comm.copying import copy_pieces
 from bagua.comm.group import ProcessGroup
+from bagua.comm.torch_backend_futures import CallbackThread, in_callback
 from bagua.comm.torch_backend_work import BackwardWatch, TorchWork
 from bagua.comm.torch_private import end_coalescing, lazy_gloo_options, start_coalescing
 from bagua.comm.work import JoinedWork, Work
@@ -76,10 +78,30 @@ class TorchCalls:
         self._backends = dict(backends)
         self._communicator.share()  # Threads may share a group of torch.
         self._backward = BackwardWatch()
+        self.callbacks = CallbackThread(f"bagua-{members.label}-callbacks")
+        #: Connected by the first collective call in a callback.
+        self._nested: Communicator | None = None
+        self._nesting = threading.RLock()
         #: Started calls that will be one work, by the thread that collects them.
         self._coalesced: dict[int, list[Work]] = {}
 
     # Starting calls.
+
+    @property
+    def _collectives(self) -> Communicator:
+        """Who makes the collective calls of the calling thread.
+
+        Those in callbacks have a communicator of their own: ranks do not agree on the moment at which a
+        callback runs, so not on the order of its calls and those of other threads.
+        """
+        if not in_callback():
+            return self._communicator
+        with self._nesting:
+            if self._nested is None:
+                everyone = range(self.members.size)
+                self._nested = self.members.connect(everyone, "callbacks", timeout_s=self._stand_in.timeout_s)
+                self._nested.share()
+            return self._nested
 
     def _elsewhere(self, tensor: Tensor, tag: int = 0) -> Any:
         """Who takes calls with this tensor instead of our communicator, if anybody."""
@@ -102,6 +124,8 @@ class TorchCalls:
         outputs: Sequence[Tensor],
         calls: Sequence[Callable[..., Work | None]],
         finish: Callable[[], None] | None = None,
+        *,
+        is_message: bool = False,
     ) -> TorchWork:
         """Start ``calls`` of our communicator as torch's options say.
 
@@ -115,11 +139,11 @@ class TorchCalls:
         if not works:
             if finish is not None:
                 finish()
-            return TorchWork(None, outputs)
+            return TorchWork(None, outputs, self.callbacks)
         work = works[0] if finish is None and len(works) == 1 else JoinedWork(works, finish)
         if self._coalesced and (collected := self._coalesced.get(threading.get_ident())) is not None:
             collected.append(work)
-        return TorchWork(work, outputs)
+        return TorchWork(work, outputs, self.callbacks, is_message=is_message)
 
     # What C++ calls.
 
@@ -129,7 +153,7 @@ class TorchCalls:
         if other := self._elsewhere(tensors[0]):
             return other.allreduce(tensors, opts)
         operation = opts.reduceOp.op
-        started = self._start(opts, tensors, [partial(self._communicator.allreduce, t, operation) for t in tensors])
+        started = self._start(opts, tensors, [partial(self._collectives.allreduce, t, operation) for t in tensors])
         if started.pending is not None:
             self._backward.add(started.pending)
         return started
@@ -149,7 +173,7 @@ class TorchCalls:
                 copy_pieces(parts, torch.split(flat, [part.numel() for part in parts]))
 
         operation = opts.reduceOp.op
-        calls = [partial(self._communicator.allreduce, flat, operation) for flat, _ in flats]
+        calls = [partial(self._collectives.allreduce, flat, operation) for flat, _ in flats]
         return self._start(opts, tensors, calls, finish)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
@@ -157,7 +181,7 @@ class TorchCalls:
         opts = opts or c10d.BroadcastOptions()
         if other := self._elsewhere(tensors[0]):
             return other.broadcast(tensors, opts)
-        calls = [partial(self._communicator.broadcast, tensor, opts.rootRank) for tensor in tensors]
+        calls = [partial(self._collectives.broadcast, tensor, opts.rootRank) for tensor in tensors]
         return self._start(opts, tensors, calls)
 
     def allgather(self, output_lists: list[list[Tensor]], tensors: list[Tensor], opts: Any = None) -> Any:
@@ -166,7 +190,7 @@ class TorchCalls:
         if other := self._elsewhere(tensors[0]):
             return other.allgather(output_lists, tensors, opts)
         flats = [_rows_for(outputs) for outputs in output_lists]
-        calls = [partial(self._communicator.allgather, *pair) for pair in zip(flats, tensors, strict=True)]
+        calls = [partial(self._collectives.allgather, *pair) for pair in zip(flats, tensors, strict=True)]
 
         def finish() -> None:
             for outputs, flat in zip(output_lists, flats, strict=True):
@@ -180,7 +204,7 @@ class TorchCalls:
         if tensors and (other := self._elsewhere(tensors[0])):
             return _as_one(other, _spelled(other, "all_gather_single", "_allgather_base"), outputs, tensors, opts)
         pairs = zip(outputs, tensors, strict=True)
-        return self._start(opts, outputs, [partial(self._communicator.allgather, *pair) for pair in pairs])
+        return self._start(opts, outputs, [partial(self._collectives.allgather, *pair) for pair in pairs])
 
     def reduce_scatter(self, outputs: list[Tensor], input_lists: list[list[Tensor]], opts: Any = None) -> Any:
         """Reduce lists of tensors over all ranks and give each rank its part."""
@@ -188,7 +212,7 @@ class TorchCalls:
         if other := self._elsewhere(outputs[0]):
             return other.reduce_scatter(outputs, input_lists, opts)
         pairs = zip(outputs, map(_flat, input_lists), strict=True)
-        calls = [partial(self._communicator.reduce_scatter, *pair, opts.reduceOp.op) for pair in pairs]
+        calls = [partial(self._collectives.reduce_scatter, *pair, opts.reduceOp.op) for pair in pairs]
         return self._start(opts, outputs, calls)
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = None) -> Any:
@@ -199,7 +223,7 @@ class TorchCalls:
                 other, _spelled(other, "reduce_scatter_single", "_reduce_scatter_base"), outputs, tensors, opts
             )
         pairs = zip(outputs, tensors, strict=True)
-        calls = [partial(self._communicator.reduce_scatter, *pair, opts.reduceOp.op) for pair in pairs]
+        calls = [partial(self._collectives.reduce_scatter, *pair, opts.reduceOp.op) for pair in pairs]
         return self._start(opts, outputs, calls)
 
     def all_to_all_single(
@@ -216,29 +240,31 @@ class TorchCalls:
             call = _spelled(other, "all_to_all_single", "alltoall_base")
             return call(output, tensor, list(output_sizes), list(input_sizes), opts)
         if not output_sizes and not input_sizes:
-            return self._start(opts, [output], [partial(self._communicator.alltoall, output, tensor)])
+            return self._start(opts, [output], [partial(self._collectives.alltoall, output, tensor)])
         received = _counts(output, output_sizes, self._communicator.size)
         sent = _counts(tensor, input_sizes, self._communicator.size)
-        return self._start(opts, [output], [partial(self._communicator.alltoall_v, output, tensor, received, sent)])
+        return self._start(opts, [output], [partial(self._collectives.alltoall_v, output, tensor, received, sent)])
 
     def barrier(self, opts: Any = None) -> Any:
         """Return when all ranks are here; a barrier of the devices if the caller names them."""
         opts = opts or c10d.BarrierOptions()
         if opts.device_ids and "cuda" in self._backends:
             return self._backends["cuda"].barrier(opts)
-        return self._start(opts, [], [self._communicator.barrier])
+        return self._start(opts, [], [self._collectives.barrier])
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Any:
         """Send tensors to one rank."""
         if other := self._elsewhere(tensors[0], tag):
             return other.send(tensors, dst, tag)
-        return self._start(_MESSAGE, tensors, [partial(self._communicator.send, tensor, dst) for tensor in tensors])
+        calls = [partial(self._communicator.send, tensor, dst) for tensor in tensors]
+        return self._start(_MESSAGE, tensors, calls, is_message=True)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Any:
         """Receive tensors from one rank."""
         if other := self._elsewhere(tensors[0], tag):
             return other.recv(tensors, src, tag)
-        return self._start(_MESSAGE, tensors, [partial(self._communicator.recv, tensor, src) for tensor in tensors])
+        calls = [partial(self._communicator.recv, tensor, src) for tensor in tensors]
+        return self._start(_MESSAGE, tensors, calls, is_message=True)
 
     # What Python calls.
 
@@ -247,7 +273,7 @@ class TorchCalls:
         opts = opts or c10d.AllgatherOptions()
         if other := self._elsewhere(tensor):
             return _spelled(other, "all_gather_single", "_allgather_base")(output, tensor, opts)
-        return self._start(opts, [output], [partial(self._communicator.allgather, output, tensor)])
+        return self._start(opts, [output], [partial(self._collectives.allgather, output, tensor)])
 
     def allgather_coalesced(self, output_lists: list[list[Tensor]], tensors: list[Tensor], opts: Any = None) -> Any:
         """Gather several tensors; here ``output_lists`` has one list for each rank."""
@@ -259,7 +285,7 @@ class TorchCalls:
         opts = opts or c10d.ReduceScatterOptions()
         if other := self._elsewhere(tensor):
             return _spelled(other, "reduce_scatter_single", "_reduce_scatter_base")(output, tensor, opts)
-        call = partial(self._communicator.reduce_scatter, output, tensor, opts.reduceOp.op)
+        call = partial(self._collectives.reduce_scatter, output, tensor, opts.reduceOp.op)
         return self._start(opts, [output], [call])
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
@@ -268,7 +294,7 @@ class TorchCalls:
         if other := self._elsewhere(tensors[0]):
             return other.reduce(tensors, opts)
         operation = opts.reduceOp.op
-        calls = [partial(self._communicator.reduce, tensor, opts.rootRank, operation) for tensor in tensors]
+        calls = [partial(self._collectives.reduce, tensor, opts.rootRank, operation) for tensor in tensors]
         return self._start(opts, tensors, calls)
 
     def gather(self, output_lists: list[list[Tensor]], tensors: list[Tensor], opts: Any = None) -> Any:
@@ -283,7 +309,7 @@ class TorchCalls:
             if flat is not None:
                 copy_pieces(outputs, flat.unbind())
 
-        return self._start(opts, outputs, [partial(self._communicator.gather, flat, tensors[0], opts.rootRank)], finish)
+        return self._start(opts, outputs, [partial(self._collectives.gather, flat, tensors[0], opts.rootRank)], finish)
 
     def scatter(self, outputs: list[Tensor], input_lists: list[list[Tensor]], opts: Any = None) -> Any:
         """Give each rank its tensor of the list of one of them."""
@@ -291,7 +317,7 @@ class TorchCalls:
         if other := self._elsewhere(outputs[0]):
             return other.scatter(outputs, input_lists, opts)
         parts = _flat(input_lists[0]) if input_lists else None
-        return self._start(opts, outputs, [partial(self._communicator.scatter, outputs[0], parts, opts.rootRank)])
+        return self._start(opts, outputs, [partial(self._collectives.scatter, outputs[0], parts, opts.rootRank)])
 
     def alltoall(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = None) -> Any:
         """Send one tensor to each rank and receive one from each; sizes may differ."""
@@ -300,7 +326,7 @@ class TorchCalls:
             return other.alltoall(outputs, tensors, opts)
         received, sent = [output.numel() for output in outputs], [tensor.numel() for tensor in tensors]
         flat = outputs[0].new_empty(sum(received))
-        call = partial(self._communicator.alltoall_v, flat, _flat(tensors), received, sent)
+        call = partial(self._collectives.alltoall_v, flat, _flat(tensors), received, sent)
         return self._start(opts, outputs, [call], lambda: copy_pieces(outputs, torch.split(flat, received)))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
@@ -329,7 +355,8 @@ class TorchCalls:
         if backend is not None:
             return end_coalescing(backend)
         works = self._coalesced.pop(threading.get_ident(), None)
-        return TorchWork(JoinedWork(works, None) if works else None, [])
+        # Messages may be among them.
+        return TorchWork(JoinedWork(works, None) if works else None, [], self.callbacks, is_message=True)
 
     # Names before torch 2.13.
     _allgather_base = all_gather_single

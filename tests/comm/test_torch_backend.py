@@ -40,6 +40,14 @@ def test_ddp_as_a_launcher_starts_it(pool: ProcessRanks, port: int) -> None:
     pool.run(ranks.as_launched, port, 2, size=2)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "transport"),
+    [((0, 0), "shm"), ((0, 0, 0), "shm"), ((0, 1), "gloo"), ((0, 1, 2), "gloo"), ((0, 0, 1), "hybrid")],
+)
+def test_callbacks_may_communicate(pool: ProcessRanks, port: int, nodes: tuple[int, ...], transport: str) -> None:
+    pool.run(ranks.callbacks, port, nodes, transport, size=len(nodes))
+
+
 def test_meshes_shards_and_groups_of_groups(pool: ProcessRanks, port: int, tmp_path: Path) -> None:
     pool.run(ranks.meshes, port, str(tmp_path))
 

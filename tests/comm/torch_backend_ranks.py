@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.distributed import checkpoint, fsdp, tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
@@ -334,6 +336,98 @@ def sparse_gradients(size: int) -> None:
     expected[:size] += 1 / size
     expected[5] += 1.0
     torch.testing.assert_close(model.weight.grad.to_dense(), expected)
+
+
+# Callbacks of futures.
+
+
+def callbacks(port: int, nodes: tuple[int, ...], transport: str) -> None:
+    """Callbacks make calls and wait for them, however deep, while other threads make calls."""
+    size = len(nodes)
+    with joined(port, size, nodes):
+        assert dist.group.WORLD.members.backend == transport
+        nested_callbacks(size)
+        callbacks_in_a_chain(size)
+        callbacks_beside_calls(size)
+        for make_state, hook in (
+            (lambda: None, default_hooks.fp16_compress_hook),
+            (compressing, powerSGD_hook.powerSGD_hook),
+            (compressing, default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)),
+            (averaging, post_localSGD_hook.post_localSGD_hook),
+        ):
+            train_with_hook(make_state(), hook)
+        zero_in_the_backward_pass()
+
+
+def nested_callbacks(size: int) -> None:
+    def nest(depth: int) -> float:
+        future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+        if depth == 1:
+            return future.wait()[0].item()
+        return future.then(lambda done: nest(depth - 1) + done.value()[0].item()).wait()
+
+    assert nest(10) == 10 * size
+
+
+def callbacks_in_a_chain(size: int) -> None:
+    future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+    for _ in range(10):
+        future = future.then(lambda done: dist.all_reduce(done.value()[0], async_op=True).get_future().wait())
+    assert future.wait()[0].item() == size**11
+
+
+def callbacks_beside_calls(size: int) -> None:
+    """Calls of callbacks and of other threads have other sizes: they must not meet."""
+
+    def reduce_again(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        total = done.value()[0]
+        works = [dist.all_reduce(part, async_op=True) for part in total.chunk(3)]
+        torch.futures.wait_all([work.get_future() for work in works])
+        return total
+
+    futures = []
+    for number in range(20):
+        values = torch.ones(3 * (number + 1))
+        futures.append(dist.all_reduce(values, async_op=True).get_future().then(reduce_again))
+    assert [int(future.wait().sum()) for future in futures] == [3 * (number + 1) * size**2 for number in range(20)]
+
+
+def compressing() -> Any:
+    return powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.5)
+
+
+def averaging() -> Any:
+    return post_localSGD_hook.PostLocalSGDState(None, dist.new_group(), 2)
+
+
+def train_with_hook(state: Any, hook: Any) -> None:
+    """Several buckets, so that callbacks run while the backward pass goes on; equal weights afterwards."""
+    wrapped = DistributedDataParallel(small_model(), bucket_cap_mb=0.2)
+    wrapped.register_comm_hook(state, hook)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+    inputs = torch.randn(6, 3, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for batch in inputs:
+        optimizer.zero_grad()
+        wrapped(batch).square().mean().backward()
+        optimizer.step()
+    weights = torch.cat([parameter.detach().view(-1) for parameter in wrapped.parameters()])
+    of_all = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_all, weights)
+    assert all(torch.equal(weights, other) for other in of_all)
+
+
+def zero_in_the_backward_pass() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch uses what it deprecates
+        from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    wrapped = DistributedDataParallel(small_model(), bucket_cap_mb=0.2)
+    optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.01)
+    wrapped.register_comm_hook(None, hook_with_zero_step(default_hooks.allreduce_hook, wrapped, optimizer))
+    before = wrapped.module[0].weight.detach().clone()
+    for _ in range(4):  # The first two only show the buckets.
+        wrapped(torch.randn(3, 6)).square().mean().backward()
+    assert not torch.equal(before, wrapped.module[0].weight)
 
 
 # Several groups.
