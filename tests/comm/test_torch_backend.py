@@ -40,6 +40,10 @@ def test_ddp_as_a_launcher_starts_it(pool: ProcessRanks, port: int) -> None:
     pool.run(ranks.as_launched, port, 2, size=2)
 
 
+def test_every_form_of_arguments_that_gloo_takes(pool: ProcessRanks, port: int) -> None:
+    pool.run(ranks.all_forms, port, size=2)
+
+
 @pytest.mark.parametrize(
     ("nodes", "transport"),
     [((0, 0), "shm"), ((0, 0, 0), "shm"), ((0, 1), "gloo"), ((0, 1, 2), "gloo"), ((0, 0, 1), "hybrid")],

@@ -61,7 +61,7 @@ def test_tensors_of_other_devices_go_to_their_backend() -> None:
     assert recorder.called == [*calls]
     # Backends have other names, or none, for these.
     recorder.called.clear()
-    assert group.all_to_all_single(far, far) == "work of alltoall_base"
+    assert group.all_to_all_single(far, far, [], []) == "work of alltoall_base"
     assert group.all_gather_single(far, far) == "work of _allgather_base"
     assert group.reduce_scatter_single(far, far) == "work of _reduce_scatter_base"
     recorder.called.clear()

@@ -28,6 +28,7 @@ from bagua.comm import torch_backend
 from bagua.comm.stores import connect_store
 from bagua.errors import CollectiveTimeoutError, ConfigurationError, InvalidTensorError, PeerLostError
 from bagua.testing.ranks import this_rank
+from tests.comm import torch_group_forms
 
 TIMEOUT_S = 20.0
 
@@ -258,6 +259,28 @@ def refusals(rank: int, size: int) -> None:
         assert {*error.peers} <= {*range(1, size)}
         assert error.peers
     dist.barrier()
+
+
+# Forms of arguments.
+
+
+def all_forms(port: int) -> None:
+    """Each form on a group of Gloo and on one of ours, with equal results."""
+    with joined(port, 2):
+        ours, gloo = dist.group.WORLD, dist.new_group(backend="gloo")
+        expected = torch_group_forms.results(gloo)
+        seen = torch_group_forms.results(ours)
+        for name, result in expected.items():
+            torch.testing.assert_close(
+                seen[name], result, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}"
+            )
+        raised_by = torch_group_forms.refusals(ours)
+        assert [name for name, error in raised_by.items() if not isinstance(error, ConfigurationError)] == []
+        assert torch.equal(torch_group_forms.FORMS["allreduce(tensor)"](ours)[0], expected["allreduce(tensor)"][0])
+        recent = ours.members.global_communicator.statistics.recent
+        before = recent[-1].sequence
+        ours.allreduce(torch.ones(500)).wait()
+        assert (recent[-1].sequence, recent[-1].numel) == (before + 1, 500)
 
 
 # Training.
