@@ -132,10 +132,21 @@ class CallFuture(torch.futures.Future):  # type: ignore[type-arg]  # generic in 
             callback()
 
 
+class _Turn:
+    """The place of a call among those whose callbacks run in order."""
+
+    __slots__ = ("ready", "settle")
+
+    def __init__(self, settle: Callable[[], None]) -> None:
+        self.settle = settle
+        #: Whether ``settle`` may be called: it does not wait, or only for what does not wait for callbacks.
+        self.ready = False
+
+
 class CallbackThread:
     """The thread in which the callbacks of one group run. It starts with the first future.
 
-    Nothing here takes a lock that another thread, or a signal handler, may have to wait for.
+    No lock here is held while anything runs or waits.
 
     Args:
         name: of the thread, for debuggers.
@@ -150,8 +161,10 @@ class CallbackThread:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         #: What callbacks have started: comes before everything else.
         self._nested: deque[Callable[[], None]] = deque()
+        #: The calls, in their order; a later one may be complete first.
+        self._turns: deque[_Turn] = deque()
         self._thread: threading.Thread | None = None
-        self._starting = threading.RLock()
+        self._guard = threading.RLock()
         self._ident = 0
         self._stopped = False
 
@@ -166,7 +179,7 @@ class CallbackThread:
         Args:
             work: the call; None if it is complete.
             outcome: waits for it; returns the value of the future or raises.
-            in_order: whether the call is complete before later ones need it to be, so that this thread may wait for it.
+            in_order: whether callbacks run in the order of these calls; else in that in which they complete.
         """
         future = CallFuture(self)
         settle = partial(future.settle, outcome)
@@ -175,15 +188,22 @@ class CallbackThread:
             if work is not None:
                 work.when_completed(partial(future.settle_early, outcome))
             return future
+        if work is None and not self._turns:
+            settle()  # It has no callbacks yet.
+            return future
         self._start()
-        put = partial(self.put, settle)
-        if work is None:
-            put()
-        elif not work.notify(put):
-            if in_order:
-                put()
-            else:
-                work.when_completed(put)
+        if not in_order and work is not None:
+            work.when_completed(partial(self.put, settle))
+            return future
+        turn = _Turn(settle)
+        self._turns.append(turn)
+
+        def ready() -> None:
+            turn.ready = True
+            self.put(self._settle_ready)
+
+        if work is None or not work.notify(ready):
+            ready()
         return future
 
     def put(self, task: Callable[[], None]) -> None:
@@ -209,11 +229,11 @@ class CallbackThread:
                 raise CommunicatorClosedError("the group was closed while a callback waited")
 
     def _start(self) -> None:
-        with self._starting:
+        with self._guard:
             if self._thread is None and not self._stopped:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 thread.start()
-                self._thread = thread
+                self._thread = thread  # Not earlier: who has not started cannot be waited for.
 
     def _run(self) -> None:
         self._ident = threading.get_ident()
@@ -227,11 +247,23 @@ class CallbackThread:
 
     def _run_next(self) -> bool:
         """Run one task; False at the end."""
-        task = self._nested.popleft() if self._nested else self._queue.get()
+        task = self._nested.popleft() if self._nested else self._take_turn() or self._queue.get()
         if task is None:
             return False
         task()
         return True
+
+    def _take_turn(self) -> Callable[[], None] | None:
+        with self._guard:
+            if self._turns and self._turns[0].ready:
+                return self._turns.popleft().settle
+            return None
+
+    def _settle_ready(self) -> None:
+        if threading.get_ident() == self._ident:
+            return  # It takes turns by itself, when nothing nested is left.
+        while (settle := self._take_turn()) is not None:
+            settle()
 
     def stop(self, timeout_s: float = 1.0) -> None:
         """Let what was put run, and end the thread."""
@@ -240,8 +272,11 @@ class CallbackThread:
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout_s)
+        if thread is not None and thread.is_alive():
+            return
+        self._settle_ready()
         with contextlib.suppress(queue.Empty):
-            while thread is None or not thread.is_alive():
+            while True:
                 task = self._queue.get_nowait()
                 if task is not None:
                     task()

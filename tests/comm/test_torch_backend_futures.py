@@ -49,13 +49,14 @@ def future_of(thread: CallbackThread, call: Call, value: Any = None) -> Any:
     return thread.future(call.work, outcome)
 
 
-@pytest.mark.parametrize("tells", [True, False])
-def test_callbacks_run_in_the_order_of_the_calls(thread: CallbackThread, tells: bool) -> None:
-    calls, order = [Call(tells) for _ in range(5)], []
+@pytest.mark.parametrize("tells", [{0, 1, 2, 3, 4}, set(), {0, 3}, {1, 2}])
+@pytest.mark.parametrize("completed", [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4, 1, 3]])
+def test_callbacks_run_in_the_order_of_the_calls(thread: CallbackThread, tells: set[int], completed: list[int]) -> None:
+    calls, order = [Call(number in tells) for number in range(5)], []
     futures = [future_of(thread, call, number) for number, call in enumerate(calls)]
     last = [future.then(lambda done: order.append(done.value())) for future in futures]
-    for call in calls if tells else reversed(calls):
-        call.end()
+    for number in completed:
+        calls[number].end()
     for future in last:
         future.wait()
     assert order == list(range(5))
@@ -88,12 +89,24 @@ def test_what_a_callback_starts_comes_before_the_next_callback(thread: CallbackT
     assert order == ["first", "inner", "second"]
 
 
-def test_a_callback_may_wait_for_callbacks_of_later_calls(thread: CallbackThread) -> None:
+def test_messages_do_not_wait_for_their_turn(thread: CallbackThread) -> None:
     first, second = Call(), Call()
-    later = future_of(thread, second, 1).then(lambda done: done.value() + 1)
-    result = future_of(thread, first).then(lambda _: later.wait() + 1)
-    first.end()
+    waiting = [thread.future(call.work, lambda: None, in_order=False) for call in (first, second)]
     second.end()
+    assert waiting[1].then(lambda _: 5).wait() == 5
+    assert not waiting[0].done()
+    first.end()
+    waiting[0].wait()
+
+
+@pytest.mark.parametrize("later_first", [False, True])
+def test_a_callback_may_wait_for_callbacks_of_later_calls(thread: CallbackThread, later_first: bool) -> None:
+    first, second = Call(), Call()
+    waits: list[Any] = []
+    result = future_of(thread, first).then(lambda _: waits[0].wait() + 1)
+    waits.append(future_of(thread, second, 1).then(lambda done: done.value() + 1))
+    for call in (second, first) if later_first else (first, second):
+        call.end()
     assert result.wait() == 3
 
 
@@ -131,12 +144,11 @@ def test_a_callback_that_fails_is_an_error_of_its_future_only(thread: CallbackTh
 
 
 def test_the_end_completes_what_is_left() -> None:
-    thread, call = CallbackThread("test"), Call()
+    thread, ready, call = CallbackThread("test"), Call(), Call()
+    started = future_of(thread, ready)
     future = future_of(thread, call, 7)
-    ready = Call()
-    waiting = future_of(thread, ready)
     ready.end()
-    waiting.wait()
+    started.wait()
     thread.stop()
     assert thread._thread is not None
     assert not thread._thread.is_alive()
@@ -147,14 +159,14 @@ def test_the_end_completes_what_is_left() -> None:
 
 def test_a_callback_that_waits_learns_of_the_end() -> None:
     thread, first, never = CallbackThread("test"), Call(), Call()
-    unanswered = future_of(thread, never)
-    entered = threading.Event()
+    entered, unanswered = threading.Event(), []
 
     def wait(_: Any) -> Any:
         entered.set()
-        return unanswered.wait()
+        return unanswered[0].wait()
 
     result = future_of(thread, first).then(wait)
+    unanswered.append(future_of(thread, never))
     first.end()
     assert entered.wait(10)
     thread.stop()
