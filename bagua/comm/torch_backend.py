@@ -20,7 +20,10 @@ from bagua.comm.forks import family, leak
 from bagua.comm.formation import configure_log, first_that_connects, fresh, layout, meet
 from bagua.comm.group import Ledger, ProcessGroup
 from bagua.comm.torch_backend_calls import CpuStandIn, TorchCalls
+from bagua.comm.torch_backend_futures import CallFuture
+from bagua.comm.torch_backend_work import BackwardPass, TorchWork
 from bagua.comm.torch_private import (
+    do_not_compile,
     nccl_options,
     requested_backends,
     require_known_calls,
@@ -145,6 +148,7 @@ def install_torch_backend() -> None:
         True
     """
     if not dist.is_backend_available(TORCH_NAME):
+        do_not_compile(TorchGroup, TorchCalls, CpuStandIn, TorchWork, CallFuture, BackwardPass)
         # A list: torch would take a string for a list of letters.
         dist.Backend.register_backend(TORCH_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 

@@ -15,7 +15,7 @@ from bagua.comm.work import Work
 from bagua.errors import CommunicationError
 from bagua.torch_private import backward_pass, when_backward_ends
 
-__all__ = ["BackwardWatch", "TorchWork"]
+__all__ = ["BackwardPass", "BackwardWatch", "TorchWork"]
 
 _NO_TIMEOUT = timedelta()
 
@@ -86,7 +86,7 @@ class TorchWork(torch_private.Work):
         return self._outputs
 
 
-class _Pass:
+class BackwardPass:
     """The calls of one backward pass. Autograd holds the only strong reference, so it dies with the pass."""
 
     __slots__ = ("__weakref__", "works")
@@ -110,7 +110,7 @@ class BackwardWatch:
     """
 
     def __init__(self) -> None:
-        self._passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
+        self._passes: weakref.WeakValueDictionary[int, BackwardPass] = weakref.WeakValueDictionary()
 
     def add(self, work: Work) -> None:
         """Wait for ``work`` at the end of the backward pass that the calling thread runs, if it runs one."""
@@ -119,6 +119,6 @@ class BackwardWatch:
             return
         current = self._passes.get(task)
         if current is None:
-            self._passes[task] = current = _Pass()
+            self._passes[task] = current = BackwardPass()
             when_backward_ends(current)
         current.works.append(work)

@@ -44,6 +44,10 @@ def test_every_form_of_arguments_that_gloo_takes(pool: ProcessRanks, port: int) 
     pool.run(ranks.all_forms, port, size=2)
 
 
+def test_wrapped_models_are_compiled(pool: ProcessRanks, port: int) -> None:
+    pool.run(ranks.compiled, port, size=2)
+
+
 @pytest.mark.parametrize(
     ("nodes", "transport"),
     [((0, 0), "shm"), ((0, 0, 0), "shm"), ((0, 1), "gloo"), ((0, 1, 2), "gloo"), ((0, 0, 1), "hybrid")],

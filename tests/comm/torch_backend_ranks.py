@@ -338,6 +338,30 @@ def assert_mean_of_gradients(size: int, options: dict[str, Any], hook: Any = Non
         torch.testing.assert_close(other.grad, one.grad, rtol=tolerance, atol=tolerance / 10)
 
 
+def compiled(port: int) -> None:
+    """Wrapped and compiled in both orders, with the gradients of the model that is not compiled."""
+    with joined(port, 2) as rank, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of itself
+        inputs = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(7))[rank]
+        alone = DistributedDataParallel(small_model())
+        alone(inputs).square().mean().backward()
+        for backend in ("eager", "aot_eager"):
+            model = small_model()
+            for wrapped in (
+                torch.compile(DistributedDataParallel(model), backend=backend),
+                DistributedDataParallel(torch.compile(model, backend=backend)),
+            ):
+                for _ in range(2):
+                    wrapped.zero_grad()
+                    wrapped(inputs).square().mean().backward()
+                for one, other in zip(alone.parameters(), model.parameters(), strict=True):
+                    torch.testing.assert_close(other.grad, one.grad)
+        reduce = torch.compile(
+            lambda values: functional.all_reduce(values * 2, "sum", dist.group.WORLD), backend="eager"
+        )
+        assert reduce(torch.ones(2)).tolist() == [4.0, 4.0]
+
+
 def uneven_inputs(size: int) -> None:
     wrapped = DistributedDataParallel(nn.Linear(2, 1, bias=False))
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
