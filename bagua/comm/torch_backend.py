@@ -16,11 +16,12 @@ from torch.distributed import distributed_c10d as c10d
 
 from bagua.comm.arguments import as_seconds
 from bagua.comm.choice import TORCH_NAME, candidates
+from bagua.comm.closer import close_with
 from bagua.comm.forks import family, leak
 from bagua.comm.formation import configure_log, first_that_connects, fresh, layout, meet
 from bagua.comm.group import Ledger, ProcessGroup
 from bagua.comm.torch_backend_calls import CpuStandIn, TorchCalls
-from bagua.comm.torch_backend_futures import CallFuture
+from bagua.comm.torch_backend_futures import CallbackThread, CallFuture
 from bagua.comm.torch_backend_work import BackwardPass, TorchWork
 from bagua.comm.torch_private import (
     do_not_compile,
@@ -60,6 +61,7 @@ class TorchGroup(TorchCalls, dist.ProcessGroup):  # type: ignore[misc]  # the st
             self._register_backend(torch.device(device_type), _NCCL, backend)
         _family.add(self)
         family.add(self)
+        close_with(self, _Belongings(members, self.callbacks))
 
     def disown(self) -> None:
         """In a forked child: torch's objects are never destroyed there."""
@@ -104,11 +106,25 @@ class TorchGroup(TorchCalls, dist.ProcessGroup):  # type: ignore[misc]  # the st
     def shutdown(self) -> None:
         """Leave the group and give back what it holds. Idempotent."""
         _family.discard(self)
-        self.members.close()
-        self.callbacks.stop()
+        _Belongings(self.members, self.callbacks).close()
         for backend in self._backends.values():
             with contextlib.suppress(RuntimeError):
                 backend.shutdown()
+
+
+class _Belongings:
+    """What a group leaves behind that nobody holds any more. Closing it tells the peers, as Gloo does."""
+
+    def __init__(self, members: ProcessGroup, callbacks: CallbackThread) -> None:
+        self._members = members
+        self._callbacks = callbacks
+
+    def idle(self) -> bool:
+        return self._members.idle()
+
+    def close(self) -> None:
+        self._members.close()
+        self._callbacks.stop()
 
 
 class _Family:
