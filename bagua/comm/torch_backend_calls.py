@@ -85,15 +85,23 @@ class TorchCalls:
         members: our group of the same ranks.
         stand_in: registered with torch for CPU tensors.
         backends: who serves the tensors of other devices, by device type.
+        raise_in_backward: whether the end of a backward pass raises what went wrong in its allreduces.
     """
 
-    def __init__(self, members: ProcessGroup, stand_in: CpuStandIn, backends: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        members: ProcessGroup,
+        stand_in: CpuStandIn,
+        backends: Mapping[str, Any],
+        *,
+        raise_in_backward: bool = True,
+    ) -> None:
         self.members = members
         self._communicator = members.global_communicator
         self._stand_in = stand_in
         self._backends = dict(backends)
         self._communicator.share()  # Threads may share a group of torch.
-        self._backward = BackwardWatch()
+        self._backward = BackwardWatch() if raise_in_backward else None
         self.callbacks = CallbackThread(f"bagua-{members.label}-callbacks")
         #: Connected by the first collective call in a callback.
         self._nested: Communicator | None = None
@@ -171,7 +179,7 @@ class TorchCalls:
         if other := self._elsewhere(tensors[0]):
             return other.allreduce(tensors, opts)
         started = self._start(opts, tensors, [partial(self._collectives.allreduce, tensors[0], opts.reduceOp.op)])
-        if started.pending is not None:
+        if started.pending is not None and self._backward is not None:
             self._backward.add(started.pending)
         return started
 

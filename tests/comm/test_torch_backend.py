@@ -68,6 +68,10 @@ def test_survivors_of_a_killed_rank_name_it(pool: ProcessRanks, port: int) -> No
         assert survivor.value < 15.0
 
 
+def test_errors_can_be_left_to_those_who_hold_futures(pool: ProcessRanks, port: int) -> None:
+    pool.run(ranks.leave_errors_to_futures, port, size=2)
+
+
 def test_a_backend_that_torch_would_drop_is_refused(pool: ProcessRanks) -> None:
     pool.run(ranks.mixed_strings, size=1)
 

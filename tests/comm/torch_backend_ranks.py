@@ -596,6 +596,40 @@ def lose_a_rank(port: int, size: int) -> tuple[str, float]:
         return spent_s
 
 
+def leave_errors_to_futures(port: int) -> None:
+    """A hook handles the error of its future, and the backward pass goes on."""
+    with joined(port, 2) as rank:
+        group = dist.new_group(pg_options=bagua.TorchBackendOptions(raise_in_backward=False))
+        wrapped = DistributedDataParallel(small_model(), process_group=group)
+        handled: list[BaseException] = []
+
+        def hook(_, bucket):
+            if rank == 1:
+                group.abort()
+                return futures_of(bucket.buffer())
+            future = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
+            return future.then(lambda done: swallow(done, bucket.buffer(), handled))
+
+        wrapped.register_comm_hook(None, hook)
+        wrapped(torch.randn(2, 6)).sum().backward()
+        assert rank == 1 or (handled and all(isinstance(error, PeerLostError) for error in handled[:1]))
+        dist.barrier()
+
+
+def swallow(done: torch.futures.Future[Any], buffer: torch.Tensor, handled: list[BaseException]) -> torch.Tensor:
+    try:
+        return done.value()[0]
+    except Exception as error:
+        handled.append(error)
+        return buffer
+
+
+def futures_of(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(buffer)
+    return future
+
+
 def mixed_strings() -> None:
     for names in ("cpu:bagua,cuda:nccl", "cpu:gloo,cuda:bagua", "cuda:gloo,cpu:bagua"):
         options = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
