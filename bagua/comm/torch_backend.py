@@ -7,6 +7,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -16,11 +17,15 @@ from torch.distributed import distributed_c10d as c10d
 
 from bagua.comm.arguments import as_seconds
 from bagua.comm.choice import TORCH_NAME, candidates
+from bagua.comm.closer import close_with
 from bagua.comm.forks import family, leak
 from bagua.comm.formation import configure_log, first_that_connects, fresh, layout, meet
 from bagua.comm.group import Ledger, ProcessGroup
 from bagua.comm.torch_backend_calls import CpuStandIn, TorchCalls
+from bagua.comm.torch_backend_futures import CallbackThread, CallFuture
+from bagua.comm.torch_backend_work import BackwardPass, TorchWork
 from bagua.comm.torch_private import (
+    do_not_compile,
     nccl_options,
     requested_backends,
     require_known_calls,
@@ -29,10 +34,26 @@ from bagua.comm.torch_private import (
 )
 from bagua.errors import ConfigurationError
 
-__all__ = ["TorchGroup", "install_torch_backend"]
+__all__ = ["TorchBackendOptions", "TorchGroup", "install_torch_backend"]
 
 _GLOO = dist.ProcessGroup.BackendType.GLOO
 _NCCL = dist.ProcessGroup.BackendType.NCCL
+
+
+@dataclass(frozen=True)
+class TorchBackendOptions:
+    """What ``pg_options`` of ``torch.distributed.init_process_group("bagua")`` and ``new_group`` take.
+
+    Args:
+        raise_in_backward: whether the end of a backward pass raises what went wrong in its allreduces. Without, the
+            errors are left to whoever handles the futures of these calls, such as a communication hook.
+
+    Example:
+        >>> TorchBackendOptions(raise_in_backward=False)
+        TorchBackendOptions(raise_in_backward=False)
+    """
+
+    raise_in_backward: bool = True
 
 
 class TorchGroup(TorchCalls, dist.ProcessGroup):  # type: ignore[misc]  # the stub has more overloads than callers
@@ -43,13 +64,19 @@ class TorchGroup(TorchCalls, dist.ProcessGroup):  # type: ignore[misc]  # the st
         members: our group of the same ranks, which this one owns.
         stand_in: registered with torch for CPU tensors.
         backends: who serves the tensors of other devices, by device type.
+        options: of this group.
     """
 
     def __init__(
-        self, store: dist.Store, members: ProcessGroup, stand_in: CpuStandIn, backends: Mapping[str, Any]
+        self,
+        store: dist.Store,
+        members: ProcessGroup,
+        stand_in: CpuStandIn,
+        backends: Mapping[str, Any],
+        options: TorchBackendOptions,
     ) -> None:
         dist.ProcessGroup.__init__(self, members.rank, members.size)  # type: ignore[call-arg]  # not in the stub
-        TorchCalls.__init__(self, members, stand_in, backends)
+        TorchCalls.__init__(self, members, stand_in, backends, raise_in_backward=options.raise_in_backward)
         self._store = store
         self._set_default_backend(_GLOO)
         self._register_backend(torch.device("cpu"), _GLOO, stand_in)
@@ -57,6 +84,7 @@ class TorchGroup(TorchCalls, dist.ProcessGroup):  # type: ignore[misc]  # the st
             self._register_backend(torch.device(device_type), _NCCL, backend)
         _family.add(self)
         family.add(self)
+        close_with(self, _Belongings(members, self.callbacks))
 
     def disown(self) -> None:
         """In a forked child: torch's objects are never destroyed there."""
@@ -101,10 +129,25 @@ class TorchGroup(TorchCalls, dist.ProcessGroup):  # type: ignore[misc]  # the st
     def shutdown(self) -> None:
         """Leave the group and give back what it holds. Idempotent."""
         _family.discard(self)
-        self.members.close()
+        _Belongings(self.members, self.callbacks).close()
         for backend in self._backends.values():
             with contextlib.suppress(RuntimeError):
                 backend.shutdown()
+
+
+class _Belongings:
+    """What a group leaves behind that nobody holds any more. Closing it tells the peers, as Gloo does."""
+
+    def __init__(self, members: ProcessGroup, callbacks: CallbackThread) -> None:
+        self._members = members
+        self._callbacks = callbacks
+
+    def idle(self) -> bool:
+        return self._members.idle()
+
+    def close(self) -> None:
+        self._members.close()
+        self._callbacks.stop()
 
 
 class _Family:
@@ -144,6 +187,7 @@ def install_torch_backend() -> None:
         True
     """
     if not dist.is_backend_available(TORCH_NAME):
+        do_not_compile(TorchGroup, TorchCalls, CpuStandIn, TorchWork, CallFuture, BackwardPass)
         # A list: torch would take a string for a list of letters.
         dist.Backend.register_backend(TORCH_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
@@ -157,13 +201,7 @@ def _create(request: Any, options: Any) -> TorchGroup:
     """
     require_known_calls(TorchGroup)
     _check_nothing_is_dropped(requested_backends())
-    if options is not None and not (_serves_cuda() and isinstance(options, dist.ProcessGroupNCCL.Options)):
-        raise ConfigurationError(
-            "backend bagua has no options of its own",
-            argument="pg_options",
-            expected="None, or options of NCCL where there is CUDA",
-            seen=type(options).__name__,
-        )
+    own, of_nccl = _split_options(options)
     configure_log()
     rank, size, timeout_s = request.group_rank, request.group_size, as_seconds(request.timeout)
     # Torch gives no ranks for the group of all.
@@ -171,8 +209,22 @@ def _create(request: Any, options: Any) -> TorchGroup:
     store = fresh(request.store, rank)
     members = _connect(store, rank, ranks, timeout_s, f"torch/{request.group_id}")
     stand_in = CpuStandIn(dist.PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout_s))
-    backends = {"cuda": _nccl(store, request, options)} if _serves_cuda() else {}
-    return TorchGroup(request.store, members, stand_in, backends)
+    backends = {"cuda": _nccl(store, request, of_nccl)} if _serves_cuda() else {}
+    return TorchGroup(request.store, members, stand_in, backends, own)
+
+
+def _split_options(options: Any) -> tuple[TorchBackendOptions, Any]:
+    """Our options, and those of NCCL, out of what the user passed."""
+    if options is None or isinstance(options, TorchBackendOptions):
+        return options or TorchBackendOptions(), None
+    if _serves_cuda() and isinstance(options, dist.ProcessGroupNCCL.Options):
+        return TorchBackendOptions(), options
+    raise ConfigurationError(
+        "backend bagua does not take these options",
+        argument="pg_options",
+        expected="bagua.torch_api.TorchBackendOptions, or options of NCCL where there is CUDA",
+        seen=type(options).__name__,
+    )
 
 
 def _connect(store: dist.Store, rank: int, ranks: list[int], timeout_s: float, label: str) -> ProcessGroup:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from bagua.comm import torch_private
+from bagua.comm.torch_backend_futures import CallbackThread
 from bagua.comm.work import Work
 from bagua.errors import CommunicationError
 from bagua.torch_private import backward_pass, when_backward_ends
 
-__all__ = ["BackwardWatch", "TorchWork"]
+__all__ = ["BackwardPass", "BackwardWatch", "TorchWork"]
 
 _NO_TIMEOUT = timedelta()
 
@@ -25,12 +26,23 @@ class TorchWork(torch_private.Work):
     Args:
         work: the call; None if it is complete.
         outputs: the tensors that receive its result.
+        callbacks: where the callbacks of its future run.
+        is_message: whether it is for one other rank.
     """
 
-    def __init__(self, work: Work | None, outputs: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        work: Work | None,
+        outputs: Sequence[torch.Tensor],
+        callbacks: CallbackThread,
+        *,
+        is_message: bool = False,
+    ) -> None:
         super().__init__()
         self.pending = work
         self._outputs = list(outputs)
+        self._callbacks = callbacks
+        self._is_message = is_message
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Block until the call is complete.
@@ -67,21 +79,14 @@ class TorchWork(torch_private.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of ``result()``; the call makes progress without anybody who waits."""
-        completion: torch.futures.Future[None] = torch.futures.Future()
-        # Only an error raised by a callback is one to C++ as well; that of set_exception is a value there.
-        future = completion.then(self._outcome)
-        if self.pending is None:
-            completion.set_result(None)
-        else:
-            self.pending.when_completed(lambda: completion.set_result(None))
-        return future
+        return self._callbacks.future(self.pending, self._outcome, in_order=not self._is_message)
 
-    def _outcome(self, _: torch.futures.Future[None]) -> list[torch.Tensor]:
+    def _outcome(self) -> list[torch.Tensor]:
         self.wait()
         return self._outputs
 
 
-class _Pass:
+class BackwardPass:
     """The calls of one backward pass. Autograd holds the only strong reference, so it dies with the pass."""
 
     __slots__ = ("__weakref__", "works")
@@ -105,7 +110,7 @@ class BackwardWatch:
     """
 
     def __init__(self) -> None:
-        self._passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
+        self._passes: weakref.WeakValueDictionary[int, BackwardPass] = weakref.WeakValueDictionary()
 
     def add(self, work: Work) -> None:
         """Wait for ``work`` at the end of the backward pass that the calling thread runs, if it runs one."""
@@ -114,6 +119,6 @@ class BackwardWatch:
             return
         current = self._passes.get(task)
         if current is None:
-            self._passes[task] = current = _Pass()
+            self._passes[task] = current = BackwardPass()
             when_backward_ends(current)
         current.works.append(work)

@@ -150,7 +150,7 @@ class Work(ABC):
         """
         if self._inherited():
             callback()
-        elif not self._notify(callback):
+        elif not self.notify(callback):
 
             def after_waiting() -> None:
                 with contextlib.suppress(Exception):  # It is kept for whoever asks.
@@ -159,7 +159,7 @@ class Work(ABC):
 
             threading.Thread(target=after_waiting, name="bagua-future", daemon=True).start()
 
-    def _notify(self, callback: Callable[[], None]) -> bool:  # noqa: ARG002  # of those who can tell
+    def notify(self, callback: Callable[[], None]) -> bool:  # noqa: ARG002  # of those who can tell
         """See ``Handle.notify``."""
         return False
 
@@ -201,7 +201,8 @@ class PendingWork(Work):
     def _poll(self) -> bool:
         return self._poll_call()
 
-    def _notify(self, callback: Callable[[], None]) -> bool:
+    def notify(self, callback: Callable[[], None]) -> bool:
+        """See ``Handle.notify``."""
         return self._notify_call is not None and self._notify_call(callback)
 
 
@@ -231,16 +232,15 @@ class JoinedWork(Work):
     def _poll(self) -> bool:
         return all(work.is_completed() for work in self._works)
 
-    def _notify(self, callback: Callable[[], None]) -> bool:
+    def notify(self, callback: Callable[[], None]) -> bool:
+        """See ``Handle.notify``; if one of the works cannot tell, ``callback`` never runs."""
         completed = itertools.count(1)
 
         def one_more() -> None:
             if next(completed) == len(self._works):
                 callback()
 
-        for work in self._works:
-            work.when_completed(one_more)
-        return True
+        return all(work.notify(one_more) for work in self._works)
 
 
 class CompositeWork(Work):

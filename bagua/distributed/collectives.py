@@ -37,8 +37,9 @@ def all_reduce(
     tensor: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM, group: Group | None = None, async_op: bool = False
 ) -> TorchWork | None:
     """Reduce ``tensor`` over all ranks, in place. Unlike torch's: AVG of integers and MIN of complex are refused."""
-    work = communicator_of(group).allreduce(tensor, op, async_op=async_op)
-    return None if work is None else TorchWork(work, [tensor])
+    communicator = communicator_of(group)
+    work = communicator.allreduce(tensor, op, async_op=async_op)
+    return None if work is None else as_in_torch(communicator, work, [tensor])
 
 
 def all_reduce_coalesced(
@@ -49,7 +50,8 @@ def all_reduce_coalesced(
 ) -> Any:
     """Reduce each tensor, in place; asynchronously a future, as in torch. Unlike there, dtypes may differ."""
     each = [tensors] if isinstance(tensors, Tensor) else tensors
-    work = as_in_torch(communicator_of(group).allreduce_coalesced(each, op, async_op=async_op), each)
+    communicator = communicator_of(group)
+    work = as_in_torch(communicator, communicator.allreduce_coalesced(each, op, async_op=async_op), each)
     return None if work is None else work.get_future()
 
 
@@ -66,7 +68,7 @@ def reduce(
     if not communicator:
         return None
     inside = rank_inside(communicator, dst, group_dst, "dst")
-    return as_in_torch(communicator.reduce(tensor, inside, op, async_op=async_op), [tensor])
+    return as_in_torch(communicator, communicator.reduce(tensor, inside, op, async_op=async_op), [tensor])
 
 
 def broadcast(
@@ -81,7 +83,7 @@ def broadcast(
     if not communicator:
         return None
     inside = rank_inside(communicator, src, group_src, "src")
-    return as_in_torch(communicator.broadcast(tensor, inside, async_op=async_op), [tensor])
+    return as_in_torch(communicator, communicator.broadcast(tensor, inside, async_op=async_op), [tensor])
 
 
 def all_gather(
@@ -91,15 +93,18 @@ def all_gather(
     communicator = communicator_of(group)
     if not communicator:
         return None
-    return as_in_torch(list_forms.allgather_list(communicator, tensor_list, tensor, async_op), tensor_list)
+    return as_in_torch(
+        communicator, list_forms.allgather_list(communicator, tensor_list, tensor, async_op), tensor_list
+    )
 
 
 def all_gather_into_tensor(
     output_tensor: Tensor, input_tensor: Tensor, group: Group | None = None, async_op: bool = False
 ) -> TorchWork | None:
     """Gather ``input_tensor`` of all ranks into one output, concatenated or stacked. As torch's."""
-    work = communicator_of(group).allgather(output_tensor, input_tensor, async_op=async_op)
-    return as_in_torch(work, [output_tensor])
+    communicator = communicator_of(group)
+    work = communicator.allgather(output_tensor, input_tensor, async_op=async_op)
+    return as_in_torch(communicator, work, [output_tensor])
 
 
 def gather(
@@ -115,7 +120,9 @@ def gather(
     if not communicator:
         return None
     inside = rank_inside(communicator, dst, group_dst, "dst", 0)
-    return as_in_torch(list_forms.gather_list(communicator, tensor, gather_list, inside, async_op), gather_list or [])
+    return as_in_torch(
+        communicator, list_forms.gather_list(communicator, tensor, gather_list, inside, async_op), gather_list or []
+    )
 
 
 def scatter(
@@ -131,7 +138,9 @@ def scatter(
     if not communicator:
         return None
     inside = rank_inside(communicator, src, group_src, "src", 0)
-    return as_in_torch(list_forms.scatter_list(communicator, tensor, scatter_list, inside, async_op), [tensor])
+    return as_in_torch(
+        communicator, list_forms.scatter_list(communicator, tensor, scatter_list, inside, async_op), [tensor]
+    )
 
 
 def reduce_scatter(
@@ -145,7 +154,9 @@ def reduce_scatter(
     communicator = communicator_of(group)
     if not communicator:
         return None
-    return as_in_torch(list_forms.reduce_scatter_list(communicator, output, input_list, op, async_op), [output])
+    return as_in_torch(
+        communicator, list_forms.reduce_scatter_list(communicator, output, input_list, op, async_op), [output]
+    )
 
 
 def reduce_scatter_tensor(
@@ -156,7 +167,8 @@ def reduce_scatter_tensor(
     async_op: bool = False,
 ) -> TorchWork | None:
     """Reduce ``input`` over all ranks and give each rank its share of it. As torch's."""
-    return as_in_torch(communicator_of(group).reduce_scatter(output, input, op, async_op=async_op), [output])
+    communicator = communicator_of(group)
+    return as_in_torch(communicator, communicator.reduce_scatter(output, input, op, async_op=async_op), [output])
 
 
 def all_to_all(
@@ -170,7 +182,7 @@ def all_to_all(
     if not communicator:
         return None
     work = list_forms.alltoall_list(communicator, output_tensor_list, input_tensor_list, async_op)
-    return as_in_torch(work, output_tensor_list)
+    return as_in_torch(communicator, work, output_tensor_list)
 
 
 def all_to_all_single(
@@ -186,7 +198,7 @@ def all_to_all_single(
     if not communicator:
         return None
     work = list_forms.alltoall_rows(communicator, output, input, output_split_sizes, input_split_sizes, async_op)
-    return as_in_torch(work, [output])
+    return as_in_torch(communicator, work, [output])
 
 
 def barrier(
@@ -197,7 +209,8 @@ def barrier(
 ) -> TorchWork | None:
     """Return when all ranks are here. Unlike torch's, it takes no ``device_ids``: it needs no device."""
     refuse("device_ids", device_ids, None, "Call torch.cuda.synchronize() before, if the device shall be ready.")
-    return as_in_torch(communicator_of(group).barrier(async_op=async_op, timeout=timeout), [])
+    communicator = communicator_of(group)
+    return as_in_torch(communicator, communicator.barrier(async_op=async_op, timeout=timeout), [])
 
 
 def monitored_barrier(

@@ -29,8 +29,8 @@ def isend(
     inside = rank_inside(communicator, dst, group_dst, "dst")
     if tag:
         _send_tagged(communicator, tensor, inside, tag)
-        return TorchWork(None, [tensor])
-    return as_in_torch(communicator.send(tensor, inside, async_op=True), [tensor])
+        return as_in_torch(communicator, None, [tensor], complete=True)
+    return as_in_torch(communicator, communicator.send(tensor, inside, async_op=True), [tensor])
 
 
 def irecv(
@@ -42,9 +42,9 @@ def irecv(
         return None
     inside = _source(communicator, src, group_src, tag)
     if tag:
-        return TorchWork(_receive_tagged(communicator, tensor, inside, tag), [tensor])
+        return as_in_torch(communicator, _receive_tagged(communicator, tensor, inside, tag), [tensor])
     assert inside is not None
-    return as_in_torch(communicator.recv(tensor, inside, async_op=True), [tensor])
+    return as_in_torch(communicator, communicator.recv(tensor, inside, async_op=True), [tensor])
 
 
 def send(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from bagua.comm import Communicator, Work
+from bagua.comm.non_member import NonMember
+from bagua.comm.torch_backend_futures import CallbackThread
 from bagua.comm.torch_backend_work import TorchWork
 from bagua.errors import ConfigurationError, InvalidRankError
 
@@ -71,6 +74,29 @@ def refuse(argument: str, value: object, nothing: object, advice: str) -> None:
         )
 
 
-def as_in_torch(work: Work | None, outputs: Sequence[Tensor]) -> TorchWork | None:
-    """``work`` with the methods and results of torch's works; None if the call was not asynchronous."""
-    return None if work is None else TorchWork(work, outputs)
+def as_in_torch(
+    communicator: Communicator | NonMember, work: Work | None, outputs: Sequence[Tensor], *, complete: bool = False
+) -> TorchWork | None:
+    """``work`` with the methods and results of torch's works; None if the call was not asynchronous.
+
+    Args:
+        communicator: on which the call was made.
+        work: the call, or None.
+        outputs: the tensors that receive its result.
+        complete: whether no ``work`` means a call that is complete.
+    """
+    if isinstance(communicator, NonMember) or (work is None and not complete):
+        return None
+    return TorchWork(work, outputs, _callbacks_of(communicator))
+
+
+_callback_threads: weakref.WeakKeyDictionary[Communicator, CallbackThread] = weakref.WeakKeyDictionary()
+
+
+def _callbacks_of(communicator: Communicator) -> CallbackThread:
+    """Where callbacks of futures of this communicator run; the thread starts with the first of them."""
+    found = _callback_threads.get(communicator)
+    if found is None:
+        found = _callback_threads.setdefault(communicator, CallbackThread(f"bagua-{communicator.label}-callbacks"))
+        weakref.finalize(communicator, found.stop, 0.0)
+    return found

@@ -40,6 +40,22 @@ def test_ddp_as_a_launcher_starts_it(pool: ProcessRanks, port: int) -> None:
     pool.run(ranks.as_launched, port, 2, size=2)
 
 
+def test_every_form_of_arguments_that_gloo_takes(pool: ProcessRanks, port: int) -> None:
+    pool.run(ranks.all_forms, port, size=2)
+
+
+def test_wrapped_models_are_compiled(pool: ProcessRanks, port: int) -> None:
+    pool.run(ranks.compiled, port, size=2)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "transport"),
+    [((0, 0), "shm"), ((0, 0, 0), "shm"), ((0, 1), "gloo"), ((0, 1, 2), "gloo"), ((0, 0, 1), "hybrid")],
+)
+def test_callbacks_may_communicate(pool: ProcessRanks, port: int, nodes: tuple[int, ...], transport: str) -> None:
+    pool.run(ranks.callbacks, port, nodes, transport, size=len(nodes))
+
+
 def test_meshes_shards_and_groups_of_groups(pool: ProcessRanks, port: int, tmp_path: Path) -> None:
     pool.run(ranks.meshes, port, str(tmp_path))
 
@@ -50,6 +66,10 @@ def test_survivors_of_a_killed_rank_name_it(pool: ProcessRanks, port: int) -> No
     for survivor in survivors:
         assert survivor.error is None, survivor.trace
         assert survivor.value < 15.0
+
+
+def test_errors_can_be_left_to_those_who_hold_futures(pool: ProcessRanks, port: int) -> None:
+    pool.run(ranks.leave_errors_to_futures, port, size=2)
 
 
 def test_a_backend_that_torch_would_drop_is_refused(pool: ProcessRanks) -> None:

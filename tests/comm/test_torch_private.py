@@ -93,6 +93,15 @@ def see_what_is_requested() -> None:
     assert seen[0].get_device_backend_map() == {"cpu": "private_names"}
 
 
+def keep_from_compiling() -> None:
+    class Kept:
+        def method(self) -> int:
+            return 1
+
+    torch_private.do_not_compile(Kept)
+    assert Kept().method() == 1
+
+
 def have_foreach_functions() -> None:
     names = ["add", "add_", "addcdiv_", "addcmul_", "copy_", "div_", "lerp", "lerp_", "mul", "mul_", "norm"]
     names += ["sqrt", "sqrt_", "zero_"]
@@ -145,6 +154,10 @@ NAMES: dict[str, tuple[str, Callable[[], object]]] = {
     "Store.clone": ("groups talk to the store beside a thread that waits on it", lambda: dist.TCPStore.clone),
     "Variable._execution_engine.queue_callback": ("steps end with the backward pass", end_a_pass),
     "torch._C._current_graph_task_id": ("DDP on backend bagua raises our errors", number_a_pass),
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy": (
+        "torch.compile leaves the methods of backend bagua alone",
+        keep_from_compiling,
+    ),
     "torch.nn.modules.batchnorm._BatchNorm": (
         "Lightning's batch norms are made synchronous",
         lambda: (autograd.BatchNorm.forward, torch.nn.BatchNorm2d._check_input_dim),

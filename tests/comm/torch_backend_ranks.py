@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.distributed import checkpoint, fsdp, tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,6 +28,7 @@ from bagua.comm import torch_backend
 from bagua.comm.stores import connect_store
 from bagua.errors import CollectiveTimeoutError, ConfigurationError, InvalidTensorError, PeerLostError
 from bagua.testing.ranks import this_rank
+from tests.comm import torch_group_forms
 
 TIMEOUT_S = 20.0
 
@@ -258,6 +261,28 @@ def refusals(rank: int, size: int) -> None:
     dist.barrier()
 
 
+# Forms of arguments.
+
+
+def all_forms(port: int) -> None:
+    """Each form on a group of Gloo and on one of ours, with equal results."""
+    with joined(port, 2):
+        ours, gloo = dist.group.WORLD, dist.new_group(backend="gloo")
+        expected = torch_group_forms.results(gloo)
+        seen = torch_group_forms.results(ours)
+        for name, result in expected.items():
+            torch.testing.assert_close(
+                seen[name], result, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}"
+            )
+        raised_by = torch_group_forms.refusals(ours)
+        assert [name for name, error in raised_by.items() if not isinstance(error, ConfigurationError)] == []
+        assert torch.equal(torch_group_forms.FORMS["allreduce(tensor)"](ours)[0], expected["allreduce(tensor)"][0])
+        recent = ours.members.global_communicator.statistics.recent
+        before = recent[-1].sequence
+        ours.allreduce(torch.ones(500)).wait()
+        assert (recent[-1].sequence, recent[-1].numel) == (before + 1, 500)
+
+
 # Training.
 
 
@@ -313,6 +338,30 @@ def assert_mean_of_gradients(size: int, options: dict[str, Any], hook: Any = Non
         torch.testing.assert_close(other.grad, one.grad, rtol=tolerance, atol=tolerance / 10)
 
 
+def compiled(port: int) -> None:
+    """Wrapped and compiled in both orders, with the gradients of the model that is not compiled."""
+    with joined(port, 2) as rank, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of itself
+        inputs = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(7))[rank]
+        alone = DistributedDataParallel(small_model())
+        alone(inputs).square().mean().backward()
+        for backend in ("eager", "aot_eager"):
+            model = small_model()
+            for wrapped in (
+                torch.compile(DistributedDataParallel(model), backend=backend),
+                DistributedDataParallel(torch.compile(model, backend=backend)),
+            ):
+                for _ in range(2):
+                    wrapped.zero_grad()
+                    wrapped(inputs).square().mean().backward()
+                for one, other in zip(alone.parameters(), model.parameters(), strict=True):
+                    torch.testing.assert_close(other.grad, one.grad)
+        reduce = torch.compile(
+            lambda values: functional.all_reduce(values * 2, "sum", dist.group.WORLD), backend="eager"
+        )
+        assert reduce(torch.ones(2)).tolist() == [4.0, 4.0]
+
+
 def uneven_inputs(size: int) -> None:
     wrapped = DistributedDataParallel(nn.Linear(2, 1, bias=False))
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
@@ -334,6 +383,98 @@ def sparse_gradients(size: int) -> None:
     expected[:size] += 1 / size
     expected[5] += 1.0
     torch.testing.assert_close(model.weight.grad.to_dense(), expected)
+
+
+# Callbacks of futures.
+
+
+def callbacks(port: int, nodes: tuple[int, ...], transport: str) -> None:
+    """Callbacks make calls and wait for them, however deep, while other threads make calls."""
+    size = len(nodes)
+    with joined(port, size, nodes):
+        assert dist.group.WORLD.members.backend == transport
+        nested_callbacks(size)
+        callbacks_in_a_chain(size)
+        callbacks_beside_calls(size)
+        for make_state, hook in (
+            (lambda: None, default_hooks.fp16_compress_hook),
+            (compressing, powerSGD_hook.powerSGD_hook),
+            (compressing, default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook)),
+            (averaging, post_localSGD_hook.post_localSGD_hook),
+        ):
+            train_with_hook(make_state(), hook)
+        zero_in_the_backward_pass()
+
+
+def nested_callbacks(size: int) -> None:
+    def nest(depth: int) -> float:
+        future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+        if depth == 1:
+            return future.wait()[0].item()
+        return future.then(lambda done: nest(depth - 1) + done.value()[0].item()).wait()
+
+    assert nest(10) == 10 * size
+
+
+def callbacks_in_a_chain(size: int) -> None:
+    future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+    for _ in range(10):
+        future = future.then(lambda done: dist.all_reduce(done.value()[0], async_op=True).get_future().wait())
+    assert future.wait()[0].item() == size**11
+
+
+def callbacks_beside_calls(size: int) -> None:
+    """Calls of callbacks and of other threads have other sizes: they must not meet."""
+
+    def reduce_again(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        total = done.value()[0]
+        works = [dist.all_reduce(part, async_op=True) for part in total.chunk(3)]
+        torch.futures.wait_all([work.get_future() for work in works])
+        return total
+
+    futures = []
+    for number in range(20):
+        values = torch.ones(3 * (number + 1))
+        futures.append(dist.all_reduce(values, async_op=True).get_future().then(reduce_again))
+    assert [int(future.wait().sum()) for future in futures] == [3 * (number + 1) * size**2 for number in range(20)]
+
+
+def compressing() -> Any:
+    return powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.5)
+
+
+def averaging() -> Any:
+    return post_localSGD_hook.PostLocalSGDState(None, dist.new_group(), 2)
+
+
+def train_with_hook(state: Any, hook: Any) -> None:
+    """Several buckets, so that callbacks run while the backward pass goes on; equal weights afterwards."""
+    wrapped = DistributedDataParallel(small_model(), bucket_cap_mb=0.2)
+    wrapped.register_comm_hook(state, hook)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+    inputs = torch.randn(6, 3, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for batch in inputs:
+        optimizer.zero_grad()
+        wrapped(batch).square().mean().backward()
+        optimizer.step()
+    weights = torch.cat([parameter.detach().view(-1) for parameter in wrapped.parameters()])
+    of_all = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_all, weights)
+    assert all(torch.equal(weights, other) for other in of_all)
+
+
+def zero_in_the_backward_pass() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch uses what it deprecates
+        from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    wrapped = DistributedDataParallel(small_model(), bucket_cap_mb=0.2)
+    optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.01)
+    wrapped.register_comm_hook(None, hook_with_zero_step(default_hooks.allreduce_hook, wrapped, optimizer))
+    before = wrapped.module[0].weight.detach().clone()
+    for _ in range(4):  # The first two only show the buckets.
+        wrapped(torch.randn(3, 6)).square().mean().backward()
+    assert not torch.equal(before, wrapped.module[0].weight)
 
 
 # Several groups.
@@ -453,6 +594,40 @@ def lose_a_rank(port: int, size: int) -> tuple[str, float]:
         for error in losses:
             assert error.peers == (size - 1,)
         return spent_s
+
+
+def leave_errors_to_futures(port: int) -> None:
+    """A hook handles the error of its future, and the backward pass goes on."""
+    with joined(port, 2) as rank:
+        group = dist.new_group(pg_options=bagua.TorchBackendOptions(raise_in_backward=False))
+        wrapped = DistributedDataParallel(small_model(), process_group=group)
+        handled: list[BaseException] = []
+
+        def hook(_, bucket):
+            if rank == 1:
+                group.abort()
+                return futures_of(bucket.buffer())
+            future = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
+            return future.then(lambda done: swallow(done, bucket.buffer(), handled))
+
+        wrapped.register_comm_hook(None, hook)
+        wrapped(torch.randn(2, 6)).sum().backward()
+        assert rank == 1 or (handled and all(isinstance(error, PeerLostError) for error in handled[:1]))
+        dist.barrier()
+
+
+def swallow(done: torch.futures.Future[Any], buffer: torch.Tensor, handled: list[BaseException]) -> torch.Tensor:
+    try:
+        return done.value()[0]
+    except Exception as error:
+        handled.append(error)
+        return buffer
+
+
+def futures_of(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(buffer)
+    return future
 
 
 def mixed_strings() -> None:

@@ -1,0 +1,137 @@
+"""The forms in which torch's groups take the arguments of a call: tensors or lists of them, with options or without.
+
+Torch itself calls with lists and options; that costs a few comparisons here. All other forms are brought into this one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from bagua.errors import InvalidTypeError
+
+__all__ = ["takes"]
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+_OPERATIONS = (ReduceOp, ReduceOp.RedOpType)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(one, Tensor) for one in value)
+
+
+def _is_number(value: object) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, Tensor)
+
+
+#: Whether a value is of a kind. Options are of the class that the call has.
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "tensor": lambda value: isinstance(value, Tensor),
+    "list": _is_list,
+    "lists": lambda value: isinstance(value, list | tuple) and all(_is_list(one) for one in value),
+    "op": lambda value: isinstance(value, _OPERATIONS),
+    "rank": _is_number,
+    "sizes": lambda value: isinstance(value, list | tuple) and all(_is_number(one) for one in value),
+    "timeout": lambda value: value is None or isinstance(value, timedelta),
+}
+#: What may be left out.
+_DEFAULTS: dict[str, Any] = {"opts": None, "op": None, "timeout": None}
+#: Where options have what other forms say with an argument.
+_FIELDS = {"op": "reduceOp", "rank": "rootRank", "timeout": "timeout"}
+
+
+def takes(options: type, lists: Sequence[str], *forms: str) -> Callable[[Method], Method]:
+    """Let a method take its arguments in all forms of torch.
+
+    Args:
+        options: class of the last argument.
+        lists: kinds of what the method itself takes before the options.
+        forms: parameters of each form, ``name:kind`` or only the kind, as in torch.
+    """
+    parsed = [[_parameter(word) for word in form.split()] for form in forms]
+    count = len(lists) + 1
+    nested = bool(lists) and lists[0] in ("list", "lists")
+
+    def decorate(method: Method) -> Method:
+        @functools.wraps(method)
+        def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+            usual = len(arguments) == count and type(arguments[-1]) is options and not keywords
+            # Options alone do not tell: torch takes a tensor for a list of its rows.
+            if not usual or (nested and type(arguments[0]) is not list):
+                arguments = _usual(method.__name__, options, lists, parsed, arguments, keywords)
+            return method(self, *arguments)
+
+        return call  # type: ignore[return-value]  # takes more
+
+    return decorate
+
+
+def _parameter(word: str) -> tuple[str, str]:
+    name, _, kind = word.partition(":")
+    return name, kind or name
+
+
+def _usual(
+    name: str,
+    options: type,
+    lists: Sequence[str],
+    forms: list[list[tuple[str, str]]],
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+) -> tuple[Any, ...]:
+    """The arguments in the form that the method takes."""
+    for form in forms:
+        values = _bind(form, options, arguments, keywords)
+        if values is not None:
+            return _converted(options, lists, form, values)
+    given = [type(value).__name__ for value in arguments]
+    given += [f"{key}={type(value).__name__}" for key, value in keywords.items()]
+    raise InvalidTypeError(
+        f"{name} does not take these arguments",
+        expected=" or ".join(f"({', '.join(parameter for parameter, _ in form)})" for form in forms),
+        seen=f"({', '.join(given)})",
+        advice=f"See torch.distributed.ProcessGroup.{name}.",
+    )
+
+
+def _bind(
+    form: list[tuple[str, str]], options: type, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> dict[str, Any] | None:
+    """The value of each parameter of a form; None if the arguments are not in that form."""
+    names = [name for name, _ in form]
+    values = dict(zip(names, arguments, strict=False))
+    if len(arguments) > len(form) or values.keys() & keywords.keys() or keywords.keys() - set(names):
+        return None
+    values.update(keywords)
+    for name, kind in form:
+        if name not in values:
+            if kind not in _DEFAULTS:
+                return None
+            values[name] = _DEFAULTS[kind]
+        elif kind == "opts":
+            if values[name] is not None and not isinstance(values[name], options):
+                return None
+        elif not _KINDS[kind](values[name]):
+            return None
+    return values
+
+
+def _converted(
+    options: type, lists: Sequence[str], form: list[tuple[str, str]], values: dict[str, Any]
+) -> tuple[Any, ...]:
+    own = values.get("opts") or options()
+    converted: list[Any] = []
+    for name, kind in form:
+        value = values[name]
+        if len(converted) < len(lists):
+            wanted = lists[len(converted)]
+            converted.append(value if wanted in (kind, "sizes") else [value])
+        elif kind in _FIELDS and value is not None:
+            setattr(own, _FIELDS[kind], value)
+    return (*converted, own)

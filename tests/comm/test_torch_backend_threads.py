@@ -1,0 +1,84 @@
+"""Groups of the backend ``bagua`` whose ranks are threads of one process, and groups that nobody holds any more."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import bagua.torch_api
+from bagua.comm import torch_private
+from bagua.comm.stores import connect_store, serve_store
+from bagua.errors import PeerLostError
+
+pytestmark = pytest.mark.shm
+
+SIZE = 3
+
+
+def on_threads(function: Callable[[Any, int], Any]) -> list[Any]:
+    """``function(group, rank)`` in three threads, each with a group of torch of its own."""
+    assert bagua.torch_api is not None
+    store, port = serve_store()
+
+    def rank_of(rank: int) -> Any:
+        request = torch_private.backend_request()
+        request.store = dist.PrefixStore("threads", connect_store(port, 20.0))
+        request.group_rank, request.group_size, request.timeout = rank, SIZE, timedelta(seconds=20)
+        request.group_id, request.global_ranks_in_group = "threads", list(range(SIZE))
+        groups = [torch_private.plugins()["BAGUA"].creator_fn(request, None)]
+        return function(groups, rank)
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        results = list(pool.map(rank_of, range(SIZE)))
+    del store
+    return results
+
+
+def test_ranks_may_be_threads() -> None:
+    def calls(groups: list[Any], rank: int) -> list[float]:
+        group = groups[0]
+        group.allreduce(values := torch.full((3,), rank + 1.0)).wait()
+        future = group.allreduce(again := torch.ones(1), op=dist.ReduceOp.SUM).get_future()
+        total = future.then(lambda done: group.allreduce(done.value()[0]).get_future().wait()[0].item()).wait()
+        group.broadcast(sent := torch.tensor([rank]), root=2).wait()
+        group.barrier().wait()
+        group.shutdown()
+        return [*values.tolist(), again.item(), total, sent.item()]
+
+    assert on_threads(calls) == [[6.0, 6.0, 6.0, 9.0, 9.0, 2]] * SIZE
+
+
+def test_peers_learn_of_a_group_that_was_dropped() -> None:
+    ready = threading.Barrier(SIZE, timeout=20)
+
+    def drop_one(groups: list[Any], rank: int) -> BaseException | None:
+        groups[0].allreduce(torch.ones(1)).wait()
+        ready.wait()
+        if rank == SIZE - 1:
+            seen = weakref.ref(groups[0])
+            groups.clear()
+            gc.collect()
+            assert seen() is None
+            return None
+        try:
+            groups[0].allreduce(torch.ones(1)).wait(timedelta(seconds=10))
+        except PeerLostError as error:
+            return error
+        finally:
+            groups[0].shutdown()
+        return None
+
+    *errors, dropped = on_threads(drop_one)
+    assert dropped is None
+    for error in errors:
+        assert isinstance(error, PeerLostError)
+        assert error.peers == (SIZE - 1,)
