@@ -5,6 +5,7 @@ from bagua.parallel.autotune_settings import AutotuneSettings
 from bagua.parallel.data_parallel import DistributedDataParallel
 from bagua.parallel.hooks import BackwardHooks
 from bagua.parallel.module import BaguaModule, install_with_bagua, with_bagua
+from bagua.parallel.options import TensorDeclaration
 from bagua.parallel.overlapping import DistributedModule, OverlappingWrapper
 from bagua.parallel.reducer import DEFAULT_BUCKET_BYTES, BucketType, Reducer
 from bagua.parallel.state import (
@@ -28,6 +29,7 @@ __all__ = [
     "OverlappingWrapper",
     "Reducer",
     "Setting",
+    "TensorDeclaration",
     "allreduce_optimizer_state",
     "allreduce_parameters",
     "bagua_init",

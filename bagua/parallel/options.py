@@ -17,6 +17,7 @@ from bagua.errors import ConfigurationError
 
 __all__ = [
     "BucketType",
+    "TensorDeclaration",
     "check_bucket_bytes",
     "check_grad_scaler",
     "check_leader",
@@ -28,6 +29,10 @@ __all__ = [
     "refuse_unknown",
     "with_hierarchy",
 ]
+
+
+#: What ``buckets`` lists: a parameter, or its name.
+TensorDeclaration = torch.Tensor | str
 
 
 class BucketType(Enum):

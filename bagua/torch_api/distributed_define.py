@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
-from bagua.parallel import BucketType
+from bagua.parallel import BucketType, TensorDeclaration
 
 __all__ = ["BucketType", "TensorDeclaration"]
-
-#: What ``buckets`` lists: a parameter, or its name.
-TensorDeclaration = torch.Tensor | str
