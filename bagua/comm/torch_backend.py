@@ -21,8 +21,9 @@ from bagua.comm.closer import close_with
 from bagua.comm.forks import family, leak
 from bagua.comm.formation import configure_log, first_that_connects, fresh, layout, meet
 from bagua.comm.group import Ledger, ProcessGroup
-from bagua.comm.torch_backend_calls import CpuStandIn, TorchCalls
+from bagua.comm.torch_backend_calls import TorchCalls
 from bagua.comm.torch_backend_futures import CallbackThread, CallFuture
+from bagua.comm.torch_backend_stand_in import CpuStandIn
 from bagua.comm.torch_backend_work import BackwardPass, TorchWork
 from bagua.comm.torch_private import (
     do_not_compile,

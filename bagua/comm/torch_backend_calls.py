@@ -14,16 +14,16 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from bagua.comm.arguments import as_seconds, check_rank
+from bagua.comm.arguments import check_rank
 from bagua.comm.communicator import Communicator
 from bagua.comm.copying import copy_pieces
 from bagua.comm.group import ProcessGroup
 from bagua.comm.torch_backend_forms import takes
 from bagua.comm.torch_backend_futures import CallbackThread, in_callback
+from bagua.comm.torch_backend_stand_in import CpuStandIn
 from bagua.comm.torch_backend_tensors import (
     REDUCE_ROWS,
     as_one,
@@ -37,11 +37,11 @@ from bagua.comm.torch_backend_tensors import (
     spelled,
 )
 from bagua.comm.torch_backend_work import BackwardWatch, TorchWork
-from bagua.comm.torch_private import end_coalescing, lazy_gloo_options, start_coalescing
+from bagua.comm.torch_private import end_coalescing, start_coalescing
 from bagua.comm.work import JoinedWork, Work
 from bagua.errors import ConfigurationError, InvalidReduceOpError, InvalidTensorError
 
-__all__ = ["CpuStandIn", "TorchCalls"]
+__all__ = ["TorchCalls"]
 
 
 class Options(Protocol):
@@ -53,29 +53,6 @@ class Options(Protocol):
 
 #: Messages have no options of their own; these say asynchronous, and the group's deadline.
 _MESSAGE = c10d.BarrierOptions()
-
-
-class CpuStandIn(dist.ProcessGroupGloo):
-    """What torch finds registered for CPU tensors, because it asks groups for that.
-
-    It also does what our transports do not: sparse tensors, and messages with a tag. It
-    connects when it is first used, so it costs nothing until then.
-
-    Args:
-        store: of its group alone.
-        rank: of this process.
-        size: number of ranks.
-        timeout: default deadline of the calls of its group.
-    """
-
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(store, rank, size, lazy_gloo_options(timeout))
-        self.timeout_s = timeout.total_seconds()
-
-    def _set_default_timeout(self, timeout: timedelta) -> None:
-        """Where torch leaves a new timeout for the group."""
-        self.timeout_s = as_seconds(timeout)
-        super()._set_default_timeout(timeout)
 
 
 class TorchCalls:
