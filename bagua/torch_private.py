@@ -14,7 +14,7 @@ import torch
 # What the batch norms of all numbers of dimensions derive from.
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
-__all__ = ["BatchNorm", "backward_pass", "hooks_after_accumulation", "when_backward_ends"]
+__all__ = ["BatchNorm", "active_ddp", "backward_pass", "hooks_after_accumulation", "when_backward_ends"]
 
 
 def when_backward_ends(callback: Callable[[], None]) -> None:
@@ -32,6 +32,11 @@ def backward_pass() -> int:
     """
     number: int = torch._C._current_graph_task_id()
     return number
+
+
+def active_ddp() -> torch.nn.Module | None:
+    """The ``DistributedDataParallel`` of torch whose forward pass runs, if one does; it may be another thread's."""
+    return torch.nn.parallel.DistributedDataParallel._active_ddp_module
 
 
 def hooks_after_accumulation(parameter: torch.nn.Parameter) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What torch finds registered for CPU tensors in a group of the backend ``bagua``."""
+"""The Gloo group inside each group of backend ``bagua``."""
 
 from __future__ import annotations
 

@@ -14,9 +14,22 @@ from bagua.errors import BaguaError, ConfigurationError
 from bagua.parallel.autotune import Autotuner
 from bagua.parallel.outputs import tensors_in
 from bagua.parallel.reducer import Reducer
-from bagua.torch_private import hooks_after_accumulation, when_backward_ends
+from bagua.torch_private import active_ddp, hooks_after_accumulation, when_backward_ends
 
 __all__ = ["BackwardHooks"]
+
+
+def _require_outside(module: torch.nn.Module, outer: torch.nn.Module) -> None:
+    """Refuse two exchanges of the same gradients."""
+    if any(inner is module for inner in outer.modules()):
+        raise ConfigurationError(
+            "torch's DistributedDataParallel and bagua would both exchange the gradients of this module",
+            argument="module",
+            expected="a module that one of the two trains",
+            seen=type(module).__name__,
+            advice="Train what with_bagua returns as it is. Under Accelerate or Trainer, which wrap each model, use a "
+            "communication hook: bagua.integrations.accelerate.use_comm_hook.",
+        )
 
 
 class _Pass:
@@ -196,8 +209,11 @@ class BackwardHooks:
         Raises:
             CommunicationError: the module has changed, but not in the same way on all ranks;
                 or the ranks could not agree on what tuning tries next.
+            ConfigurationError: the module is inside torch's ``DistributedDataParallel``.
         """
         reducer = self.reducer
+        if (outer := active_ddp()) is not None:
+            _require_outside(reducer.module, outer)
         if reducer.idle or self._retired:
             return
         if not training or not torch.is_grad_enabled():

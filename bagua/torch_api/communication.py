@@ -1,7 +1,7 @@
 """``bagua.torch_api.communication``: initialization, groups and collectives, under their documented names.
 
-Everything is explained where it lives, in ``bagua.comm``. The names that end in
-``_inplace`` are those of Bagua 0.9; the functions work in place anyway.
+Everything is explained where it lives, in ``bagua.comm``. Here the tensor that is sent comes before the one
+that receives, as in Bagua 0.9, and a second tensor selects 0.9's form of ``allreduce`` and ``reduce``.
 """
 
 from __future__ import annotations
@@ -12,32 +12,36 @@ from bagua.comm import (
     ProcessGroup,
     ReduceOp,
     Work,
-    allgather,
     allgather_object,
-    allreduce,
     allreduce_coalesced,
-    alltoall,
-    alltoall_v,
     barrier,
-    broadcast,
-    broadcast_coalesced,
     broadcast_object,
     destroy_process_group,
     from_torch_group,
-    gather,
     gather_object,
     get_default_group,
     init_process_group,
     is_initialized,
     new_group,
     recv,
-    reduce,
-    reduce_scatter,
-    scatter,
     scatter_object,
     send,
     sendrecv,
     stats,
+)
+from bagua.torch_api._collectives import (
+    allgather,
+    allgather_inplace,
+    allreduce,
+    alltoall,
+    alltoall_inplace,
+    alltoall_v,
+    broadcast,
+    broadcast_coalesced,
+    gather,
+    reduce,
+    reduce_scatter,
+    scatter,
 )
 
 __all__ = [
@@ -49,12 +53,14 @@ __all__ = [
     "ReduceOp",
     "Work",
     "allgather",
+    "allgather_inplace",
     "allgather_object",
     "allreduce",
     "allreduce_coalesced",
     "allreduce_coalesced_inplace",
     "allreduce_inplace",
     "alltoall",
+    "alltoall_inplace",
     "alltoall_v",
     "barrier",
     "broadcast",

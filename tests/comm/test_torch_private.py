@@ -93,6 +93,22 @@ def see_what_is_requested() -> None:
     assert seen[0].get_device_backend_map() == {"cpu": "private_names"}
 
 
+def find_active_ddp() -> None:
+    class Asking(torch.nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            assert autograd.active_ddp() is wrapped
+            return super().forward(inputs)
+
+    def ask(_: dist.ProcessGroup) -> None:
+        nonlocal wrapped
+        wrapped = torch.nn.parallel.DistributedDataParallel(Asking(2, 2))
+        wrapped(torch.ones(1, 2))
+
+    wrapped: Any = None
+    on_a_group(ask)
+    assert autograd.active_ddp() is None
+
+
 def keep_from_compiling() -> None:
     class Kept:
         def method(self) -> int:
@@ -163,6 +179,7 @@ NAMES: dict[str, tuple[str, Callable[[], object]]] = {
         lambda: (autograd.BatchNorm.forward, torch.nn.BatchNorm2d._check_input_dim),
     ),
     "Parameter._post_accumulate_grad_hooks": ("a module can be wrapped again", find_hooks),
+    "DistributedDataParallel._active_ddp_module": ("with_bagua inside of it is refused", find_active_ddp),
     "torch._foreach_*": ("optimizers and buckets", have_foreach_functions),
     "Module._parameters, _buffers, _modules": ("parameters are found and replaced", have_parts_of_modules),
 }

@@ -1,0 +1,198 @@
+"""The collectives in the forms of Bagua 0.9: what is sent comes first.
+
+A second tensor selects 0.9's form of ``allreduce`` and ``reduce``. ``bagua.comm`` has the same
+collectives with the output first, as ``torch.distributed`` has them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bagua import comm as of
+from bagua.comm import Communicator, ReduceOp, Work
+from bagua.errors import ConfigurationError, InvalidTensorError
+
+__all__ = [
+    "allgather",
+    "allgather_inplace",
+    "allreduce",
+    "alltoall",
+    "alltoall_inplace",
+    "alltoall_v",
+    "broadcast",
+    "broadcast_coalesced",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+]
+
+
+def _or_into(in_place: Callable[..., Any], into: Callable[..., Any]) -> Callable[..., Any]:
+    """``in_place``, or ``into`` if there is a second tensor."""
+
+    @functools.wraps(in_place)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        two = (len(arguments) > 1 and isinstance(arguments[1], Tensor)) or "recv_tensor" in keywords
+        return (into if two else in_place)(*arguments, **keywords)
+
+    return call
+
+
+def _allreduce_into(
+    send_tensor: Tensor,
+    recv_tensor: Tensor,
+    op: ReduceOp.RedOpType = ReduceOp.SUM,
+    comm: Communicator | None = None,
+    **keywords: Any,
+) -> Work | None:
+    _copy(recv_tensor, send_tensor)
+    return of.allreduce(recv_tensor, op, comm, **keywords)
+
+
+def _reduce_into(
+    send_tensor: Tensor,
+    recv_tensor: Tensor,
+    dst: int,
+    op: ReduceOp.RedOpType = ReduceOp.SUM,
+    comm: Communicator | None = None,
+    **keywords: Any,
+) -> Work | None:
+    if _default(comm).rank != dst:
+        return of.reduce(send_tensor, dst, op, comm, **keywords)  # which leaves it as it is
+    _copy(recv_tensor, send_tensor)
+    return of.reduce(recv_tensor, dst, op, comm, **keywords)
+
+
+def _default(comm: Any) -> Any:
+    return of.get_default_group() if comm is None else comm
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    if target.numel() != source.numel() or target.dtype != source.dtype:
+        raise InvalidTensorError(
+            "what is received must be like what is sent",
+            argument="recv_tensor",
+            expected=(tuple(source.shape), source.dtype),
+            seen=(tuple(target.shape), target.dtype),
+        )
+    with torch.no_grad():
+        target.copy_(source.reshape(target.shape))
+
+
+allreduce = _or_into(of.allreduce, _allreduce_into)
+reduce = _or_into(of.reduce, _reduce_into)
+
+
+def broadcast(
+    tensor: Tensor, root: int = 0, comm: Communicator | None = None, *, src: int | None = None, **keywords: Any
+) -> Work | None:
+    """Copy ``tensor`` of rank ``root``, or ``src``, into the ``tensor`` of all other ranks."""
+    return of.broadcast(tensor, root if src is None else src, comm, **keywords)
+
+
+def broadcast_coalesced(
+    tensors: Sequence[Tensor],
+    root: int = 0,
+    comm: Communicator | None = None,
+    *,
+    src: int | None = None,
+    **keywords: Any,
+) -> Work | None:
+    """``broadcast`` of each tensor with one message per dtype and device."""
+    return of.broadcast_coalesced(tensors, root if src is None else src, comm, **keywords)
+
+
+def allgather(
+    send_tensor: Tensor, recv_tensor: Tensor, comm: Communicator | None = None, **keywords: Any
+) -> Work | None:
+    """Gather ``send_tensor`` of all ranks, in rank order, into ``recv_tensor`` on every rank."""
+    return of.allgather(recv_tensor, send_tensor, comm, **keywords)
+
+
+def allgather_inplace(tensor: Tensor, comm: Communicator | None = None, **keywords: Any) -> Work | None:
+    """Gather from each rank its part of ``tensor``: of n equal parts, the one with the number of the rank."""
+    group = _default(comm)
+    own = tensor.detach().reshape(-1).chunk(group.size)[group.rank].clone()
+    return of.allgather(tensor, own, comm, **keywords)
+
+
+def gather(
+    send_tensor: Tensor, recv_tensor: Tensor | None, dst: int = 0, comm: Communicator | None = None, **keywords: Any
+) -> Work | None:
+    """Gather ``send_tensor`` of all ranks, in rank order, into ``recv_tensor`` on rank ``dst``."""
+    return of.gather(recv_tensor, send_tensor, dst, comm, **keywords)
+
+
+def scatter(
+    send_tensor: Tensor | None, recv_tensor: Tensor, src: int = 0, comm: Communicator | None = None, **keywords: Any
+) -> Work | None:
+    """Give each rank its share, in rank order, of ``send_tensor`` of rank ``src``."""
+    return of.scatter(recv_tensor, send_tensor, src, comm, **keywords)
+
+
+def reduce_scatter(
+    send_tensor: Tensor,
+    recv_tensor: Tensor,
+    op: ReduceOp.RedOpType = ReduceOp.SUM,
+    comm: Communicator | None = None,
+    **keywords: Any,
+) -> Work | None:
+    """Reduce ``send_tensor`` over all ranks and give each rank its share, in rank order."""
+    return of.reduce_scatter(recv_tensor, send_tensor, op, comm, **keywords)
+
+
+def alltoall(
+    send_tensor: Tensor, recv_tensor: Tensor, comm: Communicator | None = None, **keywords: Any
+) -> Work | None:
+    """Send the j-th equal share of ``send_tensor`` to rank j, and receive likewise."""
+    return of.alltoall(recv_tensor, send_tensor, comm, **keywords)
+
+
+def alltoall_inplace(tensor: Tensor, comm: Communicator | None = None, **keywords: Any) -> Work | None:
+    """``alltoall`` whose result replaces what was sent."""
+    return of.alltoall(tensor, tensor.detach().clone(), comm, **keywords)
+
+
+def alltoall_v(
+    send_tensor: Tensor,
+    send_counts: Sequence[int],
+    send_displs: Sequence[int],
+    recv_tensor: Tensor,
+    recv_counts: Sequence[int],
+    recv_displs: Sequence[int],
+    comm: Communicator | None = None,
+    **keywords: Any,
+) -> Work | None:
+    """Like ``alltoall`` with shares of different sizes, which lie one after the other.
+
+    Args:
+        send_tensor: what this rank sends.
+        send_counts: number of elements for each rank.
+        send_displs: where they begin.
+        recv_tensor: what this rank receives.
+        recv_counts: number of elements from each rank.
+        recv_displs: where they are to begin.
+        comm: None means all ranks.
+        keywords: of ``bagua.comm.alltoall_v``.
+
+    Raises:
+        ConfigurationError: there are gaps between the shares, or they overlap.
+    """
+    _require_dense("send_displs", send_counts, send_displs)
+    _require_dense("recv_displs", recv_counts, recv_displs)
+    return of.alltoall_v(recv_tensor, send_tensor, recv_counts, send_counts, comm, **keywords)
+
+
+def _require_dense(name: str, counts: Sequence[int], displacements: Sequence[int]) -> None:
+    expected = [0, *itertools.accumulate(counts)][:-1]
+    if list(displacements) != expected:
+        raise ConfigurationError(
+            "shares lie one after the other", argument=name, expected=expected, seen=list(displacements)
+        )

@@ -1,0 +1,74 @@
+"""The collectives of ``bagua.torch_api`` in the forms of Bagua 0.9."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import bagua.torch_api as bagua
+from bagua.errors import ConfigurationError, InvalidTensorError
+from bagua.testing import ThreadRanks
+from bagua.testing.ranks import this_rank
+
+SIZE = 3
+
+
+def send_and_receive() -> None:
+    rank = this_rank.get().rank
+    own = torch.arange(2.0) + 10 * rank
+    everything = torch.cat([torch.arange(2.0) + 10 * other for other in range(SIZE)])
+    bagua.allgather(own, recv := torch.zeros(6))
+    assert torch.equal(recv, everything)
+    recv = torch.zeros(6)
+    recv[2 * rank : 2 * rank + 2] = own
+    bagua.allgather_inplace(recv)
+    assert torch.equal(recv, everything)
+    bagua.gather(own, recv := torch.zeros(6) if rank == 1 else None, 1)
+    assert recv is None or torch.equal(recv, everything)
+    bagua.scatter(everything if rank == 2 else None, recv := torch.zeros(2), src=2)
+    assert torch.equal(recv, own)
+    bagua.reduce_scatter(everything, recv := torch.zeros(2), bagua.ReduceOp.SUM)
+    assert torch.equal(recv, SIZE * own)
+    sent = torch.arange(3) + 10 * rank
+    bagua.alltoall(sent, received := torch.zeros(3, dtype=torch.int64))
+    assert received.tolist() == [10 * other + rank for other in range(SIZE)]
+    assert sent.tolist() == [10 * rank, 10 * rank + 1, 10 * rank + 2]
+    bagua.alltoall_inplace(sent)
+    assert torch.equal(sent, received)
+    shares = torch.full((rank + 1,), float(rank)).repeat(SIZE)
+    lengths, begin = [1, 2, 3], [0, 1, 3]
+    recv = torch.zeros(6)
+    bagua.alltoall_v(shares, [rank + 1] * 3, [i * (rank + 1) for i in range(3)], recv, lengths, begin)
+    assert recv.tolist() == [0, 1, 1, 2, 2, 2]
+    with pytest.raises(ConfigurationError, match="one after the other"):
+        bagua.alltoall_v(shares, [rank + 1] * 3, [0, 0, 0], recv, lengths, begin)
+
+
+def both_forms() -> None:
+    rank = this_rank.get().rank
+    own = torch.tensor([rank + 1.0])
+    for arguments, total in (((), 6.0), ((bagua.ReduceOp.MAX,), 3.0)):
+        bagua.allreduce(own, recv := torch.zeros(1), *arguments)
+        assert (own.item(), recv.item()) == (rank + 1, total)
+        bagua.allreduce(in_place := own.clone(), *arguments)
+        assert in_place.item() == total
+        bagua.reduce(own, recv := torch.zeros(1), 1, *arguments)
+        assert (own.item(), recv.item()) == (rank + 1, total if rank == 1 else 0)
+        bagua.reduce(in_place := own.clone(), 1, *arguments)
+        assert in_place.item() == (total if rank == 1 else rank + 1)
+    bagua.allreduce(send_tensor=own, recv_tensor=(recv := torch.zeros(1)), op=bagua.ReduceOp.MIN)
+    assert recv.item() == 1
+    bagua.allreduce(own, recv, op=bagua.ReduceOp.MAX)
+    assert recv.item() == 3
+    bagua.allreduce_inplace(in_place := own.clone(), op=bagua.ReduceOp.MAX)
+    assert in_place.item() == 3
+    bagua.broadcast(sent := own.clone(), src=2)
+    bagua.broadcast_coalesced([also_sent := own.clone()], src=1)
+    assert (sent.item(), also_sent.item()) == (3, 2)
+    with pytest.raises(InvalidTensorError, match="like what is sent"):
+        bagua.allreduce(own, torch.zeros(2))
+
+
+@pytest.mark.parametrize("function", [send_and_receive, both_forms])
+def test_forms_of_the_original(function) -> None:
+    ThreadRanks(SIZE).run(function)
