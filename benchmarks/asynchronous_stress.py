@@ -25,7 +25,7 @@ from torch import nn
 
 import bagua.torch_api as bagua
 from bagua.algorithms import AsyncModelAverageAlgorithm
-from bagua.comm.stores import serve_store
+from bagua.comm.store.serving import serve_store
 from bagua.errors import PeerLostError
 from bagua.testing import ProcessRanks
 

@@ -25,9 +25,9 @@ import torch.distributed
 from bagua import comm
 from bagua.cli.launch import Rank, run_ranks
 from bagua.comm import Communicator, Membership
-from bagua.comm.c10d import C10dTransport
 from bagua.comm.call import Call
-from bagua.comm.shm import shm_refusal
+from bagua.comm.transports.c10d.transport import C10dTransport
+from bagua.comm.transports.shm.transport import shm_refusal
 from benchmarks.collectives_plot import draw
 from benchmarks.open_mpi import compare_with_open_mpi, open_mpi_is_missing
 from benchmarks.paired import (

@@ -27,7 +27,7 @@ from torch import nn
 
 from bagua import comm
 from bagua.cli.launch import Rank, RanksFailedError, run_ranks
-from bagua.comm.stores import connect_store
+from bagua.comm.store.serving import connect_store
 from bagua.errors import ConfigurationError
 from benchmarks.network.__main__ import a_contender, at_least, termination_as_interrupt
 from benchmarks.network.contenders import Prepared, every_algorithm, find_maker

@@ -20,7 +20,7 @@ import torch
 
 from bagua import comm
 from bagua.comm import Communicator
-from bagua.comm.stores import connect_store, serve_store
+from bagua.comm.store.serving import connect_store, serve_store
 from benchmarks.paired import Comparison, Rounds, compare, measure, slowest
 from benchmarks.shared_memory import KINDS, SETTLE, Case
 

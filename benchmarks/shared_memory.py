@@ -12,7 +12,8 @@ import torch.distributed
 
 from bagua import comm
 from bagua.cli.launch import Rank, run_ranks
-from bagua.comm import Communicator, memory
+from bagua.comm import Communicator
+from bagua.comm.transports.memory import transport as memory
 from benchmarks.paired import Comparison, Rounds, compare, compare_added, measure, slowest
 
 __all__ = ["KINDS", "SETTLE", "Case", "cases", "compare_with_gloo"]

@@ -19,7 +19,7 @@ from bagua.algorithms.registry import DistributedAlgorithm, Registry
 from bagua.buckets import Bucket
 from bagua.checks import wrong_type
 from bagua.comm import Group, ProcessGroup, Work
-from bagua.comm.adoption import as_group
+from bagua.comm.startup.adoption import as_group
 from bagua.errors import ConfigurationError
 
 __all__ = ["Algorithm", "AlgorithmImpl", "Bucketing", "Traits", "as_algorithm", "registry"]

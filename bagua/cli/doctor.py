@@ -17,7 +17,7 @@ import torch
 from bagua import __version__, comm
 from bagua.cli.launch import Rank, run_ranks
 from bagua.comm import Communicator
-from bagua.comm.backends import refusal
+from bagua.comm.transports.registry import refusal
 
 __all__ = ["main"]
 

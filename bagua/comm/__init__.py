@@ -4,7 +4,6 @@ Knows nothing of modules, gradients or optimizers. It is the only room of the
 project that communicates through ``torch.distributed``.
 """
 
-from bagua.comm.adoption import Group
 from bagua.comm.call import Call
 from bagua.comm.communicator import Communicator
 from bagua.comm.functional import (
@@ -29,13 +28,10 @@ from bagua.comm.functional import (
     sendrecv,
 )
 from bagua.comm.group import ProcessGroup, solo_group
-from bagua.comm.initialization import init_process_group
 from bagua.comm.non_member import NON_MEMBER, NonMember
 from bagua.comm.reduction import ReduceOp
-from bagua.comm.statistics import KindStatistics
-from bagua.comm.transport import Handle, Membership, Transport
-from bagua.comm.work import Work
-from bagua.comm.world import (
+from bagua.comm.startup.adoption import Group
+from bagua.comm.startup.default_group import (
     destroy_process_group,
     from_torch_group,
     get_default_group,
@@ -48,6 +44,10 @@ from bagua.comm.world import (
     new_group,
     stats,
 )
+from bagua.comm.startup.initialization import init_process_group
+from bagua.comm.statistics import KindStatistics
+from bagua.comm.transports.base import Handle, Membership, Transport
+from bagua.comm.work import Work
 
 __all__ = [
     "NON_MEMBER",

@@ -34,7 +34,7 @@ class Call(NamedTuple):
         sequence: number of this call on its communicator, from 1; collectives and
             point-to-point calls are counted apart.
         dtype: dtype of the elements, as the user gave it.
-        numel: elements of one rank's share (see ``comm/transport.py``); 0 for ``barrier``.
+        numel: elements of one rank's share (see ``comm/transports/base.py``); 0 for ``barrier``.
         reduction: ``sum``, ``avg``, ...; empty where nothing is reduced.
         root: root, destination or peer; -1 where there is none.
         source: for ``sendrecv`` the rank received from; otherwise -1.

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from bagua.comm.arguments import check_counts, check_rank, readable, shares_memory
 from bagua.comm.core import Timeout
 from bagua.comm.intake import Intake
+from bagua.comm.operands import check_counts, check_rank, readable, shares_memory
 from bagua.comm.reduction import ReduceOp, bytes_reduction, reduction_name
 from bagua.comm.work import Work
 from bagua.errors import InvalidRankError, InvalidTensorError

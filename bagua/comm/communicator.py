@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from bagua.comm.arguments import check_rank
 from bagua.comm.collectives import TensorCollectives
-from bagua.comm.copying import copy_pieces
 from bagua.comm.core import Timeout
-from bagua.comm.encoding import decode, encode, encode_failure
+from bagua.comm.objects import decode, encode, encode_failure
+from bagua.comm.operands import check_rank
 from bagua.comm.reduction import ReduceOp, reduction_name
+from bagua.comm.transports.memory.copying import copy_pieces
 from bagua.comm.work import Steps, Work
 from bagua.errors import ConfigurationError, InvalidTensorError
 

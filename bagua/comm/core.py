@@ -11,12 +11,12 @@ from typing import Any, Literal
 import torch
 from torch.distributed import Store
 
-from bagua.comm.arguments import as_seconds
 from bagua.comm.call import COLLECTIVES, Call
-from bagua.comm.forks import family, forked_error
+from bagua.comm.lifetime.forks import family, forked_error
+from bagua.comm.operands import as_seconds
 from bagua.comm.sharing import Turns
 from bagua.comm.statistics import KindStatistics, Statistics
-from bagua.comm.transport import DONE, Handle, Transport
+from bagua.comm.transports.base import DONE, Handle, Transport
 from bagua.comm.work import CompositeWork, PendingWork, Steps, Work
 from bagua.errors import (
     CommunicationError,

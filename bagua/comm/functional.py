@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from bagua.comm.adoption import Group, communicator_of
 from bagua.comm.core import Timeout
 from bagua.comm.reduction import ReduceOp
+from bagua.comm.startup.adoption import Group, communicator_of
 from bagua.comm.work import Work
 
 __all__ = [

@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from bagua import env
-from bagua.comm.arguments import check_rank
-from bagua.comm.backends import create_transport, refusal
-from bagua.comm.board import Board
-from bagua.comm.closing import run_all
 from bagua.comm.communicator import Communicator
-from bagua.comm.forks import family, forked_error, leak
-from bagua.comm.hosts import ranks_by_node
+from bagua.comm.lifetime.closing import run_all
+from bagua.comm.lifetime.forks import family, forked_error, leak
 from bagua.comm.non_member import NON_MEMBER, NonMember
-from bagua.comm.rendezvous import exchange, refuse_together
+from bagua.comm.operands import check_rank
+from bagua.comm.startup.hosts import ranks_by_node
+from bagua.comm.startup.rendezvous import exchange, refuse_together
 from bagua.comm.statistics import KindStatistics, Statistics, merge
-from bagua.comm.transport import Membership
+from bagua.comm.store.board import Board
+from bagua.comm.transports.base import Membership
+from bagua.comm.transports.registry import create_transport, refusal
 from bagua.errors import CollectiveMismatchError, InvalidRankError
 
 __all__ = ["Ledger", "ProcessGroup", "solo_group"]

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from bagua.comm.arguments import check_rank, check_tensor, is_plain, readable, writable
-from bagua.comm.copying import copy_pieces
 from bagua.comm.core import CommunicatorCore
+from bagua.comm.operands import check_rank, check_tensor, is_plain, readable, writable
 from bagua.comm.reduction import check_communicable
+from bagua.comm.transports.memory.copying import copy_pieces
 from bagua.errors import InvalidRankError, InvalidTensorError
 
 __all__ = ["Finish", "Intake"]

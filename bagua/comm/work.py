@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from bagua.comm.arguments import as_seconds
-from bagua.comm.forks import family, forked_error
+from bagua.comm.lifetime.forks import family, forked_error
+from bagua.comm.operands import as_seconds
 from bagua.errors import CollectiveTimeoutError, CommunicationError, ConcurrentUseError
 
 __all__ = ["CompositeWork", "JoinedWork", "PendingWork", "Steps", "Work"]

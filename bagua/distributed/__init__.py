@@ -10,8 +10,8 @@ said in one line at each function.
 from __future__ import annotations
 
 from bagua.comm import ProcessGroup, ReduceOp, get_rank, get_world_size, is_initialized
-from bagua.comm.torch_backend_work import TorchWork as Work
-from bagua.comm.torch_names import (
+from bagua.comm.torch_backend.work import TorchWork as Work
+from bagua.comm.torch_forms.names import (
     Backend,
     DistStoreError,
     FileStore,

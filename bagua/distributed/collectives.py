@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from bagua.comm import Group, ReduceOp, list_forms
-from bagua.comm.adoption import communicator_of
-from bagua.comm.torch_backend_work import TorchWork
+from bagua.comm import Group, ReduceOp
+from bagua.comm.startup.adoption import communicator_of
+from bagua.comm.torch_backend.work import TorchWork
+from bagua.comm.torch_forms import lists as list_forms
 from bagua.distributed.places import as_in_torch, rank_inside, refuse
 
 __all__ = [

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from bagua.checks import check_kind, check_whole
 from bagua.comm import Communicator, Group
-from bagua.comm.adoption import communicator_of
-from bagua.comm.arguments import check_rank, check_tensor
-from bagua.comm.tagged import TaggedReceive, mail_of
-from bagua.comm.torch_backend_work import TorchWork
+from bagua.comm.operands import check_rank, check_tensor
+from bagua.comm.startup.adoption import communicator_of
+from bagua.comm.torch_backend.work import TorchWork
+from bagua.comm.torch_forms.tagged import TaggedReceive, mail_of
 from bagua.distributed.places import as_in_torch, rank_inside
 from bagua.errors import ConfigurationError, InvalidRankError
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from bagua.comm import Group
-from bagua.comm.adoption import communicator_of
+from bagua.comm.startup.adoption import communicator_of
 from bagua.distributed.places import rank_inside
 from bagua.errors import ConfigurationError
 

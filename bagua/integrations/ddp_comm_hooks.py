@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from bagua.comm import ProcessGroup
-from bagua.comm.adoption import GradBucket, as_group, rank_among_all, size_of_all
-from bagua.comm.torch_backend_work import BackwardWatch
+from bagua.comm.startup.adoption import GradBucket, as_group, rank_among_all, size_of_all
+from bagua.comm.torch_backend.work import BackwardWatch
 from bagua.comm.work import PendingWork
 from bagua.compression import Codec, TopK
 from bagua.errors import ConfigurationError, blame

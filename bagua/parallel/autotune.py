@@ -17,7 +17,7 @@ from typing import Any
 
 from bagua.buckets import Bucket
 from bagua.comm import ProcessGroup
-from bagua.comm.rendezvous import consult
+from bagua.comm.startup.rendezvous import consult
 from bagua.errors import BaguaError, CollectiveMismatchError, ConfigurationError
 from bagua.parallel.autotune_director import Decision, Director, Report
 from bagua.parallel.autotune_search import Setting

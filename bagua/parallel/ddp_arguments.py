@@ -11,7 +11,7 @@ from torch import nn
 
 from bagua.checks import check_kind, check_numbers
 from bagua.comm import ProcessGroup, get_default_group
-from bagua.comm.adoption import as_group
+from bagua.comm.startup.adoption import as_group
 from bagua.errors import ConfigurationError
 from bagua.parallel.options import check_optional_flag
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from bagua.comm import ProcessGroup, Work
-from bagua.comm.background import BackgroundThread
+from bagua.comm.lifetime.background import BackgroundThread
 
 __all__ = ["Executor", "create_executor", "nothing"]
 

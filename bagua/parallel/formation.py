@@ -13,9 +13,9 @@ import torch
 from bagua.algorithms import Algorithm, AlgorithmImpl, DistributedAlgorithm
 from bagua.buckets import Bucket, check_align_bytes
 from bagua.comm import Communicator, Group, ProcessGroup, get_default_group
-from bagua.comm.adoption import as_group
-from bagua.comm.closer import close_with
-from bagua.comm.rendezvous import exchange
+from bagua.comm.lifetime.closer import close_with
+from bagua.comm.startup.adoption import as_group
+from bagua.comm.startup.rendezvous import exchange
 from bagua.errors import BaguaError, CommunicationError, blame
 from bagua.parallel.agreement import compare_or_refuse
 from bagua.parallel.autotune_search import Setting

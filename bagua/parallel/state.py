@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from bagua.comm import Communicator, Group, NonMember, ReduceOp
-from bagua.comm.adoption import communicator_of
+from bagua.comm.startup.adoption import communicator_of
 from bagua.parallel.agreement import compare
 from bagua.parallel.registration import ignored_names
 

@@ -12,8 +12,8 @@ from datetime import timedelta
 from typing import Any
 
 import bagua.comm
-from bagua.comm.stores import thread_store
-from bagua.comm.threads import FaultHook, RankKilled, inject_fault
+from bagua.comm.store.serving import thread_store
+from bagua.comm.transports.threads import FaultHook, RankKilled, inject_fault
 from bagua.testing.ranks import (
     Job,
     Outcome,
@@ -39,7 +39,7 @@ class ThreadRanks(RankPool):
         timeout_s: default deadline of collectives, in seconds.
         deadline_s: of a run, in seconds.
         fault: called at each step of each collective of each rank; it raises ``RankKilled`` to
-            kill that rank there, or delays it. See ``bagua.comm.threads``.
+            kill that rank there, or delays it. See ``bagua.comm.transports.threads``.
 
     Example:
         >>> import torch, bagua.comm

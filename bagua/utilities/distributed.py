@@ -16,7 +16,7 @@ import torch
 
 from bagua import env
 from bagua.comm import Communicator, ReduceOp, init_process_group, is_initialized
-from bagua.comm.adoption import as_communicator, available
+from bagua.comm.startup.adoption import as_communicator, available
 from bagua.errors import ConfigurationError, InvalidReduceOpError, InvalidTensorError
 from bagua.utilities.rank_zero import rank_zero_debug, rank_zero_info, rank_zero_only, rank_zero_warn
 

@@ -13,10 +13,10 @@ from typing import Any
 from torch.distributed import HashStore
 from typing_extensions import Self
 
-from bagua.comm.c10d import C10dTransport
 from bagua.comm.communicator import Communicator
-from bagua.comm.stores import serve_store
-from bagua.comm.transport import Membership, Transport
+from bagua.comm.store.serving import serve_store
+from bagua.comm.transports.base import Membership, Transport
+from bagua.comm.transports.c10d.transport import C10dTransport
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from bagua.comm.c10d import C10dTransport
 from bagua.comm.communicator import Communicator
-from bagua.comm.stores import connect_store
+from bagua.comm.store.serving import connect_store
+from bagua.comm.transports.c10d.transport import C10dTransport
 from tests.comm.c10d_ranks import membership
 
 BIG = 20_000_000

@@ -19,7 +19,7 @@ import bagua.comm
 from bagua.algorithms.async_model_average import AsyncModelAverageAlgorithm
 from bagua.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
 from bagua.comm import Work
-from bagua.comm.world import holder
+from bagua.comm.startup.default_group import holder
 from bagua.errors import CommunicationError, CommunicatorClosedError
 from bagua.parallel.module import with_bagua
 

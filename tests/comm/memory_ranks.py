@@ -11,9 +11,9 @@ from torch.distributed import HashStore
 
 from bagua.comm.call import Call
 from bagua.comm.communicator import Communicator
-from bagua.comm.memory_line import Notice, rows
-from bagua.comm.threads import FaultHook, ThreadPeers, ThreadsTransport, inject_fault
-from bagua.comm.transport import Membership
+from bagua.comm.transports.base import Membership
+from bagua.comm.transports.memory.line import Notice, rows
+from bagua.comm.transports.threads import FaultHook, ThreadPeers, ThreadsTransport, inject_fault
 
 
 def run(

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 import bagua.comm
-from bagua.comm import shm_attach, shm_segments
+from bagua.comm.transports.shm import attach as shm_attach
+from bagua.comm.transports.shm import segments as shm_segments
 from bagua.errors import BaguaError, TransportUnavailableError
 from bagua.testing import die
 from bagua.testing.ranks import this_rank

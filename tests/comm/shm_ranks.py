@@ -17,11 +17,15 @@ from typing import Any
 import torch
 
 import bagua.comm
-from bagua.comm import Communicator, backends, choice, shm_attach, shm_segments
-from bagua.comm.memory_line import State, Step, Words
-from bagua.comm.shm import ShmTransport
-from bagua.comm.stores import connect_store
-from bagua.comm.threads import inject_fault
+from bagua.comm import Communicator
+from bagua.comm.startup import choice
+from bagua.comm.store.serving import connect_store
+from bagua.comm.transports import registry as backends
+from bagua.comm.transports.memory.line import State, Step, Words
+from bagua.comm.transports.shm import attach as shm_attach
+from bagua.comm.transports.shm import segments as shm_segments
+from bagua.comm.transports.shm.transport import ShmTransport
+from bagua.comm.transports.threads import inject_fault
 from bagua.errors import BaguaError, TransportUnavailableError
 from bagua.testing.ranks import this_rank
 from tests.comm.memory_ranks import KINDS, Exercise, ramp

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bagua.comm.arguments import (
+from bagua.comm.operands import (
     as_seconds,
     check_counts,
     check_rank,

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from bagua.comm import background
-from bagua.comm.background import BackgroundThread, bounded, stand_by
+from bagua.comm.lifetime import background
+from bagua.comm.lifetime.background import BackgroundThread, bounded, stand_by
 
 
 @pytest.fixture

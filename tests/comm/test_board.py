@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import bagua.comm
-from bagua.comm.board import Board
-from bagua.comm.stores import connect_store, thread_store
+from bagua.comm.store.board import Board
+from bagua.comm.store.serving import connect_store, thread_store
 from bagua.errors import CommunicatorClosedError, PeerLostError
 
 
@@ -57,7 +57,7 @@ def test_a_forgotten_decision_can_be_made_again():
 
 HOST = """
 import sys
-from bagua.comm.stores import serve_store
+from bagua.comm.store.serving import serve_store
 store, port = serve_store()
 print(port, flush=True)
 sys.stdin.read()

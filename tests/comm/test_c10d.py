@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from bagua.comm.c10d import C10dTransport, c10d_refusal
-from bagua.comm.c10d_groups import GlooGroup, NcclGroup, OtherGroup, split_name
-from bagua.comm.c10d_lowering import Abilities, Lowering, as_timedelta
 from bagua.comm.call import Call
 from bagua.comm.communicator import Communicator
 from bagua.comm.reduction import ReduceOp, fold, reduction_name
-from bagua.comm.transport import Membership
+from bagua.comm.transports.base import Membership
+from bagua.comm.transports.c10d.groups import GlooGroup, NcclGroup, OtherGroup, split_name
+from bagua.comm.transports.c10d.lowering import Abilities, Lowering, as_timedelta
+from bagua.comm.transports.c10d.transport import C10dTransport, c10d_refusal
 from bagua.errors import (
     CollectiveTimeoutError,
     CommunicationError,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import bagua.comm
-from bagua.comm.c10d import C10dTransport
 from bagua.comm.call import Call
+from bagua.comm.transports.c10d.transport import C10dTransport
 
 pytestmark = pytest.mark.gloo
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from bagua.comm import c10d
-from bagua.comm.c10d import C10dTransport
-from bagua.comm.c10d_groups import BackendGroup, NcclGroup
-from bagua.comm.c10d_handles import StreamWatch
-from bagua.comm.c10d_monitor import Monitor
-from bagua.comm.c10d_notices import Cause
 from bagua.comm.communicator import Communicator
+from bagua.comm.transports.c10d import transport as c10d
+from bagua.comm.transports.c10d.groups import BackendGroup, NcclGroup
+from bagua.comm.transports.c10d.handles import StreamWatch
+from bagua.comm.transports.c10d.monitor import Monitor
+from bagua.comm.transports.c10d.notices import Cause
+from bagua.comm.transports.c10d.transport import C10dTransport
 from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError, PeerLostError
 from tests.comm.c10d_ranks import membership
 

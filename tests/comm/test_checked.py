@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.distributed import PrefixStore
 
-from bagua.comm.c10d import C10dTransport
-from bagua.comm.checked import CheckedTransport, check_membership
 from bagua.comm.communicator import Communicator
 from bagua.comm.reduction import ReduceOp
-from bagua.comm.transport import Membership, Transport
+from bagua.comm.transports.base import Membership, Transport
+from bagua.comm.transports.c10d.transport import C10dTransport
+from bagua.comm.transports.checked import CheckedTransport, check_membership
 from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicatorClosedError
 from tests.comm.c10d_ranks import run, values
 

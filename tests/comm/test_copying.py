@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bagua.comm.copying import copy_flat
+from bagua.comm.transports.memory.copying import copy_flat
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.bfloat16, torch.float64, torch.complex64], ids=str)

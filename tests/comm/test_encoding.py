@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bagua.comm.encoding import decode, encode, encode_failure
+from bagua.comm.objects import decode, encode, encode_failure
 from bagua.errors import ConfigurationError, InvalidTensorError
 
 LEAVES = st.one_of(

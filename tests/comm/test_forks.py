@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from bagua.comm.background import BackgroundThread
-from bagua.comm.c10d_sockets import let_go, open_sockets, opened_since
 from bagua.comm.communicator import Communicator
-from bagua.comm.forks import Family, family
-from bagua.comm.stores import serve_store
+from bagua.comm.lifetime.background import BackgroundThread
+from bagua.comm.lifetime.forks import Family, family
+from bagua.comm.store.serving import serve_store
+from bagua.comm.transports.c10d.sockets import let_go, open_sockets, opened_since
 from bagua.errors import CommunicatorClosedError
 from tests.comm.c10d_ranks import ROOT, run, values
 

@@ -12,8 +12,8 @@ import bagua.parallel as bagua_parallel
 import bagua.torch_api
 from bagua.algorithms import AsyncModelAverageAlgorithmImpl
 from bagua.comm import NON_MEMBER, NonMember, functional
-from bagua.comm.adoption import as_group
-from bagua.comm.background import BackgroundThread
+from bagua.comm.lifetime.background import BackgroundThread
+from bagua.comm.startup.adoption import as_group
 from bagua.errors import (
     CollectiveMismatchError,
     CommunicatorClosedError,

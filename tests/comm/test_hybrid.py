@@ -14,8 +14,8 @@ from torch.distributed import TCPStore
 
 import bagua.comm
 from bagua import env
-from bagua.comm import shm_attach
-from bagua.comm.hybrid import slice_owners
+from bagua.comm.transports.hybrid import slice_owners
+from bagua.comm.transports.shm import attach as shm_attach
 from bagua.errors import TransportUnavailableError
 from bagua.testing import ProcessRanks
 from bagua.testing.ranks import this_rank

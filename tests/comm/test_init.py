@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import bagua.comm
-from bagua.comm.stores import connect_store, serve_store, thread_store
+from bagua.comm.store.serving import connect_store, serve_store, thread_store
 from bagua.errors import (
     BaguaError,
     CollectiveMismatchError,

@@ -9,11 +9,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from bagua.comm import memory_exchange
 from bagua.comm.call import Call
 from bagua.comm.communicator import Communicator
-from bagua.comm.memory_line import Notice, Step, rows
-from bagua.comm.threads import ThreadsTransport
+from bagua.comm.transports.memory import exchange as memory_exchange
+from bagua.comm.transports.memory.line import Notice, Step, rows
+from bagua.comm.transports.threads import ThreadsTransport
 from bagua.errors import CollectiveMismatchError
 from tests.comm.memory_ranks import EXERCISES, KINDS, LARGE, Exercise, StagedTransport, agrees, run, values
 

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from bagua.comm import memory_peers
 from bagua.comm.communicator import Communicator
-from bagua.comm.memory_line import Deadline, State, Step
-from bagua.comm.threads import RankKilled
+from bagua.comm.transports.memory import peers as memory_peers
+from bagua.comm.transports.memory.line import Deadline, State, Step
+from bagua.comm.transports.threads import RankKilled
 from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError, PeerLostError
 from tests.comm.memory_ranks import EXERCISES, LARGE, SMALL, Exercise, agrees, run, values
 

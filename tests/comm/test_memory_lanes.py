@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from bagua.comm.memory_lanes import Lane, Lanes, Part, Pending
-from bagua.comm.memory_line import Deadline
+from bagua.comm.transports.memory.lanes import Lane, Lanes, Part, Pending
+from bagua.comm.transports.memory.line import Deadline
 from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError
 
 LANE: Lane = ("collective", -1)

@@ -15,20 +15,20 @@ import pytest
 import torch
 from hypothesis import settings
 
-from bagua.comm.background import BackgroundThread
 from bagua.comm.communicator import Communicator
-from bagua.comm.memory_line import State, Words
-from bagua.comm.shm import ShmTransport
-from bagua.comm.threads import ThreadsTransport
+from bagua.comm.lifetime.background import BackgroundThread
+from bagua.comm.transports.memory.line import State, Words
+from bagua.comm.transports.shm.transport import ShmTransport
+from bagua.comm.transports.threads import ThreadsTransport
 from bagua.errors import CommunicationError, CommunicatorClosedError, PeerLostError
 from tests.comm.memory_ranks import LARGE, run
 
 pytestmark = pytest.mark.threads
 
-#: A file and a line in it.
+#: A module and a line in it.
 Place = tuple[str, int]
 #: Modules whose lines are interrupted.
-INTERRUPTED = ("core", "background", "memory", "shm", "threads")
+INTERRUPTED = ("core", "lifetime.background", "transports.memory", "transports.shm", "transports.threads")
 
 
 @pytest.fixture(autouse=True)
@@ -111,13 +111,13 @@ class Signals:
             return None
         if frame.f_code.co_name == "pause":
             self.sleeps += 1
-        if self.sleeps > 1 or (frame.f_code.co_name, name) == ("wait", "bagua.comm.memory_lanes"):
+        if self.sleeps > 1 or (frame.f_code.co_name, name) == ("wait", "bagua.comm.transports.memory.lanes"):
             self.come.set()
         return self._line
 
     def _line(self, frame: FrameType, event: str, _: Any) -> Any:
         if event == "line":
-            place = (os.path.basename(frame.f_code.co_filename), frame.f_lineno)
+            place = (frame.f_globals["__name__"], frame.f_lineno)
             if place not in self.seen:
                 self.seen[place] = None
                 if place == self.at:
@@ -202,7 +202,8 @@ def test_a_handler_may_close_anywhere(transport: type, call: Callable[[Communica
     assert descriptors() <= before
 
 
-WAITING = ("memory_peers.py", "memory_messages.py", "shm_peers.py", "shm_channel.py")
+_TRANSPORTS = "bagua.comm.transports"
+WAITING = tuple(f"{_TRANSPORTS}.{name}" for name in ("memory.peers", "memory.messages", "shm.peers", "shm.channel"))
 
 
 @pytest.mark.parametrize("call", [allreduce, message])
@@ -223,7 +224,7 @@ def test_a_handler_may_raise_where_the_call_waits(call: Callable[[Communicator],
         signals.comm.close()
         assert peers._closed
         # A descriptor that has just been received and has no name yet is lost.
-        before += place[0] == "shm_channel.py"
+        before += place[0] == WAITING[-1]
     gc.collect()
     assert descriptors() <= before
 

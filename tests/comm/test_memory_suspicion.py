@@ -13,10 +13,10 @@ import torch
 
 from bagua.comm.call import Call
 from bagua.comm.communicator import Communicator
-from bagua.comm.memory import MemoryTransport
-from bagua.comm.memory_line import Step, Words
-from bagua.comm.memory_messages import Messages
-from bagua.comm.threads import ThreadPeers
+from bagua.comm.transports.memory.line import Step, Words
+from bagua.comm.transports.memory.messages import Messages
+from bagua.comm.transports.memory.transport import MemoryTransport
+from bagua.comm.transports.threads import ThreadPeers
 from bagua.errors import CollectiveMismatchError
 from tests.comm.memory_ranks import run, values
 

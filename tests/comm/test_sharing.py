@@ -16,9 +16,9 @@ from torch.distributed import HashStore, distributed_c10d
 from bagua.comm import sharing
 from bagua.comm.communicator import Communicator
 from bagua.comm.group import solo_group
-from bagua.comm.threads import Step, ThreadsTransport, inject_fault
-from bagua.comm.torch_backend_calls import TorchCalls
-from bagua.comm.transport import Membership
+from bagua.comm.torch_backend.calls import TorchCalls
+from bagua.comm.transports.base import Membership
+from bagua.comm.transports.threads import Step, ThreadsTransport, inject_fault
 from bagua.errors import ConcurrentUseError
 from tests.comm.memory_ranks import run, values
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from bagua.comm.stores import serve_store
+from bagua.comm.store.serving import serve_store
 from bagua.testing import ProcessRanks
 from bagua.testing.ranks import RankDiedError
 from tests.comm import shm_ranks

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from bagua.comm import shm_attach
-from bagua.comm.shm import shm_refusal
+from bagua.comm.transports.shm import attach as shm_attach
+from bagua.comm.transports.shm.transport import shm_refusal
 from tests.comm import shm_attach_ranks
 from tests.comm.test_shm import run_anew
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from bagua.comm import threads
 from bagua.comm.communicator import Communicator
-from bagua.comm.threads import RankKilled, Step, ThreadsTransport, inject_fault
-from bagua.comm.transport import Membership
+from bagua.comm.transports import threads
+from bagua.comm.transports.base import Membership
+from bagua.comm.transports.threads import RankKilled, Step, ThreadsTransport, inject_fault
 from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError, PeerLostError, TransportUnavailableError
 from tests.comm.memory_ranks import run, values
 

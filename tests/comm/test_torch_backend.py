@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bagua.comm.stores import serve_store
+from bagua.comm.store.serving import serve_store
 from bagua.testing import ProcessRanks
 from bagua.testing.ranks import RankDiedError
 from tests.comm import torch_backend_ranks as ranks

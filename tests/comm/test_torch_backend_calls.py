@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bagua.comm.group import solo_group
-from bagua.comm.torch_backend_calls import TorchCalls
-from bagua.comm.torch_backend_futures import CallbackThread
-from bagua.comm.torch_backend_work import BackwardWatch, TorchWork
+from bagua.comm.torch_backend.calls import TorchCalls
+from bagua.comm.torch_backend.futures import CallbackThread
+from bagua.comm.torch_backend.work import BackwardWatch, TorchWork
 from bagua.comm.work import JoinedWork, PendingWork
 from bagua.errors import InvalidTensorError, PeerLostError
 

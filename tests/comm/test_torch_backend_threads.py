@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import bagua.torch_api
 from bagua.comm import torch_private
-from bagua.comm.stores import connect_store, serve_store
+from bagua.comm.store.serving import connect_store, serve_store
 from bagua.errors import PeerLostError
 
 pytestmark = pytest.mark.shm

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from bagua.comm.stores import serve_store
+from bagua.comm.store.serving import serve_store
 from tests.distributed.ranks import SCRIPTS, run_script_in_both
 from tests.parallel.scripts import start_scripts
 

@@ -11,7 +11,7 @@ import torch
 import bagua.comm
 from bagua import testing
 from bagua.algorithms import AsyncModelAverageAlgorithm
-from bagua.comm.stores import serve_store
+from bagua.comm.store.serving import serve_store
 from bagua.errors import PeerLostError
 from bagua.parallel import with_bagua
 from bagua.testing.training import State, assert_same_on_all_ranks, mlp, snapshot, train_steps

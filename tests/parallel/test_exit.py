@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bagua.comm.stores import serve_store
+from bagua.comm.store.serving import serve_store
 from tests.parallel.scripts import start_scripts
 
 pytestmark = pytest.mark.gloo

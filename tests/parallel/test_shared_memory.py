@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import bagua.comm
-from bagua.comm.shm_segments import find
+from bagua.comm.transports.shm.segments import find
 from bagua.errors import PeerLostError
 from bagua.testing.ranks import RankDiedError
 from bagua.testing.training import assert_close, assert_same_on_all_ranks

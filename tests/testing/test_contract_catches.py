@@ -5,9 +5,9 @@ import time
 import pytest
 import torch
 
-from bagua.comm import backends
-from bagua.comm.threads import ThreadsTransport
-from bagua.comm.transport import DONE, Handle
+from bagua.comm.transports import registry as backends
+from bagua.comm.transports.base import DONE, Handle
+from bagua.comm.transports.threads import ThreadsTransport
 from bagua.testing import ThreadRanks
 from bagua.testing.contract import failures
 from bagua.testing.transport_contract import TransportContract

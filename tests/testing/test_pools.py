@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import bagua.comm
-from bagua.comm.threads import RankKilled
+from bagua.comm.transports.threads import RankKilled
 from bagua.errors import ConfigurationError, InvalidTensorError, PeerLostError
 from bagua.testing import (
     ProcessRanks,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bagua.comm import ProcessGroup
-from bagua.comm.background import bounded
+from bagua.comm.lifetime.background import bounded
 from bagua.errors import CollectiveTimeoutError, CommunicationError
 from bagua.primitives.averaging.company import Patience
 from bagua.primitives.averaging.desk import Desk, Stage

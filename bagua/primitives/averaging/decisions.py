@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bagua.comm.board import Board
+from bagua.comm.store.board import Board
 from bagua.primitives.averaging.company import Company
 
 __all__ = ["Decisions"]

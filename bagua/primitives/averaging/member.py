@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from bagua.comm.board import Board
+from bagua.comm.store.board import Board
 from bagua.errors import CommunicationError, PeerLostError
 from bagua.primitives.averaging.channels import Channels
 from bagua.primitives.averaging.company import Company, Patience

@@ -10,7 +10,7 @@ import torch
 
 from bagua.buckets import Bucket, form_buckets
 from bagua.comm import Communicator
-from bagua.comm.copying import copy_flat
+from bagua.comm.transports.memory.copying import copy_flat
 from bagua.errors import ConfigurationError
 from bagua.primitives.averaging.desk import Parcel
 

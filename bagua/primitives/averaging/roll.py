@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from bagua.comm.board import Board
+from bagua.comm.store.board import Board
 from bagua.primitives.averaging.records import Record, State
 
 __all__ = ["Roll"]
@@ -17,7 +17,7 @@ class Roll:
         board: for all sessions of a model.
 
     Example:
-        >>> from bagua.comm.stores import thread_store
+        >>> from bagua.comm.store.serving import thread_store
         >>> store = thread_store()
         >>> Roll(Board(store, 0, (0, 1, 2))).strike({2: "its process ends"})
         >>> Roll(Board(store, 1, (0, 1, 2))).answer_for(2).reason

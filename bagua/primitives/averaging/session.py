@@ -10,8 +10,8 @@ import time
 import weakref
 from typing import Protocol
 
-from bagua.comm.background import bounded, stand_by
-from bagua.comm.forks import family
+from bagua.comm.lifetime.background import bounded, stand_by
+from bagua.comm.lifetime.forks import family
 from bagua.errors import CommunicationError
 from bagua.primitives.averaging.desk import Desk
 from bagua.primitives.averaging.member import Member

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bagua.comm import background
-from bagua.comm.background import BackgroundThread, stand_by
+from bagua.comm.lifetime import background
+from bagua.comm.lifetime.background import BackgroundThread, stand_by
 from bagua.primitives.averaging.desk import Desk, Wake
 from bagua.primitives.averaging.session import Session
 

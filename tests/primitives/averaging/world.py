@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from bagua.comm.board import Board
-from bagua.comm.stores import thread_store
+from bagua.comm.store.board import Board
+from bagua.comm.store.serving import thread_store
 from bagua.errors import CommunicationError, CommunicatorClosedError, PeerLostError
 from bagua.primitives.averaging import (
     Channel,

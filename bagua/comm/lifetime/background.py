@@ -1,0 +1,168 @@
+"""Daemon threads: one that runs submitted functions in order, and those that talk to whoever may never answer.
+
+The standard library's executors use non-daemon threads, which keep a process
+alive when one of them is stuck in a collective.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import contextvars
+import queue
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from bagua.comm.lifetime.forks import family, forked_error
+
+__all__ = ["BackgroundThread", "bounded", "stand_by"]
+
+T = TypeVar("T")
+
+_living: weakref.WeakSet[BackgroundThread] = weakref.WeakSet()
+
+
+class _Task(Future[T]):
+    """What was submitted; in a forked child nobody completes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._generation = family.generation
+
+    def result(self, timeout: float | None = None) -> T:
+        if self._generation != family.generation:
+            raise forked_error()
+        return super().result(timeout)
+
+
+class BackgroundThread:
+    """Runs functions one after the other in a thread that starts with the first of them.
+
+    Args:
+        name: of the thread, for debuggers.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        #: A signal handler that interrupts ``submit`` may call ``stop``.
+        self._lock = threading.RLock()
+        self._stopped = False
+        family.add(self)
+
+    def disown(self) -> None:
+        """In a forked child, which has no such thread: what was submitted runs in the parent only."""
+        self._lock = threading.RLock()
+        self._queue = queue.SimpleQueue()
+        self._thread = None
+
+    def submit(self, function: Callable[[], T]) -> Future[T]:
+        """Run ``function`` after everything submitted before it.
+
+        It runs in a copy of the caller's context, so that a rank that is a thread
+        finds its own default group there.
+
+        Raises:
+            RuntimeError: the thread was stopped.
+        """
+        future: Future[T] = _Task()
+        context = contextvars.copy_context()
+
+        def task() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(context.run(function))
+            except BaseException as error:  # noqa: BLE001 - raised by whoever asks the future
+                future.set_exception(error)
+
+        self.put(task)
+        if self._stopped and future.cancel():  # by a signal handler, meanwhile
+            raise RuntimeError(f"background thread {self._name} was stopped")
+        return future
+
+    def put(self, task: Callable[[], None]) -> None:
+        """Run ``task``, which raises nothing, after everything submitted before it.
+
+        Raises:
+            RuntimeError: the thread was stopped.
+        """
+        with self._lock:
+            if self._stopped:
+                raise RuntimeError(f"background thread {self._name} was stopped")
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread.start()
+                self._thread = thread  # Not earlier: who has not started cannot be waited for.
+                _living.add(self)
+            self._queue.put(task)
+
+    def _run(self) -> None:
+        while (task := self._queue.get()) is not None:
+            task()
+            del task
+
+    def stop(self, timeout_s: float = 5.0) -> bool:
+        """Let what was submitted finish, end the thread, and say whether it ended in time."""
+        with self._lock:
+            first = not self._stopped
+            self._stopped = True
+            thread = self._thread
+            if first:
+                self._queue.put(None)
+        if thread is None or thread is threading.current_thread():
+            return True
+        thread.join(timeout_s)
+        return not thread.is_alive()
+
+
+#: Python 3.12 starts no thread while the interpreter ends. Other versions do.
+STARTS_AT_EXIT = sys.version_info[:2] != (3, 12)
+_standby = BackgroundThread("bagua-standby")
+
+
+def stand_by() -> None:
+    """Have a thread ready for ``bounded`` where none can be started when the interpreter ends."""
+    if not STARTS_AT_EXIT:
+        with contextlib.suppress(RuntimeError):  # The interpreter ends already, or has no threads left.
+            _standby.submit(lambda: None)
+
+
+def bounded(function: Callable[[], T], limit_s: float) -> T | None:
+    """The result of ``function``, or None if it fails or takes longer than ``limit_s``.
+
+    A store whose host was stopped never answers, and its client cannot be interrupted.
+    """
+    results: list[T] = []
+    ended = threading.Event()
+
+    def run() -> None:
+        # Nothing that a store can raise may hide the error that led here.
+        try:
+            with contextlib.suppress(Exception):
+                results.append(function())
+        finally:
+            ended.set()
+
+    try:
+        threading.Thread(target=run, name="bagua-store", daemon=True).start()
+    except RuntimeError:
+        try:
+            _standby.submit(run)
+        except RuntimeError:
+            return None
+    ended.wait(limit_s)
+    return results[0] if results else None
+
+
+def _stop_all() -> None:
+    for background in list(_living):
+        background.stop(timeout_s=1.0)
+
+
+atexit.register(_stop_all)

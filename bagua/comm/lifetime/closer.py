@@ -1,0 +1,135 @@
+"""Closing what belongs to an object that nobody holds any more.
+
+A finalizer runs between any two instructions of any thread, also of one that holds a lock of
+ours. So it does nothing but hand over what must be closed, without a lock, to a thread that waits
+for it. That thread closes what is idle: a slower rank may still need what this one has sent.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from bagua.comm.lifetime.forks import family
+
+__all__ = ["Closable", "close_with"]
+
+_log = logging.getLogger("bagua")
+#: How often what is not idle yet is looked at.
+_POLL_S = 0.01
+_FAREWELL_S = 1.0
+
+
+class Closable(Protocol):
+    """Something that holds threads, descriptors or memory until it is closed."""
+
+    def idle(self) -> bool:
+        """Whether nothing is under way. Never blocks, never raises."""
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
+
+
+def close_with(owner: object, belongings: Closable) -> Callable[[], None]:
+    """Close ``belongings`` soon after ``owner`` is garbage, as soon as they are idle.
+
+    Args:
+        owner: an object that ``belongings`` do not keep alive.
+        belongings: closed in a background thread.
+
+    Returns:
+        A function that has them closed before that, as soon as they are idle. It never blocks.
+    """
+    return _closer.watch(owner, belongings)
+
+
+class _Closer:
+    """The one thread of this process that closes; it runs as long as there is an owner."""
+
+    def __init__(self) -> None:
+        self._begin()
+        self._registered = False
+        family.add(self)
+
+    def _begin(self) -> None:
+        # What to close, and how many owners it had. Of all queues, this one may be put into from a finalizer.
+        self._queue: queue.SimpleQueue[tuple[Closable, int] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._owners = 0
+        #: Never held while a finalizer may need it.
+        self._guard = threading.Lock()
+
+    def watch(self, owner: object, belongings: Closable) -> Callable[[], None]:
+        """See ``close_with``."""
+        with self._guard:
+            if self._thread is None:  # A finalizer could not start it.
+                thread = threading.Thread(target=self._run, name="bagua-closer", daemon=True)
+                thread.start()
+                self._thread = thread
+            self._owners += 1
+            if not self._registered:
+                self._registered = True
+                atexit.register(self.stop)
+        # The queue, which a forked child does not look into: the parent closes what is the parent's.
+        finalizer = weakref.finalize(owner, self._queue.put, (belongings, 1))
+        # Then the groups that they belong to are closed, and they with them.
+        finalizer.atexit = False
+        return partial(self._queue.put, (belongings, 0))
+
+    def _ended(self, owners: int) -> bool:
+        """So many owners less; whether there is none left, and the thread ends."""
+        with self._guard:
+            self._owners -= owners
+            if self._owners or not owners:
+                return False
+            self._thread = None
+            return True
+
+    def _run(self) -> None:
+        waiting: list[tuple[Closable, int]] = []
+        while True:
+            with contextlib.suppress(queue.Empty):
+                taken = self._queue.get(timeout=_POLL_S if waiting else None)
+                if taken is None:
+                    return
+                waiting.append(taken)
+                del taken  # What is closed must not be held here.
+            expected = sum(owners for _, owners in waiting)
+            waiting = [(one, owners) for one, owners in waiting if not _closed(one)]
+            if self._ended(expected - sum(owners for _, owners in waiting)):
+                return
+
+    def stop(self) -> None:
+        """End the thread. What it leaves is closed with the groups of this process."""
+        thread = self._thread
+        if thread is not None:
+            self._queue.put(None)
+            thread.join(_FAREWELL_S)
+
+    def disown(self) -> None:
+        """In a forked child: the thread, and what it has to close, are the parent's."""
+        self._begin()
+
+
+def _closed(belongings: Closable) -> bool:
+    """Close ``belongings`` if they are idle; whether they were."""
+    try:
+        if not belongings.idle():
+            return False
+    except Exception:  # noqa: BLE001 - nobody is there to raise it to
+        _log.exception("looking at what belonged to a dropped model failed")
+    try:
+        belongings.close()
+    except Exception:  # noqa: BLE001 - nobody is there to raise it to
+        _log.exception("closing what belonged to a dropped model failed")
+    return True
+
+
+_closer = _Closer()

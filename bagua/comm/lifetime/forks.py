@@ -1,0 +1,65 @@
+"""What a forked child inherits, and leaves to its parent.
+
+A child of ``os.fork`` has a copy of every object but none of the threads, and it shares
+all sockets with its parent. So each communicator refuses calls in the child, nothing
+there talks to other ranks or to the store, and torch's objects are never destroyed:
+their destructors wait for threads that the child does not have.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from typing import Protocol
+
+from bagua.comm.lifetime.closing import run_all
+from bagua.errors import CommunicatorClosedError
+
+__all__ = ["Disowned", "Family", "family", "forked_error", "leak"]
+
+
+class Disowned(Protocol):
+    """Something that belongs to the process that made it, not to forked children."""
+
+    def disown(self) -> None:
+        """Become inert. Runs in each forked child, where a lock of this object may be held for ever."""
+
+
+class Family:
+    """Whatever must become inert in forked children.
+
+    Attributes:
+        generation: grows in each forked child: tells what a process made from what it inherited.
+    """
+
+    def __init__(self) -> None:
+        self.generation = 0
+        self._members: weakref.WeakSet[Disowned] = weakref.WeakSet()
+        if hasattr(os, "register_at_fork"):  # Windows has no fork.
+            os.register_at_fork(after_in_child=self._disown_all)
+
+    def add(self, member: Disowned) -> None:
+        """Have ``member`` disowned in each forked child of this process, as long as it lives."""
+        self._members.add(member)
+
+    def _disown_all(self) -> None:
+        self.generation += 1
+        run_all(member.disown for member in list(self._members))
+
+
+#: The one of this process.
+family = Family()
+
+
+def forked_error() -> CommunicatorClosedError:
+    """The error for whoever uses in a forked child what the parent made."""
+    return CommunicatorClosedError(
+        "this process was forked; the communicator is its parent's",
+        advice="Communicate in the parent only. A child may call destroy_process_group() and start a world of its own.",
+    )
+
+
+def leak(thing: object) -> None:
+    """Keep ``thing`` for ever: it is not destroyed when the interpreter ends either."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

@@ -1,0 +1,310 @@
+"""The default group: who can see it, which groups come from it, how it ends."""
+
+from __future__ import annotations
+
+import atexit
+import contextvars
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from bagua import env
+from bagua.comm.communicator import Communicator
+from bagua.comm.group import Ledger, ProcessGroup
+from bagua.comm.lifetime.closing import run_all
+from bagua.comm.lifetime.forks import family, leak
+from bagua.comm.non_member import NonMember, is_non_member
+from bagua.comm.operands import as_seconds
+from bagua.comm.startup.choice import unwrapped
+from bagua.comm.statistics import KindStatistics
+from bagua.comm.torch_private import all_groups, store_of
+from bagua.errors import InvalidRankError, InvalidTypeError, NotInitializedError
+
+__all__ = [
+    "Group",
+    "World",
+    "default_communicator",
+    "destroy_process_group",
+    "from_torch_group",
+    "get_default_group",
+    "get_local_rank",
+    "get_local_size",
+    "get_node_rank",
+    "get_rank",
+    "get_world_size",
+    "holder",
+    "is_initialized",
+    "new_group",
+    "not_a_group",
+    "stats",
+]
+
+
+#: What is taken where ranks are named.
+Group = ProcessGroup | Communicator | NonMember | dist.ProcessGroup
+
+
+@dataclass(eq=False)
+class World:
+    """What ``init_process_group`` made on one rank, and what must end with it."""
+
+    group: ProcessGroup
+    ledger: Ledger
+    owns_torch: bool
+    process: int = field(default_factory=os.getpid)
+    adopted: list[ProcessGroup] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        family.add(self)
+
+    def close(self) -> None:
+        """End all groups, then torch's if it was started here.
+
+        Raises:
+            Exception: the first error of one of them, after all were ended.
+        """
+        run_all([*(group.close for group in reversed(self.adopted)), self.group.close, self._end_torch])
+
+    def _end_torch(self) -> None:
+        # To shut NCCL down in a forked child is more than to forget it.
+        stays = self.process != os.getpid() and dist.is_initialized() and dist.get_backend() != "gloo"
+        if self.owns_torch and dist.is_initialized() and not stays:
+            dist.destroy_process_group()
+
+    def disown(self) -> None:
+        """In a forked child: torch's groups are never destroyed."""
+        if dist.is_initialized():
+            leak(all_groups())
+
+
+class Holder:
+    """The world of this process, and of the ranks that are threads of it."""
+
+    def __init__(self) -> None:
+        self.process_world: World | None = None
+        self.exit_registered = False
+        self.context: contextvars.ContextVar[World | None] = contextvars.ContextVar("bagua_world", default=None)
+
+    def get(self) -> World | None:
+        """The world of the calling rank, if it has one."""
+        return self.context.get() or self.process_world
+
+    def put(self, world: World | None, backend: str) -> None:
+        """Make ``world`` that of the calling rank."""
+        if backend == "threads":
+            self.context.set(world)
+            return
+        self.process_world = world
+        if not self.exit_registered:
+            self.exit_registered = True
+            atexit.register(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        world, self.process_world = self.process_world, None
+        if world is not None and world.process == os.getpid():
+            world.close()
+
+
+holder = Holder()
+
+
+def destroy_process_group() -> None:
+    """Close everything that ``init_process_group`` made on this rank, and nothing else. Idempotent."""
+    world = holder.get()
+    if world is None:
+        return
+    holder.put(None, world.group.backend)
+    world.close()
+
+
+def is_initialized() -> bool:
+    """Whether ``init_process_group`` was called on this rank."""
+    return holder.get() is not None
+
+
+def _world() -> World:
+    world = holder.get()
+    if world is None:
+        raise NotInitializedError(
+            "bagua is not initialized",
+            advice="Call bagua.init_process_group() once, before everything else.",
+        )
+    return world
+
+
+def get_default_group() -> ProcessGroup:
+    """The group of all ranks.
+
+    Raises:
+        NotInitializedError: without ``init_process_group``.
+    """
+    return _world().group
+
+
+def default_communicator() -> Communicator:
+    """The communicator of all ranks, without a detour: it is looked up in every call of a function.
+
+    Raises:
+        NotInitializedError: without ``init_process_group``.
+    """
+    world = holder.context.get() or holder.process_world or _world()
+    return world.group.global_communicator
+
+
+def new_group(
+    ranks: Sequence[int] | None = None,
+    *,
+    backend: str | None = None,
+    timeout: float | timedelta | None = None,
+    label: str | None = None,
+) -> ProcessGroup | NonMember:
+    """A group of some ranks. Called by all ranks, with the same arguments and in the same order.
+
+    Args:
+        ranks: its members; None means all.
+        backend: of the new group; None means the default group's.
+        timeout: default deadline of its calls; None means the default group's.
+        label: what messages call the group, with a number after it; None means ``group``.
+
+    Returns:
+        The group on its members, ``NON_MEMBER`` on other ranks, whose calls on it return at once.
+
+    Raises:
+        InvalidRankError: ``ranks`` is not a set of ranks.
+        CollectiveMismatchError: ranks passed different arguments.
+    """
+    group = get_default_group()
+    return group.subgroup(
+        range(group.size) if ranks is None else ranks,
+        backend=unwrapped(backend),
+        timeout_s=None if timeout is None else as_seconds(timeout),
+        label=label or "group",
+    )
+
+
+_uses_of_torch_group: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def from_torch_group(
+    group: dist.ProcessGroup | None = None,
+    *,
+    backend: str | None = None,
+    timeout: float | timedelta | None = None,
+) -> ProcessGroup:
+    """A group of the ranks of a ``torch.distributed`` group. Called by its members only.
+
+    Args:
+        group: torch's group; None means torch's default one.
+        backend: of the new group; None means the one that ``init_process_group`` chose.
+        timeout: default deadline of its calls; None means the default group's.
+
+    Raises:
+        NotInitializedError: without ``init_process_group``.
+        InvalidRankError: this rank is not a member.
+    """
+    world = _world()
+    torch_group = dist.group.WORLD if group is None else group
+    if not isinstance(torch_group, dist.ProcessGroup):  # torch's sentinel for non-members
+        raise InvalidRankError("this rank is not a member of the group", argument="group", expected="a member's group")
+    number = _uses_of_torch_group.get(torch_group, 0) + 1
+    _uses_of_torch_group[torch_group] = number
+    store = dist.PrefixStore(f"bagua/torch_group{number}", store_of(torch_group))
+    ranks = dist.get_process_group_ranks(torch_group)
+    made = ProcessGroup(
+        store,
+        dist.get_rank(torch_group),
+        ranks,
+        [world.group.nodes[rank] for rank in ranks],
+        unwrapped(backend) or world.group.backend,
+        world.group.timeout_s if timeout is None else as_seconds(timeout),
+        f"torch_group{number}",
+        world.ledger,
+    )
+    world.adopted.append(made)
+    return made
+
+
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def get_rank(group: Group | None = None) -> int:
+    """Rank of this process in ``group``, -1 if it is no member; before initialization what the launcher says, else 0.
+
+    Args:
+        group: a group or communicator of ``bagua.comm``, or a group of ``torch.distributed``; None means all ranks.
+
+    Raises:
+        InvalidTypeError: something else than a group.
+    """
+    if group is None:
+        return get_default_group().rank if is_initialized() else _or(env.get_rank(), 0)
+    if isinstance(group, ProcessGroup | Communicator | NonMember):
+        return group.rank
+    return dist.get_rank(_of_torch(group))
+
+
+def get_world_size(group: Group | None = None) -> int:
+    """Size of ``group``, -1 if this rank is no member; before initialization what the launcher says, else 1.
+
+    Args:
+        group: as for ``get_rank``.
+
+    Raises:
+        InvalidTypeError: something else than a group.
+    """
+    if group is None:
+        return get_default_group().size if is_initialized() else _or(env.get_world_size(), 1)
+    if isinstance(group, ProcessGroup | Communicator | NonMember):
+        return group.size
+    return dist.get_world_size(_of_torch(group))
+
+
+def _of_torch(group: Any) -> Any:
+    if not isinstance(group, dist.ProcessGroup) and not is_non_member(group):
+        raise not_a_group(group)
+    return group
+
+
+def not_a_group(group: object, argument: str = "group") -> InvalidTypeError:
+    """The error for what is given in place of a group."""
+    return InvalidTypeError(
+        "not a process group",
+        argument=argument,
+        expected="a group or communicator of bagua.comm, a group of torch.distributed, or None for all ranks",
+        seen=type(group).__name__,
+    )
+
+
+def get_local_rank() -> int:
+    """Rank among the processes of this host; before initialization what the launcher says, else 0."""
+    return get_default_group().local_rank if is_initialized() else _or(env.get_local_rank(), 0)
+
+
+def get_local_size() -> int:
+    """Processes on this host; before initialization what the launcher says, else 1."""
+    if is_initialized():
+        return get_default_group().local_size
+    return _or(env.get_local_world_size(), 1)
+
+
+def get_node_rank() -> int:
+    """Index of this host; before initialization what the launcher says, else 0."""
+    return get_default_group().node_rank if is_initialized() else _or(env.get_node_rank(), 0)
+
+
+def stats() -> dict[str, KindStatistics]:
+    """Calls, bytes and seconds of everything this rank communicated, by kind of call.
+
+    Includes the private communicators of wrapped models. ``Communicator.stats()``
+    tells one communicator alone.
+
+    Raises:
+        NotInitializedError: without ``init_process_group``.
+    """
+    return _world().ledger.totals()

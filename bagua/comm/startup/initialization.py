@@ -1,0 +1,122 @@
+"""``init_process_group``: finding the other ranks, and agreeing with them on hosts and transport."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from bagua import env
+from bagua.comm.group import Ledger
+from bagua.comm.operands import as_seconds
+from bagua.comm.startup.choice import ASKED_FOR, candidates, unwrapped
+from bagua.comm.startup.default_group import World, holder, is_initialized
+from bagua.comm.startup.formation import configure_log, first_that_connects, fresh, layout, meet
+from bagua.comm.startup.rendezvous import connect, refuse_together, resolve_rank
+from bagua.comm.torch_private import default_store
+from bagua.comm.transports.registry import refusal
+from bagua.errors import ConfigurationError, RepeatedInitializationError
+
+__all__ = ["init_process_group"]
+
+#: As in torch: long enough for a checkpoint on rank 0, short enough to notice.
+DEFAULT_TIMEOUT_S = 1800.0
+
+
+def init_process_group(
+    *,
+    backend: str | None = None,
+    timeout: float | timedelta | None = None,
+    store: dist.Store | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+    local_world_size: int = -1,
+    _nodes: Sequence[int] | None = None,
+) -> None:
+    """Find the other processes and connect to them. Everything else needs this first.
+
+    Under a launcher (``torchrun``, ``baguarun``, ``mpirun``, ``srun``) no argument is
+    needed; without one, the process is a world of its own. ``torch.distributed`` is
+    initialized too; a default group of it that exists already is joined.
+
+    Args:
+        backend: ``gloo``, ``nccl``, or any other that ``torch.distributed`` knows; ``shm``
+            for processes of one Linux host, ``hybrid`` for several such hosts; ``threads``
+            for ranks that are threads of one process. None chooses NCCL for CUDA tensors
+            and Gloo for others where there is CUDA; else ``shm`` or ``hybrid`` where ranks
+            can share memory, else Gloo. ``BAGUA_LOG=info`` shows which and why.
+        timeout: default deadline of every call, in seconds or as a ``timedelta``; else
+            ``BAGUA_TIMEOUT_S``, else 30 minutes.
+        store: a ``torch.distributed`` store to meet at, with ``rank`` and ``world_size``.
+        rank: of this process; else from the launcher.
+        world_size: number of processes; else from the launcher.
+        local_world_size: processes per host, if hosts hold consecutive blocks of ranks
+            and shall not be found out.
+
+    Raises:
+        RepeatedInitializationError: it was called before.
+        ConfigurationError: rank or world size are missing or wrong.
+        CollectiveTimeoutError: ranks that did not come by the timeout, as ``peers``.
+        TransportUnavailableError: the backend cannot run on some rank, on all ranks.
+
+    Example:
+        >>> import bagua.comm
+        >>> bagua.comm.init_process_group()
+        >>> bagua.comm.get_world_size()
+        1
+        >>> bagua.comm.destroy_process_group()
+    """
+    if is_initialized():
+        raise RepeatedInitializationError(
+            "init_process_group() was called before",
+            advice="Call it once, or destroy_process_group() in between.",
+        )
+    configure_log()
+    backend = unwrapped(backend)
+    timeout = env.timeout_s() if timeout is None else timeout
+    timeout_s = DEFAULT_TIMEOUT_S if timeout is None else as_seconds(timeout)
+    if store is None and backend == "threads":
+        raise ConfigurationError(
+            "ranks that are threads meet at a store that they share",
+            argument="store",
+            expected="one torch.distributed.HashStore for all of them",
+            seen=None,
+            advice="bagua.testing.ThreadRanks does all of this.",
+        )
+    joined = store is None and dist.is_initialized()
+    if joined:
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        store = default_store()
+    else:
+        rank, world_size = resolve_rank(rank, world_size)
+        store = connect(rank, world_size, timeout_s) if store is None else store
+    store = fresh(store, rank)
+    answers = meet(store, rank, range(world_size), backend, timeout_s)
+    nodes = _nodes or layout(answers, world_size, local_world_size)
+    choices = candidates(answers, nodes) if backend is None else [(backend, ASKED_FOR)]
+    backend = choices[0][0]
+    refuse_together(store, "refusal", rank, range(world_size), refusal(backend), timeout_s)
+    owns_torch = not joined and not dist.is_initialized() and backend != "threads"
+    if owns_torch:
+        _init_torch(store, rank, world_size, backend, timeout_s)
+    ledger = Ledger()
+    try:
+        group = first_that_connects(store, rank, range(world_size), nodes, choices, timeout_s, ledger)
+    except BaseException:
+        if owns_torch:
+            dist.destroy_process_group()
+        raise
+    holder.put(World(group, ledger, owns_torch), group.backend)
+
+
+def _init_torch(store: dist.Store, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
+    """Initialize ``torch.distributed`` as well, for everything in torch that needs it."""
+    nccl = "nccl" in backend or backend == "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if nccl else "gloo",
+        store=dist.PrefixStore("torch", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )

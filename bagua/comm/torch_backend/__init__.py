@@ -1,0 +1,1 @@
+"""The backend name ``bagua`` of ``torch.distributed``."""

@@ -1,0 +1,271 @@
+"""The backend name ``bagua`` of ``torch.distributed``: its groups, from the first to the last moment."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from bagua.comm.group import Ledger, ProcessGroup
+from bagua.comm.lifetime.closer import close_with
+from bagua.comm.lifetime.forks import family, leak
+from bagua.comm.operands import as_seconds
+from bagua.comm.startup.choice import TORCH_NAME, candidates
+from bagua.comm.startup.formation import configure_log, first_that_connects, fresh, layout, meet
+from bagua.comm.torch_backend.calls import TorchCalls
+from bagua.comm.torch_backend.futures import CallbackThread, CallFuture
+from bagua.comm.torch_backend.stand_in import CpuStandIn
+from bagua.comm.torch_backend.work import BackwardPass, TorchWork
+from bagua.comm.torch_private import (
+    do_not_compile,
+    nccl_options,
+    requested_backends,
+    require_known_calls,
+    set_default_timeout,
+    set_sequence_number,
+)
+from bagua.errors import ConfigurationError
+
+__all__ = ["TorchBackendOptions", "TorchGroup", "install_torch_backend"]
+
+_GLOO = dist.ProcessGroup.BackendType.GLOO
+_NCCL = dist.ProcessGroup.BackendType.NCCL
+
+
+@dataclass(frozen=True)
+class TorchBackendOptions:
+    """What ``pg_options`` of ``torch.distributed.init_process_group("bagua")`` and ``new_group`` take.
+
+    Args:
+        raise_in_backward: whether the end of a backward pass raises what went wrong in its allreduces. Without, the
+            errors are left to whoever handles the futures of these calls, such as a communication hook.
+
+    Example:
+        >>> TorchBackendOptions(raise_in_backward=False)
+        TorchBackendOptions(raise_in_backward=False)
+    """
+
+    raise_in_backward: bool = True
+
+
+class TorchGroup(TorchCalls, dist.ProcessGroup):  # type: ignore[misc]  # the stub has more overloads than callers
+    """What ``torch.distributed`` holds for a group whose backend is ``bagua``.
+
+    Args:
+        store: what torch gave to this group.
+        members: our group of the same ranks, which this one owns.
+        stand_in: registered with torch for CPU tensors.
+        backends: who serves the tensors of other devices, by device type.
+        options: of this group.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        members: ProcessGroup,
+        stand_in: CpuStandIn,
+        backends: Mapping[str, Any],
+        options: TorchBackendOptions,
+    ) -> None:
+        dist.ProcessGroup.__init__(self, members.rank, members.size)  # type: ignore[call-arg]  # not in the stub
+        TorchCalls.__init__(self, members, stand_in, backends, raise_in_backward=options.raise_in_backward)
+        self._store = store
+        self._set_default_backend(_GLOO)
+        self._register_backend(torch.device("cpu"), _GLOO, stand_in)
+        for device_type, backend in backends.items():
+            self._register_backend(torch.device(device_type), _NCCL, backend)
+        _family.add(self)
+        family.add(self)
+        close_with(self, _Belongings(members, self.callbacks))
+
+    def disown(self) -> None:
+        """In a forked child: torch's objects are never destroyed there."""
+        leak(self)
+
+    # What torch asks a group.
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """The name under which torch knows this backend."""
+        return TORCH_NAME
+
+    def get_group_store(self) -> dist.Store:
+        """The store of this group."""
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the default deadline of all later calls."""
+        for backend in (self._stand_in, *self._backends.values()):
+            set_default_timeout(backend, timeout)
+
+    def split_group(self, *_: object, **__: object) -> dist.ProcessGroup:
+        """Refuse: torch would give the parts to Gloo or NCCL."""
+        raise ConfigurationError(
+            "groups of backend bagua are not split",
+            argument="split_ranks",
+            expected="torch.distributed.new_group(ranks), which all ranks call",
+            seen="split_group",
+        )
+
+    def __repr__(self) -> str:
+        return f"<TorchGroup rank {self.rank()} of {self.size()}: {self.members!r}>"
+
+    # The end.
+
+    def abort(self) -> None:
+        """Break all connections, from any thread; peers get an error that says so."""
+        self.members.abort("torch.distributed aborted the group")
+        for backend in self._backends.values():
+            with contextlib.suppress(RuntimeError):  # Without a connection there is nothing to abort.
+                backend.abort()
+
+    def shutdown(self) -> None:
+        """Leave the group and give back what it holds. Idempotent."""
+        _family.discard(self)
+        _Belongings(self.members, self.callbacks).close()
+        for backend in self._backends.values():
+            with contextlib.suppress(RuntimeError):
+                backend.shutdown()
+
+
+class _Belongings:
+    """What a group leaves behind that nobody holds any more. Closing it tells the peers, as Gloo does."""
+
+    def __init__(self, members: ProcessGroup, callbacks: CallbackThread) -> None:
+        self._members = members
+        self._callbacks = callbacks
+
+    def idle(self) -> bool:
+        return self._members.idle()
+
+    def close(self) -> None:
+        self._members.close()
+        self._callbacks.stop()
+
+
+class _Family:
+    """The open groups of this process, to be left when it ends."""
+
+    def __init__(self) -> None:
+        self._members: weakref.WeakSet[TorchGroup] = weakref.WeakSet()
+        self._process = -1
+
+    def add(self, group: TorchGroup) -> None:
+        self._members.add(group)
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            atexit.register(self._leave_all)
+
+    def discard(self, group: TorchGroup) -> None:
+        self._members.discard(group)
+
+    def _leave_all(self) -> None:
+        if self._process == os.getpid():
+            for group in list(self._members):
+                group.shutdown()
+
+
+_family = _Family()
+
+
+# From torch's request to a group.
+
+
+def install_torch_backend() -> None:
+    """Make the backend name ``bagua`` known to ``torch.distributed``. Idempotent.
+
+    Example:
+        >>> install_torch_backend()
+        >>> dist.is_backend_available("bagua")
+        True
+    """
+    if not dist.is_backend_available(TORCH_NAME):
+        do_not_compile(TorchGroup, TorchCalls, CpuStandIn, TorchWork, CallFuture, BackwardPass)
+        # A list: torch would take a string for a list of letters.
+        dist.Backend.register_backend(TORCH_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _create(request: Any, options: Any) -> TorchGroup:
+    """The group that torch asks for. Collective among its members.
+
+    Args:
+        request: torch's ``_DistributedBackendOptions``.
+        options: what the user passed as ``pg_options``.
+    """
+    require_known_calls(TorchGroup)
+    _check_nothing_is_dropped(requested_backends())
+    own, of_nccl = _split_options(options)
+    configure_log()
+    rank, size, timeout_s = request.group_rank, request.group_size, as_seconds(request.timeout)
+    # Torch gives no ranks for the group of all.
+    ranks = list(request.global_ranks_in_group) or list(range(size))
+    store = fresh(request.store, rank)
+    members = _connect(store, rank, ranks, timeout_s, f"torch/{request.group_id}")
+    stand_in = CpuStandIn(dist.PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout_s))
+    backends = {"cuda": _nccl(store, request, of_nccl)} if _serves_cuda() else {}
+    return TorchGroup(request.store, members, stand_in, backends, own)
+
+
+def _split_options(options: Any) -> tuple[TorchBackendOptions, Any]:
+    """Our options, and those of NCCL, out of what the user passed."""
+    if options is None or isinstance(options, TorchBackendOptions):
+        return options or TorchBackendOptions(), None
+    if _serves_cuda() and isinstance(options, dist.ProcessGroupNCCL.Options):
+        return TorchBackendOptions(), options
+    raise ConfigurationError(
+        "backend bagua does not take these options",
+        argument="pg_options",
+        expected="bagua.torch_api.TorchBackendOptions, or options of NCCL where there is CUDA",
+        seen=type(options).__name__,
+    )
+
+
+def _connect(store: dist.Store, rank: int, ranks: list[int], timeout_s: float, label: str) -> ProcessGroup:
+    """Our group of these ranks, on the best transport for CPU tensors."""
+    answers = meet(store, rank, ranks, TORCH_NAME, timeout_s)
+    nodes = layout(answers, len(ranks))
+    choices = candidates([{**answer, "cuda": False} for answer in answers], nodes)
+    return first_that_connects(store, rank, ranks, nodes, choices, timeout_s, Ledger(), label)
+
+
+def _serves_cuda() -> bool:
+    return dist.is_nccl_available() and torch.cuda.is_available()
+
+
+def _nccl(store: dist.Store, request: Any, options: Any) -> Any:
+    """NCCL for the CUDA tensors of a group; it connects when it is first used."""
+    options = nccl_options(request.timeout, options)
+    options.global_ranks_in_group = request.global_ranks_in_group
+    options.group_name = request.group_id
+    nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), request.group_rank, request.group_size, options)
+    set_sequence_number(nccl)
+    return nccl
+
+
+def _check_nothing_is_dropped(asked_for: c10d.BackendConfig | None) -> None:
+    """Refuse a string of several backends that torch would silently not build.
+
+    Args:
+        asked_for: what torch made of the string; None if that is not known.
+    """
+    if asked_for is None:
+        return
+    for device_type, name in asked_for.get_device_backend_map().items():
+        served = (name == TORCH_NAME and device_type in ("cpu", "cuda")) or (
+            name == "nccl" and device_type == "cuda" and _serves_cuda()
+        )
+        if not served:
+            raise ConfigurationError(
+                f"torch.distributed would silently not build {device_type}:{name} beside bagua",
+                argument="backend",
+                expected="'bagua' alone: it serves CPU tensors, and CUDA tensors through NCCL where there is CUDA",
+                seen=str(asked_for),
+            )

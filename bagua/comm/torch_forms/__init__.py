@@ -1,0 +1,1 @@
+"""What the names of ``torch.distributed`` need beyond our collectives: lists of tensors, tags, its own names."""

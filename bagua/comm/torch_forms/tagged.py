@@ -1,0 +1,256 @@
+"""Messages with a tag, also from any rank: they lie in the store until they are fetched.
+
+The transports match messages by their sender, in order. A tag is another order, so these messages take
+another way, which is slow: each is a few requests to the process that hosts the store. A sender never
+waits. That it died is noticed at the receiver's deadline.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from bagua.comm.communicator import Communicator
+from bagua.comm.objects import as_bytes, decode, encode
+from bagua.comm.transports.memory.copying import copy_pieces
+from bagua.comm.work import Work
+from bagua.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicatorClosedError,
+    ConcurrentUseError,
+    PeerLostError,
+)
+
+__all__ = ["Mail", "TaggedReceive", "mail_of"]
+
+T = TypeVar("T")
+
+#: The store takes no values that are much larger.
+_PIECE_BYTES = 4 * 2**20
+#: How long to sleep between two looks, at first and at most.
+_SHORTEST_S, _LONGEST_S = 0.0002, 0.005
+
+
+class Mail:
+    """Tagged messages of one rank in one communicator.
+
+    Args:
+        communicator: whose ranks they travel between.
+        store: of these ranks only.
+    """
+
+    def __init__(self, communicator: Communicator, store: dist.Store) -> None:
+        self._communicator = weakref.ref(communicator)
+        self._store = store
+        # No lock: a signal handler that sends would wait for what it interrupted. Each step is one operation.
+        self._sent: dict[tuple[int, int], Iterator[int]] = {}
+        self._expected: dict[tuple[int, int], Iterator[int]] = {}
+        self._next: dict[tuple[int, int], int] = {}
+        self.ranks, self.rank = communicator.ranks, communicator.rank
+        self.label, self.timeout_s = communicator.label, communicator.timeout_s
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
+        """Leave ``tensor`` for rank ``dst``.
+
+        Raises:
+            CommunicatorClosedError: the communicator is closed or broken.
+            PeerLostError: the store is gone.
+        """
+        self.require_open("send")
+        data = as_bytes(encode(tensor))
+        key = f"{self.rank}/{dst}/{tag}/{next(self._sent.setdefault((dst, tag), itertools.count()))}"
+        pieces = [data[start : start + _PIECE_BYTES] for start in range(0, len(data), _PIECE_BYTES)]
+
+        def put() -> None:
+            for index, piece in enumerate(pieces):
+                self._store.set(f"{key}/{index}", piece)  # type: ignore[arg-type]  # takes bytes, too
+            self._store.set(key, json.dumps(len(pieces)))  # Last: who sees it can fetch all.
+
+        self._talk(put)
+
+    def expect(self, src: int, tag: int) -> str:
+        """The key of the next message from ``src`` for which nobody waits yet."""
+        number = next(self._expected.setdefault((src, tag), itertools.count()))
+        self._next[src, tag] = number + 1
+        return f"{src}/{self.rank}/{tag}/{number}"
+
+    def find(self, sources: Sequence[int], tag: int) -> int | None:
+        """One of ``sources`` from which such a message is there; None if there is none."""
+        for src in sources:
+            key = f"{src}/{self.rank}/{tag}/{self._next.get((src, tag), 0)}"
+            if self._talk(lambda key=key: self._store.check([key])):  # type: ignore[misc]  # cannot infer
+                return src
+        return None
+
+    def is_there(self, key: str) -> bool:
+        """Whether a message can be fetched."""
+        return self._talk(lambda: self._store.check([key]))
+
+    def fetch(self, key: str) -> torch.Tensor:
+        """Take a message that is there out of the store."""
+
+        def take() -> bytes:
+            places = [f"{key}/{index}" for index in range(json.loads(self._store.get(key)))]
+            data = b"".join(self._store.get(place) for place in places)
+            for place in (key, *places):
+                self._store.delete_key(place)
+            return data
+
+        received = decode(torch.frombuffer(bytearray(self._talk(take)), dtype=torch.uint8))
+        assert isinstance(received, torch.Tensor)
+        return received
+
+    def require_open(self, kind: str) -> None:
+        """Raise ``CommunicatorClosedError`` if the communicator is closed or broken."""
+        communicator = self._communicator()
+        if communicator is None or not communicator.usable:
+            raise CommunicatorClosedError(
+                f"{kind} on {self.label}, which can no longer be used", rank=self.ranks[self.rank]
+            )
+
+    def give_up(self, error: BaseException) -> None:
+        """Break the communicator, because ``error`` ended a call."""
+        communicator = self._communicator()
+        if communicator is not None and communicator.usable:
+            communicator.abort(f"a receive with a tag ended with {type(error).__name__}: {error}")
+
+    def _talk(self, conversation: Callable[[], T]) -> T:
+        try:
+            return conversation()
+        except (RuntimeError, OSError) as error:
+            raise PeerLostError(
+                f"rank {self.ranks[self.rank]} lost the store through which messages with a tag travel",
+                rank=self.ranks[self.rank],
+                advice="Its host (rank 0, or the launcher) has ended: look at its output first.",
+            ) from error
+
+
+class TaggedReceive(Work):
+    """A message that is awaited. Its tensor is written by whoever waits.
+
+    Args:
+        mail: of this rank.
+        tensor: receives it.
+        src: the sender; None means any other rank.
+        tag: of the message.
+
+    Attributes:
+        source: the sender, once it is known.
+    """
+
+    def __init__(self, mail: Mail, tensor: torch.Tensor, src: int | None, tag: int) -> None:
+        super().__init__()
+        mail.require_open("recv")
+        self._mail, self._tensor, self._tag = mail, tensor, tag
+        self._looker: int | None = None
+        self.source = src
+        self._key = None if src is None else mail.expect(src, tag)
+
+    def _arrived(self) -> bool:
+        """Whether the message is there; False also in a signal handler that interrupts this question."""
+        if self._looker is not None:
+            return False
+        self._looker = threading.get_ident()
+        try:
+            if self._key is None:
+                others = [rank for rank in range(len(self._mail.ranks)) if rank != self._mail.rank]
+                self.source = self._mail.find(others, self._tag)
+                if self.source is not None:
+                    self._key = self._mail.expect(self.source, self._tag)
+            return self._key is not None and self._mail.is_there(self._key)
+        finally:
+            self._looker = None
+
+    def wait(self, timeout: float | timedelta | None = None) -> bool:
+        """Block until the message is in its tensor; see ``Work.wait``.
+
+        Raises:
+            ConcurrentUseError: a signal handler that interrupted a look at the store waits for the message.
+        """
+        if self._looker == threading.get_ident():
+            raise ConcurrentUseError(
+                "a signal handler waits for the message that it interrupted",
+                advice="Ask is_completed() there, and wait after the handler has returned.",
+            )
+        return super().wait(timeout)
+
+    def _poll(self) -> bool:
+        if not self._waiting.acquire(blocking=False):
+            return False
+        try:
+            return self._finished or self._arrived()
+        except PeerLostError:
+            return True  # Waiting raises it.
+        finally:
+            self._waiting.release()
+
+    def _complete(self, timeout_s: float | None) -> torch.Tensor:
+        try:
+            return self._receive(timeout_s)
+        except BaseException as error:  # Later messages with this tag would be taken for this one.
+            self._mail.give_up(error)
+            raise
+
+    def _receive(self, timeout_s: float | None) -> torch.Tensor:
+        mail, pause_s = self._mail, _SHORTEST_S
+        limit_s = mail.timeout_s if timeout_s is None else timeout_s
+        started = time.monotonic()
+        while not self._arrived():
+            if self._finished:  # A signal handler has waited for it meanwhile.
+                return self._tensor
+            mail.require_open("recv")
+            if time.monotonic() - started > limit_s:
+                raise self._late(limit_s)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_S)
+        assert self._key is not None
+        received = mail.fetch(self._key)
+        if received.dtype is not self._tensor.dtype or received.numel() != self._tensor.numel():
+            raise self._mismatch(received)
+        copy_pieces([self._tensor], [received.view(-1)])
+        return self._tensor
+
+    def _late(self, limit_s: float) -> CollectiveTimeoutError:
+        sender = None if self.source is None else self._mail.ranks[self.source]
+        return CollectiveTimeoutError(
+            f"no message with tag {self._tag} came from {'any rank' if sender is None else f'rank {sender}'}",
+            rank=self._mail.ranks[self._mail.rank],
+            call="recv",
+            communicator=self._mail.label,
+            peers=() if sender is None else (sender,),
+            timeout_s=limit_s,
+        )
+
+    def _mismatch(self, received: torch.Tensor) -> CollectiveMismatchError:
+        assert self.source is not None
+        return CollectiveMismatchError(
+            "sender and receiver disagree",
+            rank=self._mail.ranks[self._mail.rank],
+            call="recv",
+            communicator=self._mail.label,
+            peers=(self._mail.ranks[self.source],),
+            expected=f"{self._tensor.numel()} x {self._tensor.dtype}",
+            seen=f"{received.numel()} x {received.dtype}",
+        )
+
+
+_mails: weakref.WeakKeyDictionary[Communicator, Mail] = weakref.WeakKeyDictionary()
+
+
+def mail_of(communicator: Communicator) -> Mail:
+    """The tagged messages of ``communicator``, over a connection of their own to the store."""
+    found = _mails.get(communicator)
+    if found is None:
+        store = communicator.store.clone()  # type: ignore[attr-defined]  # which torch forgot in its hints
+        found = _mails.setdefault(communicator, Mail(communicator, dist.PrefixStore("tagged", store)))
+    return found

@@ -1,0 +1,1 @@
+"""Transports: what moves the bytes of a communicator, one module or package for each."""

@@ -1,0 +1,1 @@
+"""The backends of ``torch.distributed``: Gloo, NCCL, or any that is registered."""

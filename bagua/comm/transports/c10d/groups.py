@@ -1,0 +1,249 @@
+"""The backends of ``torch.distributed``: how each is built, what it can do, how it is torn down."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
+
+from bagua import env
+from bagua.comm.lifetime.forks import leak
+from bagua.comm.startup.choice import TORCH_NAME
+from bagua.comm.torch_private import backend_request, nccl_options, plugins
+from bagua.comm.transports.base import Membership
+from bagua.comm.transports.c10d.lowering import Abilities, as_timedelta
+from bagua.comm.transports.c10d.sockets import OpenSocket, let_go, open_sockets, opened_since
+from bagua.errors import TransportUnavailableError
+
+__all__ = ["BackendGroup", "GlooGroup", "NcclGroup", "OtherGroup", "create_group", "group_refusal", "split_name"]
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
+_ARITHMETIC = ("sum", "product", "min", "max")
+_BITWISE = ("band", "bor", "bxor")
+
+
+def _pairs(reductions: tuple[str, ...], dtypes: tuple[torch.dtype, ...]) -> frozenset[tuple[str, torch.dtype]]:
+    return frozenset((reduction, dtype) for reduction in reductions for dtype in dtypes)
+
+
+class BackendGroup(ABC):
+    """One backend object of torch, serving the tensors of one or more devices.
+
+    Attributes:
+        abilities: what the backend does without help.
+        device_types: of the tensors that it takes.
+        executor: see ``Transport``.
+        on_stream: works complete on the device's stream instead of in a host thread.
+    """
+
+    abilities: Abilities
+    device_types: frozenset[str] = frozenset({"cpu"})
+    executor: Literal["caller", "thread", "stream"] = "thread"
+    on_stream = False
+
+    def __init__(self, name: str, store: Store, membership: Membership) -> None:
+        self.name = name
+        self.rank = membership.rank
+        self.size = membership.size
+        self.group: Any = self._create(store, membership)
+
+    @abstractmethod
+    def _create(self, store: Store, membership: Membership) -> Any:
+        """Build the backend object. Collective."""
+
+    @abstractmethod
+    def break_connections(self) -> None:
+        """Make calls that are under way end with an error, here and on the peers. Quick."""
+
+    def close(self) -> None:
+        """Drop torch's object."""
+        self.group = None
+
+    def disown(self) -> None:
+        """In a forked child: leave torch's object alone for ever."""
+        leak(self.group)
+
+
+class GlooGroup(BackendGroup):
+    """Gloo: CPU tensors over TCP. It neither propagates failures nor aborts.
+
+    Its reduce-scatter is an allreduce whose work does not know when it is complete,
+    and which kills the process if the output is 0-dimensional; so it is not used.
+    """
+
+    abilities = Abilities(
+        copies=frozenset({*_FLOATS, *_INTEGERS, torch.bool}),
+        reductions=_pairs(_ARITHMETIC, _FLOATS + _INTEGERS) | _pairs(("avg",), _FLOATS) | _pairs(_BITWISE, _INTEGERS),
+        messages_from_bytes=64 * 1024,
+    )
+    # Gloo's own threads work on a started call. Handing it to a Python thread first costs 2 to 10 % of a step.
+    executor = "caller"
+    #: Users' messages have tag 0.
+    _POISON_TAG = 1
+    _POISON_S = 0.001
+    _CONNECT_S = 120.0
+
+    def _create(self, store: Store, membership: Membership) -> Any:
+        # Everybody is here already, and every call brings its own deadline.
+        timeout = as_timedelta(min(membership.timeout_s, self._CONNECT_S))
+        before = open_sockets()
+        group = dist.ProcessGroupGloo(store, membership.rank, membership.size, timeout=timeout)
+        # One to each peer, and one where Gloo listened for them.
+        self._sockets: tuple[OpenSocket, ...] = opened_since(before, membership.size)
+        return group
+
+    def disown(self) -> None:
+        super().disown()
+        let_go(self._sockets)
+
+    def break_connections(self) -> None:
+        """Close all connections.
+
+        Gloo has no call for this. But a receive that times out closes the connection it
+        waits on, and a closed connection ends whatever waits for it, on both sides.
+        """
+        group = self.group
+        if group is None:
+            return
+        poison = []
+        for peer in range(self.size):
+            if peer != self.rank:
+                # A connection that is closed already refuses.
+                with contextlib.suppress(RuntimeError):
+                    poison.append(group.recv([torch.empty(1)], peer, self._POISON_TAG))
+        for work in poison:
+            with contextlib.suppress(RuntimeError):
+                work.wait(as_timedelta(self._POISON_S))
+
+
+class NcclGroup(BackendGroup):
+    """NCCL: CUDA tensors, asynchronous to the host, aborted by ``c10d_monitor``."""
+
+    abilities = Abilities(
+        copies=frozenset({*_FLOATS, *_INTEGERS, torch.bool}),
+        reductions=_pairs(_ARITHMETIC, _FLOATS + _INTEGERS) | _pairs(("avg",), _FLOATS),
+        reduce_scatters=True,
+        grouped_messages=True,
+        device_type="cuda",
+    )
+    device_types = frozenset({"cuda"})
+    executor = "stream"
+    on_stream = True
+
+    def _create(self, store: Store, membership: Membership) -> Any:
+        env.prefer_nccl_clean_up()
+        options = nccl_options(as_timedelta(membership.timeout_s))
+        return dist.ProcessGroupNCCL(store, membership.rank, membership.size, options)
+
+    def break_connections(self) -> None:
+        group = self.group
+        if group is not None:
+            with contextlib.suppress(RuntimeError):
+                group.abort()
+
+    def close(self) -> None:
+        group, self.group = self.group, None
+        if group is not None:
+            with contextlib.suppress(RuntimeError):
+                group.shutdown()
+
+
+class OtherGroup(BackendGroup):
+    """A backend registered with ``torch.distributed.Backend.register_backend``.
+
+    Nothing is taken for granted but the arithmetic that every backend has.
+    """
+
+    abilities = Abilities(
+        copies=frozenset({*_FLOATS, *_INTEGERS}),
+        reductions=_pairs(_ARITHMETIC, (torch.float32, torch.float64, torch.int32, torch.int64)),
+    )
+
+    def _create(self, store: Store, membership: Membership) -> Any:
+        plugin = plugins()[self.name.upper()]
+        capability = dist.Backend.backend_capability.get(self.name, ["cpu"])
+        self.device_types = frozenset(capability)
+        self.on_stream = "cuda" in self.device_types and "cpu" not in self.device_types
+        timeout = as_timedelta(membership.timeout_s)
+        if not plugin.extended_api:
+            return plugin.creator_fn(store, membership.rank, membership.size, timeout)
+        options = backend_request()
+        options.store = store
+        options.group_rank = membership.rank
+        options.group_size = membership.size
+        options.timeout = timeout
+        options.group_id = membership.label
+        options.global_ranks_in_group = list(membership.ranks)
+        return plugin.creator_fn(options, None)
+
+    def break_connections(self) -> None:
+        for name in ("abort", "shutdown"):
+            method = getattr(self.group, name, None)
+            if method is not None:
+                # A backend without such a call says so with an error.
+                with contextlib.suppress(RuntimeError, NotImplementedError):
+                    method()
+                    return
+
+
+def split_name(name: str) -> dict[str, str]:
+    """Backend by device type; the empty device type stands for "whatever it serves".
+
+    Example:
+        >>> split_name("gloo"), split_name("cpu:gloo,cuda:nccl")
+        ({'': 'gloo'}, {'cpu': 'gloo', 'cuda': 'nccl'})
+    """
+    if ":" not in name:
+        return {"": name.lower()}
+    pairs = (part.split(":", 1) for part in name.lower().split(","))
+    return {device.strip(): backend.strip() for device, backend in pairs}
+
+
+def create_group(name: str, membership: Membership) -> BackendGroup:
+    """Build backend ``name`` among the members.
+
+    Raises:
+        TransportUnavailableError: torch has no such backend here, or it cannot connect.
+    """
+    known: dict[str, type[BackendGroup]] = {"gloo": GlooGroup, "nccl": NcclGroup}
+    group_class = known.get(name, OtherGroup)
+    refusal = group_refusal(name)
+    if refusal is not None:
+        raise refusal
+    started = time.monotonic()
+    try:
+        return group_class(name, PrefixStore(name, membership.store), membership)
+    except Exception as error:
+        raise TransportUnavailableError(
+            f"backend {name} could not be set up for {membership.label}: {error}",
+            rank=membership.rank,
+            elapsed_s=time.monotonic() - started,
+            timeout_s=membership.timeout_s,
+            advice="Check that all ranks run, reach each other over the network, and see their device.",
+        ) from error
+
+
+def group_refusal(name: str) -> TransportUnavailableError | None:
+    """Why backend ``name`` cannot be used in this process, or None if it can."""
+    if name == TORCH_NAME:
+        return TransportUnavailableError(
+            "backend 'bagua' of torch.distributed is made of these transports, not the other way round",
+            advice="Leave the choice to backend=None, or name a transport.",
+        )
+    available = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available() and torch.cuda.is_available(),
+    }.get(name, name.upper() in plugins())
+    if available:
+        return None
+    registered = ", ".join(sorted(plugin.lower() for plugin in plugins() if plugin.lower() != TORCH_NAME))
+    return TransportUnavailableError(
+        f"torch.distributed has no backend {name!r} here",
+        advice=f"nccl needs a CUDA build of torch and a GPU. Registered beside gloo and nccl: {registered or 'none'}.",
+    )

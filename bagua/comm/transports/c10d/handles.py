@@ -1,0 +1,395 @@
+"""Started calls of a ``torch.distributed`` backend, and how to wait for them.
+
+A wait inside torch runs no Python signal handler. So collectives are waited for in
+slices, which is free for those that take less than one; and messages, whose
+connection a timed-out wait would close, are waited for by a helper thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+
+from bagua.comm.lifetime.background import BackgroundThread
+from bagua.comm.lifetime.forks import leak
+from bagua.comm.transports.base import Handle
+from bagua.comm.transports.c10d.lowering import Finish, as_timedelta
+from bagua.errors import CommunicationError
+
+__all__ = ["C10dHandle", "CollectiveHandle", "MessageHandle", "Owner", "StreamHandle", "StreamWatch", "Waiters"]
+
+#: How long Ctrl-C may have to wait.
+SLICE_S = 0.1
+_SLICE = timedelta(seconds=SLICE_S)
+#: A helper's wait ends this much after the deadline: the deadline is enforced by its owner.
+_GRACE_S = 1.0
+_POLL_S = 0.001
+
+
+class Owner(Protocol):
+    """What handles need of their transport."""
+
+    waiters: Waiters
+
+    @property
+    def broken(self) -> bool:
+        """Whether the communicator was broken or closed."""
+
+    def abort(self, reason: str, culprit: int | None = None) -> None:
+        """Break the communicator."""
+
+    def check_usable(self) -> None:
+        """Raise if the communicator was broken or closed."""
+
+    def timed_out(self, elapsed_s: float, timeout_s: float) -> CommunicationError:
+        """End the communicator because a deadline passed; the error to raise."""
+
+    def failed(self, error: BaseException, elapsed_s: float, timeout_s: float) -> CommunicationError:
+        """End the communicator because a call failed; the error to raise."""
+
+    def watch(self, works: StreamWatch) -> None:
+        """Let the monitor enforce the deadline of ``works``."""
+
+    def peers_left(self) -> bool:
+        """Whether a peer sent a notice of why it left."""
+
+    def end_unattended(self, judge: Callable[[], CommunicationError]) -> None:
+        """End the communicator with ``judge()``, which the next call or wait raises."""
+
+
+class C10dHandle(Handle):
+    """What all started calls share: their clock, and that they complete once.
+
+    Args:
+        transport: whose call it is.
+        works: of torch.
+        finish: completes the call after the works.
+        timeout_s: its deadline, from now.
+        kept: tensors that must live until the call is complete.
+    """
+
+    __slots__ = ("_error", "_finish", "_kept", "_started", "_timeout_s", "_transport", "_works")
+
+    def __init__(
+        self,
+        transport: Owner,
+        works: tuple[Any, ...],
+        finish: Finish | None,
+        timeout_s: float,
+        kept: Any,
+    ) -> None:
+        self._transport = transport
+        self._works: tuple[Any, ...] | None = works
+        self._finish = finish
+        self._timeout_s = timeout_s
+        self._kept = kept
+        self._started = time.monotonic()
+        self._error: BaseException | None = None
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if self._works is None:
+            if self._error is not None:
+                raise self._error
+            return
+        try:
+            self._wait(timeout_s)
+            if self._finish is not None:
+                self._finish()
+        except BaseException as error:
+            self._error = error
+            if not isinstance(error, CommunicationError):
+                self._interrupted(error)
+            raise
+        finally:
+            # Torch's objects must not outlive the transport, nor the user's tensors this call.
+            self._works = self._finish = self._kept = None
+
+    @abstractmethod
+    def _wait(self, timeout_s: float | None) -> None:
+        """Wait for the works, at most ``timeout_s``, and translate their errors."""
+
+    @abstractmethod
+    def settle(self, limit_s: float = 1.0) -> None:
+        """Let works end whose connections are closed, so that they touch no tensor afterwards."""
+
+    def unattended(self) -> None:
+        """The caller goes on without waiting."""
+        return
+
+    def then(self, finish: Finish) -> None:
+        """Add what is to be done when the call is complete."""
+        first = self._finish
+
+        def both() -> None:
+            if first is not None:
+                first()
+            finish()
+
+        self._finish = both
+
+    def discard(self, error: BaseException) -> None:
+        """The transport is closed: let go of torch's objects; later waits raise ``error``."""
+        if self._works is not None:
+            self.settle()
+            self._error = error
+            self._works = self._finish = self._kept = None
+
+    def disown(self, error: BaseException) -> None:
+        """In a forked child: the call is the parent's; later waits raise ``error``."""
+        leak(self._works)
+        self._error = error
+        self._works = self._finish = self._kept = None
+
+    def _interrupted(self, error: BaseException) -> None:
+        """Ctrl-C, say: end the call before the tensors go back to the user."""
+        self._transport.abort(f"it left a call with {type(error).__name__}: {error}")
+        self.settle()
+
+    def elapsed_s(self) -> float:
+        """Seconds since the call was started."""
+        return time.monotonic() - self._started
+
+    def _left_s(self, until: float | None) -> float:
+        """Seconds until the deadline, or until the earlier moment ``until``."""
+        now = time.monotonic()
+        left = self._started + self._timeout_s - now
+        return left if until is None else min(left, until - now)
+
+
+class CollectiveHandle(C10dHandle):
+    """Works whose wait may time out without harm and which know whether they are complete."""
+
+    __slots__ = ()
+
+    def _wait(self, timeout_s: float | None) -> None:
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        for work in self._works or ():
+            left = self._left_s(until)
+            try:
+                work.wait(_SLICE if left > SLICE_S else as_timedelta(left))
+                continue
+            except RuntimeError as error:
+                problem = error
+            self._wait_on(work, until, problem)  # Out here its errors have no misleading context.
+
+    def _wait_on(self, work: Any, until: float | None, error: RuntimeError) -> None:
+        """Go on waiting after ``error``, which may be nothing but the end of a slice."""
+        while True:
+            if work.is_completed():
+                # The slice may have ended just before the work: only its own word counts.
+                try:
+                    work.wait()
+                except RuntimeError as failure:
+                    raise self._judge(failure) from failure
+                return
+            left = self._left_s(until)
+            if self._transport.peers_left():  # Their notice may come before their connections close.
+                raise self._transport.failed(error, self.elapsed_s(), self._timeout_s)
+            if left <= 0:
+                timed_out = self._transport.timed_out(self.elapsed_s(), self._timeout_s)
+                self.settle()
+                raise timed_out from error
+            try:
+                work.wait(as_timedelta(min(SLICE_S, left)))
+            except RuntimeError as again:
+                error = again
+            else:
+                return
+
+    def _judge(self, failure: RuntimeError) -> CommunicationError:
+        # The backend has the same deadline, and its clock may be a little ahead; nobody may have waited before.
+        overdue = self._left_s(None) <= SLICE_S and "timed out" in str(failure).lower()
+        if overdue:
+            return self._transport.timed_out(self.elapsed_s(), self._timeout_s)
+        return self._transport.failed(failure, self.elapsed_s(), self._timeout_s)
+
+    def settle(self, limit_s: float = 1.0) -> None:
+        deadline = time.monotonic() + limit_s
+        for work in self._works or ():
+            while not work.is_completed() and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+
+    def is_completed(self) -> bool:
+        works = self._works
+        return works is None or all(work.is_completed() for work in works)
+
+
+class MessageHandle(C10dHandle):
+    """Messages of Gloo: their state is unknown until somebody waits, and waiting has one try."""
+
+    __slots__ = ("_future",)
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._future: Future[None] | None = None
+
+    def unattended(self) -> None:
+        # Somebody must wait, or is_completed would never know.
+        if self._works and self._future is None:
+            self._future = self._transport.waiters.submit(self._waiting(self._works))
+
+    def _waiting(self, works: tuple[Any, ...]) -> Callable[[], None]:
+        limit = as_timedelta(max(self._left_s(None), 0.0) + _GRACE_S)
+
+        def wait() -> None:
+            for work in works:
+                work.wait(limit)
+
+        return wait
+
+    def _wait(self, timeout_s: float | None) -> None:
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        on_main_thread = threading.current_thread() is threading.main_thread()
+        if on_main_thread or timeout_s is not None:
+            self.unattended()
+        try:
+            if self._future is not None:
+                self._wait_in_slices(self._future, until)
+                return
+            for work in self._works or ():
+                work.wait(as_timedelta(self._left_s(until)))
+        except FutureTimeoutError as error:
+            timed_out = self._transport.timed_out(self.elapsed_s(), self._timeout_s)
+            self.settle()
+            raise timed_out from error
+        except (RuntimeError, ConnectionError) as error:
+            if self._left_s(until) <= 0:
+                raise self._transport.timed_out(self.elapsed_s(), self._timeout_s) from error
+            raise self._transport.failed(error, self.elapsed_s(), self._timeout_s) from error
+
+    def _wait_in_slices(self, future: Future[None], until: float | None) -> None:
+        while True:
+            left_s = max(self._left_s(until), 0.0)
+            try:
+                future.result(min(SLICE_S, left_s))
+            except FutureTimeoutError:
+                if self._transport.peers_left():  # Their notice may come before their connections close.
+                    raise ConnectionError("a peer left") from None
+                if left_s <= SLICE_S:
+                    raise
+            else:
+                return
+
+    def settle(self, limit_s: float = 1.0) -> None:
+        if self._future is not None:
+            try:
+                self._future.exception(limit_s)
+            except FutureTimeoutError:
+                return
+
+    def is_completed(self) -> bool:
+        works = self._works
+        return not works or (self._future is not None and self._future.done())
+
+
+class StreamHandle(C10dHandle):
+    """Works on a CUDA stream: waiting makes the current stream wait, the host goes on."""
+
+    __slots__ = ()
+
+    def unattended(self) -> None:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return  # Nothing runs yet, and asking would spoil the graph.
+        self._transport.watch(StreamWatch(self._transport, self._works or (), self._timeout_s))
+
+    def _wait(self, timeout_s: float | None) -> None:
+        if timeout_s is not None:
+            until = time.monotonic() + timeout_s
+            while not self.is_completed():
+                if self._left_s(until) <= 0:
+                    raise self._transport.timed_out(self.elapsed_s(), self._timeout_s)
+                time.sleep(_POLL_S)
+        self._transport.check_usable()
+        for work in self._works or ():
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._transport.failed(error, self.elapsed_s(), self._timeout_s) from error
+
+    def settle(self, limit_s: float = 1.0) -> None:  # noqa: ARG002
+        return  # An aborted communicator writes nothing.
+
+    def is_completed(self) -> bool:
+        return _all_completed(self._works or ())
+
+
+class StreamWatch:
+    """What the monitor watches: the works themselves, for the host does not wait for their end.
+
+    Args:
+        transport: whose works they are.
+        works: of one call.
+        timeout_s: deadline of the call, from now.
+    """
+
+    def __init__(self, transport: Owner, works: tuple[Any, ...], timeout_s: float) -> None:
+        self._transport = transport
+        self._works = works
+        self._timeout_s = timeout_s
+        self._started = time.monotonic()
+
+    def is_completed(self) -> bool:
+        """Whether the device is done with the call, or nobody cares any more."""
+        return self._transport.broken or _all_completed(self._works)
+
+    def overdue(self) -> bool:
+        """Whether the deadline has passed."""
+        return self._elapsed_s() >= self._timeout_s
+
+    def end_overdue(self) -> None:
+        """Break the communicator because of the deadline."""
+        transport = self._transport
+        transport.end_unattended(lambda: transport.timed_out(self._elapsed_s(), self._timeout_s))
+
+    def end_if_peers_left(self) -> bool:
+        """Break the communicator if a peer left it; whether that was so."""
+        transport = self._transport
+        if not transport.peers_left():
+            return False
+        left = ConnectionError("a peer left")
+        transport.end_unattended(lambda: transport.failed(left, self._elapsed_s(), self._timeout_s))
+        return True
+
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._started
+
+
+def _all_completed(works: tuple[Any, ...]) -> bool:
+    try:
+        return all(work.is_completed() for work in works)
+    except RuntimeError:
+        return True  # Waiting raises it.
+
+
+class Waiters:
+    """Threads that wait for messages, as many as there are messages waited for at a time."""
+
+    def __init__(self) -> None:
+        self._idle: list[BackgroundThread] = []
+        self._all: list[BackgroundThread] = []
+
+    def submit(self, function: Callable[[], None]) -> Future[None]:
+        """Run ``function`` now, in a thread that does nothing else meanwhile."""
+        try:
+            thread = self._idle.pop()
+        except IndexError:
+            thread = BackgroundThread("bagua-message")
+            self._all.append(thread)
+        future = thread.submit(function)
+        future.add_done_callback(lambda _: self._idle.append(thread))
+        return future
+
+    def stop(self) -> None:
+        """End the threads."""
+        for thread in self._all:
+            thread.stop()
+        self._all.clear()
+        self._idle.clear()

@@ -1,0 +1,339 @@
+"""From a described call to the calls that a ``torch.distributed`` backend has.
+
+What a backend lacks is supplied from what it has. Copies of dtypes that it does not
+know travel as bytes; int16 is reduced as int32 and complex numbers as pairs of reals
+where that means the same; every other reduction gathers the operands and folds them
+in rank order, so that all ranks get the same bits.
+
+Every method returns the started works and what is left to do once they are complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bagua.comm.call import COLLECTIVES, POINT_TO_POINT, Call
+from bagua.comm.reduction import ReduceOp, divide, fold
+from bagua.comm.torch_private import end_coalescing, start_coalescing
+
+__all__ = ["Abilities", "Finish", "Lowering", "Started", "as_timedelta"]
+
+Finish = Callable[[], object]
+#: Works of the backend, and what completes the call after them.
+Started = tuple[tuple[Any, ...], Finish | None]
+
+#: Of users' messages.
+MESSAGE_TAG = 0
+#: Of messages that a collective is made of; 1 is that of the poison.
+_EXCHANGE_TAG = 2
+
+_REDUCE_OPS: dict[str, Any] = {
+    "sum": ReduceOp.SUM,
+    "avg": ReduceOp.AVG,
+    "product": ReduceOp.PRODUCT,
+    "min": ReduceOp.MIN,
+    "max": ReduceOp.MAX,
+    "band": ReduceOp.BAND,
+    "bor": ReduceOp.BOR,
+    "bxor": ReduceOp.BXOR,
+}
+
+
+def as_timedelta(seconds: float) -> timedelta:
+    """``seconds`` for torch, which counts milliseconds and takes 0 for "no limit"."""
+    return timedelta(seconds=max(seconds, 0.001))
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What a backend does by itself.
+
+    Attributes:
+        copies: dtypes that it moves.
+        reductions: pairs of reduction and dtype that it reduces, with equal bits on all ranks.
+        reduce_scatters: it has a reduce-scatter of its own, for the same pairs, that can be polled.
+        grouped_messages: several messages must be started as one group (NCCL).
+        device_type: where barriers run.
+        messages_from_bytes: from this size of a share on, alltoall and allgather are better made of messages; None
+            where never.
+    """
+
+    copies: frozenset[torch.dtype]
+    reductions: frozenset[tuple[str, torch.dtype]]
+    reduce_scatters: bool = False
+    grouped_messages: bool = False
+    device_type: str = "cpu"
+    messages_from_bytes: int | None = None
+
+
+class Lowering:
+    """Starts described calls on one backend.
+
+    Args:
+        group: the backend object of torch.
+        rank: this rank.
+        size: number of ranks.
+        abilities: what the backend does by itself.
+    """
+
+    def __init__(self, group: Any, rank: int, size: int, abilities: Abilities) -> None:
+        self._group = group
+        self._rank = rank
+        self._size = size
+        self._abilities = abilities
+        self._copies = abilities.copies
+        self._reductions = abilities.reductions
+        # Setting up an options object costs as much as the rest of a call; they are only read.
+        self._options: dict[tuple[str, str | int, float], Any] = {}
+        #: Those of allreduce once more: one look-up says that the backend can do it, and how.
+        self._allreduces: dict[tuple[str, torch.dtype, float], Any] = {}
+        self._all_gather = _method(group, "_allgather_base", "all_gather_single")
+        self._reduce_scatter = _method(group, "_reduce_scatter_base", "reduce_scatter_single")
+        self._all_to_all = _method(group, "alltoall_base", "all_to_all_single")
+
+    def start(self, call: Call, source: torch.Tensor | None, target: torch.Tensor | None, timeout_s: float) -> Started:
+        """Start ``call``; see ``bagua.comm.transports.base`` for what the tensors are."""
+        started: Started = _STARTERS[call[0]](self, call, source, target, timeout_s)
+        return started
+
+    def takes_messages(self, call: Call) -> bool:
+        """Whether ``call`` is started as messages between pairs; equal on all ranks."""
+        kind = call[0]
+        if kind in POINT_TO_POINT:
+            return True
+        least = self._abilities.messages_from_bytes
+        return least is not None and kind in _EXCHANGES and call.nbytes >= least
+
+    # Reductions.
+
+    def allreduce(self, call: Call, _: torch.Tensor | None, target: torch.Tensor, timeout_s: float) -> Started:
+        """Reduce in place on every rank."""
+        options = self._allreduces.get((call[4], target.dtype, timeout_s))
+        if options is None and (call.reduction, target.dtype) in self._reductions:
+            options = self._reducing("allreduce", dist.AllreduceOptions, call.reduction, timeout_s)
+            self._allreduces[call.reduction, target.dtype, timeout_s] = options
+        if options is not None:
+            return (self._group.allreduce([target], options),), None
+        return self._allreduce_otherwise(call, target, timeout_s)
+
+    def _allreduce_otherwise(self, call: Call, target: torch.Tensor, timeout_s: float) -> Started:
+        reduction, dtype = call.reduction, target.dtype
+        if reduction == "avg" and ("sum", dtype) in self._reductions:
+            works, _ = self.allreduce(call._replace(reduction="sum"), None, target, timeout_s)
+            return works, lambda: divide(target, self._size)
+        if dtype.is_complex and reduction in ("sum", "avg"):
+            return self.allreduce(call, None, torch.view_as_real(target), timeout_s)
+        if dtype is torch.int16 and (reduction, torch.int32) in self._reductions:
+            wide = target.to(torch.int32)
+            works, _ = self.allreduce(call, None, wide, timeout_s)
+            return works, lambda: target.copy_(wide)
+        parts = target.new_empty((self._size, target.numel()))
+        works, _ = self._allgather(target, parts, timeout_s)
+        flat = _flat(target)
+        return works, lambda: fold(list(parts.unbind()), reduction, flat)
+
+    def reduce(self, call: Call, _: torch.Tensor | None, target: torch.Tensor, timeout_s: float) -> Started:
+        """Reduce into the root's tensor; backends spoil the tensors of the others, hence a copy."""
+        at_root = call.root == self._rank
+        reduction = "sum" if call.reduction == "avg" else call.reduction
+        if (reduction, target.dtype) not in self._reductions:
+            return self._reduce_otherwise(call, target, timeout_s)
+        scratch = target if at_root else target.clone()
+        options = self._reducing("reduce", dist.ReduceOptions, reduction, timeout_s, call.root)
+        works = (self._group.reduce([scratch], options),)
+        if at_root and call.reduction == "avg":
+            return works, lambda: divide(target, self._size)
+        return works, None
+
+    def _reduce_otherwise(self, call: Call, target: torch.Tensor, timeout_s: float) -> Started:
+        flat = _flat(target)
+        at_root = call.root == self._rank
+        parts = target.new_empty((self._size, target.numel())) if at_root else None
+        works, _ = self.gather(call, flat, parts, timeout_s)
+        if parts is None:
+            return works, None
+        return works, lambda: fold(list(parts.unbind()), call.reduction, flat)
+
+    def reduce_scatter(self, call: Call, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Started:
+        """Reduce, and keep this rank's share."""
+        reduction = call.reduction
+        flat, shares = _flat(target), _flat(source)
+        if self._abilities.reduce_scatters:
+            if (reduction, flat.dtype) in self._reductions:
+                options = self._reducing("reduce_scatter", dist.ReduceScatterOptions, reduction, timeout_s)
+                return (self._reduce_scatter(flat, shares, options),), None
+            if flat.dtype.is_complex and reduction in ("sum", "avg"):
+                reals, real_shares = torch.view_as_real(flat), torch.view_as_real(shares)
+                return self.reduce_scatter(call, real_shares, reals, timeout_s)
+        parts = shares.new_empty((self._size, flat.numel()))
+        works, _ = self._alltoall(shares, parts, timeout_s)
+        return works, lambda: fold(list(parts.unbind()), reduction, flat)
+
+    # Copies.
+
+    def broadcast(self, call: Call, _: torch.Tensor | None, target: torch.Tensor, timeout_s: float) -> Started:
+        """Copy the root's tensor to all others."""
+        options = self._options.get(("broadcast", call.root, timeout_s))
+        if options is None:
+            options = self._prepared("broadcast", dist.BroadcastOptions, call.root, timeout_s)
+        tensor = target if target.dtype in self._copies else _bytes(target)
+        return (self._group.broadcast([tensor], options),), None
+
+    def allgather(self, call: Call, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Started:
+        """Gather everyone's share everywhere."""
+        if self.takes_messages(call):
+            return self._exchange([self._movable(source)] * self._size, self._rows(target))
+        return self._allgather(source, target, timeout_s)
+
+    def _allgather(self, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Started:
+        options = self._prepared("allgather", dist.distributed_c10d.AllgatherOptions, -1, timeout_s)
+        return (self._all_gather(self._movable(target), self._movable(source), options),), None
+
+    def gather(self, call: Call, source: torch.Tensor, target: torch.Tensor | None, timeout_s: float) -> Started:
+        """Gather everyone's share on the root."""
+        options = self._prepared("gather", dist.GatherOptions, call.root, timeout_s)
+        share = self._movable(source)
+        rows = [] if target is None else [self._rows(target)]
+        return (self._group.gather(rows, [share], options),), None
+
+    def scatter(self, call: Call, source: torch.Tensor | None, target: torch.Tensor, timeout_s: float) -> Started:
+        """Give everyone a share of the root's tensor."""
+        options = self._prepared("scatter", dist.ScatterOptions, call.root, timeout_s)
+        rows = [] if source is None else [self._rows(source)]
+        return (self._group.scatter([self._movable(target)], rows, options),), None
+
+    def alltoall(self, call: Call, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Started:
+        """Exchange equal shares."""
+        if self.takes_messages(call):
+            return self._exchange(self._rows(source), self._rows(target))
+        return self._alltoall(source, target, timeout_s)
+
+    def _alltoall(self, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Started:
+        options = self._prepared("alltoall", dist.AllToAllOptions, -1, timeout_s)
+        work = self._all_to_all(self._movable(target), self._movable(source), [], [], options)
+        return (work,), None
+
+    def alltoall_v(self, call: Call, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Started:
+        """Exchange shares of different sizes."""
+        options = self._prepared("alltoall", dist.AllToAllOptions, -1, timeout_s)
+        unit = 1 if source.dtype in self._copies else source.element_size()
+        receive = [count * unit for count in call.recv_counts]
+        send = [count * unit for count in call.send_counts]
+        work = self._all_to_all(self._movable(target), self._movable(source), receive, send, options)
+        return (work,), None
+
+    # Messages.
+
+    def send(self, call: Call, source: torch.Tensor, _: object, __: float) -> Started:
+        """Send to ``call.root``."""
+        return (self._group.send([self._movable(source)], call.root, MESSAGE_TAG),), None
+
+    def recv(self, call: Call, _: object, target: torch.Tensor, __: float) -> Started:
+        """Receive from ``call.root``."""
+        return (self._group.recv([self._movable(target)], call.root, MESSAGE_TAG),), None
+
+    def sendrecv(self, call: Call, source: torch.Tensor, target: torch.Tensor, _: float) -> Started:
+        """Send to ``call.root`` and receive from ``call.source`` at the same time."""
+        if call.root == self._rank:
+            _flat(target).copy_(_flat(source))
+            return (), None
+        outgoing, incoming = self._movable(source), self._movable(target)
+        if self._abilities.grouped_messages:
+            start_coalescing(self._group)
+            self._group.send([outgoing], call.root, MESSAGE_TAG)
+            self._group.recv([incoming], call.source, MESSAGE_TAG)
+            return (end_coalescing(self._group),), None
+        receiving = self._group.recv([incoming], call.source, MESSAGE_TAG)
+        return (self._group.send([outgoing], call.root, MESSAGE_TAG), receiving), None
+
+    def _exchange(self, outgoing: list[torch.Tensor], incoming: list[torch.Tensor]) -> Started:
+        """Send every rank its share, all at once.
+
+        Gloo sends a message once its receiver has asked for it, on the connection that the receiver's own message goes
+        through. Asking for everything first lets both directions of a link be used at a time, which takes half as
+        long; Gloo's own alltoall and allgather send first.
+        """
+        others = [(self._rank + step) % self._size for step in range(1, self._size)]
+        receiving = [self._group.recv([incoming[other]], other, _EXCHANGE_TAG) for other in reversed(others)]
+        sending = [self._group.send([outgoing[other]], other, _EXCHANGE_TAG) for other in others]
+        incoming[self._rank].copy_(outgoing[self._rank])
+        return (*sending, *receiving), None
+
+    def barrier(self, _: Call, __: object, ___: object, timeout_s: float) -> Started:
+        """Wait for everyone."""
+        options = self._prepared("barrier", dist.BarrierOptions, -1, timeout_s)
+        if self._abilities.device_type != "cpu":
+            # Left to itself NCCL takes the device with the number of the rank.
+            options.device = torch.device(self._abilities.device_type, torch.accelerator.current_device_index())
+        return (self._group.barrier(options),), None
+
+    # What they have in common.
+
+    def _movable(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, flat, in a dtype that the backend moves."""
+        return _flat(tensor) if tensor.dtype in self._copies else _bytes(tensor)
+
+    def _rows(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return list(self._movable(tensor).view(self._size, -1).unbind())
+
+    def _reducing(self, kind: str, options_class: Any, reduction: str, timeout_s: float, root: int = -1) -> Any:
+        key = (kind, reduction if root < 0 else f"{reduction} {root}", timeout_s)
+        options = self._options.get(key)
+        if options is None:
+            options = options_class()
+            options.reduceOp = _REDUCE_OPS[reduction]
+            self._remember(key, options, root)
+        return options
+
+    def _prepared(self, kind: str, options_class: Any, root: int, timeout_s: float) -> Any:
+        key = (kind, root, timeout_s)
+        options = self._options.get(key)
+        if options is None:
+            options = options_class()
+            self._remember(key, options, root)
+        return options
+
+    def _remember(self, key: tuple[str, str | int, float], options: Any, root: int) -> None:
+        options.timeout = as_timedelta(key[2])
+        if root >= 0:
+            options.rootRank = root
+        if len(self._options) > 1000:  # Somebody passes another timeout every time.
+            self._options.clear()
+            self._allreduces.clear()
+        self._options[key] = options
+
+
+#: What ``Abilities.messages_from_bytes`` is about.
+_EXCHANGES = frozenset({"allgather", "alltoall"})
+
+#: Not bound methods: a cycle would keep torch's object alive until the next garbage collection.
+_STARTERS: dict[str, Callable[..., Started]] = {kind: getattr(Lowering, kind) for kind in COLLECTIVES + POINT_TO_POINT}
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """One dimension with stride 1; a single element may claim any other stride."""
+    flat = tensor.view(-1)
+    return flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return _flat(tensor).view(torch.uint8)
+
+
+def _method(group: Any, *names: str) -> Any:
+    """The first of ``names`` that ``group`` has: torch renames these from release to release."""
+    for name in names:
+        method = getattr(group, name, None)
+        if method is not None:
+            return method
+
+    def missing(*_: object) -> None:
+        raise NotImplementedError(f"this backend has no {names[0].strip('_')}")
+
+    return missing

@@ -1,0 +1,355 @@
+"""How ranks whose connections broke find out which rank is lost, and why.
+
+Gloo and NCCL say that a connection broke, not which rank died. So each rank keeps a listening
+socket for each communicator, its mailbox. No thread serves it, and it costs nothing while all is well:
+
+* The kernel accepts connections to a mailbox as long as the rank has the communicator open,
+  whatever the rank does meanwhile, even while its process is stopped. As soon as the process
+  ends, or closes the communicator, the kernel refuses them.
+* A notice that was written to a mailbox waits in the kernel of the reader. A rank that knows the
+  cause can tell the others, raise its error and end; they read the notice when their calls fail.
+
+None of this needs the store, whose host may be the rank that died, or the first that gave up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch.distributed import Store
+
+from bagua import env
+from bagua.comm.lifetime.forks import family
+from bagua.comm.transports.base import Membership
+from bagua.errors import TransportUnavailableError
+
+__all__ = ["ATTENDANCE_S", "Cause", "Findings", "Mailbox", "meet"]
+
+#: How long ranks that are alive have to say that their call failed, too.
+ATTENDANCE_S = 0.6
+#: How long one round of connections may take. Ranks that are alive answer in one round trip.
+_ROUND_S = 0.3
+_MEETING_POLL_S = 0.05
+#: Connections that are open at a time.
+_BATCH = 128
+#: A notice is cut to this; one write of so few bytes never blocks.
+_NOTICE_BYTES = 2048
+_SIOCGIFADDR = 0x8915
+
+
+class Cause(NamedTuple):
+    """Why a communicator broke. All ranks are global ranks.
+
+    Attributes:
+        rank: who says so.
+        culprit: the rank to blame.
+        kind: ``aborted``, ``timed out``, ``closed``, ``failed`` or ``lost``.
+        reason: what the culprit did; begins with "it".
+    """
+
+    rank: int
+    culprit: int
+    kind: str
+    reason: str
+
+
+class Findings(NamedTuple):
+    """What a rank found out about the others. All ranks are global ranks.
+
+    Attributes:
+        cause: what the first notice says, if one came.
+        lost: ranks that ended, or closed the communicator.
+        silent: ranks that sent no notice and are not known to be lost.
+    """
+
+    cause: Cause | None = None
+    lost: tuple[int, ...] = ()
+    silent: tuple[int, ...] = ()
+
+
+class _Address(NamedTuple):
+    host: str
+    port: int
+    token: str
+
+
+class Mailbox:
+    """The mailbox of one rank of a communicator, and the way to those of the others.
+
+    Args:
+        membership: the ranks.
+
+    Raises:
+        TransportUnavailableError: the system gives no socket.
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._others = [rank for rank in range(membership.size) if rank != membership.rank]
+        self._token = secrets.token_hex(8)
+        self._addresses: dict[int, _Address] = {}
+        #: Hosts whose mailboxes were reached once: elsewhere a refusal proves nothing.
+        self._reached: set[int] = set()
+        self._heard: set[int] = set()
+        self._cause: Cause | None = None
+        self._reading = threading.Lock()
+        self._letters: list[tuple[socket.socket, bytearray]] = []
+        try:
+            self._listener = _listen(_own_host(membership))
+        except OSError as error:
+            raise TransportUnavailableError(
+                f"no socket for {membership.label}: {error}",
+                rank=membership.ranks[membership.rank],
+                advice="Raise `ulimit -n` if there are too many open files.",
+            ) from error
+        family.add(self)
+
+    # Setting up.
+
+    def meet(self) -> tuple[int, ...]:
+        """Wait for all ranks, and learn where their mailboxes are. Collective.
+
+        Returns:
+            Global ranks that did not come before the membership's timeout.
+        """
+        members = self._membership
+        host, port = self._listener.getsockname()[:2]
+        own = _Address(host, port, self._token)
+        missing = meet(members.store, members.rank, members.size, members.timeout_s, json.dumps(own))
+        if missing:
+            return tuple(members.ranks[rank] for rank in missing)
+        keys, store = [f"here/{rank}" for rank in range(members.size)], members.store
+        # A file, unlike a server, gives one value at a time. Torch forgot the question in its hints.
+        at_once = store.has_extended_api()  # type: ignore[attr-defined]
+        texts = store.multi_get(keys) if at_once else [store.get(key) for key in keys]
+        self._addresses = {rank: _Address(*json.loads(text)) for rank, text in enumerate(texts)}
+        firsts = {members.nodes[rank]: rank for rank in reversed(self._others)}
+        answers = self._reach(firsts.values(), b"")
+        self._reached = {members.nodes[rank] for rank, answered in answers.items() if answered}
+        return ()
+
+    # Notices.
+
+    def tell(self, cause: Cause | None) -> None:
+        """Tell all other ranks that calls fail here, and why if that is known. Never raises, never blocks for long."""
+        notice = json.dumps({"rank": self._membership.rank, "cause": cause and _shortened(cause)})
+        self._reach(self._others, notice.encode())
+
+    def cause(self) -> Cause | None:
+        """What the first notice with a cause says. Does not wait."""
+        if self._reading.acquire(blocking=False):  # Another thread that reads finds what there is.
+            try:
+                self._read()
+            finally:
+                self._reading.release()
+        return self._cause
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):  # No more of them, or closed meanwhile.
+            while True:
+                connection, _ = self._listener.accept()
+                connection.setblocking(False)
+                self._letters.append((connection, bytearray()))
+        self._letters = [letter for letter in self._letters if not self._complete(*letter)]
+
+    def _complete(self, connection: socket.socket, text: bytearray) -> bool:
+        """Read on; whether nothing more will come."""
+        try:
+            while part := connection.recv(_NOTICE_BYTES):
+                text += part
+                if len(text) > 4 * _NOTICE_BYTES:
+                    break
+        except BlockingIOError:
+            return False
+        except OSError:
+            text.clear()
+        connection.close()
+        self._note(bytes(text))
+        return True
+
+    def _note(self, text: bytes) -> None:
+        token, _, notice = text.partition(b"\n")
+        if token.decode(errors="replace") != self._token:
+            return  # Empty, from a rank that only looked whether this one is there; or a stranger's.
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            content = json.loads(notice)
+            self._heard.add(int(content["rank"]))
+            if content["cause"] is not None and self._cause is None:
+                self._cause = Cause(*content["cause"])
+
+    # Finding out.
+
+    def look(self) -> Findings:
+        """What can be known at once: the notices that came, and who refuses connections."""
+        cause = self.cause()
+        return Findings(cause) if cause is not None else self._findings(self._reach(self._unheard(), b""))
+
+    def find_out(self, everyone: bool = False) -> Findings:
+        """Wait until a cause or a lost rank is known, or every rank was heard; at most ``ATTENDANCE_S``.
+
+        Args:
+            everyone: go on until all ranks that are not lost were heard.
+        """
+        deadline = time.monotonic() + ATTENDANCE_S
+        pause_s = 0.001
+        while True:
+            found = self._findings(self._reach(self._unheard(), b""))
+            enough = not everyone and (found.cause is not None or found.lost)
+            if enough or not found.silent or time.monotonic() >= deadline:
+                return found
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.05)
+
+    def _findings(self, answers: dict[int, bool | None]) -> Findings:
+        """What ``answers`` of ranks that were not heard mean, and what was read since."""
+        cause, members = self.cause(), self._membership
+        unheard = [rank for rank in answers if rank not in self._heard]
+        lost = [rank for rank in unheard if answers[rank] is False and members.nodes[rank] in self._reached]
+        silent = [rank for rank in unheard if rank not in lost]
+        return Findings(
+            cause, tuple(members.ranks[rank] for rank in lost), tuple(members.ranks[rank] for rank in silent)
+        )
+
+    def _unheard(self) -> list[int]:
+        return [rank for rank in self._others if rank not in self._heard]
+
+    def _reach(self, ranks: Iterable[int], notice: bytes) -> dict[int, bool | None]:
+        """Connect to the mailboxes of ``ranks``, and write ``notice``.
+
+        Returns:
+            For each rank whether it answered; None if nobody said anything.
+        """
+        answers: dict[int, bool | None] = {}
+        ranks = list(ranks)
+        deadline = time.monotonic() + _ROUND_S
+        for start in range(0, len(ranks), _BATCH):
+            batch = ranks[start : start + _BATCH]
+            answers |= _Round({rank: self._addresses.get(rank) for rank in batch}, notice).run(deadline)
+        return answers
+
+    # The end.
+
+    def close(self) -> None:
+        """Refuse connections from now on. Idempotent."""
+        self._listener.close()
+        for connection, _ in self._letters:
+            connection.close()
+
+    def disown(self) -> None:
+        """In a forked child: do not make the parent look alive when it is gone."""
+        self.close()
+
+
+class _Round:
+    """Connections to some mailboxes at the same time."""
+
+    def __init__(self, addresses: dict[int, _Address | None], notice: bytes) -> None:
+        self._notice = notice
+        self._answers: dict[int, bool | None] = dict.fromkeys(addresses)
+        self._addresses = addresses
+
+    def run(self, deadline: float) -> dict[int, bool | None]:
+        """Connect, write, close; what each rank answered."""
+        with selectors.DefaultSelector() as selector:
+            for rank, address in self._addresses.items():
+                if address is not None:
+                    self._begin(selector, rank, address)
+            while selector.get_map() and (left_s := deadline - time.monotonic()) > 0:
+                for key, _ in selector.select(left_s):
+                    selector.unregister(key.fileobj)
+                    assert isinstance(key.fileobj, socket.socket)
+                    self._settle(key.data, key.fileobj, key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+            for key in list(selector.get_map().values()):
+                assert isinstance(key.fileobj, socket.socket)
+                key.fileobj.close()
+        return self._answers
+
+    def _begin(self, selector: selectors.BaseSelector, rank: int, address: _Address) -> None:
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        try:
+            connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        except OSError:  # Too many open files: nothing can be said of this rank.
+            return
+        status = connection.connect_ex((address.host, address.port))
+        if status == errno.EINPROGRESS:
+            selector.register(connection, selectors.EVENT_WRITE, rank)
+        else:
+            self._settle(rank, connection, status)
+
+    def _settle(self, rank: int, connection: socket.socket, status: int) -> None:
+        address = self._addresses[rank]
+        assert address is not None
+        if status == 0:
+            self._answers[rank] = True
+            if self._notice:
+                with contextlib.suppress(OSError):  # It ended a moment ago.
+                    connection.send(address.token.encode() + b"\n" + self._notice)
+        elif status == errno.ECONNREFUSED:
+            self._answers[rank] = False
+        connection.close()
+
+
+def _listen(host: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        listener.bind((host, 0))
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _own_host(membership: Membership) -> str:
+    """The address of this host that Gloo takes, too; the loopback device if all ranks are here."""
+    loopback = "127.0.0.1"
+    if len(set(membership.nodes)) == 1:
+        return loopback
+    try:
+        interface = env.gloo_interface()
+        host = _address_of(interface) if interface else socket.gethostbyname(socket.gethostname())
+        _listen(host).close()
+    except OSError:
+        return loopback
+    return host
+
+
+def _address_of(interface: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", interface.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+
+
+def _shortened(cause: Cause) -> Cause:
+    encoded = cause.reason.encode(errors="backslashreplace")
+    return cause._replace(reason=encoded[: _NOTICE_BYTES // 4].decode(errors="ignore"))
+
+
+def meet(store: Store, rank: int, size: int, timeout_s: float, value: str = "") -> tuple[int, ...]:
+    """Post ``value`` and wait until all ranks are here; the ranks that did not come in time.
+
+    Unlike the connection set-up of backends, this can be interrupted with Ctrl-C.
+    """
+    # Not store.wait in slices: its client writes a warning to stderr whenever a slice ends.
+    keys = [f"here/{other}" for other in range(size)]
+    store.set(keys[rank], value)
+    deadline = time.monotonic() + timeout_s
+    pause_s = 0.001
+    while not store.check(keys):
+        if time.monotonic() >= deadline:
+            return tuple(other for other, key in enumerate(keys) if not store.check([key]))
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _MEETING_POLL_S)
+    return ()

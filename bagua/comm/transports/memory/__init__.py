@@ -1,0 +1,1 @@
+"""The collectives of everything that shares memory, written once."""

@@ -1,0 +1,276 @@
+"""Background threads of one rank: calls of one lane run in order, lanes do not wait for each other."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from bagua.comm.lifetime.background import BackgroundThread
+from bagua.comm.transports.base import Handle
+from bagua.comm.transports.memory.line import Deadline
+from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError, ConcurrentUseError
+
+__all__ = ["COLLECTIVE", "Inline", "Lane", "Lanes", "Part", "Pending"]
+
+#: How long a signal handler may have to wait.
+_SLICE_S = 0.1
+#: ``COLLECTIVE``, ("send", to whom) or ("recv", from whom).
+Lane = tuple[str, int]
+COLLECTIVE: Lane = ("collective", -1)
+
+
+class Part:
+    """What one lane does for a call.
+
+    Not a ``Future`` of the standard library, which takes a lock in Python: a signal handler that
+    interrupts a wait would keep it, and the lane could not go on to what the handler waits for.
+
+    Args:
+        task: what is to be done; raises what went wrong.
+    """
+
+    def __init__(self, task: Callable[[], None]) -> None:
+        self._task: Callable[[], None] | None = task
+        self._callbacks: list[Callable[[Part], None]] = []
+        self._done = False
+        self.error: BaseException | None = None
+        #: The thread that calls, if it does it all by itself.
+        self.caller = 0
+
+    def run(self) -> None:
+        """Do it, and tell those who wait."""
+        task, self._task = self._task, None  # The user's tensors must not outlive the call here.
+        try:
+            if task is not None:
+                task()
+        except BaseException as error:  # noqa: BLE001 - raised by whoever waits
+            self.error = error
+        del task
+        self.end()
+
+    def end(self) -> None:
+        """Tell those who wait that it is over, done or not. Idempotent."""
+        self._done = True
+        while self._callbacks:
+            try:
+                callback = self._callbacks.pop(0)
+            except IndexError:  # Another thread took the last one.
+                return
+            callback(self)
+
+    def done(self) -> bool:
+        """Whether it is over."""
+        return self._done
+
+    def require_other_thread(self) -> None:
+        """Raise ``ConcurrentUseError`` if the calling thread would wait for what it does itself, further out."""
+        if self.caller == threading.get_ident():
+            raise ConcurrentUseError(
+                "a call was made in the middle of another one of the same thread",
+                advice="Finalizers must not communicate; signal handlers may, if they are installed before that call.",
+            )
+
+    def when_done(self, callback: Callable[[Part], None], *, first: bool = False) -> None:
+        """Have ``callback``, which raises nothing, run when it is over.
+
+        Args:
+            callback: runs once, in the lane or here.
+            first: whether it comes before the others, which may wait for a thread that this one wakes.
+        """
+        self._callbacks.insert(0 if first else len(self._callbacks), callback)
+        if self._done:
+            try:
+                self._callbacks.remove(callback)
+            except ValueError:  # It has run.
+                return
+            callback(self)
+
+
+class Lanes:
+    """The lanes of one rank; a thread starts with the first call that needs it.
+
+    Messages have lanes of their own, so that ``send`` and ``recv`` that both ranks
+    start with ``async_op`` in the same order do not wait for each other for ever.
+
+    Args:
+        name: of the threads, for debuggers.
+
+    Attributes:
+        shared: whether several threads make calls; see ``Transport.share``.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._threads: dict[Lane, BackgroundThread] = {}
+        self._latest: dict[Lane, Part] = {}
+        #: Of each lane the latest that its caller does by itself; an earlier one is over.
+        self._inline: dict[Lane, Part] = {}
+        self._stopped = False
+        self.shared = False
+
+    def idle(self, *lanes: Lane) -> bool:
+        """Whether all calls of these lanes are complete."""
+        for lane in lanes:
+            latest = self._latest.get(lane)
+            if latest is not None and not latest.done():
+                return False
+        return True
+
+    def busy(self) -> bool:
+        """Whether a call of any lane is not complete."""
+        return any(not latest.done() for latest in list(self._latest.values()))
+
+    def submit(self, lane: Lane, task: Callable[[], None]) -> Part:
+        """Run ``task`` when the earlier calls of its lane are complete.
+
+        It runs in a copy of the caller's context, so that a rank that is a thread
+        finds its own default group there.
+
+        Raises:
+            CommunicatorClosedError: the lanes were stopped.
+            ConcurrentUseError: the calling thread is in the middle of the call before.
+        """
+        before = self._inline.get(lane)
+        self._require_running()
+        thread = self._threads.get(lane)
+        if thread is None:
+            thread = self._threads[lane] = BackgroundThread(f"{self._name}-{lane[0]}")
+        part = Part(partial(contextvars.copy_context().run, task))
+        try:
+            if before is not None and not before.done():
+                before.require_other_thread()
+                thread.put(partial(_await, before))
+            thread.put(part.run)
+        except RuntimeError as error:
+            if isinstance(error, ConcurrentUseError):
+                raise
+            raise CommunicatorClosedError("the communicator was closed") from error
+        self._latest[lane] = part
+        self._require_running()  # ``stop`` may have come meanwhile, out of a signal handler.
+        return part
+
+    def _require_running(self) -> None:
+        if self._stopped:
+            raise CommunicatorClosedError("the communicator was closed")
+
+    def inline(self, lanes: Sequence[Lane], task: Callable[[], None]) -> Inline:
+        """``task`` for the calling thread to do in ``Handle.wait``; later calls of its lanes come after it."""
+        part = Part(task)
+        part.caller = threading.get_ident()
+        for lane in lanes:
+            self._latest[lane] = self._inline[lane] = part
+        return Inline(part)
+
+    def abandon(self) -> None:
+        """The communicator is broken: nobody has to wait for a call that its thread may never make."""
+        for part in list(self._inline.values()):
+            part.end()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Finish what was submitted, end the threads, and say whether they ended in time."""
+        self._stopped = True
+        until = time.perf_counter() + timeout_s
+        ended = True
+        for thread in list(self._threads.values()):
+            ended &= thread.stop(max(until - time.perf_counter(), 0.0))
+        return ended
+
+
+def _await(part: Part) -> None:
+    over = threading.Lock()
+    over.acquire()
+    part.when_done(lambda _: over.release(), first=True)
+    over.acquire()
+
+
+class Inline(Handle):
+    """A call that the calling thread makes itself, in ``wait``."""
+
+    __slots__ = ("_part",)
+
+    def __init__(self, part: Part) -> None:
+        self._part = part
+
+    def wait(self, timeout_s: float | None = None) -> None:  # noqa: ARG002
+        """Make the call; it has a deadline of its own."""
+        part = self._part
+        part.run()
+        if part.error is not None:
+            raise part.error
+
+    def is_completed(self) -> bool:
+        """Whether it was made."""
+        return self._part.done()
+
+
+class Pending(Handle):
+    """A call that runs in one lane, or ``sendrecv`` in two.
+
+    Args:
+        parts: what each lane does.
+        deadline: of the call.
+        abandoned: told why, when a wait is given up.
+    """
+
+    __slots__ = ("_abandoned", "_deadline", "_parts")
+
+    def __init__(self, parts: Sequence[Part], deadline: Deadline, abandoned: Callable[[str], None]) -> None:
+        self._parts = parts
+        self._deadline = deadline
+        self._abandoned = abandoned
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until all parts are complete; see ``Handle.wait``."""
+        # At its own deadline the lane raises an error that knows more: let it.
+        remaining = self._deadline.at - time.perf_counter() + 0.2
+        allowed = remaining if timeout_s is None else min(timeout_s, remaining)
+        if not self._settled():
+            self._sleep(max(allowed, 0.0))
+        for part in self._parts:
+            if part.error is not None:
+                raise part.error
+        if not self.is_completed():
+            timeout_s = self._deadline.timeout_s if timeout_s is None else timeout_s
+            self._abandoned(f"it gave up after a wait of {timeout_s:g} s")
+            raise CollectiveTimeoutError("the call did not complete in time", timeout_s=timeout_s)
+
+    def _settled(self) -> bool:
+        """Whether all parts are over, or one has failed."""
+        return self.is_completed() or any(part.error is not None for part in self._parts)
+
+    def _sleep(self, seconds: float) -> None:
+        bell = threading.Lock()
+        bell.acquire()
+
+        def ring(_: Part) -> None:
+            if self._settled():
+                with contextlib.suppress(RuntimeError):  # It rings already.
+                    bell.release()
+
+        for part in self._parts:
+            part.when_done(ring, first=True)
+        until = time.perf_counter() + seconds
+        # In slices: a signal that comes just before the lock is waited for would be handled only after it.
+        while not bell.acquire(timeout=min(_SLICE_S, max(seconds, 0.0))) and seconds > 0:
+            seconds = until - time.perf_counter()
+
+    def is_completed(self) -> bool:
+        """Whether all parts are complete."""
+        return all(part.done() for part in self._parts)
+
+    def notify(self, callback: Callable[[], None]) -> bool:
+        """Run ``callback`` in the lane whose part is the last to complete."""
+        completed = itertools.count(1)
+
+        def one_more(_: Part) -> None:
+            if next(completed) == len(self._parts):  # counting is atomic
+                callback()
+
+        for part in self._parts:
+            part.when_done(one_more)
+        return True

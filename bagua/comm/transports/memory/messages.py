@@ -1,0 +1,167 @@
+"""Messages between two ranks that see each other's memory: the receiver pulls, the sender waits for that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from bagua.comm.call import Call
+from bagua.comm.transports.memory.copying import copy_flat
+from bagua.comm.transports.memory.lanes import COLLECTIVE
+from bagua.comm.transports.memory.line import Deadline, Words
+from bagua.comm.transports.memory.peers import Peers
+from bagua.errors import CollectiveMismatchError
+
+__all__ = ["Messages"]
+
+
+class Messages:
+    """Sends and receives for one rank.
+
+    The sender offers a piece by raising its ``sent`` word for the receiver, which
+    says what it wants by raising ``wanted``, pulls, and raises ``taken``. Both compare
+    the two notices before anything is pulled, so both find a difference.
+
+    Args:
+        peers: the ranks.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+
+    def send(self, call: Call, source: torch.Tensor, deadline: Deadline, inline: bool) -> None:
+        """Return when rank ``call.root`` has pulled ``source``."""
+        for _ in self._offers(call, source, deadline, inline):
+            pass
+
+    def receive(self, call: Call, rank: int, target: torch.Tensor, deadline: Deadline, inline: bool) -> None:
+        """Pull the next message of ``rank`` into ``target``."""
+        for _ in self._takes(call, rank, target, deadline, inline):
+            pass
+
+    def exchange(self, call: Call, source: torch.Tensor, target: torch.Tensor, deadline: Deadline) -> None:
+        """Send to ``call.root`` while receiving from ``call.source``."""
+        offers = self._offers(call, source, deadline, True)
+        takes = self._takes(call, call.source, target, deadline, True)
+        # An offer never waits for the piece that it makes visible, only for the one before:
+        # with offer and take in turns a ring of ranks always moves.
+        offering = taking = True
+        while offering or taking:
+            offering = offering and next(offers, None) is not None
+            taking = taking and next(takes, None) is not None
+
+    def _offers(self, call: Call, source: torch.Tensor, deadline: Deadline, inline: bool) -> Iterator[int]:
+        """Offer the pieces one by one; the last ``next`` waits until the last piece was pulled."""
+        peers, receiver = self._peers, call.root
+        slot = peers.slots.outgoing(receiver)
+        if peers.fault is not None:
+            peers.step(call, "offer")
+        peers.publish(slot, call, source, False)
+        piece = max(peers.own.notice(slot).piece, 1)
+        place = peers.places.sent + receiver
+        for start in range(0, max(call.numel, 1), piece):
+            if start:
+                self._await_taken(call, deadline, inline)
+                peers.stage(slot, start, min(start + piece, call.numel))
+            peers.own.words[place] += 1
+            peers.wake(receiver)
+            yield start
+        if peers.fault is not None:
+            peers.step(call, "settle")
+        self._await_taken(call, deadline, inline)
+        peers.withdraw(slot)
+
+    def _await_taken(self, call: Call, deadline: Deadline, inline: bool) -> None:
+        peers, receiver = self._peers, call.root
+        theirs, mine = peers.lines[receiver], peers.own.words[peers.places.sent + receiver]
+        taken, wanted = peers.places.taken + peers.rank, peers.places.wanted + peers.rank
+
+        def missing() -> tuple[int, ...]:
+            if theirs.words[taken] >= mine:
+                return ()
+            if theirs.words[wanted] >= mine:
+                wish = theirs.notice(peers.slots.incoming(peers.rank)).call
+                if theirs.words[taken] >= mine:
+                    return ()  # By now it may have been the wish for the next message.
+                self._compare(call, wish, receiver, call)
+            return (receiver,)
+
+        self._wait(missing, 1 + peers.size + receiver, deadline, inline)
+
+    def _takes(self, call: Call, sender: int, target: torch.Tensor, deadline: Deadline, inline: bool) -> Iterator[int]:
+        """Pull the pieces one by one."""
+        peers = self._peers
+        theirs, own = peers.lines[sender], peers.own.words
+        sent, taken = peers.places.sent + peers.rank, peers.places.taken + sender
+        slot = peers.slots.outgoing(peers.rank)
+        if peers.fault is not None:
+            peers.step(call, "want")
+        peers.publish(peers.slots.incoming(sender), call, None, False)
+        flat, start, numel = target.view(-1), 0, target.numel()
+        while True:
+            own[peers.places.wanted + sender] = expected = own[taken] + 1
+
+            def missing(expected: int = expected) -> tuple[int, ...]:
+                return () if theirs.words[sent] >= expected else (sender,)
+
+            self._wait(missing, 1 + sender, deadline, inline)
+            notice = theirs.notice(slot)
+            self._compare(notice.call, call, sender, call)
+            stop = min(start + max(notice.piece, 1), numel)
+            copy_flat(flat[start:stop], theirs.view(slot, start, stop))
+            if peers.fault is not None:
+                peers.step(call, "take")
+            # A sender that has given up may have changed its tensor while it was read.
+            peers.require_open((sender,))
+            start = stop
+            if start >= numel:
+                theirs.conclude(slot)
+            own[taken] = expected
+            peers.wake(sender)
+            if start >= numel:
+                return
+            yield start
+
+    def _wait(self, missing: Callable[[], tuple[int, ...]], awaited: int, deadline: Deadline, inline: bool) -> None:
+        """Wait until ``missing`` names no rank; announce what this rank waits for, if ``inline``."""
+        if not missing():
+            return
+        peers = self._peers
+        if not inline:
+            peers.wait(missing, deadline, peers.spin_s)
+            return
+        words = peers.own.words
+        try:
+            if peers.lanes.idle(COLLECTIVE):
+                words[Words.AWAITED] = awaited
+            else:
+                missing = self._announcing(missing, awaited)
+            peers.wait(missing, deadline, peers.spin_inline_s)
+        finally:
+            words[Words.AWAITED] = 0
+
+    def _announcing(self, missing: Callable[[], tuple[int, ...]], awaited: int) -> Callable[[], tuple[int, ...]]:
+        """``missing``, which announces what is awaited as soon as all collectives of this rank are complete.
+
+        Until then this rank comes to the barriers of others, whatever its calling thread waits for.
+        """
+
+        def look() -> tuple[int, ...]:
+            if self._peers.lanes.idle(COLLECTIVE):
+                self._peers.own.words[Words.AWAITED] = awaited
+            return missing()
+
+        return look
+
+    def _compare(self, offer: Call, wish: Call, other: int, own: Call) -> None:
+        wanted = wish.recv_counts[0] if wish.kind == "sendrecv" else wish.numel
+        if offer.dtype is wish.dtype and offer.numel == wanted:
+            return
+        raise CollectiveMismatchError(
+            "sender and receiver disagree",
+            peers=(self._peers.ranks[other],),
+            expected=f"{own} on rank {self._peers.global_rank}",
+            seen=f"{wish if own is offer else offer} on rank {self._peers.ranks[other]}",
+            advice="What is sent and what is received must have the same dtype and number of elements.",
+        )

@@ -1,0 +1,310 @@
+"""The transport of ranks that can see each other's memory, written once.
+
+Threads use it now; processes that map each other's segments only need a ``Peers`` and
+a ``Line`` of their own (``peers.py``, ``line.py``). What all of it rests on:
+
+* **A rank writes its own memory only**: its line (words, notices) and its own tensors.
+  It pulls what it needs from peers. So a late or dying peer never changes a survivor's tensor.
+* Words only grow, and each has one writer. A barrier is "raise mine, wait for theirs".
+  Data and notice are written before the word that announces them.
+* A collective starts with publish and barrier. Then every rank reads the same notices, so
+  all see a disagreement, or none, before any tensor is written; and all take the same path.
+* Nobody is more than one collective ahead: to pass the first barrier of call k+1, all
+  must have finished call k. Notices and private data therefore alternate between two
+  slots, and what was published for call k is safe until its owner publishes call k+2.
+* Data that is *lent* (the caller's own tensor) may change when the call returns; if any rank
+  lent, a last barrier ends the call. Small data is copied when published: no last barrier.
+* A rank that fails says so in its line before its caller hears of it. Ranks look at all
+  lines before they arrive at a barrier, hence a result read from a tensor that its owner
+  took back half-way is never returned as good. Who arrived before dying has arrived.
+* A message is offered (``sent``), asked for (``wanted``), pulled, and acknowledged
+  (``taken``); one is under way per pair and direction, and lent until it is acknowledged.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from threading import get_ident
+from traceback import walk_stack
+from typing import Literal
+
+import torch
+
+from bagua.comm.call import POINT_TO_POINT, Call
+from bagua.comm.sharing import handlers_may_call
+from bagua.comm.transports.base import DONE, Handle, Membership, Transport
+from bagua.comm.transports.memory.exchange import Exchange, compare, small_bytes
+from bagua.comm.transports.memory.lanes import COLLECTIVE, Lane, Part, Pending
+from bagua.comm.transports.memory.line import Deadline, State, Words
+from bagua.comm.transports.memory.messages import Messages
+from bagua.comm.transports.memory.peers import Peers
+from bagua.errors import CollectiveMismatchError, CommunicatorClosedError
+
+__all__ = ["MemoryTransport"]
+
+#: How long ``close`` waits for calls of other threads that are about to end.
+_FAREWELL_S = 1.0
+
+
+class MemoryTransport(Transport):
+    """All kinds of calls over ``Peers``.
+
+    Collectives complete in the order in which they were started; so do the messages
+    of one pair and direction. Synchronous calls run in the calling thread,
+    asynchronous ones in a background thread per lane.
+
+    Args:
+        membership: the ranks.
+        peers: their lines, and how to wait for them.
+    """
+
+    name = "memory"
+    compares_calls = True
+    executor: Literal["caller", "thread", "stream"] = "thread"
+
+    def __init__(self, membership: Membership, peers: Peers) -> None:
+        super().__init__(membership)
+        self._peers = peers
+        self._lanes = peers.lanes
+        self._messages = Messages(peers)
+        self._turn = 0
+        self._shared = False
+        self._small_bytes = small_bytes(membership.size)
+        #: Who uses what ``close`` gives back: the thread that makes a synchronous call, one at a time, and others by
+        #: number. The last one to go gives it back if they kept ``close`` from doing so.
+        self._calling = False
+        self._inside: set[int] = set()
+        self._ended = False
+
+    def start(
+        self,
+        call: Call,
+        source: torch.Tensor | None,
+        target: torch.Tensor | None,
+        timeout_s: float,
+        asynchronous: bool,
+    ) -> Handle:
+        """Run ``call`` here, or behind the calls of its lane that are under way."""
+        deadline = Deadline(time.perf_counter() + timeout_s, timeout_s)
+        lanes = _lanes(call, self.rank)
+        if not asynchronous and self._lanes.idle(*lanes):
+            if not self._shared:
+                self._run(call, source, target, deadline, lanes)
+                return DONE
+            if not handlers_may_call():
+                return self._lanes.inline(lanes, partial(self._run, call, source, target, deadline, lanes))
+        parts = [self._submit(lane, call, source, target, deadline) for lane in lanes]
+        return Pending(parts, deadline, self.abort)
+
+    def share(self) -> None:
+        """Run synchronous calls in the thread that waits for them, or in their lane if handlers may interrupt it."""
+        self._lanes.shared = True
+        self._shared = True
+
+    def abort(self, reason: str, culprit: int | None = None) -> None:
+        """Mark the own line broken, and wake everyone."""
+        with self._used():
+            self._peers.leave(State.BROKEN, self._peers.global_rank if culprit is None else culprit, reason)
+            self._lanes.abandon()
+
+    def idle(self) -> bool:
+        """Whether all asynchronous calls are complete."""
+        return not self._lanes.busy()
+
+    def close(self) -> None:
+        """Let asynchronous calls finish for a second, then leave.
+
+        A signal handler, or a finalizer, may come here out of a call of this communicator. That call cannot go on
+        before this returns, so it ends with an error afterwards, and gives back what it uses.
+        """
+        interrupted = self._is_interrupted()
+        if not self._lanes.stop(timeout_s=0.0 if interrupted else 1.0) and not interrupted:
+            self.abort("it closed its communicator with calls under way")
+            self._lanes.stop(timeout_s=1.0)
+        with self._used():
+            self._peers.leave(State.LEFT, self._peers.global_rank, "it closed its communicator")
+            self._ended = True
+        until = time.monotonic() + _FAREWELL_S
+        while (self._calling or self._inside) and not interrupted and time.monotonic() < until:
+            time.sleep(0.001)
+
+    @contextmanager
+    def _used(self) -> Iterator[None]:
+        """Keep what ``close`` gives back, for the calling thread."""
+        me = get_ident()
+        known, interrupted = me in self._inside, self._is_interrupted()
+        try:
+            self._inside.add(me)
+            yield
+        finally:
+            if not known:
+                self._inside.discard(me)
+            if not interrupted:
+                self._give_back()
+
+    def _is_interrupted(self) -> bool:
+        """Whether the calling thread is inside a call of this communicator, which waits for this one to return."""
+        if get_ident() in self._inside:
+            return True
+        calls = (frame for frame, _ in walk_stack(None) if frame.f_code is MemoryTransport._run.__code__)
+        return self._calling and any(frame.f_locals.get("self") is self for frame in calls)
+
+    def _give_back(self) -> None:
+        """Let go of what the kernel holds, if this communicator has ended and no thread uses it any more."""
+        if self._ended and not self._inside and not self._calling:
+            self._peers.release()
+
+    # Running one call, in the calling thread or in a lane.
+
+    def _submit(
+        self,
+        lane: Lane,
+        call: Call,
+        source: torch.Tensor | None,
+        target: torch.Tensor | None,
+        deadline: Deadline,
+    ) -> Part:
+        return self._lanes.submit(lane, partial(self._run, call, source, target, deadline, (lane,), inline=False))
+
+    def _run(
+        self,
+        call: Call,
+        source: torch.Tensor | None,
+        target: torch.Tensor | None,
+        deadline: Deadline,
+        lanes: tuple[Lane, ...],
+        inline: bool = True,
+    ) -> None:
+        if target is not None and target.is_inference() and not torch.is_inference_mode_enabled():
+            with torch.inference_mode():  # torch guards tensors that were made in it
+                self._run(call, source, target, deadline, lanes, inline)
+            return
+        alone = inline and not self._shared
+        try:
+            if alone:
+                self._calling = True
+            else:
+                self._inside.add(get_ident())
+            if self._ended:
+                raise CommunicatorClosedError("the communicator was closed")  # noqa: TRY301
+            if lanes[0] is COLLECTIVE:
+                self._collective(call, source, target, deadline, inline)
+            else:
+                self._message(call, source, target, deadline, lanes, inline)
+        except BaseException as error:
+            # Before the caller can touch its tensors, peers must know not to trust them.
+            self._peers.leave_with(error, call)
+            raise
+        finally:
+            if alone:
+                self._calling = False
+            else:
+                self._inside.discard(get_ident())
+            if self._ended:
+                self._give_back()
+
+    def _collective(
+        self,
+        call: Call,
+        source: torch.Tensor | None,
+        target: torch.Tensor | None,
+        deadline: Deadline,
+        inline: bool,
+    ) -> None:
+        peers = self._peers
+        slot = self._turn & 1
+        self._turn += 1
+        if peers.fault is not None:
+            peers.step(call, "publish")
+        small = source is not None and source.numel() * source.element_size() <= self._small_bytes
+        peers.publish(slot, call, source, small)
+        if inline:
+            # Where several threads call, another one of them may yet serve a message that is waited for.
+            spin_s, suspect = peers.spin_inline_s, None if self._shared else self._suspect
+        else:
+            spin_s, suspect = peers.spin_s, None
+        peers.barrier(call, deadline, spin_s, suspect)
+        notices = peers.notices(slot)
+        compare(peers.ranks, self.rank, notices)
+        if call.kind != "barrier":
+            Exchange(peers, slot, call, target, notices, deadline, spin_s).run()
+
+    def _message(
+        self,
+        call: Call,
+        source: torch.Tensor | None,
+        target: torch.Tensor | None,
+        deadline: Deadline,
+        lanes: tuple[Lane, ...],
+        inline: bool,
+    ) -> None:
+        self._peers.require_open(())
+        direction, other = lanes[0]
+        if direction == "recv":
+            assert target is not None
+            self._messages.receive(call, other, target, deadline, inline)
+            return
+        assert source is not None
+        if target is None or (len(lanes) == 1 and other != self.rank):
+            self._messages.send(call, source, deadline, inline)
+        elif other == self.rank:
+            target.view(-1).copy_(source.view(-1))
+        else:
+            self._messages.exchange(call, source, target, deadline)
+
+    def _suspect(self, call: Call) -> CollectiveMismatchError | None:
+        """The error if a rank waits in a message for this one, which waits for it in ``call``.
+
+        Both calling threads are blocked, no collective of the other rank is on its way, and no lane of this rank
+        will serve the message: that is for ever.
+        """
+        peers = self._peers
+        for other, line in enumerate(peers.lines):
+            if other == self.rank or not line.words[Words.AWAITED]:
+                continue
+            slot = self._awaited_slot(other)
+            if slot is not None:
+                return CollectiveMismatchError(
+                    "two ranks wait for each other in different calls",
+                    peers=(peers.ranks[other],),
+                    expected=f"{call} on rank {peers.global_rank}",
+                    seen=f"{line.notice(slot).call} on rank {peers.ranks[other]}",
+                    advice="All ranks must make the same collective calls in the same order.",
+                )
+        return None
+
+    def _awaited_slot(self, other: int) -> int | None:
+        """Where ``other`` tells of the message in which it waits for this rank for ever; None if it does not.
+
+        The order matters. This rank's lanes stay idle while its calling thread is here, so its own words stay as they
+        are; a message of ``other`` that lacks one of them is never complete. What ``other`` awaits is read after that,
+        and whether it has come here last: it arrives before it announces what it awaits.
+        """
+        peers, size = self._peers, self.size
+        words, own = peers.lines[other].words, peers.own.words
+        awaited = words[Words.AWAITED]
+        if awaited == 1 + self.rank:
+            lane, slot = ("send", other), peers.slots.incoming(self.rank)
+            asked, served = peers.places.wanted + self.rank, peers.places.sent + other
+        elif awaited == 1 + size + self.rank:
+            lane, slot = ("recv", other), peers.slots.outgoing(self.rank)
+            asked, served = peers.places.sent + self.rank, peers.places.taken + other
+        else:
+            return None
+        stuck = self._lanes.idle(lane) and words[asked] > own[served] and words[Words.AWAITED] == awaited
+        return slot if stuck and words[Words.ARRIVED] < own[Words.ARRIVED] else None
+
+
+def _lanes(call: Call, rank: int) -> tuple[Lane, ...]:
+    if call.kind not in POINT_TO_POINT:
+        return (COLLECTIVE,)
+    if call.kind == "send":
+        return (("send", call.root),)
+    if call.kind == "recv":
+        return (("recv", call.root),)
+    if call.root == rank:
+        return (("send", rank),)  # to itself: one copy
+    return (("send", call.root), ("recv", call.source))

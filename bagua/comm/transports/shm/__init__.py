@@ -1,0 +1,1 @@
+"""Shared memory between processes of one Linux host."""

@@ -1,0 +1,390 @@
+"""What one rank tells the others, as bytes in its control memory."""
+
+from __future__ import annotations
+
+import bisect
+import struct
+from collections.abc import Callable, Collection
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+import torch
+
+from bagua.comm.call import COLLECTIVES, POINT_TO_POINT, Call
+from bagua.comm.transports.memory.exchange import small_bytes
+from bagua.comm.transports.memory.line import Line, Notice, Slots, Words
+from bagua.comm.transports.shm.memory import SharedMemory
+from bagua.comm.transports.shm.segments import MappedSegment, Views
+
+__all__ = [
+    "NONCE_BYTES",
+    "NOWHERE",
+    "Area",
+    "ControlLayout",
+    "ControlLine",
+    "OwnLine",
+    "PeerLine",
+    "Place",
+    "Where",
+]
+
+_KINDS = COLLECTIVES + POINT_TO_POINT
+_KIND_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
+_REDUCTIONS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+_REDUCTION_NUMBERS = {name: number for number, name in enumerate(_REDUCTIONS)}
+#: Equal on all ranks, as long as they run the same torch; attaching compares torch's version.
+_DTYPES = tuple(sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str))
+_DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
+#: Kinds of collectives that are all said in their agreement, the number of the call apart.
+_WITHOUT_COUNTS = frozenset(_KIND_NUMBERS[kind] for kind in COLLECTIVES if kind != "alltoall_v")
+_BY_ROWS = ("scatter", "reduce_scatter", "alltoall")
+
+#: ``Notice.piece`` of data that is visible all at once.
+EVERYTHING = 1 << 62
+
+_CACHE_LINE_BYTES = 64
+_PAGE_BYTES = 4096
+_REASON_BYTES = 1024
+#: At the beginning of the control memory.
+NONCE_BYTES = 16
+
+#: Kind, dtype, number of elements, reduction and root come first, so that one comparison
+#: shows whether ranks agree; then the rest of the call, then the place. The number of the
+#: call is the last, because it alone changes when the same call is made again.
+_RECORD = struct.Struct("17q")
+_AGREEMENT, _PLACE, _SEGMENT, _SEQUENCE = 5, 9, 11, 16
+
+
+#: Maps the segment with a number, and unmaps others that are gone, but for those that a function names.
+Mapper = Callable[[int, Callable[[], Collection[int]]], MappedSegment]
+
+
+class Where:
+    """Where published data lies."""
+
+    NOWHERE = 0
+    #: In the control memory, copied.
+    INLINE = 1
+    #: In a segment, as the caller has it.
+    WHOLE = 2
+    #: In a segment, copied, piece by piece into areas that alternate.
+    STAGED = 3
+    #: In a segment, copied, piece by piece into one area.
+    OUTBOX = 4
+
+
+class Place(NamedTuple):
+    """Where the data of one published call lies.
+
+    Attributes:
+        where: a value of ``Where``.
+        dtype: of the stored elements; bytes for the reduction of a bool, for example.
+        segment: number of the owner's segment; 0 where there is none.
+        offset: of the data in the segment, or of the first area; in bytes.
+        piece: elements of each row that can be seen at once.
+        first: which area holds the first piece.
+        area_bytes: distance of the areas.
+    """
+
+    where: int
+    dtype: torch.dtype = torch.uint8
+    segment: int = 0
+    offset: int = 0
+    piece: int = EVERYTHING
+    first: int = 0
+    area_bytes: int = 0
+
+
+NOWHERE = Place(Where.NOWHERE)
+
+
+class ControlLayout:
+    """Where things lie in the control memory of each rank of a communicator of ``size`` ranks."""
+
+    def __init__(self, size: int) -> None:
+        self.words = _CACHE_LINE_BYTES
+        #: One word more than in other memory: how many threads of the rank sleep.
+        self.sleepers = Words(size).count
+        self.word_count = self.sleepers + 1
+        self.reason = _up(self.words + 8 * self.word_count, _CACHE_LINE_BYTES)
+        self.records = _up(self.reason + 8 + _REASON_BYTES, _CACHE_LINE_BYTES)
+        self.record_bytes = _up(_RECORD.size + 8 * (2 * size + 1), _CACHE_LINE_BYTES)
+        self.inline = _up(self.records + self.record_bytes * Slots(size).count, _PAGE_BYTES)
+        self.slot_bytes = small_bytes(size)
+        self.nbytes = self.inline + 2 * self.slot_bytes
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+class ControlLine(Line):
+    """What the line of this rank and those of its peers have in common.
+
+    Args:
+        memory: the control memory of the rank.
+        size: of the communicator.
+    """
+
+    def __init__(self, memory: SharedMemory, size: int) -> None:
+        self._layout = layout = ControlLayout(size)
+        self._bytes = memory.view()
+        end = layout.words + 8 * layout.word_count
+        self.words = self._bytes[layout.words : end].cast("q")
+        self._inline = Views(memory)
+        slots = Slots(size).count
+        self._calls: list[Call] = [Call("", 0, torch.uint8)] * slots
+        self._places = [NOWHERE] * slots
+        #: Of the segments in which the data lies; they keep the memory, even if its owner has already left.
+        self._shown: list[Views | None] = [None] * slots
+        self._numbers = [
+            self._bytes[self._record(slot) : self._record(slot) + _RECORD.size].cast("q") for slot in range(slots)
+        ]
+        #: What is the same in all lines when all ranks do the same with data in the same place.
+        self.comparable = [numbers[:_SEQUENCE] for numbers in self._numbers]
+
+    @property
+    def nonce(self) -> bytes:
+        """What the owner wrote there, to show that this is its memory."""
+        return bytes(self._bytes[:NONCE_BYTES])
+
+    def view(self, slot: int, start: int, stop: int) -> torch.Tensor:
+        """Elements of what was published in ``slot``, when ``notice`` has been called; see ``Line.view``."""
+        place = self._places[slot]
+        if place.where == Where.INLINE:
+            return self._inline_view(slot, place.dtype, start, stop)
+        if start == stop:
+            return torch.empty(0, dtype=place.dtype)
+        shown = self._shown[slot]
+        assert shown is not None
+        return shown.get(place.dtype, self._offset(slot, place, start), stop - start)
+
+    def address(self, slot: int, start: int, stop: int) -> int:
+        """See ``Line.address``."""
+        place = self._places[slot]
+        if start == stop:
+            return 0
+        if place.where == Where.INLINE:
+            return self._inline.address + self._inline_offset(slot, place.dtype, start)
+        shown = self._shown[slot]
+        assert shown is not None
+        return shown.address + self._offset(slot, place, start)
+
+    def _offset(self, slot: int, place: Place, start: int) -> int:
+        itemsize = place.dtype.itemsize
+        if place.where == Where.WHOLE:
+            return place.offset + start * itemsize
+        if place.where == Where.OUTBOX:
+            return place.offset
+        call, row = self._calls[slot], 0
+        if call.kind in _BY_ROWS:
+            row, start = divmod(start, call.numel)
+        elif call.kind == "alltoall_v":
+            firsts = list(accumulate(call.send_counts, initial=0))
+            row = bisect.bisect_right(firsts, start) - 1
+            start -= firsts[row]
+        number, column = divmod(start, place.piece)
+        area = (place.first + number) & 1
+        return place.offset + area * place.area_bytes + (row * place.piece + column) * itemsize
+
+    def _record(self, slot: int) -> int:
+        return self._layout.records + slot * self._layout.record_bytes
+
+    def _inline_view(self, slot: int, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
+        return self._inline.get(dtype, self._inline_offset(slot, dtype, start), stop - start)
+
+    def _inline_offset(self, slot: int, dtype: torch.dtype, start: int) -> int:
+        return self._layout.inline + slot * self._layout.slot_bytes + start * dtype.itemsize
+
+
+class Area(Protocol):
+    """Where data was copied for others to see."""
+
+    views: Views
+
+    def source(self, start: int, stop: int) -> torch.Tensor:
+        """The data where it was copied from."""
+
+
+class OwnLine(ControlLine):
+    """The line of this rank: remembers as Python objects what it writes as bytes."""
+
+    def __init__(self, memory: SharedMemory, size: int) -> None:
+        super().__init__(memory, size)
+        slots = Slots(size).count
+        self._reason = ""
+        self._inline_places: dict[torch.dtype, Place] = {}
+        self._notices: list[Notice | None] = [None] * slots
+        self._areas: list[Area | None] = [None] * slots
+        self._lent: list[torch.Tensor | None] = [None] * slots
+        #: The beginning of each record, for peers' lines to compare with.
+        self.agreements: list[tuple[int, ...]] = [()] * slots
+
+    def write_nonce(self, nonce: bytes) -> None:
+        """Show that this memory belongs to the rank that announced ``nonce``."""
+        self._bytes[:NONCE_BYTES] = nonce
+
+    @property
+    def reason(self) -> str:
+        """Why the state is no longer OPEN."""
+        return self._reason
+
+    @reason.setter
+    def reason(self, reason: str) -> None:
+        self._reason = reason
+        text = reason.encode(errors="backslashreplace")[:_REASON_BYTES]  # file names may hold what is no text
+        start = self._layout.reason + 8
+        self._bytes[start : start + len(text)] = text
+        struct.pack_into("q", self._bytes, self._layout.reason, len(text))
+
+    def inline(self, slot: int, source: torch.Tensor) -> Place:
+        """Copy ``source`` into the control memory."""
+        self._inline_view(slot, source.dtype, 0, source.numel()).copy_(source)
+        place = self._inline_places.get(source.dtype)
+        if place is None:
+            place = self._inline_places[source.dtype] = Place(Where.INLINE, source.dtype)
+        return place
+
+    def write(
+        self, slot: int, call: Call, place: Place, lent: torch.Tensor | None = None, area: Area | None = None
+    ) -> None:
+        """Publish ``call``.
+
+        Args:
+            slot: where.
+            call: what this rank does.
+            place: of its data.
+            lent: the data, if it is the caller's.
+            area: where the data was copied, if not into the control memory.
+        """
+        before = self._calls[slot]
+        if call.kind == before.kind and call[2:] == before[2:] and place == self._places[slot]:
+            self._numbers[slot][_SEQUENCE] = call.sequence
+            agreement = self.notice(slot).agreement
+        else:
+            agreement = call.agreement()
+            self._write_all(slot, call, place)
+        self._notices[slot] = Notice(call, agreement, place.where == Where.WHOLE, place.piece)
+        self._calls[slot], self._places[slot] = call, place
+        self._lent[slot], self._areas[slot] = lent, area
+        self._shown[slot] = None if area is None else area.views
+
+    def _write_all(self, slot: int, call: Call, place: Place) -> None:
+        numbers = (
+            _KIND_NUMBERS[call.kind], _DTYPE_NUMBERS[call.dtype], call.agreement()[2],
+            _REDUCTION_NUMBERS[call.reduction], call.root,
+        )  # fmt: skip
+        sends, receives = call.send_counts, call.recv_counts
+        _RECORD.pack_into(
+            self._bytes, self._record(slot), *numbers, call.numel, call.source, len(sends), len(receives),
+            place.where, _DTYPE_NUMBERS[place.dtype], *place[2:], call.sequence,
+        )  # fmt: skip
+        if sends or receives:
+            counts = sends + receives
+            struct.pack_into(f"{len(counts)}q", self._bytes, self._record(slot) + _RECORD.size, *counts)
+        self.agreements[slot] = numbers
+
+    def place(self, slot: int) -> Place:
+        """Where the data published last in ``slot`` lies."""
+        return self._places[slot]
+
+    def withdraw(self, slot: int) -> None:
+        """Forget the caller's tensor."""
+        self._lent[slot] = None
+
+    def forget_areas(self) -> None:
+        """Drop all references to memory other than the control memory."""
+        self._lent = [None] * len(self._lent)
+        self._areas = [None] * len(self._areas)
+        self._shown = [None] * len(self._shown)
+
+    def notice(self, slot: int) -> Notice:
+        """What was published last in ``slot``."""
+        notice = self._notices[slot]
+        assert notice is not None
+        return notice
+
+    def view(self, slot: int, start: int, stop: int) -> torch.Tensor:
+        """See ``Line.view``."""
+        lent = self._lent[slot]
+        return super().view(slot, start, stop) if lent is None else lent[start:stop]
+
+    def address(self, slot: int, start: int, stop: int) -> int:
+        """See ``Line.address``."""
+        lent = self._lent[slot]
+        if lent is None:
+            return super().address(slot, start, stop)
+        return lent.data_ptr() + start * lent.element_size()
+
+    def source(self, slot: int, start: int, stop: int) -> torch.Tensor:
+        """See ``Line.source``: of what passes piece by piece, the own part was not copied."""
+        area = self._areas[slot]
+        return self.view(slot, start, stop) if area is None else area.source(start, stop)
+
+
+class PeerLine(ControlLine):
+    """The line of a peer, which is only read.
+
+    Args:
+        memory: its control memory.
+        size: of the communicator.
+        own: the line of this rank; peers that agree share its objects.
+        segments: maps the segment with a given number.
+    """
+
+    def __init__(self, memory: SharedMemory, size: int, own: OwnLine, segments: Mapper) -> None:
+        super().__init__(memory, size)
+        self._own = own
+        self._mapped = segments
+        #: Number of the call in each slot whose data has been read.
+        self._concluded = [0] * Slots(size).count
+
+    @property
+    def reason(self) -> str:
+        """Why the state is no longer OPEN."""
+        (length,) = struct.unpack_from("q", self._bytes, self._layout.reason)
+        start = self._layout.reason + 8
+        return bytes(self._bytes[start : start + length]).decode(errors="replace")
+
+    def adopt(self, slot: int) -> None:
+        """Take it that this rank published in ``slot`` what the own one did, place included."""
+        place = self._own.place(slot)
+        if place.segment:
+            self._shown[slot] = self._mapped(place.segment, self.named).views
+        self._calls[slot], self._places[slot] = self._own.notice(slot).call, place
+
+    def notice(self, slot: int) -> Notice:
+        """What was published last in ``slot``."""
+        record = _RECORD.unpack_from(self._bytes, self._record(slot))
+        place = Place(record[_PLACE], _DTYPES[record[_PLACE + 1]], *record[_PLACE + 2 : _SEQUENCE])
+        if place.segment:  # Announced segments are fetched even if this rank needs nothing.
+            self._shown[slot] = self._mapped(place.segment, self.named).views
+        if record[:_AGREEMENT] == self._own.agreements[slot] and record[0] in _WITHOUT_COUNTS:
+            call, agreement = self._own.notice(slot)[:2]
+        else:
+            call = self._decode(slot, record)
+            agreement = call.agreement()
+        self._calls[slot], self._places[slot] = call, place
+        return Notice(call, agreement, place.where == Where.WHOLE, place.piece)
+
+    def conclude(self, slot: int) -> None:
+        """See ``Line.conclude``. The peer uses the slot again only when this rank has gone on."""
+        self._concluded[slot] = self._numbers[slot][_SEQUENCE]
+        self._shown[slot] = None
+
+    def forget(self) -> None:
+        """Nothing will be read any more."""
+        self._shown = [None] * len(self._shown)
+
+    def named(self) -> set[int]:
+        """Numbers of the segments that the peer named and this rank has yet to read."""
+        pairs = zip(self._numbers, self._concluded, strict=True)
+        return {numbers[_SEGMENT] for numbers, concluded in pairs if numbers[_SEQUENCE] != concluded}
+
+    def _decode(self, slot: int, record: tuple[int, ...]) -> Call:
+        kind, dtype, _, reduction, root, numel, source, sends, receives = record[:_PLACE]
+        counts = struct.unpack_from(f"{sends + receives}q", self._bytes, self._record(slot) + _RECORD.size)
+        return Call(
+            _KINDS[kind], record[_SEQUENCE], _DTYPES[dtype], numel, _REDUCTIONS[reduction], root, source,
+            counts[:sends], counts[sends:],
+        )  # fmt: skip

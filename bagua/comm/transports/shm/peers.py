@@ -1,0 +1,291 @@
+"""The ranks of one shared-memory communicator: where their data lies, and how they wait."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+from collections.abc import Callable
+
+import torch
+
+from bagua.comm.call import Call
+from bagua.comm.transports.base import Membership
+from bagua.comm.transports.memory.line import FaultHook, Notice
+from bagua.comm.transports.memory.peers import Peers
+from bagua.comm.transports.shm.attach import Attached, attach
+from bagua.comm.transports.shm.channel import Channel
+from bagua.comm.transports.shm.line import NOWHERE, ControlLayout, ControlLine, OwnLine, PeerLine, Place, Where
+from bagua.comm.transports.shm.segments import Segment, find
+from bagua.comm.transports.shm.staging import Outbox, Staging
+from bagua.errors import TransportUnavailableError
+
+__all__ = ["ShmPeers"]
+
+_new_lock = threading.Lock  # One look-up less in each barrier.
+
+#: Mappings of peers' memory that has gone are looked for once in so many calls, and while waiting.
+_CALLS_PER_SWEEP = 1024
+#: The first area of an outbox, and the largest one.
+_OUTBOX_BYTES = (64 * 1024, 1024 * 1024)
+
+
+class ShmPeers(Peers):
+    """Peers that are processes of this host.
+
+    Args:
+        membership: the ranks.
+        staging_bytes: of each of the two areas for data in ordinary memory.
+        fault: called at every step.
+    """
+
+    spin_s = 20e-6
+    spin_inline_s = 300e-6
+
+    def __init__(self, membership: Membership, staging_bytes: int, fault: FaultHook | None) -> None:
+        layout = ControlLayout(membership.size)
+        attached = attach(membership, layout.nbytes, {"staging area": staging_bytes})
+        self._line = OwnLine(attached.memory, membership.size)
+        self._channels = {
+            rank: Channel(peer.connection, membership.ranks[rank]) for rank, peer in attached.peers.items()
+        }
+        lines = self._lines_of(attached, membership)
+        super().__init__(lines, membership.rank, membership.ranks, membership.label, fault)
+        self._peer_lines = [line for line in self.lines if isinstance(line, PeerLine)]
+        self._staging_bytes = staging_bytes
+        self._staging: Staging | None = None
+        self._outboxes: dict[int, Outbox] = {}
+        self._calls = 0
+        self._sleepers_word = layout.sleepers
+        self._bells = {rank: peer.bell for rank, peer in attached.peers.items()} | {membership.rank: attached.bell}
+        self._processes = {peer.process: rank for rank, peer in attached.peers.items()}
+        #: Their connections, too: these hang up when a process goes on with another program.
+        self._ends = self._processes | {channel.connection: rank for rank, channel in self._channels.items()}
+        self._lost: set[int] = set()
+        self._watches: list[select.poll] = []
+        self._asleep: set[int] = set()
+        #: Held while the number of sleepers changes, and while a bell is rung or descriptors are closed. A signal
+        #: handler that comes in between may ring, too.
+        self._bed = threading.RLock()
+        self._closed = False
+
+    def _lines_of(self, attached: Attached, membership: Membership) -> list[ControlLine]:
+        lines: list[ControlLine] = []
+        for rank in range(membership.size):
+            if rank == membership.rank:
+                lines.append(self._line)
+                continue
+            memory, segments = attached.peers[rank].memory, self._channels[rank].segment
+            lines.append(PeerLine(memory, membership.size, self._line, segments))
+        return lines
+
+    # Where the data lies.
+
+    def publish(self, slot: int, call: Call, source: torch.Tensor | None, private: bool) -> None:
+        """Show the data in the control memory, where it lies, or in an area of our own."""
+        if slot < 2:
+            self._calls += 1
+            if self._calls % _CALLS_PER_SWEEP == 0:
+                self._drop_gone()
+        if source is None or source.numel() == 0:
+            place = NOWHERE if source is None else Place(Where.NOWHERE, source.dtype)
+            self._line.write(slot, call, place)
+            return
+        flat = source if source.dim() == 1 else source.view(-1)
+        if private:
+            self._line.write(slot, call, self._line.inline(slot, flat))
+        else:
+            self._publish_large(slot, call, flat)
+
+    def _publish_large(self, slot: int, call: Call, source: torch.Tensor) -> None:
+        segment = find(source)
+        if segment is not None and self._offer(slot, segment):
+            offset = source.data_ptr() - segment.address
+            self._line.write(slot, call, Place(Where.WHOLE, source.dtype, segment.number, offset), lent=source)
+            return
+        if slot < 2 and self._staging is not None:  # Everyone was offered it when it was made.
+            self._line.write(slot, call, self._staging.open(call, source), area=self._staging)
+            return
+        area = self._area(slot, source.numel() * source.element_size())
+        if not self._offer(slot, area.segment):
+            raise TransportUnavailableError("a descriptor of shared memory could not be passed")
+        place = area.open(call, source) if isinstance(area, Staging) else area.open(source)
+        self._line.write(slot, call, place, area=area)
+
+    def _area(self, slot: int, nbytes: int) -> Staging | Outbox:
+        try:
+            return self._staging_area() if slot < 2 else self._outbox(slot, nbytes)
+        except OSError as error:
+            raise TransportUnavailableError(f"there is no shared memory to copy the data into: {error}") from error
+
+    def _offer(self, slot: int, segment: Segment) -> bool:
+        """Make ``segment`` known to those who read ``slot``."""
+        readers = self._others if slot < 2 else (slot - 2,)
+        return all(self._channels[rank].offer(segment) for rank in readers)
+
+    def _staging_area(self) -> Staging:
+        if self._staging is None:
+            self._staging = Staging(self._staging_bytes, self.rank, self.size)
+        return self._staging
+
+    def _outbox(self, slot: int, nbytes: int) -> Outbox:
+        small, large = _OUTBOX_BYTES
+        wanted = small if nbytes <= small else large
+        outbox = self._outboxes.get(slot)
+        if outbox is None or outbox.nbytes < wanted:
+            outbox = self._outboxes[slot] = Outbox(wanted)
+        return outbox
+
+    def notices(self, slot: int) -> list[Notice]:
+        """What each rank published; quickly where all of them did the same with data in the same place."""
+        own = self._line.comparable[slot]
+        for line in self._peer_lines:
+            if line.comparable[slot] != own:
+                return super().notices(slot)
+        notice = self._line.notice(slot)
+        if notice.call.kind == "alltoall_v":
+            return super().notices(slot)
+        for line in self._peer_lines:
+            line.adopt(slot)
+        return [notice] * self.size
+
+    def stage(self, slot: int, start: int, stop: int, kept: tuple[int, int] | None = None) -> None:
+        """Show the next piece, if the data is shown in pieces."""
+        where = self._line.place(slot).where
+        if where == Where.STAGED:
+            assert self._staging is not None
+            self._staging.show(start, stop, kept)
+        elif where == Where.OUTBOX:
+            self._outboxes[slot].show(start, stop)
+
+    def conclude(self, slot: int) -> None:
+        """Drop what was only needed for the call: peers' memory, and the caller's tensor if it was copied."""
+        for line in self._peer_lines:
+            line.conclude(slot)
+        if self._line.place(slot).where == Where.STAGED:
+            assert self._staging is not None
+            self._staging.forget()
+
+    def withdraw(self, slot: int) -> None:
+        """Drop the reference to the caller's tensor."""
+        self._line.withdraw(slot)
+        outbox = self._outboxes.get(slot)
+        if outbox is not None:
+            outbox.forget()
+
+    def _drop_gone(self) -> None:
+        for rank, channel in self._channels.items():
+            line = self.lines[rank]
+            assert isinstance(line, PeerLine)
+            channel.drop_gone(line.named)
+
+    # Waiting.
+
+    def fence(self) -> None:
+        """Taking a lock is an instruction that orders stores before later loads.
+
+        A new one each time, which is quick: nobody has to wait, whoever was interrupted where.
+        """
+        _new_lock().acquire()
+
+    def give_way(self) -> None:
+        """More ranks than processors, or two on one of them: whoever is waited for can run."""
+        os.sched_yield()
+
+    def pause(self, ready: Callable[[], bool], seconds: float) -> None:
+        """Sleep until the bell rings or a process ends."""
+        try:
+            self._go_to_bed()
+            if ready():
+                return
+            watch = self._watch()
+            for descriptor, _ in watch.poll(max(1, round(seconds * 1000))):
+                rank = self._ends.get(descriptor)
+                if rank is not None:
+                    self._lost.add(rank)
+            if not self._lost:
+                self._watches.append(watch)
+        finally:
+            self._get_up()
+        self._drop_gone()
+
+    def _go_to_bed(self) -> None:
+        """Say that one more thread sleeps. The first to come silences the bell."""
+        with self._bed:
+            self._asleep.add(threading.get_ident())
+            self.own.words[self._sleepers_word] = sleepers = len(self._asleep)
+            if sleepers == 1:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._bells[self.rank])
+
+    def _get_up(self) -> None:
+        """Say that the calling thread does not sleep."""
+        with self._bed:
+            self._asleep.discard(threading.get_ident())
+            self.own.words[self._sleepers_word] = len(self._asleep)
+
+    def leave_with(self, error: BaseException, call: Call) -> None:
+        """See ``Peers.leave_with``. An exception of a signal handler may have kept the thread from getting up."""
+        self._get_up()
+        super().leave_with(error, call)
+
+    def _watch(self) -> select.poll:
+        """What a sleeper looks at; used by one thread at a time."""
+        with contextlib.suppress(IndexError):
+            return self._watches.pop()
+        watch = select.poll()
+        watch.register(self._bells[self.rank], select.POLLIN)
+        for descriptor, rank in self._ends.items():
+            if rank not in self._lost:
+                # A connection has something to read all the time; that it hangs up is told unasked.
+                watch.register(descriptor, select.POLLIN if descriptor in self._processes else 0)
+        return watch
+
+    def wake(self, rank: int) -> None:
+        """Ring the bell of ``rank`` if one of its threads sleeps."""
+        self.fence()
+        if self._words[rank][self._sleepers_word]:
+            with self._bed, contextlib.suppress(OSError):
+                if not self._closed:
+                    os.eventfd_write(self._bells[rank], 1)
+
+    def lost(self, rank: int) -> bool:
+        """Whether the process of ``rank`` was seen to have ended."""
+        return rank in self._lost
+
+    def set_reason(self, reason: str) -> None:
+        """Say why this rank leaves."""
+        self._line.reason = reason
+
+    # The end.
+
+    def release(self) -> None:
+        """Close sockets and descriptors and give memory back; see ``Peers.release``."""
+        with self._bed:
+            if self._closed:
+                return
+            self._closed = True
+            for descriptor in (*self._bells.values(), *self._processes):
+                os.close(descriptor)
+        for channel in self._channels.values():
+            channel.close()
+        self._line.forget_areas()
+        for line in self._peer_lines:
+            line.forget()
+        self._staging = None
+        self._outboxes.clear()
+
+    def disown(self) -> None:
+        """In a forked child: none of this memory is there, so have nothing that refers to it.
+
+        The descriptors are closed: a connection hangs up when the last process that has it is gone.
+        """
+        if not self._closed:
+            self._closed = True
+            for descriptor in (*self._bells.values(), *self._processes):
+                os.close(descriptor)
+            for channel in self._channels.values():
+                channel.disown()
+        self.lines = ()
+        self._words = []

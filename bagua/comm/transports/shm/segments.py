@@ -1,0 +1,183 @@
+"""Tensors in shared memory: to which segment an address belongs, and when a segment is gone.
+
+A segment is memory of this process that peers map, for reading, when a notice first names
+it. It is found by the address of a tensor, so every communicator recognises it. It lives
+as long as the tensors in it; then its first word tells the peers to drop their mapping.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import itertools
+import os
+import threading
+from operator import attrgetter
+
+import torch
+
+from bagua.comm.transports.shm.memory import SharedMemory, create_memory, make_private, map_memory
+
+__all__ = ["HEADER_BYTES", "MappedSegment", "Segment", "Views", "allocate", "find"]
+
+#: Data starts here; before it lies the word that says whether the segment is still in use.
+HEADER_BYTES = 64
+_IN_USE, _GONE = 0, 1
+#: Views kept for the next call with the same sizes; more than a step of training asks for.
+_KEPT_VIEWS = 64
+
+
+class Segment:
+    """Memory of this process that peers may map.
+
+    Attributes:
+        number: names the segment in notices; never used again in this process.
+        descriptor: of the memory, to pass on; open as long as the segment lives.
+        address: of the first byte.
+        end: address behind the last byte.
+        gone: whether its last tensor has died.
+    """
+
+    __slots__ = ("__weakref__", "_in_children", "_process", "address", "descriptor", "end", "gone", "number")
+
+    def __init__(self, number: int, memory: SharedMemory, descriptor: int, in_children: bool) -> None:
+        self.number = number
+        self.descriptor = descriptor
+        # Not the memory: it must be able to end while the registry has the segment.
+        self.address = memory.address
+        self.end = memory.address + memory.nbytes
+        self.gone = False
+        self._process = os.getpid()
+        self._in_children = in_children
+        memory.before_its_end(self._leave)
+
+    def _leave(self) -> None:
+        """Tell the peers. Runs wherever the last tensor dies, so it takes no lock."""
+        self.gone = True
+        if self._process == os.getpid():
+            ctypes.c_int64.from_address(self.address).value = _GONE
+            os.close(self.descriptor)
+
+    def inherit(self) -> None:
+        """In a forked child: have the memory for itself, if it is there at all, and close the descriptor.
+
+        Now, since later it may be the number of a file of the child.
+        """
+        if self.gone:
+            return
+        if self._in_children:
+            make_private(self.address, self.end - self.address, self.descriptor)
+        os.close(self.descriptor)
+
+
+_address = attrgetter("address")
+
+
+class _Registry:
+    """The segments of this process, by address."""
+
+    def __init__(self) -> None:
+        #: A signal handler may interrupt ``add``, and call it.
+        self._lock = threading.RLock()
+        self._numbers = itertools.count(1)
+        #: First addresses and segments in their order; replaced as a whole.
+        self._table: tuple[list[int], list[Segment]] = ([], [])
+        os.register_at_fork(after_in_child=self._inherit_all)
+
+    def _inherit_all(self) -> None:
+        for segment in self._table[1]:
+            segment.inherit()
+        self._lock = threading.RLock()
+        self._table = ([], [])
+
+    def add(self, memory: SharedMemory, descriptor: int, in_children: bool) -> Segment:
+        segment = Segment(next(self._numbers), memory, descriptor, in_children)
+        with self._lock:
+            while not segment.gone:
+                before = self._table
+                living = sorted([*(other for other in before[1] if not other.gone), segment], key=_address)
+                after = ([other.address for other in living], living)
+                if self._table is before:  # No signal handler has added another one.
+                    self._table = after
+                    break
+        return segment
+
+    def find(self, address: int, nbytes: int) -> Segment | None:
+        addresses, segments = self._table
+        place = bisect.bisect_right(addresses, address) - 1
+        if place < 0:
+            return None
+        segment = segments[place]
+        return segment if address + nbytes <= segment.end and not segment.gone else None
+
+
+_registry = _Registry()
+
+
+def allocate(nbytes: int, *, in_children: bool) -> tuple[SharedMemory, Segment]:
+    """A new segment with room for ``nbytes`` behind its header.
+
+    Args:
+        nbytes: of data.
+        in_children: whether forked children have it, too: as memory of their own, from their first write to it.
+
+    Raises:
+        OSError: there is not so much memory, or there are too many open files.
+    """
+    memory, descriptor = create_memory(HEADER_BYTES + nbytes, in_children=in_children)
+    return memory, _registry.add(memory, descriptor, in_children)
+
+
+def find(tensor: torch.Tensor) -> Segment | None:
+    """The segment in which all of ``tensor``, which is contiguous, lies; None for ordinary memory."""
+    return _registry.find(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+class Views:
+    """Typed parts of one memory; the latest ones are kept, since a training step repeats them.
+
+    Attributes:
+        address: of the first byte.
+    """
+
+    __slots__ = ("_bytes", "_kept", "address")
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self.address = memory.address
+        self._bytes = memory.bytes()
+        self._kept: dict[tuple[torch.dtype, int, int], torch.Tensor] = {}
+
+    def get(self, dtype: torch.dtype, offset: int, numel: int) -> torch.Tensor:
+        """``numel`` elements from byte ``offset``, which is a multiple of their size."""
+        key = (dtype, offset, numel)
+        view = self._kept.get(key)
+        if view is None:
+            if len(self._kept) >= _KEPT_VIEWS:
+                self._kept.clear()
+            with torch.inference_mode(False):  # It would be a tensor that only that mode can write.
+                view = self._bytes[offset : offset + numel * dtype.itemsize].view(dtype)
+            self._kept[key] = view
+        return view
+
+
+class MappedSegment:
+    """A segment of a peer.
+
+    Args:
+        descriptor: as the peer passed it on; it may be closed afterwards.
+
+    Attributes:
+        views: of all of it, header included.
+    """
+
+    __slots__ = ("_header", "views")
+
+    def __init__(self, descriptor: int) -> None:
+        memory = map_memory(descriptor)
+        self.views = Views(memory)
+        self._header = memory.view()[:8].cast("q")
+
+    @property
+    def gone(self) -> bool:
+        """Whether the peer has no tensor in it any more."""
+        return self._header[0] == _GONE
