@@ -30,11 +30,11 @@ from torch import nn
 
 import bagua.torch_api as bagua
 from bagua.algorithms import AsyncModelAverageAlgorithm
+from bagua.averaging import Part
 from bagua.buckets import Bucket
 from bagua.cli.demo.training import Result, Settings, train
 from bagua.cli.launch import Rank, run_ranks
 from bagua.comm import get_default_group, solo_group
-from bagua.primitives.averaging import Part
 from benchmarks.asynchronous_stress import stress
 from benchmarks.network.lab import open_network
 from benchmarks.network.ranks import Place

@@ -21,8 +21,8 @@ from torch import nn
 
 from bagua import comm
 from bagua.cli.launch import Rank, run_ranks
+from bagua.engine.autotune.tuner import ladders_of
 from bagua.parallel import AutotuneSettings, ModelSwitchWrapper, Setting, bagua_init
-from bagua.parallel.autotune import ladders_of
 from benchmarks.network.__main__ import NOT_AVAILABLE, quiet_ranks, termination_as_interrupt
 from benchmarks.network.experiment import show
 from benchmarks.network.lab import LabUnavailableError, open_network

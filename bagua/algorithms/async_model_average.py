@@ -11,12 +11,12 @@ from typing import Any, Literal
 import torch
 
 from bagua.algorithms.base import Algorithm, AlgorithmImpl, Traits
+from bagua.averaging import Averager, AveragingStatus, Buffers, Part, Schedule, parts_of_buffers, topology_of
 from bagua.buckets import Bucket
 from bagua.checks import check_choice, check_flags, check_numbers, check_whole
 from bagua.comm import Group, ProcessGroup, Work
 from bagua.errors import ConfigurationError
 from bagua.primitives import allreduce_sum
-from bagua.primitives.averaging import Averager, AveragingStatus, Buffers, Part, Schedule, parts_of_buffers, topology_of
 
 __all__ = ["AsyncModelAverageAlgorithm", "AsyncModelAverageAlgorithmImpl", "AveragingStatus"]
 
@@ -71,7 +71,7 @@ class AsyncModelAverageAlgorithm(Algorithm):
 
 
 class AsyncModelAverageAlgorithmImpl(AlgorithmImpl, declaration=AsyncModelAverageAlgorithm):
-    """``AsyncModelAverageAlgorithm`` on a group. ``bagua.primitives.averaging`` says how ranks agree."""
+    """``AsyncModelAverageAlgorithm`` on a group. ``bagua.averaging`` says how ranks agree."""
 
     traits = Traits(result="consensus", rank_local=True, background=True)
     options: AsyncModelAverageAlgorithm

@@ -9,10 +9,10 @@ import torch
 
 from bagua.algorithms import Algorithm, AsyncModelAverageAlgorithmImpl, DistributedAlgorithm, as_algorithm, registry
 from bagua.comm import get_default_group, init_process_group, is_initialized
+from bagua.engine.autotune.settings import AutotuneSettings
 from bagua.errors import ConfigurationError
 from bagua.integrations._batch_norm import SynchronizedBatchNorms
 from bagua.parallel import DistributedDataParallel
-from bagua.parallel.autotune_settings import AutotuneSettings
 from bagua.utilities.distributed import all_gather_ddp_if_available, sync_ddp_if_available
 
 __all__ = ["StrategyMixin", "register"]

@@ -14,10 +14,10 @@ from bagua.comm.startup.adoption import GradBucket, as_group, rank_among_all, si
 from bagua.comm.torch_backend.work import BackwardWatch
 from bagua.comm.work import PendingWork
 from bagua.compression import Codec, TopK
+from bagua.engine.executor import Executor, create_executor
+from bagua.engine.saving import check_owner
 from bagua.errors import ConfigurationError, blame
 from bagua.integrations._hook_memory import HookMemory
-from bagua.parallel.executor import Executor, create_executor
-from bagua.parallel.saving import check_owner
 from bagua.primitives import (
     AllGatherReducer,
     ErrorFeedback,

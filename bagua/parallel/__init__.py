@@ -1,20 +1,20 @@
 """The engine: hooks into autograd and optimizers, bucket scheduling, wrappers, switching."""
 
-from bagua.parallel.autotune_search import Setting
-from bagua.parallel.autotune_settings import AutotuneSettings
-from bagua.parallel.data_parallel import DistributedDataParallel
-from bagua.parallel.hooks import BackwardHooks
-from bagua.parallel.module import BaguaModule, install_with_bagua, with_bagua
-from bagua.parallel.options import TensorDeclaration
-from bagua.parallel.overlapping import DistributedModule, OverlappingWrapper
-from bagua.parallel.reducer import DEFAULT_BUCKET_BYTES, BucketType, Reducer
-from bagua.parallel.state import (
+from bagua.engine.autotune.search import Setting
+from bagua.engine.autotune.settings import AutotuneSettings
+from bagua.engine.hooks import BackwardHooks
+from bagua.engine.options import TensorDeclaration
+from bagua.engine.reducer import DEFAULT_BUCKET_BYTES, BucketType, Reducer
+from bagua.engine.state import (
     allreduce_optimizer_state,
     allreduce_parameters,
     broadcast_buffers_of,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from bagua.parallel.data_parallel import DistributedDataParallel
+from bagua.parallel.module import BaguaModule, install_with_bagua, with_bagua
+from bagua.parallel.overlapping import DistributedModule, OverlappingWrapper
 from bagua.parallel.switch import ModelSwitchWrapper, bagua_init
 
 __all__ = [

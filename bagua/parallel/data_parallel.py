@@ -11,8 +11,11 @@ import torch
 from bagua.algorithms import Algorithm, DistributedAlgorithm
 from bagua.checks import check_flags
 from bagua.comm import ProcessGroup
+from bagua.engine.autotune.settings import AutotuneSettings
+from bagua.engine.options import check_grad_scaler, check_module, optimizer_list, refuse_unknown
+from bagua.engine.start import make_equal
+from bagua.engine.state import broadcast_buffers_of
 from bagua.errors import ConfigurationError
-from bagua.parallel.autotune_settings import AutotuneSettings
 from bagua.parallel.ddp_arguments import (
     bucket_bytes_from,
     buffer_policy,
@@ -21,10 +24,7 @@ from bagua.parallel.ddp_arguments import (
     refuse_what_is_missing,
     resolve_group,
 )
-from bagua.parallel.options import check_grad_scaler, check_module, optimizer_list, refuse_unknown
 from bagua.parallel.overlapping import OverlappingWrapper
-from bagua.parallel.start import make_equal
-from bagua.parallel.state import broadcast_buffers_of
 
 __all__ = ["DistributedDataParallel"]
 

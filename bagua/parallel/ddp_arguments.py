@@ -12,8 +12,8 @@ from torch import nn
 from bagua.checks import check_kind, check_numbers
 from bagua.comm import ProcessGroup, get_default_group
 from bagua.comm.startup.adoption import as_group
+from bagua.engine.options import check_optional_flag
 from bagua.errors import ConfigurationError
-from bagua.parallel.options import check_optional_flag
 
 __all__ = [
     "bucket_bytes_from",

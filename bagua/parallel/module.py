@@ -12,13 +12,13 @@ import torch
 from bagua.algorithms import Algorithm, DistributedAlgorithm
 from bagua.checks import check_flags
 from bagua.comm import Group
+from bagua.engine.access import EngineAccess
+from bagua.engine.autotune.settings import AutotuneSettings
+from bagua.engine.hooks import BackwardHooks
+from bagua.engine.options import check_module, optimizer_list, refuse_unknown
+from bagua.engine.reducer import DEFAULT_BUCKET_BYTES, BucketType, Reducer
+from bagua.engine.start import make_equal, replace_engine
 from bagua.errors import ConfigurationError
-from bagua.parallel.access import EngineAccess
-from bagua.parallel.autotune_settings import AutotuneSettings
-from bagua.parallel.hooks import BackwardHooks
-from bagua.parallel.options import check_module, optimizer_list, refuse_unknown
-from bagua.parallel.reducer import DEFAULT_BUCKET_BYTES, BucketType, Reducer
-from bagua.parallel.start import make_equal, replace_engine
 
 __all__ = ["BaguaModule", "install_with_bagua", "with_bagua"]
 

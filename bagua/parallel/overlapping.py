@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from bagua.engine.access import EngineAccess
+from bagua.engine.hooks import BackwardHooks
+from bagua.engine.options import check_module, optimizer_list
+from bagua.engine.reducer import BucketType, Reducer
 from bagua.errors import ConfigurationError
-from bagua.parallel.access import EngineAccess
-from bagua.parallel.hooks import BackwardHooks
-from bagua.parallel.options import check_module, optimizer_list
-from bagua.parallel.reducer import BucketType, Reducer
 
 __all__ = ["DistributedModule", "OverlappingWrapper"]
 

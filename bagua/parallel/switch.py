@@ -11,19 +11,19 @@ from typing_extensions import Self
 
 from bagua.algorithms import Algorithm, DistributedAlgorithm, GradientAllReduceAlgorithm, as_algorithm
 from bagua.checks import check_flags
-from bagua.errors import ConfigurationError
-from bagua.parallel.access import EngineAccess
-from bagua.parallel.hooks import BackwardHooks
-from bagua.parallel.options import (
+from bagua.engine.access import EngineAccess
+from bagua.engine.hooks import BackwardHooks
+from bagua.engine.options import (
     check_bucket_bytes,
     check_optional_flag,
     optimizer_list,
     refuse_unknown,
     with_hierarchy,
 )
+from bagua.engine.reducer import DEFAULT_BUCKET_BYTES, BucketType, Reducer
+from bagua.engine.start import make_equal, replace_engine
+from bagua.errors import ConfigurationError
 from bagua.parallel.overlapping import DistributedModule
-from bagua.parallel.reducer import DEFAULT_BUCKET_BYTES, BucketType, Reducer
-from bagua.parallel.start import make_equal, replace_engine
 
 __all__ = ["ModelSwitchWrapper", "bagua_init"]
 

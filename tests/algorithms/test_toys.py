@@ -220,7 +220,7 @@ def test_an_algorithm_with_a_clock_exchanges_when_its_own_rank_is_due(thread_ran
         model = mlp()
         optimizer = plain_sgd(model.parameters())
         wrapped = with_bagua(model, [optimizer], ByTheClock(interval_s=6))
-        monkeypatch.setattr("bagua.parallel.scheduler.time", _Time(monotonic))
+        monkeypatch.setattr("bagua.engine.scheduler.time", _Time(monotonic))
         train_steps(wrapped, optimizer, rank, range(12))
         return sorted(wrapped.bagua_algorithm.exchanged)
 

@@ -13,10 +13,10 @@ import torch
 import bagua.comm
 from bagua import testing
 from bagua.algorithms import Algorithm, AsyncModelAverageAlgorithm
+from bagua.averaging import AveragingStatus, Stage
 from bagua.comm import solo_group
 from bagua.errors import CommunicationError, ConfigurationError, NonFiniteError, PeerLostError
 from bagua.parallel import DistributedDataParallel, bagua_init, with_bagua
-from bagua.primitives.averaging import AveragingStatus, Stage
 from bagua.testing.training import (
     State,
     assert_close,

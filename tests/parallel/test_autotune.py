@@ -11,9 +11,9 @@ from torch import nn
 
 import bagua.comm
 from bagua.algorithms import GradientAllReduceAlgorithm
+from bagua.engine.autotune.tuner import Autotuner, ladders_of
 from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError, ConfigurationError
 from bagua.parallel import AutotuneSettings, Setting
-from bagua.parallel.autotune import Autotuner, ladders_of
 from bagua.testing.training import (
     adam,
     assert_close,

@@ -7,11 +7,11 @@ import dataclasses
 
 import pytest
 
+from bagua.engine.autotune.director import Decision, Director, Report
+from bagua.engine.autotune.search import Setting
+from bagua.engine.autotune.settings import AutotuneSettings, TuningMode, tuning_from
+from bagua.engine.autotune.tuner import Stopwatch
 from bagua.errors import ConfigurationError
-from bagua.parallel.autotune import Stopwatch
-from bagua.parallel.autotune_director import Decision, Director, Report
-from bagua.parallel.autotune_search import Setting
-from bagua.parallel.autotune_settings import AutotuneSettings, TuningMode, tuning_from
 
 LADDER = [Setting(1024), Setting(2048), Setting(4096)]
 SPEEDS = {LADDER[0]: 1.0, LADDER[1]: 2.0, LADDER[2]: 3.0}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bagua.parallel.autotune_search import Search, Setting, SweepSearch
+from bagua.engine.autotune.search import Search, Setting, SweepSearch
 
 FORMS = (False, True)
 
@@ -119,7 +119,7 @@ def test_before_the_first_sample_the_best_is_what_is_in_force():
 @pytest.mark.parametrize("best_power", [12, 24, 30])
 def test_optuna_begins_with_the_setting_in_force_and_comes_close(best_power):
     pytest.importorskip("optuna", reason="needs the extra autotune")
-    from bagua.parallel.autotune_optuna import OptunaSearch
+    from bagua.engine.autotune.optuna import OptunaSearch
 
     space = ladders(sizes=22, forms=2)
     search = OptunaSearch(space, space[1][21], max_samples=60)

@@ -12,9 +12,9 @@ import bagua.comm
 from bagua.algorithms import Algorithm, AlgorithmImpl, Traits
 from bagua.buckets import Bucket
 from bagua.comm import ProcessGroup
+from bagua.engine.registration import Registration
 from bagua.errors import BaguaError, CommunicationError, ConfigurationError, InvalidTensorError
 from bagua.parallel import BucketType, OverlappingWrapper, Reducer
-from bagua.parallel.registration import Registration
 from bagua.testing.training import assert_same_on_all_ranks, mlp, sgd, snapshot, train_steps
 
 pytestmark = pytest.mark.threads

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 import bagua.comm
+from bagua.engine import executor
+from bagua.engine.outputs import tensors_in
 from bagua.errors import CollectiveMismatchError
-from bagua.parallel import allreduce_optimizer_state, broadcast_optimizer_state, executor
-from bagua.parallel.outputs import tensors_in
+from bagua.parallel import allreduce_optimizer_state, broadcast_optimizer_state
 
 
 @dataclass

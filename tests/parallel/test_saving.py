@@ -13,9 +13,9 @@ from torch import nn
 import bagua.comm
 from bagua.buckets import Bucket
 from bagua.comm import solo_group
+from bagua.engine.saving import collect, restore
 from bagua.errors import CollectiveMismatchError, ConfigurationError
 from bagua.parallel import with_bagua
-from bagua.parallel.saving import collect, restore
 from bagua.testing.training import mlp, sgd, train_steps
 
 SHAPES = {"a": (3, 2), "b": (), "c": (5,), "d": (0,), "e": (2, 3, 1), "f": (7,)}

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import bagua.comm
+from bagua.engine.hooks import _has_finite_gradients
 from bagua.parallel import with_bagua
-from bagua.parallel.hooks import _has_finite_gradients
 from bagua.testing.training import State, loss_of, mlp, sgd, snapshot
 
 pytestmark = pytest.mark.threads

@@ -8,10 +8,10 @@ from torch import nn
 
 from bagua import parallel
 from bagua.comm import solo_group
+from bagua.engine.autotune.settings import AutotuneSettings
+from bagua.engine.reducer import BucketType, Reducer
 from bagua.errors import ConfigurationError, InvalidTypeError
-from bagua.parallel.autotune_settings import AutotuneSettings
 from bagua.parallel.overlapping import DistributedModule, OverlappingWrapper
-from bagua.parallel.reducer import BucketType, Reducer
 from bagua.parallel.switch import ModelSwitchWrapper
 from bagua.torch_api.data_parallel import DecentralizedDataParallel, DistributedDataParallel
 

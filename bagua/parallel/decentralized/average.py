@@ -9,8 +9,8 @@ from typing_extensions import Self
 
 from bagua.buckets import form_buckets
 from bagua.comm import ReduceOp
+from bagua.engine.reducer import Reducer
 from bagua.errors import ConfigurationError
-from bagua.parallel.reducer import Reducer
 
 __all__ = ["GlobalAverage"]
 

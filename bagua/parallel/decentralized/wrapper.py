@@ -10,16 +10,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from bagua.checks import check_flags
 from bagua.comm import Group
+from bagua.engine.agreement import compare
+from bagua.engine.options import check_module
+from bagua.engine.start import make_equal
 from bagua.errors import ConfigurationError
-from bagua.parallel.agreement import compare
 from bagua.parallel.ddp_arguments import bytes_from_megabytes, resolve_group
 from bagua.parallel.decentralized.average import GlobalAverage
 from bagua.parallel.decentralized.mixing import DelayedMixing
 from bagua.parallel.decentralized.plan import Plan, TopologyLike, nodes_for, resolve_topology
 from bagua.parallel.decentralized.stepping import ClipScope, LRSchedulerFunction, OptimizerFunction, Stepping
-from bagua.parallel.options import check_module
 from bagua.parallel.overlapping import OverlappingWrapper
-from bagua.parallel.start import make_equal
 
 __all__ = ["DecentralizedDataParallel"]
 

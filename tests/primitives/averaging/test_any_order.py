@@ -8,7 +8,7 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from bagua.primitives.averaging import State
+from bagua.averaging import State
 from tests.primitives.averaging.world import World
 
 SIZE = 4

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bagua.averaging import Stage, State
+from bagua.averaging.member import FINAL
 from bagua.errors import CommunicatorClosedError, NonFiniteError, PeerLostError
-from bagua.primitives.averaging import Stage, State
-from bagua.primitives.averaging.member import FINAL
 from tests.primitives.averaging.world import PATIENCE, World
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from bagua.averaging.desk import Desk, Wake
+from bagua.averaging.session import Session
 from bagua.comm.lifetime import background
 from bagua.comm.lifetime.background import BackgroundThread, stand_by
-from bagua.primitives.averaging.desk import Desk, Wake
-from bagua.primitives.averaging.session import Session
 
 
 def ends(run: Any) -> bool:

@@ -10,10 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from bagua.comm.store.board import Board
-from bagua.comm.store.serving import thread_store
-from bagua.errors import CommunicationError, CommunicatorClosedError, PeerLostError
-from bagua.primitives.averaging import (
+from bagua.averaging import (
     Channel,
     Courier,
     Desk,
@@ -26,6 +23,9 @@ from bagua.primitives.averaging import (
     Transfer,
     topology_of,
 )
+from bagua.comm.store.board import Board
+from bagua.comm.store.serving import thread_store
+from bagua.errors import CommunicationError, CommunicatorClosedError, PeerLostError
 
 PATIENCE = Patience(beat_s=1.0, silence_s=15.0, suspect_s=3.0, join_s=30.0)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from bagua.averaging.company import Company
 from bagua.comm.store.board import Board
-from bagua.primitives.averaging.company import Company
 
 __all__ = ["Decisions"]
 

@@ -8,8 +8,8 @@ import torch
 
 from bagua.comm import Communicator, Group, NonMember, ReduceOp
 from bagua.comm.startup.adoption import communicator_of
-from bagua.parallel.agreement import compare
-from bagua.parallel.registration import ignored_names
+from bagua.engine.agreement import compare
+from bagua.engine.registration import ignored_names
 
 __all__ = [
     "allreduce_optimizer_state",

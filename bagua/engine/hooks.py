@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from bagua.engine.autotune.tuner import Autotuner
+from bagua.engine.outputs import tensors_in
+from bagua.engine.reducer import Reducer
 from bagua.errors import BaguaError, ConfigurationError
-from bagua.parallel.autotune import Autotuner
-from bagua.parallel.outputs import tensors_in
-from bagua.parallel.reducer import Reducer
 from bagua.torch_private import active_ddp, hooks_after_accumulation, when_backward_ends
 
 __all__ = ["BackwardHooks"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from bagua.averaging.records import Record, State
 from bagua.comm.store.board import Board
-from bagua.primitives.averaging.records import Record, State
 
 __all__ = ["Roll"]
 

@@ -9,18 +9,18 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from bagua.averaging.company import Patience
+from bagua.averaging.desk import Desk, Stage
+from bagua.averaging.member import Member
+from bagua.averaging.parts import Part
+from bagua.averaging.roll import Roll
+from bagua.averaging.schedule import Schedule
+from bagua.averaging.session import EXIT_S, Session, sign_off_at_exit
+from bagua.averaging.status import AveragingStatus
+from bagua.averaging.transfer import GroupCourier
 from bagua.comm import ProcessGroup
 from bagua.comm.lifetime.background import bounded
 from bagua.errors import CollectiveTimeoutError, CommunicationError
-from bagua.primitives.averaging.company import Patience
-from bagua.primitives.averaging.desk import Desk, Stage
-from bagua.primitives.averaging.member import Member
-from bagua.primitives.averaging.parts import Part
-from bagua.primitives.averaging.roll import Roll
-from bagua.primitives.averaging.schedule import Schedule
-from bagua.primitives.averaging.session import EXIT_S, Session, sign_off_at_exit
-from bagua.primitives.averaging.status import AveragingStatus
-from bagua.primitives.averaging.transfer import GroupCourier
 
 __all__ = ["Averager"]
 

@@ -13,17 +13,17 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from bagua.averaging.channels import Channels
+from bagua.averaging.company import Company, Patience
+from bagua.averaging.decisions import Decisions
+from bagua.averaging.desk import Desk, Stage
+from bagua.averaging.records import Record, State
+from bagua.averaging.roll import Roll
+from bagua.averaging.schedule import Looks, Schedule
+from bagua.averaging.status import Progress
+from bagua.averaging.transfer import Channel, Courier, Transfer
 from bagua.comm.store.board import Board
 from bagua.errors import CommunicationError, PeerLostError
-from bagua.primitives.averaging.channels import Channels
-from bagua.primitives.averaging.company import Company, Patience
-from bagua.primitives.averaging.decisions import Decisions
-from bagua.primitives.averaging.desk import Desk, Stage
-from bagua.primitives.averaging.records import Record, State
-from bagua.primitives.averaging.roll import Roll
-from bagua.primitives.averaging.schedule import Looks, Schedule
-from bagua.primitives.averaging.status import Progress
-from bagua.primitives.averaging.transfer import Channel, Courier, Transfer
 
 __all__ = ["Member"]
 

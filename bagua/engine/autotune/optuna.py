@@ -6,7 +6,7 @@ import importlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from bagua.parallel.autotune_search import Search, Setting
+from bagua.engine.autotune.search import Search, Setting
 
 __all__ = ["OptunaSearch"]
 

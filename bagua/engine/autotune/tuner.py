@@ -18,12 +18,12 @@ from typing import Any
 from bagua.buckets import Bucket
 from bagua.comm import ProcessGroup
 from bagua.comm.startup.rendezvous import consult
+from bagua.engine.autotune.director import Decision, Director, Report
+from bagua.engine.autotune.search import Setting
+from bagua.engine.autotune.settings import TuningMode
+from bagua.engine.options import with_hierarchy
+from bagua.engine.reducer import Reducer
 from bagua.errors import BaguaError, CollectiveMismatchError, ConfigurationError
-from bagua.parallel.autotune_director import Decision, Director, Report
-from bagua.parallel.autotune_search import Setting
-from bagua.parallel.autotune_settings import TuningMode
-from bagua.parallel.options import with_hierarchy
-from bagua.parallel.reducer import Reducer
 from bagua.primitives.hierarchical import has_two_levels
 
 __all__ = ["Autotuner", "Stopwatch", "ladders_of"]

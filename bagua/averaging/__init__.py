@@ -27,17 +27,17 @@ on the desk, for those who still train, until all have agreed to stop. A last ex
 Who is dead is judged by the beats of the records, each rank by its own clock; who is dead for one is dead for all.
 """
 
-from bagua.primitives.averaging.averager import Averager
-from bagua.primitives.averaging.company import Patience
-from bagua.primitives.averaging.desk import Desk, Parcel, Stage
-from bagua.primitives.averaging.member import Member
-from bagua.primitives.averaging.parts import Buffers, Part, parts_of_buffers
-from bagua.primitives.averaging.records import Record, State
-from bagua.primitives.averaging.roll import Roll
-from bagua.primitives.averaging.schedule import Schedule, topology_of
-from bagua.primitives.averaging.session import Session
-from bagua.primitives.averaging.status import AveragingStatus, Progress
-from bagua.primitives.averaging.transfer import Channel, Courier, GroupCourier, Transfer, host_backend
+from bagua.averaging.averager import Averager
+from bagua.averaging.company import Patience
+from bagua.averaging.desk import Desk, Parcel, Stage
+from bagua.averaging.member import Member
+from bagua.averaging.parts import Buffers, Part, parts_of_buffers
+from bagua.averaging.records import Record, State
+from bagua.averaging.roll import Roll
+from bagua.averaging.schedule import Schedule, topology_of
+from bagua.averaging.session import Session
+from bagua.averaging.status import AveragingStatus, Progress
+from bagua.averaging.transfer import Channel, Courier, GroupCourier, Transfer, host_backend
 
 __all__ = [
     "Averager",

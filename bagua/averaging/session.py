@@ -10,13 +10,13 @@ import time
 import weakref
 from typing import Protocol
 
+from bagua.averaging.desk import Desk
+from bagua.averaging.member import Member
+from bagua.averaging.records import State
+from bagua.averaging.transfer import Courier
 from bagua.comm.lifetime.background import bounded, stand_by
 from bagua.comm.lifetime.forks import family
 from bagua.errors import CommunicationError
-from bagua.primitives.averaging.desk import Desk
-from bagua.primitives.averaging.member import Member
-from bagua.primitives.averaging.records import State
-from bagua.primitives.averaging.transfer import Courier
 
 __all__ = ["EXIT_S", "Session", "sign_off_at_exit"]
 

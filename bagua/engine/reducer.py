@@ -11,12 +11,12 @@ import torch
 from bagua.buckets import Bucket
 from bagua.checks import check_whole
 from bagua.comm import ReduceOp
+from bagua.engine.agreement import compare_or_refuse
+from bagua.engine.formation import DEFAULT_BUCKET_BYTES, BucketFormation
+from bagua.engine.layout import foreign, positions_of, unused
+from bagua.engine.options import BucketType
+from bagua.engine.saving import Remembered, check_owner, collect, from_checkpoint, is_of_one_rank
 from bagua.errors import CommunicationError, CommunicatorClosedError, ConfigurationError, blame
-from bagua.parallel.agreement import compare_or_refuse
-from bagua.parallel.formation import DEFAULT_BUCKET_BYTES, BucketFormation
-from bagua.parallel.layout import foreign, positions_of, unused
-from bagua.parallel.options import BucketType
-from bagua.parallel.saving import Remembered, check_owner, collect, from_checkpoint, is_of_one_rank
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "BucketType", "Reducer"]
 

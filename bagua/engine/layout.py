@@ -9,8 +9,8 @@ import torch
 from bagua.buckets import form_buckets
 from bagua.checks import check_kind
 from bagua.comm import Communicator
+from bagua.engine.registration import Registration
 from bagua.errors import CollectiveMismatchError, ConfigurationError
-from bagua.parallel.registration import Registration
 
 __all__ = ["agreed_order", "bucket_lists", "cut", "name_of", "positions_of", "unused"]
 

@@ -10,8 +10,8 @@ import torch
 
 from bagua.algorithms import AlgorithmImpl
 from bagua.buckets import Bucket
-from bagua.parallel.autotune_search import Setting
-from bagua.parallel.hooks import BackwardHooks
+from bagua.engine.autotune.search import Setting
+from bagua.engine.hooks import BackwardHooks
 
 __all__ = ["EngineAccess"]
 

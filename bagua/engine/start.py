@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bagua.parallel.hooks import BackwardHooks
-from bagua.parallel.reducer import Reducer
-from bagua.parallel.state import (
+from bagua.engine.hooks import BackwardHooks
+from bagua.engine.reducer import Reducer
+from bagua.engine.state import (
     allreduce_optimizer_state,
     allreduce_parameters,
     broadcast_optimizer_state,

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bagua.parallel.autotune_optuna import OptunaSearch
-from bagua.parallel.autotune_search import Search, Setting, SweepSearch
-from bagua.parallel.autotune_settings import AutotuneSettings
+from bagua.engine.autotune.optuna import OptunaSearch
+from bagua.engine.autotune.search import Search, Setting, SweepSearch
+from bagua.engine.autotune.settings import AutotuneSettings
 
 __all__ = ["Decision", "Director", "Report"]
 

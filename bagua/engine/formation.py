@@ -16,13 +16,12 @@ from bagua.comm import Communicator, Group, ProcessGroup, get_default_group
 from bagua.comm.lifetime.closer import close_with
 from bagua.comm.startup.adoption import as_group
 from bagua.comm.startup.rendezvous import exchange
-from bagua.errors import BaguaError, CommunicationError, blame
-from bagua.parallel.agreement import compare_or_refuse
-from bagua.parallel.autotune_search import Setting
-from bagua.parallel.autotune_settings import AutotuneSettings, tuning_from
-from bagua.parallel.belongings import Belongings
-from bagua.parallel.layout import agreed_order, bucket_lists, cut, foreign, name_of, positions_of
-from bagua.parallel.options import (
+from bagua.engine.agreement import compare_or_refuse
+from bagua.engine.autotune.search import Setting
+from bagua.engine.autotune.settings import AutotuneSettings, tuning_from
+from bagua.engine.belongings import Belongings
+from bagua.engine.layout import agreed_order, bucket_lists, cut, foreign, name_of, positions_of
+from bagua.engine.options import (
     BucketType,
     check_bucket_bytes,
     check_leader,
@@ -33,9 +32,10 @@ from bagua.parallel.options import (
     refuse_unknown,
     with_hierarchy,
 )
-from bagua.parallel.registration import Registration, buffers_of
-from bagua.parallel.saving import Remembered, collect, restore
-from bagua.parallel.scheduler import Scheduler, twice
+from bagua.engine.registration import Registration, buffers_of
+from bagua.engine.saving import Remembered, collect, restore
+from bagua.engine.scheduler import Scheduler, twice
+from bagua.errors import BaguaError, CommunicationError, blame
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "BucketFormation"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from bagua.averaging.records import Record, State, Watch
+from bagua.averaging.roll import Roll
 from bagua.comm.store.board import Board
 from bagua.errors import NonFiniteError, PeerLostError
-from bagua.primitives.averaging.records import Record, State, Watch
-from bagua.primitives.averaging.roll import Roll
 
 __all__ = ["Company", "Patience"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from bagua.comm import ProcessGroup
-from bagua.parallel.executor import Executor
+from bagua.engine.executor import Executor
 
 __all__ = ["Belongings"]
 

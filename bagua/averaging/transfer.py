@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from bagua.averaging.desk import Parcel
 from bagua.comm import Communicator, ProcessGroup, ReduceOp, Work
-from bagua.primitives.averaging.desk import Parcel
 
 __all__ = ["Channel", "Courier", "GroupCourier", "Transfer", "host_backend"]
 

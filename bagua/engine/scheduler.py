@@ -12,8 +12,8 @@ import torch
 from bagua.algorithms import AlgorithmImpl
 from bagua.buckets import Bucket
 from bagua.comm import ProcessGroup
+from bagua.engine.executor import Wait, create_executor, nothing
 from bagua.errors import ConfigurationError
-from bagua.parallel.executor import Wait, create_executor, nothing
 
 __all__ = ["Scheduler", "Slot"]
 

@@ -8,11 +8,11 @@ from typing import cast
 
 import torch
 
+from bagua.averaging.desk import Parcel
 from bagua.buckets import Bucket, form_buckets
 from bagua.comm import Communicator
 from bagua.comm.transports.memory.copying import copy_flat
 from bagua.errors import ConfigurationError
-from bagua.primitives.averaging.desk import Parcel
 
 __all__ = ["Buffers", "Part", "parts_of_buffers"]
 

@@ -1,0 +1,1 @@
+"""Tuning the engine while a model trains."""
