@@ -198,7 +198,7 @@ class CommunicatorCore:
             composite.wait()
         started = time.perf_counter()
         call: Call | None = None
-        if not self._in_use.acquire(blocking=False):
+        if not self._in_use.acquire(False):
             raise self._concurrent_use(kind)
         try:  # Nothing stands before it: a signal handler that raises would leave the communicator in use.
             try:

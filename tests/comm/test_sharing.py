@@ -26,7 +26,7 @@ pytestmark = pytest.mark.threads
 
 
 def torch_calls(comm: Communicator) -> TorchCalls:
-    return TorchCalls(SimpleNamespace(global_communicator=comm), SimpleNamespace(timeout_s=10.0), {})
+    return TorchCalls(SimpleNamespace(global_communicator=comm, label="test"), SimpleNamespace(timeout_s=10.0), {})
 
 
 def synchronous() -> Any:

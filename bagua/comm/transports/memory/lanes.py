@@ -102,6 +102,7 @@ class Lanes:
 
     Attributes:
         shared: whether several threads make calls; see ``Transport.share``.
+        used: whether there was ever a call in a lane.
     """
 
     def __init__(self, name: str) -> None:
@@ -112,6 +113,7 @@ class Lanes:
         self._inline: dict[Lane, Part] = {}
         self._stopped = False
         self.shared = False
+        self.used = False
 
     def idle(self, *lanes: Lane) -> bool:
         """Whether all calls of these lanes are complete."""
@@ -135,6 +137,7 @@ class Lanes:
             CommunicatorClosedError: the lanes were stopped.
             ConcurrentUseError: the calling thread is in the middle of the call before.
         """
+        self.used = True
         before = self._inline.get(lane)
         self._require_running()
         thread = self._threads.get(lane)
@@ -160,6 +163,7 @@ class Lanes:
 
     def inline(self, lanes: Sequence[Lane], task: Callable[[], None]) -> Inline:
         """``task`` for the calling thread to do in ``Handle.wait``; later calls of its lanes come after it."""
+        self.used = True
         part = Part(task)
         part.caller = threading.get_ident()
         for lane in lanes:

@@ -90,7 +90,7 @@ class MemoryTransport(Transport):
         """Run ``call`` here, or behind the calls of its lane that are under way."""
         deadline = Deadline(time.perf_counter() + timeout_s, timeout_s)
         lanes = _lanes(call, self.rank)
-        if not asynchronous and self._lanes.idle(*lanes):
+        if not asynchronous and (not self._lanes.used or self._lanes.idle(*lanes)):
             if not self._shared:
                 self._run(call, source, target, deadline, lanes)
                 return DONE
