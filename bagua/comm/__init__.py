@@ -46,6 +46,7 @@ from bagua.comm.startup.default_group import (
 )
 from bagua.comm.startup.initialization import init_process_group
 from bagua.comm.statistics import KindStatistics
+from bagua.comm.torch_backend.group import TorchBackendOptions
 from bagua.comm.transports.base import Handle, Membership, Transport
 from bagua.comm.work import Work
 
@@ -60,6 +61,7 @@ __all__ = [
     "NonMember",
     "ProcessGroup",
     "ReduceOp",
+    "TorchBackendOptions",
     "Transport",
     "Work",
     "allgather",

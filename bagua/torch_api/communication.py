@@ -29,7 +29,7 @@ from bagua.comm import (
     sendrecv,
     stats,
 )
-from bagua.torch_api._collectives import (
+from bagua.torch_api.collectives import (
     allgather,
     allgather_inplace,
     allreduce,

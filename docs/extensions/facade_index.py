@@ -20,6 +20,7 @@ HOMES = (
     "bagua.optim",
     "bagua.parallel",
     "bagua.parallel.decentralized",
+    "bagua.torch_api.collectives",
 )
 
 
