@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bagua.torch_api as bagua
 from bagua.comm.store.serving import connect_store
-from bagua.comm.torch_backend.group import group as torch_backend
+from bagua.comm.torch_backend import group as torch_backend
 from bagua.errors import CollectiveTimeoutError, ConfigurationError, InvalidTensorError, PeerLostError
 from bagua.testing.ranks import this_rank
 from tests.comm import torch_group_forms
