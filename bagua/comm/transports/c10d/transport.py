@@ -241,8 +241,10 @@ class C10dTransport(Transport):
             self._mailbox.tell(None)
             found = self._mailbox.find_out()
             cause = self._named(found)
-            if cause is not None and cause.rank == self._global_rank:
-                self._mailbox.tell(cause)
+            if cause is not None:
+                self._cause = cause  # Other calls that were under way name the same rank.
+                if cause.rank == self._global_rank:
+                    self._mailbox.tell(cause)
         if cause is not None and cause.kind == "timed out" and elapsed_s >= timeout_s / 2:
             # This rank waited as well; the other one's clock was only a little ahead.
             self._mailbox.tell(None)
