@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import PrefixStore
+from torch.distributed import HashStore, PrefixStore
 
+from bagua.comm.call import Call
 from bagua.comm.communicator import Communicator
 from bagua.comm.reduction import ReduceOp
-from bagua.comm.transports.base import Membership, Transport
+from bagua.comm.transports.base import DONE, Handle, Membership, Transport
 from bagua.comm.transports.c10d.transport import C10dTransport
-from bagua.comm.transports.checked import CheckedTransport, check_membership
+from bagua.comm.transports.checked import _KINDS, CheckedTransport, _fingerprint, check_membership
 from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicatorClosedError
 from tests.comm.c10d_ranks import run, values
 
@@ -218,6 +219,62 @@ def two_communicators_waited_for_crosswise(comm: Communicator) -> None:
 )
 def test_a_correct_program_stays_correct(program: Callable[[Communicator], None]) -> None:
     values(run(2, program, transport=checked))
+
+
+class LateTransport(Transport):
+    """Receives what a peer wrote, but only tells so from the second look on."""
+
+    def __init__(self, rows: list[torch.Tensor], member: Membership) -> None:
+        super().__init__(member)
+        self.rows = rows
+
+    def start(self, call: Any, source: Any, target: Any, *_: Any) -> Handle:
+        if call.kind == "recv":
+            target.copy_(self.rows.pop(0))
+            return LateHandle()
+        return DONE
+
+    def abort(self, reason: str, culprit: int | None = None) -> None:
+        """Nobody waits."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class LateHandle(Handle):
+    looks = 0
+
+    def is_completed(self) -> bool:
+        self.looks += 1
+        return self.looks > 1
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        assert self.looks > 1
+
+
+@pytest.mark.parametrize("kind", ["send", "recv"])
+def test_a_message_never_starts_before_an_earlier_one(kind: str) -> None:
+    """The fingerprint of the first arrives after the look for the first, and before the look for the second."""
+    member = Membership(HashStore(), 0, (0, 1), ("a", "a"), 5.0, "pair")
+    opposite = "recv" if kind == "send" else "send"
+    rows = [
+        _fingerprint(Call(opposite, number, torch.float32, 1, "", 0), 2, _KINDS.index(opposite)) for number in (1, 2)
+    ]
+    order: list[int] = []
+
+    class Data(LateTransport):
+        device_types = frozenset({"cpu"})
+
+        def start(self, call: Any, *_: Any) -> Handle:
+            order.append(call.sequence)
+            return DONE
+
+    transport = CheckedTransport(Data([], member), LateTransport(rows, member))
+    for sequence in (1, 2):
+        transport.start(Call(kind, sequence, torch.float32, 1, "", 1), torch.ones(1), torch.ones(1), 5.0, True)
+    for _ in range(4):
+        transport.advance()
+    assert order == [1, 2]
 
 
 @pytest.mark.parametrize("message", [False, True])

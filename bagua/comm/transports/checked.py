@@ -69,7 +69,7 @@ class CheckedTransport(Transport):
         self.messages = _Messages(check)
         self._advancing = threading.RLock()
         _living.add(self)
-        #: Calls that have not started: collectives in order; messages by peer, in order.
+        #: Calls that have not started: collectives in order; messages to, or from, one peer in order.
         self._collectives: deque[_CheckedHandle] = deque()
         self._others: list[_CheckedHandle] = []
 
@@ -98,9 +98,23 @@ class CheckedTransport(Transport):
         try:
             while self._collectives and self._collectives[0].try_start():
                 self._collectives.popleft()
-            self._others = [handle for handle in self._others if not handle.try_start()]
+            self._start_messages()
         finally:
             self._advancing.release()
+
+    def _start_messages(self) -> None:
+        """Start each message that has no earlier one before it on its way.
+
+        A fingerprint may arrive between two looks: without this rule the second message would take that of the first.
+        """
+        waiting: list[_CheckedHandle] = []
+        taken: set[tuple[int, int]] = set()
+        for handle in self._others:
+            if taken.isdisjoint(handle.ways) and handle.try_start():
+                continue
+            taken.update(handle.ways)
+            waiting.append(handle)
+        self._others = waiting
 
     def abort(self, reason: str, culprit: int | None = None) -> None:
         self.data.abort(reason, culprit)
@@ -125,7 +139,7 @@ _living: weakref.WeakSet[CheckedTransport] = weakref.WeakSet()
 class _CheckedHandle(Handle):
     """A call that starts once its fingerprint was compared with everybody's."""
 
-    __slots__ = ("_call", "_comparison", "_deadline", "_error", "_inner", "_tensors", "_transport")
+    __slots__ = ("_call", "_comparison", "_deadline", "_error", "_inner", "_tensors", "_transport", "ways")
 
     def __init__(
         self,
@@ -141,6 +155,8 @@ class _CheckedHandle(Handle):
         self._deadline = time.monotonic() + timeout_s
         self._inner: Handle | None = None
         self._error: BaseException | None = None
+        #: Peer and direction of a message, or of its two halves.
+        self.ways = [way[:2] for way in _roles(call)] if call.kind in POINT_TO_POINT else []
         self._comparison: _Table | _Letters
         if call.kind in POINT_TO_POINT:
             self._comparison = _Letters(transport.messages, call, timeout_s)
