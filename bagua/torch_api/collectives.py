@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from bagua import comm as of
-from bagua.comm import Communicator, ReduceOp, Work
+from bagua.comm import ReduceOp, Work
+from bagua.comm.startup.adoption import Group, communicator_of
 from bagua.errors import ConfigurationError, InvalidTensorError
 
 __all__ = [
@@ -49,11 +50,13 @@ def _allreduce_into(
     send_tensor: Tensor,
     recv_tensor: Tensor,
     op: ReduceOp.RedOpType = ReduceOp.SUM,
-    comm: Communicator | None = None,
+    comm: Group | None = None,
     **keywords: Any,
 ) -> Work | None:
-    _copy(recv_tensor, send_tensor)
-    return of.allreduce(recv_tensor, op, comm, **keywords)
+    communicator = communicator_of(comm)
+    if communicator:
+        _copy(recv_tensor, send_tensor)
+    return communicator.allreduce(recv_tensor, op, **keywords)
 
 
 def _reduce_into(
@@ -61,17 +64,14 @@ def _reduce_into(
     recv_tensor: Tensor,
     dst: int,
     op: ReduceOp.RedOpType = ReduceOp.SUM,
-    comm: Communicator | None = None,
+    comm: Group | None = None,
     **keywords: Any,
 ) -> Work | None:
-    if _default(comm).rank != dst:
-        return of.reduce(send_tensor, dst, op, comm, **keywords)  # which leaves it as it is
+    communicator = communicator_of(comm)
+    if communicator.rank != dst:
+        return communicator.reduce(send_tensor, dst, op, **keywords)  # which leaves it as it is
     _copy(recv_tensor, send_tensor)
-    return of.reduce(recv_tensor, dst, op, comm, **keywords)
-
-
-def _default(comm: Any) -> Any:
-    return of.get_default_group() if comm is None else comm
+    return communicator.reduce(recv_tensor, dst, op, **keywords)
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
@@ -91,7 +91,7 @@ reduce = _or_into(of.reduce, _reduce_into)
 
 
 def broadcast(
-    tensor: Tensor, root: int = 0, comm: Communicator | None = None, *, src: int | None = None, **keywords: Any
+    tensor: Tensor, root: int = 0, comm: Group | None = None, *, src: int | None = None, **keywords: Any
 ) -> Work | None:
     """Copy ``tensor`` of rank ``root``, or ``src``, into the ``tensor`` of all other ranks."""
     return of.broadcast(tensor, root if src is None else src, comm, **keywords)
@@ -100,7 +100,7 @@ def broadcast(
 def broadcast_coalesced(
     tensors: Sequence[Tensor],
     root: int = 0,
-    comm: Communicator | None = None,
+    comm: Group | None = None,
     *,
     src: int | None = None,
     **keywords: Any,
@@ -109,29 +109,30 @@ def broadcast_coalesced(
     return of.broadcast_coalesced(tensors, root if src is None else src, comm, **keywords)
 
 
-def allgather(
-    send_tensor: Tensor, recv_tensor: Tensor, comm: Communicator | None = None, **keywords: Any
-) -> Work | None:
+def allgather(send_tensor: Tensor, recv_tensor: Tensor, comm: Group | None = None, **keywords: Any) -> Work | None:
     """Gather ``send_tensor`` of all ranks, in rank order, into ``recv_tensor`` on every rank."""
     return of.allgather(recv_tensor, send_tensor, comm, **keywords)
 
 
-def allgather_inplace(tensor: Tensor, comm: Communicator | None = None, **keywords: Any) -> Work | None:
+def allgather_inplace(tensor: Tensor, comm: Group | None = None, **keywords: Any) -> Work | None:
     """Gather from each rank its part of ``tensor``: of n equal parts, the one with the number of the rank."""
-    group = _default(comm)
-    own = tensor.detach().reshape(-1).chunk(group.size)[group.rank].clone()
-    return of.allgather(tensor, own, comm, **keywords)
+    communicator = communicator_of(comm)
+    if not communicator:
+        return None
+    share = tensor.numel() // communicator.size
+    own = tensor.detach().reshape(-1).narrow(0, communicator.rank * share, share).clone()
+    return communicator.allgather(tensor, own, **keywords)
 
 
 def gather(
-    send_tensor: Tensor, recv_tensor: Tensor | None, dst: int = 0, comm: Communicator | None = None, **keywords: Any
+    send_tensor: Tensor, recv_tensor: Tensor | None, dst: int = 0, comm: Group | None = None, **keywords: Any
 ) -> Work | None:
     """Gather ``send_tensor`` of all ranks, in rank order, into ``recv_tensor`` on rank ``dst``."""
     return of.gather(recv_tensor, send_tensor, dst, comm, **keywords)
 
 
 def scatter(
-    send_tensor: Tensor | None, recv_tensor: Tensor, src: int = 0, comm: Communicator | None = None, **keywords: Any
+    send_tensor: Tensor | None, recv_tensor: Tensor, src: int = 0, comm: Group | None = None, **keywords: Any
 ) -> Work | None:
     """Give each rank its share, in rank order, of ``send_tensor`` of rank ``src``."""
     return of.scatter(recv_tensor, send_tensor, src, comm, **keywords)
@@ -141,21 +142,19 @@ def reduce_scatter(
     send_tensor: Tensor,
     recv_tensor: Tensor,
     op: ReduceOp.RedOpType = ReduceOp.SUM,
-    comm: Communicator | None = None,
+    comm: Group | None = None,
     **keywords: Any,
 ) -> Work | None:
     """Reduce ``send_tensor`` over all ranks and give each rank its share, in rank order."""
     return of.reduce_scatter(recv_tensor, send_tensor, op, comm, **keywords)
 
 
-def alltoall(
-    send_tensor: Tensor, recv_tensor: Tensor, comm: Communicator | None = None, **keywords: Any
-) -> Work | None:
+def alltoall(send_tensor: Tensor, recv_tensor: Tensor, comm: Group | None = None, **keywords: Any) -> Work | None:
     """Send the j-th equal share of ``send_tensor`` to rank j, and receive likewise."""
     return of.alltoall(recv_tensor, send_tensor, comm, **keywords)
 
 
-def alltoall_inplace(tensor: Tensor, comm: Communicator | None = None, **keywords: Any) -> Work | None:
+def alltoall_inplace(tensor: Tensor, comm: Group | None = None, **keywords: Any) -> Work | None:
     """``alltoall`` whose result replaces what was sent."""
     return of.alltoall(tensor, tensor.detach().clone(), comm, **keywords)
 
@@ -167,7 +166,7 @@ def alltoall_v(
     recv_tensor: Tensor,
     recv_counts: Sequence[int],
     recv_displs: Sequence[int],
-    comm: Communicator | None = None,
+    comm: Group | None = None,
     **keywords: Any,
 ) -> Work | None:
     """Like ``alltoall`` with shares of different sizes, which lie one after the other.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import bagua.torch_api as bagua
 from bagua.errors import ConfigurationError, InvalidTensorError
@@ -72,3 +73,35 @@ def both_forms() -> None:
 @pytest.mark.parametrize("function", [send_and_receive, both_forms])
 def test_forms_of_the_original(function) -> None:
     ThreadRanks(SIZE).run(function)
+
+
+def among_some() -> list[list[float]]:
+    """The forms that work on a copy, among ranks 1 and 3 of four, who are named in each way."""
+    odd = bagua.new_group([1, 3])
+    forms = [odd, odd.global_communicator]
+    if dist.is_initialized():
+        forms.append(dist.new_group([1, 3]))
+    seen = []
+    for form in forms:
+        own = torch.tensor([bagua.get_rank() + 1.0])
+        bagua.allreduce(own, everywhere := torch.zeros(1), comm=form)
+        bagua.reduce(own, at_one := torch.zeros(1), 1, comm=form)
+        in_place = own.repeat(2)
+        bagua.allgather_inplace(in_place, comm=form)
+        seen.append([own.item(), everywhere.item(), at_one.item(), *in_place.tolist()])
+    return seen
+
+
+def test_the_group_is_taken_in_each_form(ranks) -> None:
+    first, second, third, fourth = ranks(4, among_some)
+    assert len({len(seen) for seen in (first, second, third, fourth)}) == 1
+    for seen in zip(first, second, third, fourth, strict=True):
+        assert seen == ([1, 0, 0, 1, 1], [2, 6, 0, 2, 4], [3, 0, 0, 3, 3], [4, 6, 6, 2, 4])
+
+
+def test_parts_of_a_tensor_must_be_equal(thread_ranks) -> None:
+    def gather_uneven() -> None:
+        with pytest.raises(InvalidTensorError, match="output"):
+            bagua.allgather_inplace(torch.zeros(4))
+
+    thread_ranks(SIZE, gather_uneven)
