@@ -55,6 +55,10 @@ def blame(error: BaseException, rank: int, call: str) -> tuple[int, str]:
     return rank, f"it left {call} with {type(error).__name__}" + (f": {detail}" if detail else "")
 
 
+def _words(fact: object) -> str:
+    return ", ".join(map(str, fact)) if isinstance(fact, tuple) else str(fact)
+
+
 def _rebuild(error_class: type[BaguaError], facts: dict[str, Any]) -> BaguaError:
     # Not error_class.__new__: that is RuntimeError's, which refuses classes that derive from OSError too.
     error = (OSError if issubclass(error_class, OSError) else Exception).__new__(error_class)
@@ -85,7 +89,7 @@ class BaguaError(Exception):
 
     def __str__(self) -> str:
         shown = [
-            f"{label} {getattr(self, name)!s}"
+            f"{label} {_words(getattr(self, name))}"
             for name, label in self._shown
             if getattr(self, name, None) not in (None, "", ())
         ]
@@ -179,6 +183,22 @@ class NonFiniteError(BaguaError, ArithmeticError):
         self.rank = rank
 
 
+def _facts(peers: str) -> tuple[tuple[str, str], ...]:
+    """What messages of communication errors show; ``peers`` under that label, or not at all if it is empty."""
+    facts = (
+        ("call", "in"),
+        ("rank", "on rank"),
+        ("communicator", "of communicator"),
+        ("peers", peers),
+        ("silent", "silent"),
+        ("expected", "this rank has"),
+        ("seen", "others have"),
+        ("elapsed_s", "seconds elapsed"),
+        ("timeout_s", "timeout in seconds"),
+    )
+    return tuple(fact for fact in facts if fact[1])
+
+
 class CommunicationError(BaguaError, RuntimeError):
     """Something went wrong between ranks; the communicator is unusable afterwards.
 
@@ -201,18 +221,10 @@ class CommunicationError(BaguaError, RuntimeError):
         advice: what to do next.
     """
 
-    _shown = (
-        ("call", "in"),
-        ("sequence", "sequence number"),
-        ("rank", "on rank"),
-        ("communicator", "of communicator"),
-        ("peers", "peers"),
-        ("silent", "silent"),
-        ("expected", "this rank has"),
-        ("seen", "others have"),
-        ("elapsed_s", "seconds elapsed"),
-        ("timeout_s", "timeout in seconds"),
-    )
+    #: What to do next, unless something better is known.
+    _advice: ClassVar[str] = ""
+
+    _shown = _facts("peers")
 
     def __init__(
         self,
@@ -232,7 +244,7 @@ class CommunicationError(BaguaError, RuntimeError):
         history: Sequence[str] = (),
         advice: str = "",
     ) -> None:
-        super().__init__(problem, advice=advice)
+        super().__init__(problem, advice=advice or self._advice)
         self.rank = rank
         self.call = call
         self.sequence = sequence
@@ -253,11 +265,16 @@ class CommunicationError(BaguaError, RuntimeError):
 
 
 class CollectiveTimeoutError(CommunicationError, TimeoutError):
-    """A collective did not complete before its deadline."""
+    """A collective did not complete before its deadline; ``peers`` names the ranks that did not come."""
+
+    _shown = _facts("missing ranks")
 
 
 class PeerLostError(CommunicationError, ConnectionError):
     """A peer died, left, or broke the communicator; ``peers`` names it where known."""
+
+    _shown = _facts("")
+    _advice = "Look first at the output of the ranks named here. Then restart the job from its last checkpoint."
 
     @classmethod
     def of(cls, culprit: int, reason: str, **facts: Any) -> PeerLostError:
@@ -270,8 +287,8 @@ class PeerLostError(CommunicationError, ConnectionError):
 
         Example:
             >>> error = PeerLostError.of(3, "it closed its communicator", rank=0)
-            >>> str(error), error.peers
-            ('lost rank 3: it closed its communicator (on rank 0, peers (3,))', (3,))
+            >>> error.problem, error.peers
+            ('lost rank 3: it closed its communicator', (3,))
         """
         return cls(f"lost rank {culprit}: {reason}", peers=(culprit,), reason=reason, **facts)
 

@@ -227,7 +227,7 @@ def test_a_timeout_names_the_ranks_that_did_not_come() -> None:
     error = timeout_error((0, 2), 10.0, 10.0)
     assert type(error) is CollectiveTimeoutError
     assert (error.peers, error.timeout_s) == ((0, 2), 10.0)
-    assert "rank 0, 2 did not come" in str(error)
+    assert "missing ranks 0, 2" in str(error)
 
 
 def test_a_call_after_the_end_names_who_ended_it() -> None:

@@ -91,11 +91,18 @@ def test_each_error_survives_copying_with_its_facts(kind, again):
 
 
 def test_the_message_of_a_communication_error_tells_all_it_knows():
-    message = str(example(PeerLostError))
-    assert message.startswith("it went wrong (in #7 allreduce(3 x float32, sum), sequence number 7, on rank 1")
-    for part in ("peers (0, 2)", "this rank has a sum", "others have a product", "1.235", "5.0", "Do this."):
+    message = str(example(CollectiveMismatchError))
+    assert message.startswith("it went wrong (in #7 allreduce(3 x float32, sum), on rank 1")
+    for part in ("peers 0, 2", "this rank has a sum", "others have a product", "1.235", "5.0", "Do this."):
         assert part in message
     assert message.endswith("last calls on this communicator:\n  #6 barrier()\n  #7 allreduce(3 x float32, sum)")
+
+
+def test_a_message_names_lost_and_missing_ranks_once():
+    lost = PeerLostError.of(3, "it closed its communicator", rank=0, sequence=7, call="#7 barrier()")
+    assert str(lost).startswith("lost rank 3: it closed its communicator (in #7 barrier(), on rank 0). Look first")
+    late = CollectiveTimeoutError("2 of 3 ranks did not come", peers=[0, 2])
+    assert str(late) == "2 of 3 ranks did not come (missing ranks 0, 2)"
 
 
 def test_what_is_not_known_is_not_mentioned():

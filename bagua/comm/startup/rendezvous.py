@@ -239,7 +239,7 @@ def _not_come(
     topic: str, rank: int, ranks: Sequence[int], missing: list[int], started: float, timeout_s: float
 ) -> CollectiveTimeoutError:
     return CollectiveTimeoutError(
-        f"rank {ranks[rank]} waited for ranks {missing}, which did not come",
+        f"{len(missing)} of {len(ranks)} ranks did not come",
         rank=ranks[rank],
         call=topic,
         peers=missing,

@@ -12,23 +12,19 @@ __all__ = ["ENDED", "ended_error", "lost_error", "timeout_error"]
 
 #: What is known of a rank that refuses connections.
 ENDED = "it ended, or closed its communicator"
-_RESTART = "Restart the job from its last checkpoint; look at the output of the ranks named here first."
 
 
 def ended_error(cause: Cause, rank: int) -> CommunicationError:
     """Of a call on a communicator that rank ``rank`` itself ended, earlier or in another thread."""
     if cause.culprit != rank:
-        return PeerLostError.of(cause.culprit, cause.reason, advice=_RESTART)
+        return PeerLostError.of(cause.culprit, cause.reason)
     return CommunicatorClosedError(f"this rank ended the communicator before ({cause.kind}): {cause.reason}")
 
 
 def timeout_error(missing: Sequence[int], elapsed_s: float, timeout_s: float) -> CollectiveTimeoutError:
     """A deadline passed, and ``missing`` did not come."""
-    problem = "not complete before its deadline"
-    if missing:
-        problem = f"{problem}: rank {', '.join(map(str, missing))} did not come"
     return CollectiveTimeoutError(
-        problem,
+        "the call did not complete before its deadline",
         peers=missing,
         reason=f"it did not come within {timeout_s:g} s",
         elapsed_s=elapsed_s,
@@ -41,7 +37,7 @@ def lost_error(
     error: BaseException, found: Findings, rank: int, elapsed_s: float, timeout_s: float
 ) -> CommunicationError:
     """A connection closed, or a call of ``rank`` failed on the way with ``error``."""
-    facts: dict[str, Any] = {"elapsed_s": elapsed_s, "timeout_s": timeout_s, "advice": _RESTART}
+    facts: dict[str, Any] = {"elapsed_s": elapsed_s, "timeout_s": timeout_s}
     cause = found.cause
     if cause is not None and cause.culprit == rank:
         return PeerLostError.of(cause.rank, f"it gave up rank {rank}: {cause.reason}", **facts)

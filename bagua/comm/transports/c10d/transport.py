@@ -101,7 +101,7 @@ class C10dTransport(Transport):
         missing = self._mailbox.meet()
         if missing:
             raise CollectiveTimeoutError(
-                f"communicator {members.label} cannot be set up: rank {', '.join(map(str, missing))} did not come",
+                f"communicator {members.label} cannot be set up: {len(missing)} of {members.size} ranks did not come",
                 rank=self._global_rank,
                 peers=missing,
                 elapsed_s=time.monotonic() - started,

@@ -229,7 +229,11 @@ class _Meeting:
                 raise ConnectionError(f"rank {self._global(rank)} did not connect")
         if time.monotonic() > self._until:
             names = [self._global(rank) for rank in missing]
-            raise CollectiveTimeoutError(f"ranks {names} did not connect", rank=self._global(self._rank), peers=names)
+            raise CollectiveTimeoutError(
+                f"{len(names)} of {self._membership.size} ranks did not connect",
+                rank=self._global(self._rank),
+                peers=names,
+            )
 
     def await_verdicts(self, problem: str) -> None:
         """Tell how it went here, and wait until all have told, or their time is over; speak for those that ended."""
