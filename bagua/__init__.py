@@ -3,6 +3,17 @@
 Importing this package is cheap and does not import torch. The usual entry point is ``import bagua.torch_api as bagua``.
 """
 
+import sys
+from typing import NoReturn
+
 __all__ = ["__version__"]
 
 __version__ = "0.1.0"
+
+if sys.platform == "win32":
+    raise ImportError("bagua runs on Linux and macOS; on Windows, use it inside WSL")
+
+
+def __getattr__(name: str) -> NoReturn:
+    advice = "" if name.startswith("_") else "; write: import bagua.torch_api as bagua"
+    raise AttributeError(f"module 'bagua' has no attribute {name!r}{advice}")

@@ -13,7 +13,26 @@ from numbers import Real
 
 from bagua.errors import ConfigurationError, InvalidTypeError
 
-__all__ = ["check_choice", "check_flags", "check_kind", "check_numbers", "check_whole", "unusable", "wrong_type"]
+__all__ = [
+    "check_choice",
+    "check_flags",
+    "check_kind",
+    "check_numbers",
+    "check_whole",
+    "install_command",
+    "unusable",
+    "wrong_type",
+]
+
+
+def install_command(extra: str) -> str:
+    """The command that installs what the extra ``extra`` of this project needs.
+
+    Example:
+        >>> install_command("ray")
+        "pip install 'bagua-torch[ray]'"
+    """
+    return f"pip install 'bagua-torch[{extra}]'"
 
 
 def check_flags(**flags: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping
 
@@ -27,7 +28,21 @@ __all__ = [
     "prefer_nccl_clean_up",
     "shm_staging_bytes",
     "timeout_s",
+    "unknown_variables",
 ]
+
+#: Every variable of ours.
+_OURS = (
+    "BAGUA_AUTOTUNE",
+    "BAGUA_AUTOTUNE_MAX_SAMPLES",
+    "BAGUA_AUTOTUNE_SAMPLING_CONFIDENCE_TIME_S",
+    "BAGUA_AUTOTUNE_WARMUP_TIME_S",
+    "BAGUA_DEBUG",
+    "BAGUA_IS_OUTPUT_AUTOTUNE_LOG",
+    "BAGUA_LOG",
+    "BAGUA_SHM_STAGING_BYTES",
+    "BAGUA_TIMEOUT_S",
+)
 
 #: What each launcher calls the same thing, in order of precedence.
 _RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -179,6 +194,16 @@ def autotune_max_samples() -> int | None:
 def autotune_log() -> bool:
     """``BAGUA_IS_OUTPUT_AUTOTUNE_LOG=1``: write the samples to a CSV file in the directory for temporary files."""
     return _switch("BAGUA_IS_OUTPUT_AUTOTUNE_LOG")
+
+
+def unknown_variables() -> list[str]:
+    """A sentence for each variable that begins with ``BAGUA_`` and has no meaning, with the one that may be meant."""
+    found = sorted(name for name in os.environ if name.startswith("BAGUA_") and name not in _OURS)
+    meant = (difflib.get_close_matches(name, _OURS, n=1) for name in found)
+    return [
+        f"{name} has no meaning" + "".join(f"; did you mean {close}?" for close in matches)
+        for name, matches in zip(found, meant, strict=True)
+    ]
 
 
 def overlay(variables: Mapping[str, str]) -> None:

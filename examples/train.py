@@ -1,6 +1,6 @@
 """Train a small byte-level language model on the source of Python's standard library.
 
-baguarun --nproc_per_node 2 examples/train.py --steps 200
+baguarun --nproc 2 examples/train.py --steps 200
 """
 
 import argparse

@@ -1,10 +1,12 @@
 """The command ``baguarun``: torchrun under a name that stands beside ``bagua``.
 
-Every flag is torchrun's and means what it means there. Two things differ: ``--version`` prints bagua's version, and
-``--help`` begins with how a script is started.
+Every flag is torchrun's and means what it means there. Three things differ: ``--nproc`` is short for
+``--nproc-per-node``, ``--version`` prints bagua's version, and ``--help`` begins with how a script is started.
 """
 
+import re
 import sys
+from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Sequence
 
 from bagua import __version__
@@ -14,8 +16,8 @@ __all__ = ["main"]
 USAGE = """\
 baguarun starts a training script on several processes. It is torchrun: all of its flags work here.
 
-  baguarun --nproc_per_node 2 train.py --epochs 3                on this machine
-  baguarun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d \\
+  baguarun --nproc 2 train.py --epochs 3                         on this machine
+  baguarun --nnodes 2 --nproc 8 --rdzv_backend c10d \\
            --rdzv_endpoint host0:29400 train.py                  the same command on each of two machines
 
 """
@@ -46,13 +48,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flags.print_help()
         return 0
     try:
-        run.main(given)
+        run.main(_with_short_flags(given, run.get_args_parser()))
     except ChildFailedError as failed:
         print(failed, file=sys.stderr)  # lists the ranks that failed; torchrun's own traceback adds nothing
         return 1
     except SignalException as stopped:
         return 128 + stopped.sigval
     return 0
+
+
+def _with_short_flags(given: list[str], flags: ArgumentParser) -> list[str]:
+    """``given`` with ``--nproc`` written out, up to the script: what follows it belongs to the script."""
+    flags.add_argument("--nproc", dest="nproc_per_node", default=SUPPRESS)
+    of_script = flags.parse_known_args(given)[0].training_script_args
+    end = len(given) - len(of_script)
+    return [*(re.sub(r"^--nproc(?==|$)", "--nproc-per-node", argument) for argument in given[:end]), *given[end:]]
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from bagua import __version__, comm
+from bagua.cli.arguments import positive
 from bagua.cli.launch import Rank, run_ranks
 from bagua.comm import Communicator
 from bagua.comm.transports.registry import refusal
@@ -102,11 +103,15 @@ def describe_timings(timings: Sequence[Timing], ranks: int) -> list[str]:
     lines = [f"allreduce, {ranks} ranks" + "".join(f"{name:>24}" for _, name in SIZES)]
     for timing in timings:
         cells = [
-            f"{_readable(seconds)} {size_bytes / seconds / 1e9:6.2f} GB/s"
+            f"{_readable(seconds)} {_rate(size_bytes / seconds)}"
             for (size_bytes, _), seconds in zip(SIZES, timing.seconds, strict=True)
         ]
         lines.append(f"{timing.backend:<18}" + "".join(f"{cell:>24}" for cell in cells))
     return lines
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:6.2f} GB/s" if bytes_per_s >= 1e7 else f"{bytes_per_s / 1e6:6.2f} MB/s"
 
 
 def _readable(seconds: float) -> str:
@@ -135,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status.
     """
     parser = argparse.ArgumentParser(prog="bagua doctor", description="Say what this machine offers, and what to set.")
-    parser.add_argument("--nproc", type=int, default=2, metavar="N", help="ranks to measure with (2)")
+    parser.add_argument("--nproc", type=positive, default=2, metavar="N", help="ranks to measure with (2)")
     parser.add_argument("--no-timing", action="store_true", help="only look, measure nothing")
     options = parser.parse_args(arguments)
     print("\n".join([*describe_machine(), "", *describe_transports()]))

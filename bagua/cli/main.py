@@ -14,7 +14,7 @@ commands:
   doctor      say what this machine offers, how fast it is, and what to set
 
 "bagua COMMAND --help" describes one of them. Your own script starts with
-"baguarun --nproc_per_node 2 train.py".
+"baguarun --nproc 2 train.py".
 """
 
 
@@ -36,7 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"bagua {__version__}")
     parser.add_argument("command", choices=["demo", "doctor"], metavar="COMMAND", help="what to do")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the command")
-    parsed = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    if not given:
+        parser.print_help(sys.stderr)
+        return 2
+    parsed = parser.parse_args(given)
 
     # These import torch, which takes seconds and --help does not need.
     if parsed.command == "doctor":

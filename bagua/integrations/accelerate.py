@@ -6,13 +6,14 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from bagua.checks import install_command
 from bagua.integrations.ddp_comm_hooks import codec_hook
 from bagua.utilities.distributed import register_ddp_comm_hook
 
 try:
     from accelerate.utils import DistributedDataParallelKwargs
 except ImportError as error:
-    raise ImportError("bagua.integrations.accelerate needs Accelerate: pip install 'bagua[accelerate]'") from error
+    raise ImportError(f"bagua.integrations.accelerate needs Accelerate: {install_command('accelerate')}") from error
 
 __all__ = ["CommHookKwargs", "use_comm_hook"]
 
@@ -44,21 +45,22 @@ def use_comm_hook(
 ) -> None:
     """Let the models that ``accelerator.prepare`` will wrap exchange gradients through ``hook``.
 
-    Called before ``prepare``. Options of DDP that the accelerator was made with are kept.
+        Called before ``prepare``. Options of DDP that the accelerator was made with are kept.
 
     Args:
-        accelerator: an ``accelerate.Accelerator``.
-        state: for example ``CodecState("minmax_uint8")``; one for each model.
-        hook: of torch's DDP.
-        wrapper: applied to the hook first, for example torch's ``fp16_compress_wrapper``.
+            accelerator: an ``accelerate.Accelerator``.
+            state: for example ``CodecState("minmax_uint8")``; one for each model.
+            hook: of torch's DDP.
+            wrapper: applied to the hook first, for example torch's ``fp16_compress_wrapper``.
 
     Example:
-        >>> from accelerate import Accelerator
-        >>> from bagua.integrations.ddp_comm_hooks import CodecState
-        >>> accelerator = Accelerator(cpu=True)
-        >>> use_comm_hook(accelerator, CodecState("minmax_uint8"))
-        >>> accelerator.ddp_handler.state
-        CodecState(ScatterGatherReducer(codec=MinMaxUInt8(block_numel=2048)))
+            >>> from accelerate import Accelerator
+            >>> from bagua.checks import install_command
+    from bagua.integrations.ddp_comm_hooks import CodecState
+            >>> accelerator = Accelerator(cpu=True)
+            >>> use_comm_hook(accelerator, CodecState("minmax_uint8"))
+            >>> accelerator.ddp_handler.state
+            CodecState(ScatterGatherReducer(codec=MinMaxUInt8(block_numel=2048)))
     """
     before = accelerator.ddp_handler or DistributedDataParallelKwargs()
     options = {field.name: getattr(before, field.name) for field in dataclasses.fields(DistributedDataParallelKwargs)}

@@ -6,6 +6,7 @@ For the package ``lightning``, else ``pytorch_lightning``; where both are used, 
 
 from __future__ import annotations
 
+from bagua.checks import install_command
 from bagua.integrations._lightning_strategy import StrategyMixin, register
 
 try:
@@ -14,7 +15,7 @@ except ImportError:
     try:
         from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
     except ImportError as error:
-        raise ImportError("bagua.integrations.lightning needs Lightning 2: pip install 'bagua[lightning]'") from error
+        raise ImportError(f"bagua.integrations.lightning needs Lightning 2: {install_command('lightning')}") from error
 
 __all__ = ["BaguaStrategy"]
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from bagua.checks import install_command
 from bagua.integrations._lightning_strategy import StrategyMixin, register
 
 try:
     from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 except ImportError as error:
     raise ImportError(
-        "bagua.integrations.pytorch_lightning needs PyTorch Lightning 2: pip install 'bagua[pytorch-lightning]'"
+        f"bagua.integrations.pytorch_lightning needs PyTorch Lightning 2: {install_command('pytorch-lightning')}"
     ) from error
 
 __all__ = ["BaguaStrategy"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from bagua.checks import install_command
 from bagua.comm import destroy_process_group, init_process_group, is_initialized
 
 __all__ = ["torch_config"]
@@ -31,7 +32,7 @@ def torch_config(*, backend: str | None = None, timeout_s: float = 1800.0, **opt
     try:
         from ray.train.torch import TorchConfig  # noqa: PLC0415 - only this function needs Ray
     except ImportError as error:
-        raise ImportError("bagua.integrations.ray needs Ray Train: pip install 'bagua[ray]'") from error
+        raise ImportError(f"bagua.integrations.ray needs Ray Train: {install_command('ray')}") from error
 
     parent = TorchConfig().backend_cls
 

@@ -36,6 +36,7 @@ LAYERS = {
     "bagua.utilities": 7,
     "bagua.integrations": 7,
     "bagua.cli": 7,
+    "bagua.__main__": 7,
     "bagua.testing": 8,
 }
 

@@ -8,7 +8,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from bagua import __version__
 from bagua.algorithms import registry
-from bagua.cli import baguarun, main
+from bagua.cli import baguarun, doctor, main
 from bagua.cli.demo import command
 
 
@@ -54,6 +54,35 @@ def test_bagua_names_its_commands(capsys):
     assert "demo" in capsys.readouterr().err
 
 
+def test_bagua_alone_describes_itself(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["bagua"])
+    assert main.main() == 2
+    assert "demo" in capsys.readouterr().err
+
+
+def test_the_doctor_wants_at_least_one_process(capsys):
+    with pytest.raises(SystemExit) as caught:
+        doctor.main(["--nproc", "0"])
+    assert caught.value.code == 2
+    assert "expected 1 or more, got 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "passed_on"),
+    [
+        (["--nproc", "2", "t.py", "--nproc", "3"], ["--nproc-per-node", "2", "t.py", "--nproc", "3"]),
+        (["--nproc=2", "-m", "t"], ["--nproc-per-node=2", "-m", "t"]),
+        (["--nproc_per_node", "2", "t.py"], ["--nproc_per_node", "2", "t.py"]),
+        (["--nnodes", "1", "t.py", "--", "--nproc=4"], ["--nnodes", "1", "t.py", "--", "--nproc=4"]),
+    ],
+)
+def test_baguarun_takes_nproc_and_leaves_the_script_its_own(given, passed_on, monkeypatch):
+    seen: list[list[str]] = []
+    monkeypatch.setattr(torch.distributed.run, "main", seen.append)
+    assert baguarun.main(given) == 0
+    assert seen == [passed_on]
+
+
 def test_versions(capsys):
     with pytest.raises(SystemExit):
         main.main(["--version"])
@@ -65,7 +94,7 @@ def test_versions(capsys):
 def test_baguarun_help_shows_how_to_start_a_script_and_torchruns_flags(capsys):
     assert baguarun.main(["--help"]) == 0
     said = capsys.readouterr().out
-    assert "baguarun --nproc_per_node 2 train.py" in said
+    assert "baguarun --nproc 2 train.py" in said
     assert "--rdzv-backend" in said
 
 

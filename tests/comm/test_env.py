@@ -1,9 +1,14 @@
 """What bagua reads from the environment, and how it answers nonsense there."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from bagua import env
 from bagua.errors import ConfigurationError
+
+SOURCE = Path(env.__file__).parent
 
 READERS = {
     env.get_rank: ["RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"],
@@ -65,3 +70,22 @@ def test_launcher_variables_are_those_that_are_set(monkeypatch):
     found = env.launcher_variables()
     assert found["MASTER_ADDR"] == "host"
     assert "MASTER_PORT" not in found
+
+
+def test_variables_without_meaning_are_named_with_what_may_be_meant(monkeypatch, caplog):
+    monkeypatch.setattr(
+        env.os, "environ", {"BAGUA_TIMEOUT": "3", "BAGUA_LOG": "info", "BAGUA_COLOUR_OF_BIKESHED": "red"}
+    )
+    assert env.unknown_variables() == [
+        "BAGUA_COLOUR_OF_BIKESHED has no meaning",
+        "BAGUA_TIMEOUT has no meaning; did you mean BAGUA_TIMEOUT_S?",
+    ]
+
+
+def test_each_variable_of_ours_is_known_and_documented(monkeypatch):
+    source = (SOURCE / "env.py").read_text(encoding="utf-8")
+    read = set(re.findall(r'"(BAGUA_[A-Z_]+)"', source))
+    monkeypatch.setattr(env.os, "environ", dict.fromkeys(read, "1"))
+    assert not env.unknown_variables()
+    page = (SOURCE.parent / "docs" / "environment.md").read_text(encoding="utf-8")
+    assert read == set(re.findall(r"`(BAGUA_[A-Z_]+)`", page))

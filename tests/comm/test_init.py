@@ -157,7 +157,7 @@ def test_an_existing_group_of_torch_is_joined_and_not_destroyed():
 
 def start_without_an_address():
     os.environ.update(RANK="0", WORLD_SIZE="2")
-    with pytest.raises(ConfigurationError, match=r"MASTER_ADDR.*baguarun --nproc_per_node 2"):
+    with pytest.raises(ConfigurationError, match=r"MASTER_ADDR.*baguarun --nproc 2"):
         bagua.comm.init_process_group()
     os.environ.pop("RANK")
     with pytest.raises(ConfigurationError, match=r"rank unset, world size 2.*torchrun --nproc_per_node 2"):

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 
 from bagua.algorithms import registry
+from bagua.checks import install_command
+from bagua.cli.arguments import positive
 from bagua.cli.demo.report import choose_display, draw_losses, table
 from bagua.cli.demo.training import DECENTRALIZED, Result, Settings, train
 from bagua.cli.launch import RanksFailedError, run_ranks
@@ -58,24 +60,18 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--nproc", type=positive, default=2, metavar="N", help="processes to start")
     add("--algorithm", choices=[*registry, DECENTRALIZED], default=defaults.algorithm, help="how they communicate")
-    add("--backend", metavar="NAME", help="what they communicate through: gloo, nccl, ... (None: the best there is)")
+    add("--backend", metavar="NAME", help="what they communicate through: gloo, nccl, ...; None is the best there is")
     add("--steps", type=positive, default=defaults.steps, metavar="N", help="optimizer steps")
     add("--batch-per-rank", type=positive, default=defaults.batch_per_rank, metavar="N", help="windows of text")
     add("--learning-rate", type=float, default=defaults.learning_rate, metavar="X", help="the highest in the schedule")
     add("--seed", type=int, default=defaults.seed, metavar="N", help="of weights and batches")
     add("--timeout", type=float, default=defaults.timeout_s, metavar="S", help="seconds to wait for another process")
     add("--plot", type=Path, default=Path("bagua-demo-loss.png"), metavar="FILE", help="where the loss curve goes")
-    add("--no-plot", action="store_const", const=None, dest="plot", help="draw no loss curve")
+    add(
+        "--no-plot", action="store_const", const=None, dest="plot", default=argparse.SUPPRESS, help="draw no loss curve"
+    )
     add("--json", type=Path, metavar="FILE", help="write all numbers to this file as well")
     return parser
-
-
-def positive(text: str) -> int:
-    """A whole number above zero."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {number}")
-    return number
 
 
 def make_settings(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Settings:
@@ -120,7 +116,7 @@ def conclude(result: Result, settings: Settings, options: argparse.Namespace) ->
     print(table(result, options.nproc, settings.algorithm))
     if options.plot is not None:
         drawn = draw_losses(result, options.plot)
-        print(f"loss curve: {options.plot}" if drawn else "loss curve: not drawn, matplotlib is not installed")
+        print(f"loss curve: {options.plot}" if drawn else f"loss curve: not drawn; {install_command('plot')} adds it")
     if options.json is not None:
         numbers = {**dataclasses.asdict(settings), **dataclasses.asdict(result), "world_size": options.nproc}
         options.json.write_text(json.dumps(numbers, indent=2) + "\n")

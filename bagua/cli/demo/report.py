@@ -8,6 +8,7 @@ from typing import Protocol
 
 from typing_extensions import Self
 
+from bagua.checks import install_command
 from bagua.cli.demo.training import LAST_STEPS, Phase, Progress, Result
 
 __all__ = ["Display", "PlainDisplay", "RichDisplay", "choose_display", "draw_losses", "table"]
@@ -36,7 +37,7 @@ def choose_display(steps: int) -> Display:
     if on_terminal and importlib.util.find_spec("rich") is not None:
         return RichDisplay(steps)
     if on_terminal:
-        print("(pip install 'bagua[cli]' adds a progress bar)")
+        print(f"({install_command('cli')} adds a progress bar)")
     return PlainDisplay(steps)
 
 

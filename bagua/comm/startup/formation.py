@@ -80,10 +80,16 @@ def _warn_of_gloo(reason: str) -> None:
 
 
 def configure_log() -> None:
-    """Show the messages of ``bagua`` from the level that ``BAGUA_LOG`` names, if it is set."""
+    """Show the messages of ``bagua`` from the level that ``BAGUA_LOG`` names, and warn of variables without meaning."""
     level = env.log_level()
-    if level is None:
-        return
+    if level is not None:
+        _show_from(level)
+    if not env.get_local_rank():  # Once for each host is enough.
+        for sentence in env.unknown_variables():
+            _log.warning("environment: %s", sentence)
+
+
+def _show_from(level: str) -> None:
     try:
         _log.setLevel(level.upper())
     except ValueError:

@@ -23,7 +23,7 @@ from bagua.errors import (
 
 __all__ = ["connect", "consult", "exchange", "refuse_together", "resolve_rank"]
 
-_COMMAND = "torchrun --nproc_per_node 2 train.py (or: baguarun --nproc_per_node 2 train.py)"
+_COMMAND = "baguarun --nproc 2 train.py (or: torchrun --nproc_per_node 2 train.py)"
 
 
 class _Hosted:

@@ -14,7 +14,7 @@ from types import NoneType
 from typing import Literal, TypeVar
 
 from bagua import env
-from bagua.checks import check_choice, check_flags, check_kind, check_numbers, check_whole
+from bagua.checks import check_choice, check_flags, check_kind, check_numbers, check_whole, install_command
 from bagua.errors import ConfigurationError
 
 __all__ = ["AutotuneSettings", "TuningMode", "tuning_from"]
@@ -43,7 +43,7 @@ class AutotuneSettings:
         tune_hierarchical: try the hierarchical and the flat form of the algorithm, too.
         search: ``sweep`` measures every layout of buckets that differs from the others;
             ``optuna`` lets that library propose, which pays where there are many more of
-            them than samples (``pip install bagua[autotune]``).
+            them than samples (``pip install 'bagua-torch[autotune]'``).
         log_file: samples and the final choice as CSV, written by rank 0; None writes none.
 
     Raises:
@@ -78,7 +78,7 @@ class AutotuneSettings:
                 argument="search",
                 expected="'sweep', or optuna",
                 seen="'optuna'",
-                advice="pip install bagua[autotune]",
+                advice=f"{install_command('autotune')} installs it.",
             )
 
     @classmethod

@@ -1,0 +1,64 @@
+"""What a user is told to install exists, and what cannot work says so in one sentence."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.architecture.source_tree import PACKAGE, REPOSITORY
+
+# tomllib came with Python 3.11.
+_PROJECT = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+_NAME = re.search(r'^name = "([^"]+)"', _PROJECT, re.MULTILINE)[1]
+_EXTRAS = set(
+    re.findall(
+        r"^([\w-]+) = \[", _PROJECT.partition("[project.optional-dependencies]")[2].partition("\n[")[0], re.MULTILINE
+    )
+)
+_TEXTS = [REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md"), *(REPOSITORY / PACKAGE).rglob("*.py")]
+
+
+def test_every_command_installs_this_project_and_an_extra_that_exists():
+    commands = []
+    for path in _TEXTS:
+        text = path.read_text(encoding="utf-8")
+        commands += re.findall(r"pip install [^\n]*?'?([\w.-]+)\[([\w,-]+)\]", text)
+        commands += [(_NAME, extra) for extra in re.findall(r"install_command\(['\"]([\w-]+)['\"]\)", text)]
+    assert len(commands) > 8
+    for project, extras in commands:
+        assert project in (".", _NAME)
+        assert set(extras.split(",")) <= _EXTRAS
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=REPOSITORY, check=False
+    )
+
+
+def test_windows_is_one_sentence():
+    done = run("import sys; sys.platform = 'win32'; import bagua.torch_api")
+    assert done.stderr.strip().endswith("ImportError: bagua runs on Linux and macOS; on Windows, use it inside WSL")
+
+
+def test_the_package_points_to_its_entry():
+    import bagua
+
+    with pytest.raises(AttributeError, match=r"import bagua\.torch_api as bagua"):
+        bagua.init_process_group  # noqa: B018
+    assert not hasattr(bagua, "__wrapped__")
+
+
+def test_the_package_is_a_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "bagua", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=REPOSITORY,
+        check=False,
+    )
+    assert done.stdout.startswith("bagua ")
