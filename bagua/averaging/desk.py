@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +10,9 @@ from enum import Enum
 
 import torch
 
-__all__ = ["Desk", "Parcel", "Stage", "Wake", "is_finite"]
+from bagua.comm.lifetime.wake import Wake
+
+__all__ = ["Desk", "Parcel", "Stage", "is_finite"]
 
 
 #: Elements that are worked on at a time: so few that they stay in the cache from one operation to the next. The
@@ -99,24 +99,6 @@ class Stage(Enum):
     EMPTY = "empty"  #: The training thread's, which may put down a snapshot.
     SNAPSHOT = "snapshot"  #: The background thread's.
     AVERAGE = "average"  #: The training thread's, which takes what the round gave.
-
-
-class Wake:
-    """Tells one thread to look. Who tells takes no lock: it may be a finalizer that runs in the thread that looks."""
-
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()
-
-    def set(self) -> None:
-        """End the wait that is under way, or the next one."""
-        self._calls.put(None)
-
-    def wait(self, limit_s: float) -> None:
-        """Sleep until ``set`` was called since the last wait, at most ``limit_s``."""
-        with contextlib.suppress(queue.Empty):
-            self._calls.get(timeout=max(limit_s, 0.0))
-            for _ in range(self._calls.qsize()):
-                self._calls.get_nowait()
 
 
 class Desk:

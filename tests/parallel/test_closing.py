@@ -278,10 +278,12 @@ def test_a_forked_child_closes_nothing_of_its_parent():
     soon = closer.watch(of_parent, belongings[0])
     before = closer._thread
     assert before is not None
-    queue = closer._queue
-    closer.disown()  # As after a fork, but for the thread, which is still there: let it look at nothing.
-    queue.put(None)
+    wake = closer._wake
+    closer.disown()  # As after a fork, but for the thread, which is still there: it must end.
+    closer._stopping = True
+    wake.set()
     before.join(LIMIT_S)
+    closer._stopping = False
     closer.watch(of_child, belongings[1])
     thread = closer._thread
     assert thread is not None

@@ -8,16 +8,16 @@ for it. That thread closes what is idle: a slower rank may still need what this 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
-import queue
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
 from bagua.comm.lifetime.forks import family
+from bagua.comm.lifetime.wake import Wake
 
 __all__ = ["Closable", "close_with"]
 
@@ -59,8 +59,10 @@ class _Closer:
         family.add(self)
 
     def _begin(self) -> None:
-        # What to close, and how many owners it had. Of all queues, this one may be put into from a finalizer.
-        self._queue: queue.SimpleQueue[tuple[Closable, int] | None] = queue.SimpleQueue()
+        #: What to close, and how many owners it had; appended to by finalizers.
+        self._handed_over: deque[tuple[Closable, int]] = deque()
+        self._wake = Wake()
+        self._stopping = False
         self._thread: threading.Thread | None = None
         self._owners = 0
         #: Never held while a finalizer may need it.
@@ -77,11 +79,12 @@ class _Closer:
             if not self._registered:
                 self._registered = True
                 atexit.register(self.stop)
-        # The queue, which a forked child does not look into: the parent closes what is the parent's.
-        finalizer = weakref.finalize(owner, self._queue.put, (belongings, 1))
+        # To these two, at which a forked child does not look: the parent closes what is the parent's.
+        hand_over = partial(_hand_over, self._handed_over, self._wake, belongings)
+        finalizer = weakref.finalize(owner, hand_over, 1)
         # Then the groups that they belong to are closed, and they with them.
         finalizer.atexit = False
-        return partial(self._queue.put, (belongings, 0))
+        return partial(hand_over, 0)
 
     def _ended(self, owners: int) -> bool:
         """So many owners less; whether there is none left, and the thread ends."""
@@ -95,12 +98,11 @@ class _Closer:
     def _run(self) -> None:
         waiting: list[tuple[Closable, int]] = []
         while True:
-            with contextlib.suppress(queue.Empty):
-                taken = self._queue.get(timeout=_POLL_S if waiting else None)
-                if taken is None:
-                    return
-                waiting.append(taken)
-                del taken  # What is closed must not be held here.
+            self._wake.wait(_POLL_S if waiting else None)
+            if self._stopping:
+                return
+            while self._handed_over:
+                waiting.append(self._handed_over.popleft())
             expected = sum(owners for _, owners in waiting)
             waiting = [(one, owners) for one, owners in waiting if not _closed(one)]
             if self._ended(expected - sum(owners for _, owners in waiting)):
@@ -110,12 +112,18 @@ class _Closer:
         """End the thread. What it leaves is closed with the groups of this process."""
         thread = self._thread
         if thread is not None:
-            self._queue.put(None)
+            self._stopping = True
+            self._wake.set()
             thread.join(_FAREWELL_S)
 
     def disown(self) -> None:
         """In a forked child: the thread, and what it has to close, are the parent's."""
         self._begin()
+
+
+def _hand_over(to: deque[tuple[Closable, int]], wake: Wake, belongings: Closable, owners: int) -> None:
+    to.append((belongings, owners))
+    wake.set()
 
 
 def _closed(belongings: Closable) -> bool:

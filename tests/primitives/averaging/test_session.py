@@ -1,14 +1,13 @@
-"""What wakes the background thread, and what ends with the interpreter."""
+"""What ends with the interpreter."""
 
 from __future__ import annotations
 
-import sys
 import threading
 from typing import Any
 
 import pytest
 
-from bagua.averaging.desk import Desk, Wake
+from bagua.averaging.desk import Desk
 from bagua.averaging.session import Session
 from bagua.comm.lifetime import background
 from bagua.comm.lifetime.background import BackgroundThread, stand_by
@@ -20,34 +19,6 @@ def ends(run: Any) -> bool:
     thread.start()
     thread.join(10)
     return not thread.is_alive()
-
-
-def test_a_finalizer_may_wake_the_thread_that_it_interrupts() -> None:
-    """The garbage collector may run one at any place of a wait."""
-    wake, interrupted = Desk().wake, []
-
-    def interrupt(*_: object) -> None:
-        interrupted.append(1)
-        wake.set()
-
-    def look() -> None:
-        sys.setprofile(interrupt)
-        try:
-            wake.wait(5.0)
-        finally:
-            sys.setprofile(None)
-
-    assert ends(look)
-    assert interrupted
-
-
-def test_a_call_between_two_waits_ends_the_next_one_only() -> None:
-    wake = Wake()
-    wake.set()
-    wake.set()
-    wake.wait(30.0)
-    assert wake._calls.empty()
-    wake.wait(-1.0)
 
 
 class Silent:
