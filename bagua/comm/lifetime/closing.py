@@ -1,10 +1,11 @@
-"""Ending several things although one of them fails."""
+"""The end of a process: why it comes, and ending several things although one of them fails."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 
-__all__ = ["run_all"]
+__all__ = ["run_all", "uncaught_error"]
 
 
 def run_all(actions: Iterable[Callable[[], object]]) -> None:
@@ -23,3 +24,9 @@ def run_all(actions: Iterable[Callable[[], object]]) -> None:
             first = error if first is None else first
     if first is not None:
         raise first
+
+
+def uncaught_error() -> BaseException | None:
+    """What ends this process, for its exit handlers: the error whose traceback the interpreter has printed, or None."""
+    error: BaseException | None = getattr(sys, "last_value", None)
+    return error

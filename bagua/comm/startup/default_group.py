@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextvars
 import os
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,14 +17,14 @@ import torch.distributed as dist
 from bagua import env
 from bagua.comm.communicator import Communicator
 from bagua.comm.group import Ledger, ProcessGroup
-from bagua.comm.lifetime.closing import run_all
+from bagua.comm.lifetime.closing import run_all, uncaught_error
 from bagua.comm.lifetime.forks import family, leak
 from bagua.comm.non_member import NonMember, is_non_member
 from bagua.comm.operands import as_seconds
 from bagua.comm.startup.choice import unwrapped
 from bagua.comm.statistics import KindStatistics
 from bagua.comm.torch_private import all_groups, store_of
-from bagua.errors import InvalidRankError, InvalidTypeError, NotInitializedError
+from bagua.errors import InvalidRankError, InvalidTypeError, NotInitializedError, blame
 
 __all__ = [
     "Group",
@@ -45,6 +46,8 @@ __all__ = [
 ]
 
 
+#: A launcher blames the process that ends first. Those that end because of another one let it go ahead.
+_AFTER_THE_CAUSE_S = 1.0
 #: What is taken where ranks are named.
 Group = ProcessGroup | Communicator | NonMember | dist.ProcessGroup
 
@@ -69,6 +72,15 @@ class World:
             Exception: the first error of one of them, after all were ended.
         """
         run_all([*(group.close for group in reversed(self.adopted)), self.group.close, self._end_torch])
+
+    def abort(self, error: BaseException) -> None:
+        """Tell the other ranks with which error this process ends, or which rank is behind that error."""
+        rank = self.group.ranks[self.group.rank]
+        culprit, reason = blame(error, rank, "its script")
+        for group in (*self.adopted, self.group):
+            group.abort(reason, culprit)
+        if culprit != rank and env.launcher_variables().get("TORCHELASTIC_RUN_ID"):
+            time.sleep(_AFTER_THE_CAUSE_S)
 
     def _end_torch(self) -> None:
         # To shut NCCL down in a forked child is more than to forget it.
@@ -107,6 +119,9 @@ class Holder:
     def _close_at_exit(self) -> None:
         world, self.process_world = self.process_world, None
         if world is not None and world.process == os.getpid():
+            error = uncaught_error()
+            if error is not None:
+                world.abort(error)
             world.close()
 
 
