@@ -16,8 +16,8 @@ from torch import Tensor
 
 from bagua import comm as of
 from bagua.comm import ReduceOp, Work
-from bagua.comm.startup.adoption import Group, communicator_of
-from bagua.errors import ConfigurationError, InvalidTensorError
+from bagua.comm.startup.adoption import Group, backend_of, communicator_of
+from bagua.errors import ConfigurationError, InvalidTensorError, InvalidTypeError
 
 __all__ = [
     "allgather",
@@ -26,12 +26,17 @@ __all__ = [
     "alltoall",
     "alltoall_inplace",
     "alltoall_v",
+    "alltoall_v_inplace",
     "broadcast",
     "broadcast_coalesced",
     "gather",
+    "gather_inplace",
+    "get_backend",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_inplace",
     "scatter",
+    "scatter_inplace",
 ]
 
 
@@ -90,6 +95,27 @@ allreduce = _or_into(of.allreduce, _allreduce_into)
 reduce = _or_into(of.reduce, _reduce_into)
 
 
+def get_backend(group: Group | None = None) -> str:
+    """Name of the transport of ``group``: ``shm``, ``gloo``, ``nccl``, ``threads``, ``hybrid`` or ``solo``.
+
+    Bagua 0.9 took the name of a model here, and returned the scheduler of its native core. What that was asked for is
+    a method of the model: ``model.bagua_algorithm``, ``model.bagua_optimizers``, ``model.bagua_buckets``.
+
+    Raises:
+        NotInitializedError: ``group`` is None, without ``init_process_group``.
+        InvalidTypeError: something else than a group.
+    """
+    if isinstance(group, str):
+        raise InvalidTypeError(
+            "there is no scheduler for each model",
+            argument="group",
+            expected="a group, or None for all ranks",
+            seen=repr(group),
+            advice="Ask the model: bagua_algorithm, bagua_optimizers, bagua_buckets.",
+        )
+    return backend_of(group)
+
+
 def broadcast(
     tensor: Tensor, root: int = 0, comm: Group | None = None, *, src: int | None = None, **keywords: Any
 ) -> Work | None:
@@ -131,11 +157,49 @@ def gather(
     return of.gather(recv_tensor, send_tensor, dst, comm, **keywords)
 
 
+def gather_inplace(tensor: Tensor, count: int, dst: int, comm: Group | None = None, **keywords: Any) -> Work | None:
+    """Gather ``count`` elements of each rank into ``tensor`` on rank ``dst``, whose own are in their place there.
+
+    Args:
+        tensor: what this rank gives; on rank ``dst`` the parts of all ranks, in rank order.
+        count: number of elements of a part.
+        dst: the rank that gathers.
+        comm: None means all ranks.
+        keywords: of ``bagua.comm.gather``.
+    """
+    communicator = communicator_of(comm)
+    if not communicator:
+        return None
+    if communicator.rank != dst:
+        return communicator.gather(None, _part(tensor, 0, count), dst, **keywords)
+    own = _part(tensor, dst, count).clone()
+    return communicator.gather(_begin(tensor, communicator.size * count), own, dst, **keywords)
+
+
 def scatter(
     send_tensor: Tensor | None, recv_tensor: Tensor, src: int = 0, comm: Group | None = None, **keywords: Any
 ) -> Work | None:
     """Give each rank its share, in rank order, of ``send_tensor`` of rank ``src``."""
     return of.scatter(recv_tensor, send_tensor, src, comm, **keywords)
+
+
+def scatter_inplace(tensor: Tensor, count: int, src: int, comm: Group | None = None, **keywords: Any) -> Work | None:
+    """Give each rank its ``count`` elements of ``tensor`` of rank ``src``, whose own stay in their place.
+
+    Args:
+        tensor: where this rank receives; on rank ``src`` the parts of all ranks, in rank order.
+        count: number of elements of a part.
+        src: the rank that gives.
+        comm: None means all ranks.
+        keywords: of ``bagua.comm.scatter``.
+    """
+    communicator = communicator_of(comm)
+    if not communicator:
+        return None
+    if communicator.rank != src:
+        return communicator.scatter(_part(tensor, 0, count), None, src, **keywords)
+    own = torch.empty_like(_part(tensor, src, count))
+    return communicator.scatter(own, _begin(tensor, communicator.size * count), src, **keywords)
 
 
 def reduce_scatter(
@@ -147,6 +211,17 @@ def reduce_scatter(
 ) -> Work | None:
     """Reduce ``send_tensor`` over all ranks and give each rank its share, in rank order."""
     return of.reduce_scatter(recv_tensor, send_tensor, op, comm, **keywords)
+
+
+def reduce_scatter_inplace(
+    tensor: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM, comm: Group | None = None, **keywords: Any
+) -> Work | None:
+    """``reduce_scatter`` whose result replaces the first of n equal parts of ``tensor``; the others stay."""
+    communicator = communicator_of(comm)
+    if not communicator:
+        return None
+    own = _part(tensor, 0, tensor.numel() // communicator.size)
+    return communicator.reduce_scatter(own, tensor.detach().clone(), op, **keywords)
 
 
 def alltoall(send_tensor: Tensor, recv_tensor: Tensor, comm: Group | None = None, **keywords: Any) -> Work | None:
@@ -187,6 +262,43 @@ def alltoall_v(
     _require_dense("send_displs", send_counts, send_displs)
     _require_dense("recv_displs", recv_counts, recv_displs)
     return of.alltoall_v(recv_tensor, send_tensor, recv_counts, send_counts, comm, **keywords)
+
+
+def alltoall_v_inplace(
+    tensor: Tensor, counts: Sequence[int], displs: Sequence[int], comm: Group | None = None, **keywords: Any
+) -> Work | None:
+    """``alltoall_v`` whose result replaces what was sent: as many elements come from a rank as go there.
+
+    Args:
+        tensor: what this rank sends, and then what it has received.
+        counts: number of elements for each rank, and from it.
+        displs: where they begin.
+        comm: None means all ranks.
+        keywords: of ``bagua.comm.alltoall_v``.
+
+    Raises:
+        ConfigurationError: there are gaps between the shares, or they overlap.
+    """
+    _require_dense("displs", counts, displs)
+    shares = _begin(tensor, sum(counts))
+    return of.alltoall_v(shares, shares.clone(), counts, counts, comm, **keywords)
+
+
+def _part(tensor: Tensor, position: int, count: int) -> Tensor:
+    """Of the parts of ``count`` elements that lie one after the other in ``tensor``, the one at ``position``."""
+    return _begin(tensor, (position + 1) * count)[position * count :]
+
+
+def _begin(tensor: Tensor, numel: int) -> Tensor:
+    """The first elements of ``tensor``, in their place."""
+    if not tensor.is_contiguous() or not 0 <= numel <= tensor.numel():
+        raise InvalidTensorError(
+            "parts of a tensor are exchanged in place",
+            argument="tensor",
+            expected=f"a contiguous tensor of at least {numel} elements",
+            seen=f"{tensor.numel()} elements, strides {tensor.stride()}",
+        )
+    return tensor.detach().view(-1)[:numel]
 
 
 def _require_dense(name: str, counts: Sequence[int], displacements: Sequence[int]) -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import bagua.torch_api as bagua
-from bagua.errors import ConfigurationError, InvalidTensorError
+from bagua.errors import ConfigurationError, InvalidTensorError, InvalidTypeError
 from bagua.testing import ThreadRanks
 from bagua.testing.ranks import this_rank
 
@@ -70,7 +70,36 @@ def both_forms() -> None:
         bagua.allreduce(own, torch.zeros(2))
 
 
-@pytest.mark.parametrize("function", [send_and_receive, both_forms])
+def in_place() -> None:
+    rank = this_rank.get().rank
+    own = torch.arange(2.0) + 10 * rank
+    everything = torch.cat([torch.arange(2.0) + 10 * other for other in range(SIZE)])
+    parts = torch.full((6,), -1.0)
+    parts[2:4] = own
+    bagua.gather_inplace(held := parts if rank == 1 else own.clone(), 2, 1)
+    assert torch.equal(held, everything if rank == 1 else own)
+    bagua.scatter_inplace(held := everything.clone() if rank == 2 else torch.zeros(3), 2, 2, async_op=True).wait()
+    assert torch.equal(held, everything if rank == 2 else torch.cat([own, torch.zeros(1)]))
+    bagua.reduce_scatter_inplace(held := everything.view(3, 2).clone(), bagua.ReduceOp.MAX)
+    assert torch.equal(held[0], own)
+    assert torch.equal(held[1:], everything.view(3, 2)[1:])
+    counts = [abs(rank - other) + 1 for other in range(SIZE)]  # as many there as back
+    begins = [sum(counts[:other]) for other in range(SIZE)]
+    held = torch.cat([torch.full((count,), 10.0 * rank + other) for other, count in enumerate(counts)])
+    bagua.alltoall_v_inplace(held, counts, begins)
+    assert torch.equal(held, torch.cat([torch.full((count,), 10.0 * o + rank) for o, count in enumerate(counts)]))
+    with pytest.raises(InvalidTensorError, match="contiguous"):
+        bagua.gather_inplace(torch.zeros(3, 2).t(), 2, 0)
+    with pytest.raises(InvalidTensorError, match="at least 2 elements"):
+        bagua.scatter_inplace(torch.zeros(1), 2, (rank + 1) % SIZE)
+    with pytest.raises(ConfigurationError, match="one after the other"):
+        bagua.alltoall_v_inplace(held, counts, counts)
+    assert bagua.get_backend() == "threads"
+    with pytest.raises(InvalidTypeError, match="bagua_buckets"):
+        bagua.get_backend("model")
+
+
+@pytest.mark.parametrize("function", [send_and_receive, both_forms, in_place])
 def test_forms_of_the_original(function) -> None:
     ThreadRanks(SIZE).run(function)
 
@@ -88,6 +117,9 @@ def among_some() -> list[list[float]]:
         bagua.reduce(own, at_one := torch.zeros(1), 1, comm=form)
         in_place = own.repeat(2)
         bagua.allgather_inplace(in_place, comm=form)
+        bagua.reduce_scatter_inplace(other := own.repeat(2), comm=form)
+        bagua.gather_inplace(other, 1, 0, comm=form)
+        bagua.scatter_inplace(other, 1, 0, comm=form)
         seen.append([own.item(), everywhere.item(), at_one.item(), *in_place.tolist()])
     return seen
 

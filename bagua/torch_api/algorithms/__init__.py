@@ -6,6 +6,7 @@ from bagua.algorithms import Algorithm, AlgorithmImpl
 from bagua.algorithms import registry as GlobalAlgorithmRegistry  # noqa: N812 (documented name)
 from bagua.torch_api.algorithms import (
     async_model_average,
+    base,
     bytegrad,
     decentralized,
     gradient_allreduce,
@@ -21,6 +22,7 @@ __all__ = [
     "AlgorithmImpl",
     "GlobalAlgorithmRegistry",
     "async_model_average",
+    "base",
     "bytegrad",
     "decentralized",
     "gradient_allreduce",
