@@ -26,7 +26,7 @@ def as_it_walks(size: int, number: int, nodes: tuple[int, ...]) -> Round:
     return AlternatingRing().round(size, (number if number == 1 else number + 1) + 1, nodes)
 
 
-def train_both(name: str, walks: bool) -> tuple[list[State], list[State]]:
+def train_both(name: str, walks: bool, factor: float) -> tuple[list[State], list[State]]:
     importlib.import_module("loguru").logger.disable("decent_dp")
     peer = importlib.import_module("decent_dp.ddp").DecentralizedDataParallel
     rank, size = bagua.comm.get_rank(), bagua.comm.get_world_size()
@@ -36,6 +36,9 @@ def train_both(name: str, walks: bool) -> tuple[list[State], list[State]]:
     topology = FunctionTopology(as_it_walks) if walks else name
     ours = DecentralizedDataParallel(mlp(), plain_sgd, topology=topology, bucket_size_in_mb=BUCKET_MB)
     assert size > 1
+    if factor != 1.0:
+        wrapped.set_adaptive_factor(factor)
+        ours.set_adaptive_factor(factor)
     states: tuple[list[State], list[State]] = ([], [])
     for step in range(STEPS):
         for model, seen in ((wrapped, states[0]), (ours, states[1])):
@@ -45,10 +48,11 @@ def train_both(name: str, walks: bool) -> tuple[list[State], list[State]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "walks"), [("complete", 2, 0), ("complete", 4, 0), ("ring", 2, 0), ("ring", 4, 1)]
+    ("name", "size", "walks", "factor"),
+    [("complete", 2, 0, 0.3), ("complete", 4, 0, 1.0), ("ring", 2, 0, 1.0), ("ring", 4, 1, 0.5)],
 )
-def test_the_same_updates(process_ranks, name, size, walks):
-    for theirs, ours in process_ranks(size, train_both, name, bool(walks)):
+def test_the_same_updates(process_ranks, name, size, walks, factor):
+    for theirs, ours in process_ranks(size, train_both, name, bool(walks), factor):
         # It steps for the first time before the second forward.
         for expected, found in zip(theirs[1:], ours[1:], strict=True):
             for key, value in expected.items():

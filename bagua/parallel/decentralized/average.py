@@ -28,13 +28,14 @@ class GlobalAverage:
     Args:
         reducer: of the model.
         buffers: average float16, float32 and float64 buffers, too.
+        keep: the weights of this rank, for ``restore``.
 
     Attributes:
         distance: the Euclidean distance of this rank's trainable parameters from the mean;
             also ``float(average)``.
     """
 
-    def __init__(self, reducer: Reducer, *, buffers: bool) -> None:
+    def __init__(self, reducer: Reducer, *, buffers: bool, keep: bool = True) -> None:
         self._reducer = reducer
         self._step = reducer.step
         reducer.check_usable()
@@ -46,6 +47,13 @@ class GlobalAverage:
         self._others = self._means()
         self.distance = _distance(self._tensors[: len(trained)], self._others[: len(trained)])
         self._swap()
+        if not keep:
+            self._others = []
+
+    @property
+    def can_restore(self) -> bool:
+        """Whether ``restore`` has something to do."""
+        return bool(self._others)
 
     @torch.no_grad()
     def _means(self) -> list[torch.Tensor]:

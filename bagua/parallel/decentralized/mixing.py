@@ -12,7 +12,7 @@ from bagua.comm import ProcessGroup, Work
 from bagua.parallel.decentralized.plan import Plan
 from bagua.parallel.decentralized.stepping import Stepping
 from bagua.primitives import neighbour_average
-from bagua.topology import Neighbours
+from bagua.topology import Edge, Neighbours
 
 __all__ = ["DelayedMixing", "DelayedMixingImpl"]
 
@@ -53,6 +53,9 @@ class DelayedMixingImpl(AlgorithmImpl, declaration=DelayedMixing):
         sends_weights=True,
     )
     lag = 1
+
+    #: Which part of the way to the mixed weights a rank goes; see ``set_adaptive_factor``.
+    factor = 1.0
 
     @property
     def _plan(self) -> Plan:
@@ -124,13 +127,15 @@ class DelayedMixingImpl(AlgorithmImpl, declaration=DelayedMixing):
         if hook is not None and neighbours.edge is not None:
             self._make_sum(received, weights, neighbours)
             hook(neighbours.edge, neighbours.edge.weight)
-            _add_kept(received, weights, neighbours.edge.weight - neighbours.edge.other_weight)
+            _add_kept(received, weights, neighbours.edge, self.factor)
         elif _is_pair(neighbours):
-            weights.lerp_(received, 1.0 - neighbours.own_weight)
+            weights.lerp_(received, self.factor * (1.0 - neighbours.own_weight))
         elif neighbours.edge is not None and self._plan.communicator(neighbours) is not None:
-            _add_kept(received, weights, neighbours.edge.weight - neighbours.edge.other_weight)
-        else:
+            _add_kept(received, weights, neighbours.edge, self.factor)
+        elif self.factor == 1.0:
             weights.copy_(received)
+        else:
+            weights.lerp_(received, self.factor)
         if bucket.weights is None:
             bucket.write_weights(weights)
 
@@ -152,9 +157,10 @@ def _is_pair(neighbours: Neighbours) -> bool:
     return neighbours.edge is not None and len(neighbours.edge.ranks) == 2
 
 
-def _add_kept(total: torch.Tensor, weights: torch.Tensor, kept: float) -> None:
-    """``weights <- kept * weights + total``."""
+def _add_kept(total: torch.Tensor, weights: torch.Tensor, edge: Edge, factor: float) -> None:
+    """Go from ``weights`` by ``factor`` to their mix with ``total``, the weighted sum over all ranks of ``edge``."""
+    kept = 1.0 - factor + factor * (edge.weight - edge.other_weight)
     if abs(kept) < 1e-12:  # the mean: what comes from this rank is in the sum already
         weights.copy_(total)
     else:
-        torch.add(total, weights, alpha=kept, out=weights)
+        torch.add(total if factor == 1.0 else total * factor, weights, alpha=kept, out=weights)

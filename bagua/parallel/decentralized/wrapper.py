@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from bagua.checks import check_flags
+from bagua.checks import check_flags, check_numbers
 from bagua.comm import Group
 from bagua.engine.agreement import compare
 from bagua.engine.options import check_module
@@ -16,7 +16,7 @@ from bagua.engine.start import make_equal
 from bagua.errors import ConfigurationError
 from bagua.parallel.ddp_arguments import bytes_from_megabytes, resolve_group
 from bagua.parallel.decentralized.average import GlobalAverage
-from bagua.parallel.decentralized.mixing import DelayedMixing
+from bagua.parallel.decentralized.mixing import DelayedMixing, DelayedMixingImpl
 from bagua.parallel.decentralized.plan import Plan, TopologyLike, nodes_for, resolve_topology
 from bagua.parallel.decentralized.stepping import ClipScope, LRSchedulerFunction, OptimizerFunction, Stepping
 from bagua.parallel.overlapping import OverlappingWrapper
@@ -141,6 +141,7 @@ class DecentralizedDataParallel(OverlappingWrapper):
         self._stepping = stepping
         self._sync_buffers = sync_buffer_in_global_avg
         self._restored_at = -1
+        self._average: GlobalAverage | None = None
         private = self.reducer.group
         try:
             compare(plan.facts, private.global_communicator, "topologies")
@@ -181,20 +182,71 @@ class DecentralizedDataParallel(OverlappingWrapper):
         check_flags(enable=enable)
         self._engine.synchronize = not enable
 
-    def global_avg(self) -> GlobalAverage:
+    @overload
+    def global_avg(self, will_revert: bool = True, return_d2c: Literal[False] = False) -> GlobalAverage: ...
+
+    @overload
+    def global_avg(self, will_revert: bool = True, *, return_d2c: Literal[True]) -> float: ...
+
+    def global_avg(self, will_revert: bool = True, return_d2c: bool = False) -> GlobalAverage | float:
         """Replace the parameters by their mean over all ranks. Collective.
 
-        As a call, the mean stays. In a ``with`` statement, which all ranks must leave
-        before they go on training, the weights of each rank come back::
+        As a call, the mean stays until ``revert_global_avg()``, if that is called. In a ``with`` statement, which
+        all ranks must leave before they go on training, the weights of each rank come back::
 
             with model.global_avg() as average:
                 evaluate(model)
             log(average.distance)
 
+        Args:
+            will_revert: keep the weights of this rank, so that they can come back.
+            return_d2c: return the distance alone.
+
         Returns:
-            An object that knows how far this rank was from the mean.
+            An object that knows how far this rank was from the mean; or that distance.
         """
-        return GlobalAverage(self.reducer, buffers=self._sync_buffers)
+        check_flags(will_revert=will_revert, return_d2c=return_d2c)
+        self._average = None  # Its copy of the weights goes before the next one comes.
+        average = GlobalAverage(self.reducer, buffers=self._sync_buffers, keep=will_revert)
+        if will_revert:
+            self._average = average
+        return average.distance if return_d2c else average
+
+    def revert_global_avg(self) -> None:
+        """Give each rank the weights back that it had before the last ``global_avg()``.
+
+        Raises:
+            ConfigurationError: there is nothing to go back to, or the mean was trained on.
+        """
+        average, self._average = self._average, None
+        if average is None or not average.can_restore:
+            raise ConfigurationError(
+                "there are no weights to go back to",
+                argument="revert_global_avg",
+                expected="one global_avg(will_revert=True) before each revert_global_avg()",
+                seen="none",
+            )
+        average.restore()
+
+    def get_lr(self) -> float:
+        """The learning rate of the first bucket; 0 before the first backward pass, which forms the buckets."""
+        optimizers = self._stepping.optimizers
+        return float(optimizers[0].param_groups[0]["lr"]) if optimizers else 0.0
+
+    def set_adaptive_factor(self, factor: float) -> None:
+        """Go only a part of the way to the weights that mixing gives: ``x + factor * (mixed - x)``.
+
+        Args:
+            factor: from 0, each rank alone, to 1, the update rule above. Equal on all ranks, or their mean drifts.
+        """
+        check_numbers(lambda number: 0 <= number <= 1, "a number from 0 to 1", factor=factor)
+        self._mixing.factor = float(factor)
+
+    @property
+    def _mixing(self) -> DelayedMixingImpl:
+        mixing = self.reducer.algorithm
+        assert isinstance(mixing, DelayedMixingImpl)
+        return mixing
 
     # Checkpoints.
 
@@ -228,7 +280,7 @@ class DecentralizedDataParallel(OverlappingWrapper):
         Together with the ``state_dict()``, the ``optimizer_state_dict()`` and the scaler's state
         of the same moment, training goes on exactly as if it had not stopped.
         """
-        return {**self.reducer.state_dict(), "plan": repr(self._plan)}
+        return {**self.reducer.state_dict(), "plan": repr(self._plan), "adaptive_factor": self._mixing.factor}
 
     def load_communication_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``communication_state_dict`` returned on this rank. Collective.
@@ -248,6 +300,7 @@ class DecentralizedDataParallel(OverlappingWrapper):
             )
         self.reducer.suspend_exchanges()
         self.reducer.load_state_dict(state_dict)
+        self._mixing.factor = state_dict.get("adaptive_factor", 1.0)
         self._restored_at = self.reducer.step
 
     def bagua_state_dict(self) -> dict[str, Any]:
