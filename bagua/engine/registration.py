@@ -7,9 +7,15 @@ from typing import NamedTuple
 
 import torch
 
-from bagua.errors import InvalidTensorError
+from bagua.errors import ConfigurationError, InvalidTensorError
 
 __all__ = ["Registration", "buffers_of", "ignored_names"]
+
+
+_SHARDED = (
+    "FSDP exchanges the gradients of what it shards. Give it the plain module; between replicas of a sharded model, "
+    "use bagua.integrations.ddp_comm_hooks.register_fsdp_hook."
+)
 
 
 class _Place(NamedTuple):
@@ -47,6 +53,7 @@ class Registration:
     Raises:
         InvalidTensorError: a parameter that cannot be trained together: sparse gradients,
             uninitialized, or not an ordinary dense tensor.
+        ConfigurationError: torch's ``DistributedDataParallel`` exchanges some of them already.
 
     Example:
         >>> Registration(torch.nn.Linear(2, 2)).names
@@ -57,6 +64,7 @@ class Registration:
         self._module = module
         self._ignored = ignored = ignored_names(module)
         _refuse_sparse(module, ignored)
+        _refuse_ddp(module, ignored)
         every = [(name, p) for name, p in module.named_parameters() if name not in ignored]
         trained = [(name, _checked(name, p)) for name, p in every if p.requires_grad]
         self.names = tuple(name for name, _ in trained)
@@ -181,9 +189,33 @@ def _checked(name: str, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         problem, seen = "has no memory; materialize the module first", "device meta"
     elif type(parameter.data) is not torch.Tensor:
         problem, seen = "is not an ordinary tensor", type(parameter.data).__name__
+    elif getattr(parameter, "_is_flat_param", False):
+        problem, seen = "is one of FSDP", "FlatParameter"
     else:
         return parameter
-    raise InvalidTensorError(f"parameter {name} {problem}", argument="module", expected="dense parameters", seen=seen)
+    raise InvalidTensorError(
+        f"parameter {name} {problem}",
+        argument="module",
+        expected="dense parameters",
+        seen=seen,
+        advice=_SHARDED if seen in {"DTensor", "FlatParameter"} else "",
+    )
+
+
+def _refuse_ddp(module: torch.nn.Module, ignored: frozenset[str]) -> None:
+    for prefix, submodule in module.named_modules():
+        if not isinstance(submodule, torch.nn.parallel.DistributedDataParallel):
+            continue
+        names = [f"{prefix}.{name}" if prefix else name for name, p in submodule.named_parameters() if p.requires_grad]
+        if not ignored.issuperset(names):
+            raise ConfigurationError(
+                "torch's DistributedDataParallel exchanges the gradients of this module already",
+                argument="module",
+                expected="a module that one of the two trains",
+                seen=prefix or type(submodule).__name__,
+                advice="Wrap its .module in place of it; or register a communication hook, as "
+                "bagua.integrations.ddp_comm_hooks.codec_hook.",
+            )
 
 
 def _refuse_sparse(module: torch.nn.Module, ignored: frozenset[str]) -> None:

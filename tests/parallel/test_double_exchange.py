@@ -7,11 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FlatParameter, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from bagua.comm import solo_group
-from bagua.errors import ConfigurationError
+from bagua.errors import ConfigurationError, InvalidTensorError
 from bagua.parallel import with_bagua
+from bagua.testing import ThreadRanks
 
 
 @pytest.fixture
@@ -46,3 +48,39 @@ def test_a_module_beside_ddp_of_torch_is_not(gloo: None) -> None:
             return self.other(inputs) + module(inputs)
 
     DistributedDataParallel(Teacher())(torch.ones(1, 2)).sum().backward()
+
+
+def test_ddp_of_torch_inside_a_module_is_refused(gloo: None) -> None:
+    inner = DistributedDataParallel(torch.nn.Linear(2, 2))
+    for module in (inner, torch.nn.Sequential(inner)):
+        with pytest.raises(ConfigurationError, match=r"already.*its \.module"):
+            with_bagua(module, torch.optim.SGD(module.parameters(), lr=0.1), "gradient_allreduce", solo_group())
+
+
+def test_ddp_of_torch_with_frozen_parameters_is_not(gloo: None) -> None:
+    teacher = DistributedDataParallel(torch.nn.Linear(2, 2))
+    teacher.requires_grad_(False)
+    module = torch.nn.Sequential(teacher, torch.nn.Linear(2, 2))
+    with_bagua(module, torch.optim.SGD(module[1].parameters(), lr=0.1), "gradient_allreduce", solo_group())
+
+
+def test_fully_shard_around_a_module_is_refused(gloo: None) -> None:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+
+    def shard() -> None:
+        layer = torch.nn.Linear(2, 2)
+        module = with_bagua(layer, torch.optim.SGD(layer.parameters(), lr=0.1), "gradient_allreduce")
+        fully_shard(module, mesh=mesh)
+        with pytest.raises(InvalidTensorError, match=r"DTensor.*register_fsdp_hook"):
+            module(torch.ones(1, 2))
+
+    ThreadRanks(2).run(shard)
+
+
+def test_a_module_that_is_sharded_is_refused(gloo: None) -> None:
+    sharded, flat = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    fully_shard(sharded, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
+    flat.weight = FlatParameter(flat.weight.detach())  # as FSDP makes them, which needs a GPU
+    for module in (sharded, flat):
+        with pytest.raises(InvalidTensorError, match="register_fsdp_hook"):
+            with_bagua(module, torch.optim.SGD(module.parameters(), lr=0.1), "gradient_allreduce", solo_group())
