@@ -27,8 +27,8 @@ def _require_outside(module: torch.nn.Module, outer: torch.nn.Module) -> None:
             argument="module",
             expected="a module that one of the two trains",
             seen=type(module).__name__,
-            advice="Train what with_bagua returns as it is. Under Accelerate or Trainer, which wrap each model, use a "
-            "communication hook: bagua.integrations.accelerate.use_comm_hook.",
+            advice="Train what with_bagua returns as it is. Accelerate and Trainer wrap each model that they prepare: "
+            "see bagua.integrations.transformers.use_bagua, and use_comm_hook for both.",
         )
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 from bagua.checks import install_command
+from bagua.errors import ConfigurationError
 from bagua.integrations.ddp_comm_hooks import codec_hook
 from bagua.utilities.distributed import register_ddp_comm_hook
 
 try:
-    from accelerate.utils import DistributedDataParallelKwargs
+    from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 except ImportError as error:
     raise ImportError(f"bagua.integrations.accelerate needs Accelerate: {install_command('accelerate')}") from error
 
@@ -45,24 +47,66 @@ def use_comm_hook(
 ) -> None:
     """Let the models that ``accelerator.prepare`` will wrap exchange gradients through ``hook``.
 
-        Called before ``prepare``. Options of DDP that the accelerator was made with are kept.
+    Called before ``prepare``. Options of DDP that the accelerator was made with are kept. A ``UserWarning`` says if
+    there is nothing to exchange, because there is one process, or if models were prepared already.
 
     Args:
-            accelerator: an ``accelerate.Accelerator``.
-            state: for example ``CodecState("minmax_uint8")``; one for each model.
-            hook: of torch's DDP.
-            wrapper: applied to the hook first, for example torch's ``fp16_compress_wrapper``.
+        accelerator: an ``accelerate.Accelerator``.
+        state: for example ``CodecState("minmax_uint8")``; one for each model.
+        hook: of torch's DDP.
+        wrapper: applied to the hook first, for example torch's ``fp16_compress_wrapper``.
+
+    Raises:
+        ConfigurationError: FSDP, DeepSpeed or Megatron trains the models, which knows no hooks.
 
     Example:
-            >>> from accelerate import Accelerator
-            >>> from bagua.checks import install_command
-    from bagua.integrations.ddp_comm_hooks import CodecState
-            >>> accelerator = Accelerator(cpu=True)
-            >>> use_comm_hook(accelerator, CodecState("minmax_uint8"))
-            >>> accelerator.ddp_handler.state
-            CodecState(ScatterGatherReducer(codec=MinMaxUInt8(block_numel=2048)))
+        >>> from accelerate import Accelerator
+        >>> from bagua.integrations.ddp_comm_hooks import CodecState
+        >>> accelerator = Accelerator(cpu=True)
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("ignore")  # This is one process.
+        ...     use_comm_hook(accelerator, CodecState("minmax_uint8"))
+        >>> accelerator.ddp_handler.state
+        CodecState(ScatterGatherReducer(codec=MinMaxUInt8(block_numel=2048)))
     """
+    check_takes_hooks(accelerator, "use_comm_hook")
+    _warn_if_late(accelerator)
     before = accelerator.ddp_handler or DistributedDataParallelKwargs()
     options = {field.name: getattr(before, field.name) for field in dataclasses.fields(DistributedDataParallelKwargs)}
     # Set afterwards: Accelerator() finds its handlers by their exact class.
     accelerator.ddp_handler = CommHookKwargs(**options, state=state, hook=hook, wrapper=wrapper)
+
+
+def check_takes_hooks(accelerator: Any, asked_for: str) -> None:
+    """Refuse what trains models without torch's DDP; warn if nothing trains them on several processes.
+
+    Args:
+        accelerator: an ``accelerate.Accelerator``.
+        asked_for: the function that was called.
+    """
+    kind = accelerator.distributed_type
+    if kind == DistributedType.NO:
+        warnings.warn(
+            f"{asked_for}: there is one process, so no gradients are exchanged. Start several with "
+            "`torchrun --nproc_per_node N`: `accelerate launch --cpu` starts one, whatever its --num_processes says",
+            stacklevel=3,
+        )
+    elif not kind.value.startswith("MULTI_"):
+        raise ConfigurationError(
+            f"{kind.value} exchanges gradients in its own way",
+            argument="accelerator",
+            expected="one whose models torch's DistributedDataParallel trains",
+            seen=f"distributed_type {kind.value}",
+            advice="Leave out its plugin; or, for a model that fully_shard was applied to, use "
+            "bagua.integrations.ddp_comm_hooks.register_fsdp_hook.",
+        )
+
+
+def _warn_if_late(accelerator: Any) -> None:
+    models = len(accelerator._models)  # noqa: SLF001 - there is no other way to ask
+    if models and not isinstance(accelerator.ddp_handler, CommHookKwargs):
+        warnings.warn(
+            f"use_comm_hook: models were prepared already ({models}); these exchange gradients in full. Call it "
+            "before accelerator.prepare",
+            stacklevel=3,
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import types
 import warnings
 
 import pytest
@@ -10,22 +11,29 @@ import torch
 from torch import nn
 
 import bagua.comm
+from bagua.errors import ConfigurationError
 from bagua.integrations.ddp_comm_hooks import CodecState
+from bagua.parallel import with_bagua
 from bagua.testing import ProcessRanks
 from bagua.testing.training import State, assert_same_on_all_ranks, mlp, sgd, snapshot, train_steps
 
 accelerate = pytest.importorskip("accelerate", reason="needs the extra accelerate")
 
-from bagua.integrations.accelerate import use_comm_hook  # noqa: E402
+from bagua.integrations.accelerate import CommHookKwargs, use_comm_hook  # noqa: E402
 
 pytestmark = pytest.mark.gloo
 
 
-def _train() -> tuple[State, State, bool]:
+def _as_torchrun_starts_it() -> None:
     rank = bagua.comm.get_rank()
     # What Accelerate looks for before it finds that torch.distributed is initialized already.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     warnings.simplefilter("ignore")
+
+
+def _train() -> tuple[State, State, bool]:
+    _as_torchrun_starts_it()
+    rank = bagua.comm.get_rank()
     states = []
     for compressed in (False, True):
         options = accelerate.DistributedDataParallelKwargs(bucket_cap_mb=7, gradient_as_bucket_view=True)
@@ -49,3 +57,43 @@ def test_the_hook_compresses_and_options_are_kept():
     assert 0 < error < 0.02
     assert first[2]
     assert torch.isfinite(torch.tensor(error))
+
+
+def _prepare_what_is_wrapped() -> tuple[str, State, State, list[str]]:
+    _as_torchrun_starts_it()
+    rank = bagua.comm.get_rank()
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = with_bagua(mlp(), sgd(mlp().parameters()), "gradient_allreduce")
+    with pytest.raises(ConfigurationError) as refused:
+        accelerator.prepare(model)(torch.ones(1, 8))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        use_comm_hook(accelerator, CodecState("minmax_uint8"))
+        use_comm_hook(accelerator, CodecState("minmax_uint8"))
+    # What the page says: all but the model goes through prepare.
+    model, other = mlp(), mlp()
+    optimizer = accelerator.prepare(sgd(model.parameters()))
+    with_bagua(model, optimizer.optimizer, "gradient_allreduce")
+    accelerator.ddp_handler = None
+    prepared, its_optimizer = accelerator.prepare(other, sgd(other.parameters()))
+    train_steps(model, optimizer, rank, range(3))
+    train_steps(prepared, its_optimizer, rank, range(3))
+    return str(refused.value), snapshot(model), snapshot(other), [str(warning.message) for warning in warned]
+
+
+def test_a_wrapped_model_is_not_prepared():
+    for refused, ours, theirs, warned in ProcessRanks(2).run(_prepare_what_is_wrapped):
+        assert "use_comm_hook" in refused
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        assert len(warned) == 1
+        assert "prepared already (1)" in warned[0]
+
+
+def test_a_hook_that_nobody_calls_is_told():
+    one = types.SimpleNamespace(distributed_type=accelerate.DistributedType.NO, ddp_handler=None, _models=[])
+    with pytest.warns(UserWarning, match="torchrun.*accelerate launch --cpu"):
+        use_comm_hook(one, CodecState("minmax_uint8"))
+    assert isinstance(one.ddp_handler, CommHookKwargs)
+    sharded = types.SimpleNamespace(distributed_type=accelerate.DistributedType.FSDP, ddp_handler=None, _models=[])
+    with pytest.raises(ConfigurationError, match=r"FSDP.*register_fsdp_hook"):
+        use_comm_hook(sharded, CodecState("minmax_uint8"))

@@ -120,11 +120,22 @@ def test_ranks_that_srun_starts_by_itself_find_each_other():
     assert outputs[1][0] == ""  # it is not a rank 0 of its own
 
 
+def torchrun(*script: str) -> str:
+    place = ("--nproc_per_node", "2", "--master_addr", "127.0.0.1", "--master_port", free_port())
+    return run(sys.executable, "-m", "torch.distributed.run", *place, *script)
+
+
 def test_the_accelerate_example_learns():
     pytest.importorskip("accelerate", reason="needs the extra accelerate")
-    place = ("--nproc_per_node", "2", "--master_addr", "127.0.0.1", "--master_port", free_port())
-    command = (sys.executable, "-m", "torch.distributed.run", *place)
-    losses = learned(run(*command, "examples/use_accelerate.py", "--steps", "51"))
+    losses = learned(torchrun("examples/use_accelerate.py", "--steps", "51"))
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("algorithm", ["bytegrad", "hook"])
+def test_the_transformers_example_learns(algorithm, tmp_path):
+    pytest.importorskip("transformers", reason="needs the extra transformers")
+    script = ("examples/use_transformers.py", "--steps", "51", "--algorithm", algorithm, "--folder", str(tmp_path))
+    losses = learned(torchrun(*script))
     assert losses[-1] < 0.5 * losses[0]
 
 

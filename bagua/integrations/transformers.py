@@ -1,0 +1,269 @@
+"""Algorithms and communication hooks for the Trainer of Hugging Face Transformers, and what derives from it."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bagua.algorithms import Algorithm, AsyncModelAverageAlgorithmImpl, DistributedAlgorithm, as_algorithm
+from bagua.checks import install_command
+from bagua.comm import solo_group
+from bagua.comm.startup.adoption import as_group, available
+from bagua.errors import ConfigurationError, InvalidTypeError
+from bagua.integrations.accelerate import check_takes_hooks
+from bagua.integrations.ddp_comm_hooks import ReducerState, codec_hook
+from bagua.parallel import BaguaModule, with_bagua
+from bagua.utilities.distributed import register_ddp_comm_hook
+
+__all__ = ["use_bagua", "use_comm_hook"]
+
+DDP = torch.nn.parallel.DistributedDataParallel
+Hook = Callable[..., Any]
+
+
+def use_bagua(trainer: Any, algorithm: Algorithm | DistributedAlgorithm | str, **options: Any) -> None:
+    """Let ``trainer.train()`` go through ``with_bagua`` in place of torch's DDP.
+
+    Called once, before ``train``, also for classes that derive from Trainer. Checkpoints of the Trainer then hold,
+    beside its own files, one file for each rank: what the algorithm remembers, and where ranks have different
+    weights, these and the state of the optimizer. ``train(resume_from_checkpoint=...)`` goes on from there, bit by
+    bit. What the Trainer saves itself is rank 0's.
+
+    Args:
+        trainer: a ``transformers.Trainer``.
+        algorithm: what is exchanged, and when; or the name of it.
+        options: of ``with_bagua``.
+
+    Raises:
+        ConfigurationError: not a Trainer; or one that FSDP or DeepSpeed trains, or that has bagua already.
+        UnsupportedAlgorithmException: there is no such algorithm.
+    """
+    _check_trainer(trainer)
+    algorithm = as_algorithm(algorithm)
+    accelerator = trainer.accelerator
+    check_takes_hooks(accelerator, "use_bagua")
+    # Everything that Accelerate does to a model but wrapping it.
+    accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
+    _attach(trainer, _Engine, algorithm, options)
+
+
+def use_comm_hook(
+    trainer: Any, state: Any, hook: Hook = codec_hook, wrapper: Callable[[Hook], Hook] | None = None
+) -> None:
+    """Let the model that ``trainer`` wraps in torch's DDP exchange gradients through ``hook``.
+
+    Called once, before ``train``. Checkpoints of the Trainer then hold what a ``ReducerState`` remembers on each rank,
+    and ``train(resume_from_checkpoint=...)`` goes on from there.
+
+    Args:
+        trainer: a ``transformers.Trainer``.
+        state: for example ``CodecState("minmax_uint8")``.
+        hook: of torch's DDP.
+        wrapper: applied to the hook first, for example torch's ``fp16_compress_wrapper``.
+
+    Raises:
+        ConfigurationError: not a Trainer; or one that FSDP or DeepSpeed trains, or that has bagua already.
+    """
+    _check_trainer(trainer)
+    check_takes_hooks(trainer.accelerator, "use_comm_hook")
+    _attach(trainer, _Hook, state, hook, wrapper)
+
+
+def _module_of_transformers() -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ImportError(
+            f"bagua.integrations.transformers needs Transformers and Accelerate: {install_command('transformers')}"
+        ) from error
+
+
+def _check_trainer(trainer: Any) -> None:
+    if not isinstance(trainer, _module_of_transformers().Trainer):
+        raise InvalidTypeError(
+            "this is not a Trainer",
+            argument="trainer",
+            expected="a transformers.Trainer",
+            seen=type(trainer).__name__,
+            advice="For an accelerator there is bagua.integrations.accelerate.use_comm_hook.",
+        )
+    if any(isinstance(callback, _Exchange) for callback in trainer.callback_handler.callbacks):
+        raise ConfigurationError(
+            "this Trainer exchanges gradients through bagua already",
+            argument="trainer",
+            expected="one call of use_bagua or use_comm_hook",
+            seen="a second one",
+            advice="Make a new Trainer.",
+        )
+
+
+def _attach(trainer: Any, kind: type[_Exchange], *arguments: Any) -> None:
+    """Have the Trainer call an exchange, and tell it which checkpoint it goes on from: callbacks are not told."""
+    # Transformers need not be installed where this module is imported.
+    callback = type(kind.__name__, (kind, _module_of_transformers().TrainerCallback), {})(trainer, *arguments)
+    train = trainer.train
+
+    @functools.wraps(train)
+    def train_from(resume_from_checkpoint: str | bool | None = None, *arguments: Any, **keywords: Any) -> Any:
+        callback.resumed = _folder(trainer, resume_from_checkpoint)
+        return train(resume_from_checkpoint, *arguments, **keywords)
+
+    trainer.train = train_from
+    trainer.add_callback(callback)
+
+
+def _folder(trainer: Any, resume_from_checkpoint: str | bool | None) -> Path | None:
+    """The checkpoint that training goes on from."""
+    if resume_from_checkpoint is not True:
+        return Path(resume_from_checkpoint) if resume_from_checkpoint else None
+    last = importlib.import_module("transformers.trainer_utils").get_last_checkpoint(trainer.args.output_dir)
+    return Path(last) if last else None
+
+
+class _Exchange:
+    """What both ways have in common: a file for each rank in each checkpoint."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.resumed: Path | None = None
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002 - as in Transformers
+        """Save what this rank remembers in the checkpoint that was just made."""
+        if args.save_only_model or (saved := self.collect()) is None:
+            return
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save({"world_size": args.world_size, **saved}, _file(folder, args.process_index))
+
+    def saved(self, args: Any) -> dict[str, Any]:
+        """What this rank saved in the checkpoint that training goes on from; with other ranks, what rank 0 did."""
+        folder, self.resumed = self.resumed, None
+        if folder is None:
+            return {}
+        own = _read(_file(folder, args.process_index)) or _read(_file(folder, 0))
+        if not own:
+            warnings.warn(
+                f"{folder} was saved without bagua: what it would remember of earlier steps begins anew", stacklevel=2
+            )
+        elif own["world_size"] != args.world_size:
+            own = {key: value for key, value in _read(_file(folder, 0)).items() if key == "remembered"}
+        return own
+
+    def collect(self) -> dict[str, Any] | None:
+        """What this rank remembers, as ``remembered``; None if nothing is."""
+        raise NotImplementedError
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"bagua-rank{rank}.pt"
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return torch.load(file, map_location="cpu", weights_only=True) if file.exists() else {}
+
+
+class _Hook(_Exchange):
+    """Registers a communication hook when DDP is there."""
+
+    def __init__(self, trainer: Any, state: Any, hook: Hook, wrapper: Callable[[Hook], Hook] | None) -> None:
+        super().__init__(trainer)
+        self._state = state
+        self._hook = hook
+        self._wrapper = wrapper
+        self._hooked: torch.nn.Module | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        """Register the hook, and go on from a checkpoint."""
+        wrapped = next((part for part in self.trainer.model_wrapped.modules() if isinstance(part, DDP)), None)
+        saved = self.saved(args)
+        if wrapped is None:
+            return  # one process, which was warned of
+        if wrapped is not self._hooked:
+            register_ddp_comm_hook(wrapped, self._state, self._hook, self._wrapper)
+            self._hooked = wrapped
+        if isinstance(self._state, ReducerState) and "remembered" in saved:
+            self._state.load_state_dict(saved["remembered"], self.trainer.model)
+
+    def collect(self) -> dict[str, Any] | None:
+        """The state of the hook, if it is one of ours."""
+        if self._hooked is None or not isinstance(self._state, ReducerState):
+            return None
+        return {"remembered": self._state.state_dict(self.trainer.model)}
+
+
+class _Engine(_Exchange):
+    """Puts the engine on the model for as long as the Trainer trains it."""
+
+    def __init__(self, trainer: Any, algorithm: Algorithm, options: dict[str, Any]) -> None:
+        super().__init__(trainer)
+        self._algorithm = algorithm
+        self._options = options
+        self._paused = False
+
+    @property
+    def _model(self) -> BaguaModule:
+        model: BaguaModule = self.trainer.model
+        return model
+
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = self.trainer.optimizer
+        return getattr(optimizer, "optimizer", optimizer)  # Accelerate puts its own around it.
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        """Wrap the model: the Trainer has loaded it and its optimizer from the checkpoint, and prepared both."""
+        options = {"grad_scaler": getattr(self.trainer.accelerator, "scaler", None), **self._options}
+        if options.get("process_group") is None:  # Accelerate has initialized torch's group, on several processes.
+            options["process_group"] = as_group() if available() else solo_group()
+        with_bagua(self.trainer.model, [self._optimizer], self._algorithm, **options)
+        self._paused = False
+        saved = self.saved(args)
+        if "weights" in saved:
+            self._model.load_state_dict(saved["weights"])
+            self._optimizer.load_state_dict(saved["optimizer"])
+        if "remembered" in saved:
+            self._model.load_bagua_state_dict(saved["remembered"])
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        """Averaging in the background goes on."""
+        if self._paused and (averaging := self._averaging()):
+            averaging.resume(self._model)
+        self._paused = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        """Before anything looks at the weights on some ranks only, all end what they owe each other."""
+        if control.should_save or control.should_evaluate or control.should_training_stop:
+            self._settle()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """As at the end of a step."""
+        self.on_step_end(args, state, control)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        """Take the engine off the model, which stays."""
+        self._settle()
+        self._model.bagua_close()
+
+    def _averaging(self) -> AsyncModelAverageAlgorithmImpl | None:
+        bound = self._model.bagua_algorithm
+        return bound if isinstance(bound, AsyncModelAverageAlgorithmImpl) else None
+
+    def _settle(self) -> None:
+        self._model._bagua_engine.reducer.after_optimizers()  # noqa: SLF001 - ours
+        if not self._paused and (averaging := self._averaging()):
+            averaging.abort(self._model)
+        self._paused = True
+
+    def collect(self) -> dict[str, Any]:
+        """What the algorithm remembers; with weights and optimizer where ranks differ."""
+        saved: dict[str, Any] = {"remembered": self._model.bagua_state_dict()}
+        if self._algorithm.implementation.traits.result == "consensus":
+            saved["weights"] = self._model.state_dict()
+            saved["optimizer"] = self._optimizer.state_dict()
+        return saved

@@ -1,0 +1,196 @@
+"""The Trainer of Transformers with an algorithm or a hook of ours, on two processes."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import bagua.comm
+from bagua.errors import ConfigurationError, InvalidTypeError
+from bagua.integrations.ddp_comm_hooks import TopKState
+from bagua.integrations.transformers import use_bagua, use_comm_hook
+from bagua.parallel import BaguaModule, with_bagua
+from bagua.testing import ProcessRanks
+from bagua.testing.training import State, assert_same_on_all_ranks, snapshot
+
+transformers = pytest.importorskip("transformers", reason="needs the extra transformers")
+pytest.importorskip("accelerate", reason="needs the extra transformers")
+
+pytestmark = pytest.mark.gloo
+STEPS = 6
+
+
+class Model(nn.Module):
+    """What a Trainer takes: a dictionary with the loss. Ranks begin with different weights."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        outputs = self.layers(inputs).squeeze(-1)
+        return {"loss": (outputs - labels).square().mean(), "logits": outputs}
+
+
+def make_trainer(folder: str, kind: type | None = None, **options: Any) -> Any:
+    random = torch.Generator().manual_seed(1)
+    inputs = torch.randn(64, 8, generator=random)
+    data = [{"inputs": row, "labels": row[0] * row[1]} for row in inputs]
+    arguments = {
+        "max_steps": STEPS,
+        "save_steps": STEPS // 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        **options,
+    }
+    rank = int(os.environ.get("RANK", "0"))
+    return (kind or transformers.Trainer)(
+        Model(rank),
+        transformers.TrainingArguments(folder, **arguments),
+        train_dataset=data,
+        eval_dataset=data[:8],
+    )
+
+
+def as_torchrun_starts_it() -> None:
+    rank = bagua.comm.get_rank()
+    # What Accelerate looks for before it finds that torch.distributed is initialized already.
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    warnings.simplefilter("ignore")
+
+
+def train(name: str, folder: str, checkpoint: str | None, options: dict[str, Any]) -> tuple[State, str]:
+    trainer = make_trainer(folder, **options)
+    if name == "hook":
+        use_comm_hook(trainer, TopKState(0.1))
+    elif name != "ddp":
+        use_bagua(trainer, name)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return snapshot(trainer.model), type(trainer.model_wrapped).__name__
+
+
+def stop_and_go_on(names: list[str], folder: str, options: dict[str, Any]) -> list[tuple[State, State, str]]:
+    as_torchrun_starts_it()
+    results = []
+    for name in names:
+        own = f"{folder}/{name}"
+        whole, wrapped = train(name, own, None, options)
+        resumed, _ = train(name, own, f"{own}/checkpoint-{STEPS // 2}", options)
+        results.append((whole, resumed, wrapped))
+    return results
+
+
+NAMES = ["ddp", "gradient_allreduce", "bytegrad", "decentralized", "low_precision_decentralized", "async", "hook"]
+
+
+def test_training_goes_on_from_a_checkpoint_bit_by_bit(tmp_path: Path) -> None:
+    results = ProcessRanks(2).run(stop_and_go_on, NAMES, str(tmp_path), {})
+    for rank in results:
+        for name, (whole, resumed, wrapped) in zip(NAMES, rank, strict=True):
+            assert all(torch.equal(whole[key], resumed[key]) for key in whole), name
+            assert wrapped == ("DistributedDataParallel" if name in {"ddp", "hook"} else "Model")
+        ddp, allreduce = rank[0][0], rank[1][0]
+        assert all(torch.equal(ddp[key], allreduce[key]) for key in ddp)
+    for position, name in enumerate(NAMES):
+        whole = [rank[position][0] for rank in results]
+        if name == "decentralized":
+            assert any(not torch.equal(whole[0][key], whole[1][key]) for key in whole[0])
+        elif "decentralized" not in name:
+            assert_same_on_all_ranks(whole)
+
+
+def test_accumulated_and_clipped_gradients_are_those_of_ddp(tmp_path: Path) -> None:
+    options = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "save_strategy": "epoch"}
+    for ddp, allreduce in ProcessRanks(2).run(_both, str(tmp_path), options):
+        assert all(torch.equal(ddp[key], allreduce[key]) for key in ddp)
+
+
+def _both(folder: str, options: dict[str, Any]) -> list[State]:
+    as_torchrun_starts_it()
+    return [train(name, f"{folder}/{name}", None, options)[0] for name in ("ddp", "gradient_allreduce")]
+
+
+class PreferenceTrainer(transformers.Trainer):
+    """As the trainers of TRL: a loss of its own, and metrics that it stores while it computes them."""
+
+    def compute_loss(self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        rejected = model(inputs["inputs"].flip(1), inputs["labels"])["loss"]
+        self.margin = float(rejected.detach() - outputs["loss"].detach())
+        loss = nn.functional.softplus(outputs["loss"] - rejected)
+        return (loss, outputs) if return_outputs else loss
+
+
+def derived(folder: str) -> list[State]:
+    as_torchrun_starts_it()
+    states = []
+    for name in ("ddp", "gradient_allreduce"):
+        trainer = make_trainer(f"{folder}/{name}", PreferenceTrainer)
+        if name != "ddp":
+            use_bagua(trainer, name)
+        trainer.train()
+        assert trainer.margin
+        states.append(snapshot(trainer.model))
+    return states
+
+
+def test_classes_that_derive_from_trainer_work(tmp_path: Path) -> None:
+    for ddp, allreduce in ProcessRanks(2).run(derived, str(tmp_path)):
+        assert all(torch.equal(ddp[key], allreduce[key]) for key in ddp)
+
+
+# Bad input, and one process.
+
+
+def test_one_process_is_warned_and_trains(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = make_trainer(str(tmp_path))
+    with pytest.warns(UserWarning, match="torchrun.*accelerate launch --cpu"):
+        use_bagua(trainer, "bytegrad")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.train()
+        assert isinstance(trainer.model, BaguaModule)
+        trainer.train()  # anew
+    with pytest.raises(ConfigurationError, match="already"):
+        use_comm_hook(trainer, TopKState(0.1))
+
+
+def test_what_is_no_trainer_is_refused() -> None:
+    with pytest.raises(InvalidTypeError, match=r"accelerate\.use_comm_hook"):
+        use_bagua(nn.Linear(2, 2), "bytegrad")
+
+
+def without_bagua(folder: str) -> tuple[list[str], str]:
+    as_torchrun_starts_it()
+    train("ddp", folder, None, {})
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        train("bytegrad", folder, f"{folder}/checkpoint-{STEPS // 2}", {})
+    trainer = make_trainer(folder)
+    with_bagua(trainer.model, torch.optim.SGD(trainer.model.parameters(), lr=0.1), "bytegrad")
+    try:
+        trainer.train()
+    except ConfigurationError as error:
+        return [str(warning.message) for warning in seen], str(error)
+    return [], ""
+
+
+def test_a_wrapped_model_and_a_checkpoint_without_bagua(tmp_path: Path) -> None:
+    for warned, refused in ProcessRanks(2).run(without_bagua, str(tmp_path)):
+        assert any("saved without bagua" in text for text in warned)
+        assert "use_bagua" in refused
