@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bagua.checks import install_command
-from bagua.integrations._lightning_strategy import StrategyMixin, register
+from bagua.integrations._lightning_ranks import register
+from bagua.integrations._lightning_strategy import StrategyMixin
 
 try:
     from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry

@@ -47,6 +47,7 @@ def _through_both() -> dict[str, tuple[Any, Any, int]]:
         "accumulated": (runs.Regression, plain, {"accumulate_grad_batches": 2}),
         "accumulated by hand": (runs.ByHand, plain, {}),
         "adversaries": (runs.Adversaries, unused, {}),
+        "adversaries, by name": (runs.Adversaries, unused, {"by_name": True}),
         "clipped": (runs.Regression, plain, {"gradient_clip_val": 0.1}),
         "bfloat16, mixed": (runs.Regression, plain, {"precision": "bf16-mixed"}),
         "bfloat16": (runs.Regression, plain, {"precision": "bf16-true"}),
@@ -54,9 +55,11 @@ def _through_both() -> dict[str, tuple[Any, Any, int]]:
     }
     found = {}
     for name, (make, (peer, engine_options), options) in cases.items():
+        by_name = options.pop("by_name", False)
         expected = runs.fit(peer, make(), **options)
         calls = _allreduces()
-        seen = runs.fit(BaguaStrategy(GradientAllReduceAlgorithm(), **engine_options), make(), **options)
+        ours = BaguaStrategy(GradientAllReduceAlgorithm(), **engine_options)
+        seen = runs.fit("bagua_find_unused_parameters_true" if by_name else ours, make(), **options)
         found[name] = (seen, expected, _allreduces() - calls)
     return found
 
