@@ -263,5 +263,5 @@ def test_a_missing_package_is_named_with_the_extra_that_installs_it(module, miss
             monkeypatch.delitem(sys.modules, loaded)
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, f"bagua.integrations.{module}", raising=False)
-    with pytest.raises(ImportError, match=rf"pip install 'bagua\[{extra}\]'"):
+    with pytest.raises(ImportError, match=rf"pip install 'bagua-torch\[{extra}\]'"):
         __import__(f"bagua.integrations.{module}")
