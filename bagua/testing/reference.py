@@ -10,7 +10,7 @@ import torch
 
 from bagua.comm import ReduceOp
 
-__all__ = ["COPIED", "LEGAL", "REDUCED", "assert_same", "garbage", "reduced", "values"]
+__all__ = ["COPIED", "LEGAL", "REDUCED", "assert_rounded_once", "assert_same", "garbage", "reduced", "values"]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)
@@ -49,7 +49,7 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tenso
         return torch.randn(shape, dtype=dtype, generator=generator)
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator).to(dtype)
-    low, high = (0, 2) if dtype is torch.bool else (0 if dtype is torch.uint8 else -9, 10)
+    low, high = {torch.bool: (0, 2), torch.uint8: (0, 256), torch.int8: (-128, 128)}.get(dtype, (-9, 10))
     return torch.randint(low, high, shape, generator=generator).to(dtype)
 
 
@@ -118,6 +118,20 @@ def assert_same(actual: torch.Tensor, expected: torch.Tensor, message: str, *, r
         return
     same = torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
     assert same, f"{message}: {actual} instead of {expected}"
+
+
+def assert_rounded_once(actual: torch.Tensor, expected: torch.Tensor, message: str) -> None:
+    """Fail unless ``actual`` is ``expected`` or a neighbour of it among the numbers of its dtype.
+
+    A neighbour, because the result in float32 may lie almost in the middle of two of them.
+    """
+    assert actual.dtype is expected.dtype, f"{message}: {actual.dtype} instead of {expected.dtype}"
+    assert actual.shape == expected.shape, f"{message}: {actual.shape} instead of {expected.shape}"
+    step = torch.finfo(expected.dtype).eps
+    torch.testing.assert_close(
+        _plain(actual).float(), _plain(expected).float(), rtol=step, atol=step / 1024,
+        msg=lambda text: f"{message}: {text}",
+    )  # fmt: skip
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,160 +1,133 @@
-"""Random programs of collectives on every transport, against what plain tensors give.
+"""Random programs of calls on every transport, against what plain tensors give.
 
-``HYPOTHESIS_PROFILE=thorough`` tries many more of them.
+``HYPOTHESIS_PROFILE=thorough`` tries many more of them. What is drawn here, and that it finds mistakes, is
+itself tested in ``test_property_mutants.py``.
 """
 
 from __future__ import annotations
 
-import torch
+import os
+import warnings
+
+import pytest
+import torch.distributed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bagua.testing.contract.exercises import EXERCISES, Setting, as_it_is, communicator, home
-from bagua.testing.contract.results import (
+import bagua.torch_api  # noqa: F401 - which makes the backend known
+from bagua.comm.store.serving import connect_store, serve_store
+from bagua.comm.torch_backend import group as torch_backend
+from bagua.testing import ProcessRanks
+from bagua.testing.ranks import nodes_of, this_rank
+from tests.programs.programs import (
+    HOSTS,
+    KINDS,
     REDUCING,
-    as_leaf,
-    conjugated,
-    negated,
-    strided,
-    transposed,
-    with_history,
-    with_offset,
+    Decks,
+    assert_members_agree,
+    deal,
+    drawn_pairs,
+    run_programs,
+    run_programs_in_torch,
+    table_of_pairs,
 )
-from bagua.testing.reference import COPIED, LEGAL, assert_same, reduced, values
 
-COALESCED = ("allreduce_coalesced", "broadcast_coalesced")
-SIZES = st.integers(1, 5)
-SHAPES = st.one_of(
-    st.just(()),
-    st.tuples(st.integers(0, 9)),
-    st.tuples(st.integers(1, 5), st.integers(1, 5)),
-    st.tuples(st.integers(1, 3), st.integers(0, 3), st.integers(1, 3)),
-    st.tuples(st.integers(1_000, 70_000)),
-)
-REDUCTIONS = st.sampled_from([(op, dtype) for op, dtypes in LEGAL for dtype in dtypes])
+THOROUGH = os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+#: Another seed for each run, where many programs are asked for.
+SEED = int.from_bytes(os.urandom(4), "big") if THOROUGH else 0
+OURS = ("native", "mirror")
 
 
-def layouts(dtype: torch.dtype) -> st.SearchStrategy:
-    suitable = [as_it_is, transposed, strided, with_offset]
-    if dtype in (torch.float32, torch.float64):
-        suitable.append(negated)
-    if dtype.is_complex:
-        suitable.append(conjugated)
-    if dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1):
-        suitable += [as_leaf, with_history]
-    return st.sampled_from(suitable)
+def dealt(count, faces=OURS, **options):
+    """Programs that leave nothing out."""
+    choose = Decks(SEED)
+    return [deal(choose, faces, **options) for _ in range(count * 20 if THOROUGH else count)]
 
 
-@st.composite
-def steps(draw, size: int) -> tuple[str, Setting]:
-    """One call: which, on what, and how."""
-    kind = draw(st.sampled_from(sorted(EXERCISES)))
-    op, dtype = LEGAL[0][0], draw(st.sampled_from(COPIED))
-    if kind in REDUCING:
-        op, dtype = draw(REDUCTIONS)
-    suitable = layouts(dtype)
-    if kind in COALESCED:  # the exercise adds integers
-        dtype, suitable = torch.float32, st.sampled_from([as_it_is, transposed, strided, with_offset])
-    setting = Setting(
-        shape=draw(SHAPES),
-        dtype=dtype,
-        op=op,
-        root=draw(st.integers(0, size - 1)),
-        seed=draw(st.integers(0, 99)),
-        present=draw(suitable),
-        options={"async_op": True} if draw(st.booleans()) else {},
-    )
-    return kind, setting
+EVERYDAY = dealt(120)
 
 
-@st.composite
-def programs(draw) -> tuple[int, list[tuple[str, Setting]], list[int]]:
-    """A number of ranks, the calls that all of them make, and the order in which they wait for them."""
-    size = draw(SIZES)
-    program = draw(st.lists(steps(size), min_size=1, max_size=6))
-    return size, program, draw(st.permutations(range(len(program))))
+def by_layout(programs):
+    """Programs that can run on the same ranks, one after the other."""
+    layouts = {}
+    for program in programs:
+        layouts.setdefault(program.hosts, []).append(program)
+    return layouts.items()
 
 
-def run_program(program: list[tuple[str, Setting]], order: list[int]) -> list[torch.Tensor]:
-    comm = communicator()
-    started = [EXERCISES[kind](comm, setting) for kind, setting in program]
-    for number in order:
-        for work in started[number].works:
-            if work is not None:
-                work.wait()
-    for exercise in started:
-        exercise.check()
-    return [result.detach().clone() for exercise in started for result in exercise.results]
+def test_programs_leave_nothing_out(record_property):
+    """All pairs of reduction and dtype, and all kinds, among two and more ranks; in groups, too."""
+    record_property("pairs of reduction and dtype that were drawn", table_of_pairs(EVERYDAY))
+    assert len(drawn_pairs(EVERYDAY)) == 68
+    assert min(drawn_pairs(EVERYDAY).values()) > 0
+    steps = [(program, step) for program in EVERYDAY for step in program.steps]
+    several = [(program, step) for program, step in steps if program.members(step.place) > 1]
+    for face in OURS:
+        assert {step.kind for _, step in several if step.face == face} == set(KINDS[face])
+    assert {program.size for program in EVERYDAY} == {1, 2, 3, 4, 5}
+    for kind in ("world", "duplicate", "some", "within", "between"):
+        found = [step for program, step in several if program.places[step.place][0] == kind]
+        assert {bool(step.setting.options) for step in found} == {True, False}
+        assert {step.kind in REDUCING[step.face] for step in found} == {True, False}
+        assert any(step.late is not None for step in found)
 
 
-@given(programs())
-def test_programs_give_what_plain_tensors_give(rank_pool, drawn):
-    size, program, order = drawn
-    per_rank = rank_pool.run(run_program, program, order, size=size)
-    for results in per_rank[1:]:
-        for mine, first in zip(results, per_rank[0], strict=True):
-            assert_same(mine, first, "a result that shall be bitwise identical on all ranks")
+@pytest.mark.threads
+def test_dealt_programs_on_threads(thread_pool):
+    for program in EVERYDAY:
+        assert_members_agree(thread_pool.run(run_programs, [program], True, hosts=program.hosts))
 
 
-@st.composite
-def counts(draw) -> list[list[int]]:
-    size = draw(SIZES)
-    row = st.lists(st.integers(0, 5), min_size=size, max_size=size)
-    return draw(st.lists(row, min_size=size, max_size=size))
+@pytest.mark.threads
+@given(st.data())
+def test_drawn_programs_on_threads(thread_pool, data):
+    program = deal(lambda name, options: data.draw(st.sampled_from(options), label=name), OURS)
+    assert_members_agree(thread_pool.run(run_programs, [program], True, hosts=program.hosts))
 
 
-def exchange_uneven(matrix: list[list[int]], dtype: torch.dtype) -> None:
-    comm = communicator()
-    inputs = [values((sum(row),), dtype, rank) for rank, row in enumerate(matrix)]
-    received = [row[comm.rank] for row in matrix]
-    output = torch.zeros(sum(received), dtype=dtype, device=home(comm))
-    comm.alltoall_v(output, inputs[comm.rank].to(home(comm)), received, matrix[comm.rank])
-    parts = [torch.split(sent, row)[comm.rank] for sent, row in zip(inputs, matrix, strict=True)]
-    assert_same(output, torch.cat(parts), "alltoall_v")
+@pytest.mark.shm
+def test_dealt_programs_on_shared_memory(shm_pool):
+    for hosts, programs in by_layout(dealt(24, sizes=(2, 3, 5), hosts={size: [(size,)] for size in HOSTS})):
+        assert_members_agree(shm_pool.run(run_programs, programs, True, hosts=hosts))
 
 
-@given(counts(), st.sampled_from(COPIED))
-def test_uneven_shares_arrive(rank_pool, matrix, dtype):
-    rank_pool.run(exchange_uneven, matrix, dtype, size=len(matrix))
+@pytest.mark.gloo
+def test_dealt_programs_on_gloo(process_pool):
+    for hosts, programs in by_layout(dealt(18, sizes=(2, 3), hosts={2: [(1, 1)], 3: [(2, 1)]})):
+        assert_members_agree(process_pool.run(run_programs, programs, False, hosts=hosts))
 
 
-def overlap(kind: str, share: int, output_at: int, input_at: int) -> None:
-    """Output and input at drawn places of one buffer; what is neither must stay."""
-    comm = communicator()
-    size, rank = comm.size, comm.rank
-    into, outof = {
-        "allgather": (size * share, share),
-        "reduce_scatter": (share, size * share),
-        "alltoall": (size * share, size * share),
-        "sendrecv": (share, share),
-    }[kind]
-    buffers = [values((3 * size * share + 9,), torch.float64, 10 + other) for other in range(size)]
-    inputs = [buffer[input_at : input_at + outof] for buffer in buffers]
-    mine = buffers[rank].to(home(comm), copy=True)
-    output, tensor = mine[output_at : output_at + into], mine[input_at : input_at + outof]
-    if kind == "allgather":
-        comm.allgather(output, tensor)
-        expected = torch.cat(inputs)
-    elif kind == "reduce_scatter":
-        comm.reduce_scatter(output, tensor)
-        expected = reduced(inputs, LEGAL[0][0])[rank * share : (rank + 1) * share]
-    elif kind == "alltoall":
-        comm.alltoall(output, tensor)
-        expected = torch.cat([sent[rank * share : (rank + 1) * share] for sent in inputs])
-    else:
-        comm.sendrecv(output, tensor, (rank - 1) % size, (rank + 1) % size)
-        expected = inputs[(rank - 1) % size]
-    whole = buffers[rank].clone()
-    whole[output_at : output_at + into] = expected
-    assert_same(mine, whole, f"{kind} into its own input", rounding_steps=size)
+@pytest.mark.hybrid
+def test_dealt_programs_on_hybrid():
+    pool = ProcessRanks(5, backend="hybrid")
+    for hosts, programs in by_layout(dealt(18, sizes=(3, 5), hosts={3: [(2, 1)], 5: [(2, 3)]})):
+        assert_members_agree(pool.run(run_programs, programs, False, hosts=hosts))
 
 
-@given(
-    st.integers(2, 4),
-    st.sampled_from(["allgather", "reduce_scatter", "alltoall", "sendrecv"]),
-    st.integers(0, 6),
-    st.integers(0, 9),
-    st.integers(0, 9),
-)
-def test_output_and_input_may_overlap(rank_pool, size, kind, share, output_at, input_at):
-    rank_pool.run(overlap, kind, share, output_at, input_at, size=size)
+@pytest.mark.nccl
+def test_dealt_programs_on_nccl():
+    size = min(torch.cuda.device_count(), 4)
+    pool = ProcessRanks(size, backend="nccl")
+    for hosts, programs in by_layout(dealt(18, sizes=(size,), hosts={size: [(size,)]})):
+        assert_members_agree(pool.run(run_programs, programs, False, hosts=hosts))
+
+
+def join_torch(programs, port, hosts):
+    """Ranks of the backend ``bagua`` of ``torch.distributed``."""
+    warnings.simplefilter("ignore")  # Torch warns of calls of ranks that are no members, and of its own names.
+    torch_backend.layout = lambda answers, _: nodes_of(hosts)[: len(answers)]
+    store = connect_store(port, 20.0)
+    dist = torch.distributed
+    dist.init_process_group("bagua", store=store, rank=this_rank.get().rank, world_size=sum(hosts))
+    digests = run_programs_in_torch(programs, dist, store, len(hosts) == 1)
+    dist.destroy_process_group()
+    return digests
+
+
+@pytest.mark.shm
+@pytest.mark.parametrize("hosts", [(2,), (2, 1)], ids=str)
+def test_dealt_programs_through_the_torch_backend(hosts):
+    store, port = serve_store()
+    programs = dealt(12, ("torch",), sizes=(sum(hosts),), hosts={sum(hosts): [hosts]})
+    assert_members_agree(ProcessRanks(3, backend=None).run(join_torch, programs, port, hosts, size=sum(hosts)))
+    del store

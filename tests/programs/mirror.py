@@ -1,0 +1,289 @@
+"""What programs do with the names of ``torch.distributed``, in ``bagua.distributed`` and in torch itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from bagua.testing.contract.exercises import Exercise, Setting, several
+from bagua.testing.reference import assert_same
+from tests.programs.native import assert_same_object, own_object
+from tests.programs.places import Place
+
+Begin = Callable[[Place, Setting], Exercise]
+
+
+def _wait_later(s: Setting) -> bool:
+    return bool(s.options.get("async_op"))
+
+
+def _at(p: Place, s: Setting, name: str, rank: int) -> dict[str, Any]:
+    """The argument that names ``rank`` of the group, as a global rank or as one in the group."""
+    return {f"group_{name}": rank} if s.seed % 2 else {name: p.ranks[rank]}
+
+
+def _all_reduce(p: Place, s: Setting) -> Exercise:
+    inputs = [s.own(rank) for rank in range(p.size)]
+    tensor = s.place(inputs[p.rank], p)
+    work = p.dist.all_reduce(tensor, s.op, p.group, _wait_later(s))
+    return Exercise([work], lambda: s.assert_reduced(tensor, inputs, "all_reduce"), [tensor], [tensor])
+
+
+def _all_reduce_coalesced(p: Place, s: Setting) -> Exercise:
+    """Torch takes one dtype in such a call, so all parts have the first one's."""
+    parts = [replace(part, dtype=s.dtype) for part in several(s)]
+    tensors = [part.place(part.own(p.rank), p) for part in parts]
+    work = p.dist.all_reduce_coalesced(tensors, s.op, p.group, _wait_later(s))
+
+    def check() -> None:
+        for part, tensor in zip(parts, tensors, strict=True):
+            part.assert_reduced(tensor, [part.own(rank) for rank in range(p.size)], "all_reduce_coalesced")
+
+    return Exercise([work], check, tensors, tensors)
+
+
+def _reduce(p: Place, s: Setting) -> Exercise:
+    inputs = [s.own(rank) for rank in range(p.size)]
+    tensor = s.place(inputs[p.rank], p)
+    work = p.dist.reduce(tensor, op=s.op, group=p.group, async_op=_wait_later(s), **_at(p, s, "dst", s.root))
+
+    def check() -> None:
+        if p.rank == s.root:
+            s.assert_reduced(tensor, inputs, "reduce")
+        else:
+            assert_same(tensor, inputs[p.rank], "reduce, which is not the destination")
+
+    return Exercise([work], check, [], [tensor])
+
+
+def _broadcast(p: Place, s: Setting) -> Exercise:
+    tensor = s.place(s.own(p.rank), p)
+    work = p.dist.broadcast(tensor, group=p.group, async_op=_wait_later(s), **_at(p, s, "src", s.root))
+    return Exercise([work], lambda: assert_same(tensor, s.own(s.root), "broadcast"), [tensor], [tensor])
+
+
+def _outputs(p: Place, s: Setting) -> list[torch.Tensor]:
+    return [s.room(s.shape, p) for _ in range(p.size)]
+
+
+def _check_gathered(p: Place, s: Setting, outputs: list[torch.Tensor], what: str) -> None:
+    for rank, output in enumerate(outputs):
+        assert_same(output, s.own(rank), f"{what} from rank {rank}")
+
+
+def _all_gather(p: Place, s: Setting) -> Exercise:
+    outputs, tensor = _outputs(p, s), s.place(s.own(p.rank), p)
+    work = p.dist.all_gather(outputs, tensor, p.group, _wait_later(s))
+    return Exercise([work], lambda: _check_gathered(p, s, outputs, "all_gather"), outputs, [*outputs, tensor])
+
+
+def _all_gather_single(p: Place, s: Setting) -> Exercise:
+    output, tensor = s.room((p.size, *s.shape), p), s.place(s.own(p.rank), p)
+    work = p.dist.all_gather_single(output, tensor, p.group, _wait_later(s))
+
+    def check() -> None:
+        _check_gathered(p, s, list(output), "all_gather_single")
+
+    return Exercise([work], check, [output], [output, tensor])
+
+
+def _gather(p: Place, s: Setting) -> Exercise:
+    outputs = _outputs(p, s) if p.rank == s.root else None
+    tensor = s.place(s.own(p.rank), p)
+    work = p.dist.gather(tensor, outputs, group=p.group, async_op=_wait_later(s), **_at(p, s, "dst", s.root))
+    return Exercise([work], lambda: _check_gathered(p, s, outputs or [], "gather"), [], [*(outputs or []), tensor])
+
+
+def _parts(p: Place, s: Setting, rank: int) -> list[torch.Tensor]:
+    """The numbers that ``rank`` has for each rank of the group."""
+    return [replace(s, seed=s.seed + 100 * (1 + target)).own(rank) for target in range(p.size)]
+
+
+def _scatter(p: Place, s: Setting) -> Exercise:
+    numbers = _parts(p, s, s.root)
+    inputs = [s.place(one, p) for one in numbers] if p.rank == s.root else None
+    output = s.room(s.shape, p)
+    work = p.dist.scatter(output, inputs, group=p.group, async_op=_wait_later(s), **_at(p, s, "src", s.root))
+    return Exercise([work], lambda: assert_same(output, numbers[p.rank], "scatter"), [], [output, *(inputs or [])])
+
+
+def _reduce_scatter(p: Place, s: Setting) -> Exercise:
+    inputs = [s.place(one, p) for one in _parts(p, s, p.rank)]
+    output = s.room(s.shape, p)
+    work = p.dist.reduce_scatter(output, inputs, s.op, p.group, _wait_later(s))
+
+    def check() -> None:
+        s.assert_reduced(output, [_parts(p, s, rank)[p.rank] for rank in range(p.size)], "reduce_scatter")
+
+    return Exercise([work], check, [], [output, *inputs])
+
+
+def _reduce_scatter_single(p: Place, s: Setting) -> Exercise:
+    tensor, output = s.place(s.own(p.rank, p.size), p), s.room(s.shape, p)
+    work = p.dist.reduce_scatter_single(output, tensor, s.op, p.group, _wait_later(s))
+
+    def check() -> None:
+        shares = [s.own(rank, p.size)[p.rank] for rank in range(p.size)]
+        s.assert_reduced(output, shares, "reduce_scatter_single")
+
+    return Exercise([work], check, [], [output, tensor])
+
+
+def _uneven(p: Place, s: Setting, source: int) -> list[torch.Tensor]:
+    """What ``source`` has for each rank, in rows of two: 0 to 3 of them."""
+    counts = [(source + 2 * target + s.seed) % 4 for target in range(p.size)]
+    return [
+        replace(s, shape=(count, 2), seed=s.seed + 100 * (1 + target)).own(source)
+        for target, count in enumerate(counts)
+    ]
+
+
+def _all_to_all(p: Place, s: Setting) -> Exercise:
+    expected = [_uneven(p, s, source)[p.rank] for source in range(p.size)]
+    outputs = [s.room(tuple(one.shape), p) for one in expected]
+    inputs = [s.place(one, p) for one in _uneven(p, s, p.rank)]
+    work = p.dist.all_to_all(outputs, inputs, p.group, _wait_later(s))
+
+    def check() -> None:
+        for source, (output, numbers) in enumerate(zip(outputs, expected, strict=True)):
+            assert_same(output, numbers, f"all_to_all from rank {source}")
+
+    return Exercise([work], check, [], [*outputs, *inputs])
+
+
+def _all_to_all_single(p: Place, s: Setting) -> Exercise:
+    tensor, output = s.place(s.own(p.rank, p.size), p), s.room((p.size, *s.shape), p)
+    work = p.dist.all_to_all_single(output, tensor, None, None, p.group, _wait_later(s))
+
+    def check() -> None:
+        expected = torch.stack([s.own(source, p.size)[p.rank] for source in range(p.size)])
+        assert_same(output, expected, "all_to_all_single")
+
+    return Exercise([work], check, [], [output, tensor])
+
+
+def _all_to_all_single_uneven(p: Place, s: Setting) -> Exercise:
+    expected = [_uneven(p, s, source)[p.rank] for source in range(p.size)]
+    own = _uneven(p, s, p.rank)
+    received, sent = [len(one) for one in expected], [len(one) for one in own]
+    tensor, output = s.place(torch.cat(own), p), s.room((sum(received), 2), p)
+    work = p.dist.all_to_all_single(output, tensor, received, sent, p.group, _wait_later(s))
+    return Exercise([work], lambda: assert_same(output, torch.cat(expected), "uneven"), [], [output, tensor])
+
+
+def _line(p: Place, s: Setting, tags: tuple[int, int]) -> Exercise:
+    """Each rank sends two messages to the next one, which asks for them in the order of ``tags``, backwards."""
+    works: list[Any] = []
+    inputs = [s.place(s.own(p.rank + 10 * number), p) for number in range(2)]
+    outputs = [s.room(s.shape, p) for _ in range(2)]
+    backwards = (1, 0) if tags[0] != tags[1] else (0, 1)
+    for number in backwards if p.rank else ():
+        source = _at(p, s, "src", p.rank - 1)
+        if _wait_later(s):
+            works.append(p.dist.irecv(outputs[number], group=p.group, tag=tags[number], **source))
+        else:
+            found = p.dist.recv(outputs[number], group=p.group, tag=tags[number], **source)
+            assert found == p.ranks[p.rank - 1], f"recv says that rank {found} has sent"
+    for number in range(2 if p.rank < p.size - 1 else 0):
+        target = _at(p, s, "dst", p.rank + 1)
+        send = p.dist.isend if _wait_later(s) else p.dist.send
+        works.append(send(inputs[number], group=p.group, tag=tags[number], **target))
+
+    def check() -> None:
+        for number in range(2 if p.rank else 0):
+            assert_same(outputs[number], s.own(p.rank - 1 + 10 * number), f"message {number} with tags {tags}")
+
+    return Exercise(works, check, [], [*outputs, *inputs])
+
+
+def _batch(p: Place, s: Setting) -> Exercise:
+    """Around a ring, all messages at once, receives and sends in either order."""
+    if p.size == 1:
+        return Exercise([], lambda: None, [], [])
+    tensor, output = s.place(s.own(p.rank), p), s.room(s.shape, p)
+    before, after = (p.rank - 1) % p.size, (p.rank + 1) % p.size
+    ops = [
+        p.dist.P2POp(p.dist.isend, tensor, group=p.group, **_at(p, s, "peer", after)),
+        p.dist.P2POp(p.dist.irecv, output, group=p.group, **_at(p, s, "peer", before)),
+    ]
+    works = p.dist.batch_isend_irecv(ops[:: -1 if s.seed % 3 else 1])
+    for work in works:
+        work.wait()
+    return Exercise([], lambda: assert_same(output, s.own(before), "batch_isend_irecv"), [], [output, tensor])
+
+
+def _of_objects(check: Callable[[], None]) -> Exercise:
+    return Exercise([], check, [], [])
+
+
+def _all_gather_object(p: Place, s: Setting) -> Exercise:
+    found = [None] * p.size
+    p.dist.all_gather_object(found, own_object(s, p.rank), p.group)
+    expected = [own_object(s, rank) for rank in range(p.size)]
+    return _of_objects(lambda: _check_list(p, found, expected, "all_gather_object"))
+
+
+def _check_list(p: Place, found: list[Any], expected: list[Any], what: str) -> None:
+    assert_same_object(found, [None] * len(found) if p.outside else expected, what)
+
+
+def _broadcast_object_list(p: Place, s: Setting) -> Exercise:
+    sent = [own_object(s, s.root), "and", own_object(s, s.root + 1)]
+    found = list(sent) if p.rank == s.root and not p.outside else [None] * 3
+    p.dist.broadcast_object_list(found, group=p.group, **_at(p, s, "src", s.root))
+    return _of_objects(lambda: _check_list(p, found, sent, "broadcast_object_list"))
+
+
+def _gather_object(p: Place, s: Setting) -> Exercise:
+    found = [None] * p.size if p.rank == s.root else None
+    p.dist.gather_object(own_object(s, p.rank), found, group=p.group, **_at(p, s, "dst", s.root))
+    expected = [own_object(s, rank) for rank in range(p.size)]
+    return _of_objects(lambda: found is None or _check_list(p, found, expected, "gather_object"))
+
+
+def _scatter_object_list(p: Place, s: Setting) -> Exercise:
+    found: list[Any] = [None]
+    given = [own_object(s, rank) for rank in range(p.size)] if p.rank == s.root else None
+    p.dist.scatter_object_list(found, given, group=p.group, **_at(p, s, "src", s.root))
+    return _of_objects(lambda: _check_list(p, found, [own_object(s, p.rank)], "scatter_object_list"))
+
+
+def _messages_of_objects(p: Place, s: Setting) -> Exercise:
+    found, expected = [None, None], [None, None]
+    if p.rank:
+        source = p.dist.recv_object_list(found, group=p.group, **_at(p, s, "src", p.rank - 1))
+        assert source == p.ranks[p.rank - 1], f"recv_object_list says that rank {source} has sent"
+        expected = [own_object(s, p.rank - 1), "and"]
+    if p.rank < p.size - 1:
+        p.dist.send_object_list([own_object(s, p.rank), "and"], group=p.group, **_at(p, s, "dst", p.rank + 1))
+    return _of_objects(lambda: _check_list(p, found, expected, "recv_object_list"))
+
+
+#: Every kind of call with torch's names; ``barrier`` has an exercise of its own in programs.
+MIRROR: dict[str, Begin] = {
+    "all_reduce": _all_reduce,
+    "all_reduce_coalesced": _all_reduce_coalesced,
+    "reduce": _reduce,
+    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_single": _reduce_scatter_single,
+    "broadcast": _broadcast,
+    "all_gather": _all_gather,
+    "all_gather_single": _all_gather_single,
+    "gather": _gather,
+    "scatter": _scatter,
+    "all_to_all": _all_to_all,
+    "all_to_all_single": _all_to_all_single,
+    "all_to_all_single_uneven": _all_to_all_single_uneven,
+    "messages": lambda p, s: _line(p, s, (0, 0)),
+    "messages_with_tags": lambda p, s: _line(p, s, (7, 3)),
+    "batch_isend_irecv": _batch,
+    "all_gather_object": _all_gather_object,
+    "broadcast_object_list": _broadcast_object_list,
+    "gather_object": _gather_object,
+    "scatter_object_list": _scatter_object_list,
+    "messages_of_objects": _messages_of_objects,
+}
+REDUCING = ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single")

@@ -1,0 +1,129 @@
+"""What programs do with the methods of a communicator, beyond what the contract suite does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from bagua.comm import Communicator
+from bagua.testing.contract.exercises import EXERCISES, Begin, Exercise, Setting
+from bagua.testing.reference import REDUCED, assert_same, values
+
+
+def own_object(s: Setting, rank: int) -> dict[str, Any]:
+    """An object that differs in size and content from rank to rank."""
+    name = "rank" * (1 + (rank + s.seed) % 3) + str(rank)
+    return {"name": name, "numbers": s.own(rank), "more": (rank, [None, rank / 3, b"\0" * rank], {True: "x"})}
+
+
+def assert_same_object(actual: Any, expected: Any, message: str) -> None:
+    """Fail unless two objects are equal in all their parts and the types of these."""
+    assert type(actual) is type(expected), f"{message}: {actual!r} instead of {expected!r}"
+    if isinstance(expected, torch.Tensor):
+        assert_same(actual, expected, message)
+    elif isinstance(expected, dict):
+        assert list(actual) == list(expected), message
+        for key, part in expected.items():
+            assert_same_object(actual[key], part, message)
+    elif isinstance(expected, list | tuple):
+        assert len(actual) == len(expected), f"{message}: {actual!r} instead of {expected!r}"
+        for one, other in zip(actual, expected, strict=True):
+            assert_same_object(one, other, message)
+    else:
+        assert actual == expected, f"{message}: {actual!r} instead of {expected!r}"
+
+
+def _objects(kind: str) -> Begin:
+    """A collective on objects: what it is called with, and what it shall give."""
+
+    def begin(comm: Communicator, s: Setting) -> Exercise:
+        everyone = [own_object(s, rank) for rank in range(comm.size)]
+        at_root = comm.rank == s.root
+        if kind == "broadcast_object":
+            found, expected = comm.broadcast_object(everyone[comm.rank], s.root, **s.options), everyone[s.root]
+        elif kind == "allgather_object":
+            found, expected = comm.allgather_object(everyone[comm.rank], **s.options), everyone
+        elif kind == "gather_object":
+            found, expected = comm.gather_object(everyone[comm.rank], s.root, **s.options), everyone
+        else:
+            found, expected = comm.scatter_object(everyone if at_root else None, s.root, **s.options), everyone
+            expected = everyone[comm.rank]
+        if kind == "gather_object" and not at_root:
+            expected = None
+        return _of_objects(found, expected, kind, s)
+
+    return begin
+
+
+def _of_objects(found: Any, expected: Any, kind: str, s: Setting) -> Exercise:
+    """An exercise whose result is an object; a call returns a work for it, or the object itself."""
+    works = [found] if s.options.get("async_op") else []
+
+    def check() -> None:
+        assert_same_object(found.result() if works else found, expected, kind)
+
+    return Exercise(works, check, [], [])
+
+
+def _messages_of_objects(comm: Communicator, s: Setting) -> Exercise:
+    """From each even rank to the next one: two calls of a rank would have to wait for each other."""
+    other = comm.rank ^ 1
+    if other >= comm.size:
+        return Exercise([], lambda: None, [], [])
+    if comm.rank % 2:
+        return _of_objects(comm.recv_object(other, **s.options), own_object(s, other), "recv_object", s)
+    return _of_objects(comm.send_object(own_object(s, comm.rank), other, **s.options), None, "send_object", s)
+
+
+def _overlapping(comm: Communicator, s: Setting) -> Exercise:
+    """Output and input at drawn places of one buffer; what is neither must stay."""
+    size, rank, share = comm.size, comm.rank, s.seed % 7
+    kind = ("allgather", "alltoall", "sendrecv", "reduce_scatter")[s.seed % (4 if s.dtype in REDUCED else 3)]
+    many = size * share
+    into, outof = {"allgather": (many, share), "alltoall": (many, many), "reduce_scatter": (share, many)}.get(
+        kind, (share, share)
+    )
+    buffers = [values((3 * many + 20,), s.dtype, 10 + s.seed + other) for other in range(size)]
+    input_at, output_at = s.seed % 11, s.seed // 11
+    inputs = [buffer[input_at : input_at + outof] for buffer in buffers]
+    mine = s.place(buffers[rank], comm)
+    output, tensor = mine[output_at : output_at + into], mine[input_at : input_at + outof]
+    before, after = (rank - 1) % size, (rank + 1) % size
+    around = (before, after) if kind == "sendrecv" else ()
+    work = getattr(comm, kind)(output, tensor, *around, **s.options)
+    own = slice(rank * share, (rank + 1) * share)
+
+    def check() -> None:
+        expected = buffers[rank].clone()
+        result = expected[output_at : output_at + into]
+        if kind == "allgather":
+            result.copy_(torch.cat(inputs))
+        elif kind == "alltoall":
+            result.copy_(torch.cat([sent[own] for sent in inputs]))
+        elif kind == "sendrecv":
+            result.copy_(inputs[before])
+        else:
+            s.assert_reduced(output, [numbers[own] for numbers in inputs], "reduce_scatter into its input")
+            result.copy_(output.detach().cpu())
+        assert_same(mine, expected, f"{kind} into its own input")
+
+    return Exercise([work], check, [], [])
+
+
+def _plain(begin: Begin) -> Begin:
+    """The exercise on tensors that are as plain as can be, and hold what is reduced in every dtype."""
+    plain = Setting()
+    return lambda comm, s: begin(comm, replace(s, present=plain.present, op=plain.op))
+
+
+OBJECTS = ("broadcast_object", "allgather_object", "gather_object", "scatter_object")
+#: Every kind of call of a communicator; ``barrier`` has an exercise of its own in programs.
+NATIVE: dict[str, Begin] = {
+    **{kind: begin for kind, begin in EXERCISES.items() if kind != "barrier"},
+    **{kind: _objects(kind) for kind in OBJECTS},
+    "messages_of_objects": _messages_of_objects,
+    "overlapping": _plain(_overlapping),
+}
+REDUCING = ("allreduce", "reduce", "reduce_scatter", "allreduce_coalesced")

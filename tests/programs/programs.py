@@ -1,0 +1,341 @@
+"""Programs of calls: how they are drawn, run and checked.
+
+A program says how many ranks there are and on which hosts, which groups they make, and which calls
+each rank makes on them, in one order. ``deal`` draws one by asking for one option after the other, so
+hypothesis can answer (and shrink), or decks of cards that leave nothing out (``Decks``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
+
+import torch
+
+import bagua.comm
+from bagua.comm.objects import as_bytes
+from bagua.testing.contract.exercises import Exercise, Setting, as_it_is
+from bagua.testing.contract.results import (
+    as_leaf,
+    conjugated,
+    negated,
+    strided,
+    transposed,
+    with_history,
+    with_offset,
+)
+from bagua.testing.reference import COPIED, LEGAL, REDUCED, assert_same
+from tests.programs import mirror, native
+from tests.programs.places import Description, Place, places_of_bagua, places_of_torch
+
+T = TypeVar("T")
+Choose = Callable[[str, Sequence[T]], T]
+#: Methods of a communicator, names of ``bagua.distributed``, or those of ``torch.distributed`` on our backend.
+Face = Literal["native", "mirror", "torch"]
+
+PAIRS = [(op, dtype) for op, dtypes in LEGAL for dtype in dtypes]
+KINDS: dict[str, list[str]] = {
+    "native": [*native.NATIVE, "barrier"],
+    "mirror": [*mirror.MIRROR, "barrier"],
+    "torch": [*(kind for kind in mirror.MIRROR if kind != "messages_with_tags"), "barrier"],
+}
+REDUCING = {"native": native.REDUCING, "mirror": mirror.REDUCING, "torch": mirror.REDUCING}
+#: What is drawn more often: reducing calls have more to get wrong, and messages involve only some ranks.
+MORE = {face: [*REDUCING[face] * 2, *(kind for kind in kinds if "messages" in kind)] for face, kinds in KINDS.items()}
+#: The last ones are above the size at which transports go over to slices, and no multiples of anything.
+SHAPES = [(), (1,), (7,), (2, 3), (3, 1, 2), (4, 0), (5, 5), (1_023,), (40_009,), (20_011, 2)]
+HOSTS = {1: [(1,)], 2: [(2,), (1, 1)], 3: [(3,), (2, 1)], 4: [(4,), (2, 2), (1, 3)], 5: [(5,), (2, 2, 1), (1, 4)]}
+_LATE_S = 0.002
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call.
+
+    Attributes:
+        face: through which names.
+        kind: one of ``KINDS``.
+        place: number of the group.
+        setting: on what, and how; ``root`` counts modulo the size of the group.
+        late: rank in the group, modulo its size, that comes late; None if nobody does.
+    """
+
+    face: Face
+    kind: str
+    place: int
+    setting: Setting
+    late: int | None = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """What all ranks do.
+
+    Attributes:
+        hosts: number of ranks on each host.
+        places: the groups.
+        steps: the calls.
+        order: in which the asynchronous ones are waited for.
+    """
+
+    hosts: tuple[int, ...]
+    places: tuple[Description, ...]
+    steps: tuple[Step, ...]
+    order: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(self.hosts)
+
+    def members(self, place: int) -> int:
+        """Number of ranks in a group; on the smallest host where hosts differ."""
+        kind, ranks = self.places[place]
+        if kind == "within":
+            return min(self.hosts)
+        return {"some": len(ranks), "between": len(self.hosts)}.get(kind, self.size)
+
+
+class Decks:
+    """Answers questions so that, for each of them, all options come before one comes again.
+
+    Args:
+        seed: of the order.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._decks: dict[str, list[Any]] = {}
+
+    def __call__(self, name: str, options: Sequence[T]) -> T:
+        deck = self._decks.setdefault(name, [])
+        if not deck:
+            deck += options
+            self._random.shuffle(deck)
+        return deck.pop()
+
+
+def deal(
+    choose: Choose, faces: Sequence[Face], sizes: Sequence[int] = (1, 2, 2, 3, 3, 4, 5), hosts: Any = HOSTS
+) -> Program:
+    """Draw a program.
+
+    Args:
+        choose: gives one of several options; the first argument names the question.
+        faces: through which names calls are made.
+        sizes: numbers of ranks.
+        hosts: layouts to choose from, by number of ranks.
+    """
+    layout = choose("hosts", hosts[choose("size", sizes)])
+    size = sum(layout)
+    places: list[Description] = [("world", ())]
+    torch_only = "torch" in faces
+    if size > 1:
+        subsets = [ranks for count in range(1, size) for ranks in itertools.combinations(range(size), count)]
+        subsets += subsets[size:]
+        places += [("some", choose(f"members of {size}", subsets)) for _ in range(choose("groups", (1, 1, 2)))]
+        if not torch_only:
+            kinds = choose("others", ((), ("duplicate",), ("within", "between")))
+            places += [(kind, () if kind == "duplicate" else layout) for kind in kinds]
+    program = Program(layout, tuple(places), (), ())
+    steps = tuple(_step(choose, program, choose("face", faces)) for _ in range(choose("length", (4, 8, 12, 16))))
+    shuffle = random.Random(choose("order", range(100)))
+    order = list(range(len(steps)))
+    shuffle.shuffle(order)
+    return replace(program, steps=steps, order=tuple(order))
+
+
+def _step(choose: Choose, program: Program, face: Face) -> Step:
+    reducing = REDUCING[face]
+    kind = choose(f"kind {face} {program.size > 1}", [*KINDS[face], *MORE[face]])
+    place = -1 - choose(f"place of {face} {kind}", range(4)) % len(program.places)  # Those of some ranks come last.
+    several = program.members(place) > 1
+    # Torch cannot pickle tensors of float8.
+    op, dtype = LEGAL[0][0], choose(f"dtype {face}", REDUCED if face == "torch" else COPIED)
+    if kind in reducing:
+        # Torch has no such reduction of complex numbers, whatever the backend.
+        pairs = [pair for pair in PAIRS if face != "torch" or not (pair[1].is_complex and "PRODUCT" in str(pair[0]))]
+        op, dtype = choose(f"pair {face} {several}", pairs)
+    setting = Setting(
+        shape=choose("shape", SHAPES),
+        dtype=dtype,
+        op=op,
+        root=choose("root", range(5)),
+        seed=choose("seed", range(100)),
+        present=_layout(choose, face, kind, dtype),
+        options={"async_op": True} if choose("asynchronous", (False, True)) else {},
+    )
+    return Step(face, kind, place, setting, choose("late", (None, None, 0, 1, 2, None)))
+
+
+def _layout(choose: Choose, face: Face, kind: str, dtype: torch.dtype) -> Any:
+    plain = [as_it_is, as_it_is, transposed, strided, with_offset]
+    if face == "torch" or "coalesced" in kind:
+        return choose("layout", plain)
+    if dtype.is_complex:
+        return choose("complex layout", [*plain, conjugated, conjugated, as_leaf, with_history])
+    if dtype in (torch.float32, torch.float64):
+        return choose("real layout", [*plain, negated, negated, as_leaf, with_history])
+    return choose("layout", plain)
+
+
+# Running.
+
+
+def run_programs(programs: Sequence[Program], rounds_once: bool) -> list[dict[str, str]]:
+    """Run programs on ranks of bagua, one after the other; see ``_Run.finish`` for what it returns."""
+    made = {program.places for program in programs}
+    places = {descriptions: places_of_bagua(descriptions) for descriptions in sorted(made)}
+    return [
+        _Run(program, places[program.places], bagua.comm.get_default_group().store, f"program {number}").finish(
+            rounds_once
+        )
+        for number, program in enumerate(programs)
+    ]
+
+
+def run_programs_in_torch(programs: Sequence[Program], dist: Any, store: Any, rounds_once: bool) -> list[Any]:
+    """The same through ``torch.distributed``, whose ranks have met at ``store``."""
+    return [
+        _Run(program, places_of_torch(dist, program.places), store, f"program {number}").finish(rounds_once)
+        for number, program in enumerate(programs)
+    ]
+
+
+class _Run:
+    """One program on one rank."""
+
+    def __init__(self, program: Program, places: list[Place], store: Any, name: str) -> None:
+        self._program, self._places, self._store, self._name = program, places, store, name
+
+    def finish(self, rounds_once: bool) -> dict[str, str]:
+        """Make all calls, wait for them, check what they give.
+
+        Returns:
+            A digest of each result that must be equal on all members of a group.
+        """
+        steps = self._program.steps
+        started = [self._begin(number, step, rounds_once) for number, step in enumerate(steps)]
+        for number in self._program.order:
+            for work in started[number].works:
+                if work is not None:
+                    work.wait()
+        digests = {}
+        for number, exercise in enumerate(started):
+            place = self._places[steps[number].place]
+            try:
+                exercise.check()
+            except AssertionError as error:
+                raise AssertionError(f"step {number} among ranks {place.ranks}, {steps[number]}: {error}") from error
+            if not place.outside:
+                digests[f"{number} {steps[number].kind} {place.ranks}"] = _digest(exercise.results)
+        return digests
+
+    def _begin(self, number: int, step: Step, rounds_once: bool) -> Exercise:
+        place = self._places[step.place]
+        setting = replace(step.setting, root=step.setting.root % place.size, rounds_once=rounds_once)
+        if place.outside:
+            return self._outside(step, setting, place)
+        late = step.late is not None and place.rank == step.late % place.size
+        if step.kind == "barrier":
+            key = f"{self._name}/{number}/{place.ranks}"
+            return self._barrier(step, place, key, late)
+        if late:
+            time.sleep(_LATE_S)
+        exercise = self._call(step, setting, place)
+        for work in exercise.works:
+            assert (work is not None) is bool(setting.options), f"{step.kind} returned {work}"
+        return exercise
+
+    def _call(self, step: Step, setting: Setting, place: Place) -> Exercise:
+        if step.face == "native":
+            return native.NATIVE[step.kind](place.communicator, setting)
+        return mirror.MIRROR[step.kind](place, setting)
+
+    def _outside(self, step: Step, setting: Setting, place: Place) -> Exercise:
+        """The call of a rank that is no member: it returns at once, and leaves all tensors as they are."""
+        if step.face == "native" or step.kind == "barrier" or "messages" in step.kind:
+            return Exercise([], lambda: None, [], [])
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def present(numbers: torch.Tensor) -> torch.Tensor:
+            tensor = setting.present(numbers)
+            kept.append((tensor, tensor.detach().clone()))
+            return tensor
+
+        exercise = self._call(step, replace(setting, present=present), place)
+
+        def check() -> None:
+            assert not any(exercise.works), f"a rank that is no member got {exercise.works}"
+            for tensor, before in kept:
+                assert_same(tensor, before, f"a tensor of a rank that is no member, after {step.kind}")
+            if not kept:  # Objects stay as they are, too.
+                exercise.check()
+
+        return Exercise([], check, [], [])
+
+    def _barrier(self, step: Step, place: Place, key: str, late: bool) -> Exercise:
+        """Whoever passes finds that all have come; who is late comes when all others have."""
+        patience = 1_000 if late else 0  # Others that failed never come.
+        while patience and self._store.add(key, 0) < place.size - 1:
+            patience -= 1
+            time.sleep(_LATE_S / 10)
+        if late:
+            time.sleep(_LATE_S)
+        self._store.add(key, 1)
+        later = bool(step.setting.options)
+        if step.face == "native":
+            work = place.communicator.barrier(**step.setting.options)
+        else:
+            work = place.dist.barrier(place.group, async_op=later)
+        come = [] if later else [self._store.add(key, 0)]
+
+        def check() -> None:
+            found = (come or [self._store.add(key, 0)])[0]
+            assert found == place.size, f"a barrier was passed when {found} of {place.size} had come"
+
+        return Exercise([work], check, [], [])
+
+
+def _digest(results: Sequence[torch.Tensor]) -> str:
+    found = hashlib.blake2b(digest_size=8)
+    for result in results:
+        plain = result.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+        found.update(as_bytes(plain.view(-1).view(torch.uint8)))
+    return found.hexdigest()
+
+
+def assert_members_agree(per_rank: Sequence[Sequence[dict[str, str]]]) -> None:
+    """Fail unless the results that must be equal on all members are, bit by bit."""
+    for programs in zip(*per_rank, strict=True):
+        first: dict[str, str] = {}
+        for rank, digests in enumerate(programs):
+            for key, digest in digests.items():
+                assert first.setdefault(key, digest) == digest, f"other bits on rank {rank}: step {key}"
+
+
+def drawn_pairs(programs: Sequence[Program]) -> dict[tuple[str, str], int]:
+    """How often each pair of reduction and dtype is drawn, in groups of two and more ranks."""
+    counts = dict.fromkeys(((_name(op), _name(dtype)) for op, dtype in PAIRS), 0)
+    for program in programs:
+        for step in program.steps:
+            if step.kind in REDUCING[step.face] and program.members(step.place) > 1:
+                counts[_name(step.setting.op), _name(step.setting.dtype)] += 1
+    return counts
+
+
+def table_of_pairs(programs: Sequence[Program]) -> str:
+    """The same as a table; a dot where a pair has no meaning."""
+    counts = drawn_pairs(programs)
+    ops, dtypes = dict.fromkeys(op for op, _ in counts), dict.fromkeys(dtype for _, dtype in counts)
+    lines = [f"{'':12}" + "".join(f"{op:>8}" for op in ops)]
+    lines += [f"{dtype:12}" + "".join(f"{counts.get((op, dtype), '.'):>8}" for op in ops) for dtype in dtypes]
+    return "\n".join(lines)
+
+
+def _name(thing: Any) -> str:
+    return str(thing).rpartition(".")[2]
