@@ -6,10 +6,12 @@ the former also is.
 
 from __future__ import annotations
 
+import functools
 import math
 import reprlib
 from collections.abc import Callable, Sequence
 from numbers import Real
+from typing import ParamSpec, TypeVar
 
 from bagua.errors import ConfigurationError, InvalidTypeError
 
@@ -20,9 +22,42 @@ __all__ = [
     "check_numbers",
     "check_whole",
     "install_command",
+    "renaming",
     "unusable",
     "wrong_type",
 ]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def renaming(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Let errors about arguments of what a function calls name the arguments of that function.
+
+    Args:
+        names: what each argument is called here, by its name there.
+
+    Example:
+        >>> @renaming(output="recv_tensor")
+        ... def receive(recv_tensor):
+        ...     raise ConfigurationError("it is too small", argument="output")
+        >>> receive(None)
+        Traceback (most recent call last):
+        bagua.errors.ConfigurationError: it is too small (argument recv_tensor)
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def call(*arguments: P.args, **keywords: P.kwargs) -> T:
+            try:
+                return function(*arguments, **keywords)
+            except ConfigurationError as error:
+                error.argument = names.get(error.argument or "", error.argument)
+                raise
+
+        return call
+
+    return decorate
 
 
 def install_command(extra: str) -> str:

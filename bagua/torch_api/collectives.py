@@ -9,12 +9,15 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from datetime import timedelta
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from bagua import comm as of
+from bagua.checks import check_kind, renaming
 from bagua.comm import ReduceOp, Work
 from bagua.comm.startup.adoption import Group, backend_of, communicator_of
 from bagua.errors import ConfigurationError, InvalidTensorError, InvalidTypeError
@@ -40,6 +43,16 @@ __all__ = [
 ]
 
 
+class CallOptions(TypedDict, total=False):
+    """What every collective takes after its own arguments."""
+
+    async_op: bool
+    timeout: float | timedelta | None
+
+
+_SENT_FIRST = {"tensor": "send_tensor", "output": "recv_tensor"}
+
+
 def _or_into(in_place: Callable[..., Any], into: Callable[..., Any]) -> Callable[..., Any]:
     """``in_place``, or ``into`` if there is a second tensor."""
 
@@ -51,12 +64,13 @@ def _or_into(in_place: Callable[..., Any], into: Callable[..., Any]) -> Callable
     return call
 
 
+@renaming(tensor="recv_tensor")
 def _allreduce_into(
     send_tensor: Tensor,
     recv_tensor: Tensor,
     op: ReduceOp.RedOpType = ReduceOp.SUM,
     comm: Group | None = None,
-    **keywords: Any,
+    **keywords: Unpack[CallOptions],
 ) -> Work | None:
     communicator = communicator_of(comm)
     if communicator:
@@ -64,22 +78,25 @@ def _allreduce_into(
     return communicator.allreduce(recv_tensor, op, **keywords)
 
 
+@renaming(tensor="recv_tensor")
 def _reduce_into(
     send_tensor: Tensor,
     recv_tensor: Tensor,
     dst: int,
     op: ReduceOp.RedOpType = ReduceOp.SUM,
     comm: Group | None = None,
-    **keywords: Any,
+    **keywords: Unpack[CallOptions],
 ) -> Work | None:
     communicator = communicator_of(comm)
     if communicator.rank != dst:
-        return communicator.reduce(send_tensor, dst, op, **keywords)  # which leaves it as it is
+        reduce_from = renaming(tensor="send_tensor")(communicator.reduce)
+        return reduce_from(send_tensor, dst, op, **keywords)  # which leaves it as it is
     _copy(recv_tensor, send_tensor)
     return communicator.reduce(recv_tensor, dst, op, **keywords)
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
+    check_kind(Tensor, "a tensor", send_tensor=source, recv_tensor=target)
     if target.numel() != source.numel() or target.dtype != source.dtype:
         raise InvalidTensorError(
             "what is received must be like what is sent",
@@ -117,7 +134,7 @@ def get_backend(group: Group | None = None) -> str:
 
 
 def broadcast(
-    tensor: Tensor, root: int = 0, comm: Group | None = None, *, src: int | None = None, **keywords: Any
+    tensor: Tensor, root: int = 0, comm: Group | None = None, *, src: int | None = None, **keywords: Unpack[CallOptions]
 ) -> Work | None:
     """Copy ``tensor`` of rank ``root``, or ``src``, into the ``tensor`` of all other ranks."""
     return of.broadcast(tensor, root if src is None else src, comm, **keywords)
@@ -129,35 +146,48 @@ def broadcast_coalesced(
     comm: Group | None = None,
     *,
     src: int | None = None,
-    **keywords: Any,
+    **keywords: Unpack[CallOptions],
 ) -> Work | None:
     """``broadcast`` of each tensor with one message per dtype and device."""
     return of.broadcast_coalesced(tensors, root if src is None else src, comm, **keywords)
 
 
-def allgather(send_tensor: Tensor, recv_tensor: Tensor, comm: Group | None = None, **keywords: Any) -> Work | None:
+@renaming(**_SENT_FIRST)
+def allgather(
+    send_tensor: Tensor, recv_tensor: Tensor, comm: Group | None = None, **keywords: Unpack[CallOptions]
+) -> Work | None:
     """Gather ``send_tensor`` of all ranks, in rank order, into ``recv_tensor`` on every rank."""
     return of.allgather(recv_tensor, send_tensor, comm, **keywords)
 
 
-def allgather_inplace(tensor: Tensor, comm: Group | None = None, **keywords: Any) -> Work | None:
+@renaming(output="tensor")
+def allgather_inplace(tensor: Tensor, comm: Group | None = None, **keywords: Unpack[CallOptions]) -> Work | None:
     """Gather from each rank its part of ``tensor``: of n equal parts, the one with the number of the rank."""
     communicator = communicator_of(comm)
     if not communicator:
         return None
+    check_kind(Tensor, "a tensor", tensor=tensor)
     share = tensor.numel() // communicator.size
     own = tensor.detach().reshape(-1).narrow(0, communicator.rank * share, share).clone()
     return communicator.allgather(tensor, own, **keywords)
 
 
+@renaming(**_SENT_FIRST)
 def gather(
-    send_tensor: Tensor, recv_tensor: Tensor | None, dst: int = 0, comm: Group | None = None, **keywords: Any
+    send_tensor: Tensor,
+    recv_tensor: Tensor | None,
+    dst: int = 0,
+    comm: Group | None = None,
+    **keywords: Unpack[CallOptions],
 ) -> Work | None:
     """Gather ``send_tensor`` of all ranks, in rank order, into ``recv_tensor`` on rank ``dst``."""
     return of.gather(recv_tensor, send_tensor, dst, comm, **keywords)
 
 
-def gather_inplace(tensor: Tensor, count: int, dst: int, comm: Group | None = None, **keywords: Any) -> Work | None:
+@renaming(output="tensor")
+def gather_inplace(
+    tensor: Tensor, count: int, dst: int, comm: Group | None = None, **keywords: Unpack[CallOptions]
+) -> Work | None:
     """Gather ``count`` elements of each rank into ``tensor`` on rank ``dst``, whose own are in their place there.
 
     Args:
@@ -176,14 +206,22 @@ def gather_inplace(tensor: Tensor, count: int, dst: int, comm: Group | None = No
     return communicator.gather(_begin(tensor, communicator.size * count), own, dst, **keywords)
 
 
+@renaming(**_SENT_FIRST, root="src")
 def scatter(
-    send_tensor: Tensor | None, recv_tensor: Tensor, src: int = 0, comm: Group | None = None, **keywords: Any
+    send_tensor: Tensor | None,
+    recv_tensor: Tensor,
+    src: int = 0,
+    comm: Group | None = None,
+    **keywords: Unpack[CallOptions],
 ) -> Work | None:
     """Give each rank its share, in rank order, of ``send_tensor`` of rank ``src``."""
     return of.scatter(recv_tensor, send_tensor, src, comm, **keywords)
 
 
-def scatter_inplace(tensor: Tensor, count: int, src: int, comm: Group | None = None, **keywords: Any) -> Work | None:
+@renaming(output="tensor", root="src")
+def scatter_inplace(
+    tensor: Tensor, count: int, src: int, comm: Group | None = None, **keywords: Unpack[CallOptions]
+) -> Work | None:
     """Give each rank its ``count`` elements of ``tensor`` of rank ``src``, whose own stay in their place.
 
     Args:
@@ -202,38 +240,47 @@ def scatter_inplace(tensor: Tensor, count: int, src: int, comm: Group | None = N
     return communicator.scatter(own, _begin(tensor, communicator.size * count), src, **keywords)
 
 
+@renaming(**_SENT_FIRST)
 def reduce_scatter(
     send_tensor: Tensor,
     recv_tensor: Tensor,
     op: ReduceOp.RedOpType = ReduceOp.SUM,
     comm: Group | None = None,
-    **keywords: Any,
+    **keywords: Unpack[CallOptions],
 ) -> Work | None:
     """Reduce ``send_tensor`` over all ranks and give each rank its share, in rank order."""
     return of.reduce_scatter(recv_tensor, send_tensor, op, comm, **keywords)
 
 
+@renaming(output="tensor")
 def reduce_scatter_inplace(
-    tensor: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM, comm: Group | None = None, **keywords: Any
+    tensor: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM, comm: Group | None = None, **keywords: Unpack[CallOptions]
 ) -> Work | None:
     """``reduce_scatter`` whose result replaces the first of n equal parts of ``tensor``; the others stay."""
     communicator = communicator_of(comm)
     if not communicator:
         return None
+    check_kind(Tensor, "a tensor", tensor=tensor)
     own = _part(tensor, 0, tensor.numel() // communicator.size)
     return communicator.reduce_scatter(own, tensor.detach().clone(), op, **keywords)
 
 
-def alltoall(send_tensor: Tensor, recv_tensor: Tensor, comm: Group | None = None, **keywords: Any) -> Work | None:
+@renaming(**_SENT_FIRST)
+def alltoall(
+    send_tensor: Tensor, recv_tensor: Tensor, comm: Group | None = None, **keywords: Unpack[CallOptions]
+) -> Work | None:
     """Send the j-th equal share of ``send_tensor`` to rank j, and receive likewise."""
     return of.alltoall(recv_tensor, send_tensor, comm, **keywords)
 
 
-def alltoall_inplace(tensor: Tensor, comm: Group | None = None, **keywords: Any) -> Work | None:
+@renaming(output="tensor")
+def alltoall_inplace(tensor: Tensor, comm: Group | None = None, **keywords: Unpack[CallOptions]) -> Work | None:
     """``alltoall`` whose result replaces what was sent."""
+    check_kind(Tensor, "a tensor", tensor=tensor)
     return of.alltoall(tensor, tensor.detach().clone(), comm, **keywords)
 
 
+@renaming(**_SENT_FIRST, output_counts="recv_counts", input_counts="send_counts")
 def alltoall_v(
     send_tensor: Tensor,
     send_counts: Sequence[int],
@@ -242,7 +289,7 @@ def alltoall_v(
     recv_counts: Sequence[int],
     recv_displs: Sequence[int],
     comm: Group | None = None,
-    **keywords: Any,
+    **keywords: Unpack[CallOptions],
 ) -> Work | None:
     """Like ``alltoall`` with shares of different sizes, which lie one after the other.
 
@@ -264,8 +311,13 @@ def alltoall_v(
     return of.alltoall_v(recv_tensor, send_tensor, recv_counts, send_counts, comm, **keywords)
 
 
+@renaming(output="tensor", output_counts="counts", input_counts="counts")
 def alltoall_v_inplace(
-    tensor: Tensor, counts: Sequence[int], displs: Sequence[int], comm: Group | None = None, **keywords: Any
+    tensor: Tensor,
+    counts: Sequence[int],
+    displs: Sequence[int],
+    comm: Group | None = None,
+    **keywords: Unpack[CallOptions],
 ) -> Work | None:
     """``alltoall_v`` whose result replaces what was sent: as many elements come from a rank as go there.
 
@@ -291,6 +343,7 @@ def _part(tensor: Tensor, position: int, count: int) -> Tensor:
 
 def _begin(tensor: Tensor, numel: int) -> Tensor:
     """The first elements of ``tensor``, in their place."""
+    check_kind(Tensor, "a tensor", tensor=tensor)
     if not tensor.is_contiguous() or not 0 <= numel <= tensor.numel():
         raise InvalidTensorError(
             "parts of a tensor are exchanged in place",

@@ -133,7 +133,55 @@ def test_the_group_is_taken_in_each_form(ranks) -> None:
 
 def test_parts_of_a_tensor_must_be_equal(thread_ranks) -> None:
     def gather_uneven() -> None:
-        with pytest.raises(InvalidTensorError, match="output"):
+        with pytest.raises(InvalidTensorError, match="argument tensor,"):
             bagua.allgather_inplace(torch.zeros(4))
 
     thread_ranks(SIZE, gather_uneven)
+
+
+def pass_what_does_not_fit() -> list[str]:
+    """The arguments that errors name, by the function that is called."""
+    two, odd, other = torch.zeros(2), torch.zeros(5), 1 - bagua.get_rank()
+    counts, begin = [1, 1], [0, 1]
+    calls = {
+        "allreduce": [lambda: bagua.allreduce(two, odd), lambda: bagua.allreduce("two", two)],
+        "reduce": [lambda: bagua.reduce(two.to_sparse(), two, other)],
+        "allgather": [lambda: bagua.allgather(two, odd), lambda: bagua.allgather("two", odd)],
+        "gather": [lambda: bagua.gather(two, odd, other), lambda: bagua.gather(two, odd, bagua.get_rank())],
+        "scatter": [lambda: bagua.scatter(odd, two, bagua.get_rank()), lambda: bagua.scatter(odd, two, 7)],
+        "reduce_scatter": [lambda: bagua.reduce_scatter(odd, two)],
+        "alltoall": [lambda: bagua.alltoall(odd, odd), lambda: bagua.alltoall(two, odd)],
+        "alltoall_v": [
+            lambda: bagua.alltoall_v(odd, counts, begin, two, counts, begin),
+            lambda: bagua.alltoall_v(two, counts, begin, odd, counts, begin),
+        ],
+        "alltoall_inplace": [lambda: bagua.alltoall_inplace(odd)],
+    }
+    named = []
+    for name, failing in calls.items():
+        for call in failing:
+            with pytest.raises(ConfigurationError) as caught:
+                call()
+            assert f"argument {caught.value.argument}," in str(caught.value)
+            named.append(f"{name} {caught.value.argument}")
+    return named
+
+
+def test_errors_name_the_arguments_of_the_caller(thread_ranks) -> None:
+    assert thread_ranks(2, pass_what_does_not_fit)[0] == [
+        "allreduce recv_tensor",
+        "allreduce send_tensor",
+        "reduce send_tensor",
+        "allgather recv_tensor",
+        "allgather send_tensor",
+        "gather recv_tensor",
+        "gather recv_tensor",
+        "scatter send_tensor",
+        "scatter src",
+        "reduce_scatter send_tensor",
+        "alltoall send_tensor",
+        "alltoall recv_tensor",
+        "alltoall_v send_counts",
+        "alltoall_v recv_counts",
+        "alltoall_inplace tensor",
+    ]
