@@ -121,6 +121,9 @@ def _explain(op: object, dtype: torch.dtype) -> str:
         argument="op",
         expected="one of ReduceOp." + ", ReduceOp.".join(n.upper() for n in _OPERATIONS.values()),
         seen=repr(op),
+        advice="For PREMUL_SUM, multiply the tensor and use SUM; bagua.distributed does it for you."
+        if isinstance(op, ReduceOp)
+        else "",
     )
 
 

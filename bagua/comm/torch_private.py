@@ -25,6 +25,7 @@ __all__ = [
     "do_not_compile",
     "end_coalescing",
     "lazy_gloo_options",
+    "make_premul_sum",
     "nccl_options",
     "plugins",
     "requested_backends",
@@ -37,6 +38,8 @@ __all__ = [
 
 #: What C++ takes for a work. Subclasses in Python are called back through it; a public class for that is not there.
 Work = dist._Work
+#: Makes a ``ReduceOp.PREMUL_SUM`` of a number or a tensor, which is its ``factor``.
+make_premul_sum = dist._make_nccl_premul_sum
 
 
 # Groups of torch.

@@ -32,6 +32,7 @@ from bagua.comm.torch_forms.names import (
     is_ucc_available,
     is_xccl_available,
 )
+from bagua.comm.torch_forms.scaled import make_premul_sum as _make_nccl_premul_sum  # noqa: F401 - torch's name
 from bagua.distributed.collectives import (
     all_gather,
     all_gather_into_tensor,

@@ -8,11 +8,15 @@ from typing import Any
 
 from torch import Tensor
 
-from bagua.comm import Group, ReduceOp
+from bagua.comm import Communicator, Group, NonMember, ReduceOp
 from bagua.comm.startup.adoption import communicator_of
 from bagua.comm.torch_backend.work import TorchWork
 from bagua.comm.torch_forms import lists as list_forms
+from bagua.comm.torch_forms.scaled import is_scaled, scale, scaled
 from bagua.distributed.places import as_in_torch, rank_inside, refuse
+
+#: The type of operations that are names only.
+_NAMED = type(ReduceOp.SUM)
 
 __all__ = [
     "all_gather",
@@ -34,11 +38,27 @@ __all__ = [
 ]
 
 
+def _in_place(communicator: Communicator | NonMember, op: Any, tensors: Sequence[Tensor]) -> Any:
+    """``op``; for PREMUL_SUM the tensors are multiplied here, and SUM is left."""
+    if not is_scaled(op):
+        return op
+    if communicator:
+        scale(op, tensors)
+    return ReduceOp.SUM
+
+
+def _of_copies(op: Any, tensors: list[Tensor]) -> tuple[Any, list[Tensor]]:
+    """``op`` and ``tensors``; for PREMUL_SUM they are SUM and multiplied copies."""
+    return (ReduceOp.SUM, scaled(op, tensors)) if is_scaled(op) else (op, tensors)
+
+
 def all_reduce(
     tensor: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM, group: Group | None = None, async_op: bool = False
 ) -> TorchWork | None:
     """Reduce ``tensor`` over all ranks, in place. Unlike torch's: AVG of integers and MIN of complex are refused."""
     communicator = communicator_of(group)
+    if type(op) is not _NAMED:  # The common case is decided here, quickly.
+        op = _in_place(communicator, op, [tensor])
     work = communicator.allreduce(tensor, op, async_op=async_op)
     return None if work is None else as_in_torch(communicator, work, [tensor])
 
@@ -52,6 +72,7 @@ def all_reduce_coalesced(
     """Reduce each tensor, in place; asynchronously a future, as in torch. Unlike there, dtypes may differ."""
     each = [tensors] if isinstance(tensors, Tensor) else tensors
     communicator = communicator_of(group)
+    op = _in_place(communicator, op, each)
     work = as_in_torch(communicator, communicator.allreduce_coalesced(each, op, async_op=async_op), each)
     return None if work is None else work.get_future()
 
@@ -69,6 +90,10 @@ def reduce(
     if not communicator:
         return None
     inside = rank_inside(communicator, dst, group_dst, "dst")
+    if inside == communicator.rank:
+        op = _in_place(communicator, op, [tensor])
+    else:
+        op, (tensor,) = _of_copies(op, [tensor])
     return as_in_torch(communicator, communicator.reduce(tensor, inside, op, async_op=async_op), [tensor])
 
 
@@ -155,6 +180,7 @@ def reduce_scatter(
     communicator = communicator_of(group)
     if not communicator:
         return None
+    op, input_list = _of_copies(op, input_list)
     return as_in_torch(
         communicator, list_forms.reduce_scatter_list(communicator, output, input_list, op, async_op), [output]
     )
@@ -169,6 +195,8 @@ def reduce_scatter_tensor(
 ) -> TorchWork | None:
     """Reduce ``input`` over all ranks and give each rank its share of it. As torch's."""
     communicator = communicator_of(group)
+    if type(op) is not _NAMED and communicator:
+        op, (input,) = _of_copies(op, [input])  # noqa: A001 - torch's name
     return as_in_torch(communicator, communicator.reduce_scatter(output, input, op, async_op=async_op), [output])
 
 

@@ -134,6 +134,10 @@ def have_parts_of_modules() -> None:
 #: Name, what goes wrong without it, and a use.
 NAMES: dict[str, tuple[str, Callable[[], object]]] = {
     "torch.distributed._Work": ("backend bagua hands its works to C++", torch_private.Work),
+    "torch.distributed._make_nccl_premul_sum": (
+        "bagua.distributed has ReduceOp.PREMUL_SUM",
+        lambda: torch_private.make_premul_sum(2.0).factor,
+    ),
     "distributed_c10d._get_default_store": (
         "init_process_group meets the ranks of torch's group",
         lambda: on_a_group(lambda _: torch_private.default_store()),
