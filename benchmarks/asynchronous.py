@@ -33,10 +33,10 @@ from bagua.algorithms import AsyncModelAverageAlgorithm
 from bagua.averaging import Part
 from bagua.buckets import Bucket
 from bagua.cli.demo.training import Result, Settings, train
+from bagua.cli.lab.network import open_network
 from bagua.cli.launch import Rank, run_ranks
 from bagua.comm import get_default_group, solo_group
 from benchmarks.asynchronous_stress import stress
-from benchmarks.network.lab import open_network
 from benchmarks.network.ranks import Place
 from benchmarks.paired import Comparison, Rounds, add_arguments, compare, compare_added, conclude, measure, slowest
 from benchmarks.training_step import HIDDEN, OUTER, multilayer_perceptron

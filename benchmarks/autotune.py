@@ -20,12 +20,12 @@ import torch.distributed
 from torch import nn
 
 from bagua import comm
+from bagua.cli.lab.network import LabUnavailableError, open_network
 from bagua.cli.launch import Rank, run_ranks
 from bagua.engine.autotune.tuner import ladders_of
 from bagua.parallel import AutotuneSettings, ModelSwitchWrapper, Setting, bagua_init
 from benchmarks.network.__main__ import NOT_AVAILABLE, quiet_ranks, termination_as_interrupt
 from benchmarks.network.experiment import show
-from benchmarks.network.lab import LabUnavailableError, open_network
 from benchmarks.network.ranks import Place, limit_together, report
 from benchmarks.paired import Rounds, add_arguments, compare, conclude, measure, slowest
 

@@ -21,10 +21,10 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
+from bagua.cli.lab.network import LabUnavailableError, open_network
 from bagua.errors import BaguaError
 from benchmarks.network.contenders import every_contender, find_maker
 from benchmarks.network.experiment import LONGEST_TRAINING, Experiment, Plan
-from benchmarks.network.lab import LabUnavailableError, open_network
 from benchmarks.network.report import draw, read_json, tables, write_json
 from benchmarks.network.results import Run
 from benchmarks.network.tasks import TASKS, PerceptronTask, Task

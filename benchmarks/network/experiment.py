@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from bagua.algorithms import registry
+from bagua.cli.lab.network import Network
 from bagua.cli.launch import RanksFailedError, run_ranks
-from benchmarks.network.lab import Network
 from benchmarks.network.ranks import Curve, Order, Place, Progress, Timed, time_contenders, train_contenders
 from benchmarks.network.results import Limit, Line, Loss, Run, find_limit, make_line
 from benchmarks.network.tasks import PerceptronTask, Task

@@ -9,10 +9,10 @@ import torch
 import torch.distributed
 
 from bagua import comm, env
+from bagua.cli.lab.network import INTERFACE, Network, enter, sent_bytes
 from bagua.cli.launch import Rank
 from bagua.errors import ConfigurationError
 from benchmarks.network.contenders import Prepared, find_maker
-from benchmarks.network.lab import INTERFACE, Network, enter, sent_bytes
 from benchmarks.network.tasks import Task, Trainer
 
 __all__ = ["Curve", "Order", "Place", "Progress", "Sample", "Timed", "Training", "time_contenders", "train_contenders"]

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from bagua.cli.lab import network as lab
 from benchmarks.network import __main__ as command
-from benchmarks.network import lab, report
+from benchmarks.network import report
 from benchmarks.network.contenders import adam_learning_rate, find_maker, read_options, split_options
 from benchmarks.network.experiment import Experiment, Plan
 from benchmarks.network.ranks import Sample
