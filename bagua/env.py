@@ -15,6 +15,7 @@ __all__ = [
     "autotune_sampling_confidence_time_s",
     "autotune_warmup_time_s",
     "debug_checks",
+    "for_child",
     "get_local_rank",
     "get_local_world_size",
     "get_node_rank",
@@ -204,6 +205,11 @@ def unknown_variables() -> list[str]:
         f"{name} has no meaning" + "".join(f"; did you mean {close}?" for close in matches)
         for name, matches in zip(found, meant, strict=True)
     ]
+
+
+def for_child(variables: Mapping[str, str], defaults: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process to be started: this one's, with ``variables``, and ``defaults`` where unset."""
+    return {**defaults, **os.environ, **variables}
 
 
 def overlay(variables: Mapping[str, str]) -> None:

@@ -12,6 +12,7 @@ COMMANDS = """\
 commands:
   demo        train a small language model on this machine, on a few processes
   doctor      say what this machine offers, how fast it is, and what to set
+  lab         run a script on hosts with slow links, all of them on this machine
 
 "bagua COMMAND --help" describes one of them. Your own script starts with
 "baguarun --nproc 2 train.py".
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"bagua {__version__}")
-    parser.add_argument("command", choices=["demo", "doctor"], metavar="COMMAND", help="what to do")
+    parser.add_argument("command", choices=["demo", "doctor", "lab"], metavar="COMMAND", help="what to do")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the command")
     given = sys.argv[1:] if arguments is None else arguments
     if not given:
@@ -47,6 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from bagua.cli.doctor import main as doctor
 
         return doctor(parsed.arguments)
+    if parsed.command == "lab":
+        from bagua.cli.lab.command import main as lab
+
+        return lab(parsed.arguments)
     from bagua.cli.demo.command import main as demo
 
     return demo(parsed.arguments)

@@ -72,6 +72,12 @@ def test_launcher_variables_are_those_that_are_set(monkeypatch):
     assert "MASTER_PORT" not in found
 
 
+def test_a_child_inherits_what_is_not_set_for_it(monkeypatch):
+    monkeypatch.setattr(env.os, "environ", {"RANK": "7", "OMP_NUM_THREADS": "4"})
+    inherited = env.for_child({"RANK": "0"}, {"OMP_NUM_THREADS": "1", "LANG": "C"})
+    assert inherited == {"RANK": "0", "OMP_NUM_THREADS": "4", "LANG": "C"}
+
+
 def test_variables_without_meaning_are_named_with_what_may_be_meant(monkeypatch, caplog):
     monkeypatch.setattr(
         env.os, "environ", {"BAGUA_TIMEOUT": "3", "BAGUA_LOG": "info", "BAGUA_COLOUR_OF_BIKESHED": "red"}

@@ -5,16 +5,26 @@ the ranks inside. So they are unique to the process, and nothing is left of them
 
 Each host has one interface, ``lab0``, whose other end is a port of a bridge in a namespace of its own. Both ends are
 limited to the rate, the host's for what it sends and the port for what it receives, like a full-duplex network card.
+Where links have delay or loss, ``lab0`` is a TAP device and a process of ours takes the place of the bridge.
 """
+
+from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
+import json
 import os
 import shutil
+import struct
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from bagua.cli.lab.link import Link
+from bagua.cli.lab.switch import Report
 
 __all__ = ["INTERFACE", "Host", "LabUnavailableError", "Network", "enter", "open_network", "refusal", "sent_bytes"]
 
@@ -26,6 +36,9 @@ LEAST_BURST_BYTES = 128 * 1024
 #: How long a packet may queue before it is dropped.
 LONGEST_QUEUE_MS = 50
 CLONE_NEWNET = 0x40000000
+#: Of Linux, to make a TAP device whose frames have no header of the kernel's.
+TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
+SWITCH_ENDS_S = 5.0
 
 
 class LabUnavailableError(RuntimeError):
@@ -60,7 +73,7 @@ class Network:
     switch: str
 
     def set_rate(self, rate_mbit_s: float | None) -> None:
-        """Limit what every host sends and what it receives.
+        """Limit what every host sends and what it receives, on a network without delay and loss.
 
         Args:
             rate_mbit_s: in 10^6 bits per second; None takes the limit away.
@@ -68,9 +81,17 @@ class Network:
         Raises:
             LabUnavailableError: the kernel refuses; it may lack the token bucket filter.
         """
+        self.limit_sending(rate_mbit_s)
+        self.limit_receiving(rate_mbit_s)
+
+    def limit_sending(self, rate_mbit_s: float | None) -> None:
+        """As ``set_rate``, but only what every host sends."""
         for host in self.hosts:
             with inside(host.namespace):
                 limit(INTERFACE, rate_mbit_s)
+
+    def limit_receiving(self, rate_mbit_s: float | None) -> None:
+        """As ``set_rate``, but only what every host receives."""
         with inside(self.switch):
             for host in self.hosts:
                 limit(port_of(host), rate_mbit_s)
@@ -94,15 +115,20 @@ def refusal() -> str | None:
 
 
 @contextlib.contextmanager
-def open_network(hosts: int) -> Iterator[Network]:
+def open_network(
+    hosts: int, link: Link | None = None, on_report: Callable[[Report], object] = lambda _: None
+) -> Iterator[Network]:
     """Build a network, and take it down at the end of the block.
 
     Args:
         hosts: how many, at most 250.
+        link: of each host; None for no limit.
+        on_report: told what the switch has done, where links have delay or loss.
 
     Raises:
         LabUnavailableError: this cannot be done here.
     """
+    link = link or Link()
     if (reason := refusal()) is not None:
         raise LabUnavailableError(reason)
     with contextlib.ExitStack() as descriptors:
@@ -113,8 +139,60 @@ def open_network(hosts: int) -> Iterator[Network]:
             namespaces.append(f"/proc/{os.getpid()}/fd/{descriptor}")
         switch, *others = namespaces
         network = Network(tuple(Host(n, f"10.77.0.{n + 1}", path) for n, path in enumerate(others)), switch)
-        connect(network)
+        if link.needs_switch:
+            descriptors.enter_context(switched(network, link, on_report))
+        else:
+            connect(network)
+            network.limit_receiving(link.receive_mbit_s)
+        network.limit_sending(link.send_mbit_s)
         yield network
+
+
+@contextlib.contextmanager
+def switched(network: Network, link: Link, on_report: Callable[[Report], object]) -> Iterator[None]:
+    """Join the hosts by a process that delays and drops what they send."""
+    devices = [tap_of(host) for host in network.hosts]
+    rate = link.receive_mbit_s
+    settings = {
+        "devices": devices,
+        "hosts": len(devices),
+        "delay_s": link.delay_ms / 1e3,
+        "loss": link.loss,
+        "receive_bytes_per_s": None if rate is None else rate * 1e6 / 8,
+    }
+    command = [sys.executable, "-m", "bagua.cli.lab.switch", json.dumps(settings)]
+    try:
+        process = subprocess.Popen(
+            command, pass_fds=devices, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+    finally:
+        close_all(devices)
+    try:
+        yield
+    finally:
+        process.terminate()
+        written, _ = process.communicate(timeout=SWITCH_ENDS_S)
+        if written:
+            on_report(Report(**json.loads(written)))
+
+
+def tap_of(host: Host) -> int:
+    """A descriptor of a new TAP device, which is the interface of ``host``."""
+    with inside(host.namespace):
+        try:
+            device = os.open("/dev/net/tun", os.O_RDWR)
+            fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", INTERFACE.encode(), IFF_TAP | IFF_NO_PI))
+        except OSError as error:
+            raise LabUnavailableError(f"delay and loss need TAP devices (/dev/net/tun): {error.strerror}") from error
+        run(f"ip link set {INTERFACE} address 02:00:00:00:00:{host.number:02x}")
+        set_up(host)
+    return device
+
+
+def close_all(descriptors: Sequence[int]) -> None:
+    """Close them."""
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def connect(network: Network) -> None:
@@ -128,9 +206,14 @@ def connect(network: Network) -> None:
             run(f"ip link set {port} master bridge addrgenmode none up")
     for host in network.hosts:
         with inside(host.namespace):
-            run("ip link set lo up")
-            run(f"ip link set {INTERFACE} mtu {MTU_BYTES} addrgenmode none up")
-            run(f"ip address add {host.address}/24 dev {INTERFACE}")
+            set_up(host)
+
+
+def set_up(host: Host) -> None:
+    """Give the interface of ``host``, whose namespace this thread is in, its address."""
+    run("ip link set lo up")
+    run(f"ip link set {INTERFACE} mtu {MTU_BYTES} addrgenmode none up")
+    run(f"ip address add {host.address}/24 dev {INTERFACE}")
 
 
 def port_of(host: Host) -> str:

@@ -1,0 +1,157 @@
+"""`bagua lab`: a user's script on hosts with slow links, and a switch that delays and drops as it is told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bagua.cli.lab import command, network
+from bagua.cli.lab.link import Link, parse_link
+from bagua.cli.lab.switch import Report, Schedule
+from bagua.cli.main import main
+
+REPOSITORY = Path(__file__).parents[2]
+needs_lab = pytest.mark.skipif(network.refusal() is not None, reason=str(network.refusal()))
+
+
+def frame(receiver: int, nbytes: int = 100, name: bytes = b"") -> bytes:
+    return (bytes([2, 0, 0, 0, 0, receiver]) + name).ljust(nbytes, b".")
+
+
+def due(schedule: Schedule, now: float) -> list[tuple[int, bytes]]:
+    return list(schedule.ready(now))
+
+
+@pytest.mark.parametrize(
+    ("text", "link"),
+    [
+        ("100mbit", Link(100.0, 100.0)),
+        ("1gbit,250us", Link(1000.0, 1000.0, 0.25)),
+        ("50mbit/512kbit,20ms,1%", Link(50.0, 0.512, 20.0, 0.01)),
+        ("unlimited,0.1s", Link(None, None, 100.0)),
+    ],
+)
+def test_links_are_read_and_written(text: str, link: Link) -> None:
+    assert parse_link(text) == link
+    assert parse_link(str(link)) == link
+
+
+@pytest.mark.parametrize(
+    "text", ["", "fast", "10", "10mb", "1bit", "10mbit,20", "10mbit,100%", "10mbit,-1%", "1.2.3mbit"]
+)
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"expected|has no number"):
+        parse_link(text)
+
+
+def test_frames_arrive_in_order_after_the_delay() -> None:
+    schedule = Schedule(3, delay_s=0.02)
+    schedule.take(0, frame(1, name=b"a"), 1.0)
+    schedule.take(0, frame(1, name=b"b"), 1.0)
+    schedule.take(2, frame(0), 1.01)
+    assert due(schedule, 1.019) == []
+    assert schedule.wait_s(1.015) == pytest.approx(0.005)
+    assert due(schedule, 1.025) == [(1, frame(1, name=b"a")), (1, frame(1, name=b"b"))]
+    assert due(schedule, 1.03) == [(0, frame(0))]
+    assert schedule.wait_s(2.0) is None
+    assert schedule.report.frames == 3
+    assert schedule.report.latest_s == pytest.approx(0.005)
+
+
+def test_a_broadcast_reaches_all_others_and_a_stranger_nobody() -> None:
+    schedule = Schedule(3)
+    schedule.take(1, b"\xff" * 6 + b"who?", 0.0)
+    assert [receiver for receiver, _ in due(schedule, 0.0)] == [0, 2]
+    schedule.take(1, frame(7), 0.0)
+    schedule.take(1, frame(1), 0.0)
+    schedule.take(1, b"\x33\x33\x00\x00\x00\x01", 0.0)
+    assert due(schedule, 1.0) == []
+
+
+def test_a_receiver_gets_its_rate_whoever_sends() -> None:
+    schedule = Schedule(3, receive_bytes_per_s=100_000.0)
+    for sender in (0, 1):
+        schedule.take(sender, frame(2, 1000), 0.0)
+    schedule.take(0, frame(1, 1000), 0.0)
+    assert len(due(schedule, 0.0101)) == 2  # one for each receiver
+    assert len(due(schedule, 0.0199)) == 0
+    assert len(due(schedule, 0.0201)) == 1
+
+
+def test_a_queue_has_an_end() -> None:
+    schedule = Schedule(2, receive_bytes_per_s=100_000.0)
+    for _ in range(20):
+        schedule.take(0, frame(1, 1000), 0.0)
+    assert schedule.report.overflowed == 14  # 50 ms hold 5 of 10 ms, and the one that is sent
+    assert len(due(schedule, 1.0)) == 6
+
+
+def test_losses_have_the_share_that_was_asked_for() -> None:
+    schedule = Schedule(2, loss=0.1)
+    for _ in range(10_000):
+        schedule.take(0, frame(1), 0.0)
+    assert 900 < schedule.report.lost < 1100
+    assert len(due(schedule, 0.0)) == 10_000 - schedule.report.lost
+
+
+def test_a_switch_that_is_too_slow_says_so() -> None:
+    assert Report(frames=1000, late_frames=5).warning is None
+    assert "could not keep up" in str(Report(frames=1000, late_frames=50, latest_s=0.1).warning)
+
+
+@pytest.mark.parametrize(
+    ("given", "module"),
+    [
+        (["t.py", "-m"], False),
+        (["--hosts", "2", "-m", "t"], True),
+        (["-m", "t"], True),
+        (["--hosts", "2", "t.py"], False),
+    ],
+)
+def test_a_module_is_told_from_a_script(given: list[str], module: bool) -> None:
+    assert command._take_module(given) is module
+
+
+def test_bad_arguments_and_no_permission(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["lab", "--link", "fast", "t.py"])
+    assert caught.value.code == 2
+    assert "expected a number and one of kbit, mbit, gbit" in capsys.readouterr().err
+    monkeypatch.setattr(network, "refusal", lambda: "no root")
+    assert main(["lab", "t.py"]) == command.NOT_AVAILABLE
+    assert capsys.readouterr().err == "no root\n"
+
+
+SCRIPT = """
+import sys, time, torch, bagua.comm as comm
+comm.init_process_group(timeout=60)
+tensor = torch.ones(1)
+comm.allreduce(tensor)
+started = time.perf_counter()
+comm.allreduce(tensor)
+if comm.get_rank() == 1:
+    print("took", time.perf_counter() - started, comm.get_local_size(), tensor.item())
+    sys.exit(7 if "fail" in sys.argv else 0)
+"""
+
+
+@needs_lab
+@pytest.mark.gloo
+def test_a_script_runs_on_hosts_with_a_delay_and_its_failure_is_passed_on(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-m", "bagua", "lab", "--link", "100mbit,20ms", "--", str(script), "fail"],
+        capture_output=True, text=True, timeout=100, cwd=REPOSITORY, check=False,
+    )  # fmt: skip
+    assert done.returncode == 7, done.stderr
+    name, _, said = done.stdout.strip().rpartition("] took ")
+    assert name == "[host 1, rank 1"
+    seconds, ranks_of_host, value = map(float, said.split())
+    assert seconds > 0.039  # there and back; how much more, the machine decides
+    assert (ranks_of_host, value) == (1, 4)
+    assert "links of 100mbit,20ms" in done.stderr
+    assert "packets: " in done.stderr
