@@ -46,7 +46,7 @@ from bagua.comm.startup.default_group import (
 )
 from bagua.comm.startup.initialization import init_process_group
 from bagua.comm.statistics import KindStatistics
-from bagua.comm.torch_backend.group import TorchBackendOptions
+from bagua.comm.torch_backend.group import TorchBackendOptions, create_torch_group
 from bagua.comm.transports.base import Handle, Membership, Transport
 from bagua.comm.work import Work
 
@@ -74,6 +74,7 @@ __all__ = [
     "broadcast",
     "broadcast_coalesced",
     "broadcast_object",
+    "create_torch_group",
     "destroy_process_group",
     "from_torch_group",
     "gather",

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 import bagua.torch_api
-from bagua.comm import torch_private
+from bagua.comm import create_torch_group, torch_private
 from bagua.comm.store.serving import connect_store, serve_store
-from bagua.errors import PeerLostError
+from bagua.comm.torch_backend.futures import PlainFutures
+from bagua.errors import CommunicatorClosedError, PeerLostError
 
 pytestmark = pytest.mark.shm
 
@@ -82,3 +83,39 @@ def test_peers_learn_of_a_group_that_was_dropped() -> None:
     for error in errors:
         assert isinstance(error, PeerLostError)
         assert error.peers == (SIZE - 1,)
+
+
+def test_groups_without_a_default_group_and_with_plain_futures() -> None:
+    """What software asks for that makes its groups itself, as torchft does."""
+    store, port = serve_store()
+    options = bagua.torch_api.TorchBackendOptions(ordered_callbacks=False)
+
+    def talk(rank: int) -> list[Any]:
+        own = dist.PrefixStore("own", connect_store(port, 20.0))
+        group = create_torch_group(own, rank, 2, 20.0, name="own", options=options)
+        asynchronous = dist.AllreduceOptions()
+        asynchronous.asyncOp = True
+        early = group.allreduce([torch.ones(2)], asynchronous).get_future()
+        work = group.allreduce([torch.ones(3)], asynchronous)
+        work.wait()
+        ran_in: list[int] = []
+        work.get_future().then(lambda _: ran_in.append(threading.get_ident()))
+        at_once = ran_in == [threading.get_ident()]
+        group.shutdown()
+        with pytest.raises(CommunicatorClosedError):
+            group.allreduce([torch.ones(1)]).wait()
+        return [early.wait()[0].tolist(), work.result()[0].tolist(), at_once, group.rank(), group.size()]
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(talk, range(2)))
+    assert results == [[[2.0] * 2, [2.0] * 3, True, rank, 2] for rank in range(2)]
+    del store
+
+
+def test_a_plain_future_hands_on_what_went_wrong() -> None:
+    def fail() -> None:
+        raise PeerLostError("rank 1 is gone")
+
+    future = PlainFutures().future(None, fail)
+    with pytest.raises(PeerLostError, match="rank 1"):
+        future.wait()

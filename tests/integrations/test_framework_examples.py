@@ -18,7 +18,12 @@ EXAMPLES = REPOSITORY / "examples"
 TORCHRUN = f'#!/bin/sh\nexec "{sys.executable}" -m torch.distributed.run "$@"\n'
 
 
-def run(*command: str, **environment: str) -> str:
+def environment(**more: str) -> dict[str, str]:
+    """Where an example finds the package."""
+    return {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **more}
+
+
+def run(*command: str, **variables: str) -> str:
     """What a command prints; it lasts no longer than the test."""
     done = subprocess.run(
         command,
@@ -26,7 +31,7 @@ def run(*command: str, **environment: str) -> str:
         text=True,
         timeout=100,
         cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **environment},
+        env=environment(**variables),
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -78,19 +83,19 @@ def test_the_kubernetes_job_fits_together_and_its_command_starts_ranks(tmp_path)
     service, job = yaml.safe_load_all((EXAMPLES / "kubernetes_job.yaml").read_text())
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    environment = {entry["name"]: entry["value"] for entry in container["env"]}
+    variables = {entry["name"]: entry["value"] for entry in container["env"]}
     assert spec["completionMode"] == "Indexed"
-    assert spec["completions"] == spec["parallelism"] == int(environment["NODES"])
+    assert spec["completions"] == spec["parallelism"] == int(variables["NODES"])
     assert service["spec"]["clusterIP"] == "None"
     assert service["metadata"]["name"] == pod["subdomain"]
     name = job["metadata"]["name"]
     assert service["spec"]["selector"] == {"job-name": name}
-    assert environment["MASTER_ADDR"] == f"{name}-0.{pod['subdomain']}"
+    assert variables["MASTER_ADDR"] == f"{name}-0.{pod['subdomain']}"
 
     here = {"NODES": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo"}
-    assert here.keys() <= environment.keys()
-    environment |= {**here, "JOB_COMPLETION_INDEX": "0", "PATH": tools(tmp_path / "bin"), "OMP_NUM_THREADS": "1"}
-    losses = learned(run(*container["command"], *container["args"], **environment))
+    assert here.keys() <= variables.keys()
+    variables |= {**here, "JOB_COMPLETION_INDEX": "0", "PATH": tools(tmp_path / "bin"), "OMP_NUM_THREADS": "1"}
+    losses = learned(run(*container["command"], *container["args"], **variables))
     assert losses[-1] < 0.5 * losses[0]
 
 
@@ -98,7 +103,6 @@ def test_ranks_that_srun_starts_by_itself_find_each_other():
     """Without torchrun: ``srun --ntasks-per-node 2 python train.py``."""
     place = {"SLURM_NTASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     command = [sys.executable, "examples/train.py", "--steps", "1"]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **place}
     ranks = [
         subprocess.Popen(
             command,
@@ -106,7 +110,7 @@ def test_ranks_that_srun_starts_by_itself_find_each_other():
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**environment, "SLURM_PROCID": rank, "SLURM_LOCALID": rank},
+            env=environment(**place, SLURM_PROCID=rank, SLURM_LOCALID=rank),
         )
         for rank in ("0", "1")
     ]

@@ -21,7 +21,7 @@ from bagua.comm.communicator import Communicator
 from bagua.comm.group import ProcessGroup
 from bagua.comm.operands import check_rank
 from bagua.comm.torch_backend.forms import takes
-from bagua.comm.torch_backend.futures import CallbackThread, in_callback
+from bagua.comm.torch_backend.futures import CallbackThread, PlainFutures, in_callback
 from bagua.comm.torch_backend.stand_in import CpuStandIn
 from bagua.comm.torch_backend.tensors import (
     REDUCE_ROWS,
@@ -62,6 +62,7 @@ class TorchCalls:
         stand_in: registered with torch for CPU tensors.
         backends: who serves the tensors of other devices, by device type.
         raise_in_backward: whether the end of a backward pass raises what went wrong in its allreduces.
+        ordered_callbacks: whether callbacks of futures run in the order of the calls, in a thread of their own.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class TorchCalls:
         backends: Mapping[str, Any],
         *,
         raise_in_backward: bool = True,
+        ordered_callbacks: bool = True,
     ) -> None:
         self.members = members
         self._communicator = members.global_communicator
@@ -78,7 +80,9 @@ class TorchCalls:
         self._backends = dict(backends)
         self._communicator.share()  # Threads may share a group of torch.
         self._backward = BackwardWatch() if raise_in_backward else None
-        self.callbacks = CallbackThread(f"bagua-{members.label}-callbacks")
+        self.callbacks: CallbackThread | PlainFutures = (
+            CallbackThread(f"bagua-{members.label}-callbacks") if ordered_callbacks else PlainFutures()
+        )
         #: Connected by the first collective call in a callback.
         self._nested: Communicator | None = None
         self._nesting = threading.RLock()

@@ -27,7 +27,7 @@ from bagua.comm.lifetime.forks import family, forked_error
 from bagua.comm.work import Work
 from bagua.errors import CommunicatorClosedError
 
-__all__ = ["CallFuture", "CallbackThread", "in_callback"]
+__all__ = ["CallFuture", "CallbackThread", "PlainFutures", "in_callback"]
 
 _log = logging.getLogger("bagua")
 #: The threads that run callbacks. A set: looked at by every call.
@@ -280,3 +280,26 @@ class CallbackThread:
                 task = self._queue.get_nowait()
                 if task is not None:
                     task()
+
+
+class PlainFutures:
+    """Makes futures of torch itself, whose callbacks run where torch runs them: at once, if a future is complete."""
+
+    def future(self, work: Work | None, outcome: Callable[[], Any], *, in_order: bool = True) -> Any:  # noqa: ARG002
+        """A future of a started call; see ``CallbackThread.future``."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+
+        def settle() -> None:
+            try:
+                future.set_result(outcome())
+            except Exception as error:  # noqa: BLE001 - handed to those who wait
+                future.set_exception(error)
+
+        if work is None or work.is_completed():
+            settle()
+        else:
+            work.when_completed(settle)
+        return future
+
+    def stop(self) -> None:
+        """Nothing is to be ended."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,7 +23,7 @@ from bagua.comm.operands import as_seconds
 from bagua.comm.startup.choice import TORCH_NAME, candidates
 from bagua.comm.startup.formation import configure_log, first_that_connects, fresh, layout, meet
 from bagua.comm.torch_backend.calls import TorchCalls
-from bagua.comm.torch_backend.futures import CallbackThread, CallFuture
+from bagua.comm.torch_backend.futures import CallbackThread, CallFuture, PlainFutures
 from bagua.comm.torch_backend.stand_in import CpuStandIn
 from bagua.comm.torch_backend.work import BackwardPass, TorchWork
 from bagua.comm.torch_private import (
@@ -35,7 +36,7 @@ from bagua.comm.torch_private import (
 )
 from bagua.errors import ConfigurationError
 
-__all__ = ["TorchBackendOptions", "TorchGroup", "install_torch_backend"]
+__all__ = ["TorchBackendOptions", "TorchGroup", "create_torch_group", "install_torch_backend"]
 
 _GLOO = dist.ProcessGroup.BackendType.GLOO
 _NCCL = dist.ProcessGroup.BackendType.NCCL
@@ -48,13 +49,17 @@ class TorchBackendOptions:
     Args:
         raise_in_backward: whether the end of a backward pass raises what went wrong in its allreduces. Without, the
             errors are left to whoever handles the futures of these calls, such as a communication hook.
+        ordered_callbacks: whether callbacks of futures run in a thread of their own, in the order of the calls, so that
+            they may communicate and wait. Without, they run where torch runs them: in the thread that adds them, if the
+            call is complete, and else in one that completes calls, where they must not communicate.
 
     Example:
         >>> TorchBackendOptions(raise_in_backward=False)
-        TorchBackendOptions(raise_in_backward=False)
+        TorchBackendOptions(raise_in_backward=False, ordered_callbacks=True)
     """
 
     raise_in_backward: bool = True
+    ordered_callbacks: bool = True
 
 
 class TorchGroup(TorchCalls, dist.ProcessGroup):  # type: ignore[misc]  # the stub has more overloads than callers
@@ -77,7 +82,7 @@ class TorchGroup(TorchCalls, dist.ProcessGroup):  # type: ignore[misc]  # the st
         options: TorchBackendOptions,
     ) -> None:
         dist.ProcessGroup.__init__(self, members.rank, members.size)  # type: ignore[call-arg]  # not in the stub
-        TorchCalls.__init__(self, members, stand_in, backends, raise_in_backward=options.raise_in_backward)
+        TorchCalls.__init__(self, members, stand_in, backends, **dataclasses.asdict(options))
         self._store = store
         self._set_default_backend(_GLOO)
         self._register_backend(torch.device("cpu"), _GLOO, stand_in)
@@ -139,7 +144,7 @@ class TorchGroup(TorchCalls, dist.ProcessGroup):  # type: ignore[misc]  # the st
 class _Belongings:
     """What a group leaves behind that nobody holds any more. Closing it tells the peers, as Gloo does."""
 
-    def __init__(self, members: ProcessGroup, callbacks: CallbackThread) -> None:
+    def __init__(self, members: ProcessGroup, callbacks: CallbackThread | PlainFutures) -> None:
         self._members = members
         self._callbacks = callbacks
 
@@ -193,6 +198,53 @@ def install_torch_backend() -> None:
         dist.Backend.register_backend(TORCH_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
+def create_torch_group(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: float | timedelta = 1800.0,
+    *,
+    ranks: Sequence[int] = (),
+    name: str = "created",
+    options: TorchBackendOptions | Any = None,
+) -> TorchGroup:
+    """A group of backend ``bagua`` for ``torch.distributed``, beside its default group or without one. Collective.
+
+    For software that makes its groups itself, and makes them anew when ranks come and go. Close it with ``shutdown()``,
+    or drop it.
+
+    Args:
+        store: the ranks of this group share it, and no other group has it: a ``PrefixStore`` for each.
+        rank: of this process in the group.
+        size: number of ranks.
+        timeout: default deadline of every call, and of this one, in seconds or as a ``timedelta``.
+        ranks: the global rank of each; its number in the group if left out.
+        name: of the group, for logs.
+        options: of the group, or those of NCCL where there is CUDA.
+
+    Raises:
+        CollectiveTimeoutError: ranks that did not come in time.
+        ConfigurationError: an argument that cannot be used.
+
+    Example:
+        >>> group = create_torch_group(dist.HashStore(), rank=0, size=1)
+        >>> group.allreduce(torch.ones(2)).wait()
+        True
+        >>> group.shutdown()
+    """
+    install_torch_backend()
+    require_known_calls(TorchGroup)
+    own, of_nccl = _split_options(options)
+    configure_log()
+    timeout_s = as_seconds(timeout)
+    everyone = list(ranks) or list(range(size))
+    part = fresh(store, rank)
+    members = _connect(part, rank, everyone, timeout_s, f"torch/{name}")
+    stand_in = CpuStandIn(dist.PrefixStore("gloo", part), rank, size, timedelta(seconds=timeout_s))
+    backends = {"cuda": _nccl(part, rank, size, timeout_s, everyone, name, of_nccl)} if _serves_cuda() else {}
+    return TorchGroup(store, members, stand_in, backends, own)
+
+
 def _create(request: Any, options: Any) -> TorchGroup:
     """The group that torch asks for. Collective among its members.
 
@@ -200,18 +252,16 @@ def _create(request: Any, options: Any) -> TorchGroup:
         request: torch's ``_DistributedBackendOptions``.
         options: what the user passed as ``pg_options``.
     """
-    require_known_calls(TorchGroup)
     _check_nothing_is_dropped(requested_backends())
-    own, of_nccl = _split_options(options)
-    configure_log()
-    rank, size, timeout_s = request.group_rank, request.group_size, as_seconds(request.timeout)
-    # Torch gives no ranks for the group of all.
-    ranks = list(request.global_ranks_in_group) or list(range(size))
-    store = fresh(request.store, rank)
-    members = _connect(store, rank, ranks, timeout_s, f"torch/{request.group_id}")
-    stand_in = CpuStandIn(dist.PrefixStore("gloo", store), rank, size, timedelta(seconds=timeout_s))
-    backends = {"cuda": _nccl(store, request, of_nccl)} if _serves_cuda() else {}
-    return TorchGroup(request.store, members, stand_in, backends, own)
+    return create_torch_group(
+        request.store,
+        request.group_rank,
+        request.group_size,
+        request.timeout,
+        ranks=request.global_ranks_in_group,  # Torch gives none for the group of all.
+        name=request.group_id,
+        options=options,
+    )
 
 
 def _split_options(options: Any) -> tuple[TorchBackendOptions, Any]:
@@ -240,12 +290,12 @@ def _serves_cuda() -> bool:
     return dist.is_nccl_available() and torch.cuda.is_available()
 
 
-def _nccl(store: dist.Store, request: Any, options: Any) -> Any:
+def _nccl(store: dist.Store, rank: int, size: int, timeout_s: float, ranks: list[int], name: str, options: Any) -> Any:
     """NCCL for the CUDA tensors of a group; it connects when it is first used."""
-    options = nccl_options(request.timeout, options)
-    options.global_ranks_in_group = request.global_ranks_in_group
-    options.group_name = request.group_id
-    nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), request.group_rank, request.group_size, options)
+    options = nccl_options(timedelta(seconds=timeout_s), options)
+    options.global_ranks_in_group = ranks
+    options.group_name = name
+    nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
     set_sequence_number(nccl)
     return nccl
 

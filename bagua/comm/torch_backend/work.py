@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bagua.comm import torch_private
-from bagua.comm.torch_backend.futures import CallbackThread
+from bagua.comm.torch_backend.futures import CallbackThread, PlainFutures
 from bagua.comm.work import Work
 from bagua.errors import CommunicationError
 from bagua.torch_private import backward_pass, when_backward_ends
@@ -26,7 +26,7 @@ class TorchWork(torch_private.Work):
     Args:
         work: the call; None if it is complete.
         outputs: the tensors that receive its result.
-        callbacks: where the callbacks of its future run.
+        callbacks: makes its future, and runs the callbacks of that.
         is_message: whether it is for one other rank.
     """
 
@@ -34,7 +34,7 @@ class TorchWork(torch_private.Work):
         self,
         work: Work | None,
         outputs: Sequence[torch.Tensor],
-        callbacks: CallbackThread,
+        callbacks: CallbackThread | PlainFutures,
         *,
         is_message: bool = False,
     ) -> None:

@@ -1,0 +1,120 @@
+"""Torchft's manager with our groups: replicas that survive a kill, and its frame of a group."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import types
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import bagua.integrations.torchft as integration
+from bagua.errors import BaguaError, ConfigurationError, PeerLostError
+from bagua.integrations.torchft import distributed_data_parallel, process_group
+from tests.integrations.test_framework_examples import EXAMPLES, REPOSITORY, environment
+
+pytestmark = pytest.mark.gloo
+
+
+class Replicas:
+    """Processes of the example, and the lighthouse that they ask."""
+
+    def __init__(self, method: str, lighthouse: Any) -> None:
+        self._command = [sys.executable, str(EXAMPLES / "use_torchft.py"), "--method", method, "--steps", "8"]
+        self._command += ["--lighthouse", lighthouse.address()]
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, number: int, *options: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [*self._command, "--replica", str(number), *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=REPOSITORY,
+            env=environment(),
+        )
+        self.started.append(process)
+        return process
+
+
+@pytest.mark.parametrize("method", ["ddp", "local_sgd", "diloco"])
+def test_a_replica_that_is_killed_in_backward_comes_back(method: str) -> None:
+    coordination = pytest.importorskip("torchft.coordination", reason="needs the extra torchft")
+    lighthouse = coordination.LighthouseServer(
+        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=100, heartbeat_timeout_ms=1000
+    )
+    replicas = Replicas(method, lighthouse)
+    try:
+        survivor, killed = replicas.start(0), replicas.start(1, "--die-after", "3")
+        killed.communicate(timeout=100)
+        assert killed.returncode == -9
+        back = replicas.start(1)
+        outputs = [process.communicate(timeout=100)[0] for process in (survivor, back)]
+    finally:
+        for process in replicas.started:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+        lighthouse.shutdown()
+    assert (survivor.returncode, back.returncode) == (0, 0)
+    ends = [re.findall(r"replica \d ends with (-?\d+\.\d+)", output) for output in outputs]
+    assert len(ends[0]) == 1
+    assert ends[0] == ends[1]
+    together = [int(number) for number in re.findall(r"replicas (\d)", outputs[0])]
+    assert {1, 2} == set(together), "it went on alone for a while"
+    assert together.count(2) == 8
+
+
+# The frame, without a manager.
+
+
+def test_a_group_is_made_anew_and_reports_what_was_lost() -> None:
+    pytest.importorskip("torchft", reason="needs the extra torchft")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    address = f"127.0.0.1:{store.port}"
+    own = process_group(timeout=timedelta(seconds=20))
+    for quorum in range(2):
+        own.configure(f"{address}/{quorum}", "replica", 0, 1)
+        tensor = torch.ones(3)
+        done: list[int] = []
+        own.allreduce([tensor], dist.AllreduceOptions()).get_future().then(lambda _, done=done: done.append(1))
+        assert done == [1], "callbacks of complete calls run at once"
+    assert own.getBackendName() == "torchft-bagua"
+    own.shutdown()
+    own.shutdown()
+
+
+class FailingManager:
+    """What the hook asks of a manager."""
+
+    def __init__(self) -> None:
+        self.errors: list[BaguaError] = []
+
+    def allreduce(self, tensor: torch.Tensor) -> Any:
+        self.errors.append(PeerLostError("replica 1 is gone"))
+        return types.SimpleNamespace(wait=lambda: False)
+
+
+def test_backward_goes_on_when_an_allreduce_fails() -> None:
+    pytest.importorskip("torchft", reason="needs the extra torchft")
+    manager = FailingManager()
+    model = distributed_data_parallel(manager, torch.nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    assert len(manager.errors) == 1
+
+
+def test_a_missing_package_and_another_version_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchft", None)
+    monkeypatch.delitem(sys.modules, "torchft.process_group", raising=False)
+    with pytest.raises(ImportError, match=r"pip install 'bagua-torch\[torchft\]'"):
+        process_group()
+    monkeypatch.setattr(integration, "_module", types.ModuleType)
+    with pytest.raises(ConfigurationError, match=r"torchft 0\.2.*_create_pg"):
+        process_group()
+    with pytest.raises(ConfigurationError, match="_comm_hook"):
+        distributed_data_parallel(FailingManager(), torch.nn.Linear(2, 2))
