@@ -6,9 +6,9 @@ import contextlib
 import weakref
 from collections.abc import Hashable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
+from typing_extensions import Never
 
 from bagua.algorithms import Algorithm, AlgorithmImpl, DistributedAlgorithm
 from bagua.buckets import Bucket, check_align_bytes
@@ -66,7 +66,7 @@ class BucketFormation:
         grad_scaler: torch.amp.GradScaler | None = None,
         intra_comm_root_rank: int = 0,
         autotune: bool | AutotuneSettings | None = None,
-        **unknown: Any,
+        **unknown: Never,
     ) -> None:
         refuse_unknown(unknown, BucketFormation.__init__.__kwdefaults__ or ())
         check_what_engines_get(

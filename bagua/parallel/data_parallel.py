@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
+from typing_extensions import Never
 
 from bagua.algorithms import Algorithm, DistributedAlgorithm
 from bagua.checks import check_flags
@@ -115,7 +116,7 @@ class DistributedDataParallel(OverlappingWrapper):
         bucket_bytes: int | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         autotune: bool | AutotuneSettings | None = None,
-        **unknown: Any,
+        **unknown: Never,
     ) -> None:
         refuse_unknown(unknown, list(inspect.signature(DistributedDataParallel).parameters)[:-1])
         refuse_what_is_missing(locals())

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+from typing_extensions import Never
 
 from bagua.algorithms import Algorithm, DistributedAlgorithm
 from bagua.checks import check_flags
@@ -111,7 +112,7 @@ def with_bagua(
     find_unused_parameters: bool = False,
     grad_scaler: torch.amp.GradScaler | None = None,
     autotune: bool | AutotuneSettings | None = None,
-    **unknown: Any,
+    **unknown: Never,
 ) -> BaguaModule:
     """Make this module a distributed one, in place. Collective.
 

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
 from bagua.engine.access import EngineAccess
 from bagua.engine.hooks import BackwardHooks
+from bagua.engine.keywords import ReducerOptions
 from bagua.engine.options import check_module, optimizer_list
 from bagua.engine.reducer import BucketType, Reducer
 from bagua.errors import ConfigurationError
@@ -118,7 +120,7 @@ class OverlappingWrapper(EngineAccess, DistributedModule):
         align_bytes: int = 8,
         chunking: bool = False,
         fusion: bool = True,
-        **kwargs: Any,
+        **kwargs: Unpack[ReducerOptions],
     ) -> None:
         super().__init__(module)
         if parameter_manager is not None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
 from bagua.algorithms import Algorithm, DistributedAlgorithm, GradientAllReduceAlgorithm, as_algorithm
 from bagua.checks import check_flags
 from bagua.engine.access import EngineAccess
 from bagua.engine.hooks import BackwardHooks
+from bagua.engine.keywords import InitOptions, SwitchOptions
 from bagua.engine.options import (
     check_bucket_bytes,
     check_optional_flag,
@@ -30,17 +31,7 @@ __all__ = ["ModelSwitchWrapper", "bagua_init"]
 Optimizers = TypeVar("Optimizers", bound=Sequence[torch.optim.Optimizer] | torch.optim.Optimizer)
 
 #: Keyword arguments of ``ModelSwitchWrapper`` and ``bagua_init`` beside the documented ones.
-_OPTIONS = (
-    "align_bytes",
-    "autotune",
-    "bucket_bytes",
-    "buckets",
-    "chunking",
-    "find_unused_parameters",
-    "fusion",
-    "grad_scaler",
-    "process_group",
-)
+_OPTIONS = tuple(sorted(SwitchOptions.__annotations__))
 _DOCUMENTED = ("broadcast_buffers", "delay_reduce", "hierarchical_reduce", "intra_comm_root_rank", "message_size")
 
 
@@ -88,7 +79,7 @@ class ModelSwitchWrapper(EngineAccess, DistributedModule):
         hierarchical_reduce: bool | None = None,
         message_size: int = DEFAULT_BUCKET_BYTES,
         intra_comm_root_rank: int = 0,
-        **kwargs: Any,
+        **kwargs: Unpack[SwitchOptions],
     ) -> None:
         super().__init__(module)
         unknown = {name: value for name, value in kwargs.items() if name not in _OPTIONS}
@@ -99,7 +90,8 @@ class ModelSwitchWrapper(EngineAccess, DistributedModule):
         self._broadcast_buffers = broadcast_buffers
         self._delay_reduce = delay_reduce
         self._hierarchical_reduce = hierarchical_reduce
-        self._options = {
+        _check_one_size(message_size, kwargs)
+        self._options: dict[str, Any] = {
             "bucket_bytes": check_bucket_bytes(message_size, "message_size"),
             "intra_comm_root_rank": intra_comm_root_rank,
             **kwargs,
@@ -213,7 +205,7 @@ def bagua_init(
     delay_reduce: bool = False,
     hierarchical_reduce: bool | None = None,
     message_size: int = DEFAULT_BUCKET_BYTES,
-    **kwargs: Any,
+    **kwargs: Unpack[InitOptions],
 ) -> tuple[ModelSwitchWrapper, Optimizers]:
     """Make a module and its optimizer train on all ranks. Collective.
 
@@ -245,14 +237,15 @@ def bagua_init(
         >>> bagua.destroy_process_group()
     """
     algorithm = distributed_algorithm
-    if kwargs and not isinstance(algorithm, Algorithm):
+    given: dict[str, Any] = {**kwargs}
+    if given and not isinstance(algorithm, Algorithm):
         declaration = _with_hierarchy(algorithm, hierarchical_reduce)
         names = {field.name for field in dataclasses.fields(declaration)} - set(_OPTIONS)  # type: ignore[arg-type]
         names.discard("hierarchical")  # That is what hierarchical_reduce says.
-        options = {name: kwargs.pop(name) for name in sorted(names.intersection(kwargs))}
+        options = {name: given.pop(name) for name in sorted(names.intersection(given))}
         algorithm = dataclasses.replace(declaration, **options)  # type: ignore[type-var]
     wrapper = ModelSwitchWrapper(
-        module, optimizer, broadcast_buffers, delay_reduce, hierarchical_reduce, message_size, **kwargs
+        module, optimizer, broadcast_buffers, delay_reduce, hierarchical_reduce, message_size, **given
     )
     return wrapper.switch_to(algorithm), optimizer
 
@@ -267,6 +260,18 @@ def _with_hierarchy(algorithm: DistributedAlgorithm | Algorithm | str, hierarchi
     if hierarchical or (hierarchical is False and able):
         return with_hierarchy(declaration, hierarchical)
     return declaration
+
+
+def _check_one_size(message_size: int, options: Mapping[str, Any]) -> None:
+    """Raise ``ConfigurationError`` if two sizes of buckets are given."""
+    bucket_bytes = options.get("bucket_bytes", message_size)
+    if message_size not in (DEFAULT_BUCKET_BYTES, bucket_bytes):
+        raise ConfigurationError(
+            "two arguments say how large buckets are",
+            argument="bucket_bytes",
+            expected="one of message_size and bucket_bytes",
+            seen=f"{message_size} and {bucket_bytes}",
+        )
 
 
 def _no_algorithm() -> ConfigurationError:

@@ -168,3 +168,11 @@ def test_settings_that_are_changed_later():
         assert caught.value.argument == argument
     with pytest.raises(InvalidTypeError, match="argument enable"):
         decentralized().set_accumulate_grad("x")
+
+
+def test_one_size_of_buckets_counts():
+    with pytest.raises(ConfigurationError) as caught:
+        switch_wrapper(message_size=100, bucket_bytes=200)
+    assert (caught.value.argument, caught.value.seen) == ("bucket_bytes", "100 and 200")
+    for sizes in ({"message_size": 200, "bucket_bytes": 200}, {"bucket_bytes": 200}, {"message_size": 200}):
+        assert switch_wrapper(**sizes).bagua_close() is None

@@ -1,0 +1,67 @@
+"""Keyword options that wrappers pass on, with their types: type checkers find one that does not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypedDict
+
+import torch
+
+from bagua.algorithms import Algorithm, DistributedAlgorithm
+from bagua.comm import Group
+from bagua.compression import Codec
+from bagua.engine.autotune.settings import AutotuneSettings
+from bagua.optim import QAdamOptimizer
+from bagua.topology import Topology
+
+__all__ = ["AlgorithmOptions", "EngineKeywords", "InitOptions", "ReducerOptions", "SwitchOptions"]
+
+
+class EngineKeywords(TypedDict, total=False):
+    """What each entry point takes."""
+
+    autotune: bool | AutotuneSettings | None
+    bucket_bytes: int
+    buckets: Sequence[Sequence[torch.Tensor | str]]
+    find_unused_parameters: bool
+    grad_scaler: torch.amp.GradScaler | None
+    process_group: Group | None
+
+
+class ReducerOptions(EngineKeywords, total=False):
+    """Keyword options of ``Reducer``."""
+
+    algorithm: Algorithm | DistributedAlgorithm | str | None
+    intra_comm_root_rank: int
+
+
+class SwitchOptions(EngineKeywords, total=False):
+    """Keyword options of ``ModelSwitchWrapper`` beside the documented ones."""
+
+    align_bytes: int
+    chunking: bool
+    fusion: bool
+
+
+class AlgorithmOptions(TypedDict, total=False):
+    """Options of the algorithms of this package, where one is given by its name."""
+
+    average: bool
+    average_buffers: bool
+    codec: Codec
+    communication_interval: int
+    matrix_rank: int
+    on_peer_loss: Literal["raise", "continue"]
+    peer_selection_mode: str | Topology
+    peer_timeout_s: float
+    q_adam_optimizer: QAdamOptimizer | None
+    ratio: float
+    sync_interval_ms: float
+    topology: str | Topology
+    warmup_steps: int
+
+
+class InitOptions(SwitchOptions, AlgorithmOptions, total=False):
+    """Keyword options of ``bagua_init``."""
+
+    intra_comm_root_rank: int

@@ -1,0 +1,33 @@
+"""Options that do not exist, or have another type. mypy finds each: an ignore that is not needed is an error."""
+
+from __future__ import annotations
+
+import torch
+
+import bagua.torch_api as bagua
+from bagua.parallel import DistributedDataParallel, ModelSwitchWrapper, OverlappingWrapper, bagua_init
+from bagua.parallel.module import with_bagua
+
+layer = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+tensor = torch.ones(2)
+
+bagua_init(layer, optimizer, "async", sync_interval_ms=100, find_unused_parameters=True)
+bagua_init(layer, optimizer, find_unused_parameter=True)  # type: ignore[call-arg]
+bagua_init(layer, optimizer, "async", sync_interval_ms="soon")  # type: ignore[arg-type]
+
+ModelSwitchWrapper(layer, optimizer, chunking=True, bucket_bytes=1000)
+ModelSwitchWrapper(layer, optimizer, chunk=True)  # type: ignore[call-arg]
+
+OverlappingWrapper(layer, optimizer, algorithm="bytegrad")
+OverlappingWrapper(layer, optimizer, algoritm="bytegrad")  # type: ignore[call-arg]
+
+with_bagua(layer, optimizer, "bytegrad", bucket_bytes=1000)
+with_bagua(layer, optimizer, "bytegrad", bucket_byte=1000)  # type: ignore[arg-type]
+
+DistributedDataParallel(layer, optimizers=optimizer, static_graph=True)
+DistributedDataParallel(layer, optimizer=optimizer)  # type: ignore[arg-type]
+
+bagua.allgather(tensor, tensor, async_op=True, timeout=3.0)
+bagua.allgather(tensor, tensor, asynchronous=True)  # type: ignore[call-arg]
+bagua.alltoall(tensor, tensor, timeout="long")  # type: ignore[arg-type]
