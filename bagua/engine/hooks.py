@@ -56,7 +56,7 @@ class _OutputHook:
     def __call__(self, _: torch.Tensor) -> None:
         engine = self.engine()
         if engine is not None:
-            engine.enter(self.synchronize)
+            engine.enter(self.synchronize and not engine.accumulates)
 
 
 class _ParameterHook:
@@ -111,6 +111,7 @@ class BackwardHooks:
 
     Attributes:
         synchronize: whether the backward pass of the next forward is a step; see ``no_sync``.
+        accumulates: whether the next backward pass only accumulates gradients, whatever its forward was.
         current: the backward pass that is under way.
         take: what gets each gradient of it; None if it only accumulates.
         tuner: finds better settings of the reducer.
@@ -121,6 +122,7 @@ class BackwardHooks:
         self.reducer = reducer
         self.tuner = Autotuner(reducer)
         self.synchronize = True
+        self.accumulates = False
         self._handles: list[Any] = []
         weakref.finalize(self, _remove, self._handles).atexit = False
         self.current: weakref.ref[_Pass] | None = None
@@ -260,7 +262,7 @@ class BackwardHooks:
         current = _Pass(self._complete)
         when_backward_ends(current)
         self.current = weakref.ref(current, self._died)
-        if self._armed:
+        if self._armed and not self.accumulates:
             self._start_step()
 
     def _start_step(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from bagua.checks import check_kind, check_numbers
-from bagua.comm import ProcessGroup, get_default_group
+from bagua.comm import ProcessGroup
 from bagua.comm.startup.adoption import as_group
 from bagua.engine.options import check_optional_flag
 from bagua.errors import ConfigurationError
@@ -55,7 +55,7 @@ def refuse_what_is_missing(given: Mapping[str, object]) -> None:
 
 
 def resolve_group(process_group: Any, device_mesh: Any) -> ProcessGroup:
-    """The group to train on: ours, torch's, that of a one-dimensional mesh, or the default group."""
+    """The group to train on: ours, torch's, that of a one-dimensional mesh, or all ranks; torch's are joined."""
     if process_group is not None and device_mesh is not None:
         raise ConfigurationError(
             "a process group and a device mesh both say which ranks train together",
@@ -73,7 +73,7 @@ def resolve_group(process_group: Any, device_mesh: Any) -> ProcessGroup:
                 advice="Pass device_mesh['name of a dimension'].",
             )
         return as_group(device_mesh.get_group(), "device_mesh")
-    return get_default_group() if process_group is None else as_group(process_group, "process_group")
+    return as_group(process_group, "process_group")
 
 
 def bucket_bytes_from(bucket_cap_mb: float | None, bucket_bytes: int | None) -> int:

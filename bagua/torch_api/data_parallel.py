@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from bagua.parallel import DistributedDataParallel
-from bagua.parallel.decentralized import DecentralizedDataParallel
+from bagua.parallel.decentralized import DecentralizedDataParallel, LRSchedulerFunction, OptimizerFunction
 
-__all__ = ["DecentralizedDataParallel", "DistributedDataParallel"]
+__all__ = ["LR_SCHEDULER_FN_TYPE", "OPTIM_FN_TYPE", "DecentralizedDataParallel", "DistributedDataParallel"]
+
+#: Names of types in the documentation.
+OPTIM_FN_TYPE = OptimizerFunction
+LR_SCHEDULER_FN_TYPE = LRSchedulerFunction

@@ -11,7 +11,6 @@ import torch
 import bagua.comm
 from bagua.parallel.decentralized import DecentralizedDataParallel
 from bagua.testing.training import State, loss_of, mlp, snapshot
-from bagua.topology import AlternatingRing, FunctionTopology, Round
 from tests.parallel.decentralized_simulation import BUCKET_MB, plain_sgd
 
 pytestmark = [
@@ -21,20 +20,16 @@ pytestmark = [
 STEPS = 6
 
 
-def as_it_walks(size: int, number: int, nodes: tuple[int, ...]) -> Round:
-    """It counts rounds from 1 in a list that begins with 0, and leaves the second one out."""
-    return AlternatingRing().round(size, (number if number == 1 else number + 1) + 1, nodes)
-
-
-def train_both(name: str, walks: bool, factor: float) -> tuple[list[State], list[State]]:
+def train_both(name: str, order: str, factor: float) -> tuple[list[State], list[State]]:
     importlib.import_module("loguru").logger.disable("decent_dp")
     peer = importlib.import_module("decent_dp.ddp").DecentralizedDataParallel
     rank, size = bagua.comm.get_rank(), bagua.comm.get_world_size()
     theirs = mlp()
     torch.set_num_threads(1)
     wrapped = peer(theirs, plain_sgd, topology=name, bucket_size_in_mb=25, _local_world_size=1)
-    topology = FunctionTopology(as_it_walks) if walks else name
-    ours = DecentralizedDataParallel(mlp(), plain_sgd, topology=topology, bucket_size_in_mb=BUCKET_MB)
+    ours = DecentralizedDataParallel(
+        mlp(), plain_sgd, topology=name, bucket_size_in_mb=BUCKET_MB, _local_world_size=1, round_order=order
+    )
     assert size > 1
     if factor != 1.0:
         wrapped.set_adaptive_factor(factor)
@@ -48,11 +43,17 @@ def train_both(name: str, walks: bool, factor: float) -> tuple[list[State], list
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "walks", "factor"),
-    [("complete", 2, 0, 0.3), ("complete", 4, 0, 1.0), ("ring", 2, 0, 1.0), ("ring", 4, 1, 0.5)],
+    ("name", "size", "order", "factor"),
+    [
+        ("complete", 2, "in turn", 0.3),
+        ("complete", 4, "in turn", 1.0),
+        ("ring", 2, "in turn", 1.0),
+        ("ring", 4, "decent-dp", 0.5),
+        ("one-peer-exp", 4, "decent-dp", 1.0),
+    ],
 )
-def test_the_same_updates(process_ranks, name, size, walks, factor):
-    for theirs, ours in process_ranks(size, train_both, name, bool(walks), factor):
+def test_the_same_updates(process_ranks, name, size, order, factor):
+    for theirs, ours in process_ranks(size, train_both, name, order, factor):
         # It steps for the first time before the second forward.
         for expected, found in zip(theirs[1:], ours[1:], strict=True):
             for key, value in expected.items():

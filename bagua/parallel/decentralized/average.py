@@ -12,10 +12,10 @@ from bagua.comm import ReduceOp
 from bagua.engine.reducer import Reducer
 from bagua.errors import ConfigurationError
 
-__all__ = ["GlobalAverage"]
+__all__ = ["FLOAT_BUFFERS", "GlobalAverage"]
 
 _CHUNK_BYTES = 25 * 1024 * 1024
-_AVERAGED_BUFFERS = (torch.float16, torch.float32, torch.float64)
+FLOAT_BUFFERS = (torch.float16, torch.float32, torch.float64)
 
 
 class GlobalAverage:
@@ -42,7 +42,7 @@ class GlobalAverage:
         self._suspended = reducer.suspend_exchanges()
         self._layout = reducer.buckets
         trained = list(reducer.registration.parameters)
-        held = [buffer for buffer in reducer.module.buffers() if buffer.dtype in _AVERAGED_BUFFERS] if buffers else []
+        held = [buffer for buffer in reducer.module.buffers() if buffer.dtype in FLOAT_BUFFERS] if buffers else []
         self._tensors: list[torch.Tensor] = [*trained, *held]
         self._others = self._means()
         self.distance = _distance(self._tensors[: len(trained)], self._others[: len(trained)])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
-from bagua.checks import wrong_type
-from bagua.comm import Communicator, ProcessGroup
+from bagua import env
+from bagua.checks import check_choice, wrong_type
+from bagua.comm import Communicator, ProcessGroup, get_world_size
 from bagua.errors import ConfigurationError
 from bagua.topology import (
     AlternatingRing,
@@ -17,10 +19,11 @@ from bagua.topology import (
     create,
 )
 
-__all__ = ["Plan", "TopologyLike", "nodes_for", "resolve_topology"]
+__all__ = ["Plan", "RoundOrder", "TopologyLike", "nodes_for", "resolve_topology"]
 
 #: A registered name, a topology, or a function of ``(size, round, nodes)``; see ``FunctionTopology``.
 TopologyLike = str | Topology | Callable[..., object]
+RoundOrder = Literal["in turn", "decent-dp"]
 
 #: So many rounds are compared between ranks, and looked at to see what kind they are.
 _FIRST_ROUNDS = 16
@@ -45,22 +48,41 @@ def resolve_topology(topology: TopologyLike) -> Topology:
     raise wrong_type("topology", "a name, a Topology, or a function of (size, round, nodes)", topology)
 
 
-def nodes_for(group: ProcessGroup, local_world_size: int | None) -> tuple[int, ...]:
-    """Index of the host of each rank: as found, or hosts of ``local_world_size`` ranks each.
+def nodes_for(group: ProcessGroup, local_world_size: object) -> tuple[int, ...]:
+    """Index of the host of each rank: as found, or hosts of ``local_world_size`` ranks each. Collective.
+
+    Args:
+        group: the ranks.
+        local_world_size: a number; None for that of the launcher, if all ranks of the world have the same;
+            ``"hosts"`` for what was found.
 
     Raises:
         ConfigurationError: the ranks cannot be dealt out to such hosts.
     """
     if local_world_size is None:
+        local_world_size = _launchers(group)
+    if local_world_size == "hosts":
         return tuple(group.nodes)
     if type(local_world_size) is not int or local_world_size < 1 or group.size % local_world_size:
         raise ConfigurationError(
             "ranks cannot be dealt out to hosts like this",
             argument="_local_world_size",
-            expected=f"a divisor of {group.size}",
-            seen=local_world_size,
+            expected=f"a divisor of {group.size}, None, or 'hosts'",
+            seen=repr(local_world_size),
         )
     return tuple(rank // local_world_size for rank in range(group.size))
+
+
+def _launchers(group: ProcessGroup) -> int | Literal["hosts"]:
+    """Ranks on each host as the launcher says, if it says so on all ranks of the world alike."""
+    if group.size == 1 or group.size != get_world_size():
+        return "hosts"
+    said = set(group.global_communicator.allgather_object(env.get_local_world_size()))
+    count = said.pop()
+    if said or not count or group.size % count:
+        return "hosts"
+    whole: int = count
+    return whole
 
 
 class Plan:
@@ -71,6 +93,7 @@ class Plan:
         size: number of ranks.
         rank: this one.
         nodes: index of the host of each rank.
+        order: in which rounds are taken: in turn, or round 2, then 4, 5, 6 and so on.
 
     Attributes:
         topology: as given.
@@ -82,11 +105,15 @@ class Plan:
             their mean.
     """
 
-    def __init__(self, topology: Topology, size: int, rank: int, nodes: Sequence[int]) -> None:
+    def __init__(
+        self, topology: Topology, size: int, rank: int, nodes: Sequence[int], order: RoundOrder = "in turn"
+    ) -> None:
+        check_choice(("in turn", "decent-dp"), round_order=order)
         topology.check(size, nodes, rounds=_FIRST_ROUNDS)
         self.topology = topology
         self._size = size
         self._rank = rank
+        self._order = order
         self._nodes = tuple(nodes)
         self._period = topology.period(size, nodes)
         self._known: dict[int, tuple[Round, Neighbours]] = {}
@@ -104,12 +131,17 @@ class Plan:
         return self.topology.round(self._size, number, self._nodes)
 
     def at(self, number: int) -> Neighbours:
-        """What this rank does in round ``number``, counted from 1."""
-        return self._look_up(number)[1]
+        """What this rank does in the mix ``number``, counted from 1."""
+        return self._look_up(self._in_order(number))[1]
 
     def round(self, number: int) -> Round:
-        """What all ranks do in round ``number``, counted from 1."""
-        return self._look_up(number)[0]
+        """What all ranks do in the mix ``number``, counted from 1."""
+        return self._look_up(self._in_order(number))[0]
+
+    def _in_order(self, number: int) -> int:
+        if self._order == "in turn":
+            return number
+        return 2 if number == 1 else number + 2
 
     def _look_up(self, number: int) -> tuple[Round, Neighbours]:
         key = number if self._period is None else (number - 1) % self._period + 1
@@ -124,7 +156,7 @@ class Plan:
     @property
     def facts(self) -> list[str]:
         """The first rounds, in words that are equal on ranks with equal rounds."""
-        described = []
+        described = [f"order {self._order}"]
         for number in self._first_rounds():
             one = self._round(number)
             described.append(f"round {number}: {one.edges if one.edges is not None else one.rows}")
@@ -171,4 +203,5 @@ class Plan:
     def __repr__(self) -> str:
         # Not all of the topology: a function prints as another address on each rank.
         name = type(self.topology).__name__ if isinstance(self.topology, FunctionTopology) else repr(self.topology)
-        return f"{name} on {self._size} ranks"
+        order = "" if self._order == "in turn" else f", as {self._order} takes rounds"
+        return f"{name} on {self._size} ranks{order}"

@@ -15,9 +15,9 @@ from bagua.engine.options import check_module
 from bagua.engine.start import make_equal
 from bagua.errors import ConfigurationError
 from bagua.parallel.ddp_arguments import bytes_from_megabytes, resolve_group
-from bagua.parallel.decentralized.average import GlobalAverage
+from bagua.parallel.decentralized.average import FLOAT_BUFFERS, GlobalAverage
 from bagua.parallel.decentralized.mixing import DelayedMixing, DelayedMixingImpl
-from bagua.parallel.decentralized.plan import Plan, TopologyLike, nodes_for, resolve_topology
+from bagua.parallel.decentralized.plan import Plan, RoundOrder, TopologyLike, nodes_for, resolve_topology
 from bagua.parallel.decentralized.stepping import ClipScope, LRSchedulerFunction, OptimizerFunction, Stepping
 from bagua.parallel.overlapping import OverlappingWrapper
 
@@ -65,13 +65,16 @@ class DecentralizedDataParallel(OverlappingWrapper):
             buffers, too.
         bucket_size_in_mb: a bucket is closed when it holds so many MiB.
         _local_world_size: ranks on each host, for topologies that look at hosts; None for
-            what was found out.
+            ``LOCAL_WORLD_SIZE``, and without it, or where it differs between ranks, for what was
+            found out; ``"hosts"`` for what was found out in any case.
         process_group: the ranks; None means all.
         grad_clip_scope: ``model`` clips by the norm over all buckets. Then no bucket steps
             before the backward pass is over.
         find_unused_parameters: a parameter without a gradient counts as zero; otherwise it
             is an error.
         init_sync: start from rank 0's parameters and buffers.
+        round_order: in which rounds of the topology are mixed: ``in turn``, or as ``decent-dp``
+            takes them: 2, 4, 5, 6, ...
 
     Raises:
         CollectiveMismatchError: the models, options or topologies of the ranks differ.
@@ -96,6 +99,9 @@ class DecentralizedDataParallel(OverlappingWrapper):
     Training", ICLR 2025.
     """
 
+    #: The dtypes of buffers that ``global_avg`` averages.
+    FLOAT_DTYPES = FLOAT_BUFFERS
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -107,12 +113,13 @@ class DecentralizedDataParallel(OverlappingWrapper):
         param_as_bucket_view: bool = True,
         sync_buffer_in_global_avg: bool = False,
         bucket_size_in_mb: float = 25,
-        _local_world_size: int | None = None,
+        _local_world_size: int | Literal["hosts"] | None = None,
         *,
         process_group: Group | None = None,
         grad_clip_scope: ClipScope = "bucket",
         find_unused_parameters: bool = False,
         init_sync: bool = True,
+        round_order: RoundOrder = "in turn",
     ) -> None:
         check_module(model, "model")
         check_flags(
@@ -124,7 +131,7 @@ class DecentralizedDataParallel(OverlappingWrapper):
         bucket_bytes = bytes_from_megabytes(bucket_size_in_mb=bucket_size_in_mb)
         group = resolve_group(process_group, None)
         nodes = nodes_for(group, _local_world_size)
-        plan = Plan(resolve_topology(topology), group.size, group.rank, nodes)
+        plan = Plan(resolve_topology(topology), group.size, group.rank, nodes, round_order)
         stepping = Stepping(optim_fn, lr_scheduler_fn, scaler, grad_clip_norm, grad_clip_scope)
         super().__init__(
             model,
@@ -178,9 +185,12 @@ class DecentralizedDataParallel(OverlappingWrapper):
         return self._stepping.schedules
 
     def set_accumulate_grad(self, enable: bool = True) -> None:
-        """Whether backward passes of forwards from now on only accumulate gradients; see also ``no_sync()``."""
+        """Whether backward passes from now on only accumulate gradients.
+
+        It is looked at when a backward pass begins; ``no_sync()`` is, as torch's, when the forward pass ends.
+        """
         check_flags(enable=enable)
-        self._engine.synchronize = not enable
+        self._engine.accumulates = enable
 
     @overload
     def global_avg(self, will_revert: bool = True, return_d2c: Literal[False] = False) -> GlobalAverage: ...
