@@ -121,6 +121,25 @@ def test_the_launchers_variables_are_enough_and_a_world_can_start_anew():
     assert PROCESSES.run(start_as_launched, 3, free_port(), 2, size=3) == [[6.0, 16.0, 26.0]] * 3
 
 
+def start_as_a_second_agent_of_the_host(port):
+    """Two launchers on one host, each with one process: scripts choose devices by what these say."""
+    os.environ.update(RANK=str(own_rank()), WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GROUP_RANK=str(own_rank()))
+    facts = (bagua.comm.get_local_rank, bagua.comm.get_local_size, bagua.comm.get_node_rank)
+    before = [fact() for fact in facts]
+    bagua.comm.init_process_group(backend="gloo", timeout=20)
+    after, group = [fact() for fact in facts], bagua.comm.get_default_group()
+    bagua.comm.destroy_process_group()
+    return before, after, (group.local_rank, group.local_size, group.node_rank)
+
+
+def test_initialization_does_not_change_what_the_launcher_said():
+    assert PROCESSES.run(start_as_a_second_agent_of_the_host, free_port(), size=2) == [
+        ([0, 1, 0], [0, 1, 0], (0, 2, 0)),
+        ([0, 1, 1], [0, 1, 1], (1, 2, 0)),
+    ]
+
+
 def start_again_on_the_store(port):
     store = connect_store(port, 10.0)
     results = []

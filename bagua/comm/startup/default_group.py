@@ -297,20 +297,29 @@ def not_a_group(group: object, argument: str = "group") -> InvalidTypeError:
 
 
 def get_local_rank() -> int:
-    """Rank among the processes of this host; before initialization what the launcher says, else 0."""
-    return get_default_group().local_rank if is_initialized() else _or(env.get_local_rank(), 0)
+    """Rank among the processes of this host, as the launcher says; without one as was found out, or 0.
+
+    Initialization does not change what the launcher has said: scripts choose a device by it.
+    """
+    return _as_launched(env.get_local_rank(), "local_rank", 0)
 
 
 def get_local_size() -> int:
-    """Processes on this host; before initialization what the launcher says, else 1."""
-    if is_initialized():
-        return get_default_group().local_size
-    return _or(env.get_local_world_size(), 1)
+    """Processes on this host, as the launcher says; without one as was found out, or 1."""
+    return _as_launched(env.get_local_world_size(), "local_size", 1)
 
 
 def get_node_rank() -> int:
-    """Index of this host; before initialization what the launcher says, else 0."""
-    return get_default_group().node_rank if is_initialized() else _or(env.get_node_rank(), 0)
+    """Index of this host, as the launcher says; without one as was found out, or 0."""
+    return _as_launched(env.get_node_rank(), "node_rank", 0)
+
+
+def _as_launched(said: int | None, fact: str, default: int) -> int:
+    """What the launcher said of this process, which may be several ranks if these are threads."""
+    group = get_default_group() if is_initialized() else None
+    if group is not None and (said is None or group.backend == "threads"):
+        return int(getattr(group, fact))
+    return _or(said, default)
 
 
 def stats() -> dict[str, KindStatistics]:
