@@ -156,7 +156,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl, declaration=AsyncModelAverag
 
     # What users call.
 
-    def abort(self, bagua_module: torch.nn.Module, timeout: float | timedelta | None = None) -> bool:
+    def abort(self, bagua_module: torch.nn.Module, *, timeout: float | timedelta | None = None) -> bool:
         """Stop averaging. To be called after training; every rank does so when it has come to its end.
 
         A rank that waits here goes on taking part in averages, so that it stops nobody who still

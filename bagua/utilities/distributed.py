@@ -18,7 +18,13 @@ from bagua import env
 from bagua.comm import Communicator, ReduceOp, init_process_group, is_initialized
 from bagua.comm.startup.adoption import as_communicator, available
 from bagua.errors import ConfigurationError, InvalidReduceOpError, InvalidTensorError
-from bagua.utilities.rank_zero import rank_zero_debug, rank_zero_info, rank_zero_only, rank_zero_warn
+from bagua.utilities.rank_zero import (
+    rank_zero_debug,
+    rank_zero_deprecation,
+    rank_zero_info,
+    rank_zero_only,
+    rank_zero_warn,
+)
 
 __all__ = [
     "AllGatherGrad",
@@ -28,6 +34,7 @@ __all__ = [
     "get_default_process_group_backend_for_device",
     "init_dist_connection",
     "rank_zero_debug",
+    "rank_zero_deprecation",
     "rank_zero_info",
     "rank_zero_only",
     "rank_zero_warn",
@@ -44,6 +51,9 @@ _NAMED_OPS = {
     "min": ReduceOp.MIN,
     "max": ReduceOp.MAX,
     "product": ReduceOp.PRODUCT,
+    "band": ReduceOp.BAND,
+    "bor": ReduceOp.BOR,
+    "bxor": ReduceOp.BXOR,
 }
 
 
@@ -136,7 +146,8 @@ def sync_ddp(
     Args:
         result: equal in shape and dtype on all ranks.
         group: the ranks; None means all.
-        reduce_op: ``sum`` (also None), ``avg`` or ``mean``, ``min``, ``max``, ``product``, or a ``ReduceOp``. The
+        reduce_op: ``sum`` (also None), ``avg`` or ``mean``, ``min``, ``max``, ``product``, ``band``, ``bor``,
+            ``bxor``, or a ``ReduceOp``. The
             mean of integers has the default floating-point dtype.
 
     Raises:
@@ -317,7 +328,7 @@ def register_ddp_comm_hook(
     """Register a communication hook on a model of torch's DDP; ``bagua.integrations.ddp_comm_hooks`` has some.
 
     Args:
-        model: a ``torch.nn.parallel.DistributedDataParallel``.
+        model: a ``torch.nn.parallel.DistributedDataParallel``, compiled or not, or another module that takes hooks.
         ddp_comm_state: handed to the hook.
         ddp_comm_hook: what exchanges a bucket; None leaves the model as it is.
         ddp_comm_wrapper: applied to the hook first, for example torch's ``fp16_compress_wrapper``.
@@ -332,7 +343,7 @@ def register_ddp_comm_hook(
             raise ConfigurationError(
                 "this cannot be called", argument=argument, expected="a function (state, bucket)", seen=repr(value)
             )
-    if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+    if not callable(getattr(model, "register_comm_hook", None)):
         raise ConfigurationError(
             "communication hooks belong to torch's DistributedDataParallel",
             argument="model",

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 from bagua import env
 from bagua.comm.startup.adoption import available, rank_among_all
 
-__all__ = ["rank_zero_debug", "rank_zero_info", "rank_zero_only", "rank_zero_warn"]
+__all__ = ["rank_zero_debug", "rank_zero_deprecation", "rank_zero_info", "rank_zero_only", "rank_zero_warn"]
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -74,12 +74,23 @@ def rank_zero_info(message: object, *arguments: object, **options: Any) -> None:
 
 
 @rank_zero_only
-def rank_zero_warn(message: str | Warning, category: type[Warning] = UserWarning, stacklevel: int = 2) -> None:
+def rank_zero_warn(message: str | Warning, stacklevel: int = 4, category: type[Warning] = UserWarning) -> None:
     """Warn on rank 0.
 
     Args:
         message: the text.
+        stacklevel: whose line is shown, as Lightning counts: 4 is the caller's, 5 that of its caller.
         category: of the warning.
-        stacklevel: whose line is shown; 2 is the caller's.
     """
-    warnings.warn(message, category, stacklevel=stacklevel + 1)
+    warnings.warn(message, category, stacklevel=stacklevel - 1)
+
+
+@rank_zero_only
+def rank_zero_deprecation(message: str | Warning, stacklevel: int = 5) -> None:
+    """Warn on rank 0 that something goes away.
+
+    Args:
+        message: the text.
+        stacklevel: whose line is shown, as Lightning counts: 5 is that of the caller's caller.
+    """
+    warnings.warn(message, DeprecationWarning, stacklevel=stacklevel - 1)

@@ -16,6 +16,7 @@ from bagua.torch_api import DistributedAlgorithm
 from bagua.torch_api.distributed import BucketType
 
 EMPTY = inspect.Parameter.empty
+_ASYNC = [("peer_selection_mode", "all"), ("sync_interval_ms", 500), ("warmup_steps", 0)]
 #: name -> (parameter, default) in order; what follows them must be keyword-only.
 DOCUMENTED = {
     "communication.allreduce": [("tensor", EMPTY), ("op", dist.ReduceOp.SUM), ("comm", None)],
@@ -83,11 +84,68 @@ DOCUMENTED = {
         ("message_size", 10_000_000),
     ],
     "algorithms.gradient_allreduce.GradientAllReduceAlgorithm": [("hierarchical", False), ("average", True)],
+    "distributed.DistributedModule.unwrap": [("self", EMPTY)],
+    "distributed.DistributedModule.forward": [("self", EMPTY)],
+    "distributed.OverlappingWrapper.forward": [("self", EMPTY)],
+    "distributed.ModelSwitchWrapper.forward": [("self", EMPTY)],
+    "distributed.ModelSwitchWrapper.state_dict": [("self", EMPTY)],
+    "algorithms.async_model_average.AsyncModelAverageAlgorithm": _ASYNC,
+    "algorithms.async_model_average.AsyncModelAverageAlgorithmImpl": [("process_group", EMPTY), *_ASYNC],
+    "algorithms.async_model_average.AsyncModelAverageAlgorithmImpl.abort": [("self", EMPTY), ("bagua_module", EMPTY)],
+    "algorithms.async_model_average.AsyncModelAverageAlgorithmImpl.resume": [("self", EMPTY), ("bagua_module", EMPTY)],
+    "data_parallel.DecentralizedDataParallel": [
+        ("model", EMPTY),
+        ("optim_fn", EMPTY),
+        ("lr_scheduler_fn", None),
+        ("topology", "complete"),
+        ("scaler", None),
+        ("grad_clip_norm", 0.0),
+        ("param_as_bucket_view", True),
+        ("sync_buffer_in_global_avg", False),
+        ("bucket_size_in_mb", 25),
+        ("_local_world_size", None),
+    ],
+    "data_parallel.DecentralizedDataParallel.set_accumulate_grad": [("self", EMPTY), ("enable", True)],
+    "data_parallel.DecentralizedDataParallel.train": [("self", EMPTY), ("mode", True)],
+    "data_parallel.DecentralizedDataParallel.eval": [("self", EMPTY)],
+    "data_parallel.DecentralizedDataParallel.forward": [("self", EMPTY)],
+    "data_parallel.DecentralizedDataParallel.parameters": [("self", EMPTY), ("recurse", True)],
+    "data_parallel.DecentralizedDataParallel.named_parameters": [
+        ("self", EMPTY),
+        ("prefix", ""),
+        ("recurse", True),
+        ("remove_duplicate", True),
+    ],
+    "utilities.register_ddp_comm_hook": [
+        ("model", EMPTY),
+        ("ddp_comm_state", None),
+        ("ddp_comm_hook", None),
+        ("ddp_comm_wrapper", None),
+    ],
+    "utilities.all_gather_ddp_if_available": [("tensor", EMPTY), ("group", None), ("sync_grads", False)],
+    "utilities.distributed_available": [],
+    "utilities.gather_all_tensors": [("result", EMPTY), ("group", None)],
+    "utilities.get_default_process_group_backend_for_device": [("device", EMPTY)],
+    "utilities.init_dist_connection": [
+        ("cluster_environment", EMPTY),
+        ("torch_distributed_backend", EMPTY),
+        ("global_rank", None),
+        ("world_size", None),
+    ],
+    "utilities.sync_ddp": [("result", EMPTY), ("group", None), ("reduce_op", None)],
+    "utilities.sync_ddp_if_available": [("result", EMPTY), ("group", None), ("reduce_op", None)],
+    "utilities.tpu_distributed": [],
+    "utilities.AllGatherGrad.forward": [("ctx", EMPTY), ("tensor", EMPTY), ("group", None)],
 }
 
 
 def _resolve(dotted: str) -> object:
-    thing: object = bagua.torch_api
+    if dotted.startswith("utilities."):
+        thing: object = importlib.import_module("bagua.utilities.distributed")
+        for part in dotted.split(".")[1:]:
+            thing = getattr(thing, part)
+        return thing
+    thing = bagua.torch_api
     path = "bagua.torch_api"
     for part in dotted.split("."):
         path = f"{path}.{part}"
@@ -129,7 +187,7 @@ NAMES = {
     "distributed": """DistributedModule Reducer OverlappingWrapper ModelSwitchWrapper broadcast_parameters
         allreduce_parameters bagua_init BucketType DistributedAlgorithm BaguaModule""",
     "distributed_define": "BucketType TensorDeclaration",
-    "data_parallel": "DistributedDataParallel",
+    "data_parallel": """DistributedDataParallel DecentralizedDataParallel OPTIM_FN_TYPE LR_SCHEDULER_FN_TYPE""",
     "algorithms": "Algorithm AlgorithmImpl GlobalAlgorithmRegistry gradient_allreduce bytegrad",
     "algorithms.bytegrad": "ByteGradAlgorithm ByteGradAlgorithmImpl",
     "algorithms.gradient_allreduce": "GradientAllReduceAlgorithm GradientAllReduceAlgorithmImpl",
@@ -148,6 +206,34 @@ def test_documented_names_can_be_imported_from_their_documented_place(module):
     for name in NAMES[module].split():
         assert hasattr(place, name), name
         assert name in place.__all__, name
+
+
+def test_documented_attributes_are_there():
+    classes = {
+        "distributed.Reducer": "initialized bucket_initialized",
+        "distributed.BucketType": "Gradient Weight Param",
+        "data_parallel.DecentralizedDataParallel": "global_avg FLOAT_DTYPES",
+        "algorithms.Algorithm": "reify init",
+        "utilities.rank_zero_only": "rank",
+    }
+    missing = [
+        f"{name}.{attribute}"
+        for name, attributes in classes.items()
+        for attribute in attributes.split()
+        if not hasattr(_resolve(name), attribute)
+    ]
+    assert not missing
+
+
+def test_documented_bases():
+    algorithms = _resolve("algorithms")
+    for name in ("AsyncModelAverageAlgorithm", "AsyncModelAverageAlgorithmImpl"):
+        base = algorithms.AlgorithmImpl if name.endswith("Impl") else algorithms.Algorithm
+        assert issubclass(_resolve(f"algorithms.async_model_average.{name}"), base)
+    for name in ("OverlappingWrapper", "ModelSwitchWrapper"):
+        assert issubclass(_resolve(f"distributed.{name}"), nn.Module)
+    assert issubclass(_resolve("data_parallel.DecentralizedDataParallel"), nn.Module)
+    assert issubclass(bagua.torch_api.exceptions.RepeatedInitializationError, RuntimeError)
 
 
 def test_distributed_algorithm_has_the_documented_members():

@@ -203,6 +203,14 @@ def test_the_rank_can_be_assigned():
     assert distributed.rank_zero_only.rank == 0
 
 
+def test_bits_are_reduced_by_name(thread_ranks):
+    def reduce_bits() -> list[int]:
+        own = torch.tensor([bagua.comm.get_rank() + 1])
+        return [distributed.sync_ddp(own, reduce_op=name).item() for name in ("band", "bor", "BXOR")]
+
+    assert thread_ranks(3, reduce_bits) == [[0, 3, 0]] * 3
+
+
 def test_rank_zero_logs_and_warns(caplog, monkeypatch):
     def say() -> None:
         distributed.rank_zero_info("step %d", 3)
@@ -218,6 +226,15 @@ def test_rank_zero_logs_and_warns(caplog, monkeypatch):
     with pytest.warns(FutureWarning, match="soon") as warned:
         distributed.rank_zero_warn("soon", category=FutureWarning)
     assert warned[0].filename == __file__
+
+    def of_the_caller() -> None:
+        distributed.rank_zero_warn("later", 5)
+        distributed.rank_zero_deprecation("gone")
+
+    with pytest.warns((UserWarning, DeprecationWarning)) as warned:
+        of_the_caller()
+    assert [one.category for one in warned] == [UserWarning, DeprecationWarning]
+    assert {(one.filename, one.lineno) for one in warned} == {(__file__, of_the_caller.__code__.co_firstlineno + 5)}
 
 
 # On torch's groups, and their start.
@@ -271,3 +288,15 @@ def test_hooks_are_checked_before_they_are_registered():
         distributed.register_ddp_comm_hook(model, None, "fp16")
     with pytest.raises(ConfigurationError, match=r"DistributedDataParallel.*Linear"):
         distributed.register_ddp_comm_hook(model, None, print)
+
+
+def test_hooks_are_taken_by_what_takes_them():
+    class Outer(torch.nn.Module):
+        """As ``torch.compile`` makes one: it has what the model inside has."""
+
+        def register_comm_hook(self, state: object, hook: object) -> None:
+            self.registered = (state, hook)
+
+    model = Outer()
+    distributed.register_ddp_comm_hook(model, "state", print)
+    assert model.registered == ("state", print)
