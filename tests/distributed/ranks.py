@@ -26,6 +26,11 @@ def run_script(name, module):
         return names["run"](bagua.comm.get_rank(), bagua.comm.get_world_size())
 
 
+def run_all_in_both(names):
+    """The results of each script, by its name."""
+    return {name: run_script_in_both(name) for name in names}
+
+
 def run_script_in_both(name):
     """The results through bagua; they equal those through torch where torch has these ranks, too."""
     ours = run_script(name, "bagua.distributed")
