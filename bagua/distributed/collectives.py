@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from bagua.checks import renaming
 from bagua.comm import Communicator, Group, NonMember, ReduceOp
 from bagua.comm.startup.adoption import communicator_of
 from bagua.comm.torch_backend.work import TorchWork
@@ -124,6 +125,7 @@ def all_gather(
     )
 
 
+@renaming(output="output_tensor", tensor="input_tensor")
 def all_gather_into_tensor(
     output_tensor: Tensor, input_tensor: Tensor, group: Group | None = None, async_op: bool = False
 ) -> TorchWork | None:
@@ -151,6 +153,7 @@ def gather(
     )
 
 
+@renaming(output="tensor")
 def scatter(
     tensor: Tensor,
     scatter_list: list[Tensor] | None = None,
@@ -186,6 +189,7 @@ def reduce_scatter(
     )
 
 
+@renaming(tensor="input")
 def reduce_scatter_tensor(
     output: Tensor,
     input: Tensor,  # noqa: A002 - torch's name
@@ -214,6 +218,7 @@ def all_to_all(
     return as_in_torch(communicator, work, output_tensor_list)
 
 
+@renaming(tensor="input", output_counts="output_split_sizes", input_counts="input_split_sizes")
 def all_to_all_single(
     output: Tensor,
     input: Tensor,  # noqa: A002 - torch's name

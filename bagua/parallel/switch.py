@@ -103,7 +103,8 @@ class ModelSwitchWrapper(EngineAccess, DistributedModule):
         """Train with this algorithm from now on. Collective.
 
         Args:
-            distributed_algorithm: a name, or a declaration with options of its own.
+            distributed_algorithm: a name, or a declaration with options of its own. It has no default, as documented:
+                ``DistributedAlgorithm.GradientAllReduce`` is the usual one.
 
         Returns:
             The wrapper itself.

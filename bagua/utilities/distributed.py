@@ -95,7 +95,7 @@ def init_dist_connection(
     *,
     timeout: float | timedelta | None = None,
 ) -> None:
-    """Connect all ranks, unless they are. ``torch.distributed`` is initialized, too.
+    """Connect all ranks, unless they are. ``torch.distributed`` is initialized, too; where it is already, bagua joins.
 
     Args:
         cluster_environment: Lightning's, or any object with ``main_address``, ``main_port``,
@@ -103,7 +103,8 @@ def init_dist_connection(
         torch_distributed_backend: as for ``bagua.comm.init_process_group``; None chooses.
         global_rank: of this process; None asks ``cluster_environment``.
         world_size: number of processes; None asks ``cluster_environment``.
-        timeout: default deadline of every call, in seconds or as a ``timedelta``.
+        timeout: default deadline of every call, in seconds or as a ``timedelta``. What else Lightning passes on to
+            ``torch.distributed.init_process_group`` has no meaning here, and is a ``TypeError``.
 
     Raises:
         ConfigurationError: rank and size do not fit together.
