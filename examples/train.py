@@ -1,4 +1,4 @@
-"""Train a small byte-level language model on the source of Python's standard library.
+"""Train a small language model on the source of Python's standard library.
 
 baguarun --nproc 2 examples/train.py --steps 200
 """
@@ -15,7 +15,9 @@ from bagua.torch_api.algorithms import Algorithm
 
 CONTEXT, BATCH, WIDTH = 32, 32, 64
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--algorithm", default="gradient_allreduce")
 options = parser.parse_args()
@@ -24,18 +26,29 @@ bagua.init_process_group()
 rank = bagua.get_rank()
 
 files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
+text = torch.frombuffer(
+    bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8
+).long()
 
 model = nn.Sequential(
-    nn.Embedding(256, WIDTH), nn.Flatten(), nn.Linear(CONTEXT * WIDTH, 256), nn.GELU(), nn.Linear(256, 256)
+    nn.Embedding(256, WIDTH),
+    nn.Flatten(),
+    nn.Linear(CONTEXT * WIDTH, 256),
+    nn.GELU(),
+    nn.Linear(256, 256),
 )
 optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-model.with_bagua([optimizer], Algorithm.init(options.algorithm))  # every rank now has rank 0's weights
+# From here on, every rank has rank 0's weights.
+model.with_bagua([optimizer], Algorithm.init(options.algorithm))
 
-own_part = torch.Generator().manual_seed(rank)  # each rank draws other windows of the text
+# Each rank draws other windows of the text.
+own_part = torch.Generator().manual_seed(rank)
 for step in range(options.steps):
     starts = torch.randint(len(text) - CONTEXT, (BATCH,), generator=own_part)
-    loss = nn.functional.cross_entropy(model(text[starts[:, None] + torch.arange(CONTEXT)]), text[starts + CONTEXT])
+    loss = nn.functional.cross_entropy(
+        model(text[starts[:, None] + torch.arange(CONTEXT)]),
+        text[starts + CONTEXT],
+    )
     optimizer.zero_grad()
     loss.backward()  # gradients are averaged over all ranks while this runs
     optimizer.step()

@@ -1,4 +1,4 @@
-"""Train with Hugging Face Accelerate, whose gradients travel in one byte for each element.
+"""Train with Hugging Face Accelerate, and send gradients as bytes.
 
 torchrun --nproc_per_node 2 examples/use_accelerate.py --steps 100
 """
@@ -12,12 +12,15 @@ from torch import nn
 from bagua.integrations.accelerate import use_comm_hook
 from bagua.integrations.ddp_comm_hooks import CodecState
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 parser.add_argument("--steps", type=int, default=100)
 options = parser.parse_args()
 
 accelerator = Accelerator(cpu=not torch.cuda.is_available())
-use_comm_hook(accelerator, CodecState("minmax_uint8"))  # before prepare; this is all that is new
+# Before prepare; this is all that is new.
+use_comm_hook(accelerator, CodecState("minmax_uint8"))
 
 torch.manual_seed(0)
 teacher = nn.Linear(32, 8)  # what the model is to learn
@@ -42,5 +45,8 @@ while step < options.steps:
             break
 
 total = sum(parameter.sum().item() for parameter in model.parameters())
-print(f"rank {accelerator.process_index} of {accelerator.num_processes} ends with {total:.6f}")
+print(
+    f"rank {accelerator.process_index} of {accelerator.num_processes}"
+    f" ends with {total:.6f}"
+)
 accelerator.end_training()

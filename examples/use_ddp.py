@@ -1,4 +1,4 @@
-"""Train with torch's DistributedDataParallel, whose gradients travel in one byte for each element.
+"""Train with torch's DistributedDataParallel, and send gradients as bytes.
 
 torchrun --nproc_per_node 2 examples/use_ddp.py --steps 100
 """
@@ -13,29 +13,41 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bagua.integrations.ddp_comm_hooks import CodecState, codec_hook
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 parser.add_argument("--steps", type=int, default=100)
-parser.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="go on from what is there, and save at the end")
+parser.add_argument(
+    "--checkpoint",
+    type=Path,
+    metavar="FOLDER",
+    help="go on from what is there, and save at the end",
+)
 options = parser.parse_args()
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(0)
 teacher = nn.Linear(32, 8)  # what the model is to learn
-model = DistributedDataParallel(nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 8)))
+model = DistributedDataParallel(
+    nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 8))
+)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
+# These two lines are all that is new.
 state = CodecState("minmax_uint8", error_feedback=True)
-model.register_comm_hook(state, codec_hook)  # this line, and the one above, are all that is new
+model.register_comm_hook(state, codec_hook)
 
-own = None if options.checkpoint is None else options.checkpoint / f"rank{rank}.pt"
+own = options.checkpoint and options.checkpoint / f"rank{rank}.pt"
 if own is not None and own.exists():
     saved = torch.load(own)
     model.module.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
-    state.load_state_dict(saved["hook"], model)  # what error feedback still owes: each rank has its own
+    # What error feedback still owes: each rank has its own.
+    state.load_state_dict(saved["hook"], model)
 
-own_part = torch.Generator().manual_seed(1 + rank + 1000 * state.step)  # each rank draws other data
+# Each rank draws other data.
+own_part = torch.Generator().manual_seed(1 + rank + 1000 * state.step)
 first, last = state.step, state.step + options.steps - 1
 for step in range(first, last + 1):
     inputs = torch.randn(64, 32, generator=own_part)
@@ -49,7 +61,13 @@ for step in range(first, last + 1):
 if own is not None:
     own.parent.mkdir(parents=True, exist_ok=True)
     torch.save(
-        {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "hook": state.state_dict(model)}, own
+        {
+            "model": model.module.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "hook": state.state_dict(model),
+        },
+        own,
     )
-print(f"rank {rank} of {dist.get_world_size()} ends with {sum(p.sum().item() for p in model.parameters()):.6f}")
+total = sum(p.sum().item() for p in model.parameters())
+print(f"rank {rank} of {dist.get_world_size()} ends with {total:.6f}")
 dist.destroy_process_group()

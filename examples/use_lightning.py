@@ -1,4 +1,4 @@
-"""Train with Lightning, with an algorithm of bagua; Lightning starts the processes.
+"""Train with Lightning and an algorithm of bagua.
 
 python examples/use_lightning.py --algorithm bytegrad
 """
@@ -9,11 +9,15 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-import bagua.integrations.lightning  # noqa: F401 - makes strategy="bagua" and "bagua_<algorithm>" known
+import bagua.integrations.lightning  # noqa: F401 - makes "bagua_..." known
 from bagua.algorithms import registry
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--algorithm", default="gradient_allreduce", choices=list(registry))
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
+parser.add_argument(
+    "--algorithm", default="gradient_allreduce", choices=list(registry)
+)
 parser.add_argument("--epochs", type=int, default=4)
 parser.add_argument("--devices", type=int, default=2)
 options = parser.parse_args()
@@ -24,7 +28,9 @@ class Student(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 8))
+        self.net = nn.Sequential(
+            nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 8)
+        )
 
     def training_step(self, batch: list[torch.Tensor], _: int) -> torch.Tensor:
         inputs, targets = batch
@@ -32,21 +38,31 @@ class Student(pl.LightningModule):
 
     def validation_step(self, batch: list[torch.Tensor], _: int) -> None:
         inputs, targets = batch
-        self.log("loss", nn.functional.mse_loss(self.net(inputs), targets), sync_dist=True)
+        self.log(
+            "loss",
+            nn.functional.mse_loss(self.net(inputs), targets),
+            sync_dist=True,
+        )
 
     def on_validation_epoch_end(self) -> None:
-        self.print(f"epoch {self.current_epoch}  loss {float(self.trainer.callback_metrics['loss']):.4f}")
+        loss = float(self.trainer.callback_metrics["loss"])
+        self.print(f"epoch {self.current_epoch}  loss {loss:.4f}")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        make = registry.get(options.algorithm).optimizer_class  # QAdam has its own
-        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9) if make is None else make(self.parameters())
+        own_class = registry.get(options.algorithm).optimizer_class
+        if own_class is not None:  # QAdam has its own
+            return own_class(self.parameters())
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
 torch.manual_seed(0)
 teacher = nn.Linear(32, 8)
 inputs = torch.randn(2048, 32)
 data = torch.utils.data.TensorDataset(inputs, teacher(inputs).detach())
-training, held_out = (torch.utils.data.Subset(data, rows) for rows in (range(1536), range(1536, 2048)))
+training, held_out = (
+    torch.utils.data.Subset(data, rows)
+    for rows in (range(1536), range(1536, 2048))
+)
 
 trainer = pl.Trainer(
     strategy=f"bagua_{options.algorithm}",
@@ -57,9 +73,14 @@ trainer = pl.Trainer(
     enable_checkpointing=False,
     enable_progress_bar=False,
 )
-loaders = [torch.utils.data.DataLoader(part, batch_size=32, shuffle=part is training) for part in (training, held_out)]
+loaders = [
+    torch.utils.data.DataLoader(part, batch_size=32, shuffle=part is training)
+    for part in (training, held_out)
+]
 model = Student()
 trainer.fit(model, *loaders)
 
 total = sum(parameter.sum().item() for parameter in model.parameters())
-print(f"rank {trainer.global_rank} of {trainer.world_size} ends with {total:.6f}")
+print(
+    f"rank {trainer.global_rank} of {trainer.world_size} ends with {total:.6f}"
+)

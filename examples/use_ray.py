@@ -26,7 +26,8 @@ def train(settings: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     model.with_bagua([optimizer], Algorithm.init(settings["algorithm"]))
-    own_part = torch.Generator().manual_seed(1 + rank)  # each rank draws other data
+    # Each rank draws other data.
+    own_part = torch.Generator().manual_seed(1 + rank)
     losses = []
     for _ in range(settings["steps"]):
         inputs = torch.randn(64, 32, generator=own_part)
@@ -36,23 +37,39 @@ def train(settings: dict[str, Any]) -> None:
         optimizer.step()
         losses.append(loss.item())
     total = sum(parameter.sum().item() for parameter in model.parameters())
-    line = f"rank {rank} of {bagua.get_world_size()}: loss {losses[0]:.4f} to {losses[-1]:.4f}, ends with {total:.6f}\n"
+    line = (
+        f"rank {rank} of {bagua.get_world_size()}: "
+        f"loss {losses[0]:.4f} to {losses[-1]:.4f}, ends with {total:.6f}\n"
+    )
     (Path(settings["folder"]) / f"rank{rank}.txt").write_text(line)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--algorithm", default="bytegrad")
-    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="that all workers can write to")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path.cwd(),
+        help="that all workers can write to",
+    )
     options = parser.parse_args()
     folder = str(options.folder.resolve())
 
-    ray.init(num_cpus=options.workers, include_dashboard=False)  # a Ray on this machine; address="auto" finds another
+    # A Ray on this machine; address="auto" finds another.
+    ray.init(num_cpus=options.workers, include_dashboard=False)
     TorchTrainer(
         train,
-        train_loop_config={"steps": options.steps, "algorithm": options.algorithm, "folder": folder},
+        train_loop_config={
+            "steps": options.steps,
+            "algorithm": options.algorithm,
+            "folder": folder,
+        },
         torch_config=torch_config(timeout_s=600),  # this is all that is new
         scaling_config=ScalingConfig(num_workers=options.workers),
         run_config=RunConfig(storage_path=folder),
