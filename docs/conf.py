@@ -18,9 +18,11 @@ extensions = [
     "myst_parser",
     "algorithm_index",
     "facade_index",
+    "timelines",
     "topology_pictures",
     "sphinx.ext.autodoc",
     "sphinx.ext.doctest",
+    "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
@@ -32,17 +34,21 @@ doctest_test_doctest_blocks = ""
 
 html_theme = "furo"
 html_title = "bagua"
+html_static_path = ["static"]
+html_css_files = ["cards.css"]
 
 # Docstrings of torch that our classes inherit are torch's to explain.
 autodoc_inherit_docstrings = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+# `ReduceOp.SUM`, not what Python prints for it.
+autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
 napoleon_numpy_docstring = False
 # Fields of dataclasses are documented where they are listed, once.
 napoleon_use_ivar = True
 
-myst_enable_extensions = ["colon_fence", "deflist"]
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 # Prompts and outputs of an example are not part of what one wants to copy.
 copybutton_prompt_text = r">>> |\.\.\. |\$ "

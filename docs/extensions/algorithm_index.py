@@ -15,7 +15,8 @@ def table_row(name: str, declaration: type[Algorithm]) -> str:
     """One line of a Markdown table: name, options with their defaults, and the docstring's first line."""
     options = ", ".join(f"`{field.name}={field.default!r}`" for field in dataclasses.fields(declaration))
     summary = (declaration.__doc__ or "").strip().splitlines()[0]
-    return f"| {{py:class}}`{name} <bagua.algorithms.{declaration.__name__}>` | {summary} | {options or 'none'} |"
+    reference = f"{{py:class}}`API <bagua.algorithms.{declaration.__name__}>`"
+    return f"| [`{name}`](algorithms/{name}.md) | {summary} | {options or 'none'} | {reference} |"
 
 
 class AlgorithmIndex(SphinxDirective):
@@ -23,7 +24,7 @@ class AlgorithmIndex(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         rows = [table_row(name, registry.get(name)) for name in registry]
-        head = ["| name | what it does | options |", "|---|---|---|"]
+        head = ["| name | what it does | options | |", "|---|---|---|---|"]
         return self.parse_text_to_nodes("\n".join([*head, *rows]))
 
 

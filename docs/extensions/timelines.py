@@ -16,7 +16,13 @@ from sphinx.util.docutils import SphinxDirective
 #: In pixels: the names of lanes, the whole picture, one lane, and a bar in it.
 LEFT, WIDTH, LANE, BAR = 92.0, 700.0, 34.0, 24.0
 #: Fills that carry dark text on a light page and on a dark one.
-FILLS = {"forward": "#9ecae1", "backward": "#6baed6", "optimizer": "#fdd0a2", "wait": "none"}
+FILLS = {
+    "forward": "#9ecae1",
+    "forward+backward": "#6baed6",
+    "backward": "#6baed6",
+    "optimizer": "#fdd0a2",
+    "wait": "none",
+}
 SENT = "#a1d99b"
 
 

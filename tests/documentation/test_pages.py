@@ -1,0 +1,131 @@
+"""What pages show is true: links lead somewhere, code fits its column, pictures and differences are the files'."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from bagua.algorithms import registry
+from tests.architecture.source_tree import REPOSITORY
+
+DOCS = REPOSITORY / "docs"
+PAGES = [REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md"))]
+MOST_COLUMNS = 80
+
+FENCE = re.compile(r"^( *)(`{3,})(.*)$")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def code_lines(text: str) -> list[str]:
+    """The lines of all code blocks of a page, without those of directives that show no code."""
+    lines, fence, shown = [], None, False
+    for line in text.splitlines():
+        found = FENCE.match(line)
+        if found and fence is None:
+            indent, fence, kind = found.groups()
+            shown = not kind.startswith("{") or kind.startswith("{doctest}")
+        elif found and found[2] == fence and not found[3]:
+            fence = None
+        elif fence is not None and shown:
+            lines.append(line.removeprefix(indent))
+    return lines
+
+
+def dead_links(page: Path) -> list[str]:
+    """The relative links of a page that lead to no file."""
+    targets = (target.partition("#")[0] for target in LINK.findall(page.read_text(encoding="utf-8")))
+    return [target for target in targets if target and ":" not in target and not (page.parent / target).exists()]
+
+
+def extension(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(DOCS / "extensions"))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module(name)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_code_fits_its_column(page):
+    assert [line for line in code_lines(page.read_text(encoding="utf-8")) if len(line) > MOST_COLUMNS] == []
+
+
+def test_examples_that_pages_show_fit_their_column():
+    texts = {path: path.read_text(encoding="utf-8") for path in (REPOSITORY / "examples").iterdir() if path.is_file()}
+    assert len(texts) > 7
+    assert [
+        (path.name, line) for path, text in texts.items() for line in text.splitlines() if len(line) > MOST_COLUMNS
+    ] == []
+
+
+def test_a_wide_line_is_seen():
+    wide = "x" * 81
+    page = f"{wide}\n```python\n{wide}\n```\n  ```{{doctest}}\n  >>> 1\n  ```\n```{{math}}\n{wide}\n```\n"
+    assert code_lines(page) == [wide, ">>> 1"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_relative_links_lead_to_files(page):
+    assert dead_links(page) == []
+
+
+def test_a_dead_link_is_seen(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("[a](page.md#top) [b](https://example.org/x) [c](#here) [d](gone.md) ![e](gone.svg)")
+    assert dead_links(page) == ["gone.md", "gone.svg"]
+
+
+def test_every_page_is_in_the_menu():
+    # Pages of folders come in by a pattern.
+    menu = (DOCS / "index.md").read_text(encoding="utf-8").splitlines()
+    assert [page.stem for page in DOCS.glob("*.md") if page.stem not in menu and page.stem != "index"] == []
+
+
+def test_readme_shows_the_difference_of_the_two_scripts():
+    (block,) = re.findall(r"^```diff\n(.*?)^```", (REPOSITORY / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    before, after = (
+        (REPOSITORY / "examples" / name).read_text().partition('"""\n\n')[2].splitlines()
+        for name in ("spiral_one_process.py", "spiral.py")
+    )
+    changed = list(difflib.unified_diff(before, after, lineterm=""))[2:]
+    assert [line for line in block.splitlines() if line[:1] in ("+", "-")] == [
+        line for line in changed if line[:1] in ("+", "-")
+    ]
+
+
+def test_the_picture_shows_the_numbers_of_the_table(monkeypatch):
+    pictures = extension("step_time_picture", monkeypatch)
+    assert pictures.PICTURE.read_text() == pictures.draw(pictures.PAGE.read_text()), (
+        "python docs/extensions/step_time_picture.py"
+    )
+
+
+def test_a_table_without_the_numbers_is_seen(monkeypatch):
+    pictures = extension("step_time_picture", monkeypatch)
+    with pytest.raises(ValueError, match="no step times of"):
+        pictures.read_ratios("| `bytegrad` | 0.25 | 0.27 | 0.51 | 1.12 | 1.11 |\n")
+
+
+@pytest.mark.parametrize("name", list(registry))
+def test_every_algorithm_has_a_page_with_its_rule_and_a_timeline(name):
+    page = (DOCS / "algorithms" / f"{name}.md").read_text(encoding="utf-8")
+    for part in (f"# {name}\n", "**Use it when**", "```{math}", "```{timeline}", "```{doctest}", "## Paper"):
+        assert part in page
+
+
+def test_a_timeline_has_a_bar_for_each_part(monkeypatch):
+    timelines = extension("timelines", monkeypatch)
+    picture = timelines.draw("A <step>", ["rank 0: forward 0 3, wait 3 4", "network: bucket 0 1 2.5"])
+    assert picture.count("<rect") == 3
+    assert "bucket 0</text>" in picture
+    assert "A &lt;step&gt;" in picture
+
+
+@pytest.mark.parametrize("line", ["no colon", "rank 0: forward 3 3", "rank 0: 1 2", "rank 0: forward 1 x"])
+def test_a_lane_that_cannot_be_drawn_is_refused(line, monkeypatch):
+    timelines = extension("timelines", monkeypatch)
+    with pytest.raises(ValueError, match=r"lane|bar|float"):
+        timelines.read_lane(line)
