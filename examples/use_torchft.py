@@ -1,4 +1,4 @@
-"""Replicas that train on when others are lost, with the manager of torchft and groups of bagua.
+"""Train on when replicas are lost: torchft's manager, and groups of bagua.
 
 torchft_lighthouse --min_replicas 1 --bind 127.0.0.1:29510
 python examples/use_torchft.py --lighthouse http://127.0.0.1:29510 --replica 0
@@ -19,14 +19,30 @@ from torchft.optim import OptimizerWrapper
 
 from bagua.integrations.torchft import distributed_data_parallel, process_group
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 parser.add_argument("--lighthouse", required=True, help="its address")
-parser.add_argument("--replica", type=int, required=True, help="number of this replica")
-parser.add_argument("--replicas", type=int, default=2, help="how many there are if none is lost")
-parser.add_argument("--method", choices=["ddp", "local_sgd", "diloco"], default="ddp")
-parser.add_argument("--steps", type=int, default=20, help="end after so many steps that all replicas took together")
 parser.add_argument(
-    "--die-after", type=int, default=-1, help="kill this replica in the backward pass after so many steps together"
+    "--replica", type=int, required=True, help="number of this replica"
+)
+parser.add_argument(
+    "--replicas", type=int, default=2, help="how many there are if none is lost"
+)
+parser.add_argument(
+    "--method", choices=["ddp", "local_sgd", "diloco"], default="ddp"
+)
+parser.add_argument(
+    "--steps",
+    type=int,
+    default=20,
+    help="end after so many steps that all replicas took together",
+)
+parser.add_argument(
+    "--die-after",
+    type=int,
+    default=-1,
+    help="kill this replica in the backward pass after so many steps together",
 )
 options = parser.parse_args()
 
@@ -38,7 +54,11 @@ taken = {"together": 0}
 
 
 def state_dict() -> dict:
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "taken": dict(taken)}
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "taken": dict(taken),
+    }
 
 
 def load_state_dict(state: dict) -> None:
@@ -87,18 +107,24 @@ def train(trained: nn.Module, stepped: torch.optim.Optimizer) -> None:
         if manager.current_step() > before:
             taken["together"] += manager.num_participants() == options.replicas
             replicas = manager.num_participants()
-            print(f"step {manager.current_step():>4}  loss {loss:.4f}  replicas {replicas}", flush=True)
+            line = f"step {manager.current_step():>4}  loss {loss:.4f}"
+            print(f"{line}  replicas {replicas}", flush=True)
 
 
 model[0].weight.register_hook(die)
 torch.manual_seed(1 + options.replica)  # each replica has batches of its own
 if options.method == "ddp":
-    train(distributed_data_parallel(manager, model), OptimizerWrapper(manager, optimizer))
+    train(
+        distributed_data_parallel(manager, model),
+        OptimizerWrapper(manager, optimizer),
+    )
 elif options.method == "local_sgd":
     with LocalSGD(manager, model, optimizer, sync_every=5):
         train(model, optimizer)
 else:
-    outer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5, nesterov=True)
+    outer = torch.optim.SGD(
+        model.parameters(), lr=0.5, momentum=0.5, nesterov=True
+    )
     with DiLoCo(manager, [model], optimizer, outer, sync_every=5):
         train(model, optimizer)
 

@@ -1,4 +1,4 @@
-"""Train with the Trainer of Transformers, whose gradients travel in one byte for each element.
+"""Train with the Trainer of Transformers, and send gradients as bytes.
 
 torchrun --nproc_per_node 2 examples/use_transformers.py --steps 100
 """
@@ -13,30 +13,43 @@ from transformers import Trainer, TrainingArguments
 from bagua.integrations.ddp_comm_hooks import CodecState
 from bagua.integrations.transformers import use_bagua, use_comm_hook
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+)
 parser.add_argument("--steps", type=int, default=100)
-parser.add_argument("--algorithm", default="bytegrad", help="of bagua; `hook` keeps torch's DDP")
+parser.add_argument(
+    "--algorithm", default="bytegrad", help="of bagua; `hook` keeps torch's DDP"
+)
 parser.add_argument("--folder", default=None, help="for checkpoints")
 options = parser.parse_args()
 
 
 class Model(nn.Module):
-    """Any module whose forward pass returns a loss, as the models of Transformers do."""
+    """A module whose forward pass returns a loss, as in Transformers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 8))
+        self.layers = nn.Sequential(
+            nn.Linear(32, 256), nn.GELU(), nn.Linear(256, 8)
+        )
 
-    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(
+        self, inputs: torch.Tensor, labels: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
         outputs = self.layers(inputs)
-        return {"loss": nn.functional.mse_loss(outputs, labels), "logits": outputs}
+        return {
+            "loss": nn.functional.mse_loss(outputs, labels),
+            "logits": outputs,
+        }
 
 
 class PrintingTrainer(Trainer):
     """A class that derives from Trainer, as those of TRL do."""
 
     def compute_loss(self, model, inputs, return_outputs=False, **keywords):
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **keywords)
+        loss, outputs = super().compute_loss(
+            model, inputs, return_outputs=True, **keywords
+        )
         if self.state.global_step % 50 == 0 and self.is_world_process_zero():
             print(f"step {self.state.global_step:>4}  loss {loss.item():.4f}")
         return (loss, outputs) if return_outputs else loss
@@ -45,7 +58,10 @@ class PrintingTrainer(Trainer):
 torch.manual_seed(0)
 teacher = nn.Linear(32, 8)  # what the model is to learn
 inputs = torch.randn(4096, 32)
-data = [{"inputs": row, "labels": target} for row, target in zip(inputs, teacher(inputs).detach(), strict=True)]
+data = [
+    {"inputs": row, "labels": target}
+    for row, target in zip(inputs, teacher(inputs).detach(), strict=True)
+]
 arguments = TrainingArguments(
     options.folder or tempfile.mkdtemp(),
     max_steps=options.steps,
@@ -65,5 +81,8 @@ else:
 trainer.train()
 
 total = sum(parameter.sum().item() for parameter in trainer.model.parameters())
-print(f"rank {arguments.process_index} of {arguments.world_size} ends with {total:.6f}")
+print(
+    f"rank {arguments.process_index} of {arguments.world_size}"
+    f" ends with {total:.6f}"
+)
 torch.distributed.destroy_process_group()
