@@ -73,10 +73,19 @@ def pictures(topology: Topology) -> str:
     return "".join(picture(topology.round(RANKS, step, HOSTS), title) for step, title in enumerate(titles, start=1))
 
 
+def rate(topology: Topology, size: int) -> str:
+    """How much disagreement a round leaves, or after how many rounds none is left."""
+    left = topologies.consensus_rate(topology, size)
+    if left > 0:
+        return f"{left:.2f}"
+    rounds = next(count for count in range(1, 65) if not topologies.consensus_rate(topology, size, rounds=count))
+    return f"none after {rounds} round{'s' if rounds > 1 else ''}"
+
+
 def rates(topology: Topology) -> str:
     """A sentence on how fast ranks come together."""
-    found = ", ".join(f"{topologies.consensus_rate(topology, size):.2f}" for size in SIZES)
-    return f"Disagreement left per round, on {', '.join(map(str, SIZES))} ranks: {found}."
+    found = ", ".join(f"{size} ranks: {rate(topology, size)}" for size in SIZES)
+    return f"Disagreement left by a round, on average: {found}."
 
 
 class TopologyPictures(SphinxDirective):
