@@ -119,6 +119,8 @@ class Bucket:
         shares: the flat memory splits evenly into so many parts of aligned size.
         fusion: gradients and weights live in the flat memory and parameters hold views of
             it. Otherwise they stay where they are, and gradients are copied in and out.
+        by_arrival: it follows the order in which gradients appear, as all buckets of a model do, but those of parts
+            that are cut in another way.
 
     Attributes:
         offsets: where each parameter starts in flat memory, in elements.
@@ -127,8 +129,6 @@ class Bucket:
         gradient_views: the part of each parameter in it, with the parameter's strides.
         weights: flat memory of the weights, with ``fusion``; else None.
         communicator: provides memory that it can exchange without a copy.
-        state: what the algorithm remembers of this bucket; see ``AlgorithmImpl.init_state``.
-        buffers: communication buffers made so far, by name.
 
     Example:
         >>> from bagua.comm import solo_group
@@ -149,6 +149,7 @@ class Bucket:
         align_bytes: int = 8,
         shares: int = 1,
         fusion: bool = True,
+        by_arrival: bool = True,
     ) -> None:
         first = parameters[0]
         self.index = index
@@ -157,14 +158,13 @@ class Bucket:
         self.dtype = first.dtype
         self.device = first.device
         self.fusion = fusion
+        self.by_arrival = by_arrival
         self.communicator = communicator
         self.offsets, end = self._place()
         self.numel = padded_numel(end, self.dtype.itemsize, align_bytes, shares)
         self.gradients: torch.Tensor | None = None
         self.gradient_views: list[torch.Tensor] = []
         self.weights: torch.Tensor | None = None
-        self.state: dict[str, torch.Tensor] = {}
-        self.buffers: dict[str, torch.Tensor] = {}
 
     def _place(self) -> tuple[tuple[int, ...], int]:
         unit = TENSOR_ALIGNMENT_BYTES // math.gcd(TENSOR_ALIGNMENT_BYTES, self.dtype.itemsize)
@@ -191,15 +191,12 @@ class Bucket:
         """Flat memory for this bucket that can be exchanged without a copy, filled with zeros."""
         return self.communicator.empty(self.numel, dtype=self.dtype, device=self.device).zero_()
 
-    def buffer(self, name: str = "exchange") -> torch.Tensor:
-        """A communication buffer of ``numel`` elements, for what is exchanged other than gradients.
-
-        Args:
-            name: one buffer exists for each name; it keeps its contents between steps.
-        """
-        if name not in self.buffers:
-            self.buffers[name] = self.empty()
-        return self.buffers[name]
+    def padding(self) -> torch.Tensor | None:
+        """Positions in flat memory that belong to no parameter; None if there are none."""
+        ends = [offset + one.numel() for offset, one in zip(self.offsets, self.parameters, strict=True)]
+        gaps = zip([0, *ends], [*self.offsets, self.numel], strict=True)
+        free = [torch.arange(end, begin) for end, begin in gaps if end < begin]
+        return torch.cat(free).to(self.device) if free else None
 
     def allocate_gradients(self) -> torch.Tensor:
         """Make the flat memory of the gradients; the gradients themselves are moved in as they arrive."""

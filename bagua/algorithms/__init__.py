@@ -5,53 +5,83 @@ from bagua.algorithms.async_model_average import (
     AsyncModelAverageAlgorithmImpl,
     AveragingStatus,
 )
-from bagua.algorithms.base import Algorithm, AlgorithmImpl, Bucketing, Traits, as_algorithm, registry
+from bagua.algorithms.base import Algorithm, AlgorithmImpl, Plane, around, as_algorithm, bound_form, registry
 from bagua.algorithms.bytegrad import ByteGradAlgorithm, ByteGradAlgorithmImpl
 from bagua.algorithms.decentralized import DecentralizedAlgorithm, DecentralizedAlgorithmImpl
+from bagua.algorithms.exchange import Every, Exchange, Flight, How, Then, What
+from bagua.algorithms.gossip import DifferenceMix, Mix
 from bagua.algorithms.gradient_allreduce import GradientAllReduceAlgorithm, GradientAllReduceAlgorithmImpl
 from bagua.algorithms.low_precision_decentralized import (
     LowPrecisionDecentralizedAlgorithm,
     LowPrecisionDecentralizedAlgorithmImpl,
 )
+from bagua.algorithms.model import Model
+from bagua.algorithms.outer import Outer, OuterStep
+from bagua.algorithms.parts import Matrices, Named, Not, Parts, Select
 from bagua.algorithms.power_sgd import PowerSGDAlgorithm, PowerSGDAlgorithmImpl
 from bagua.algorithms.q_adam import QAdamAlgorithm, QAdamAlgorithmImpl
-from bagua.algorithms.reduced import ReducedGradients, ReducedGradientsImpl
+from bagua.algorithms.reduced import ReducedGradients
 from bagua.algorithms.registry import DistributedAlgorithm, Registry
 from bagua.algorithms.scatter_gather import ScatterGatherAllReduceAlgorithm, ScatterGatherAllReduceAlgorithmImpl
 from bagua.algorithms.sign_sgd import SignSGDAlgorithm, SignSGDAlgorithmImpl
 from bagua.algorithms.top_k import TopKAlgorithm, TopKAlgorithmImpl
+from bagua.algorithms.values import Add, Blend, Difference, Gradients, Mean, Replace, Sum, Weights
 
 __all__ = [
+    "Add",
     "Algorithm",
     "AlgorithmImpl",
     "AsyncModelAverageAlgorithm",
     "AsyncModelAverageAlgorithmImpl",
     "AveragingStatus",
-    "Bucketing",
+    "Blend",
     "ByteGradAlgorithm",
     "ByteGradAlgorithmImpl",
     "DecentralizedAlgorithm",
     "DecentralizedAlgorithmImpl",
+    "Difference",
+    "DifferenceMix",
     "DistributedAlgorithm",
+    "Every",
+    "Exchange",
+    "Flight",
     "GradientAllReduceAlgorithm",
     "GradientAllReduceAlgorithmImpl",
+    "Gradients",
+    "How",
     "LowPrecisionDecentralizedAlgorithm",
     "LowPrecisionDecentralizedAlgorithmImpl",
+    "Matrices",
+    "Mean",
+    "Mix",
+    "Model",
+    "Named",
+    "Not",
+    "Outer",
+    "OuterStep",
+    "Parts",
+    "Plane",
     "PowerSGDAlgorithm",
     "PowerSGDAlgorithmImpl",
     "QAdamAlgorithm",
     "QAdamAlgorithmImpl",
     "ReducedGradients",
-    "ReducedGradientsImpl",
     "Registry",
+    "Replace",
     "ScatterGatherAllReduceAlgorithm",
     "ScatterGatherAllReduceAlgorithmImpl",
+    "Select",
     "SignSGDAlgorithm",
     "SignSGDAlgorithmImpl",
+    "Sum",
+    "Then",
     "TopKAlgorithm",
     "TopKAlgorithmImpl",
-    "Traits",
+    "Weights",
+    "What",
+    "around",
     "as_algorithm",
+    "bound_form",
     "registry",
 ]
 

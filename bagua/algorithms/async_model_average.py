@@ -6,17 +6,19 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
-from bagua.algorithms.base import Algorithm, AlgorithmImpl, Traits
+from bagua.algorithms.base import Algorithm, AlgorithmImpl, Plane
+from bagua.algorithms.exchange import Every, Exchange, Flight, How
+from bagua.algorithms.model import Model
+from bagua.algorithms.values import Add, Gradients, Mean, Replace, Weights
 from bagua.averaging import Averager, AveragingStatus, Buffers, Part, Schedule, parts_of_buffers, topology_of
 from bagua.buckets import Bucket
 from bagua.checks import check_choice, check_flags, check_numbers, check_whole
-from bagua.comm import Group, ProcessGroup, Work
+from bagua.comm import Group, ProcessGroup
 from bagua.errors import ConfigurationError
-from bagua.primitives import allreduce_sum
 
 __all__ = ["AsyncModelAverageAlgorithm", "AsyncModelAverageAlgorithmImpl", "AveragingStatus"]
 
@@ -69,49 +71,55 @@ class AsyncModelAverageAlgorithm(Algorithm):
         check_choice(("raise", "continue"), on_peer_loss=self.on_peer_loss)
         check_numbers(lambda time: time > 0, "seconds > 0", peer_timeout_s=self.peer_timeout_s)
 
-
-class AsyncModelAverageAlgorithmImpl(AlgorithmImpl, declaration=AsyncModelAverageAlgorithm):
-    """``AsyncModelAverageAlgorithm`` on a group. ``bagua.averaging`` says how ranks agree."""
-
-    traits = Traits(result="consensus", rank_local=True, background=True)
-    options: AsyncModelAverageAlgorithm
-
-    def __init__(self, process_group: Group | None, *arguments: Any, **options: Any) -> None:
-        super().__init__(process_group, *arguments, **options)
-        self._averager: Averager | None = None
-        self._schedule = Schedule(
-            topology_of(self.options.peer_selection_mode), self.process_group.rank, self.process_group.nodes
-        )
-
-    # What the engine asks.
-
-    def phase(self, step: int) -> Hashable:
-        """Warm-up, then averaging."""
-        return self.between_steps(step)
-
-    def between_steps(self, step: int) -> bool:
-        """After warm-up."""
-        return step >= self.options.warmup_steps
-
-    def is_due(self, step: int, bucket: Bucket, now: float) -> bool:
-        """Gradients are exchanged in each step of warm-up."""
-        return not self.between_steps(step)
-
     @property
-    def gradient_scale(self) -> float:
-        """Dividing before the sum keeps 16-bit gradients in range."""
-        return 1.0 / self.process_group.size
+    def phases(self) -> tuple[Hashable, ...]:
+        """Warm-up, if there is one, and averaging."""
+        return ("warm-up", "averaging") if self.warmup_steps else ("averaging",)
 
-    @property
-    def blocking(self) -> bool:
-        """One call for each bucket."""
-        return False
+    def phase(self, step: int, model: Model) -> Hashable:
+        """By the number of the step."""
+        return "warm-up" if step < self.warmup_steps else "averaging"
 
-    def exchange(self, bucket: Bucket, group: ProcessGroup, step: int) -> Work | None:
-        """Sum gradients, in warm-up. Says first that this rank counts on all others in this step."""
-        if bucket.index == 0 and self._averager is not None:
-            self._averager.begin_warm_up_step(step)
-        return allreduce_sum(bucket.allocate_gradients(), group, async_op=True)
+    def exchanges(self, phase: Hashable = "averaging") -> tuple[Exchange, ...]:
+        """Gradients in the warm-up, weights between steps after it."""
+        if phase == "warm-up":
+            return (Exchange(Gradients(), Every(), Mean(), Replace()),)
+        how = WhoeverIsThere(self.peer_selection_mode)
+        return (Exchange(Weights(), Every(), how, Add(), at="safe", late="next"),)
+
+
+@dataclass(frozen=True)
+class WhoeverIsThere(How):
+    """A mean that is formed in the background, of those who have put down a copy; ``bagua.averaging`` says how.
+
+    Args:
+        peer_selection_mode: as for ``AsyncModelAverageAlgorithm``.
+    """
+
+    peer_selection_mode: str
+
+    lockstep: ClassVar[bool] = False
+
+    def run(self, flight: Flight, group: ProcessGroup) -> None:
+        """Never called: the plane of the bound form does it."""
+        raise AssertionError("exchanges in the background have no flights")
+
+
+class AveragingPlane(Plane):
+    """What goes on between steps: an ``Averager``, while there is one.
+
+    Args:
+        options: what to average, and how often.
+        group: the user's.
+
+    Attributes:
+        averager: None before the first ``attach``, and after ``close``.
+    """
+
+    def __init__(self, options: AsyncModelAverageAlgorithm, group: ProcessGroup) -> None:
+        self._options = options
+        self._schedule = Schedule(topology_of(options.peer_selection_mode), group.rank, group.nodes)
+        self.averager: Averager | None = None
 
     def attach(self, buckets: Sequence[Bucket], buffers: Buffers, group: ProcessGroup, step: int) -> None:
         """Buckets were formed; average what is in them from now on."""
@@ -120,24 +128,24 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl, declaration=AsyncModelAverag
 
         def make_parts() -> list[Part]:
             communicator = group.global_communicator
-            extra = parts_of_buffers(buffers, communicator) if self.options.average_buffers else []
+            extra = parts_of_buffers(buffers, communicator) if self._options.average_buffers else []
             return [Part(bucket) for bucket in buckets] + extra
 
-        if self._averager is None:
-            self._averager = Averager(
+        if self.averager is None:
+            self.averager = Averager(
                 group,
                 self._schedule,
-                interval_s=self.options.sync_interval_ms / 1e3,
-                warmup_steps=self.options.warmup_steps,
-                peer_timeout_s=self.options.peer_timeout_s,
-                continue_alone=self.options.on_peer_loss == "continue",
+                interval_s=self._options.sync_interval_ms / 1e3,
+                warmup_steps=self._options.warmup_steps,
+                peer_timeout_s=self._options.peer_timeout_s,
+                continue_alone=self._options.on_peer_loss == "continue",
             )
-        self._averager.attach(make_parts, step)
+        self.averager.attach(make_parts, step)
 
     def safe_point(self, step: int) -> None:
         """The first training forward of a step begins: take in an average, put down a copy."""
-        if self._averager is not None:
-            self._averager.step(step)
+        if self.averager is not None:
+            self.averager.step(step)
 
     def settle(self) -> None:
         """Stop together, so that buckets can be taken apart; go on with the next step after that. Collective.
@@ -145,16 +153,33 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl, declaration=AsyncModelAverag
         Raises:
             CollectiveTimeoutError: not all ranks came.
         """
-        if self._averager is not None:
-            self._averager.settle()
+        if self.averager is not None:
+            self.averager.settle()
 
     def close(self) -> None:
         """Leave, without waiting for anybody."""
-        averager, self._averager = self._averager, None
+        averager, self.averager = self.averager, None
         if averager is not None:
             averager.leave("its model was given another algorithm, or was closed", for_good=True)
 
-    # What users call.
+    def begin_step(self, step: int) -> None:
+        """This rank counts on all others in a step of warm-up."""
+        if self.averager is not None:
+            self.averager.begin_warm_up_step(step)
+
+
+class AsyncModelAverageAlgorithmImpl(AlgorithmImpl, declaration=AsyncModelAverageAlgorithm):
+    """``AsyncModelAverageAlgorithm`` on a group."""
+
+    options: AsyncModelAverageAlgorithm
+
+    def __init__(self, process_group: Group | None, *arguments: Any, **options: Any) -> None:
+        super().__init__(process_group, *arguments, **options)
+        self._plane = self.plane = AveragingPlane(self.options, self.process_group)
+
+    @property
+    def _averager(self) -> Averager | None:
+        return self._plane.averager
 
     def abort(self, bagua_module: torch.nn.Module, *, timeout: float | timedelta | None = None) -> bool:
         """Stop averaging. To be called after training; every rank does so when it has come to its end.

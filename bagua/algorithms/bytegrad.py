@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bagua.algorithms.base import Traits
-from bagua.algorithms.reduced import ReducedGradients, ReducedGradientsImpl
+from bagua.algorithms.base import bound_form
+from bagua.algorithms.reduced import ReducedGradients
 from bagua.compression import MinMaxUInt8
 from bagua.primitives import ScatterGatherReducer, SumReducer
 
@@ -37,7 +37,4 @@ class ByteGradAlgorithm(ReducedGradients):
         return ScatterGatherReducer(MinMaxUInt8())
 
 
-class ByteGradAlgorithmImpl(ReducedGradientsImpl, declaration=ByteGradAlgorithm):
-    """``ByteGradAlgorithm`` on a group."""
-
-    traits = Traits(result="bounded")
+ByteGradAlgorithmImpl = bound_form(ByteGradAlgorithm)

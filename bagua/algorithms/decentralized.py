@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
 
-from bagua.algorithms.base import Algorithm, AlgorithmImpl, Traits
-from bagua.algorithms.gossip import Mixing, write_if_finite
-from bagua.buckets import Bucket
+from bagua.algorithms.base import Algorithm, bound_form
+from bagua.algorithms.exchange import Every, Exchange
+from bagua.algorithms.gossip import Mix
+from bagua.algorithms.values import Replace, Weights
 from bagua.checks import check_flags, check_whole
-from bagua.comm import Group, ProcessGroup, Work
-from bagua.primitives import hierarchical_neighbour_average, neighbour_average
-from bagua.topology import Topology, create, resolve
+from bagua.topology import Topology, resolve
 
 __all__ = ["DecentralizedAlgorithm", "DecentralizedAlgorithmImpl"]
 
@@ -51,42 +50,17 @@ class DecentralizedAlgorithm(Algorithm):
         check_whole(1, communication_interval=self.communication_interval)
         resolve(self.peer_selection_mode, "peer_selection_mode")
 
-
-class DecentralizedAlgorithmImpl(AlgorithmImpl, declaration=DecentralizedAlgorithm):
-    """``DecentralizedAlgorithm`` on a group."""
-
-    traits = Traits(result="consensus", gathers_gradients=False, needs_gradients=False, exact_mean=True)
-    options: DecentralizedAlgorithm
-
-    def __init__(self, process_group: Group | None, *arguments: Any, **options: Any) -> None:
-        super().__init__(process_group, *arguments, **options)
-        topology = create(self.options.peer_selection_mode)
-        self._mixing = Mixing(topology, self.process_group, hierarchical=self.options.hierarchical)
-        self._overlaps = self._mixing.overlaps()
-
-    @property
-    def blocking(self) -> bool:
-        """Only with several neighbours, or several hosts: then there are several calls, one after the other."""
-        return not self._overlaps
-
-    def is_due(self, step: int, bucket: Bucket, now: float) -> bool:
-        """In every ``communication_interval``-th step, from the first one on."""
-        return step % self.options.communication_interval == 0
-
-    def fill(self, bucket: Bucket, step: int) -> None:
-        """The weights as they are before this step."""
-        bucket.read_weights(bucket.buffer())
-
-    def exchange(self, bucket: Bucket, group: ProcessGroup, step: int) -> Work | None:
-        """Mix them; rounds of the topology are counted by exchanges."""
-        mixing = self._mixing.round(step // self.options.communication_interval + 1)
-        if self._mixing.by_host:
-            hierarchical_neighbour_average(bucket.buffer(), mixing, group, bucket.buffer)
-            return None
-        return neighbour_average(
-            bucket.buffer(), mixing, group.global_communicator, bucket.buffer, async_op=self._overlaps
+    def exchanges(self, phase: Hashable = 0) -> tuple[Exchange, ...]:
+        """Send the weights as they are before this step; the optimizer will step from the mean."""
+        return (
+            Exchange(
+                Weights(),
+                Every(self.communication_interval, offset=1),
+                Mix(self.peer_selection_mode, self.hierarchical),
+                Replace(),
+                at="backward begins",
+            ),
         )
 
-    def apply(self, bucket: Bucket, step: int) -> None:
-        """The optimizer will step from the mean."""
-        write_if_finite(bucket, bucket.buffer())
+
+DecentralizedAlgorithmImpl = bound_form(DecentralizedAlgorithm)

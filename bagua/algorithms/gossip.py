@@ -1,35 +1,45 @@
-"""What algorithms have in common that mix weights with neighbours: who mixes with whom, over ranks or over hosts."""
+"""Mixing weights with neighbours, over ranks or over hosts: by sending them, or by sending what has changed."""
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 
-from bagua.buckets import Bucket
-from bagua.comm import ProcessGroup
-from bagua.primitives import is_global_mean
+from bagua.algorithms.exchange import Flight, How
+from bagua.checks import check_flags
+from bagua.comm import Communicator, ProcessGroup, Work
+from bagua.compression import Codec, Metadata
+from bagua.compression.base import check_codec
+from bagua.errors import ConfigurationError
+from bagua.primitives import (
+    DifferenceExchange,
+    State,
+    hierarchical_neighbour_average,
+    is_global_mean,
+    neighbour_average,
+    on_leaders,
+)
 from bagua.primitives.hierarchical import has_two_levels
-from bagua.topology import Hierarchical, Round, Topology, weighted_by_size
+from bagua.topology import Complete, Hierarchical, Round, Topology, create, weighted_by_size
 
-__all__ = ["Mixing", "write_if_finite"]
+__all__ = ["DifferenceMix", "Mix"]
 
 
-class Mixing:
-    """A topology over the ranks of a group, or over its hosts.
+class Rounds:
+    """The rounds of a topology over the ranks of a group, or over its hosts.
 
     Args:
         topology: who mixes with whom.
         group: its size and hosts.
-        hierarchical: let the means of hosts mix. Hosts matter only if there are several,
-            and some hold several ranks.
+        hierarchical: let the means of hosts mix. Hosts matter only if there are several, and some hold several ranks.
 
     Attributes:
         by_host: whether hosts matter.
 
     Raises:
-        ConfigurationError: a round is not doubly stochastic over ranks, or the topology does
-            not exist for this group.
+        ConfigurationError: a round is not doubly stochastic over ranks, or the topology does not exist for this group.
     """
 
     def __init__(self, topology: Topology, group: ProcessGroup, *, hierarchical: bool) -> None:
@@ -62,18 +72,129 @@ def _is_one_call(mixing: Round) -> bool:
     return edges is not None and (is_global_mean(mixing) or all(len(edge.ranks) < 3 for edge in edges))
 
 
-def write_if_finite(bucket: Bucket, weights: torch.Tensor) -> None:
-    """Make ``weights`` the weights of ``bucket``, unless there is an Inf or NaN in them.
-
-    A neighbour whose weights are spoilt must not spoil these.
+@dataclass(frozen=True)
+class Mix(How):
+    """The weighted mean with neighbours: ``x_i <- sum_j W_ij x_j``. Each exchange is one round of a topology.
 
     Args:
-        bucket: whose weights are written.
-        weights: flat memory, laid out like the bucket.
+        topology: a name, or a ``bagua.topology.Topology``.
+        hierarchical: ranks of one host take their mean, and hosts mix with hosts, weighted by their sizes. With a
+            single host, or a single rank on each, ranks mix with ranks.
+
+    Example:
+        >>> Mix("ring").uniform, Mix("complete").uniform
+        (False, True)
     """
-    finite = torch.isfinite(weights.sum(dtype=torch.promote_types(weights.dtype, torch.float32)))
-    if weights.device.type != "cpu":  # Reading the flag would wait for the device.
-        kept = bucket.read_weights(torch.empty_like(weights))
-        bucket.write_weights(torch.where(finite, weights, kept))
-    elif finite or torch.isfinite(weights).all():
-        bucket.write_weights(weights)
+
+    topology: str | Topology = "ring"
+    hierarchical: bool = False
+
+    def __post_init__(self) -> None:
+        check_flags(hierarchical=self.hierarchical)
+        create(self.topology)
+
+    @property
+    def uniform(self) -> bool:
+        """Only if everyone takes the mean of everyone."""
+        return isinstance(create(self.topology), Complete)
+
+    def check(self, group: ProcessGroup) -> None:
+        """Refuse topologies that do not exist for this group."""
+        self.prepare(group)
+
+    def prepare(self, group: ProcessGroup) -> Rounds:
+        """The rounds."""
+        return Rounds(create(self.topology), group, hierarchical=self.hierarchical)
+
+    def blocking(self, group: ProcessGroup, prepared: Rounds) -> bool:
+        """Only with several neighbours, or several hosts: then there are several calls, one after the other."""
+        return not prepared.overlaps()
+
+    def run(self, flight: Flight, group: ProcessGroup) -> Work | None:
+        """Mix; rounds of the topology are counted by exchanges."""
+        rounds: Rounds = flight.prepared
+        mixing = rounds.round(flight.round)
+        if rounds.by_host:
+            hierarchical_neighbour_average(flight.flat, mixing, group, flight.scratch)
+            return None
+        communicator = group.global_communicator
+        return neighbour_average(flight.flat, mixing, communicator, flight.scratch, async_op=rounds.overlaps())
+
+
+@dataclass(frozen=True)
+class DifferenceMix(How):
+    """Mixing by compressed differences to what neighbours know already; see ``bagua.primitives.DifferenceExchange``.
+
+    Args:
+        topology: a name, or a ``bagua.topology.Topology``: the same in every round, and symmetric.
+        codec: of the differences.
+        hierarchical: as for ``Mix``.
+
+    Raises:
+        ConfigurationError: a topology that is not static, or a codec with which this cannot converge.
+    """
+
+    topology: str | Topology
+    codec: Codec
+    hierarchical: bool = False
+
+    def __post_init__(self) -> None:
+        check_flags(hierarchical=self.hierarchical)
+        check_codec(self.codec)
+        if not create(self.topology).static:
+            raise ConfigurationError(
+                "neighbours follow each other's changes, so they must stay the same",
+                argument="topology",
+                expected="a static one, as ring, torus, hypercube, star or complete",
+                seen=repr(self.topology),
+                advice="Use DecentralizedAlgorithm for neighbours that change.",
+            )
+
+    @property
+    def uniform(self) -> bool:
+        """Each rank ends with its own estimate."""
+        return False
+
+    @property
+    def exact(self) -> bool:
+        """Differences are compressed."""
+        return False
+
+    def state(self) -> tuple[State, ...]:
+        """Two estimates, which the first exchange starts."""
+        return DifferenceExchange.state()
+
+    def check(self, group: ProcessGroup) -> None:
+        """Refuse topologies that do not exist for this group, or are not symmetric on it."""
+        self.prepare(group)
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Refuse what the codec refuses."""
+        self.codec.compressed_bytes(Metadata(0, torch.promote_types(dtype, torch.float32)))
+
+    def prepare(self, group: ProcessGroup) -> tuple[bool, DifferenceExchange]:
+        """Whether hosts matter, and the exchange."""
+        rounds = Rounds(create(self.topology), group, hierarchical=self.hierarchical)
+        if not rounds.over_ranks.round(group.size, 1, group.nodes).symmetric:
+            raise ConfigurationError(
+                "neighbours must give each other the same weight",
+                argument="topology",
+                expected="a symmetric one, as ring, torus, hypercube, star or complete",
+                seen=repr(self.topology),
+            )
+        return rounds.by_host, DifferenceExchange(rounds.round(1), self.codec)
+
+    def run(self, flight: Flight, group: ProcessGroup) -> None:
+        """Send the compressed difference, and follow the neighbours'."""
+        by_host, exchange = flight.prepared
+        if not by_host:
+            exchange.run(flight.flat, group.global_communicator, flight.state)
+            return
+
+        def between_hosts(total: torch.Tensor, leaders: Communicator) -> None:
+            total.div_(group.local_size)
+            exchange.run(total, leaders, flight.state)
+
+        on_leaders(flight.flat, group, between_hosts)
+        if not group.inter_node_communicator:  # What this rank knew of others before is out of date.
+            flight.state["started"].zero_()

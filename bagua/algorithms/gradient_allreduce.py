@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
-from bagua.algorithms.base import Algorithm, AlgorithmImpl, Traits
-from bagua.buckets import Bucket
+from bagua.algorithms.base import Algorithm, bound_form
+from bagua.algorithms.exchange import Every, Exchange
+from bagua.algorithms.values import Gradients, Mean, Replace, Sum
 from bagua.checks import check_flags
-from bagua.comm import ProcessGroup, Work
-from bagua.primitives import allreduce_sum
 
 __all__ = ["GradientAllReduceAlgorithm", "GradientAllReduceAlgorithmImpl"]
 
@@ -38,24 +38,10 @@ class GradientAllReduceAlgorithm(Algorithm):
     def __post_init__(self) -> None:
         check_flags(hierarchical=self.hierarchical, average=self.average)
 
-
-class GradientAllReduceAlgorithmImpl(AlgorithmImpl, declaration=GradientAllReduceAlgorithm):
-    """``GradientAllReduceAlgorithm`` on a group."""
-
-    traits = Traits(result="exact")
-    options: GradientAllReduceAlgorithm
-
-    @property
-    def gradient_scale(self) -> float:
-        """Dividing before the sum keeps 16-bit gradients in range."""
-        return 1.0 / self.process_group.size if self.options.average else 1.0
-
-    @property
-    def blocking(self) -> bool:
-        """Only with several calls, one after the other."""
-        return self.options.hierarchical
-
-    def exchange(self, bucket: Bucket, group: ProcessGroup, step: int) -> Work | None:
+    def exchanges(self, phase: Hashable = 0) -> tuple[Exchange, ...]:
         """Sum the gradients where they lie."""
-        gradients = bucket.allocate_gradients()
-        return allreduce_sum(gradients, group, hierarchical=self.options.hierarchical, async_op=True)
+        how = Mean(hierarchical=self.hierarchical) if self.average else Sum(hierarchical=self.hierarchical)
+        return (Exchange(Gradients(), Every(), how, Replace()),)
+
+
+GradientAllReduceAlgorithmImpl = bound_form(GradientAllReduceAlgorithm)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
 
-import torch
-
-from bagua.algorithms.base import Algorithm, AlgorithmImpl, Traits
-from bagua.algorithms.gossip import Mixing, write_if_finite
-from bagua.buckets import Bucket
+from bagua.algorithms.base import Algorithm, bound_form
+from bagua.algorithms.exchange import Every, Exchange
+from bagua.algorithms.gossip import DifferenceMix
+from bagua.algorithms.model import Model
+from bagua.algorithms.values import Replace, Weights
 from bagua.checks import check_flags, check_whole
-from bagua.comm import Communicator, Group, ProcessGroup
-from bagua.compression import Codec, Metadata, MinMaxUInt8
-from bagua.compression.base import check_codec
+from bagua.compression import Codec, MinMaxUInt8
 from bagua.errors import ConfigurationError
-from bagua.primitives import DifferenceExchange, on_leaders
-from bagua.topology import Topology, create
+from bagua.topology import Topology
 
 __all__ = ["LowPrecisionDecentralizedAlgorithm", "LowPrecisionDecentralizedAlgorithmImpl"]
 
@@ -67,79 +63,24 @@ class LowPrecisionDecentralizedAlgorithm(Algorithm):
     def __post_init__(self) -> None:
         check_flags(hierarchical=self.hierarchical)
         check_whole(1, communication_interval=self.communication_interval)
-        check_codec(self.codec)
-        if not create(self.topology).static:
-            raise ConfigurationError(
-                "neighbours follow each other's changes, so they must stay the same",
-                argument="topology",
-                expected="a static one, as ring, torus, hypercube, star or complete",
-                seen=repr(self.topology),
-                advice="Use DecentralizedAlgorithm for neighbours that change.",
-            )
+        self.exchanges()
 
+    def exchanges(self, phase: Hashable = 0) -> tuple[Exchange, ...]:
+        """Send what the update has changed; the weights become what the neighbours know."""
+        when = Every(self.communication_interval, offset=1)
+        return (Exchange(Weights(), when, DifferenceMix(self.topology, self.codec, self.hierarchical), Replace()),)
 
-class LowPrecisionDecentralizedAlgorithmImpl(AlgorithmImpl, declaration=LowPrecisionDecentralizedAlgorithm):
-    """``LowPrecisionDecentralizedAlgorithm`` on a group."""
-
-    traits = Traits(result="consensus", gathers_gradients=False, after_optimizer=True)
-    options: LowPrecisionDecentralizedAlgorithm
-
-    def __init__(self, process_group: Group | None, *arguments: Any, **options: Any) -> None:
-        super().__init__(process_group, *arguments, **options)
-        self._mixing = Mixing(create(self.options.topology), self.process_group, hierarchical=self.options.hierarchical)
-        over_ranks = self._mixing.over_ranks.round(self.process_group.size, 1, self.process_group.nodes)
-        if not over_ranks.symmetric:
-            raise ConfigurationError(
-                "neighbours must give each other the same weight",
-                argument="topology",
-                expected="a symmetric one, as ring, torus, hypercube, star or complete",
-                seen=repr(self.options.topology),
-            )
-        self._exchange = DifferenceExchange(self._mixing.round(1), self.options.codec)
-
-    def check_model(
-        self, parameters: Mapping[str, torch.nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]
-    ) -> None:
-        """Refuse parameters that the codec cannot compress, or that no optimizer steps."""
-        owned = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
-        for name, parameter in parameters.items():
-            dtype = torch.promote_types(parameter.dtype, torch.float32)
-            self.options.codec.compressed_bytes(Metadata(parameter.numel(), dtype))
-            if id(parameter) not in owned:
+    def check(self, model: Model) -> None:
+        """Refuse parameters that no optimizer steps."""
+        for name, parameter in model.parameters.items():
+            if model.owner_of(parameter) is None:
                 raise ConfigurationError(
                     f"no optimizer steps {name}, whose update would be sent",
                     argument="optimizers",
                     expected="optimizers of all trainable parameters",
-                    seen=f"{len(optimizers)} without it",
+                    seen=f"{len(model.optimizers)} without it",
                     advice="Pass the optimizer that has it, or set its requires_grad to False.",
                 )
 
-    def is_due(self, step: int, bucket: Bucket, now: float) -> bool:
-        """After every ``communication_interval``-th update, from the first one on."""
-        return step % self.options.communication_interval == 0
 
-    def init_state(self, bucket: Bucket) -> dict[str, torch.Tensor]:
-        """Two estimates that the first exchange will start."""
-        return self._exchange.init_state(bucket.numel, bucket.dtype, bucket.device)
-
-    def fill(self, bucket: Bucket, step: int) -> None:
-        """The weights after the update."""
-        bucket.read_weights(bucket.buffer())
-
-    def exchange(self, bucket: Bucket, group: ProcessGroup, step: int) -> None:
-        """Send the compressed difference, and follow the neighbours'."""
-        if not self._mixing.by_host:
-            self._exchange.run(bucket.buffer(), group.global_communicator, bucket.state)
-            return
-
-        def between_hosts(total: torch.Tensor, leaders: Communicator) -> None:
-            total.div_(group.local_size)
-            self._exchange.run(total, leaders, bucket.state)
-
-        on_leaders(bucket.buffer(), group, between_hosts)
-        if not group.inter_node_communicator:  # What this rank knew of others before is out of date.
-            bucket.state["started"].zero_()
-
-    def apply(self, bucket: Bucket, step: int) -> None:
-        """The weights are what the neighbours know."""
-        write_if_finite(bucket, bucket.buffer())
+LowPrecisionDecentralizedAlgorithmImpl = bound_form(LowPrecisionDecentralizedAlgorithm)

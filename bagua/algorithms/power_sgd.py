@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bagua.algorithms.base import Traits
-from bagua.algorithms.reduced import ReducedGradients, ReducedGradientsImpl
+from bagua.algorithms.base import bound_form
+from bagua.algorithms.reduced import ReducedGradients
 from bagua.primitives import ErrorFeedback, PowerSGDReducer, SumReducer
 
 __all__ = ["PowerSGDAlgorithm", "PowerSGDAlgorithmImpl"]
@@ -43,7 +43,4 @@ class PowerSGDAlgorithm(ReducedGradients):
         return ErrorFeedback(PowerSGDReducer(self.matrix_rank))
 
 
-class PowerSGDAlgorithmImpl(ReducedGradientsImpl, declaration=PowerSGDAlgorithm):
-    """``PowerSGDAlgorithm`` on a group."""
-
-    traits = Traits(result="bounded")
+PowerSGDAlgorithmImpl = bound_form(PowerSGDAlgorithm)

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, ClassVar
 
 import torch
 
-from bagua.algorithms.base import Algorithm, AlgorithmImpl, Traits
-from bagua.algorithms.reduced import padding
-from bagua.buckets import Bucket
+from bagua.algorithms.base import Algorithm, bound_form
+from bagua.algorithms.exchange import Every, Exchange, Flight, Point, Then, What
+from bagua.algorithms.model import Model
+from bagua.algorithms.values import Gradients, Mean, Replace
 from bagua.checks import check_flags, check_kind
-from bagua.comm import Group, ProcessGroup, Work
 from bagua.compression import MinMaxUInt8
 from bagua.errors import ConfigurationError
 from bagua.optim import QAdamOptimizer
-from bagua.primitives import ReducerMemory, ScatterGatherReducer, allreduce_sum, reducer_sum
+from bagua.primitives import ScatterGatherReducer
 
 __all__ = ["QAdamAlgorithm", "QAdamAlgorithmImpl"]
 
@@ -65,30 +64,26 @@ class QAdamAlgorithm(Algorithm):
         check_kind((QAdamOptimizer, NoneType), "a QAdamOptimizer, or None", q_adam_optimizer=self.q_adam_optimizer)
         check_flags(hierarchical=self.hierarchical)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the optimizer would be of no use: it would own copies of the parameters.
-        return type(self), (None, self.hierarchical)
+    @property
+    def phases(self) -> tuple[Hashable, ...]:
+        """Warm-up, and what comes after it."""
+        return ("warm-up", "compressed")
 
+    def phase(self, step: int, model: Model) -> Hashable:
+        """By the number of the step, and the warm-up of the optimizer."""
+        return "warm-up" if step < _warmup_steps(model) else "compressed"
 
-class QAdamAlgorithmImpl(AlgorithmImpl, declaration=QAdamAlgorithm):
-    """``QAdamAlgorithm`` on a group."""
+    def exchanges(self, phase: Hashable = "compressed") -> tuple[Exchange, ...]:
+        """Gradients in the warm-up, momenta after it."""
+        if phase == "warm-up":
+            return (Exchange(Gradients(), Every(), Mean(hierarchical=self.hierarchical), Replace()),)
+        how = Mean(ScatterGatherReducer(MinMaxUInt8()), self.hierarchical)
+        return (Exchange(Momenta(), Every(), how, MomentaToGradients()),)
 
-    traits = Traits(result="bounded")
-    options: QAdamAlgorithm
-
-    def __init__(self, process_group: Group | None, *arguments: Any, **options: Any) -> None:
-        super().__init__(process_group, *arguments, **options)
-        self._reducer = ScatterGatherReducer(MinMaxUInt8())
-        self._memories: weakref.WeakKeyDictionary[Bucket, ReducerMemory] = weakref.WeakKeyDictionary()
-        self._owners: dict[int, tuple[QAdamOptimizer, int]] = {}
-        self._warmup_steps = 0
-
-    def check_model(
-        self, parameters: Mapping[str, torch.nn.Parameter], optimizers: Sequence[torch.optim.Optimizer]
-    ) -> None:
-        """Find the optimizer of each parameter, and refuse parameters that have none of the right kind."""
-        chosen = self.options.q_adam_optimizer
-        if chosen is not None and not any(chosen is optimizer for optimizer in optimizers):
+    def check(self, model: Model) -> None:
+        """Refuse parameters that have no optimizer of the right kind."""
+        chosen = self.q_adam_optimizer
+        if chosen is not None and not any(chosen is optimizer for optimizer in model.optimizers):
             raise ConfigurationError(
                 "this optimizer is not one of those that the model is wrapped with",
                 argument="q_adam_optimizer",
@@ -96,78 +91,72 @@ class QAdamAlgorithmImpl(AlgorithmImpl, declaration=QAdamAlgorithm):
                 seen=f"another {type(chosen).__name__}",
                 advice="Give both with_bagua and the algorithm the same object, or leave it out in the algorithm.",
             )
-        suited = [optimizer for optimizer in optimizers if isinstance(optimizer, QAdamOptimizer)]
-        self._owners = {id(parameter): owner for optimizer in suited for parameter, owner in _owned_by(optimizer)}
-        for name, parameter in parameters.items():
-            self._reducer.check_dtype(parameter.dtype)
-            if id(parameter) not in self._owners:
-                raise _without_owner(name, optimizers)
-        self._warmup_steps = _one_warmup([optimizer.warmup_steps for optimizer in suited])
+        for name, parameter in model.parameters.items():
+            owner = model.owner_of(parameter)
+            if owner is None or not isinstance(owner[0], QAdamOptimizer):
+                raise _without_owner(name, model.optimizers)
+        _warmup_steps(model)
 
-    @property
-    def gradient_scale(self) -> float:
-        """Of a mean."""
-        return 1.0 / self.process_group.size
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the optimizer would be of no use: it would own copies of the parameters.
+        return type(self), (None, self.hierarchical)
 
-    def init_state(self, bucket: Bucket) -> dict[str, torch.Tensor]:
-        """Nothing: the momentum is remembered by the optimizer."""
-        flat = bucket.allocate_gradients()
-        self._memories[bucket] = self._reducer.memory(bucket.communicator, flat, padding=padding(bucket))
-        return {}
 
-    def fill(self, bucket: Bucket, step: int) -> None:
-        """Make momenta of the gradients: this rank's share of their mean."""
-        if step < self._warmup_steps:
-            return
-        for beta1, gradients, momenta in self._by_beta(bucket):
+@dataclass(frozen=True)
+class Momenta(What):
+    """What the momenta of ``QAdamOptimizer`` become with the gradients of this step: ``m + (1 - beta1) (g - m)``."""
+
+    reads: ClassVar[frozenset[str]] = frozenset({"gradients"})
+    in_place: ClassVar[bool] = True
+    max_lag: ClassVar[int | None] = 0  # The momentum is needed before and after.
+    at: ClassVar[Point] = "bucket ready"
+
+    def fill(self, flight: Flight) -> None:
+        """Make momenta of the gradients where they lie: this rank's share of their mean."""
+        for beta1, gradients, momenta in _by_beta(flight):
             torch._foreach_mul_(gradients, 1 - beta1)
-            torch._foreach_add_(gradients, momenta, alpha=beta1 * self.loss_scale * self.gradient_scale)
+            torch._foreach_add_(gradients, momenta, alpha=beta1 * flight.loss_scale * flight.scale)
 
-    def exchange(self, bucket: Bucket, group: ProcessGroup, step: int) -> Work | None:
-        """Sum exactly, or compressed."""
-        flat, hierarchical = bucket.allocate_gradients(), self.options.hierarchical
-        if step < self._warmup_steps:
-            return allreduce_sum(flat, group, hierarchical=hierarchical, async_op=True)
-        memory = self._memories[bucket]
-        reducer_sum(flat, group, self._reducer, memory, hierarchical=hierarchical)
-        memory.clear_padding(flat)  # A block that is not finite made it NaN, which would spoil all steps to come.
-        return None
 
-    def apply(self, bucket: Bucket, step: int) -> None:
-        """Make gradients of the mean momenta: those with which the optimizer arrives there."""
-        if step < self._warmup_steps:
-            return
-        for beta1, gradients, momenta in self._by_beta(bucket):
-            torch._foreach_add_(gradients, momenta, alpha=-beta1 * self.loss_scale)
+@dataclass(frozen=True)
+class MomentaToGradients(Then):
+    """The gradients with which the optimizer arrives at the mean momenta: ``(m' - beta1 m) / (1 - beta1)``."""
+
+    replaces: ClassVar[bool] = True
+
+    def fold(self, flight: Flight) -> None:
+        """Make them where they lie."""
+        for beta1, gradients, momenta in _by_beta(flight):
+            torch._foreach_add_(gradients, momenta, alpha=-beta1 * flight.loss_scale)
             torch._foreach_div_(gradients, 1 - beta1)
 
-    def _by_beta(self, bucket: Bucket) -> Iterator[tuple[float, list[torch.Tensor], list[torch.Tensor]]]:
-        """Gradients and momenta of the parameters, by what the momentum decays with."""
-        groups: dict[float, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for parameter, gradient in zip(bucket.parameters, bucket.gradient_views, strict=True):
-            optimizer, number = self._owners[id(parameter)]
-            beta1 = optimizer.param_groups[number]["betas"][0]
-            gradients, momenta = groups.setdefault(beta1, ([], []))
-            gradients.append(gradient)
-            momenta.append(optimizer.momentum(parameter))
-        return ((beta1, *lists) for beta1, lists in groups.items())
+
+def _by_beta(flight: Flight) -> Iterator[tuple[float, list[torch.Tensor], list[torch.Tensor]]]:
+    """Gradients and momenta of the parameters, by what the momentum decays with."""
+    groups: dict[float, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for parameter, gradient in zip(flight.bucket.parameters, flight.bucket.gradient_views, strict=True):
+        owner = flight.model.owner_of(parameter)
+        assert owner is not None
+        assert isinstance(owner[0], QAdamOptimizer)
+        gradients, momenta = groups.setdefault(owner[1]["betas"][0], ([], []))
+        gradients.append(gradient)
+        momenta.append(owner[0].momentum(parameter))
+    return ((beta1, *lists) for beta1, lists in groups.items())
 
 
-def _owned_by(optimizer: QAdamOptimizer) -> Iterator[tuple[torch.Tensor, tuple[QAdamOptimizer, int]]]:
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            yield parameter, (optimizer, number)
+QAdamAlgorithmImpl = bound_form(QAdamAlgorithm)
 
 
-def _one_warmup(warmups: Sequence[int]) -> int:
-    if len(set(warmups)) > 1:
+def _warmup_steps(model: Model) -> int:
+    warmups = {optimizer.warmup_steps for optimizer in model.optimizers if isinstance(optimizer, QAdamOptimizer)}
+    if len(warmups) > 1:
         raise ConfigurationError(
             "optimizers of one model end their warm-up together",
             argument="optimizers",
             expected="one number of warmup_steps",
-            seen=sorted(set(warmups)),
+            seen=sorted(warmups),
         )
-    return warmups[0] if warmups else 0
+    return next(iter(warmups), 0)
 
 
 def _without_owner(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> ConfigurationError:

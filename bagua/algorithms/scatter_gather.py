@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import ClassVar
 
-from bagua.algorithms.base import Algorithm, AlgorithmImpl, Bucketing, Traits
-from bagua.buckets import Bucket
+from bagua.algorithms.base import Algorithm, bound_form
+from bagua.algorithms.exchange import Every, Exchange, Flight, How
+from bagua.algorithms.values import Gradients, Replace
 from bagua.checks import check_flags
 from bagua.comm import ProcessGroup
 from bagua.primitives import scatter_gather_sum
 
 __all__ = ["ScatterGatherAllReduceAlgorithm", "ScatterGatherAllReduceAlgorithmImpl"]
+
+
+@dataclass(frozen=True)
+class ScatterGatherSum(How):
+    """The sum over all ranks, each of which adds up one slice.
+
+    Args:
+        hierarchical: sum inside each host first.
+        average: divide by the number of ranks.
+    """
+
+    hierarchical: bool = False
+    average: bool = True
+
+    chunked: ClassVar[bool] = True
+
+    def scale(self, ranks: int) -> float:
+        """Dividing before the sum keeps 16-bit values in range."""
+        return 1.0 / ranks if self.average else 1.0
+
+    def run(self, flight: Flight, group: ProcessGroup) -> None:
+        """Sum what lies in the flight. Slices of equal size need no copies."""
+        scatter_gather_sum(flight.flat, group, flight.scratch("received"), hierarchical=self.hierarchical)
 
 
 @dataclass(frozen=True)
@@ -38,23 +64,10 @@ class ScatterGatherAllReduceAlgorithm(Algorithm):
     def __post_init__(self) -> None:
         check_flags(hierarchical=self.hierarchical, average=self.average)
 
-
-class ScatterGatherAllReduceAlgorithmImpl(AlgorithmImpl, declaration=ScatterGatherAllReduceAlgorithm):
-    """``ScatterGatherAllReduceAlgorithm`` on a group."""
-
-    traits = Traits(result="exact")
-    options: ScatterGatherAllReduceAlgorithm
-
-    @property
-    def gradient_scale(self) -> float:
-        """Dividing before the sum keeps 16-bit gradients in range."""
-        return 1.0 / self.process_group.size if self.options.average else 1.0
-
-    def bucketing(self, step: int) -> Bucketing:
-        """Slices of equal size need no copies."""
-        return Bucketing(chunked=True)
-
-    def exchange(self, bucket: Bucket, group: ProcessGroup, step: int) -> None:
+    def exchanges(self, phase: Hashable = 0) -> tuple[Exchange, ...]:
         """Sum the gradients where they lie."""
-        gradients, scratch = bucket.allocate_gradients(), bucket.buffer("received")
-        scatter_gather_sum(gradients, group, scratch, hierarchical=self.options.hierarchical)
+        how = ScatterGatherSum(self.hierarchical, self.average)
+        return (Exchange(Gradients(), Every(), how, Replace()),)
+
+
+ScatterGatherAllReduceAlgorithmImpl = bound_form(ScatterGatherAllReduceAlgorithm)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bagua.algorithms.base import Traits
-from bagua.algorithms.reduced import ReducedGradients, ReducedGradientsImpl
+from bagua.algorithms.base import bound_form
+from bagua.algorithms.reduced import ReducedGradients
 from bagua.compression import Sign
 from bagua.primitives import AllGatherReducer, ErrorFeedback, SumReducer
 
@@ -37,7 +37,4 @@ class SignSGDAlgorithm(ReducedGradients):
         return ErrorFeedback(AllGatherReducer(Sign()))
 
 
-class SignSGDAlgorithmImpl(ReducedGradientsImpl, declaration=SignSGDAlgorithm):
-    """``SignSGDAlgorithm`` on a group."""
-
-    traits = Traits(result="bounded")
+SignSGDAlgorithmImpl = bound_form(SignSGDAlgorithm)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bagua.algorithms.base import Traits
-from bagua.algorithms.reduced import ReducedGradients, ReducedGradientsImpl
+from bagua.algorithms.base import bound_form
+from bagua.algorithms.reduced import ReducedGradients
 from bagua.compression import TopK
 from bagua.primitives import AllGatherReducer, ErrorFeedback, SumReducer
 
@@ -43,7 +43,4 @@ class TopKAlgorithm(ReducedGradients):
         return ErrorFeedback(AllGatherReducer(TopK(self.ratio)))
 
 
-class TopKAlgorithmImpl(ReducedGradientsImpl, declaration=TopKAlgorithm):
-    """``TopKAlgorithm`` on a group."""
-
-    traits = Traits(result="bounded")
+TopKAlgorithmImpl = bound_form(TopKAlgorithm)

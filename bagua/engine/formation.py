@@ -3,44 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Hashable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
-from typing_extensions import Never
 
-from bagua.algorithms import Algorithm, AlgorithmImpl, DistributedAlgorithm
-from bagua.buckets import Bucket, check_align_bytes
+from bagua.algorithms import Algorithm, AlgorithmImpl, Exchange, Model
+from bagua.buckets import Bucket
 from bagua.comm import Communicator, Group, ProcessGroup, get_default_group
 from bagua.comm.lifetime.closer import close_with
 from bagua.comm.startup.adoption import as_group
 from bagua.comm.startup.rendezvous import exchange
 from bagua.engine.agreement import compare_or_refuse
 from bagua.engine.autotune.search import Setting
-from bagua.engine.autotune.settings import AutotuneSettings, tuning_from
 from bagua.engine.belongings import Belongings
-from bagua.engine.layout import agreed_order, bucket_lists, cut, foreign, name_of, positions_of
-from bagua.engine.options import (
-    BucketType,
-    check_bucket_bytes,
-    check_leader,
-    check_optional_flag,
-    check_what_engines_get,
-    chosen_algorithm,
-    optimizer_list,
-    refuse_unknown,
-    with_hierarchy,
-)
+from bagua.engine.courses import Courses, gathers, is_between_steps, is_chunked, layout_of
+from bagua.engine.layout import agreed_order, bucket_lists, cut, foreign, name_of, positions_of, twice
+from bagua.engine.options import EngineOptions, check_bucket_bytes, check_leader, check_optional_flag
 from bagua.engine.registration import Registration, buffers_of
 from bagua.engine.saving import Remembered, collect, restore
-from bagua.engine.scheduler import Scheduler, twice
+from bagua.engine.scheduler import Scheduler
+from bagua.engine.state import make_weights_equal
+from bagua.engine.tracks import Clock
 from bagua.errors import BaguaError, CommunicationError, blame
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "BucketFormation"]
-
-DEFAULT_BUCKET_BYTES = 10_000_000
-_UNLIMITED = 2**63
+__all__ = ["BucketFormation"]
 
 
 class BucketFormation:
@@ -50,58 +40,33 @@ class BucketFormation:
         self,
         module: torch.nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
-        bucket_type: BucketType,
-        hierarchical_reduce: bool,
-        align_bytes: int,
-        chunking: bool,
-        fusion: bool,
-        decentralize_reduce: bool = False,
-        buckets: Sequence[Sequence[torch.Tensor | str]] = [],  # the documented default; never changed
-        *,
-        process_group: Group | None = None,
-        algorithm: Algorithm | DistributedAlgorithm | str | None = None,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        find_unused_parameters: bool = False,
-        delay_reduce: bool = False,
-        grad_scaler: torch.amp.GradScaler | None = None,
-        intra_comm_root_rank: int = 0,
-        autotune: bool | AutotuneSettings | None = None,
-        **unknown: Never,
+        declaration: Algorithm,
+        process_group: Group | None,
+        options: EngineOptions,
     ) -> None:
-        refuse_unknown(unknown, BucketFormation.__init__.__kwdefaults__ or ())
-        check_what_engines_get(
-            module,
-            grad_scaler,
-            fusion=fusion,
-            find_unused_parameters=find_unused_parameters,
-            delay_reduce=delay_reduce,
-        )
         self.module = module
-        self.optimizers = optimizer_list(optimizers)
-        self.declaration = chosen_algorithm(algorithm, bucket_type, hierarchical_reduce, decentralize_reduce, chunking)
-        self._align_bytes = check_align_bytes(align_bytes)
-        self._bucket_bytes = check_bucket_bytes(bucket_bytes)
-        self._chunking = chunking
-        self._fusion = fusion
-        self._find_unused, self._delay = find_unused_parameters, delay_reduce
-        self._grad_scaler = grad_scaler
-        self.tuning, self.autotune = tuning_from(autotune)
-        self._wanted = bucket_lists(buckets)
+        self.optimizers = list(optimizers)
+        self.declaration = declaration
+        self.options = options
         user_group = get_default_group() if process_group is None else as_group(process_group, "process_group")
-        self.algorithm = self.declaration.reify(user_group)
-        leader = check_leader(intra_comm_root_rank, user_group)
+        self.algorithm = declaration.reify(user_group)
+        leader = check_leader(options.intra_comm_root_rank, user_group)
         refusal = self._register()
         self.group = user_group.duplicate("model", leader=leader)
         self.belongings = self._own(self.group)
         self.step = 0
+        self.restored_at = -1
+        self._began = 0
+        self._phase: Hashable = None
+        self.between_steps = False
         self.buckets: list[Bucket] = []
         self._order: list[int] = []
         self.arrival: list[torch.nn.Parameter] = []
         self._arrived: set[int] = set()
         self._scheduler: Scheduler | None = None
-        self._phase: Hashable = None
-        self.between_steps = False
+        self._courses = Courses(self.group, self.belongings)
         self._remembered: Remembered | None = None
+        self._flights: list[dict[str, Any]] = []
         self._rebuilt = 0
         self._failure = ""
         try:
@@ -125,8 +90,7 @@ class BucketFormation:
         try:
             self.registration = Registration(self.module)
             self._known = frozenset(map(id, self.registration.parameters))
-            named = dict(zip(self.registration.names, self.registration.parameters, strict=True))
-            self.algorithm.check_model(named, self.optimizers)
+            self._check_model()
             if self.algorithm.process_group.size > 1:
                 served = self.algorithm.process_group.global_communicator.device_types
                 self.registration.refuse_other_devices(served)
@@ -134,41 +98,38 @@ class BucketFormation:
             return error
         return None
 
+    def _check_model(self) -> None:
+        named = dict(zip(self.registration.names, self.registration.parameters, strict=True))
+        self.model = Model(named, self.optimizers)
+        self.declaration.check(self.model)
+        for one in self.declaration.every_exchange():
+            for dtype in {parameter.dtype for parameter in named.values()}:
+                if one.how is not None:
+                    one.how.check_dtype(dtype)
+            if one.parts.by != "arrival":
+                one.parts.cut(named)
+
     def _agree(self, refusal: BaguaError | None = None) -> None:
         """Make sure that all ranks mean the same, and form the buckets that the user wants."""
         facts = self._facts() if refusal is None else []
         compare_or_refuse(facts, self.group.global_communicator, "models", refusal)
-        if self._wanted:
-            self._form(positions_of(self.registration, self._wanted))
-        elif self.algorithm.traits.background and not self.idle:
+        if self.options.buckets:
+            self._form(positions_of(self.registration, self.options.buckets))
+        elif self.algorithm.plane is not None and not self.idle:
             # Ranks need not come to the end of a first step together. Gradients appear about in this order.
             self._order = list(reversed(range(len(self.registration.names))))
-            self._form(self.layout(self._bucket_bytes))
+            self._form(self.layout(self.options.bucket_bytes))
 
     def _facts(self) -> list[str]:
-        wanted = [[name_of(self.registration, member) for member in bucket] for bucket in self._wanted]
-        options = {
-            "bucket_bytes": self._bucket_bytes,
-            "align_bytes": self._align_bytes,
-            "chunking": self._chunking,
-            "fusion": self._fusion,
-            "find_unused_parameters": self._find_unused,
-            "delay_reduce": self._delay,
-            "buckets": wanted,
-            "autotune": f"{self.tuning.value}, {self.autotune.agreed}",
-        }
-        return [
-            f"algorithm {self.declaration!r}",
-            *(f"{name}={value}" for name, value in options.items()),
-            *self.registration.facts,
-        ]
+        wanted = [[name_of(self.registration, member) for member in bucket] for bucket in self.options.buckets]
+        return [f"algorithm {self.declaration!r}", *self.options.facts, f"buckets={wanted}", *self.registration.facts]
 
     # What a caller may ask.
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do, as on a group of one rank."""
-        return self.group.size == 1 and not self.algorithm.traits.active_alone
+        return self.group.size == 1 and not any(one.then.alone for one in self.declaration.every_exchange())
 
     @property
     def initialized(self) -> bool:
@@ -180,7 +141,7 @@ class BucketFormation:
     @property
     def find_unused_parameters(self) -> bool:
         """Whether a parameter without a gradient counts as zero."""
-        return self._find_unused
+        return self.options.find_unused_parameters
 
     def end_exchanges(self) -> None:
         """Wait for what is under way, and apply nothing."""
@@ -229,11 +190,11 @@ class BucketFormation:
             self.registration,
             arrival,
             self.communicator,
-            find_unused=self._find_unused,
-            same_order=self.algorithm.traits.same_order,
+            find_unused=self.options.find_unused_parameters,
+            same_order=any(one.parts.same_order for one in self.declaration.every_exchange()),
         )
         self._order = order
-        self._form(self.layout(self._bucket_bytes))
+        self._form(self.layout(self.options.bucket_bytes))
         return [list(bucket.parameters) for bucket in self.buckets]
 
     def layout(self, bucket_bytes: int) -> list[list[int]]:
@@ -241,101 +202,154 @@ class BucketFormation:
 
         Buckets that the user wants are what they are.
         """
-        if self.algorithm.bucketing(self.step).one_bucket:
-            return cut(self.registration, self._order, _UNLIMITED)
-        if self._wanted:
-            return positions_of(self.registration, self._wanted)
+        if self.options.buckets:
+            return positions_of(self.registration, self.options.buckets)
         return cut(self.registration, self._order, bucket_bytes)
 
     def _form(self, members: Sequence[Sequence[int]]) -> None:
         if not self._order:
             self._order = [position for positions in members for position in positions]
-        chunked = self._chunking or self.algorithm.bucketing(self.step).chunked
+        phase = self._note_phase()
+        chunked = self.options.chunking or is_chunked(self.exchanges_of(phase))
         self.buckets = [
             Bucket(
                 index,
                 [self.registration.names[position] for position in positions],
                 [self.registration.parameters[position] for position in positions],
                 self.group.global_communicator,
-                align_bytes=self._align_bytes,
+                align_bytes=self.options.align_bytes,
                 shares=self.group.size if chunked else 1,
-                fusion=self._fusion,
+                fusion=self.options.fusion,
             )
             for index, positions in enumerate(members)
         ]
-        self._phase = self.algorithm.phase(self.step)
-        self.between_steps = self.algorithm.between_steps(self.step)
+        self._courses.forget()
         self.register_bagua_buckets()
+
+    def _note_phase(self) -> Hashable:
+        phase = self.declaration.phase(self.step, self.model)
+        if phase != self._phase:
+            self._began = 0 if self._phase is None else self.step
+            self._phase = phase
+            self.between_steps = is_between_steps(self.exchanges_of(phase))
+        return phase
+
+    def exchanges_of(self, phase: Hashable) -> tuple[Exchange, ...]:
+        """What is exchanged in this phase on a group of this size."""
+        found = self.declaration.exchanges(phase)
+        return tuple(one for one in found if self.group.size > 1 or one.then.alone)
 
     def register_bagua_buckets(self) -> None:
         """Give the buckets their flat memory and state, and schedule them."""
         try:
             self._allocate()
+            self._enter()
         except BaseException as error:  # Other ranks may have no reason to fail, and would wait.
             self._failure = repr(error)
             culprit, told = blame(error, self.group.ranks[self.group.rank], "the making of its buckets")
             self.group.abort(told, culprit)
             raise
         self.registration.remember_storages()
-        self._scheduler = Scheduler(self.buckets, self.algorithm, self.group, delay=self._delay)
-        self.belongings.executors = self._scheduler.executors
+        scheduler, places = self._scheduler, self._courses.places
+        assert scheduler is not None
         remembered, self._remembered = self._remembered, None
         if remembered is not None:
-            restore(self.buckets, remembered)
-            if remembered["buckets"] == [list(bucket.names) for bucket in self.buckets]:
-                self._scheduler.resume(remembered["exchanged"])
-        if self.algorithm.traits.background:
-            self.algorithm.attach(self.buckets, partial(buffers_of, self.module), self.group, self.step)
+            restore(places, remembered)
+            self._courses.fresh = [
+                track for track in self._courses.fresh if track.names[0] not in remembered["parameters"]
+            ]
+            self._courses.board(scheduler, self._flights)
+            self._flights = []
+        if self.algorithm.plane is not None:
+            self.algorithm.plane.attach(self.buckets, partial(buffers_of, self.module), self.group, self.step)
 
     def _allocate(self) -> None:
+        exchanges = self.exchanges_of(self._phase)
+        sent = any(one.what is not None and one.what.exchangeable_weights for one in exchanges)
         for bucket in self.buckets:
-            bucket.fuse_weights(exchangeable=self.algorithm.traits.sends_weights)
-            if self.algorithm.traits.gathers_gradients and not self.between_steps:
+            bucket.fuse_weights(exchangeable=sent)
+            if gathers(exchanges):
                 bucket.allocate_gradients()
-            bucket.state = self.algorithm.init_state(bucket)
+
+    def _enter(self) -> None:
+        """Have the exchanges of the phase executed."""
+        courses = self._courses.of(self.exchanges_of(self._phase), self.buckets, self.model, self.options)
+        self._scheduler = Scheduler(self.buckets, courses, delay=self.options.delay_reduce)
+
+    # What starts from weights.
+
+    def begin_from_weights(self) -> None:
+        """Make what starts from the weights, once they are what training begins with. Collective if it is shared."""
+        if not self._courses.fresh:
+            return
+        if self.group.size > 1 and self._courses.fresh_is_shared:
+            make_weights_equal(self.registration.parameters, self.communicator)
+        self._courses.begin_from_weights()
+
+    def weights_will_be_replaced(self) -> None:
+        """Wait for what is sent from where the weights lie."""
+        self.end_exchanges()
+
+    def weights_were_replaced(self) -> None:
+        """Begin again from them, unless what belongs to them was restored in the same step."""
+        if self.restored_at != self.step:
+            self._courses.weights_were_replaced()
+
+    @property
+    def clock(self) -> Clock:
+        """The training step that comes next, or is under way."""
+        scaler = self.options.grad_scaler
+        loss_scale = 1.0 if scaler is None else scaler.get_scale()
+        return Clock(self.step, self.step - self._began + 1, loss_scale)
 
     # Starting over.
 
-    def _form_anew(self) -> None:
-        """The algorithm has changed its ways: buckets of another kind, in the same order."""
-        self._put_aside(settle=False)
-        self._form(self.layout(self._bucket_bytes))
+    def _change_phase(self) -> None:
+        """The algorithm has changed its ways: other exchanges, in other buckets only if they need such."""
+        assert self._scheduler is not None
+        before, after = self.exchanges_of(self._phase), self.exchanges_of(self.declaration.phase(self.step, self.model))
+        if layout_of(before) != layout_of(after):
+            self._put_aside(settle=False)
+            self._form(self.layout(self.options.bucket_bytes))
+            return
+        self._scheduler.flush()
+        self._scheduler.dissolve()
+        self._note_phase()
+        self._enter()
 
     @property
     def setting(self) -> Setting:
         """What tuning may change, as it is now."""
-        return Setting(self._bucket_bytes, bool(getattr(self.declaration, "hierarchical", False)))
+        return Setting(self.options.bucket_bytes, bool(self.declaration.is_hierarchical))
 
     def recut(self, setting: Setting) -> None:
         """Go on at once with another setting, which all ranks chose together in the same step.
 
         Parameters keep their order, and what the algorithm remembers is carried over.
         """
+        declaration, algorithm = self.declaration, self.algorithm
         if setting.hierarchical != self.setting.hierarchical:
-            declaration = with_hierarchy(self.declaration, setting.hierarchical)
+            declaration = declaration.in_form(hierarchical=setting.hierarchical)
             algorithm = self._bind(declaration)
-        else:
-            declaration, algorithm = self.declaration, self.algorithm
         self._put_aside()
         self.declaration, self.algorithm = declaration, algorithm
-        self._bucket_bytes = setting.bucket_bytes
+        self.options = dataclasses.replace(self.options, bucket_bytes=setting.bucket_bytes)
         self._form(self.layout(setting.bucket_bytes))
 
     def _bind(self, declaration: Algorithm) -> AlgorithmImpl:
         """Another declaration on the same ranks, for the same model."""
         algorithm = declaration.reify(self.algorithm.process_group)
-        named = dict(zip(self.registration.names, self.registration.parameters, strict=True))
-        algorithm.check_model(named, self.optimizers)
+        declaration.check(self.model)
         return algorithm
 
     def _put_aside(self, *, settle: bool = True) -> None:
         """Take the buckets apart, and keep what the algorithm remembers for those to come."""
-        if settle:
-            self.algorithm.settle()
+        if settle and self.algorithm.plane is not None:
+            self.algorithm.plane.settle()
         if self._scheduler is not None:
             self._scheduler.flush()
             self._scheduler.dissolve()
-            self._remembered = collect(self.buckets, [-1] * len(self.buckets))
+            self._remembered = collect(self._courses.places)
         self._scheduler = None
         self.buckets = []
         self.forget_arrivals()
@@ -356,7 +370,8 @@ class BucketFormation:
         self._rebuilt += 1
         topic = f"rebuild{self._rebuilt}"
         group = self.group
-        self.algorithm.settle()  # This rank serves the others in the background until they are here.
+        if self.algorithm.plane is not None:
+            self.algorithm.plane.settle()  # This rank serves the others in the background until they are here.
         try:
             exchange(group.store, topic, group.rank, group.ranks, difference, group.timeout_s)
         except BaseException:
@@ -366,7 +381,7 @@ class BucketFormation:
         self._put_aside(settle=False)
         self._order = []
         refusal = self._register()
-        self._wanted = []
+        self.options = dataclasses.replace(self.options, buckets=())
         self._agree(refusal)
 
     def reset(
@@ -389,16 +404,15 @@ class BucketFormation:
         check_optional_flag(hierarchical_reduce=hierarchical_reduce)
         declaration = self.declaration
         if hierarchical_reduce is not None:
-            declaration = with_hierarchy(declaration, hierarchical_reduce)
+            declaration = declaration.in_form(hierarchical=hierarchical_reduce)
         wanted = bucket_lists(buckets or [])
         if wanted:
             positions_of(self.registration, wanted)
-        if bucket_bytes is not None:
-            self._bucket_bytes = check_bucket_bytes(bucket_bytes)
+        size = self.options.bucket_bytes if bucket_bytes is None else check_bucket_bytes(bucket_bytes)
         self._put_aside()
         self.declaration = declaration
         self.algorithm = self._bind(declaration)
-        self._wanted = wanted
+        self.options = dataclasses.replace(self.options, buckets=wanted, bucket_bytes=size)
         self._agree()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from bagua.engine.autotune.tuner import Autotuner
+from bagua.engine.courses import depends_on_weights, waits_for_optimizers
 from bagua.engine.outputs import tensors_in
 from bagua.engine.reducer import Reducer
 from bagua.errors import BaguaError, ConfigurationError
@@ -95,6 +96,34 @@ class _OptimizerHook:
             engine.optimizer_stepped(optimizer)
 
 
+class _LoadHook:
+    """Tells an engine that weights are loaded into its module. The module keeps it; copies of the module do not."""
+
+    __slots__ = ("after", "engine")
+
+    def __init__(self, engine: BackwardHooks, *, after: bool) -> None:
+        self.engine = weakref.ref(engine)
+        self.after = after
+
+    def __call__(self, *_: Any) -> None:
+        engine = self.engine()
+        if engine is not None and self.after:
+            engine.reducer.weights_were_replaced()
+        elif engine is not None:
+            engine.reducer.weights_will_be_replaced()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_hook, ()
+
+
+def _no_hook() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*_: Any) -> None:
+    """What a copy of a module has in the place of our hook."""
+
+
 def _remove(handles: list[Any]) -> None:
     while handles:
         handles.pop().remove()
@@ -153,7 +182,12 @@ class BackwardHooks:
                     parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                     for parameter in reducer.registration.parameters
                 ]
-        if reducer.algorithm.traits.after_optimizer:
+        exchanges = reducer.declaration.every_exchange()
+        if depends_on_weights(exchanges):
+            before, after = _LoadHook(self, after=False), _LoadHook(self, after=True)
+            self._handles.append(reducer.module.register_load_state_dict_pre_hook(before))  # type: ignore[no-untyped-call]
+            self._handles.append(reducer.module.register_load_state_dict_post_hook(after))  # type: ignore[no-untyped-call]
+        if waits_for_optimizers(exchanges):
             stepped = _OptimizerHook(self)
             self._handles += [optimizer.register_step_post_hook(stepped) for optimizer in reducer.optimizers]
 
@@ -178,7 +212,7 @@ class BackwardHooks:
         """Leave the parameters to another engine, for good: forward passes no longer concern this one."""
         self.remove_hooks()
         self._retired = True
-        self.reducer.algorithm.close()
+        self.reducer.close_plane()
 
     def close(self) -> None:
         """Leave the module to itself, and give back threads and communicators. Idempotent, not collective."""

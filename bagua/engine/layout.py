@@ -12,7 +12,18 @@ from bagua.comm import Communicator
 from bagua.engine.registration import Registration
 from bagua.errors import CollectiveMismatchError, ConfigurationError
 
-__all__ = ["agreed_order", "bucket_lists", "cut", "name_of", "positions_of", "unused"]
+__all__ = [
+    "agreed_order",
+    "bucket_lists",
+    "cut",
+    "foreign",
+    "name_of",
+    "not_formed",
+    "positions_of",
+    "twice",
+    "unusable",
+    "unused",
+]
 
 
 def agreed_order(
@@ -163,4 +174,41 @@ def unused(lacking: dict[int, list[str]]) -> ConfigurationError:
         expected="a gradient for every trainable parameter, or True",
         seen=False,
         advice="Pass find_unused_parameters=True, or freeze them with requires_grad_(False) on every rank.",
+    )
+
+
+def twice(name: str) -> ConfigurationError:
+    """The error for a parameter whose gradient was accumulated twice in one backward pass."""
+    return ConfigurationError(
+        f"the gradient of {name} was accumulated twice in one backward pass",
+        argument="module",
+        expected="one gradient for each parameter",
+        seen="a second one after the first was taken for the exchange",
+        advice="A parameter used in several reentrant checkpoints does that: use checkpoint(use_reentrant=False).",
+    )
+
+
+def unusable(name: str, gradient: torch.Tensor | None) -> ConfigurationError:
+    """The error for a gradient that cannot be put into a bucket."""
+    if gradient is None:
+        seen, advice = "None", "A hook that steps the parameter and drops its gradient cannot be combined with bagua."
+    else:
+        seen = str(gradient.layout)
+        advice = "Use sparse=False, or name it in module._ddp_params_and_buffers_to_ignore."
+    return ConfigurationError(
+        f"the gradient of {name} cannot be put into a bucket",
+        argument="module",
+        expected="a dense gradient",
+        seen=seen,
+        advice=advice,
+    )
+
+
+def not_formed() -> ConfigurationError:
+    """The error for a step before there are buckets."""
+    return ConfigurationError(
+        "buckets have not been formed yet",
+        argument="buckets",
+        expected="initialize_buckets() after the first backward pass",
+        seen="none",
     )

@@ -11,23 +11,26 @@ from typing import Any
 import torch
 
 from bagua.algorithms import Algorithm, DistributedAlgorithm, GradientAllReduceAlgorithm, as_algorithm
+from bagua.buckets import check_align_bytes
 from bagua.checks import check_flags, check_kind, check_whole, wrong_type
 from bagua.comm import ProcessGroup
+from bagua.engine.autotune.settings import AutotuneSettings, TuningMode, tuning_from
+from bagua.engine.layout import bucket_lists
 from bagua.errors import ConfigurationError
 
 __all__ = [
+    "DEFAULT_BUCKET_BYTES",
     "BucketType",
+    "EngineOptions",
     "TensorDeclaration",
     "check_bucket_bytes",
     "check_grad_scaler",
     "check_leader",
     "check_module",
     "check_optional_flag",
-    "check_what_engines_get",
     "chosen_algorithm",
     "optimizer_list",
     "refuse_unknown",
-    "with_hierarchy",
 ]
 
 
@@ -43,9 +46,71 @@ class BucketType(Enum):
     Param = 2
 
 
+DEFAULT_BUCKET_BYTES = 10_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOptions:
+    """How the engine works, whatever it exchanges. Checked when it is made.
+
+    Args:
+        bucket_bytes: a bucket is closed when it holds so many bytes.
+        align_bytes: buckets are padded to a multiple of this power of two.
+        chunking: pad buckets so that they split evenly over the ranks.
+        fusion: gradients and weights of a bucket live in flat memory.
+        buckets: lists of parameters, or of their names, to use instead of forming buckets.
+        find_unused_parameters: a parameter without a gradient counts as zero; otherwise it is an error.
+        delay_reduce: start no exchange before the end of backward.
+        grad_scaler: the ``GradScaler`` of the training loop.
+        intra_comm_root_rank: the local rank that speaks for its host, on every host.
+        autotune: whether, and how, to tune; None leaves that to ``BAGUA_AUTOTUNE``.
+
+    Raises:
+        ConfigurationError: a value that cannot be used.
+    """
+
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    align_bytes: int = 8
+    chunking: bool = False
+    fusion: bool = True
+    buckets: Sequence[Sequence[torch.Tensor | str]] = ()
+    find_unused_parameters: bool = False
+    delay_reduce: bool = False
+    grad_scaler: torch.amp.GradScaler | None = None
+    intra_comm_root_rank: int = 0
+    autotune: bool | AutotuneSettings | None = None
+
+    def __post_init__(self) -> None:
+        check_bucket_bytes(self.bucket_bytes)
+        check_align_bytes(self.align_bytes)
+        check_flags(
+            fusion=self.fusion,
+            find_unused_parameters=self.find_unused_parameters,
+            delay_reduce=self.delay_reduce,
+            chunking=self.chunking,
+        )
+        check_grad_scaler(self.grad_scaler)
+        object.__setattr__(self, "buckets", bucket_lists(self.buckets))
+        object.__setattr__(self, "_tuning", tuning_from(self.autotune))
+
+    @property
+    def tuning(self) -> tuple[TuningMode, AutotuneSettings]:
+        """Who measures for tuning, and how."""
+        found: tuple[TuningMode, AutotuneSettings] = vars(self)["_tuning"]
+        return found
+
+    @property
+    def facts(self) -> list[str]:
+        """One line for each option that all ranks must have in common, but for the buckets."""
+        names = ("bucket_bytes", "align_bytes", "chunking", "fusion", "find_unused_parameters", "delay_reduce")
+        mode, settings = self.tuning
+        return [*(f"{name}={getattr(self, name)}" for name in names), f"autotune={mode.value}, {settings.agreed}"]
+
+
 def chosen_algorithm(
     algorithm: Algorithm | DistributedAlgorithm | str | None,
     bucket_type: BucketType,
+    *,
     hierarchical_reduce: bool,
     decentralize_reduce: bool,
     chunking: bool,
@@ -60,18 +125,6 @@ def chosen_algorithm(
     if chunking:
         return Algorithm.init(DistributedAlgorithm.ScatterGatherAllReduce, hierarchical=hierarchical_reduce)
     return GradientAllReduceAlgorithm(hierarchical=hierarchical_reduce)
-
-
-def with_hierarchy(declaration: Algorithm, hierarchical: bool) -> Algorithm:
-    """The same algorithm, hierarchical or flat."""
-    if "hierarchical" not in {field.name for field in dataclasses.fields(declaration)}:  # type: ignore[arg-type]
-        raise ConfigurationError(
-            f"{declaration!r} has no hierarchical form",
-            argument="hierarchical_reduce",
-            expected=None,
-            seen=hierarchical,
-        )
-    return dataclasses.replace(declaration, hierarchical=hierarchical)  # type: ignore[type-var]
 
 
 def refuse_unknown(unknown: Mapping[str, object], known: Iterable[str]) -> None:
@@ -94,13 +147,6 @@ def check_module(module: object, argument: str = "module") -> None:
 def check_grad_scaler(grad_scaler: object) -> None:
     """Raise ``InvalidTypeError`` unless this is a ``GradScaler``, or None."""
     check_kind((torch.amp.GradScaler, NoneType), "a torch.amp.GradScaler, or None", grad_scaler=grad_scaler)
-
-
-def check_what_engines_get(module: object, grad_scaler: object, **flags: object) -> None:
-    """Raise ``InvalidTypeError`` for the first of these arguments that is of another kind."""
-    check_flags(**flags)
-    check_module(module)
-    check_grad_scaler(grad_scaler)
 
 
 def check_optional_flag(**flags: object) -> None:

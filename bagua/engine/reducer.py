@@ -7,15 +7,28 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from typing_extensions import Never
 
+from bagua.algorithms import Algorithm, DistributedAlgorithm, Flight, as_algorithm
 from bagua.buckets import Bucket
 from bagua.checks import check_whole
-from bagua.comm import ReduceOp
+from bagua.comm import Group, ReduceOp
 from bagua.engine.agreement import compare_or_refuse
-from bagua.engine.formation import DEFAULT_BUCKET_BYTES, BucketFormation
-from bagua.engine.layout import foreign, positions_of, unused
-from bagua.engine.options import BucketType
+from bagua.engine.autotune.settings import AutotuneSettings
+from bagua.engine.courses import gathers, is_between_steps, saved_flights
+from bagua.engine.formation import BucketFormation
+from bagua.engine.layout import foreign, not_formed, positions_of, unused
+from bagua.engine.options import (
+    DEFAULT_BUCKET_BYTES,
+    BucketType,
+    EngineOptions,
+    check_module,
+    chosen_algorithm,
+    optimizer_list,
+    refuse_unknown,
+)
 from bagua.engine.saving import Remembered, check_owner, collect, from_checkpoint, is_of_one_rank
+from bagua.engine.tracks import Track
 from bagua.errors import CommunicationError, CommunicatorClosedError, ConfigurationError, blame
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "BucketType", "Reducer"]
@@ -62,8 +75,7 @@ class Reducer(BucketFormation):
         algorithm: bound to the group.
         step: synchronized backward passes so far.
         buckets: empty before they are formed.
-        tuning: who measures for tuning.
-        autotune: how.
+        options: of the engine.
 
     Raises:
         CollectiveMismatchError: the models or options of the ranks differ.
@@ -81,6 +93,68 @@ class Reducer(BucketFormation):
         [2]
     """
 
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        bucket_type: BucketType,
+        hierarchical_reduce: bool,
+        align_bytes: int,
+        chunking: bool,
+        fusion: bool,
+        decentralize_reduce: bool = False,
+        buckets: Sequence[Sequence[torch.Tensor | str]] = [],  # the documented default; never changed
+        *,
+        process_group: Group | None = None,
+        algorithm: Algorithm | DistributedAlgorithm | str | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        find_unused_parameters: bool = False,
+        delay_reduce: bool = False,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        intra_comm_root_rank: int = 0,
+        autotune: bool | AutotuneSettings | None = None,
+        **unknown: Never,
+    ) -> None:
+        refuse_unknown(unknown, Reducer.__init__.__kwdefaults__ or ())
+        check_module(module)
+        options = EngineOptions(
+            bucket_bytes=bucket_bytes,
+            align_bytes=align_bytes,
+            chunking=chunking,
+            fusion=fusion,
+            buckets=buckets,
+            find_unused_parameters=find_unused_parameters,
+            delay_reduce=delay_reduce,
+            grad_scaler=grad_scaler,
+            intra_comm_root_rank=intra_comm_root_rank,
+            autotune=autotune,
+        )
+        declaration = chosen_algorithm(
+            algorithm,
+            bucket_type,
+            hierarchical_reduce=hierarchical_reduce,
+            decentralize_reduce=decentralize_reduce,
+            chunking=chunking,
+        )
+        super().__init__(module, optimizer_list(optimizers), declaration, process_group, options)
+
+    @classmethod
+    def of(
+        cls,
+        module: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer] | torch.optim.Optimizer | None,
+        algorithm: Algorithm | DistributedAlgorithm | str,
+        process_group: Group | None,
+        options: EngineOptions,
+    ) -> Reducer:
+        """A reducer from checked options; the constructor has the documented arguments. Collective."""
+        check_module(module)
+        made = cls.__new__(cls)
+        BucketFormation.__init__(
+            made, module, optimizer_list(optimizers), as_algorithm(algorithm), process_group, options
+        )
+        return made
+
     # Every backward pass.
 
     def fill_slot(self, param: torch.nn.Parameter) -> torch.Tensor:
@@ -94,15 +168,14 @@ class Reducer(BucketFormation):
         if id(param) not in self._known:
             raise foreign(param)
         if self._scheduler is None:
-            value = param.grad if self.algorithm.traits.gathers_gradients else param.detach()
+            value = param.grad if gathers(self.declaration.every_exchange()) else param.detach()
             if value is None:
-                raise _not_formed()
+                raise not_formed()
             return value
         slot = self._scheduler.slots[id(param)]
         if slot.view is not None:
             return slot.view
-        bucket = slot.lane.bucket
-        return bucket.views(bucket.buffer())[bucket.names.index(slot.name)]
+        return slot.parameter.detach()
 
     @property
     def taker(self) -> Callable[[torch.nn.Parameter], None]:
@@ -112,26 +185,29 @@ class Reducer(BucketFormation):
         return self.add_param if self._scheduler is None else self._scheduler.take
 
     def before_step(self) -> bool:
-        """A training forward begins. For algorithms that work between steps; whether the phase has changed."""
-        if self._scheduler is None or not self.algorithm.traits.background:
+        """A training forward begins: a safe point. Whether hooks on parameters must come or go."""
+        if self._scheduler is None:
             return False
-        changed = self.algorithm.phase(self.step) != self._phase
-        if changed:
-            self._form_anew()
-        self.algorithm.safe_point(self.step)
-        return changed
+        self.begin_from_weights()
+        plane, between = self.algorithm.plane, self.between_steps
+        if plane is not None:
+            if self.declaration.phase(self.step, self.model) != self._phase:
+                self._change_phase()
+            plane.safe_point(self.step)
+        self._scheduler.safe_point(self.clock)
+        return between != self.between_steps
 
     def begin_step(self) -> None:
         """A synchronized backward pass starts."""
         self.check_usable()
         if self._scheduler is None or self.between_steps:
             return
-        # A phase between steps begins with a forward pass.
-        if self.algorithm.phase(self.step) != self._phase and not self.algorithm.between_steps(self.step):
-            self._form_anew()
-        if self._grad_scaler is not None:
-            self.algorithm.loss_scale = self._grad_scaler.get_scale()
-        self._scheduler.begin(self.step)
+        self.begin_from_weights()
+        if self.algorithm.plane is not None:
+            self.algorithm.plane.begin_step(self.step)  # A phase between steps begins with a forward pass.
+        elif self.declaration.phase(self.step, self.model) != self._phase:
+            self._change_phase()
+        self._scheduler.begin(self.clock)
 
     def mark_tensor_ready(self, param: torch.Tensor) -> None:
         """Take the gradient of ``param``; start the exchange of its bucket if it was the last one.
@@ -141,7 +217,7 @@ class Reducer(BucketFormation):
                 module.
         """
         if self._scheduler is None:
-            raise _not_formed()
+            raise not_formed()
         if id(param) not in self._scheduler.slots:
             raise foreign(param)
         if not self._scheduler.active:
@@ -187,18 +263,18 @@ class Reducer(BucketFormation):
         """
         scheduler = self._scheduler
         if scheduler is None:
-            raise _not_formed()
+            raise not_formed()
         if self.between_steps:
             self.step += 1
             return
         missing = scheduler.missing()
-        if missing and not self._find_unused:
+        if missing and not self.find_unused_parameters:
             if len(missing) == len(scheduler.slots):
                 return
             raise unused({self.group.rank: [slot.name for slot in missing]})
         without = scheduler.fill_missing(missing)
         scheduler.complete()
-        if self._find_unused and self.algorithm.traits.gathers_gradients and self.group.size > 1:
+        if self.find_unused_parameters and gathers(self.exchanges_of(self._phase)) and self.group.size > 1:
             self._restore_unused({slot.name for slot in without})
         self.step += 1
 
@@ -232,26 +308,27 @@ class Reducer(BucketFormation):
 
     def flush(self) -> None:
         """Leave no exchange owed or under way. Collective if the algorithm is."""
-        self.algorithm.settle()
+        if self.algorithm.plane is not None:
+            self.algorithm.plane.settle()
         if self._scheduler is not None:
             self._scheduler.flush()
 
-    def suspend_exchanges(self) -> list[int]:
-        """Wait for exchanges under way, and set their results aside; later steps do not apply them.
+    def suspend_exchanges(self) -> list[tuple[Track, Flight]]:
+        """Wait for exchanges under way, and set their results aside; later steps do not fold them.
 
         Returns:
-            For each bucket the step of its result, or -1; for ``resume_exchanges``.
+            The flights; for ``resume_exchanges``.
         """
         if self._scheduler is None:
             return []
-        steps = self._scheduler.settle()
+        flights = self._scheduler.settle()
         self._scheduler.forget()
-        return steps
+        return flights
 
-    def resume_exchanges(self, steps: list[int]) -> None:
-        """Apply the results that ``suspend_exchanges`` set aside when their time comes, after all."""
+    def resume_exchanges(self, flights: list[tuple[Track, Flight]]) -> None:
+        """Fold the results that ``suspend_exchanges`` set aside when their time comes, after all."""
         if self._scheduler is not None:
-            self._scheduler.resume(steps)
+            self._scheduler.resume(flights)
 
     def give_up(self, reason: BaseException | str) -> None:
         """End a step that cannot be finished here; ranks that wait for the rest of it get ``PeerLostError``."""
@@ -262,10 +339,15 @@ class Reducer(BucketFormation):
         )
         self.group.abort(told, culprit)
         self._failure = self._failure or str(problem)
-        self.algorithm.close()
+        self.close_plane()
         if self._scheduler is not None:
             self._scheduler.forget()
         self._close_soon()
+
+    def close_plane(self) -> None:
+        """End what goes on between steps on this rank, not waiting for others. Idempotent."""
+        if self.algorithm.plane is not None:
+            self.algorithm.plane.close()
 
     def check_usable(self) -> None:
         """Raise if an earlier step could not be finished.
@@ -285,7 +367,7 @@ class Reducer(BucketFormation):
 
         Exchanges under way end first, and what is owed to other ranks is not sent any more.
         """
-        self.algorithm.close()
+        self.close_plane()
         if self._scheduler is not None:
             with contextlib.suppress(CommunicationError):  # Nobody will use what this rank would have received.
                 self.end_exchanges()
@@ -299,16 +381,21 @@ class Reducer(BucketFormation):
 
         Every rank saves its own. Made of numbers, strings, lists, dictionaries and tensors.
         """
-        remembered = self._remembered
+        buckets, flights = [list(bucket.names) for bucket in self.buckets], self._flights
+        remembered = self._remembered or collect(())
         if self._scheduler is not None:
             self.after_optimizers()
-            remembered = collect(self.buckets, self._scheduler.settle())
+            flights = saved_flights(self._scheduler.settle())
+            remembered = collect(self._courses.places)
         return {
             "algorithm": repr(self.declaration),
             "rank": self.group.rank,
             "world_size": self.group.size,
             "step": self.step,
-            **(remembered or collect([], [])),
+            "began": self._began,
+            "buckets": buckets,
+            "flights": flights,
+            **remembered,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -326,43 +413,34 @@ class Reducer(BucketFormation):
         refusal: ConfigurationError | None = None
         facts: list[str] = []
         try:
-            remembered, members = self._readable(state_dict)
-            facts = [f"step {state_dict['step']}", *(f"bucket {names}" for names in remembered["buckets"])]
+            saved = from_checkpoint(state_dict, self.declaration)
+            # Neighbours have replicas of the weights that a rank of theirs had: the layout is not all that counts.
+            if is_of_one_rank(saved) or (self.declaration.ranks_differ and self.algorithm.plane is None):
+                check_owner(saved, self.group.rank, self.group.size)
+            members = positions_of(self.registration, saved["buckets"]) if saved["buckets"] else []
+            facts = [f"step {saved['step']}", *(f"bucket {names}" for names in saved["buckets"])]
         except ConfigurationError as error:
             refusal = error
         compare_or_refuse(facts, self.communicator, "checkpoints", refusal)
         self._put_aside()
-        self.step = state_dict["step"]
-        self._remembered = remembered
+        self.step, self._began = saved["step"], saved["began"]
+        self.restored_at = self.step
+        self._phase = self.declaration.phase(self.step, self.model)
+        self.between_steps = is_between_steps(self.exchanges_of(self._phase))
+        self._remembered = Remembered(parameters=saved["parameters"], others=saved["others"])
+        self._flights = saved["flights"]
         if members and not self.idle:
             self._form(members)
 
-    def _readable(self, state_dict: dict[str, Any]) -> tuple[Remembered, list[list[int]]]:
-        """What is in a checkpoint, and the positions of the parameters in its buckets."""
-        remembered = from_checkpoint(state_dict)
-        kind = type(self.declaration).__name__
-        if state_dict["algorithm"].partition("(")[0] != kind:
-            raise ConfigurationError(
-                "this state belongs to another algorithm",
-                argument="state_dict",
-                expected=kind,
-                seen=state_dict["algorithm"],
-            )
-        # Neighbours have replicas of the weights that a rank of theirs had, so the layout is not all that counts.
-        traits = self.algorithm.traits
-        if is_of_one_rank(remembered) or (traits.result == "consensus" and not traits.background):
-            check_owner(state_dict, self.group.rank, self.group.size)
-        return remembered, positions_of(self.registration, remembered["buckets"]) if remembered["buckets"] else []
+    @property
+    def remembers(self) -> bool:
+        """Whether something is remembered from step to step."""
+        return any(place.memory.state for place in self._courses.places)
+
+    def prepare(self) -> None:
+        """Have all exchanges make what they need now, instead of in the first backward pass. Collective."""
+        self._courses.prepare(self.exchanges_of(self.declaration.phase(self.step, self.model)))
 
 
 def _leave_alone(_: torch.nn.Parameter) -> None:
     """What is done with gradients where nothing is exchanged in a step."""
-
-
-def _not_formed() -> ConfigurationError:
-    return ConfigurationError(
-        "buckets have not been formed yet",
-        argument="buckets",
-        expected="initialize_buckets() after the first backward pass",
-        seen="none",
-    )

@@ -1,93 +1,209 @@
-"""What algorithms remember of their buckets: out for a checkpoint, and back into buckets of any layout."""
+"""What exchanges remember: out for a checkpoint, back into buckets of any layout, and what all ranks have alike."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypedDict
 
 import torch
 
-from bagua.buckets import Bucket
+from bagua.algorithms import Algorithm
 from bagua.checks import check_kind
 from bagua.errors import ConfigurationError
+from bagua.primitives import ReducerMemory
 
-__all__ = ["Remembered", "check_owner", "collect", "from_checkpoint", "is_of_one_rank", "restore"]
+__all__ = ["Place", "Remembered", "check_owner", "collect", "digests", "from_checkpoint", "is_of_one_rank", "restore"]
 
 Tensors = dict[str, torch.Tensor]
 
 
+class Place(Protocol):
+    """What is remembered of some parameters that lie one after the other in flat memory."""
+
+    @property
+    def label(self) -> str:
+        """Of the exchange; nothing else remembers things under it."""
+        ...
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of the parameters."""
+        ...
+
+    @property
+    def memory(self) -> ReducerMemory:
+        """What is remembered."""
+        ...
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The part of each parameter in ``flat``."""
+        ...
+
+
 class Remembered(TypedDict):
-    """State of all buckets, free of any flat memory.
+    """What is remembered, free of any flat memory. Under each name comes the label of the exchange, if it has one.
 
     Attributes:
-        buckets: names of the parameters in each bucket: the layout.
         parameters: by name of the parameter, the state that has an element for each of its elements.
-        others: state of each bucket as a whole.
-        buffers: by name of the parameter, what was sent and not yet applied.
-        exchanged: for each bucket the step whose exchange has not been applied, or -1.
+        others: for each flat tensor the names of its parameters, and its state as a whole.
     """
 
-    buckets: list[list[str]]
     parameters: dict[str, Tensors]
-    others: list[Tensors]
-    buffers: dict[str, Tensors]
-    exchanged: list[int]
+    others: list[dict[str, Any]]
 
 
-def _is_elementwise(bucket: Bucket, tensor: torch.Tensor) -> bool:
-    return tensor.dim() == 1 and tensor.numel() == bucket.numel
+def _key(place: Place, name: str) -> str:
+    return f"{place.label}.{name}" if place.label else name
 
 
-def collect(buckets: Sequence[Bucket], exchanged: Sequence[int]) -> Remembered:
-    """Copies of everything that is remembered of ``buckets``.
-
-    Args:
-        buckets: the buckets.
-        exchanged: for each bucket the step whose exchange has not been applied, or -1.
-    """
-    remembered = Remembered(
-        buckets=[list(bucket.names) for bucket in buckets],
-        parameters={},
-        others=[],
-        buffers={},
-        exchanged=list(exchanged),
-    )
-    for bucket, step in zip(buckets, exchanged, strict=True):
-        elementwise = {key: value for key, value in bucket.state.items() if _is_elementwise(bucket, value)}
-        _cut(bucket, elementwise, remembered["parameters"])
-        remembered["others"].append(
-            {key: value.clone() for key, value in bucket.state.items() if key not in elementwise}
-        )
-        if step >= 0:
-            _cut(bucket, bucket.buffers, remembered["buffers"])
+def collect(places: Iterable[Place]) -> Remembered:
+    """Copies of everything that is remembered in ``places``."""
+    remembered = Remembered(parameters={}, others=[])
+    for place in places:
+        memory = place.memory
+        elementwise = {name: value for name, value in memory.state.items() if memory.is_elementwise(name)}
+        for name, parts in cut(place, elementwise).items():
+            remembered["parameters"].setdefault(name, {}).update(parts)
+        whole = {_key(place, name): value.clone() for name, value in memory.state.items() if name not in elementwise}
+        if whole:
+            remembered["others"].append({"label": place.label, "names": list(place.names), "state": whole})
     return remembered
 
 
-def from_checkpoint(state_dict: Any) -> Remembered:
-    """What is remembered in a saved state, which may come from anywhere.
+def cut(place: Place, flats: Mapping[str, torch.Tensor]) -> dict[str, Tensors]:
+    """Each parameter's part of each flat tensor, by name of the parameter."""
+    parts = {_key(place, name): place.views(flat) for name, flat in flats.items()}
+    return {
+        name: {key: views[position].clone() for key, views in parts.items()}
+        for position, name in enumerate(place.names)
+        if parts
+    }
+
+
+def restore(places: Iterable[Place], remembered: Remembered) -> None:
+    """Put what was remembered back into places that hold initial values.
+
+    Args:
+        places: in the same layout or another one. Then, what belonged to a flat tensor as a whole goes to where its
+            first parameter is now, if it fits.
+        remembered: from ``collect``.
 
     Raises:
-        ConfigurationError: it is no such state, or not a whole one.
+        ConfigurationError: the state has other shapes than here.
     """
-    wanted = ("algorithm", "step", "rank", "world_size", *Remembered.__annotations__)
+    for place in places:
+        _restore_families(place, remembered)
+        memory = place.memory
+        for name, flat in memory.state.items():
+            if memory.is_elementwise(name):
+                paste(place, name, flat, remembered["parameters"])
+        whole: Tensors = next((other["state"] for other in remembered["others"] if _moves_to(place, other)), {})
+        for name, value in memory.state.items():
+            found = whole.get(_key(place, name))
+            if not memory.is_elementwise(name) and found is not None and found.shape == value.shape:
+                value.copy_(found)
+
+
+def _moves_to(place: Place, other: Mapping[str, Any]) -> bool:
+    return bool(other["label"] == place.label and other["names"][0] in place.names)
+
+
+def _restore_families(place: Place, remembered: Remembered) -> None:
+    """Make what was made while training."""
+    memory = place.memory
+    families = [one.name for one in memory.declared.values() if one.per == "family"]
+    for family in families:
+        prefix = _key(place, f"{family}.")
+        skipped = len(prefix) - len(family) - 1
+        for key, value in remembered["parameters"].get(place.names[0], {}).items():
+            if key.startswith(prefix):
+                memory.state[key[skipped:]] = torch.zeros(memory.numel, dtype=value.dtype, device=memory.device)
+        for other in remembered["others"]:
+            for key, value in other["state"].items() if _moves_to(place, other) else ():
+                if key.startswith(prefix):
+                    memory.state[key[skipped:]] = torch.zeros_like(value)
+
+
+def paste(place: Place, name: str, flat: torch.Tensor, source: Mapping[str, Tensors]) -> None:
+    """Put each parameter's part into ``flat``, where there is one.
+
+    Raises:
+        ConfigurationError: it has another shape.
+    """
+    key = _key(place, name)
+    for parameter, view in zip(place.names, place.views(flat), strict=True):
+        part = source.get(parameter, {}).get(key)
+        if part is None:
+            continue
+        if part.shape != view.shape:
+            raise ConfigurationError(
+                f"the saved state {key} of {parameter} has another shape",
+                argument="state_dict",
+                expected=list(view.shape),
+                seen=list(part.shape),
+            )
+        view.copy_(part)
+
+
+def digests(places: Iterable[Place]) -> list[str]:
+    """One line for each tensor that must be equal on all ranks: its name, and a digest of its bytes."""
+    lines = []
+    for place in places:
+        memory = place.memory
+        for name in sorted(memory.state):
+            declared = memory.declared.get(name) or memory.declared[name.partition(".")[0]]
+            if declared.scope == "shared":
+                lines.append(f"{_key(place, name)} of {place.names[0]}: {digest_of(memory.state[name])}")
+    return lines
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """A digest of the bytes of ``tensor``."""
+    contents = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(contents.numpy().tobytes() if contents.numel() else b"").hexdigest()[:16]
+
+
+# Checkpoints of the engine.
+
+_STATE = {"algorithm": str, "step": int, "rank": int, "world_size": int, "began": int}
+_LISTS = {"buckets": list, "parameters": dict, "others": list, "flights": list}
+
+
+def from_checkpoint(state_dict: Any, algorithm: Algorithm) -> dict[str, Any]:
+    """A saved state, which may come from anywhere.
+
+    Args:
+        state_dict: of the engine.
+        algorithm: that it should belong to; its options may be others.
+
+    Raises:
+        ConfigurationError: it is no such state, or not a whole one, or one of another algorithm.
+    """
+    wanted = {**_STATE, **_LISTS}
     lacking = [key for key in wanted if key not in state_dict] if isinstance(state_dict, Mapping) else list(wanted)
-    if lacking or len({len(state_dict[key]) for key in ("buckets", "others", "exchanged")}) > 1:
+    if lacking:
         raise ConfigurationError(
             "this is no state of an algorithm",
             argument="state_dict",
             expected="what bagua_state_dict() returned",
-            seen=f"no {', '.join(lacking)}" if lacking else "lists of different lengths for each bucket",
+            seen=f"no {', '.join(lacking)}",
         )
-    check_kind(str, "the state of an algorithm, by its name", state_dict=state_dict["algorithm"])
-    check_kind(int, "the state at the end of a step", state_dict=state_dict["step"])
-    remembered: Remembered = {key: state_dict[key] for key in Remembered.__annotations__}  # type: ignore[assignment]
-    return remembered
+    for key, kind in wanted.items():
+        check_kind(kind, f"a {kind.__name__} as {key}", state_dict=state_dict[key])
+    if state_dict["algorithm"].partition("(")[0] != repr(algorithm).partition("(")[0]:
+        raise ConfigurationError(
+            "this state belongs to another algorithm",
+            argument="state_dict",
+            expected=repr(algorithm),
+            seen=state_dict["algorithm"],
+        )
+    return dict(state_dict)
 
 
-def is_of_one_rank(remembered: Remembered) -> bool:
+def is_of_one_rank(state_dict: Mapping[str, Any]) -> bool:
     """Whether there is more in it than what all ranks have in common: the layout."""
-    states = (*remembered["parameters"].values(), *remembered["others"], *remembered["buffers"].values())
-    return any(states)
+    return bool(any(state_dict["parameters"].values()) or state_dict["others"] or state_dict["flights"])
 
 
 def check_owner(state_dict: Mapping[str, Any], rank: int, size: int) -> None:
@@ -110,51 +226,3 @@ def check_owner(state_dict: Mapping[str, Any], rank: int, size: int) -> None:
             seen=seen,
             advice="Each rank loads what it saved itself. Another number of ranks goes on from the weights alone.",
         )
-
-
-def _cut(bucket: Bucket, flats: Tensors, into: dict[str, Tensors]) -> None:
-    """Each parameter's part of each flat tensor."""
-    parts = {key: bucket.views(flat) for key, flat in flats.items()}
-    for position, name in enumerate(bucket.names):
-        if parts:
-            into[name] = {key: views[position].clone() for key, views in parts.items()}
-
-
-def restore(buckets: Sequence[Bucket], remembered: Remembered) -> None:
-    """Put what was remembered back into ``bucket.state``, which holds initial values.
-
-    Args:
-        buckets: in the same layout or another one. Then, what belonged to a bucket as a
-            whole goes to the bucket that now holds its first parameter, if it fits.
-        remembered: from ``collect``.
-
-    Raises:
-        ConfigurationError: the state has other shapes than this algorithm's.
-    """
-    homes = {names[0]: others for names, others in zip(remembered["buckets"], remembered["others"], strict=True)}
-    for bucket in buckets:
-        elementwise = {key: value for key, value in bucket.state.items() if _is_elementwise(bucket, value)}
-        _paste(bucket, elementwise, remembered["parameters"])
-        found = next((homes[name] for name in bucket.names if name in homes), {})
-        for key, value in bucket.state.items():
-            if key not in elementwise and key in found and found[key].shape == value.shape:
-                value.copy_(found[key])
-        if any(name in remembered["buffers"] for name in bucket.names):
-            keys = {key for name in bucket.names for key in remembered["buffers"].get(name, {})}
-            _paste(bucket, {key: bucket.buffer(key) for key in sorted(keys)}, remembered["buffers"])
-
-
-def _paste(bucket: Bucket, flats: Tensors, source: dict[str, Tensors]) -> None:
-    for key, flat in flats.items():
-        for name, view in zip(bucket.names, bucket.views(flat), strict=True):
-            part = source.get(name, {}).get(key)
-            if part is None:
-                continue
-            if part.shape != view.shape:
-                raise ConfigurationError(
-                    f"the saved state {key} of {name} has another shape",
-                    argument="state_dict",
-                    expected=list(view.shape),
-                    seen=list(part.shape),
-                )
-            view.copy_(part)

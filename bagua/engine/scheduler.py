@@ -1,19 +1,17 @@
-"""The time-keeping of exchanges: which bucket, in which step, waits for what."""
+"""The time-keeping of exchanges: what starts and what is folded at each point of a step."""
 
 from __future__ import annotations
 
-import functools
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from bagua.algorithms import AlgorithmImpl
+from bagua.algorithms.exchange import OF_BUCKETS, POINTS, Flight, Point
 from bagua.buckets import Bucket
-from bagua.comm import ProcessGroup
-from bagua.engine.executor import Wait, create_executor, nothing
-from bagua.errors import ConfigurationError
+from bagua.engine.executor import nothing
+from bagua.engine.layout import twice, unusable
+from bagua.engine.tracks import Clock, Course, Track
 
 __all__ = ["Scheduler", "Slot"]
 
@@ -22,62 +20,47 @@ class Slot:
     """One parameter in its bucket, as the hooks see it.
 
     Attributes:
-        lane: the bucket's place in the schedule.
+        arrival: of the gradients of the bucket.
         view: the parameter's part of the flat gradients; None if they are not gathered.
         ready: number of the last backward pass that brought its gradient.
     """
 
-    __slots__ = ("lane", "name", "parameter", "ready", "view")
+    __slots__ = ("arrival", "name", "parameter", "ready", "view")
 
-    def __init__(self, name: str, parameter: torch.nn.Parameter, lane: Lane, view: torch.Tensor | None) -> None:
+    def __init__(self, name: str, parameter: torch.nn.Parameter, arrival: Arrival, view: torch.Tensor | None) -> None:
         self.name = name
         self.parameter = parameter
-        self.lane = lane
+        self.arrival = arrival
         self.view = view
         self.ready = -1
 
 
-class Lane:
-    """One bucket on its way through the steps.
+class Arrival:
+    """The gradients of one bucket, as they arrive in a backward pass.
 
     Attributes:
         bucket: the bucket.
+        index: its place among the buckets.
         slots: one for each parameter.
         pending: gradients that are still missing in this backward pass.
-        due: whether the bucket is exchanged in this step.
         fusion: whether parameters get their part of the flat gradients.
         scale: factor on gradients that are gathered in this step; None for 1.
-        wait: ends the exchange that is under way; None if there is none.
-        exchanged: the step of that exchange.
     """
 
-    __slots__ = (
-        "_factor",
-        "_factor_tensor",
-        "bucket",
-        "due",
-        "exchanged",
-        "fusion",
-        "pending",
-        "scale",
-        "slots",
-        "wait",
-    )
+    __slots__ = ("_factor", "_factor_tensor", "bucket", "fusion", "index", "pending", "scale", "slots")
 
-    def __init__(self, bucket: Bucket, *, gathers: bool) -> None:
+    def __init__(self, index: int, bucket: Bucket, *, gathers: bool) -> None:
         gathers = gathers and bucket.gradients is not None
         views: Sequence[torch.Tensor | None] = bucket.gradient_views if gathers else [None] * len(bucket.names)
         self.bucket = bucket
+        self.index = index
         self.slots = [
             Slot(name, parameter, self, view)
             for name, parameter, view in zip(bucket.names, bucket.parameters, views, strict=True)
         ]
         self.pending = len(self.slots)
-        self.due = True
         self.fusion = bucket.fusion
         self.scale: torch.Tensor | None = None
-        self.wait: Wait | None = None
-        self.exchanged = -1
         self._factor = 1.0
         self._factor_tensor: torch.Tensor | None = None
 
@@ -90,60 +73,88 @@ class Lane:
         return None if factor == 1.0 else self._factor_tensor
 
 
+class _Agenda:
+    """What happens at one point of a step, in this order.
+
+    Attributes:
+        folds: exchanges whose results are taken in.
+        at_once: local actions, and exchanges that go from start to fold.
+        starts: exchanges that start.
+    """
+
+    __slots__ = ("at_once", "folds", "starts")
+
+    def __init__(self, point: Point, courses: Sequence[Course]) -> None:
+        on_way = [course for course in courses if not course.exchange.at_once]
+        self.at_once = [course for course in courses if course.exchange.at_once and course.exchange.at == point]
+        self.folds = [course for course in on_way if course.exchange.until == point]
+        self.starts = [course for course in on_way if course.exchange.at == point]
+
+    def __bool__(self) -> bool:
+        return bool(self.folds or self.at_once or self.starts)
+
+
 class Scheduler:
-    """Starts exchanges in bucket order and applies their results when the algorithm wants them.
+    """Starts and folds exchanges at the points of a step where they say so.
 
     Args:
-        buckets: in the order in which their gradients become complete.
-        algorithm: bound to the user's group.
-        group: private to this model.
-        delay: start no exchange before the end of backward.
+        buckets: by arrival, in the order in which their gradients become complete.
+        courses: the exchanges of the phase.
+        delay: start no exchange of buckets before the end of backward.
 
     Attributes:
         slots: by ``id`` of the parameter.
-        launched: buckets started in the backward pass that is under way.
+        launched: buckets that are ready in the backward pass that is under way.
         active: whether a synchronized backward pass is under way.
-        executors: that run exchanges.
+        clock: the step under way, or the last one.
+        courses: the exchanges.
+        owes: whether an exchange waits for the optimizers.
     """
 
-    def __init__(
-        self, buckets: Sequence[Bucket], algorithm: AlgorithmImpl, group: ProcessGroup, *, delay: bool
-    ) -> None:
-        self._algorithm = algorithm
-        self._group = group
+    def __init__(self, buckets: Sequence[Bucket], courses: Sequence[Course], *, delay: bool) -> None:
+        self.courses = list(courses)
         self._delay = delay
-        self._gathers = algorithm.traits.gathers_gradients
-        self._at_once = not delay and not algorithm.traits.needs_gradients
-        self._lanes = [Lane(bucket, gathers=self._gathers) for bucket in buckets]
-        self._executors = {
-            bucket.device: create_executor(group, bucket.device, blocking=algorithm.blocking) for bucket in buckets
-        }
-        self.executors = list(self._executors.values())
-        self.slots = {id(slot.parameter): slot for lane in self._lanes for slot in lane.slots}
+        self._agendas = {point: _Agenda(point, self.courses) for point in POINTS}
+        self._of_buckets = [agenda for point in OF_BUCKETS if (agenda := self._agendas[point])]
+        self._gathering = [
+            course for course in courses if course.exchange.what is not None and "gradients" in course.exchange.needs
+        ]
+        self._arrivals = [Arrival(index, bucket, gathers=bool(self._gathering)) for index, bucket in enumerate(buckets)]
+        self.slots = {id(slot.parameter): slot for arrival in self._arrivals for slot in arrival.slots}
         self.launched = 0
         self.active = False
+        self.clock = Clock()
         self._launching = threading.Lock()
-        self._step = -1
         self._backward = 0
-        self._owed: int | None = None
+        self._begun = True
+        self._owed: set[int] = set()
+        self.owes = False
 
     # One backward pass.
 
-    def begin(self, step: int) -> None:
+    def safe_point(self, clock: Clock) -> None:
+        """The first training forward of a step begins."""
+        if self._agendas["safe"]:
+            for course in self.courses:
+                course.begin(clock)
+            self._reach("safe", clock)
+
+    def begin(self, clock: Clock) -> None:
         """A synchronized backward pass starts."""
         self.active = True
-        self._step = step
+        self.clock = clock
         self._backward += 1
         self.launched = 0
-        now = time.monotonic()
-        factor = self._algorithm.gradient_scale
-        for lane in self._lanes:
-            lane.pending = len(lane.slots)
-            lane.due = self._algorithm.is_due(step, lane.bucket, now)
-            lane.scale = lane.factor(factor) if lane.due else None
+        self._begun = not self._agendas["backward begins"]
+        for course in self.courses:
+            course.begin(clock)
+        factor = next((course.scale for course in self._gathering if course.due), 1.0)
+        for arrival in self._arrivals:
+            arrival.pending = len(arrival.slots)
+            arrival.scale = arrival.factor(factor)
 
     def take(self, parameter: torch.Tensor) -> None:
-        """Take the gradient of ``parameter``, and start the exchange of its bucket if it was the last one.
+        """Take the gradient of ``parameter``; if it was the last one of its bucket, the bucket is ready.
 
         Runs once for each parameter in each step, so it is written for speed.
         """
@@ -151,62 +162,68 @@ class Scheduler:
         if slot.ready == self._backward:
             raise twice(slot.name)
         slot.ready = self._backward
-        lane, view = slot.lane, slot.view
+        arrival, view = slot.arrival, slot.view
         if view is not None:
             gradient = parameter.grad
             if gradient is not view:
                 if gradient is None or gradient.layout is not torch.strided:
                     raise unusable(slot.name, gradient)
-                if lane.scale is None:
+                if arrival.scale is None:
                     view.copy_(gradient)
                 else:
-                    torch.mul(gradient, lane.scale, out=view)
-                if lane.fusion:
+                    torch.mul(gradient, arrival.scale, out=view)
+                if arrival.fusion:
                     parameter.grad = view
-            elif lane.scale is not None:
-                view.mul_(lane.scale)
-        lane.pending -= 1
-        if lane.pending == 0 or (self._at_once and not self.launched):
+            elif arrival.scale is not None:
+                view.mul_(arrival.scale)
+        arrival.pending -= 1
+        if arrival.pending == 0 or not self._begun:
             self.launch_ready()
 
     def launch_ready(self, *, everything: bool = False) -> None:
-        """Start the exchanges of complete buckets, in order, up to the first incomplete one.
-
-        Exchanges that do not need gradients all start with the first gradient.
-        """
+        """Bring complete buckets to their points, in order, up to the first incomplete one."""
         if self._delay and not everything:
             return
         with self._launching:  # Autograd has one thread for each device.
-            while self.launched < len(self._lanes) and (self._at_once or self._lanes[self.launched].pending == 0):
-                lane = self._lanes[self.launched]
+            if not self._begun:
+                self._begun = True
+                self._reach("backward begins", self.clock)
+            while self.launched < len(self._arrivals) and self._arrivals[self.launched].pending == 0:
                 self.launched += 1
-                self._launch(lane)
+                self._bucket_is_ready(self.launched - 1)
 
-    def _launch(self, lane: Lane) -> None:
-        if lane.wait is not None:
-            self._finish(lane)
-        if self._algorithm.traits.owns_optimizers:
-            self._algorithm.local_step(lane.bucket, self._step)
-        if lane.due and not self._algorithm.traits.after_optimizer:
-            self._start(lane)
+    def _bucket_is_ready(self, index: int) -> None:
+        for agenda in self._of_buckets:
+            self._go_through(agenda, self.clock, lambda course: [[course.tracks[index]]])
 
-    def _start(self, lane: Lane) -> None:
-        bucket, step = lane.bucket, self._step
-        self._algorithm.fill(bucket, step)
-        lane.exchanged = step
-        lane.wait = self._executors[bucket.device].run(
-            functools.partial(self._algorithm.exchange, bucket, self._group, step)
-        )
+    def _reach(self, point: Point, clock: Clock) -> None:
+        self._go_through(self._agendas[point], clock, Course.by_part)
 
-    def _finish(self, lane: Lane) -> None:
-        wait, lane.wait = lane.wait, None
-        if wait is not None:
-            wait()
-            self._algorithm.apply(lane.bucket, lane.exchanged)
+    def _go_through(
+        self,
+        agenda: _Agenda,
+        clock: Clock,
+        parts_of: Callable[[Course], list[list[Track]]],
+        starts: Callable[[Course, Track], bool] = Course.is_due,
+    ) -> None:
+        for course in agenda.folds:
+            for tracks in parts_of(course):
+                while course.is_back(tracks[0], clock):
+                    course.fold(tracks, clock)
+        for course in (*agenda.at_once, *agenda.starts):
+            for tracks in parts_of(course):
+                if starts(course, tracks[0]):
+                    course.set_off(tracks, clock)
 
     def missing(self) -> list[Slot]:
         """Parameters that have brought no gradient in this backward pass."""
-        return [slot for lane in self._lanes if lane.pending for slot in lane.slots if slot.ready != self._backward]
+        return [
+            slot
+            for arrival in self._arrivals
+            if arrival.pending
+            for slot in arrival.slots
+            if slot.ready != self._backward
+        ]
 
     def fill_missing(self, missing: Sequence[Slot]) -> list[Slot]:
         """Count missing gradients as zero; return the slots that had none."""
@@ -216,10 +233,10 @@ class Scheduler:
                 self.take(slot.parameter)
                 continue
             slot.ready = self._backward
-            slot.lane.pending -= 1
+            slot.arrival.pending -= 1
             if slot.view is not None:
                 slot.view.zero_()
-                if slot.lane.fusion:
+                if slot.arrival.fusion:
                     slot.parameter.grad = slot.view
         return without
 
@@ -227,109 +244,84 @@ class Scheduler:
         """The backward pass is over and every bucket is complete: start and finish what this step needs."""
         self.active = False
         self.launch_ready(everything=True)
-        if self._algorithm.traits.after_optimizer:
-            self._owed = self._step
-        elif self._algorithm.lag == 0:
-            self.finish()
-        if self._gathers:
-            for lane in self._lanes:
-                if lane.due and not lane.fusion:
-                    _return_gradients(lane)
+        self._reach("backward ends", self.clock)
+        self._owe()
+        if any(course.due or course.exchange.lag for course in self._gathering):
+            for arrival in self._arrivals:
+                if not arrival.fusion:
+                    _return_gradients(arrival)
 
     # Between backward passes.
 
-    def finish(self) -> None:
-        """Wait for every exchange under way, and apply its result."""
-        for lane in self._lanes:
-            self._finish(lane)
-
-    @property
-    def owes(self) -> bool:
-        """Whether an exchange waits for the optimizers."""
-        return self._owed is not None and any(lane.due for lane in self._lanes)
+    def _owe(self) -> None:
+        """What is due when the optimizers have stepped stays owed until then, whatever further backward passes do."""
+        agenda = self._agendas["stepped"]
+        for course in (*agenda.at_once, *agenda.starts):
+            self._owed.update(id(track) for track in course.tracks if course.is_due(track))
+        back = any(course.is_back(track, self.clock) for course in agenda.folds for track in course.tracks)
+        self.owes = bool(self._owed) or back
 
     def after_optimizers(self) -> None:
         """The optimizers have stepped, or it is known that they will not: exchange what waited for that."""
-        if self._owed is None:
+        if not self.owes:
             return
-        self._owed = None
-        for lane in self._lanes:
-            self._finish(lane)
-            if lane.due:
-                self._start(lane)
-        if self._algorithm.lag == 0:
-            self.finish()
+        owed = frozenset(self._owed)
+        self.owe_nothing()
+        self._go_through(self._agendas["stepped"], self.clock, Course.by_part, lambda _, track: id(track) in owed)
+
+    def owe_nothing(self) -> None:
+        """Nothing that waits for the optimizers is exchanged any more."""
+        self.owes = False
+        self._owed.clear()
 
     def flush(self) -> None:
         """Nothing owed, nothing under way."""
         self.after_optimizers()
-        self.finish()
-
-    def owe_nothing(self) -> None:
-        """Nothing that waits for the optimizers is exchanged any more."""
-        self._owed = None
+        for course in self.courses:
+            course.cut(self.clock)
 
     def forget(self) -> None:
         """Forget what is under way and what is owed: it is not wanted any more, or the communicator is broken."""
         self.owe_nothing()
-        for lane in self._lanes:
-            lane.wait = None
+        for track in self.tracks:
+            track.flights.clear()
 
-    def settle(self) -> list[int]:
-        """Wait for exchanges under way, but apply nothing; the step of each bucket's result, or -1."""
-        for lane in self._lanes:
-            if lane.wait is not None:
-                lane.wait()
-                lane.wait = nothing
-        return [-1 if lane.wait is None else lane.exchanged for lane in self._lanes]
+    def settle(self) -> list[tuple[Track, Flight]]:
+        """Wait for exchanges under way, but fold nothing; the flights, by track."""
+        flights = [(track, flight) for track in self.tracks for flight in track.flights]
+        for _, flight in flights:
+            flight.wait()
+            flight.wait = nothing
+        return flights
 
-    def resume(self, exchanged: Sequence[int]) -> None:
-        """Take results in the buckets' buffers as those of the given steps, as ``settle`` left them."""
-        for lane, step in zip(self._lanes, exchanged, strict=True):
-            if step >= 0:
-                lane.exchanged, lane.wait = step, nothing
+    def resume(self, flights: Sequence[tuple[Track, Flight]]) -> None:
+        """Fold flights when their time comes, after all, as ``settle`` returned them."""
+        here = {id(track) for track in self.tracks}
+        for track, flight in flights:
+            if id(track) in here:
+                track.flights.append(flight)
+
+    @property
+    def tracks(self) -> list[Track]:
+        """Of all exchanges."""
+        return [track for course in self.courses for track in course.tracks]
 
     def dissolve(self) -> None:
-        """Give back threads, and the buckets now: lanes and slots know each other, and their memory is large."""
-        for executor in self.executors:
-            executor.close()
-        for lane in self._lanes:
-            lane.slots.clear()
+        """Give back threads, and the buckets now: arrivals and slots know each other, and their memory is large."""
+        for course in self.courses:
+            if course.lane is not None:
+                for executor in course.lane.executors.values():
+                    executor.close()
+        for arrival in self._arrivals:
+            arrival.slots.clear()
         self.slots.clear()
 
 
-def _return_gradients(lane: Lane) -> None:
+def _return_gradients(arrival: Arrival) -> None:
     """Without fusion, the exchanged gradients go back to where the optimizer looks for them."""
-    for slot in lane.slots:
+    for slot in arrival.slots:
         assert slot.view is not None
         if slot.parameter.grad is None:
             slot.parameter.grad = slot.view.clone()
         else:
             slot.parameter.grad.copy_(slot.view)
-
-
-def twice(name: str) -> ConfigurationError:
-    """The error for a parameter whose gradient was accumulated twice in one backward pass."""
-    return ConfigurationError(
-        f"the gradient of {name} was accumulated twice in one backward pass",
-        argument="module",
-        expected="one gradient for each parameter",
-        seen="a second one after the first was taken for the exchange",
-        advice="A parameter used in several reentrant checkpoints does that: use checkpoint(use_reentrant=False).",
-    )
-
-
-def unusable(name: str, gradient: torch.Tensor | None) -> ConfigurationError:
-    """The error for a gradient that cannot be put into a bucket."""
-    if gradient is None:
-        seen, advice = "None", "A hook that steps the parameter and drops its gradient cannot be combined with bagua."
-    else:
-        seen = str(gradient.layout)
-        advice = "Use sparse=False, or name it in module._ddp_params_and_buffers_to_ignore."
-    return ConfigurationError(
-        f"the gradient of {name} cannot be put into a bucket",
-        argument="module",
-        expected="a dense gradient",
-        seen=seen,
-        advice=advice,
-    )

@@ -10,6 +10,7 @@ from bagua.comm import Communicator, Group, NonMember, ReduceOp
 from bagua.comm.startup.adoption import communicator_of
 from bagua.engine.agreement import compare
 from bagua.engine.registration import ignored_names
+from bagua.engine.saving import digest_of
 
 __all__ = [
     "allreduce_optimizer_state",
@@ -17,6 +18,7 @@ __all__ = [
     "broadcast_buffers_of",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "make_weights_equal",
 ]
 
 
@@ -80,6 +82,19 @@ def allreduce_parameters(module: torch.nn.Module, *, comm: Group | None = None) 
         >>> allreduce_parameters(torch.nn.Linear(2, 2), comm=solo_group().global_communicator)
     """
     _average(_tensors(module, parameters=True, buffers=True), communicator_of(comm))
+
+
+def make_weights_equal(parameters: Sequence[torch.nn.Parameter], communicator: Communicator) -> None:
+    """Replace parameters by their mean over all ranks, if any of them differs. Collective.
+
+    Args:
+        parameters: equal in names, shapes and dtypes on all ranks.
+        communicator: of the ranks.
+    """
+    own = [digest_of(parameter) for parameter in parameters]
+    everyone = communicator.allgather_object(own)
+    if any(theirs != own for theirs in everyone):
+        _average([parameter.detach() for parameter in parameters], communicator)
 
 
 def _facts(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:

@@ -82,8 +82,8 @@ class RanksMixin:
         )
 
     def _check_optimizers(self, optimizers: list[Any]) -> None:
-        traits = self._algorithm.implementation.traits
-        needs_one = traits.after_optimizer or traits.owns_optimizers or self._algorithm.optimizer_class is not None
+        after_steps = any("stepped" in (one.at, one.until) for one in self._algorithm.every_exchange())
+        needs_one = after_steps or self._algorithm.optimizer_class is not None
         if needs_one and len(optimizers) != 1:
             raise ConfigurationError(
                 f"{self._algorithm!r} goes by the steps of one optimizer",
@@ -94,7 +94,7 @@ class RanksMixin:
             )
 
     def _differs_between_ranks(self) -> bool:
-        return self._algorithm.implementation.traits.result == "consensus"
+        return self._algorithm.ranks_differ
 
     # Talking to other ranks.
 

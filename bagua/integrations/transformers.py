@@ -263,7 +263,7 @@ class _Engine(_Exchange):
     def collect(self) -> dict[str, Any]:
         """What the algorithm remembers; with weights and optimizer where ranks differ."""
         saved: dict[str, Any] = {"remembered": self._model.bagua_state_dict()}
-        if self._algorithm.implementation.traits.result == "consensus":
+        if self._algorithm.ranks_differ:
             saved["weights"] = self._model.state_dict()
             saved["optimizer"] = self._optimizer.state_dict()
         return saved

@@ -3,8 +3,8 @@
 from bagua.engine.autotune.search import Setting
 from bagua.engine.autotune.settings import AutotuneSettings
 from bagua.engine.hooks import BackwardHooks
-from bagua.engine.options import TensorDeclaration
-from bagua.engine.reducer import DEFAULT_BUCKET_BYTES, BucketType, Reducer
+from bagua.engine.options import DEFAULT_BUCKET_BYTES, BucketType, TensorDeclaration
+from bagua.engine.reducer import Reducer
 from bagua.engine.state import (
     allreduce_optimizer_state,
     allreduce_parameters,

@@ -16,8 +16,8 @@ from bagua.comm import Group
 from bagua.engine.access import EngineAccess
 from bagua.engine.autotune.settings import AutotuneSettings
 from bagua.engine.hooks import BackwardHooks
-from bagua.engine.options import check_module, optimizer_list, refuse_unknown
-from bagua.engine.reducer import DEFAULT_BUCKET_BYTES, BucketType, Reducer
+from bagua.engine.options import DEFAULT_BUCKET_BYTES, EngineOptions, check_module, refuse_unknown
+from bagua.engine.reducer import Reducer
 from bagua.engine.start import make_equal, replace_engine
 from bagua.errors import ConfigurationError
 
@@ -167,16 +167,16 @@ def with_bagua(
             advice="Use DistributedDataParallel, or torch.compile in place of torch.jit.",
         )
     before: BackwardHooks | None = self.__dict__.get(_ENGINE)
-    reducer = Reducer(
-        self, optimizer_list(optimizers), BucketType.Gradient, False, align_bytes, False, do_flatten,
-        process_group=process_group,
-        algorithm=algorithm,
+    options = EngineOptions(
         bucket_bytes=bucket_bytes,
+        align_bytes=align_bytes,
+        fusion=do_flatten,
         find_unused_parameters=find_unused_parameters,
         delay_reduce=delay_reduce,
         grad_scaler=grad_scaler,
         autotune=autotune,
-    )  # fmt: skip
+    )
+    reducer = Reducer.of(self, optimizers, algorithm, process_group, options)
     engine = replace_engine(before, reducer)
     average = before is not None and not before.closed
     make_equal(reducer, average=average, broadcast_buffers=broadcast_buffers)

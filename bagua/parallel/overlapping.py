@@ -12,8 +12,8 @@ from typing_extensions import Unpack
 from bagua.engine.access import EngineAccess
 from bagua.engine.hooks import BackwardHooks
 from bagua.engine.keywords import ReducerOptions
-from bagua.engine.options import check_module, optimizer_list
-from bagua.engine.reducer import BucketType, Reducer
+from bagua.engine.options import BucketType, check_module, optimizer_list
+from bagua.engine.reducer import Reducer
 from bagua.errors import ConfigurationError
 
 __all__ = ["DistributedModule", "OverlappingWrapper"]
@@ -131,9 +131,17 @@ class OverlappingWrapper(EngineAccess, DistributedModule):
                 seen=type(parameter_manager).__name__,
             )
         reducer = Reducer(
-            module, optimizer_list(optimizers), bucket_type, hierarchical_reduce, align_bytes, chunking, fusion,
-            decentralize_reduce, delay_reduce=delay_reduce, **kwargs,
-        )  # fmt: skip
+            module,
+            optimizer_list(optimizers),
+            bucket_type,
+            hierarchical_reduce=hierarchical_reduce,
+            align_bytes=align_bytes,
+            chunking=chunking,
+            fusion=fusion,
+            decentralize_reduce=decentralize_reduce,
+            delay_reduce=delay_reduce,
+            **kwargs,
+        )
         self._engine = BackwardHooks(reducer)
         self.create_hooks()
 

@@ -15,13 +15,14 @@ from bagua.engine.access import EngineAccess
 from bagua.engine.hooks import BackwardHooks
 from bagua.engine.keywords import InitOptions, SwitchOptions
 from bagua.engine.options import (
+    DEFAULT_BUCKET_BYTES,
+    EngineOptions,
     check_bucket_bytes,
     check_optional_flag,
     optimizer_list,
     refuse_unknown,
-    with_hierarchy,
 )
-from bagua.engine.reducer import DEFAULT_BUCKET_BYTES, BucketType, Reducer
+from bagua.engine.reducer import Reducer
 from bagua.engine.start import make_equal, replace_engine
 from bagua.errors import ConfigurationError
 from bagua.parallel.overlapping import DistributedModule
@@ -114,18 +115,10 @@ class ModelSwitchWrapper(EngineAccess, DistributedModule):
             CollectiveMismatchError: the models or options of the ranks differ.
         """
         options = dict(self._options)
-        reducer = Reducer(
-            self.module,
-            self._optimizers,
-            BucketType.Gradient,
-            False,
-            options.pop("align_bytes", 8),
-            options.pop("chunking", False),
-            options.pop("fusion", True),
-            algorithm=_with_hierarchy(distributed_algorithm, self._hierarchical_reduce),
-            delay_reduce=self._delay_reduce,
-            **options,
-        )
+        group = options.pop("process_group", None)
+        algorithm = _with_hierarchy(distributed_algorithm, self._hierarchical_reduce)
+        checked = EngineOptions(delay_reduce=self._delay_reduce, **options)
+        reducer = Reducer.of(self.module, self._optimizers, algorithm, group, checked)
         average = self._engine is not None and not self._engine.closed
         self._engine = replace_engine(self._engine, reducer)
         make_equal(reducer, average=average, broadcast_buffers=self._broadcast_buffers)
@@ -255,11 +248,11 @@ def _with_hierarchy(algorithm: DistributedAlgorithm | Algorithm | str, hierarchi
     """The declaration, with the documented meaning of ``hierarchical_reduce``."""
     check_optional_flag(hierarchical_reduce=hierarchical)
     declaration = as_algorithm(algorithm)
-    able = hasattr(declaration, "hierarchical")
+    able = declaration.is_hierarchical is not None
     if hierarchical is None and not isinstance(algorithm, Algorithm):
         hierarchical = able and not isinstance(declaration, GradientAllReduceAlgorithm)
     if hierarchical or (hierarchical is False and able):
-        return with_hierarchy(declaration, hierarchical)
+        return declaration.in_form(hierarchical=hierarchical)
     return declaration
 
 

@@ -9,9 +9,10 @@ from bagua.primitives.decentralized import (
     neighbour_average,
 )
 from bagua.primitives.hierarchical import hierarchical_sum, on_leaders
+from bagua.primitives.memory import MatrixBlock, ReducerMemory, State
 from bagua.primitives.power_sgd import PowerSGDReducer
 from bagua.primitives.random_k import RandomKReducer
-from bagua.primitives.reducers import ErrorFeedback, MatrixBlock, ReducerMemory, SumReducer
+from bagua.primitives.reducers import ErrorFeedback, SumReducer
 
 __all__ = [
     "AllGatherReducer",
@@ -22,6 +23,7 @@ __all__ = [
     "RandomKReducer",
     "ReducerMemory",
     "ScatterGatherReducer",
+    "State",
     "SumReducer",
     "allreduce_sum",
     "hierarchical_neighbour_average",

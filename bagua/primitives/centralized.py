@@ -6,7 +6,8 @@ import torch
 
 from bagua.comm import Communicator, ProcessGroup, Work
 from bagua.primitives.hierarchical import has_two_levels, hierarchical_sum, on_leaders
-from bagua.primitives.reducers import ReducerMemory, SumReducer, summing_dtype
+from bagua.primitives.memory import ReducerMemory, summing_dtype
+from bagua.primitives.reducers import SumReducer
 
 __all__ = ["allreduce_sum", "reducer_sum", "scatter_gather_sum"]
 

@@ -9,7 +9,8 @@ import torch
 from bagua.comm import Communicator
 from bagua.compression import Codec, Metadata
 from bagua.compression.base import check_codec
-from bagua.primitives.reducers import ReducerMemory, SumReducer, summing_dtype
+from bagua.primitives.memory import ReducerMemory, summing_dtype
+from bagua.primitives.reducers import SumReducer
 
 __all__ = ["AllGatherReducer", "ScatterGatherReducer"]
 

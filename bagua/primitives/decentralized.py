@@ -11,6 +11,7 @@ from bagua.comm import Communicator, ProcessGroup, ReduceOp, Work
 from bagua.comm.reduction import divide
 from bagua.compression import Codec, Metadata
 from bagua.primitives.hierarchical import on_leaders
+from bagua.primitives.memory import ReducerMemory, State
 from bagua.topology import Round, Turn
 
 __all__ = ["DifferenceExchange", "hierarchical_neighbour_average", "is_global_mean", "neighbour_average"]
@@ -186,9 +187,10 @@ class DifferenceExchange:
         >>> from bagua.compression import MinMaxUInt8
         >>> from bagua.topology import Ring
         >>> exchange = DifferenceExchange(Ring().round(1, 1), MinMaxUInt8())
-        >>> state = exchange.init_state(3, torch.float32)
+        >>> memory = ReducerMemory(solo_group().global_communicator, 3, torch.float32)
+        >>> memory.declare(exchange.state())
         >>> tensor = torch.ones(3)
-        >>> exchange.run(tensor, solo_group().global_communicator, state)
+        >>> exchange.run(tensor, solo_group().global_communicator, memory.state)
         >>> tensor
         tensor([1., 1., 1.])
 
@@ -201,24 +203,9 @@ class DifferenceExchange:
         self._mark = zlib.crc32(repr(mixing).encode()) + 1
 
     @staticmethod
-    def init_state(numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-        """The state of one rank before the first exchange.
-
-        Args:
-            numel: elements of the tensor.
-            dtype: of the tensor. Estimates of 16-bit tensors are kept in single precision.
-            device: of the tensor.
-
-        Returns:
-            ``estimate`` and ``neighbours``, of ``numel`` elements, and ``started``: 0, then what
-            tells the mixing of the estimates from others.
-        """
-        precise = torch.promote_types(dtype, torch.float32)
-        return {
-            "estimate": torch.zeros(numel, dtype=precise, device=device),
-            "neighbours": torch.zeros(numel, dtype=precise, device=device),
-            "started": torch.zeros(1, dtype=torch.int64),
-        }
+    def state() -> tuple[State, ...]:
+        """The estimates, which the first exchange starts, and ``started``: what tells their mixing from others."""
+        return (State("estimate"), State("neighbours"), State("started", _not_started, per="flat"))
 
     def run(self, tensor: torch.Tensor, communicator: Communicator, state: dict[str, torch.Tensor]) -> None:
         """Replace ``tensor`` by the new estimate, and bring ``state`` up to date.
@@ -226,7 +213,7 @@ class DifferenceExchange:
         Args:
             tensor: one-dimensional and contiguous, floating-point; equal in dtype and size on all ranks.
             communicator: of the ranks that mix.
-            state: of this rank and this tensor, from ``init_state``. Unchanged if a call fails.
+            state: of this rank and this tensor, as ``state`` declares it. Unchanged if a call fails.
         """
         if int(state["started"]) != self._mark:
             self._start(tensor, communicator, state)
@@ -277,6 +264,10 @@ class DifferenceExchange:
             state["estimate"].copy_(precise)
             state["neighbours"].copy_(gathered)
             state["started"].fill_(self._mark)
+
+
+def _not_started(_: ReducerMemory) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int64)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

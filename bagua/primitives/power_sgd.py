@@ -9,7 +9,8 @@ import torch
 
 from bagua.checks import check_kind, check_whole
 from bagua.comm import Communicator
-from bagua.primitives.reducers import MatrixBlock, ReducerMemory, SumReducer, summing_dtype
+from bagua.primitives.memory import MatrixBlock, ReducerMemory, State, summing_dtype
+from bagua.primitives.reducers import SumReducer
 
 __all__ = ["PowerSGDReducer"]
 
@@ -55,12 +56,15 @@ class PowerSGDReducer(SumReducer):
         check_whole(1, matrix_rank=self.matrix_rank)
         check_kind(int, "a whole number", seed=self.seed)
 
-    def init_state(self, memory: ReducerMemory) -> dict[str, torch.Tensor]:
-        """The right factors, one below the other."""
+    def state(self) -> tuple[State, ...]:
+        """The right factors, one below the other, equal on all ranks."""
+        return (State("right_factors", self._first_factors, per="flat", scope="shared"),)
+
+    def _first_factors(self, memory: ReducerMemory) -> torch.Tensor:
         columns = sum(block.columns for block in self._compressed(memory))
         generator = torch.Generator().manual_seed(self.seed)
         factors = torch.randn(columns, self.matrix_rank, generator=generator, dtype=summing_dtype(memory.dtype))
-        return {"right_factors": factors.to(memory.device)}
+        return factors.to(memory.device)
 
     def _compressed(self, memory: ReducerMemory) -> list[MatrixBlock]:
         rank = self.matrix_rank

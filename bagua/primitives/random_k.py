@@ -9,7 +9,8 @@ import torch
 
 from bagua.checks import check_kind, check_numbers
 from bagua.comm import Communicator
-from bagua.primitives.reducers import ReducerMemory, SumReducer
+from bagua.primitives.memory import ReducerMemory
+from bagua.primitives.reducers import SumReducer
 
 __all__ = ["RandomKReducer"]
 

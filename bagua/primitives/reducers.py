@@ -10,137 +10,12 @@ import torch
 
 from bagua.comm import Communicator
 from bagua.errors import ConfigurationError, InvalidTensorError
+from bagua.primitives.memory import MatrixBlock, ReducerMemory, State, summing_dtype
 
-__all__ = ["ErrorFeedback", "MatrixBlock", "ReducerMemory", "SumReducer", "summing_dtype"]
+__all__ = ["ErrorFeedback", "SumReducer"]
 
 #: What every reducer takes, unless its codec takes less.
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def summing_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of ``dtype`` are added: at least single precision."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-@dataclass(frozen=True)
-class MatrixBlock:
-    """A part of a flat tensor that is the memory of a matrix, row by row.
-
-    Attributes:
-        offset: of its first element.
-        rows: number of rows.
-        columns: number of columns.
-    """
-
-    offset: int
-    rows: int
-    columns: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, offset: int) -> MatrixBlock | None:
-        """``tensor``, which is dense, as a matrix; None if it has fewer than two dimensions or elements.
-
-        The dimension with the longest stride counts the rows: the first one that is longer than 1, as a rule.
-
-        Args:
-            tensor: whose memory it is.
-            offset: of that memory in the flat tensor, in elements.
-
-        Example:
-            >>> MatrixBlock.of(torch.zeros(1, 4, 3, 2), 10)
-            MatrixBlock(offset=10, rows=4, columns=6)
-        """
-        if tensor.dim() < 2 or tensor.numel() < 2:
-            return None
-        _, rows = max(
-            (stride, length) for stride, length in zip(tensor.stride(), tensor.shape, strict=True) if length > 1
-        )
-        return cls(offset, rows, tensor.numel() // rows)
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return self.rows * self.columns
-
-
-class ReducerMemory:
-    """What a reducer keeps from call to call for one flat tensor: its state, and buffers.
-
-    ``SumReducer.memory`` makes one. State changes are transactional: a call of ``reduce``
-    computes the new state beside the old one, and ``settle`` puts it in force, or drops
-    it if the result is not finite.
-
-    Args:
-        communicator: provides memory that it can exchange without a copy.
-        numel: elements of the tensor.
-        dtype: of the tensor.
-        device: of the tensor.
-        blocks: the matrices in it.
-        padding: positions of elements that belong to nothing and are zero; None if there are none.
-
-    Attributes:
-        state: in force. To be saved and restored with the training.
-        step: number of the training step; equal on all ranks.
-        loss_scale: what the values were multiplied by. State is kept free of it.
-    """
-
-    def __init__(
-        self,
-        communicator: Communicator,
-        numel: int,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
-        blocks: Sequence[MatrixBlock] = (),
-        padding: torch.Tensor | None = None,
-    ) -> None:
-        self.padding = padding
-        self.numel = numel
-        self.dtype = dtype
-        self.device = torch.device(device)
-        self.blocks = tuple(blocks)
-        self.state: dict[str, torch.Tensor] = {}
-        self.step = 0
-        self.loss_scale = 1.0
-        self._communicator = communicator
-        self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
-        self._proposed: dict[str, torch.Tensor] = {}
-        self._spare: dict[str, torch.Tensor] = {}
-
-    def buffer(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat buffer that keeps its contents until the next call with this name, dtype and a larger size."""
-        found = self._buffers.get((name, dtype))
-        if found is None or found.numel() < numel:
-            found = self._communicator.empty(numel, dtype=dtype, device=self.device).zero_()
-            self._buffers[name, dtype] = found
-        return found[:numel]
-
-    def clear_padding(self, flat: torch.Tensor) -> None:
-        """Make zero what belongs to nothing: a codec may have made something else of it, which must not add up."""
-        if self.padding is not None:
-            flat.index_fill_(0, self.padding, 0)
-
-    def propose(self, name: str) -> torch.Tensor:
-        """Where to write the next value of ``state[name]``."""
-        if name not in self._spare:
-            self._spare[name] = torch.empty_like(self.state[name])
-        self._proposed[name] = self._spare[name]
-        return self._proposed[name]
-
-    def settle(self, result: torch.Tensor) -> None:
-        """Put the proposed state in force if ``result`` is finite, which all ranks find alike; else drop it.
-
-        Args:
-            result: of the call that proposed it, bitwise identical on all ranks.
-        """
-        proposed, self._proposed = self._proposed, {}
-        if not proposed:
-            return
-        finite = torch.isfinite(result.sum(dtype=summing_dtype(result.dtype)))
-        for name, value in proposed.items():
-            if self.device.type != "cpu":  # Reading the flag would wait for the device.
-                torch.where(finite, value, self.state[name], out=self.state[name])
-            elif finite:
-                self.state[name], self._spare[name] = value, self.state[name]
 
 
 class SumReducer(ABC):
@@ -182,7 +57,7 @@ class SumReducer(ABC):
         """
         self.check_dtype(like.dtype)
         memory = ReducerMemory(communicator, like.numel(), like.dtype, like.device, blocks, padding)
-        memory.state = self.init_state(memory)
+        memory.declare(self.state())
         return memory
 
     def check_dtype(self, dtype: torch.dtype) -> None:
@@ -200,9 +75,14 @@ class SumReducer(ABC):
                 advice="Use an algorithm in full precision, as gradient_allreduce.",
             )
 
-    def init_state(self, memory: ReducerMemory) -> dict[str, torch.Tensor]:  # noqa: ARG002  # for subclasses
-        """What is remembered of the tensor that ``memory`` is for, before the first call."""
-        return {}
+    def state(self) -> tuple[State, ...]:
+        """What is remembered from call to call."""
+        return ()
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing is lost but by rounding."""
+        return False
 
     @abstractmethod
     def reduce(
@@ -264,10 +144,9 @@ class ErrorFeedback(SumReducer):
         super().check_dtype(dtype)
         self.reducer.check_dtype(summing_dtype(dtype))
 
-    def init_state(self, memory: ReducerMemory) -> dict[str, torch.Tensor]:
+    def state(self) -> tuple[State, ...]:
         """A residual of zeros, and the state of the inner reducer."""
-        residual = torch.zeros(memory.numel, dtype=summing_dtype(memory.dtype), device=memory.device)
-        return {"residual": residual, **self.reducer.init_state(memory)}
+        return (State("residual"), *self.reducer.state())
 
     def reduce(
         self,

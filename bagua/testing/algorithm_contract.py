@@ -1,6 +1,6 @@
 """What every algorithm promises. Subclass ``AlgorithmContract`` to hold one of your own to it.
 
-The suite does not know any algorithm by name: ``Traits`` say what to expect. It needs
+The suite does not know any algorithm by name: its exchanges say what to expect. It needs
 pytest, and two fixtures: ``algorithm``, a declaration, and ``pool``, thread ranks::
 
     @pytest.fixture
@@ -29,9 +29,12 @@ from typing import Any
 import pytest
 import torch
 
+import bagua.algorithms
 import bagua.comm
-from bagua.algorithms import Algorithm, AlgorithmImpl, Traits
-from bagua.buckets import Bucket
+import bagua.compression
+import bagua.primitives
+from bagua.algorithms import Algorithm, Exchange, Flight, How
+from bagua.algorithms.tuples import Promise
 from bagua.comm import ProcessGroup, ReduceOp, Work
 from bagua.errors import ConfigurationError
 from bagua.parallel import BaguaModule, with_bagua
@@ -56,7 +59,7 @@ BUCKET_BYTES = 1000
 ONE_BUCKET_BYTES = 10**9
 STEPS = 12
 
-Exchange = Callable[[AlgorithmImpl, Bucket, ProcessGroup, int], Work | None]
+Run = Callable[[How, Flight, ProcessGroup], Work | None]
 
 
 def build(
@@ -107,38 +110,36 @@ def train_and_rest(algorithm: Algorithm) -> tuple[State, State]:
     return trained, snapshot(model)
 
 
-def assert_keeps_promises(traits: Traits, results: list[tuple[State, State]], expected: State) -> None:
-    """Raise ``AssertionError`` unless the ranks ended where ``traits.result`` says.
+def assert_keeps_promises(promise: Promise, results: list[tuple[State, State]], expected: State) -> None:
+    """Raise ``AssertionError`` unless the ranks ended where ``promise`` says.
 
     Args:
-        traits: of the algorithm.
+        promise: of the algorithm.
         results: of ``train_and_rest`` on each rank.
         expected: of one process that trained with the data of all ranks.
     """
     states = [trained for trained, _ in results]
-    if traits.result == "consensus" and len(states) > 1:
+    if promise == "consensus" and len(states) > 1:
         apart, rested = spread(states), spread([state for _, state in results])
         assert apart < 1, f"ranks have drifted apart by {apart:.0%}"
         assert rested < apart / 2 or rested < 1e-6, f"without gradients ranks stay {rested:.2g} apart of {apart:.2g}"
         return
     assert_same_on_all_ranks(states)
-    if traits.result == "exact" or len(states) == 1:
+    if promise == "exact" or len(states) == 1:
         assert_close(states[0], expected)
         return
     distance = spread([states[0], expected])
     assert 1e-6 < distance < 0.1, f"a lossy exchange gave a relative error of {distance:.2g}"
 
 
-def exchange_nothing(self: AlgorithmImpl, bucket: Bucket, group: ProcessGroup, step: int) -> None:
+def exchange_nothing(self: How, flight: Flight, group: ProcessGroup) -> None:
     """A mutation: communication is forgotten."""
 
 
-def exchange_exact_mean(self: AlgorithmImpl, bucket: Bucket, group: ProcessGroup, step: int) -> None:  # noqa: ARG001
+def exchange_exact_mean(self: How, flight: Flight, group: ProcessGroup) -> None:
     """A mutation: the exact mean over all ranks, where something cheaper was promised."""
-    gathered = bucket.gradients if self.traits.gathers_gradients else None
-    divided = gathered is not None and self.gradient_scale != 1.0
-    flat = bucket.buffer() if gathered is None else gathered
-    group.global_communicator.allreduce(flat, ReduceOp.SUM if divided else ReduceOp.AVG)
+    divided = self.scale(flight.ranks) != 1.0
+    group.global_communicator.allreduce(flight.flat, ReduceOp.SUM if divided else ReduceOp.AVG)
 
 
 class AlgorithmContract:
@@ -146,19 +147,21 @@ class AlgorithmContract:
 
     Attributes:
         sizes: numbers of ranks that it is tried on.
-        exchange_is_the_exact_mean: for an algorithm that promises consensus only, although each
-            exchange is exact, because it exchanges seldom or late. None means as the traits say.
+        promise: what is expected, where exchanges alone do not tell; None for what they tell.
     """
 
     sizes: tuple[int, ...] = (1, 2, 3, 4)
-    exchange_is_the_exact_mean: bool | None = None
+    promise: Promise | None = None
 
     # The declaration.
 
     def test_the_declaration_prints_as_its_constructor_call(self, algorithm: Algorithm) -> None:
-        kind = type(algorithm)
-        names = vars(importlib.import_module(kind.__module__))
-        assert eval(repr(algorithm), {**names, kind.__name__: kind}) == algorithm
+        names: dict[str, Any] = {"torch": torch}
+        for exchange in algorithm.every_exchange():
+            names.update(names_in(exchange))
+        names.update(vars(importlib.import_module(type(algorithm).__module__)))
+        names[type(algorithm).__name__] = type(algorithm)
+        assert eval(repr(algorithm), names) == algorithm
 
     def test_the_declaration_survives_pickle(self, algorithm: Algorithm) -> None:
         assert pickle.loads(pickle.dumps(algorithm)) == algorithm
@@ -168,28 +171,25 @@ class AlgorithmContract:
         assert bound.options == algorithm
         assert type(bound) is type(algorithm).implementation
 
+    def test_its_exchanges_print_as_their_constructor_calls_and_survive_pickle(self, algorithm: Algorithm) -> None:
+        for exchange in algorithm.every_exchange():
+            assert pickle.loads(pickle.dumps(exchange)) == exchange
+            assert eval(repr(exchange), names_in(exchange)) == exchange
+
     def test_the_schedule_is_a_function_of_the_step(self, algorithm: Algorithm) -> None:
-        bucket = a_bucket()
-        bound = algorithm.reify(bagua.comm.solo_group())
-        again = algorithm.reify(bagua.comm.solo_group())
-        steps = [3, 0, 1, 7, 1000, 1, 0, 3]
-
-        def schedule(impl: AlgorithmImpl) -> list[Any]:
-            return [(impl.is_due(step, bucket, 0.0), impl.phase(step), impl.bucketing(step)) for step in steps]
-
-        assert schedule(bound) == schedule(bound) == schedule(again)
-        assert bound.lag in (0, 1)
+        steps = [3, 1, 2, 7, 1000, 2, 1, 3]
+        for exchange in algorithm.every_exchange():
+            first = [(exchange.when.due(t), exchange.when.round(t)) for t in steps]
+            assert first == [(exchange.when.due(t), exchange.when.round(t)) for t in steps]
+            due = [t for t in range(1, 50) if exchange.when.due(t)]
+            assert [exchange.when.round(t) for t in due] == list(range(1, len(due) + 1))
 
     # Training.
 
-    def test_training_gives_what_the_traits_promise(self, algorithm: Algorithm, pool: RankPool) -> None:
-        for size in self.sizes_of(algorithm):
+    def test_training_gives_what_is_promised(self, algorithm: Algorithm, pool: RankPool) -> None:
+        for size in self.sizes:
             results = pool.run(train_and_rest, algorithm, size=size)
-            assert_keeps_promises(self.traits(algorithm), results, self.expected(algorithm, size))
-
-    def test_sizes_that_cannot_work_are_refused_on_every_rank(self, algorithm: Algorithm, pool: RankPool) -> None:
-        for size in set(self.sizes) - set(self.sizes_of(algorithm)):
-            pool.run(expect_refusal, algorithm, size=size)
+            assert_keeps_promises(self.promise_of(algorithm), results, self.expected(algorithm, size))
 
     @pytest.mark.parametrize("hosts", [(2, 1), (1, 3), (2, 2)], ids=str)
     def test_host_layouts_work_or_are_refused(
@@ -199,23 +199,23 @@ class AlgorithmContract:
         if any(isinstance(result, str) for result in results):
             assert len(set(results)) == 1, "one rank trains where another refuses"
             return
-        assert_keeps_promises(self.traits(algorithm), results, self.expected(algorithm, sum(hosts)))
+        assert_keeps_promises(self.promise_of(algorithm), results, self.expected(algorithm, sum(hosts)))
 
     def test_every_rank_exchanges_every_bucket_once_per_due_step(
         self, algorithm: Algorithm, pool: RankPool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         for training in (train, train_with_an_inf):  # Also in the step whose update is skipped.
-            counted = count_exchanges(type(algorithm).implementation, monkeypatch)
-            pool.run(training, algorithm, size=2)
+            with monkeypatch.context() as patched:
+                counted = count_exchanges(algorithm, patched)
+                pool.run(training, algorithm, size=2)
             assert counted, "nothing was ever exchanged"
             assert set(counted.values()) == {1}, "a bucket was exchanged twice in one step"
-            if not self.traits(algorithm).rank_local:
-                mine, other = ({key[1:] for key in counted if key[0] == rank} for rank in (0, 1))
-                assert mine == other, "ranks exchanged different buckets"
-                assert {step for step, _ in mine} == self.due_steps(algorithm)
+            mine, other = ({key[1:] for key in counted if key[0] == rank} for rank in (0, 1))
+            assert mine == other, "ranks exchanged different buckets"
+            assert {step for step, _ in mine} == self.due_steps(algorithm)
 
     def test_one_rank_alone_trains_as_without_bagua(self, algorithm: Algorithm, pool: RankPool) -> None:
-        if not self.traits(algorithm).active_alone:
+        if not any(exchange.then.alone for exchange in algorithm.every_exchange()):
             assert_close(pool.run(train, algorithm, size=1)[0], self.expected(algorithm, 1))
 
     # What ends badly on one rank.
@@ -228,7 +228,7 @@ class AlgorithmContract:
         states = pool.run(train_with_an_inf, algorithm, size=2)
         for state in states:
             assert all(torch.isfinite(value).all() for value in state.values()), "weights or state kept an Inf"
-        if self.traits(algorithm).result == "exact":
+        if self.promise_of(algorithm) == "exact":
             steps = [step for step in range(STEPS) if step != INF_STEP]
             assert_same_on_all_ranks(states)
             assert_close(states[0], reference(mlp(), optimizer_maker(algorithm), 2, steps))
@@ -261,40 +261,33 @@ class AlgorithmContract:
     def test_an_exact_mean_in_place_of_the_exchange_gives_something_else(
         self, algorithm: Algorithm, pool: RankPool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        traits = self.traits(algorithm)
-        if traits.result == "bounded":
+        promise = self.promise_of(algorithm)
+        if promise == "bounded":
             self.assert_noticed(algorithm, pool, monkeypatch, exchange_exact_mean)
-        exact = traits.exact_mean if self.exchange_is_the_exact_mean is None else self.exchange_is_the_exact_mean
-        if traits.result == "consensus" and not exact:
+        if promise == "consensus" and not all(how.uniform and how.exact for how in hows_of(algorithm)):
             own = pool.run(train, algorithm, size=4)
-            monkeypatch.setattr(type(algorithm).implementation, "exchange", exchange_exact_mean)
+            replace_exchanges(algorithm, monkeypatch, exchange_exact_mean)
             mutated = pool.run(train, algorithm, size=4)
             assert max(map(spread, zip(own, mutated, strict=True))) > 1e-6, "the exchange is an exact mean"
 
-    def assert_noticed(
-        self, algorithm: Algorithm, pool: RankPool, monkeypatch: pytest.MonkeyPatch, exchange: Exchange
-    ) -> None:
-        """Fail unless training with ``exchange`` in place of the algorithm's own breaks a promise."""
-        monkeypatch.setattr(type(algorithm).implementation, "exchange", exchange)
+    def assert_noticed(self, algorithm: Algorithm, pool: RankPool, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+        """Fail unless training with ``run`` in place of the algorithm's own exchanges breaks a promise."""
+        replace_exchanges(algorithm, monkeypatch, run)
         results = pool.run(train_and_rest, algorithm, size=2)
         with pytest.raises(AssertionError):
-            assert_keeps_promises(self.traits(algorithm), results, self.expected(algorithm, 2))
+            assert_keeps_promises(self.promise_of(algorithm), results, self.expected(algorithm, 2))
 
     # Facts about the algorithm.
 
-    def traits(self, algorithm: Algorithm) -> Traits:
+    def promise_of(self, algorithm: Algorithm) -> Promise:
         """What the algorithm promises."""
-        return type(algorithm).implementation.traits
+        return self.promise or algorithm.promise
 
     def due_steps(self, algorithm: Algorithm) -> set[int]:
-        """The steps in which something is exchanged."""
-        bound, bucket = algorithm.reify(bagua.comm.solo_group()), a_bucket()
-        return {step for step in range(STEPS) if bound.is_due(step, bucket, 0.0)}
-
-    def sizes_of(self, algorithm: Algorithm) -> list[int]:
-        """The sizes it can run on."""
-        even = self.traits(algorithm).even_size
-        return [size for size in self.sizes if size == 1 or size % 2 == 0 or not even]
+        """The steps in which something is sent."""
+        sent = [exchange for exchange in algorithm.every_exchange() if exchange.how is not None]
+        shifts = [(one.when, one.parts.shift(part, one.when.steps)) for one in sent for part in range(one.parts.n)]
+        return {step for step in range(STEPS) if any(when.due(step + 1, shift) for when, shift in shifts)}
 
     def expected(self, algorithm: Algorithm, size: int) -> State:
         """Where one process with the data of all ranks ends."""
@@ -306,10 +299,24 @@ class AlgorithmContract:
 INF_STEP = 4
 
 
-def a_bucket() -> Bucket:
-    """A bucket that is not part of any training."""
-    names, parameters = zip(*mlp().named_parameters(), strict=True)
-    return Bucket(0, names, parameters, bagua.comm.solo_group().global_communicator)
+def hows_of(algorithm: Algorithm) -> list[How]:
+    """How the algorithm sends what it sends."""
+    return [exchange.how for exchange in algorithm.every_exchange() if exchange.how is not None]
+
+
+def replace_exchanges(algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    """Have ``run`` called for all that the algorithm sends."""
+    for kind in {type(how) for how in hows_of(algorithm)}:
+        monkeypatch.setattr(kind, "run", run)
+
+
+def names_in(exchange: Exchange) -> dict[str, Any]:
+    """What is needed to evaluate the printed form of an exchange."""
+    parts = (exchange, exchange.what, exchange.when, exchange.how, exchange.then)
+    names = {**vars(bagua.compression), **vars(bagua.primitives), **vars(bagua.algorithms)}
+    for part in parts:
+        names.update(vars(importlib.import_module(type(part).__module__)))
+    return {**names, **{type(part).__name__: type(part) for part in parts}, "torch": torch}
 
 
 def train_or_refuse(algorithm: Algorithm) -> tuple[State, State] | str:
@@ -321,23 +328,19 @@ def train_or_refuse(algorithm: Algorithm) -> tuple[State, State] | str:
     return train_and_rest(algorithm)
 
 
-def expect_refusal(algorithm: Algorithm) -> None:
-    """Fail unless the algorithm refuses the group when the model is wrapped."""
-    with pytest.raises(ConfigurationError):
-        build(algorithm)
+def count_exchanges(algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int, str]]:
+    """Count what is sent by rank, step and bucket."""
+    counted: Counter[tuple[int, int, str]] = Counter()
+    guard = threading.Lock()
+    own_runs: dict[type[How], Run] = {type(how): type(how).run for how in hows_of(algorithm)}
+    for kind, own in own_runs.items():
 
+        def count(self: How, flight: Flight, group: ProcessGroup, run: Run = own) -> Work | None:
+            with guard:
+                counted[group.rank, flight.step, f"{self!r} of {flight.bucket}"] += 1
+            return run(self, flight, group)
 
-def count_exchanges(kind: type[AlgorithmImpl], monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int, int]]:
-    """Count calls of ``exchange`` by rank, step and bucket."""
-    counted: Counter[tuple[int, int, int]] = Counter()
-    guard, exchange = threading.Lock(), kind.exchange
-
-    def count(self: AlgorithmImpl, bucket: Bucket, group: ProcessGroup, step: int) -> Work | None:
-        with guard:
-            counted[group.rank, step, bucket.index] += 1
-        return exchange(self, bucket, group, step)
-
-    monkeypatch.setattr(kind, "exchange", count)
+        monkeypatch.setattr(kind, "run", count)
     return counted
 
 

@@ -146,7 +146,7 @@ def trained_at(line: Line) -> float | None:
     """At which rate to train for a line: at none unless the speed of links may change what is computed."""
     name, _, rest = line.contender.partition(":")
     is_unknown = bool(rest) and "=" not in rest
-    is_rank_local = name in registry and registry.get(name).implementation.traits.rank_local
+    is_rank_local = name in registry and registry.get(name)().in_background
     return line.rate_mbit_s if is_unknown or is_rank_local else None
 
 

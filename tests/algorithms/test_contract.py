@@ -29,7 +29,7 @@ def pool(thread_pool):
 SYNCHRONOUS = [
     QuickQAdam() if name == "qadam" else Algorithm.init(name)
     for name in registry
-    if not registry.get(name).implementation.traits.background
+    if not registry.get(name)().in_background
 ]
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
 from torch import nn
 
 import bagua.comm
-from bagua.algorithms import Algorithm, DecentralizedAlgorithm, LowPrecisionDecentralizedAlgorithm
+from bagua.algorithms import Algorithm, DecentralizedAlgorithm, Flight, LowPrecisionDecentralizedAlgorithm, Weights
 from bagua.compression import Identity, Metadata, MinMaxUInt8
 from bagua.errors import ConfigurationError
 from bagua.parallel import bagua_init, with_bagua
@@ -321,30 +322,29 @@ def _train_with_spoilt_weights(algorithm: Algorithm) -> State:
     return snapshot(network)
 
 
-def test_exchanges_of_weights_start_with_the_first_gradient(thread_ranks):
+def test_exchanges_of_weights_start_with_the_first_gradient(thread_ranks, monkeypatch):
     """Not when their own gradients are there: they are not what is sent."""
-    for *events, count in thread_ranks(2, _events_of_a_step):
-        assert int(count) > 1
-        assert events == [*(["fill"] * int(count)), "last gradient"]
+    events = threading.local()
+    fill = Weights.fill
 
+    def noted(self: Weights, flight: Flight) -> None:
+        events.seen.append("fill")
+        fill(self, flight)
 
-def _events_of_a_step() -> list[str]:
-    events: list[str] = []
-    rank = bagua.comm.get_rank()
-    network = mlp()
-    wrapped = with_bagua(network, [sgd(network.parameters())], DecentralizedAlgorithm(), bucket_bytes=100)
-    nn.functional.mse_loss(wrapped(batch(rank, 0)[0]), batch(rank, 0)[1]).backward()
-    impl = wrapped.bagua_algorithm
-    fill = impl.fill
+    def step() -> tuple[list[str], int]:
+        rank, network, events.seen = bagua.comm.get_rank(), mlp(), []
+        wrapped = with_bagua(network, [sgd(network.parameters())], DecentralizedAlgorithm(), bucket_bytes=100)
+        nn.functional.mse_loss(wrapped(batch(rank, 0)[0]), batch(rank, 0)[1]).backward()
+        events.seen.clear()
+        seen = events.seen
+        network[0].weight.register_hook(lambda _: seen.append("last gradient"))
+        nn.functional.mse_loss(wrapped(batch(rank, 1)[0]), batch(rank, 1)[1]).backward()
+        return seen, len(wrapped.bagua_buckets)
 
-    def noted(bucket, step) -> None:
-        events.append("fill")
-        fill(bucket, step)
-
-    impl.fill = noted
-    network[0].weight.register_hook(lambda _: events.append("last gradient"))
-    nn.functional.mse_loss(wrapped(batch(rank, 1)[0]), batch(rank, 1)[1]).backward()
-    return [*events, str(len(wrapped.bagua_buckets))]
+    monkeypatch.setattr(Weights, "fill", noted)
+    for seen, count in thread_ranks(2, step):
+        assert count > 1
+        assert seen == [*(["fill"] * count), "last gradient"]
 
 
 # What is refused.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from dataclasses import dataclass
 
 import pytest
 
@@ -14,7 +13,6 @@ from bagua.algorithms import (
     AlgorithmImpl,
     AsyncModelAverageAlgorithmImpl,
     Registry,
-    Traits,
     as_algorithm,
     registry,
 )
@@ -85,31 +83,13 @@ def test_a_name_belongs_to_one_declaration():
     assert len(own) == 1
 
 
-def test_an_algorithm_for_an_even_number_of_ranks_refuses_an_odd_one():
-    @dataclass(frozen=True)
-    class Pairs(Algorithm):
-        pass
-
-    class PairsImpl(AlgorithmImpl, declaration=Pairs):
-        traits = Traits(result="consensus", even_size=True)
-
-        def exchange(self, bucket, group, step):
-            return None
-
-    three = solo_group()
-    three.ranks = (0, 1, 2)
-    with pytest.raises(ConfigurationError, match="even number"):
-        PairsImpl(three)
-    assert Pairs().reify(solo_group()).options == Pairs()
-
-
 @pytest.mark.parametrize("name", list(registry))
 def test_every_registered_declaration_is_a_frozen_dataclass_with_a_bound_form(name):
     declaration = registry.get(name)
     assert dataclasses.is_dataclass(declaration)
     assert declaration.__dataclass_params__.frozen
     assert issubclass(declaration.implementation, AlgorithmImpl)
-    assert isinstance(declaration.implementation.traits, Traits)
+    assert declaration().every_exchange()
     assert declaration.__doc__
 
 

@@ -15,14 +15,12 @@ from bagua.algorithms import (
     ByteGradAlgorithm,
     PowerSGDAlgorithm,
     ReducedGradients,
-    ReducedGradientsImpl,
     ScatterGatherAllReduceAlgorithm,
     SignSGDAlgorithm,
     TopKAlgorithm,
-    Traits,
 )
-from bagua.algorithms.reduced import matrix_blocks
 from bagua.buckets import Bucket
+from bagua.engine.tracks import memory_for
 from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTensorError
 from bagua.parallel import with_bagua
 from bagua.primitives import ErrorFeedback, RandomKReducer
@@ -202,7 +200,7 @@ def test_matrices_lie_row_by_row_in_flat_memory():
     for view, parameter in zip(bucket.gradient_views, parameters, strict=True):
         view.copy_(torch.arange(float(parameter.numel())).view(parameter.shape))
     shapes = {"transposed": (7, 3), "positions": (4, 5), "0.weight": (6, 36), "1.weight": (5, 24)}
-    blocks = dict(zip([name for name in names if name in shapes], matrix_blocks(bucket), strict=True))
+    blocks = dict(zip([name for name in names if name in shapes], memory_for(bucket).blocks, strict=True))
     assert {name: (block.rows, block.columns) for name, block in blocks.items()} == shapes
     for name, block in blocks.items():
         rows = flat[block.offset : block.offset + block.numel].view(block.rows, block.columns)
@@ -220,10 +218,6 @@ class RandomKSgd(ReducedGradients):
     @property
     def reducer(self) -> ErrorFeedback:
         return ErrorFeedback(RandomKReducer(self.ratio))
-
-
-class RandomKSgdImpl(ReducedGradientsImpl, declaration=RandomKSgd):
-    traits = Traits(result="bounded")
 
 
 class TestComposition(AlgorithmContract):

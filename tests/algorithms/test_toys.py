@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-import time
-
 import pytest
 import torch
 
 import bagua.comm
-from bagua.algorithms import Algorithm, GradientAllReduceAlgorithm
+from bagua.algorithms import Algorithm, Every, GradientAllReduceAlgorithm
 from bagua.parallel import with_bagua
 from bagua.testing.algorithm_contract import AlgorithmContract
 from bagua.testing.training import (
@@ -23,16 +20,7 @@ from bagua.testing.training import (
     snapshot,
     train_steps,
 )
-from tests.algorithms.toys import (
-    ByTheClock,
-    DelayedGossip,
-    DelayedGossipImpl,
-    LocalSgd,
-    LocalSgdImpl,
-    OwnSgd,
-    Rounded,
-    WarmsUp,
-)
+from tests.algorithms.toys import DelayedGossip, LocalSgd, MeetNeighbour, OwnSgd, Rounded, WarmsUp
 
 pytestmark = pytest.mark.threads
 
@@ -55,8 +43,6 @@ class TestRounded(AlgorithmContract):
 
 
 class TestLocalSgd(AlgorithmContract):
-    exchange_is_the_exact_mean = True
-
     @pytest.fixture
     def algorithm(self):
         return LocalSgd()
@@ -116,7 +102,7 @@ def test_a_result_with_lag_1_is_used_one_step_later(thread_ranks):
         sent = [_flat(model) for model in models]
         for rank, model in enumerate(models):
             _add(model, changes[rank])
-            changes[rank] = (sent[DelayedGossipImpl.peer(rank, size, step)] - sent[rank]) / 2
+            changes[rank] = (sent[MeetNeighbour.peer(rank, size, step)] - sent[rank]) / 2
     results = thread_ranks(size, _train_without_completing, steps)
     for state, model in zip(results, models, strict=True):
         assert_close(state, snapshot(model))
@@ -206,56 +192,26 @@ def test_an_algorithm_that_owns_the_optimizer_steps_during_backward(thread_ranks
     assert_close(results[0], reference(mlp(), plain_sgd, size, range(5)))
 
 
-def test_an_algorithm_with_a_clock_exchanges_when_its_own_rank_is_due(thread_ranks, monkeypatch):
-    """The clock of rank 0 goes by one second in each step, that of rank 1 by three. Nobody waits."""
-    clocks = threading.local()
-
-    def monotonic() -> float:
-        clocks.now = getattr(clocks, "now", 0) + clocks.pace
-        return clocks.now
-
-    def train() -> list[int]:
-        rank = bagua.comm.get_rank()
-        clocks.pace = 1 + 2 * rank
-        model = mlp()
-        optimizer = plain_sgd(model.parameters())
-        wrapped = with_bagua(model, [optimizer], ByTheClock(interval_s=6))
-        monkeypatch.setattr("bagua.engine.scheduler.time", _Time(monotonic))
-        train_steps(wrapped, optimizer, rank, range(12))
-        return sorted(wrapped.bagua_algorithm.exchanged)
-
-    assert thread_ranks(2, train) == [[5, 11], [1, 3, 5, 7, 9, 11]]
-
-
-class _Time:
-    """The module ``time`` with another ``monotonic``."""
-
-    def __init__(self, monotonic) -> None:
-        self.monotonic = monotonic
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(time, name)
-
-
-def test_a_change_of_phase_forms_new_buckets_and_carries_memory_over(thread_ranks):
-    def train() -> tuple[list[int], State, State]:
+def test_a_change_of_phase_forms_new_buckets_if_it_must_and_carries_memory_over(thread_ranks):
+    def train() -> tuple[list[list[int]], State, State]:
         rank = bagua.comm.get_rank()
         model = mlp()
         optimizer = sgd(model.parameters())
         wrapped = with_bagua(model, [optimizer], WarmsUp(warmup_steps=3), bucket_bytes=1000)
-        counts, totals = [], {}
+        sizes, totals = [], {}
         for step in range(6):
             train_steps(wrapped, optimizer, rank, [step])
-            counts.append(len(wrapped.bagua_buckets))
+            sizes.append([bucket.numel % 6 for bucket in wrapped.bagua_buckets])
             for name, parameter in model.named_parameters():
                 totals[name] = totals.get(name, 0) + parameter.grad
         remembered = wrapped.bagua_state_dict()
         saved = {name: state["total"] for name, state in _parameters_of(remembered).items()}
-        return counts, saved, totals
+        return sizes, saved, totals
 
-    results = thread_ranks(2, train)
-    for counts, saved, totals in results:
-        assert counts == [2, 2, 2, 1, 1, 1]
+    results = thread_ranks(3, train)
+    for sizes, saved, totals in results:
+        assert sizes[2] != [0, 0], "padded before it is needed"
+        assert sizes[3:] == [[0, 0]] * 3, "three ranks, two numbers of eight bytes"
         assert_close(saved, {name: totals[name] for name in saved})
 
 
@@ -264,6 +220,6 @@ def _parameters_of(remembered: dict) -> dict[str, State]:
 
 
 def test_a_local_sgd_that_never_exchanges_would_be_noticed(thread_ranks, monkeypatch):
-    monkeypatch.setattr(LocalSgdImpl, "is_due", lambda self, step, bucket, now: False)
+    monkeypatch.setattr(Every, "due", lambda self, t, shift=0: False)
     first, second = thread_ranks(2, _train, LocalSgd(period=2), 6)
     assert not torch.equal(first["0.weight"], second["0.weight"])

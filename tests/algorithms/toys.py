@@ -1,39 +1,47 @@
-"""Small algorithms that use one feature of the contract each: a lag, a memory, a phase, an own optimizer, a clock."""
+"""Small algorithms that use one feature of exchanges each: a lag, a memory, a phase, an own optimizer."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from bagua.algorithms import Algorithm, AlgorithmImpl, Bucketing, QAdamAlgorithm, QAdamAlgorithmImpl, Traits
-from bagua.buckets import Bucket
-from bagua.comm import ProcessGroup, ReduceOp, Work
+from bagua.algorithms import (
+    Add,
+    Algorithm,
+    Every,
+    Exchange,
+    Flight,
+    Gradients,
+    How,
+    Mean,
+    Model,
+    QAdamAlgorithm,
+    Replace,
+    Then,
+    Weights,
+    What,
+)
+from bagua.comm import ProcessGroup, Work
 from bagua.optim import QAdamOptimizer
+from bagua.primitives import ReducerMemory, State
 
 
 @dataclass(frozen=True)
-class DelayedGossip(Algorithm):
-    """Mix weights with one neighbour on a ring, which changes with the step; the result is used a step later."""
+class MeetNeighbour(How):
+    """Mean with one neighbour on a ring, which changes with the step."""
 
+    uniform: ClassVar[bool] = False  # type: ignore[misc]
 
-class DelayedGossipImpl(AlgorithmImpl, declaration=DelayedGossip):
-    traits = Traits(result="consensus", gathers_gradients=False)
-    lag = 1
-
-    def fill(self, bucket: Bucket, step: int) -> None:
-        bucket.read_weights(bucket.buffer())
-        bucket.buffer("sent").copy_(bucket.buffer())
-
-    def exchange(self, bucket: Bucket, group: ProcessGroup, step: int) -> None:
-        peer = self.peer(group.rank, group.size, step)
+    def run(self, flight: Flight, group: ProcessGroup) -> None:
+        peer = self.peer(group.rank, group.size, flight.step)
         if peer == group.rank:
             return
-        received = torch.empty_like(bucket.buffer())
-        group.global_communicator.sendrecv(received, bucket.buffer(), peer, peer)
-        bucket.buffer().add_(received).div_(2)
+        received = torch.empty_like(flight.flat)
+        group.global_communicator.sendrecv(received, flight.flat, peer, peer)
+        flight.flat.add_(received).div_(2)
 
     @staticmethod
     def peer(rank: int, size: int, step: int) -> int:
@@ -43,9 +51,41 @@ class DelayedGossipImpl(AlgorithmImpl, declaration=DelayedGossip):
             return other % size
         return other if 0 <= other < size else rank
 
-    def apply(self, bucket: Bucket, step: int) -> None:
-        change = bucket.buffer() - bucket.buffer("sent")
-        bucket.write_weights(bucket.read_weights(torch.empty_like(change)) + change)
+
+@dataclass(frozen=True)
+class DelayedGossip(Algorithm):
+    """Mix weights with one neighbour on a ring, which changes with the step; the result is used a step later."""
+
+    def exchanges(self, phase: Hashable = 0) -> tuple[Exchange, ...]:
+        return (Exchange(Weights(), Every(), MeetNeighbour(), Add(), at="bucket ready", until="bucket ready", lag=1),)
+
+
+@dataclass(frozen=True)
+class RoundedMean(How):
+    """Mean of what is rounded to multiples of ``grain``; what is cut off comes with the next."""
+
+    grain: float
+
+    exact: ClassVar[bool] = False  # type: ignore[misc]
+
+    def state(self) -> tuple[State, ...]:
+        return State("residual"), State("committed", _zero, per="flat", scope="shared")
+
+    def scale(self, ranks: int) -> float:
+        return 1.0 / ranks
+
+    def run(self, flight: Flight, group: ProcessGroup) -> Work | None:
+        flat, grain = flight.flat, self.grain * flight.loss_scale
+        flat.add_(flight.state["residual"], alpha=flight.loss_scale)
+        sent = flat.div(grain).round_().mul_(grain)
+        flight.memory.propose("residual").copy_(flat - sent).div_(flight.loss_scale)
+        flight.memory.propose("committed").copy_(flight.state["committed"] + 1)
+        flat.copy_(sent)
+        return group.global_communicator.allreduce(flat, async_op=True)
+
+
+def _zero(_: ReducerMemory) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -54,31 +94,8 @@ class Rounded(Algorithm):
 
     grain: float = 2.0**-9
 
-
-class RoundedImpl(AlgorithmImpl, declaration=Rounded):
-    traits = Traits(result="bounded")
-
-    @property
-    def gradient_scale(self) -> float:
-        return 1.0 / self.process_group.size
-
-    def init_state(self, bucket: Bucket) -> dict[str, torch.Tensor]:
-        return {"residual": bucket.empty(), "committed": torch.zeros(1, dtype=torch.int64)}
-
-    def fill(self, bucket: Bucket, step: int) -> None:
-        bucket.gradients.add_(bucket.state["residual"], alpha=self.loss_scale)
-
-    def exchange(self, bucket: Bucket, group: ProcessGroup, step: int) -> Work | None:
-        grain = self.options.grain * self.loss_scale
-        sent = bucket.gradients.div(grain).round_().mul_(grain)
-        bucket.buffer("residual").copy_(bucket.gradients - sent).div_(self.loss_scale)
-        bucket.gradients.copy_(sent)
-        return group.global_communicator.allreduce(bucket.gradients, async_op=True)
-
-    def apply(self, bucket: Bucket, step: int) -> None:
-        if torch.isfinite(bucket.gradients).all():
-            bucket.state["residual"].copy_(bucket.buffer("residual"))
-            bucket.state["committed"] += 1
+    def exchanges(self, phase: Hashable = 0) -> tuple[Exchange, ...]:
+        return (Exchange(Gradients(), Every(), RoundedMean(self.grain), Replace()),)
 
 
 @dataclass(frozen=True)
@@ -87,21 +104,25 @@ class LocalSgd(Algorithm):
 
     period: int = 2
 
+    def exchanges(self, phase: Hashable = 0) -> tuple[Exchange, ...]:
+        return (Exchange(Weights(), Every(self.period), Mean(), Replace()),)
 
-class LocalSgdImpl(AlgorithmImpl, declaration=LocalSgd):
-    traits = Traits(result="consensus", gathers_gradients=False, after_optimizer=True)
 
-    def is_due(self, step: int, bucket: Bucket, now: float) -> bool:
-        return step % self.options.period == self.options.period - 1
+@dataclass(frozen=True)
+class Descend(Then):
+    """A local action: step each bucket with its own gradients."""
 
-    def fill(self, bucket: Bucket, step: int) -> None:
-        bucket.read_weights(bucket.buffer())
+    learning_rate: float
 
-    def exchange(self, bucket: Bucket, group: ProcessGroup, step: int) -> None:
-        group.global_communicator.allreduce(bucket.buffer(), ReduceOp.AVG)
+    alone: ClassVar[bool] = True
 
-    def apply(self, bucket: Bucket, step: int) -> None:
-        bucket.write_weights(bucket.buffer())
+    def writes(self, what: What | None) -> frozenset[str]:
+        return frozenset({"weights"})
+
+    def fold(self, flight: Flight) -> None:
+        bucket = flight.bucket
+        weights = bucket.read_weights(torch.empty_like(bucket.gradients))
+        bucket.write_weights(weights.sub_(bucket.gradients, alpha=self.learning_rate))
 
 
 @dataclass(frozen=True)
@@ -110,73 +131,47 @@ class OwnSgd(Algorithm):
 
     learning_rate: float = 0.1
 
-
-class OwnSgdImpl(AlgorithmImpl, declaration=OwnSgd):
-    traits = Traits(result="exact", owns_optimizers=True, active_alone=True)
-
-    def local_step(self, bucket: Bucket, step: int) -> None:
-        weights = bucket.read_weights(torch.empty_like(bucket.gradients))
-        bucket.write_weights(weights.sub_(bucket.gradients, alpha=self.options.learning_rate))
-
-    def fill(self, bucket: Bucket, step: int) -> None:
-        bucket.read_weights(bucket.buffer())
-
-    def exchange(self, bucket: Bucket, group: ProcessGroup, step: int) -> None:
-        group.global_communicator.allreduce(bucket.buffer(), ReduceOp.AVG)
-
-    def apply(self, bucket: Bucket, step: int) -> None:
-        bucket.write_weights(bucket.buffer())
+    def exchanges(self, phase: Hashable = 0) -> tuple[Exchange, ...]:
+        step = Exchange(Gradients(), Every(), None, Descend(self.learning_rate), label="step")
+        return step, Exchange(Weights(), Every(), Mean(), Replace(), at="bucket stepped", until="backward ends")
 
 
 @dataclass(frozen=True)
-class ByTheClock(Algorithm):
-    """Exchange whenever the clock of this rank shows a multiple of ``interval_s``. Other ranks are not waited for."""
+class ChunkedMean(Mean):
+    """A mean that wants its buckets to split evenly over the ranks."""
 
-    interval_s: int = 6
+    chunked: ClassVar[bool] = True
 
 
-class ByTheClockImpl(AlgorithmImpl, declaration=ByTheClock):
-    traits = Traits(result="consensus", rank_local=True, gathers_gradients=False)
+@dataclass(frozen=True)
+class Total(Then):
+    """The result takes the place of the gradients, and is added up."""
 
-    def __init__(self, process_group: ProcessGroup, *arguments: Any, **options: Any) -> None:
-        super().__init__(process_group, *arguments, **options)
-        self.exchanged: Counter[int] = Counter()
+    replaces: ClassVar[bool] = True
 
-    def is_due(self, step: int, bucket: Bucket, now: float) -> bool:
-        return now % self.options.interval_s == 0
+    def state(self) -> tuple[State, ...]:
+        return (State("total", scope="shared"),)
 
-    def exchange(self, bucket: Bucket, group: ProcessGroup, step: int) -> None:
-        self.exchanged[step] += 1
+    def fold(self, flight: Flight) -> None:
+        flight.state["total"] += flight.flat
 
 
 @dataclass(frozen=True)
 class WarmsUp(Algorithm):
-    """Gradient allreduce in many buckets first, in one bucket after ``warmup_steps``."""
+    """Gradient allreduce, in buckets that split evenly over the ranks after ``warmup_steps``."""
 
     warmup_steps: int = 3
 
-
-class WarmsUpImpl(AlgorithmImpl, declaration=WarmsUp):
-    traits = Traits(result="exact")
-
     @property
-    def gradient_scale(self) -> float:
-        return 1.0 / self.process_group.size
+    def phases(self) -> tuple[Hashable, ...]:
+        return "warm-up", "chunked"
 
-    def phase(self, step: int) -> bool:
-        return step < self.options.warmup_steps
+    def phase(self, step: int, model: Model) -> Hashable:
+        return "warm-up" if step < self.warmup_steps else "chunked"
 
-    def bucketing(self, step: int) -> Bucketing:
-        return Bucketing() if self.phase(step) else Bucketing(one_bucket=True, chunked=True)
-
-    def init_state(self, bucket: Bucket) -> dict[str, torch.Tensor]:
-        return {"total": bucket.empty()}
-
-    def exchange(self, bucket: Bucket, group: ProcessGroup, step: int) -> None:
-        group.global_communicator.allreduce(bucket.gradients)
-
-    def apply(self, bucket: Bucket, step: int) -> None:
-        bucket.state["total"] += bucket.gradients
+    def exchanges(self, phase: Hashable = "chunked") -> tuple[Exchange, ...]:
+        how = Mean() if phase == "warm-up" else ChunkedMean()
+        return (Exchange(Gradients(), Every(), how, Total()),)
 
 
 class QuickToWarmUp(QAdamOptimizer):
@@ -190,7 +185,3 @@ class QuickQAdam(QAdamAlgorithm):
     """QAdam that soon compresses."""
 
     optimizer_class = QuickToWarmUp
-
-
-class QuickQAdamImpl(QAdamAlgorithmImpl, declaration=QuickQAdam):
-    pass

@@ -154,7 +154,7 @@ def test_weights_are_read_and_written_with_and_without_fusion(fusion):
     bucket = _bucket(*parameters, fusion=fusion)
     bucket.fuse_weights()
     assert (bucket.weights is not None) == fusion
-    flat = bucket.read_weights(bucket.buffer())
+    flat = bucket.read_weights(bucket.empty())
     for view, value in zip(bucket.views(flat), before, strict=True):
         assert torch.equal(view, value)
     bucket.write_weights(flat.mul_(2.0))
@@ -163,8 +163,9 @@ def test_weights_are_read_and_written_with_and_without_fusion(fusion):
         assert parameter.requires_grad
 
 
-def test_each_buffer_is_made_once_and_filled_with_zeros():
-    bucket = _bucket(nn.Parameter(torch.randn(3)))
-    assert bucket.buffer() is bucket.buffer()
-    assert bucket.buffer("other") is not bucket.buffer()
-    assert not bucket.buffer("third").any()
+def test_padding_is_what_belongs_to_no_parameter():
+    parameters = [nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(20)), nn.Parameter(torch.randn(1))]
+    bucket = _bucket(*parameters)
+    owned = torch.cat([view.flatten() for view in bucket.views(torch.arange(float(bucket.numel)))]).tolist()
+    assert sorted([*owned, *bucket.padding().tolist()]) == list(range(bucket.numel))
+    assert not bucket.empty().any()

@@ -73,12 +73,12 @@ def test_every_algorithm_trains_checkpoints_and_resumes(tmp_path):
     first, second = ProcessRanks(2, deadline_s=100).run(_stop_and_go_on, str(tmp_path))
     start = snapshot(runs.Regression())
     for name in registry:
-        traits = registry.get(name).implementation.traits
+        algorithm = registry.get(name)()
         for (whole, resumed, forgetful), (elsewhere, *_) in ((first[name], second[name]), (second[name], first[name])):
             assert all(value.isfinite().all() for value in resumed.values()), name
             assert not _equal(whole, start), name
-            assert (traits.result == "consensus" and not traits.background) or _equal(whole, elsewhere), name
-            if not traits.background:  # What comes of those is not the same twice.
+            assert (algorithm.ranks_differ and not algorithm.in_background) or _equal(whole, elsewhere), name
+            if not algorithm.in_background:  # What comes of those is not the same twice.
                 assert _equal(whole, resumed), name
                 assert _equal(whole, forgetful) or name in REMEMBERING, name
         if name in REMEMBERING:

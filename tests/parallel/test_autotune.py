@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 
@@ -26,7 +27,7 @@ from bagua.testing.training import (
     train_steps,
 )
 from bagua.torch_api import bagua_init
-from tests.algorithms.toys import ByTheClock, LocalSgd, Rounded, WarmsUp
+from tests.algorithms.toys import LocalSgd, Rounded, WarmsUp
 from tests.parallel.wrapping import WRAPS
 
 pytestmark = pytest.mark.threads
@@ -149,7 +150,7 @@ def test_without_tuning_reports_are_taken_and_nothing_changes(thread_ranks):
     thread_ranks(2, check)
 
 
-@pytest.mark.parametrize(("size", "algorithm"), [(1, "allreduce"), (2, ByTheClock())])
+@pytest.mark.parametrize(("size", "algorithm"), [(1, "allreduce"), (2, "async")])
 def test_where_there_is_nothing_to_tune_asking_changes_nothing(thread_ranks, size, algorithm):
     def check() -> None:
         model = mlp()
@@ -195,33 +196,34 @@ def test_an_algorithm_with_a_memory_keeps_its_form(thread_ranks):
         reducer = wrapped._bagua_engine.reducer
         assert len(ladders_of(reducer, tune_hierarchical=True)) == 2
         assert len(ladders_of(reducer, tune_hierarchical=False)) == 1
-        reducer.buckets[0].state["residual"] = torch.zeros(1)
+        reducer._courses.places[0].memory.state["residual"] = torch.zeros(1)
         assert len(ladders_of(reducer, tune_hierarchical=True)) == 1
 
     thread_ranks(3, check, hosts=[2, 1])
 
 
 def test_a_new_phase_is_tuned_anew(thread_ranks):
-    """After the warm-up of the algorithm there is one bucket, and nothing to choose."""
+    """After the warm-up of the algorithm buckets are formed anew."""
 
     def train() -> list[Setting]:
         model = mlp()
         optimizer = sgd(model.parameters())
         wrapped, _ = bagua_init(model, optimizer, WarmsUp(warmup_steps=25), message_size=1)
         wrapped._bagua_engine.tuner = Autotuner(tuned_reducer(wrapped))
-        settings = tune_by_hand(wrapped, optimizer, range(40))
-        assert len(wrapped.bagua_buckets) == 1
+        settings = tune_by_hand(wrapped, optimizer, range(50))
         assert wrapped._bagua_engine.tuner.settled
         return settings
 
     (settings, _) = thread_ranks(2, train)
-    assert settings[24:] == [Setting(1024)] * 16
+    assert settings[20:25] == [Setting(1024)] * 5, "settled before"
+    assert {setting.bucket_bytes for setting in settings[25:]} >= {1024, 2048}
+    assert settings[-1] == Setting(1024)
 
 
 def tuned_reducer(wrapped):
     """The reducer, with tuning that neither waits nor measures for long."""
     reducer = wrapped._bagua_engine.reducer
-    reducer.autotune = AT_ONCE
+    reducer.options = dataclasses.replace(reducer.options, autotune=AT_ONCE)
     return reducer
 
 

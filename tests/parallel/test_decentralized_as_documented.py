@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from bagua.parallel.decentralized.plan import Plan, nodes_for, resolve_topology
 
 import bagua.comm
 from bagua import env
 from bagua.parallel.decentralized import DecentralizedDataParallel
-from bagua.parallel.decentralized.plan import Plan, nodes_for, resolve_topology
 from bagua.testing import ProcessRanks
 from bagua.testing.ranks import this_rank
 from bagua.testing.training import loss_of, mlp, snapshot

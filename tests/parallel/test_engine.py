@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import bagua.comm
-from bagua.algorithms import Algorithm, AlgorithmImpl, Traits
-from bagua.buckets import Bucket
+from bagua.algorithms import Algorithm, Every, Exchange, Flight, Gradients, How, Then, Weights
 from bagua.comm import ProcessGroup
 from bagua.engine.registration import Registration
 from bagua.errors import BaguaError, CommunicationError, ConfigurationError, InvalidTensorError
@@ -116,20 +115,24 @@ def test_a_model_that_only_one_rank_cannot_wrap_is_an_error_on_every_rank(thread
 
 
 @dataclass(frozen=True)
-class InBackground(Algorithm):
-    """Sums of gradients, that nobody uses, in a background thread that goes on until the next step."""
+class ManySums(How):
+    """Sums that go on for a while."""
 
-
-class InBackgroundImpl(AlgorithmImpl, declaration=InBackground):
-    traits = Traits(result="consensus")
-    lag = 1
-
-    def fill(self, bucket: Bucket, step: int) -> None:
-        bucket.buffer().copy_(bucket.gradients)
-
-    def exchange(self, bucket: Bucket, group: ProcessGroup, step: int) -> None:
+    def run(self, flight: Flight, group: ProcessGroup) -> None:
         for _ in range(20):
-            group.global_communicator.allreduce(bucket.buffer())
+            group.global_communicator.allreduce(flight.flat)
+
+
+@dataclass(frozen=True)
+class Ignore(Then):
+    """Nobody uses the result."""
+
+    def fold(self, flight: Flight) -> None:
+        pass
+
+
+#: Sums of gradients, that nobody uses, in a background thread that goes on until the next step.
+IN_BACKGROUND = Algorithm.of(Exchange(Gradients(), Every(), ManySums(), Ignore(), lag=1))
 
 
 class Branches(nn.Module):
@@ -146,7 +149,7 @@ class Branches(nn.Module):
 def test_gradients_that_no_rank_has_stay_none_with_every_lag(thread_ranks):
     def check() -> None:
         rank = bagua.comm.get_rank()
-        for algorithm in (Algorithm.init("gradient_allreduce"), InBackground()):
+        for algorithm in (Algorithm.init("gradient_allreduce"), IN_BACKGROUND):
             model = Branches()
             wrapped = OverlappingWrapper(
                 model, sgd(model.parameters()), algorithm=algorithm, find_unused_parameters=True, bucket_bytes=1
@@ -179,17 +182,16 @@ def test_a_hook_of_the_user_that_drops_gradients_is_an_error(thread_ranks):
 
 
 @dataclass(frozen=True)
-class FailsAfterStep(Algorithm):
-    """Exchanges after the optimizer, and cannot on rank 1."""
+class FailsOnRank1(How):
+    """Cannot, in step 1 on rank 1."""
 
-
-class FailsAfterStepImpl(AlgorithmImpl, declaration=FailsAfterStep):
-    traits = Traits(result="consensus", gathers_gradients=False, after_optimizer=True)
-
-    def exchange(self, bucket: Bucket, group: ProcessGroup, step: int) -> None:
-        if group.rank == 1 and step == 1:
+    def run(self, flight: Flight, group: ProcessGroup) -> None:
+        if group.rank == 1 and flight.step == 1:
             raise ArithmeticError("no such block")
-        group.global_communicator.allreduce(bucket.buffer())
+        group.global_communicator.allreduce(flight.flat)
+
+
+FAILS_AFTER_STEP = Algorithm.of(Exchange(Weights(), Every(), FailsOnRank1(), Ignore()))
 
 
 def test_an_error_in_an_exchange_after_the_optimizer_ends_every_rank(thread_ranks):
@@ -197,7 +199,7 @@ def test_an_error_in_an_exchange_after_the_optimizer_ends_every_rank(thread_rank
         rank = bagua.comm.get_rank()
         model = mlp()
         optimizer = sgd(model.parameters())
-        wrapped = OverlappingWrapper(model, optimizer, algorithm=FailsAfterStep())
+        wrapped = OverlappingWrapper(model, optimizer, algorithm=FAILS_AFTER_STEP)
         with pytest.raises((ArithmeticError, CommunicationError)) as caught:
             train_steps(wrapped, optimizer, rank, range(5))
         with pytest.raises(CommunicationError):

@@ -9,7 +9,7 @@ import torch
 
 import bagua.comm
 from bagua import testing
-from bagua.algorithms.gradient_allreduce import GradientAllReduceAlgorithmImpl
+from bagua.algorithms import Mean
 from bagua.errors import BaguaError, CommunicationError
 from bagua.testing.training import State, assert_same_on_all_ranks, mlp, sgd, snapshot, train_steps
 from tests.parallel.wrapping import WRAPS, by_bagua_init
@@ -32,14 +32,14 @@ def _chain(error: BaseException | None) -> list[BaseException]:
     ("wrap", "delay_reduce"), [*((wrap, False) for wrap in WRAPS), ("bagua_init", True), ("with_bagua", True)]
 )
 def test_an_error_in_the_exchange_reaches_the_end_of_backward(thread_ranks, monkeypatch, wrap, delay_reduce):
-    exchange = GradientAllReduceAlgorithmImpl.exchange
+    run = Mean.run
 
-    def fails(self, bucket, group, step):
-        if step == 2 and group.rank == 0:
+    def fails(self, flight, group):
+        if flight.step == 2 and group.rank == 0:
             raise CodecError("no such block")
-        return exchange(self, bucket, group, step)
+        return run(self, flight, group)
 
-    monkeypatch.setattr(GradientAllReduceAlgorithmImpl, "exchange", fails)
+    monkeypatch.setattr(Mean, "run", fails)
 
     def train() -> str:
         rank = bagua.comm.get_rank()
@@ -114,14 +114,14 @@ def _raise(gradient: torch.Tensor) -> None:
 @pytest.mark.threads
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_a_model_whose_exchange_failed_can_be_wrapped_anew(thread_ranks, monkeypatch, wrap):
-    exchange = GradientAllReduceAlgorithmImpl.exchange
+    run = Mean.run
 
-    def fails_once(self, bucket, group, step):
-        if step == 2 and group.rank == 0:
+    def fails_once(self, flight, group):
+        if flight.step == 2 and group.rank == 0:
             raise CodecError("this time only")
-        return exchange(self, bucket, group, step)
+        return run(self, flight, group)
 
-    monkeypatch.setattr(GradientAllReduceAlgorithmImpl, "exchange", fails_once)
+    monkeypatch.setattr(Mean, "run", fails_once)
 
     def train() -> State:
         rank = bagua.comm.get_rank()

@@ -14,8 +14,10 @@ import bagua.comm
 from bagua.buckets import Bucket
 from bagua.comm import solo_group
 from bagua.engine.saving import collect, restore
+from bagua.engine.tracks import Track, memory_for
 from bagua.errors import CollectiveMismatchError, ConfigurationError
 from bagua.parallel import with_bagua
+from bagua.primitives import ReducerMemory, State
 from bagua.testing.training import mlp, sgd, train_steps
 
 SHAPES = {"a": (3, 2), "b": (), "c": (5,), "d": (0,), "e": (2, 3, 1), "f": (7,)}
@@ -26,81 +28,86 @@ layouts = st.permutations(list(SHAPES)).flatmap(
 )
 
 
-def _buckets(layout: Sequence[Sequence[str]], shares: int = 1) -> list[Bucket]:
+def _places(layout: Sequence[Sequence[str]], shares: int = 1) -> list[Track]:
     """Buckets with a residual for each element, a counter for each bucket, and zeros in both."""
     communicator = solo_group().global_communicator
-    buckets = []
+    places = []
     for index, names in enumerate(layout):
         parameters = [nn.Parameter(torch.zeros(SHAPES[name])) for name in names]
         bucket = Bucket(index, names, parameters, communicator, shares=shares)
-        bucket.state = {"residual": bucket.empty(), "count": torch.zeros((), dtype=torch.int64)}
-        buckets.append(bucket)
-    return buckets
+        place = Track("inner", index, bucket, memory_for(bucket))
+        place.memory.declare([State("residual"), State("count", _zero, per="flat"), State("outer", per="family")])
+        places.append(place)
+    return places
 
 
-def _fill(buckets: Sequence[Bucket]) -> None:
-    for bucket in buckets:
-        bucket.state["count"].fill_(100 + bucket.index)
-        for flat, offset in ((bucket.state["residual"], 0.0), (bucket.buffer(), 0.5)):
-            for name, view in zip(bucket.names, bucket.views(flat), strict=True):
-                view.copy_(torch.arange(view.numel()).view(view.shape) + 10.0 * ord(name) + offset)
+def _zero(_: ReducerMemory) -> torch.Tensor:
+    return torch.zeros((), dtype=torch.int64)
 
 
-def _parts(buckets: Sequence[Bucket], *, buffers: bool) -> dict[str, torch.Tensor]:
+def _fill(places: Sequence[Track]) -> None:
+    for place in places:
+        place.memory.state["count"].fill_(100 + place.part)
+        place.memory.state["outer.momentum"] = place.bucket.empty()
+        place.memory.state["outer.step"] = torch.tensor(200 + place.part)
+        for name, offset in (("residual", 0.0), ("outer.momentum", 0.5)):
+            for key, view in zip(place.names, place.views(place.memory.state[name]), strict=True):
+                view.copy_(torch.arange(view.numel()).view(view.shape) + 10.0 * ord(key) + offset)
+
+
+def _parts(places: Sequence[Track], state: str) -> dict[str, torch.Tensor]:
     return {
         name: view
-        for bucket in buckets
-        for name, view in zip(
-            bucket.names, bucket.views(bucket.buffer() if buffers else bucket.state["residual"]), strict=True
-        )
+        for place in places
+        for name, view in zip(place.names, place.views(place.memory.state[state]), strict=True)
     }
 
 
 @given(layouts, layouts, st.integers(1, 3))
 def test_elementwise_state_follows_the_parameters(before, after, shares):
-    old, new = _buckets(before), _buckets(after, shares)
+    old, new = _places(before), _places(after, shares)
     _fill(old)
-    restore(new, collect(old, [3] * len(old)))
-    for buffers in (False, True):
-        expected = _parts(old, buffers=buffers)
-        for name, part in _parts(new, buffers=buffers).items():
+    restore(new, collect(old))
+    for state in ("residual", "outer.momentum"):
+        expected = _parts(old, state)
+        for name, part in _parts(new, state).items():
             assert torch.equal(part, expected[name]), name
-    for bucket in new:
-        spare = bucket.state["residual"].numel() - int(sum(parameter.numel() for parameter in bucket.parameters))
-        assert int((bucket.state["residual"] == 0).sum()) == spare, "padding is not zero"
+    for place in new:
+        spare = place.bucket.numel - int(sum(parameter.numel() for parameter in place.bucket.parameters))
+        assert int((place.memory.state["residual"] == 0).sum()) == spare, "padding is not zero"
 
 
 @given(layouts)
 def test_the_same_layout_gets_everything_back(layout):
-    old, new = _buckets(layout), _buckets(layout)
+    old, new = _places(layout), _places(layout)
     _fill(old)
-    restore(new, collect(old, [-1] * len(old)))
-    assert [int(bucket.state["count"]) for bucket in new] == [100 + index for index in range(len(layout))]
-    assert not any(bucket.buffers for bucket in new), "nothing was under way"
+    restore(new, collect(old))
+    assert [int(place.memory.state["count"]) for place in new] == [100 + index for index in range(len(layout))]
+    assert [int(place.memory.state["outer.step"]) for place in new] == [200 + index for index in range(len(layout))]
 
 
 def test_what_belongs_to_a_bucket_goes_where_its_first_parameter_goes():
-    old, new = _buckets([["a", "b"], ["c", "d"], ["e", "f"]]), _buckets([["b", "c"], ["f"], ["a", "d", "e"]])
+    old, new = _places([["a", "b"], ["c", "d"], ["e", "f"]]), _places([["b", "c"], ["f"], ["a", "d", "e"]])
     _fill(old)
-    restore(new, collect(old, [-1] * 3))
-    assert [int(bucket.state["count"]) for bucket in new] == [101, 0, 100]
+    restore(new, collect(old))
+    assert [int(place.memory.state["count"]) for place in new] == [101, 0, 100]
 
 
 def test_what_was_collected_does_not_change_with_the_buckets():
-    buckets = _buckets([list(SHAPES)])
-    _fill(buckets)
-    remembered = collect(buckets, [-1])
-    buckets[0].state["residual"].zero_()
-    buckets[0].state["count"].zero_()
-    assert remembered["parameters"]["c"]["residual"].tolist() == [990.0, 991.0, 992.0, 993.0, 994.0]
-    assert int(remembered["others"][0]["count"]) == 100
+    places = _places([list(SHAPES)])
+    _fill(places)
+    remembered = collect(places)
+    places[0].memory.state["residual"].zero_()
+    places[0].memory.state["count"].zero_()
+    assert remembered["parameters"]["c"]["inner.residual"].tolist() == [990.0, 991.0, 992.0, 993.0, 994.0]
+    assert int(remembered["others"][0]["state"]["inner.count"]) == 100
 
 
 def test_state_of_another_shape_is_refused():
-    old, new = _buckets([["a"]]), _buckets([["a"]])
-    remembered = collect(old, [-1])
-    remembered["parameters"]["a"]["residual"] = torch.zeros(6)
-    with pytest.raises(ConfigurationError, match="residual of a has another shape"):
+    old, new = _places([["a"]]), _places([["a"]])
+    remembered = collect(old)
+    remembered["parameters"]["a"]["inner.residual"] = torch.zeros(6)
+    with pytest.raises(ConfigurationError, match=r"inner.residual of a has another shape"):
         restore(new, remembered)
 
 
@@ -111,7 +118,7 @@ def test_state_of_another_shape_is_refused():
         (lambda _: None, "no algorithm, step, rank, world_size"),
         (lambda saved: {**saved, "rank": 1}, "rank 0 of 2 was given the state of rank 1 of 2"),
         (lambda saved: {**saved, "world_size": 3}, "rank 0 of 2 was given the state of rank 0 of 3"),
-        (lambda saved: {**saved, "others": []}, "different lengths"),
+        (lambda saved: {**saved, "others": None}, "a list as others"),
         (lambda saved: {**saved, "algorithm": 3}, "state_dict has the wrong type"),
         (lambda saved: {**saved, "step": "x"}, "state_dict has the wrong type"),
         (lambda saved: {**saved, "algorithm": "TopKAlgorithm()"}, "another algorithm"),

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bagua.comm
+from bagua.comm import solo_group
 from bagua.compression import Codec, Identity, Metadata, MinMaxUInt8
-from bagua.primitives import DifferenceExchange, hierarchical_neighbour_average, neighbour_average
+from bagua.primitives import DifferenceExchange, ReducerMemory, hierarchical_neighbour_average, neighbour_average
 from bagua.topology import Edge, Hierarchical, Ring, Round, Star, available, create, weighted_by_size
 
 pytestmark = pytest.mark.threads
@@ -119,7 +120,9 @@ def _follow(mixing: Round, codec: Codec, steps: int, spoil: tuple[int, int] = (-
     communicator = bagua.comm.get_default_group().global_communicator
     rank = communicator.rank
     exchange = DifferenceExchange(mixing, codec)
-    state = exchange.init_state(NUMEL, torch.float64)
+    memory = ReducerMemory(communicator, NUMEL, torch.float64)
+    memory.declare(exchange.state())
+    state = memory.state
     tensor = values(rank, torch.float64)
     for step in range(steps):
         sound = tensor.clone()
@@ -188,5 +191,7 @@ def test_a_nan_on_one_rank_stays_there_and_nobody_loses_track(thread_ranks, step
 
 
 def test_sixteen_bit_tensors_are_followed_in_single_precision():
-    state = DifferenceExchange.init_state(3, torch.bfloat16)
+    memory = ReducerMemory(solo_group().global_communicator, 3, torch.bfloat16)
+    memory.declare(DifferenceExchange.state())
+    state = memory.state
     assert state["estimate"].dtype == state["neighbours"].dtype == torch.float32

@@ -240,7 +240,7 @@ def trainer_class(algorithm: str) -> type[Trainer]:
     """What trains with the algorithm of that name."""
     if algorithm == DECENTRALIZED:
         return DecentralizedTrainer
-    return AsynchronousTrainer if registry.get(algorithm).implementation.traits.background else Trainer
+    return AsynchronousTrainer if registry.get(algorithm)().in_background else Trainer
 
 
 def train(rank: Rank, settings: Settings) -> Result:

@@ -21,7 +21,6 @@ from bagua.comm.startup.rendezvous import consult
 from bagua.engine.autotune.director import Decision, Director, Report
 from bagua.engine.autotune.search import Setting
 from bagua.engine.autotune.settings import TuningMode
-from bagua.engine.options import with_hierarchy
 from bagua.engine.reducer import Reducer
 from bagua.errors import BaguaError, CollectiveMismatchError, ConfigurationError
 from bagua.primitives.hierarchical import has_two_levels
@@ -99,10 +98,10 @@ class Autotuner:
 
     def __init__(self, reducer: Reducer, clock: Callable[[], float] = time.perf_counter) -> None:
         self._reducer = reducer
-        apart = reducer.algorithm.traits.rank_local  # ranks that are not in the same step cannot agree on one
-        self._possible = reducer.tuning is not TuningMode.Off and reducer.group.size > 1 and not apart
-        self.automatic = self._possible and reducer.tuning is TuningMode.Automatic
-        self._director = Director(reducer.autotune, clock) if reducer.group.rank == 0 else None
+        apart = reducer.algorithm.plane is not None  # ranks that are not in the same step cannot agree on one
+        self._possible = reducer.options.tuning[0] is not TuningMode.Off and reducer.group.size > 1 and not apart
+        self.automatic = self._possible and reducer.options.tuning[0] is TuningMode.Automatic
+        self._director = Director(reducer.options.tuning[1], clock) if reducer.group.rank == 0 else None
         self._watch = Stopwatch(clock)
         self._scores: list[float] = []
         self._asked = 0
@@ -197,8 +196,9 @@ class Autotuner:
     def _answer(self, posts: list[dict[str, Any]]) -> dict[str, Any]:
         assert self._director is not None  # only rank 0 is asked
         reducer = self._reducer
+        _, settings = reducer.options.tuning
         return self._director.answer(
-            posts, reducer.setting, lambda: ladders_of(reducer, tune_hierarchical=reducer.autotune.tune_hierarchical)
+            posts, reducer.setting, lambda: ladders_of(reducer, tune_hierarchical=settings.tune_hierarchical)
         )
 
     def _apply(self, decision: Decision, *, fresh: bool) -> bool:
@@ -269,10 +269,11 @@ def ladders_of(reducer: Reducer, *, tune_hierarchical: bool) -> list[list[Settin
 
 def _has_other_form(reducer: Reducer) -> bool:
     """Whether the algorithm can be made hierarchical, or flat, and goes on with the same state."""
-    if not has_two_levels(reducer.group) or any(bucket.state for bucket in reducer.buckets):
+    if not has_two_levels(reducer.group) or reducer.remembers:
         return False
     try:
-        with_hierarchy(reducer.declaration, not reducer.setting.hierarchical).reify(reducer.algorithm.process_group)
+        other = reducer.declaration.in_form(hierarchical=not reducer.setting.hierarchical)
+        other.reify(reducer.algorithm.process_group)
     except ConfigurationError:
         return False
     return True

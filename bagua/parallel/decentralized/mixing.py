@@ -1,156 +1,202 @@
-"""The algorithm behind ``DecentralizedDataParallel``: mix what was sent a step ago, step, send."""
+"""The exchanges of ``DecentralizedDataParallel``: mix what was sent a step ago, step, send."""
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from bagua.algorithms import Algorithm, AlgorithmImpl, Traits
+from bagua.algorithms import Algorithm, Every, Exchange, Flight, How, Model, Parts, Then, What
 from bagua.buckets import Bucket
 from bagua.comm import ProcessGroup, Work
-from bagua.parallel.decentralized.plan import Plan
+from bagua.engine.agreement import compare
+from bagua.parallel.decentralized.rounds import RankRounds, RoundOrder
 from bagua.parallel.decentralized.stepping import Stepping
 from bagua.primitives import neighbour_average
-from bagua.topology import Edge, Neighbours
+from bagua.topology import Edge, FunctionTopology, Neighbours, Topology
 
-__all__ = ["DelayedMixing", "DelayedMixingImpl"]
+__all__ = ["RoundMix", "mixing_a_step_late"]
 
 
-@dataclasses.dataclass(frozen=True)
-class DelayedMixing(Algorithm):
+def mixing_a_step_late(mix: RoundMix, stepping: Stepping) -> Algorithm:
     """Each bucket mixes its weights with what others sent a step ago, steps, and sends its weights.
 
-    Not registered under a name: it makes the optimizers itself, so only a wrapper that is
-    given functions for that can use it.
+    Args:
+        mix: who mixes with whom.
+        stepping: the optimizers.
+    """
+    parts = Parts(same_order=True)
+    step = Exchange(None, Every(), None, StepBucket(stepping), at="bucket ready", parts=parts, label="step")
+    then = MixIn(stepping)
+    return Algorithm.of(step, Exchange(WeightsInPlace(), Every(), mix, then, at="bucket stepped", lag=1, parts=parts))
+
+
+@dataclass(frozen=True)
+class StepBucket(Then):
+    """A local action: clip, update, and forget the gradients.
 
     Args:
-        plan: who mixes with whom.
         stepping: the optimizers.
     """
 
-    plan: Plan
     stepping: Stepping
 
+    alone: ClassVar[bool] = True
 
-class DelayedMixingImpl(AlgorithmImpl, declaration=DelayedMixing):
-    """``DelayedMixing`` bound to a group.
+    def writes(self, what: What | None) -> frozenset[str]:
+        """The weights."""
+        return frozenset({"weights"})
 
-    After the exchange of a round, ``bucket.buffer()`` holds the weights of the peer if two ranks
-    meet; the weighted sum over all ranks of an edge, this one included, if the edge has a
-    communicator of its own; what the weights shall become in all other rounds.
+    def enter(self, buckets: Sequence[Bucket], model: Model) -> None:
+        """Make the optimizers of the buckets, which keep their state themselves."""
+        for bucket in buckets:
+            self.stepping.prepare(bucket)
 
-    Weights that lie in flat memory are sent from there: nobody changes them before this
-    bucket waits for the end of the exchange.
-    """
+    def fold(self, flight: Flight) -> None:
+        """Step."""
+        self.stepping.step(flight.bucket)
 
-    traits = Traits(
-        result="consensus",
-        gathers_gradients=False,
-        owns_optimizers=True,
-        active_alone=True,
-        same_order=True,
-        sends_weights=True,
-    )
-    lag = 1
 
-    #: Which part of the way to the mixed weights a rank goes; see ``set_adaptive_factor``.
-    factor = 1.0
+@dataclass(frozen=True)
+class WeightsInPlace(What):
+    """The weights; where they are flat they are sent from there: nobody changes them before they are folded."""
 
-    @property
-    def _plan(self) -> Plan:
-        plan: Plan = self.options.plan
-        return plan
-
-    @property
-    def _stepping(self) -> Stepping:
-        stepping: Stepping = self.options.stepping
-        return stepping
-
-    @property
-    def blocking(self) -> bool:
-        """Only where a rank exchanges with several others, one after the other."""
-        return self._plan.by_neighbours
-
-    def is_due(self, step: int, bucket: Bucket, now: float) -> bool:
-        """In every step, if there is anyone."""
-        return self.process_group.size > 1
-
-    def init_state(self, bucket: Bucket) -> dict[str, torch.Tensor]:
-        """Make the optimizer of the bucket, which keeps its state itself."""
-        self._stepping.prepare(bucket)
-        return {}
-
-    def local_step(self, bucket: Bucket, step: int) -> None:
-        """Clip, update, and forget the gradients."""
-        self._stepping.step(bucket)
+    reads: ClassVar[frozenset[str]] = frozenset({"weights"})
+    exchangeable_weights: ClassVar[bool] = True
 
     @torch.no_grad()
-    def fill(self, bucket: Bucket, step: int) -> None:
+    def fill(self, flight: Flight) -> None:
         """Copy the weights where the exchange changes what it sends, or where they are not flat."""
-        neighbours = self._plan.at(step + 1)
-        if self._plan.communicator(neighbours) is not None:
+        rounds: RankRounds = flight.prepared
+        bucket, neighbours = flight.bucket, rounds.at(flight.round)
+        if rounds.communicator(neighbours) is not None:
             assert neighbours.edge is not None
             if bucket.weights is not None:
-                torch.mul(bucket.weights, neighbours.edge.other_weight, out=bucket.buffer())
+                torch.mul(bucket.weights, neighbours.edge.other_weight, out=flight.flat)
             else:
-                bucket.read_weights(bucket.buffer()).mul_(neighbours.edge.other_weight)
+                bucket.read_weights(flight.flat).mul_(neighbours.edge.other_weight)
         elif not _is_pair(neighbours):
-            bucket.read_weights(bucket.buffer())
+            bucket.read_weights(flight.flat)
         elif bucket.weights is None:
-            bucket.read_weights(bucket.buffer("flat"))
+            bucket.read_weights(flight.scratch("flat"))
 
-    def exchange(self, bucket: Bucket, group: ProcessGroup, step: int) -> Work | None:
-        """Start round ``step + 1``."""
-        neighbours = self._plan.at(step + 1)
+
+@dataclass(frozen=True, repr=False)
+class RoundMix(How):
+    """One round of a topology.
+
+    The result is the weights of the peer if two ranks meet; the weighted sum over all ranks of an edge, this one
+    included, if the edge has a communicator of its own; what the weights shall become in all other rounds.
+
+    Args:
+        topology: who mixes with whom.
+        nodes: index of the host of each rank.
+        order: in which rounds are taken; see ``DecentralizedDataParallel``.
+    """
+
+    topology: Topology
+    nodes: tuple[int, ...]
+    order: RoundOrder = "in turn"
+
+    @property
+    def uniform(self) -> bool:
+        """Ranks mix their own weights in."""
+        return False
+
+    def check(self, group: ProcessGroup) -> None:
+        """Refuse a topology that does not exist for these ranks, or does not keep their mean."""
+        self.rounds(group)
+
+    def rounds(self, group: ProcessGroup) -> RankRounds:
+        """The rounds as this rank sees them, without connections."""
+        return RankRounds(self.topology, group.size, group.rank, self.nodes, self.order)
+
+    def prepare(self, group: ProcessGroup) -> RankRounds:
+        """The rounds, compared between ranks, and the connections of large edges. Collective."""
+        rounds = self.rounds(group)
+        compare(rounds.facts, group.global_communicator, "topologies")
+        rounds.connect(group)
+        return rounds
+
+    def blocking(self, group: ProcessGroup, prepared: RankRounds) -> bool:
+        """Only where a rank exchanges with several others, one after the other."""
+        return prepared.by_neighbours
+
+    def run(self, flight: Flight, group: ProcessGroup) -> Work | None:
+        """Exchange in this round."""
+        rounds: RankRounds = flight.prepared
+        neighbours = rounds.at(flight.round)
         if not neighbours.sources and not neighbours.destinations:
             return None
-        communicator = self._plan.communicator(neighbours)
+        communicator = rounds.communicator(neighbours)
         if communicator is not None:
-            return communicator.allreduce(bucket.buffer(), async_op=True)
+            return communicator.allreduce(flight.flat, async_op=True)
         if _is_pair(neighbours):
-            weights = bucket.buffer("flat") if bucket.weights is None else bucket.weights
+            weights = flight.scratch("flat") if flight.bucket.weights is None else flight.bucket.weights
             peer = neighbours.destinations[0]
-            return group.global_communicator.sendrecv(bucket.buffer(), weights, peer, peer, async_op=True)
-        mixing = self._plan.round(step + 1)
-        return neighbour_average(bucket.buffer(), mixing, group.global_communicator, bucket.buffer, async_op=True)
+            return group.global_communicator.sendrecv(flight.flat, weights, peer, peer, async_op=True)
+        mixing = rounds.round(flight.round)
+        return neighbour_average(flight.flat, mixing, group.global_communicator, flight.scratch, async_op=True)
+
+    def __repr__(self) -> str:
+        # Not all of the topology: a function prints as another address on each rank.
+        function = isinstance(self.topology, FunctionTopology)
+        topology = type(self.topology).__name__ if function else repr(self.topology)
+        return f"RoundMix({topology}, {self.nodes}, {self.order!r})"
+
+
+@dataclass(frozen=True)
+class MixIn(Then):
+    """Mix the weights of now with what was received.
+
+    Args:
+        stepping: the optimizers, which may want to be called before.
+    """
+
+    stepping: Stepping
 
     @torch.no_grad()
-    def apply(self, bucket: Bucket, step: int) -> None:
-        """Mix with what was received in the round that was started in ``step``."""
-        neighbours = self._plan.at(step + 1)
-        hook = self._stepping.pre_average_hook(bucket)
+    def fold(self, flight: Flight) -> None:
+        """Mix."""
+        rounds: RankRounds = flight.prepared
+        bucket, neighbours = flight.bucket, rounds.at(flight.round)
+        hook = self.stepping.pre_average_hook(bucket)
         if hook is None and not neighbours.sources:
             return
-        received = bucket.buffer()
-        weights = bucket.read_weights(bucket.buffer("flat")) if bucket.weights is None else bucket.weights
-        if hook is not None and neighbours.edge is not None:
-            self._make_sum(received, weights, neighbours)
-            hook(neighbours.edge, neighbours.edge.weight)
-            _add_kept(received, weights, neighbours.edge, self.factor)
+        received, edge, factor = flight.flat, neighbours.edge, self.stepping.mixing_factor
+        weights = bucket.read_weights(flight.scratch("flat")) if bucket.weights is None else bucket.weights
+        if hook is not None and edge is not None:
+            _make_sum(rounds, received, weights, neighbours)
+            for parameter, view in zip(bucket.parameters, flight.views(received), strict=True):
+                parameter.comm_buffer = view  # type: ignore[attr-defined]
+            hook(edge, edge.weight)
+            _add_kept(received, weights, edge, factor)
         elif _is_pair(neighbours):
-            weights.lerp_(received, self.factor * (1.0 - neighbours.own_weight))
-        elif neighbours.edge is not None and self._plan.communicator(neighbours) is not None:
-            _add_kept(received, weights, neighbours.edge, self.factor)
-        elif self.factor == 1.0:
+            weights.lerp_(received, factor * (1.0 - neighbours.own_weight))
+        elif edge is not None and rounds.communicator(neighbours) is not None:
+            _add_kept(received, weights, edge, factor)
+        elif factor == 1.0:
             weights.copy_(received)
         else:
-            weights.lerp_(received, self.factor)
+            weights.lerp_(received, factor)
         if bucket.weights is None:
             bucket.write_weights(weights)
 
-    def _make_sum(self, received: torch.Tensor, weights: torch.Tensor, neighbours: Neighbours) -> None:
-        """Make of ``received`` the weighted sum over the whole edge: what optimizers expect to look at."""
-        assert neighbours.edge is not None
-        if self._plan.communicator(neighbours) is not None:
-            return
-        share = neighbours.edge.other_weight
-        if not neighbours.sources:
-            received.zero_()
-        elif _is_pair(neighbours):
-            received.add_(weights).mul_(share)
-        else:
-            received.add_(weights, alpha=share - neighbours.edge.weight)
+
+def _make_sum(rounds: RankRounds, received: torch.Tensor, weights: torch.Tensor, neighbours: Neighbours) -> None:
+    """Make of ``received`` the weighted sum over the whole edge: what optimizers expect to look at."""
+    assert neighbours.edge is not None
+    if rounds.communicator(neighbours) is not None:
+        return
+    share = neighbours.edge.other_weight
+    if not neighbours.sources:
+        received.zero_()
+    elif _is_pair(neighbours):
+        received.add_(weights).mul_(share)
+    else:
+        received.add_(weights, alpha=share - neighbours.edge.weight)
 
 
 def _is_pair(neighbours: Neighbours) -> bool:

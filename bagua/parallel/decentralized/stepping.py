@@ -43,6 +43,9 @@ class Stepping:
         grad_clip_scope: whether that is the norm over one bucket or over the model. The
             latter needs all gradients before the first step.
 
+    Attributes:
+        mixing_factor: which part of the way to the mixed weights a rank goes; see ``set_adaptive_factor``.
+
     Raises:
         ConfigurationError: an argument that cannot be used.
     """
@@ -69,6 +72,7 @@ class Stepping:
         self._clip_scope = grad_clip_scope
         self._parts: list[_Part] = []
         self._carried: dict[str, Any] | None = None
+        self.mixing_factor = 1.0
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -105,9 +109,6 @@ class Stepping:
         self._parts.append(part)
         if self._carried is not None:
             _restore(part, self._carried)
-        if hasattr(optimizer, "pre_average_hook"):
-            for parameter, view in zip(bucket.parameters, bucket.views(bucket.buffer()), strict=True):
-                parameter.comm_buffer = view  # type: ignore[attr-defined]
 
     # One step.
 

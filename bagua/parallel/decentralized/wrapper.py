@@ -10,14 +10,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from bagua.checks import check_flags, check_numbers
 from bagua.comm import Group
-from bagua.engine.agreement import compare
 from bagua.engine.options import check_module
 from bagua.engine.start import make_equal
 from bagua.errors import ConfigurationError
 from bagua.parallel.ddp_arguments import bytes_from_megabytes, resolve_group
 from bagua.parallel.decentralized.average import FLOAT_BUFFERS, GlobalAverage
-from bagua.parallel.decentralized.mixing import DelayedMixing, DelayedMixingImpl
-from bagua.parallel.decentralized.plan import Plan, RoundOrder, TopologyLike, nodes_for, resolve_topology
+from bagua.parallel.decentralized.mixing import RoundMix, mixing_a_step_late
+from bagua.parallel.decentralized.rounds import RoundOrder, TopologyLike, nodes_for, resolve_topology
 from bagua.parallel.decentralized.stepping import ClipScope, LRSchedulerFunction, OptimizerFunction, Stepping
 from bagua.parallel.overlapping import OverlappingWrapper
 
@@ -131,28 +130,25 @@ class DecentralizedDataParallel(OverlappingWrapper):
         bucket_bytes = bytes_from_megabytes(bucket_size_in_mb=bucket_size_in_mb)
         group = resolve_group(process_group, None)
         nodes = nodes_for(group, _local_world_size)
-        plan = Plan(resolve_topology(topology), group.size, group.rank, nodes, round_order)
+        mix = RoundMix(resolve_topology(topology), nodes, round_order)
         stepping = Stepping(optim_fn, lr_scheduler_fn, scaler, grad_clip_norm, grad_clip_scope)
         super().__init__(
             model,
             [],
             fusion=param_as_bucket_view,
             process_group=group,
-            algorithm=DelayedMixing(plan, stepping),
+            algorithm=mixing_a_step_late(mix, stepping),
             bucket_bytes=bucket_bytes,
             find_unused_parameters=find_unused_parameters,
             delay_reduce=grad_clip_norm > 0 and grad_clip_scope == "model",
             autotune=False,
         )
-        self._plan = plan
+        self._rounds = repr(mix.rounds(group))
         self._stepping = stepping
         self._sync_buffers = sync_buffer_in_global_avg
-        self._restored_at = -1
         self._average: GlobalAverage | None = None
-        private = self.reducer.group
         try:
-            compare(plan.facts, private.global_communicator, "topologies")
-            plan.connect(private)
+            self.reducer.prepare()
             if init_sync:
                 make_equal(self.reducer, average=False, broadcast_buffers=True)
         except BaseException:
@@ -250,13 +246,7 @@ class DecentralizedDataParallel(OverlappingWrapper):
             factor: from 0, each rank alone, to 1, the update rule above. Equal on all ranks, or their mean drifts.
         """
         check_numbers(lambda number: 0 <= number <= 1, "a number from 0 to 1", factor=factor)
-        self._mixing.factor = float(factor)
-
-    @property
-    def _mixing(self) -> DelayedMixingImpl:
-        mixing = self.reducer.algorithm
-        assert isinstance(mixing, DelayedMixingImpl)
-        return mixing
+        self._stepping.mixing_factor = float(factor)
 
     # Checkpoints.
 
@@ -266,11 +256,7 @@ class DecentralizedDataParallel(OverlappingWrapper):
         What other ranks had sent before belongs to other weights, and is dropped, unless
         ``load_communication_state_dict`` was called since the last step.
         """
-        suspended = self.reducer.suspend_exchanges()
-        result = super().load_state_dict(*args, **kwargs)
-        if self._restored_at == self.reducer.step:
-            self.reducer.resume_exchanges(suspended)
-        return result
+        return super().load_state_dict(*args, **kwargs)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """State of all optimizers and schedules of this rank, by names of parameters. Every rank saves its own."""
@@ -290,7 +276,7 @@ class DecentralizedDataParallel(OverlappingWrapper):
         Together with the ``state_dict()``, the ``optimizer_state_dict()`` and the scaler's state
         of the same moment, training goes on exactly as if it had not stopped.
         """
-        return {**self.reducer.state_dict(), "plan": repr(self._plan), "adaptive_factor": self._mixing.factor}
+        return {**self.reducer.state_dict(), "plan": self._rounds, "adaptive_factor": self._stepping.mixing_factor}
 
     def load_communication_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``communication_state_dict`` returned on this rank. Collective.
@@ -300,18 +286,17 @@ class DecentralizedDataParallel(OverlappingWrapper):
             CollectiveMismatchError: ranks load different checkpoints.
         """
         seen = state_dict.get("plan", "no communication state")
-        if seen != repr(self._plan):
+        if seen != self._rounds:
             raise ConfigurationError(
                 "the state of another topology cannot be continued",
                 argument="state_dict",
-                expected=repr(self._plan),
+                expected=self._rounds,
                 seen=seen,
                 advice="Load the weights and the optimizers only, after averaging or from one rank.",
             )
         self.reducer.suspend_exchanges()
         self.reducer.load_state_dict(state_dict)
-        self._mixing.factor = state_dict.get("adaptive_factor", 1.0)
-        self._restored_at = self.reducer.step
+        self._stepping.mixing_factor = state_dict.get("adaptive_factor", 1.0)
 
     def bagua_state_dict(self) -> dict[str, Any]:
         """Another name of ``communication_state_dict``."""

@@ -19,7 +19,7 @@ from bagua.topology import (
     create,
 )
 
-__all__ = ["Plan", "RoundOrder", "TopologyLike", "nodes_for", "resolve_topology"]
+__all__ = ["RankRounds", "RoundOrder", "TopologyLike", "nodes_for", "resolve_topology"]
 
 #: A registered name, a topology, or a function of ``(size, round, nodes)``; see ``FunctionTopology``.
 TopologyLike = str | Topology | Callable[..., object]
@@ -85,7 +85,7 @@ def _launchers(group: ProcessGroup) -> int | Literal["hosts"]:
     return whole
 
 
-class Plan:
+class RankRounds:
     """The rounds of a topology, as one rank sees them.
 
     Args:

@@ -1,0 +1,96 @@
+"""One start of an exchange, on its way from what is sent to what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bagua.algorithms.model import Model
+from bagua.buckets import Bucket
+from bagua.primitives import ReducerMemory
+
+__all__ = ["Flight"]
+
+
+class Flight:
+    """One start of one exchange, for one bucket of parameters. Made, kept and saved by the engine.
+
+    Attributes:
+        step: number of the training step in which it started, from 0.
+        t: number of that step in its phase, from 1.
+        round: how many times this exchange has started in its phase, this time included.
+        ranks: number of ranks that take part.
+        loss_scale: what the loss was multiplied by in that step; 1.0 without a ``GradScaler``.
+        scale: factor on what is sent; see ``How.scale``.
+        rescale: at the fold, what brings gradients of that step to the loss scale of this one.
+        finite: at the fold, whether the results of the whole part are finite. Only for ``Then.whole``.
+        bucket: whose parameters they are.
+        memory: what is remembered of them, and buffers.
+        reads: what the exchange sends; see ``What.reads``.
+        model: names, parameters and optimizers.
+        flat: what is sent, laid out like the bucket; after ``How.run`` the result.
+        sent: a copy of what was sent, before the factor, if ``Then.keeps_sent``.
+        prepared: what ``How.prepare`` returned.
+        wait: ends ``How.run``.
+    """
+
+    __slots__ = (
+        *("bucket", "finite", "flat", "loss_scale", "memory", "model", "prepared", "ranks", "reads"),
+        *("rescale", "round", "scale", "sent", "step", "t", "wait"),
+    )
+
+    def __init__(
+        self,
+        *,
+        step: int,
+        t: int,
+        round: int,  # noqa: A002 - the word of topologies
+        ranks: int,
+        loss_scale: float,
+        scale: float,
+        bucket: Bucket,
+        memory: ReducerMemory,
+        model: Model,
+        flat: torch.Tensor,
+        reads: frozenset[str] = frozenset(),
+        prepared: Any = None,
+        wait: Callable[[], object],
+    ) -> None:
+        self.step, self.t, self.round = step, t, round
+        self.ranks = ranks
+        self.loss_scale = loss_scale
+        self.scale = scale
+        self.rescale = 1.0
+        self.finite = True
+        self.bucket = bucket
+        self.memory = memory
+        self.model = model
+        self.flat = flat
+        self.reads = reads
+        self.sent: torch.Tensor | None = None
+        self.prepared = prepared
+        self.wait = wait
+
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        """What is remembered, by name."""
+        return self.memory.state
+
+    def scratch(self, name: str) -> torch.Tensor:
+        """Memory like ``flat``, whose contents do not matter."""
+        return self.memory.buffer(name, self.flat.numel(), self.flat.dtype)
+
+    def weights(self, flat: torch.Tensor) -> torch.Tensor:
+        """Copy the weights into ``flat``."""
+        return self.bucket.read_weights(flat)
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The part of each parameter in ``flat``."""
+        return self.bucket.views(flat)
+
+    def learning_rates(self) -> list[float]:
+        """For each parameter the learning rate of its optimizer; 0.0 where there is none."""
+        owners = [self.model.owner_of(parameter) for parameter in self.bucket.parameters]
+        return [0.0 if owner is None else float(owner[1]["lr"]) for owner in owners]

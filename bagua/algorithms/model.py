@@ -1,0 +1,38 @@
+"""What an algorithm may know of the model that is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["Model"]
+
+
+class Model:
+    """The trainable parameters, and the optimizers that step them.
+
+    Args:
+        parameters: by name.
+        optimizers: of the model.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, torch.nn.Parameter], optimizers: Sequence[torch.optim.Optimizer] = ()
+    ) -> None:
+        self.parameters = dict(parameters)
+        self.optimizers = list(optimizers)
+        self._owners = {
+            id(parameter): (optimizer, number)
+            for optimizer in self.optimizers
+            for number, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        }
+
+    def owner_of(self, parameter: torch.Tensor) -> tuple[torch.optim.Optimizer, dict[str, Any]] | None:
+        """The optimizer of ``parameter``, and its parameter group there; None if there is none."""
+        if id(parameter) not in self._owners:
+            return None
+        optimizer, number = self._owners[id(parameter)]
+        return optimizer, optimizer.param_groups[number]

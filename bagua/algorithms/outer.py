@@ -1,0 +1,174 @@
+"""Outer optimizers: they step the anchor with the mean difference, and the weights follow."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from bagua.algorithms.exchange import Flight, Then, What
+from bagua.algorithms.values import Add, Blend, Difference, Replace
+from bagua.checks import check_kind
+from bagua.errors import ConfigurationError
+from bagua.primitives import State
+
+__all__ = ["Outer", "OuterStep"]
+
+_REPLACE = Replace()
+
+
+class Outer:
+    """An optimizer of torch, or one like it, as a value: its class and its options.
+
+    Args:
+        kind: makes an optimizer of a list of parameters. A class or a function of a module, so that it has a name that
+            all ranks know.
+        options: keyword arguments of it.
+
+    Raises:
+        ConfigurationError: ``kind`` is no class or function that can be imported.
+
+    Example:
+        >>> Outer(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+        Outer(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+    """
+
+    def __init__(self, kind: Callable[..., torch.optim.Optimizer], **options: Any) -> None:
+        name = _name_of(kind)
+        if not name:
+            raise ConfigurationError(
+                "what makes an outer optimizer needs a name that all ranks know",
+                argument="kind",
+                expected="a class or a function of a module, as torch.optim.SGD",
+                seen=repr(kind),
+            )
+        self._value = (kind, tuple(sorted(options.items())))
+        self._shown = f"Outer({', '.join([name, *(f'{key}={value!r}' for key, value in options.items())])})"
+
+    def make(self, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+        """The optimizer of ``parameters``."""
+        kind, options = self._value
+        return kind(list(parameters), **dict(options))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Outer) and other._value == self._value
+
+    def __hash__(self) -> int:
+        return hash(self._shown)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made, self._value
+
+    def __repr__(self) -> str:
+        return self._shown
+
+
+def _made(kind: Callable[..., torch.optim.Optimizer], options: tuple[tuple[str, Any], ...]) -> Outer:
+    return Outer(kind, **dict(options))
+
+
+def _name_of(kind: object) -> str:
+    """The shortest name under which ``kind`` can be imported; nothing if there is none."""
+    module, name = getattr(kind, "__module__", None) or "", getattr(kind, "__name__", "")
+    packages = module.split(".")
+    for length in range(1, len(packages) + 1):
+        package = ".".join(packages[:length])
+        if package and getattr(importlib.import_module(package), name, None) is kind:
+            return f"{package}.{name}"
+    return ""
+
+
+@dataclass(frozen=True)
+class OuterStep(Then):
+    """The outer optimizer steps the anchor with the mean difference as its gradient; the weights follow.
+
+    ``Theta <- Outer(Theta, D)``. A result that is not finite is dropped. A rank whose own weights are not finite
+    restarts from the anchor.
+
+    Args:
+        optimizer: of the anchor.
+        land: how the weights follow: ``Replace()``: they become the anchor. ``Blend(keep)``: they keep a part of what
+            was learned meanwhile. ``Add()``: they move as the anchor does.
+
+    Raises:
+        ConfigurationError: another way to land.
+
+    Paper: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023.
+    """
+
+    optimizer: Outer
+    land: Replace | Blend | Add = _REPLACE
+
+    alone: ClassVar[bool] = True
+    whole: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_kind(Outer, "as Outer(torch.optim.SGD, lr=0.7)", optimizer=self.optimizer)
+        check_kind((Replace, Blend, Add), "Replace(), Blend(...) or Add()", land=self.land)
+
+    def check(self, what: What | None) -> None:
+        """Refuse what has no anchor."""
+        if not isinstance(what, Difference):
+            raise ConfigurationError(
+                "an outer step goes from an anchor", argument="what", expected="Difference()", seen=repr(what)
+            )
+
+    def state(self) -> tuple[State, ...]:
+        """What the optimizer remembers."""
+        return (State("outer", per="family", scope="shared"),)
+
+    @torch.no_grad()
+    def fold(self, flight: Flight) -> None:
+        """Step, and let the weights follow."""
+        anchor = flight.state["anchor"]
+        if not flight.finite:
+            now = flight.weights(flight.scratch("now"))
+            if not torch.isfinite(now).all():
+                flight.bucket.write_weights(anchor)
+            return
+        stepped = self._stepped(flight, anchor)
+        flight.bucket.write_weights(self._landed(flight, anchor, stepped))
+        anchor.copy_(stepped)
+
+    def _landed(self, flight: Flight, anchor: torch.Tensor, stepped: torch.Tensor) -> torch.Tensor:
+        """What the weights become when the anchor becomes ``stepped``."""
+        if isinstance(self.land, Replace):
+            return stepped
+        now = flight.weights(flight.scratch("now")).to(stepped.dtype)
+        if isinstance(self.land, Blend):
+            return torch.lerp(stepped, now, self.land.keep)
+        return now.add(stepped - anchor, alpha=self.land.gain)
+
+    def _stepped(self, flight: Flight, anchor: torch.Tensor) -> torch.Tensor:
+        """The anchor after a step; what the optimizer remembers is brought up to date."""
+        stepped = anchor.clone()
+        parameters = [torch.nn.Parameter(view) for view in flight.views(stepped)]
+        for parameter, gradient in zip(parameters, flight.views(flight.flat.to(anchor.dtype)), strict=True):
+            parameter.grad = gradient
+        optimizer = self.optimizer.make(parameters)
+        remembered = {key: value for key, value in flight.state.items() if key.startswith("outer.")}
+        for key, value in remembered.items():
+            elementwise = value.shape == anchor.shape
+            parts = flight.views(value) if elementwise else [value.clone() for _ in parameters]
+            for parameter, part in zip(parameters, parts, strict=True):
+                optimizer.state[parameter][key.removeprefix("outer.")] = part
+        optimizer.step()
+        for key in {key for parameter in parameters for key in optimizer.state[parameter]}:
+            self._remember(flight, f"outer.{key}", [optimizer.state[parameter].get(key) for parameter in parameters])
+        return stepped
+
+    def _remember(self, flight: Flight, key: str, values: list[Any]) -> None:
+        known = [value for value in values if isinstance(value, torch.Tensor)]
+        if not known:
+            return
+        views = flight.views(flight.state["anchor"])
+        if all(value.shape == view.shape for value, view in zip(values, views, strict=True)):
+            flat = flight.state.get(key)
+            if flat is None or flat.shape != flight.state["anchor"].shape:
+                flat = flight.state[key] = torch.zeros_like(flight.state["anchor"])
+            torch._foreach_copy_(flight.views(flat), values)
+        else:
+            flight.state[key] = known[0].clone()

@@ -1,0 +1,160 @@
+"""How a model is cut into parts that are exchanged separately."""
+
+from __future__ import annotations
+
+import fnmatch
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from bagua.checks import check_choice, check_kind, check_whole
+from bagua.errors import ConfigurationError
+
+__all__ = ["ALL_BY_ARRIVAL", "Matrices", "Named", "Not", "Parts", "Select"]
+
+By = Literal["arrival", "strided", "bytes"]
+
+
+class Select(ABC):
+    """Which parameters take part. Subclasses are frozen dataclasses."""
+
+    @abstractmethod
+    def takes(self, name: str, parameter: torch.Tensor) -> bool:
+        """Whether this parameter does."""
+
+
+@dataclass(frozen=True)
+class Matrices(Select):
+    """Parameters of two dimensions or more."""
+
+    def takes(self, name: str, parameter: torch.Tensor) -> bool:
+        """Whether this parameter does."""
+        return parameter.dim() >= 2
+
+
+@dataclass(frozen=True)
+class Named(Select):
+    """Parameters whose name matches a pattern.
+
+    Args:
+        pattern: with ``*`` for anything.
+    """
+
+    pattern: str
+
+    def __post_init__(self) -> None:
+        check_kind(str, "a pattern of names", pattern=self.pattern)
+
+    def takes(self, name: str, parameter: torch.Tensor) -> bool:
+        """Whether this parameter does."""
+        return fnmatch.fnmatchcase(name, self.pattern)
+
+
+@dataclass(frozen=True)
+class Not(Select):
+    """All others.
+
+    Args:
+        select: those that do not take part.
+    """
+
+    select: Select
+
+    def __post_init__(self) -> None:
+        check_kind(Select, "Matrices(), Named(...) or Not(...)", select=self.select)
+
+    def takes(self, name: str, parameter: torch.Tensor) -> bool:
+        """Whether this parameter does."""
+        return not self.select.takes(name, parameter)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Parts of a model, each of which starts so many steps after the one before that all take one period together.
+
+    Part ``p`` of ``n`` is due ``(p + 1) * steps // n`` steps after a multiple of the period ``steps``.
+
+    Args:
+        n: number of parts. Buckets, by arrival, all start in the same step.
+        by: ``arrival``: buckets, in the order in which gradients appear; they follow ``bucket_bytes`` and autotuning.
+            ``strided``: part ``p`` has the layers ``p``, ``p + n``, ... ``bytes``: each has about as many bytes.
+            Neither changes during training.
+        select: which parameters take part; None for all.
+        same_order: gradients must appear in the same order on all ranks. Otherwise rank 0's order of buckets is
+            everyone's, and a rank may be late for some.
+
+    Raises:
+        ConfigurationError: there is no such way, or values that contradict each other.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+        >>> Parts(2, "strided").cut(dict(model.named_parameters()))
+        [['0.weight', '0.bias'], ['1.weight', '1.bias']]
+    """
+
+    n: int = 1
+    by: By = "arrival"
+    select: Select | None = None
+    same_order: bool = False
+
+    def __post_init__(self) -> None:
+        check_whole(1, n=self.n)
+        check_choice(get_args(By), by=self.by)
+        check_kind((Select, type(None)), "Matrices(), Named(...), Not(...) or None", select=self.select)
+        check_kind(bool, "True or False", same_order=self.same_order)
+        if self.by == "arrival" and (self.n > 1 or self.select is not None):
+            raise ConfigurationError(
+                "buckets by arrival are cut by their size, and hold all parameters",
+                argument="by",
+                expected='"strided" or "bytes"',
+                seen=repr(self.by),
+            )
+
+    def shift(self, part: int, steps: int) -> int:
+        """How many steps after a multiple of the period ``part`` is due."""
+        return (part + 1) * steps // self.n % steps
+
+    def cut(self, parameters: Mapping[str, torch.Tensor]) -> list[list[str]]:
+        """Names of the parameters of each part; parts that would be empty are refused.
+
+        Args:
+            parameters: of the model, by name, in its order.
+
+        Raises:
+            ConfigurationError: there are fewer layers, or parameters, than parts.
+        """
+        taken = {name: one for name, one in parameters.items() if self.select is None or self.select.takes(name, one)}
+        parts = self._strided(taken) if self.by == "strided" else self._balanced(taken)
+        if not all(parts):
+            raise ConfigurationError(
+                "a part would hold no parameter",
+                argument="parts",
+                expected="at most as many parts as there are layers",
+                seen=f"{self!r} for {len(taken)} parameters",
+            )
+        return parts
+
+    def _strided(self, parameters: Mapping[str, torch.Tensor]) -> list[list[str]]:
+        layers: dict[str, list[str]] = {}
+        for name in parameters:
+            layers.setdefault(name.rpartition(".")[0], []).append(name)
+        dealt = list(layers.values())
+        return [[name for layer in dealt[part :: self.n] for name in layer] for part in range(self.n)]
+
+    def _balanced(self, parameters: Mapping[str, torch.Tensor]) -> list[list[str]]:
+        """The largest first, each into the lightest part."""
+        parts: list[list[str]] = [[] for _ in range(self.n)]
+        loads = [0] * self.n
+        order = {name: number for number, name in enumerate(parameters)}
+        for name in sorted(parameters, key=lambda name: (-parameters[name].nbytes, order[name])):
+            lightest = loads.index(min(loads))
+            parts[lightest].append(name)
+            loads[lightest] += parameters[name].nbytes
+        return [sorted(part, key=order.__getitem__) for part in parts]
+
+
+#: The buckets of the engine.
+ALL_BY_ARRIVAL = Parts()

@@ -1,0 +1,268 @@
+"""The exchanges that algorithms are made of: gradients, weights and differences; means and sums; what they become."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from bagua.algorithms.exchange import Flight, How, Point, Then, What
+from bagua.checks import check_flags, check_kind, check_numbers
+from bagua.comm import ProcessGroup, Work
+from bagua.errors import ConfigurationError
+from bagua.primitives import State, SumReducer, allreduce_sum, reducer_sum
+
+__all__ = ["Add", "Blend", "Difference", "Gradients", "Mean", "Replace", "Sum", "Weights", "write_if_finite"]
+
+
+# What.
+
+
+@dataclass(frozen=True)
+class Gradients(What):
+    """The gradients of this step, as they lie in flat memory.
+
+    With a lag they are taken out of this step: its gradients are zero, until those of an earlier step are folded in.
+    """
+
+    reads: ClassVar[frozenset[str]] = frozenset({"gradients"})
+    in_place: ClassVar[bool] = True
+    at: ClassVar[Point] = "bucket ready"
+
+    def fill(self, flight: Flight) -> None:
+        """Nothing where they are sent from where they lie."""
+        gradients = flight.bucket.allocate_gradients()
+        if flight.flat is not gradients:
+            flight.flat.copy_(gradients)
+            gradients.zero_()
+
+
+@dataclass(frozen=True)
+class Weights(What):
+    """The weights."""
+
+    reads: ClassVar[frozenset[str]] = frozenset({"weights"})
+
+    def fill(self, flight: Flight) -> None:
+        """Copy them."""
+        flight.bucket.read_weights(flight.flat)
+
+
+@dataclass(frozen=True)
+class Difference(What):
+    """What has been learned since the last outer step: the anchor, which are the weights after it, minus the weights.
+
+    Points uphill, as a gradient does.
+
+    Args:
+        anchor: name of the anchor among what is remembered.
+        scope: ``shared`` if it is equal on all ranks, which makes weights equal when it is made; or ``local``.
+    """
+
+    anchor: str = "anchor"
+    scope: Literal["shared", "local"] = "shared"
+
+    reads: ClassVar[frozenset[str]] = frozenset({"weights", "anchor"})
+
+    def __post_init__(self) -> None:
+        check_kind(str, "a word", anchor=self.anchor)
+
+    def state(self) -> tuple[State, ...]:
+        """The anchor."""
+        return (State(self.anchor, "weights", scope=self.scope),)
+
+    def fill(self, flight: Flight) -> None:
+        """Subtract."""
+        anchor = flight.state[self.anchor]
+        weights = flight.bucket.read_weights(flight.flat)
+        if anchor.dtype == weights.dtype:
+            torch.sub(anchor, weights, out=flight.flat)
+        else:
+            flight.flat.copy_(anchor - weights)
+
+
+# How.
+
+
+@dataclass(frozen=True)
+class Sum(How):
+    """The sum over all ranks: exact, or what a reducer makes of it.
+
+    Args:
+        reducer: as ``ScatterGatherReducer(MinMaxUInt8())``; None for the exact sum.
+        hierarchical: sum inside each host in full precision first, and between hosts then. With a single
+            host, or a single rank on each, all ranks sum together.
+
+    Example:
+        >>> from bagua.compression import MinMaxUInt8
+        >>> from bagua.primitives import ScatterGatherReducer
+        >>> Sum(ScatterGatherReducer(MinMaxUInt8())).exact
+        False
+    """
+
+    reducer: SumReducer | None = None
+    hierarchical: bool = False
+
+    def __post_init__(self) -> None:
+        check_kind((SumReducer, type(None)), "a SumReducer of bagua.primitives, or None", reducer=self.reducer)
+        check_flags(hierarchical=self.hierarchical)
+
+    @property
+    def exact(self) -> bool:
+        """Whether no reducer loses anything."""
+        return self.reducer is None or self.reducer.exact
+
+    def state(self) -> tuple[State, ...]:
+        """What the reducer remembers, for example the residual of error feedback."""
+        return () if self.reducer is None else self.reducer.state()
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Refuse what the reducer refuses."""
+        if self.reducer is not None:
+            self.reducer.check_dtype(dtype)
+
+    def blocking(self, group: ProcessGroup, prepared: object) -> bool:
+        """Only with several calls, one after the other."""
+        return self.reducer is not None or self.hierarchical
+
+    def run(self, flight: Flight, group: ProcessGroup) -> Work | None:
+        """Sum what lies in the flight."""
+        if self.reducer is None:
+            return allreduce_sum(flight.flat, group, hierarchical=self.hierarchical, async_op=True)
+        memory = flight.memory
+        memory.step, memory.loss_scale = flight.step, flight.loss_scale
+        reducer_sum(flight.flat, group, self.reducer, memory, hierarchical=self.hierarchical)
+        memory.clear_padding(flight.flat)
+        return None
+
+
+@dataclass(frozen=True)
+class Mean(Sum):
+    """The mean over all ranks: exact, or what a reducer makes of it.
+
+    Args:
+        reducer: as for ``Sum``.
+        hierarchical: as for ``Sum``; the mean over ranks stays exact when hosts are of different size.
+
+    Example:
+        >>> Mean(hierarchical=True)
+        Mean(reducer=None, hierarchical=True)
+    """
+
+    def scale(self, ranks: int) -> float:
+        """Dividing before the sum keeps 16-bit values in range."""
+        return 1.0 / ranks
+
+
+# Then.
+
+
+@dataclass(frozen=True)
+class Replace(Then):
+    """The result takes the place of what was sent; weights only if it is finite."""
+
+    replaces: ClassVar[bool] = True
+
+    def check(self, what: What | None) -> None:
+        """Refuse differences: they take the place of nothing."""
+        if what is None or isinstance(what, Difference):
+            raise ConfigurationError(
+                "a difference takes the place of nothing", argument="then", expected="OuterStep(...)", seen=repr(self)
+            )
+
+    def fold(self, flight: Flight) -> None:
+        """Write it, where it does not lie there already."""
+        bucket = flight.bucket
+        if flight.flat is bucket.gradients:
+            return
+        if "gradients" in flight.reads:
+            torch.mul(flight.flat, flight.rescale, out=bucket.allocate_gradients())
+        else:
+            write_if_finite(flight)
+
+
+@dataclass(frozen=True)
+class Add(Then):
+    """What the exchange has changed is added: ``x <- x + gain * (result - sent)``. What came meanwhile is kept.
+
+    Args:
+        gain: factor on the change, above 0 and at most 1.
+    """
+
+    gain: float = 1.0
+
+    keeps_sent: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_numbers(lambda gain: 0 < gain <= 1, "a number above 0 and at most 1", gain=self.gain)
+
+    def check(self, what: What | None) -> None:
+        """Refuse differences, which point the other way, and gradients, which belong to one step."""
+        _refuse_all_but_weights(self, what)
+
+    def fold(self, flight: Flight) -> None:
+        """Add it, if it is finite."""
+        assert flight.sent is not None
+        change = flight.flat.sub_(flight.sent)
+        if self.gain != 1.0:
+            change.mul_(self.gain)
+        _add(flight, change)
+
+
+@dataclass(frozen=True)
+class Blend(Then):
+    """A part of what is there is kept: ``x <- keep * x + (1 - keep) * result``.
+
+    Args:
+        keep: that part, from 0 to 1.
+    """
+
+    keep: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_numbers(lambda keep: 0 <= keep <= 1, "a number from 0 to 1", keep=self.keep)
+
+    def check(self, what: What | None) -> None:
+        """Refuse differences, which point the other way, and gradients, which belong to one step."""
+        _refuse_all_but_weights(self, what)
+
+    def fold(self, flight: Flight) -> None:
+        """Blend, if the result is finite."""
+        now = flight.weights(flight.scratch("now"))
+        _add(flight, flight.flat.sub_(now).mul_(1.0 - self.keep))
+
+
+def _refuse_all_but_weights(then: Then, what: What | None) -> None:
+    if not isinstance(what, Weights):
+        raise ConfigurationError(
+            f"{then!r} takes weights in", argument="then", expected="Replace(), or OuterStep(...)", seen=repr(what)
+        )
+
+
+def _add(flight: Flight, change: torch.Tensor) -> None:
+    finite = _is_finite(change)
+    if change.device.type != "cpu":  # Reading the flag would wait for the device.
+        change = torch.where(finite, change, torch.zeros_like(change))
+    elif not finite and not torch.isfinite(change).all():
+        return
+    with torch.no_grad():
+        torch._foreach_add_(list(flight.bucket.parameters), flight.views(change))
+
+
+def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.isfinite(tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32)))
+
+
+def write_if_finite(flight: Flight) -> None:
+    """Make the result the weights of the bucket, unless there is an Inf or NaN in it.
+
+    A neighbour whose weights are spoilt must not spoil these.
+    """
+    bucket, weights = flight.bucket, flight.flat
+    finite = _is_finite(weights)
+    if weights.device.type != "cpu":  # Reading the flag would wait for the device.
+        kept = bucket.read_weights(torch.empty_like(weights))
+        bucket.write_weights(torch.where(finite, weights, kept))
+    elif finite or torch.isfinite(weights).all():
+        bucket.write_weights(weights)

@@ -1,0 +1,261 @@
+"""Making exchanges ready to be executed: their buckets, what they remember, and who runs them on which connections."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from bagua.algorithms import Exchange, Flight, How, Model, Parts
+from bagua.buckets import Bucket, form_buckets
+from bagua.comm import ProcessGroup
+from bagua.engine.belongings import Belongings
+from bagua.engine.executor import create_executor
+from bagua.engine.options import EngineOptions
+from bagua.engine.saving import cut
+from bagua.engine.scheduler import Scheduler
+from bagua.engine.tracks import Course, Lane, Track, memory_for
+
+__all__ = [
+    "Courses",
+    "depends_on_weights",
+    "gathers",
+    "is_between_steps",
+    "is_chunked",
+    "layout_of",
+    "saved_flights",
+    "waits_for_optimizers",
+]
+
+
+def gathers(exchanges: Iterable[Exchange]) -> bool:
+    """Whether gradients are gathered in flat memory."""
+    return any("gradients" in one.needs for one in exchanges)
+
+
+def is_chunked(exchanges: Iterable[Exchange]) -> bool:
+    """Whether buckets have to split evenly over the ranks."""
+    return any(one.how is not None and one.how.chunked for one in exchanges)
+
+
+def is_between_steps(exchanges: Iterable[Exchange]) -> bool:
+    """Whether ranks exchange between steps, each at its own pace, and not in them."""
+    return any(one.how is not None and not one.how.lockstep for one in exchanges)
+
+
+def layout_of(exchanges: Sequence[Exchange]) -> Hashable:
+    """What changes when buckets must be formed anew."""
+    return is_chunked(exchanges), is_between_steps(exchanges), gathers(exchanges)
+
+
+def depends_on_weights(exchanges: Iterable[Exchange]) -> bool:
+    """Whether something that is remembered, or on its way, belongs to the weights that there are."""
+    return any(
+        (one.lag > 0 and "weights" in one.writes) or any(state.start == "weights" for state in one.states())
+        for one in exchanges
+    )
+
+
+def waits_for_optimizers(exchanges: Iterable[Exchange]) -> bool:
+    """Whether something is exchanged when the optimizers have stepped."""
+    return any(one.how is None or one.how.lockstep for one in exchanges if "stepped" in (one.at, one.until))
+
+
+class Courses:
+    """Makes the courses of the exchanges of each phase, and keeps what must last longer than one.
+
+    Args:
+        group: private to the model.
+        belongings: of the model, that its threads and groups are given back with.
+
+    Attributes:
+        places: what is remembered now, once for each label and bucket.
+        fresh: places that want to start from weights.
+    """
+
+    def __init__(self, group: ProcessGroup, belongings: Belongings) -> None:
+        self._group = group
+        self._belongings = belongings
+        self._groups: dict[str, ProcessGroup] = {}
+        self._prepared: dict[tuple[str, str], Any] = {}
+        self._parts: dict[Parts, list[tuple[int, Bucket]]] = {}
+        self._places: dict[tuple[str, int], Track] = {}
+        self.courses: list[Course] = []
+        self.fresh: list[Track] = []
+
+    @property
+    def places(self) -> list[Track]:
+        """What is remembered now, once for each label and bucket."""
+        return list(self._places.values())
+
+    def forget(self) -> None:
+        """Buckets are formed anew, and everything begins from its start."""
+        self._parts.clear()
+        self._places.clear()
+        self.fresh = []
+
+    @property
+    def fresh_is_shared(self) -> bool:
+        """Whether something that starts from the weights must be equal on all ranks."""
+        return any(
+            one.start == "weights" and one.scope == "shared"
+            for track in self.fresh
+            for one in track.memory.declared.values()
+        )
+
+    def begin_from_weights(self) -> None:
+        """Make what starts from weights: when it is new, and when the weights were replaced from outside."""
+        fresh, self.fresh = self.fresh, []
+        for track in fresh:
+            memory = track.memory
+            weights = track.bucket.read_weights(track.bucket.empty())
+            for one in memory.declared.values():
+                if one.start == "weights":
+                    memory.state[one.name].copy_(weights)
+
+    def weights_were_replaced(self) -> None:
+        """Begin again from the weights: what was remembered of others, and flights from them, say nothing of these."""
+        for track in self.places:
+            if any(one.start == "weights" for one in track.memory.declared.values()):
+                track.memory.begin_again()
+                self.fresh.append(track)
+        for course in self.courses:
+            if "weights" in course.exchange.writes:
+                for track in course.tracks:
+                    course.drop(track)
+
+    def of(
+        self, exchanges: Sequence[Exchange], buckets: Sequence[Bucket], model: Model, options: EngineOptions
+    ) -> list[Course]:
+        """The courses of ``exchanges``. What is remembered under a label stays, if the label does.
+
+        Collective the first time that an exchange has connections of its own.
+        """
+        executed = [one for one in exchanges if one.how is None or one.how.lockstep]
+        labels = {one.label for one in executed}
+        self._places = {key: track for key, track in self._places.items() if key[0] in labels}
+        lanes = self._lanes(executed, {bucket.device for bucket in buckets})
+        self.courses = [
+            self._course(one, self._buckets_of(one.parts, buckets, model, options), model, lanes.get(one.label))
+            for one in executed
+        ]
+        return self.courses
+
+    def _course(
+        self, exchange: Exchange, buckets: Sequence[tuple[int, Bucket]], model: Model, lane: Lane | None
+    ) -> Course:
+        tracks = [self._track(exchange, part, bucket) for part, bucket in buckets]
+        lane = lane if exchange.how is not None else None
+        prepared = None if lane is None or exchange.how is None else self._prepare(exchange, exchange.how, lane)
+        exchange.then.enter([bucket for _, bucket in buckets], model)
+        return Course(exchange, tracks, model, lane, prepared)
+
+    def _track(self, exchange: Exchange, part: int, bucket: Bucket) -> Track:
+        key = (exchange.label, id(bucket))
+        known = self._places.get(key)
+        track = Track(exchange.label, part, bucket, memory_for(bucket) if known is None else known.memory)
+        self._places.setdefault(key, track)
+        new = [one for one in exchange.states() if one.name not in track.memory.declared]
+        track.memory.declare(new)
+        if any(one.start == "weights" for one in new):
+            self.fresh.append(track)
+        return track
+
+    def prepare(self, exchanges: Sequence[Exchange]) -> None:
+        """Have exchanges that share the connections of the model make what they need. Collective."""
+        lane = Lane(self._group, {})
+        for one in exchanges:
+            if one.how is not None and one.how.lockstep:
+                self._prepare(one, one.how, lane)
+
+    def _prepare(self, exchange: Exchange, how: How, lane: Lane) -> Any:
+        key = (exchange.label, repr(how))
+        if key not in self._prepared:
+            self._prepared[key] = how.prepare(lane.group)
+        return self._prepared[key]
+
+    # Buckets.
+
+    def _buckets_of(
+        self, parts: Parts, buckets: Sequence[Bucket], model: Model, options: EngineOptions
+    ) -> list[tuple[int, Bucket]]:
+        if parts.by == "arrival":
+            return list(enumerate(buckets))
+        if parts not in self._parts:
+            self._parts[parts] = list(self._cut(parts, model, options))
+        return self._parts[parts]
+
+    def _cut(self, parts: Parts, model: Model, options: EngineOptions) -> Iterable[tuple[int, Bucket]]:
+        """One bucket for each part, dtype and device; parameters stay where they are."""
+        named = model.parameters
+        for part, names in enumerate(parts.cut(named)):
+            kinds = form_buckets(
+                names,
+                key=lambda name: (named[name].dtype, named[name].device),
+                nbytes=lambda name: named[name].nbytes,
+                bucket_bytes=2**63,
+            )
+            for members in kinds:
+                yield (
+                    part,
+                    Bucket(
+                        part,
+                        members,
+                        [named[name] for name in members],
+                        self._group.global_communicator,
+                        align_bytes=options.align_bytes,
+                        fusion=False,
+                        by_arrival=False,
+                    ),
+                )
+
+    # Lanes.
+
+    def _lanes(self, exchanges: Sequence[Exchange], devices: set[torch.device]) -> dict[str, Lane]:
+        """By label. What goes on beside other exchanges has connections and threads of its own; the others share."""
+        sent = [one for one in exchanges if one.how is not None]
+        apart = [one for one in sent if one.lag > 0] if len(sent) > 1 else []
+        together = [one for one in sent if one not in apart]
+        lanes = {one.label: self._lane(self._group_of(one.label), [one], devices) for one in apart}
+        if together:
+            shared = self._lane(self._group, together, devices)
+            lanes.update({one.label: shared for one in together})
+        distinct = {id(lane): lane for lane in lanes.values()}.values()
+        self._belongings.executors = [executor for lane in distinct for executor in lane.executors.values()]
+        return lanes
+
+    def _group_of(self, label: str) -> ProcessGroup:
+        if label not in self._groups:
+            self._groups[label] = self._group.duplicate(f"lane-{label}")
+            self._belongings.groups.append(self._groups[label])
+        return self._groups[label]
+
+    def _lane(self, group: ProcessGroup, exchanges: Sequence[Exchange], devices: set[torch.device]) -> Lane:
+        lane = Lane(group, {})
+        waits = group.size > 1 and any(
+            one.how.blocking(group, self._prepare(one, one.how, lane)) for one in exchanges if one.how is not None
+        )
+        executors = {device: create_executor(group, device, blocking=waits) for device in devices}
+        return Lane(group, executors)
+
+    # Checkpoints.
+
+    def board(self, scheduler: Scheduler, saved: Sequence[dict[str, Any]]) -> None:
+        """Put saved flights under way again, where the buckets are those that they started from."""
+        tracks = {(track.label, track.names): track for track in scheduler.tracks}
+        for one in saved:
+            track = tracks.get((one["label"], tuple(one["names"])))
+            course = next((course for course in self.courses if track in course.tracks), None)
+            if track is not None and course is not None:
+                track.flights.append(course.returned(track, one))
+
+
+def saved_flights(flights: Sequence[tuple[Track, Flight]]) -> list[dict[str, Any]]:
+    """Copies of flights that are over and not folded, for a checkpoint."""
+    saved = []
+    for track, flight in flights:
+        flats = {"flat": flight.flat} if flight.sent is None else {"flat": flight.flat, "sent": flight.sent}
+        numbers = {name: getattr(flight, name) for name in ("step", "t", "round", "loss_scale")}
+        saved.append({"label": track.label, "names": list(track.names), **numbers, "parameters": cut(track, flats)})
+    return saved

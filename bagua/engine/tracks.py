@@ -1,0 +1,250 @@
+"""Exchanges at work: for each bucket of each exchange what it remembers, and the flights that are under way."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bagua.algorithms import Exchange, Flight, Model
+from bagua.buckets import Bucket
+from bagua.comm import ProcessGroup
+from bagua.engine.executor import Executor, nothing
+from bagua.engine.saving import paste
+from bagua.primitives import MatrixBlock, ReducerMemory
+
+__all__ = ["Clock", "Course", "Lane", "Track"]
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What time it is in training.
+
+    Attributes:
+        step: number of the training step, from 0.
+        t: its number in the phase, from 1.
+        loss_scale: what the loss is multiplied by in it.
+    """
+
+    step: int = -1
+    t: int = 0
+    loss_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Who runs the exchanges of a label, and on which connections.
+
+    Attributes:
+        group: private to the lane.
+        executors: by device.
+    """
+
+    group: ProcessGroup
+    executors: dict[torch.device, Executor]
+
+
+class Track:
+    """One bucket of one exchange.
+
+    Args:
+        label: of the exchange.
+        part: of the model that the bucket belongs to.
+        bucket: the bucket.
+        memory: what is remembered of it.
+
+    Attributes:
+        flights: under way, in the order of their starts.
+    """
+
+    __slots__ = ("_buffers", "bucket", "flights", "label", "memory", "part")
+
+    def __init__(self, label: str, part: int, bucket: Bucket, memory: ReducerMemory) -> None:
+        self.label = label
+        self.part = part
+        self.bucket = bucket
+        self.memory = memory
+        self.flights: deque[Flight] = deque()
+        self._buffers: list[torch.Tensor] = []
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the parameters."""
+        return self.bucket.names
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The part of each parameter in ``flat``."""
+        return self.bucket.views(flat)
+
+    def take_buffer(self) -> torch.Tensor:
+        """Memory for one flight."""
+        return self._buffers.pop() if self._buffers else self.bucket.empty()
+
+    def give_back(self, flight: Flight) -> None:
+        """The flight is over. Buckets by arrival keep its memory for those to come."""
+        if self.bucket.by_arrival:
+            for flat in (flight.flat, flight.sent):
+                if flat is not None and flat is not self.bucket.gradients and flat is not _NOTHING:
+                    self._buffers.append(flat)
+
+
+def memory_for(bucket: Bucket) -> ReducerMemory:
+    """An empty memory for tensors laid out like ``bucket``."""
+    dense = [torch.empty_like(one, device="meta", memory_format=torch.preserve_format) for one in bucket.parameters]
+    blocks = [block for block in map(MatrixBlock.of, dense, bucket.offsets) if block is not None]
+    return ReducerMemory(bucket.communicator, bucket.numel, bucket.dtype, bucket.device, blocks, bucket.padding())
+
+
+class Course:
+    """One exchange on its way through the steps.
+
+    Args:
+        exchange: the exchange.
+        tracks: one for each bucket.
+        model: whose parameters they are.
+        lane: who runs it; None for local actions.
+        prepared: what ``How.prepare`` returned.
+
+    Attributes:
+        due: parts that start in this step.
+    """
+
+    def __init__(
+        self, exchange: Exchange, tracks: Sequence[Track], model: Model, lane: Lane | None, prepared: Any = None
+    ) -> None:
+        self.exchange = exchange
+        self.tracks = list(tracks)
+        self.lane = lane
+        self.due: frozenset[int] = frozenset()
+        self._model = model
+        self._prepared = prepared
+        self._ranks = 1 if lane is None else lane.group.size
+        parts = exchange.parts
+        self._of_arrival = parts.by == "arrival"
+        self._shifts = [parts.shift(part, exchange.when.steps) for part in range(parts.n)]
+        self._in_place = exchange.what is not None and exchange.what.in_place and exchange.lag == 0
+
+    # When.
+
+    def begin(self, clock: Clock) -> None:
+        """A step begins: find out what is due in it."""
+        when = self.exchange.when
+        self.due = frozenset(part for part, shift in enumerate(self._shifts) if when.due(clock.t, shift))
+
+    def is_due(self, track: Track) -> bool:
+        """Whether ``track`` starts in this step."""
+        return (0 if self._of_arrival else track.part) in self.due
+
+    @property
+    def scale(self) -> float:
+        """Factor on what is sent."""
+        how = self.exchange.how
+        return 1.0 if how is None else how.scale(self._ranks)
+
+    # From start to fold.
+
+    def set_off(self, tracks: Sequence[Track], clock: Clock) -> None:
+        """Start ``tracks``, which are folded together; at once, if nothing comes in between."""
+        for track in tracks:
+            self._start(track, clock)
+        if self.exchange.at_once:
+            self.fold(tracks, clock)
+
+    def _start(self, track: Track, clock: Clock) -> None:
+        """Send what ``track`` holds now."""
+        flight = self._flight(track, clock)
+        what, how, then = self.exchange.what, self.exchange.how, self.exchange.then
+        if what is not None:
+            what.fill(flight)
+        if then.keeps_sent:
+            flight.sent = track.take_buffer().copy_(flight.flat)
+        if what is not None and not what.in_place and flight.scale != 1.0:
+            flight.flat.mul_(flight.scale)
+        then.start(flight)
+        if how is not None and self.lane is not None and self._ranks > 1:
+            run = functools.partial(how.run, flight, self.lane.group)
+            flight.wait = self.lane.executors[track.bucket.device].run(run)
+        track.flights.append(flight)
+
+    def _flight(self, track: Track, clock: Clock) -> Flight:
+        shift = 0 if self._of_arrival else self._shifts[track.part]
+        bucket = track.bucket
+        what = self.exchange.what
+        local = self.exchange.how is None
+        return Flight(
+            step=clock.step,
+            t=clock.t,
+            round=self.exchange.when.round(clock.t, shift),
+            ranks=self._ranks,
+            loss_scale=clock.loss_scale,
+            scale=self.scale,
+            bucket=bucket,
+            memory=track.memory,
+            model=self._model,
+            flat=bucket.allocate_gradients() if self._in_place else _NOTHING if local else track.take_buffer(),
+            reads=frozenset() if what is None else what.reads,
+            prepared=self._prepared,
+            wait=nothing,
+        )
+
+    def returned(self, track: Track, saved: Mapping[str, Any]) -> Flight:
+        """A flight that was saved when its result was there."""
+        flight = self._flight(track, Clock(saved["step"], saved["t"], saved["loss_scale"]))
+        flight.round = saved["round"]
+        paste(track, "flat", flight.flat, saved["parameters"])
+        if self.exchange.then.keeps_sent:
+            flight.sent = track.take_buffer()
+            paste(track, "sent", flight.sent, saved["parameters"])
+        return flight
+
+    def is_back(self, track: Track, clock: Clock) -> bool:
+        """Whether the first flight of ``track`` is to be folded in this step."""
+        return bool(track.flights) and track.flights[0].t + self.exchange.lag <= clock.t
+
+    def fold(self, tracks: Sequence[Track], clock: Clock) -> None:
+        """Take in the first flight of each of ``tracks``."""
+        flights = [track.flights.popleft() for track in tracks]
+        for flight in flights:
+            flight.wait()
+        then = self.exchange.then
+        finite = not then.whole or all(bool(torch.isfinite(flight.flat).all()) for flight in flights)
+        for track, flight in zip(tracks, flights, strict=True):
+            flight.finite = finite
+            flight.rescale = clock.loss_scale / flight.loss_scale
+            if self.exchange.how is not None:
+                flight.memory.settle(flight.flat)
+            then.fold(flight)
+            track.give_back(flight)
+
+    def drop(self, track: Track) -> None:
+        """Wait for all flights of ``track``, and take none of them in."""
+        while track.flights:
+            flight = track.flights.popleft()
+            flight.wait()
+            flight.memory.forget_proposals()
+            track.give_back(flight)
+
+    def cut(self, clock: Clock) -> None:
+        """Training is interrupted: leave nothing under way."""
+        drops = self.exchange.lag > 0 and self.exchange.then.cut(self.exchange.what) == "drop"
+        for tracks in self.by_part():
+            for track in tracks if drops else ():
+                self.drop(track)
+            while any(track.flights for track in tracks):
+                self.fold([track for track in tracks if track.flights], clock)
+
+    def by_part(self) -> list[list[Track]]:
+        """Tracks that are folded together: those of one part; buckets by arrival each by itself."""
+        if self._of_arrival:
+            return [[track] for track in self.tracks]
+        parts: dict[int, list[Track]] = {}
+        for track in self.tracks:
+            parts.setdefault(track.part, []).append(track)
+        return list(parts.values())
+
+
+_NOTHING = torch.empty(0)

@@ -1,0 +1,431 @@
+"""Exchanges as values, and what the engine makes of them: points, lags, parts, lanes, outer steps."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+import bagua.comm
+from bagua.algorithms import (
+    Add,
+    Algorithm,
+    Blend,
+    Difference,
+    Every,
+    Exchange,
+    Flight,
+    Gradients,
+    Matrices,
+    Mean,
+    Mix,
+    Named,
+    Not,
+    Outer,
+    OuterStep,
+    Parts,
+    Replace,
+    Sum,
+    Then,
+    Weights,
+    around,
+)
+from bagua.compression import MinMaxUInt8
+from bagua.errors import ConfigurationError, InvalidTypeError
+from bagua.parallel import with_bagua
+from bagua.primitives import ErrorFeedback, ScatterGatherReducer, State
+from bagua.testing.algorithm_contract import AlgorithmContract
+from bagua.testing.training import State as Snapshot
+from bagua.testing.training import (
+    assert_close,
+    assert_same_on_all_ranks,
+    loss_of,
+    mlp,
+    snapshot,
+    train_steps,
+)
+
+BYTES = ScatterGatherReducer(MinMaxUInt8())
+NESTEROV = OuterStep(Outer(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True))
+LOCAL_SGD = Algorithm.of(Exchange(Weights(), Every(4), Mean(BYTES), Replace()))
+DILOCO = Algorithm.of(Exchange(Difference(), Every(4), Mean(), NESTEROV))
+STREAMING = Algorithm.of(
+    Exchange(
+        Difference(),
+        Every(6, offset=-2),
+        Mean(),
+        OuterStep(Outer(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True), land=Blend(0.5)),
+        lag=2,
+        parts=Parts(3, "strided"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class SlowStep(Then):
+    """``u <- beta u + (Theta - mean) / lr``; ``Theta <- Theta - alpha lr u``; the weights become the anchor."""
+
+    beta: float = 0.5
+    alpha: float = 1.0
+
+    alone: ClassVar[bool] = True
+
+    def state(self) -> tuple[State, ...]:
+        return (State("slow_momentum", scope="shared"),)
+
+    def fold(self, flight: Flight) -> None:
+        rate = flight.learning_rates()[0]
+        slow, anchor = flight.state["slow_momentum"], flight.state["anchor"]
+        slow.mul_(self.beta).add_(flight.flat, alpha=1 / rate)
+        anchor.sub_(slow, alpha=self.alpha * rate)
+        flight.bucket.write_weights(anchor)
+
+
+SLOWMO = around("gradient_allreduce", Exchange(Difference(), Every(4), Mean(), SlowStep(), label="outer"))
+GOSSIP_SLOWMO = around("decentralized", Exchange(Difference(), Every(3), Mean(), SlowStep(), label="outer"))
+
+
+# Values.
+
+
+@pytest.mark.parametrize(
+    "algorithm", [LOCAL_SGD, DILOCO, STREAMING, SLOWMO], ids=["local", "diloco", "streaming", "slowmo"]
+)
+def test_an_algorithm_prints_as_what_made_it_and_survives_pickle(algorithm):
+    names = {**globals(), **vars(bagua.algorithms), **vars(bagua.algorithms.gossip), **vars(bagua.topology)}
+    assert eval(repr(algorithm), names) == algorithm
+    assert pickle.loads(pickle.dumps(algorithm)) == algorithm
+    assert hash(algorithm) == hash(pickle.loads(pickle.dumps(algorithm)))
+
+
+def test_points_follow_from_what_is_sent():
+    exchange = Exchange(Gradients(), Every(), Mean(), Replace())
+    assert (exchange.at, exchange.until) == ("bucket ready", "backward ends")
+    exchange = Exchange(Weights(), Every(), Mean(), Add(), at="bucket stepped", lag=1)
+    assert (exchange.at, exchange.until) == ("bucket stepped", "bucket ready")
+    exchange = Exchange(Weights(), Every(), Mean(), Replace())
+    assert (exchange.at, exchange.until) == ("stepped", "stepped")
+
+
+def test_rounds_are_counted_by_starts():
+    for when in (Every(), Every(3), Every(3, 1), Every(4, -1)):
+        due = [t for t in range(1, 40) if when.due(t)]
+        assert [when.round(t) for t in due] == list(range(1, len(due) + 1))
+
+
+def test_parts_are_due_one_after_the_other():
+    """As streaming DiLoCo has it: applied after steps (p + 1) H / P, started so much earlier."""
+    parts, when = Parts(5, "strided"), Every(12)
+    due = {part: [t % 12 for t in range(1, 13) if when.due(t, parts.shift(part, 12))] for part in range(5)}
+    assert due == {0: [2], 1: [4], 2: [7], 3: [9], 4: [0]}
+
+
+def test_parts_are_cut_by_layer_by_bytes_and_by_choice():
+    named = dict(mlp().named_parameters())
+    assert Parts(2, "strided").cut(named) == [["0.weight", "0.bias", "4.weight", "4.bias"], ["2.weight", "2.bias"]]
+    balanced = Parts(2, "bytes").cut(named)
+    assert sorted(name for part in balanced for name in part) == sorted(named)
+    loads = [sum(named[name].nbytes for name in part) for part in balanced]
+    assert max(loads) <= 4 / 3 * sum(loads) / 2
+    assert Parts(1, "bytes", Matrices()).cut(named) == [["0.weight", "2.weight", "4.weight"]]
+    assert Parts(1, "bytes", Not(Matrices())).cut(named) == [["0.bias", "2.bias", "4.bias"]]
+    assert Parts(1, "bytes", Named("2.*")).cut(named) == [["2.weight", "2.bias"]]
+    with pytest.raises(ConfigurationError, match="no parameter"):
+        Parts(4, "strided").cut(named)
+
+
+def gradients(how: Any = Mean(), **options: Any) -> Exchange:  # noqa: B008 - a value
+    return Exchange(Gradients(), options.pop("when", Every()), how, Replace(), **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: Exchange(Weights(), Every(3), Mean(), Add(), lag=4), "at most 3"),
+        (lambda: Exchange(Difference(), Every(3), Mean(), NESTEROV, lag=4), "at most 3"),
+        (lambda: gradients(Mean(ErrorFeedback(BYTES)), lag=2), "at most 1"),
+        (lambda: Exchange(Weights(), Every(), Mean(), Replace(), lag=1), "undo every update"),
+        (lambda: Exchange(Weights(), Every(), Mean(), Replace(), at="stepped", until="safe"), "comes before"),
+        (lambda: Exchange(Weights(), Every(), Mean(), Replace(), at="soon"), "at"),
+        (lambda: Exchange(Weights(), Every(), Mean(), Replace(), late="next"), "lockstep"),
+        (
+            lambda: Exchange(Weights(), Every(), Mean(), Replace(), at="bucket ready", parts=Parts(2, "bytes")),
+            "arrival",
+        ),
+        (lambda: Exchange(None, Every(), Mean(), NESTEROV), "anchor"),
+        (lambda: Exchange(Difference(), Every(), Mean(), Replace()), "OuterStep"),
+        (lambda: Exchange(Weights(), Every(), Mean(), NESTEROV), "anchor"),
+        (lambda: Exchange(Weights(), 8, Mean(), Replace()), "when"),
+        (lambda: Exchange("weights", Every(), Mean(), Replace()), "what"),
+        (lambda: Every(0), "steps"),
+        (lambda: Parts(3), "arrival"),
+        (lambda: Parts(3, "size"), "by"),
+        (lambda: Outer(lambda parameters: None), "name"),
+        (lambda: Add(0.0), "gain"),
+        (lambda: Blend(2.0), "keep"),
+        (lambda: Mix("nowhere"), "nowhere"),
+        (lambda: Algorithm.of(gradients(), gradients(label="b")), "both replace gradients"),
+        (lambda: Algorithm.of(gradients(), gradients()), "same label"),
+        (lambda: Algorithm.of(gradients(when=Every(2)), gradients(when=Every(3), label="b")), "both replace gradients"),
+        (
+            lambda: Algorithm.of(
+                Exchange(Weights(), Every(4), Mix("ring"), Replace(), lag=2),
+                Exchange(Weights(), Every(4, 1), Mean(), Replace(), label="b"),
+            ),
+            "replaces what the second one writes",
+        ),
+    ],
+)
+def test_contradictions_are_refused_when_the_value_is_made(make: Callable[[], object], problem: str) -> None:
+    with pytest.raises((ConfigurationError, InvalidTypeError), match=problem):
+        make()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: gradients(lag=5),
+        lambda: gradients(Sum(), lag=2),
+        lambda: Exchange(Weights(), Every(3), Mean(), Add(), lag=3),
+        lambda: Algorithm.of(gradients(when=Every(2)), gradients(when=Every(2, 1), label="b")),
+        lambda: around("decentralized", Exchange(Weights(), Every(4), Mean(), Add(), lag=2, label="outer")),
+        lambda: Algorithm.of(
+            Exchange(Weights(), Every(4), Mix("ring"), Add(), lag=2),
+            Exchange(Weights(), Every(4, 1), Mean(), Replace(), label="b"),
+        ),
+    ],
+)
+def test_what_can_work_is_not_refused(make):
+    make()
+
+
+def test_expectations_follow_from_the_exchanges():
+    assert Algorithm.of(gradients()).promise == "exact"
+    assert Algorithm.of(gradients(Mean(BYTES))).promise == "bounded"
+    assert Algorithm.of(gradients(lag=1)).promise == "bounded"
+    assert Algorithm.of(gradients(when=Every(2))).promise == "consensus"
+    assert SLOWMO.promise == "exact"
+    assert LOCAL_SGD.promise == DILOCO.promise == GOSSIP_SLOWMO.promise == "consensus"
+
+
+# Contract: examples of families that the engine knows nothing of.
+
+
+@pytest.fixture
+def pool(thread_pool):
+    return thread_pool
+
+
+@pytest.mark.threads
+class TestComposed(AlgorithmContract):
+    sizes = (2, 3)
+
+    @pytest.fixture(params=[LOCAL_SGD, DILOCO, STREAMING, GOSSIP_SLOWMO], ids=range(4))
+    def algorithm(self, request):
+        return request.param
+
+    def test_training_gives_what_is_promised(self, algorithm, pool):
+        """Outer momentum overshoots without gradients, so only that ranks are together after an outer step."""
+        for size in self.sizes:
+            states = pool.run(train_for, algorithm, 12, size=size)
+            if algorithm is not STREAMING:
+                assert_same_on_all_ranks(states)
+
+    test_host_layouts_work_or_are_refused = None
+    test_the_suite_notices_that_nothing_is_exchanged = None
+    test_one_rank_alone_trains_as_without_bagua = None
+
+
+# Training.
+
+
+def plain_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def train_for(algorithm: Algorithm, steps: int, **options: Any) -> Snapshot:
+    rank, model = bagua.comm.get_rank(), mlp(bagua.comm.get_rank())
+    optimizer = plain_sgd(model.parameters())
+    wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=1000, **options)
+    train_steps(wrapped, optimizer, rank, range(steps))
+    return snapshot(model)
+
+
+def flat_of(model: nn.Module) -> torch.Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def put(model: nn.Module, flat: torch.Tensor) -> None:
+    nn.utils.vector_to_parameters(flat.clone(), model.parameters())
+
+
+class Ranks:
+    """All ranks in one process, with weights as vectors."""
+
+    def __init__(self, size: int) -> None:
+        self.models = [mlp() for _ in range(size)]
+        self.optimizers = [plain_sgd(model.parameters()) for model in self.models]
+
+    def step(self, number: int) -> None:
+        for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            train_steps(model, optimizer, rank, [number])
+
+    def mean(self) -> torch.Tensor:
+        return torch.stack([flat_of(model) for model in self.models]).mean(dim=0)
+
+    def put(self, flat: torch.Tensor) -> None:
+        for model in self.models:
+            put(model, flat)
+
+
+@pytest.mark.threads
+def test_diloco_is_what_the_paper_says(thread_ranks):
+    ranks = Ranks(3)
+    anchor = torch.nn.Parameter(ranks.mean())
+    outer = torch.optim.SGD([anchor], lr=0.7, momentum=0.9, nesterov=True)
+    for number in range(12):
+        ranks.step(number)
+        if number % 4 == 3:
+            anchor.grad = anchor.detach() - ranks.mean()
+            outer.step()
+            ranks.put(anchor.detach())
+    results = thread_ranks(3, train_for, DILOCO, 12)
+    assert_same_on_all_ranks(results)
+    assert_close(results[0], snapshot(ranks.models[0]))
+
+
+@pytest.mark.threads
+def test_an_outer_step_with_rate_one_is_local_sgd_and_one_rank_alone_looks_ahead(thread_ranks):
+    plain = OuterStep(Outer(torch.optim.SGD, lr=1.0))
+    ahead = Algorithm.of(Exchange(Difference(), Every(4), Mean(), plain))
+    local = Algorithm.of(Exchange(Weights(), Every(4), Mean(), Replace()))
+    assert_close(thread_ranks(2, train_for, ahead, 8)[0], thread_ranks(2, train_for, local, 8)[0])
+    half = Algorithm.of(Exchange(Difference(), Every(4), Mean(), OuterStep(Outer(torch.optim.SGD, lr=0.5))))
+    ranks = Ranks(1)
+    before = ranks.mean()
+    for number in range(8):
+        ranks.step(number)
+        if number % 4 == 3:
+            before = before + 0.5 * (ranks.mean() - before)
+            ranks.put(before)
+    assert_close(thread_ranks(1, train_for, half, 8)[0], snapshot(ranks.models[0]))
+
+
+@pytest.mark.threads
+def test_slow_momentum_around_gossip_is_what_the_paper_says(thread_ranks):
+    """With the exact mean in each gossip step."""
+    ranks = Ranks(2)
+    anchor, slow = ranks.mean(), torch.zeros_like(ranks.mean())
+    for number in range(9):
+        befores = [flat_of(model) for model in ranks.models]
+        mixed = ranks.mean()
+        ranks.step(number)
+        for model, before in zip(ranks.models, befores, strict=True):
+            put(model, mixed + flat_of(model) - before)
+        if number % 3 == 2:
+            slow = 0.5 * slow + (anchor - ranks.mean()) / 0.1
+            anchor = anchor - 0.1 * slow
+            ranks.put(anchor)
+    results = thread_ranks(2, train_for, GOSSIP_SLOWMO, 9)
+    assert_same_on_all_ranks(results)
+    assert_close(results[0], snapshot(ranks.models[0]))
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("lag", [1, 2, 5])
+def test_gradients_may_come_late_and_several_at_a_time(thread_ranks, lag):
+    model = mlp()
+    optimizer = plain_sgd(model.parameters())
+    late: list[list[torch.Tensor]] = []
+    for number in range(9):
+        means = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        for rank in range(2):
+            found = torch.autograd.grad(loss_of(model, rank, number), list(model.parameters()))
+            for mean, gradient in zip(means, found, strict=True):
+                mean.add_(gradient / 2)
+        late.append(means)
+        for parameter, gradient in zip(model.parameters(), late[number - lag] if number >= lag else [], strict=False):
+            parameter.grad = gradient
+        optimizer.step()
+    results = thread_ranks(2, train_for, Algorithm.of(gradients(lag=lag)), 9)
+    assert_same_on_all_ranks(results)
+    assert_close(results[0], snapshot(model))
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(("period", "lag"), [(1, 1), (3, 0), (3, 2), (3, 3), (6, 5)])
+@pytest.mark.parametrize(
+    "parts", [Parts(), Parts(3, "strided"), Parts(2, "bytes")], ids=["arrival", "strided", "bytes"]
+)
+def test_weights_may_come_late_and_in_parts(thread_ranks, period, lag, parts):
+    """``x <- x + (mean - sent)`` after the step ``lag`` later, for each part by itself."""
+    ranks = Ranks(2)
+    named = dict(ranks.models[0].named_parameters())
+    cut = [list(named)] if parts.by == "arrival" else parts.cut(named)
+    under_way: dict[int, list[tuple[list[str], dict, dict]]] = {}
+    steps = 14
+    for number in range(steps):
+        ranks.step(number)
+        weights = [dict(model.named_parameters()) for model in ranks.models]
+        with torch.no_grad():
+            for names, sent, mean in under_way.pop(number, []):
+                for rank, name in ((rank, name) for rank in range(2) for name in names):
+                    weights[rank][name] += mean[name] - sent[rank, name]
+            for part, names in enumerate(cut):
+                if Every(period).due(number + 1, parts.shift(part, period)):
+                    sent = {(rank, name): weights[rank][name].clone() for rank in range(2) for name in names}
+                    mean = {name: (sent[0, name] + sent[1, name]) / 2 for name in names}
+                    if lag == 0:
+                        for rank, name in sent:
+                            weights[rank][name].copy_(mean[name])
+                    else:
+                        under_way.setdefault(number + lag, []).append((names, sent, mean))
+    algorithm = Algorithm.of(Exchange(Weights(), Every(period), Mean(), Add(), lag=lag, parts=parts))
+    for state, model in zip(thread_ranks(2, train_for, algorithm, steps), ranks.models, strict=True):
+        assert_close(state, snapshot(model))
+
+
+def _stop_and_go_on(algorithm: Algorithm, stops: list[int], steps: int) -> list[Snapshot]:
+    """The weights in the end, from each checkpoint; the first is of training without a stop."""
+    rank, model = bagua.comm.get_rank(), mlp()
+    optimizer = plain_sgd(model.parameters())
+    wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=1000)
+    saved = []
+    for number in range(steps):
+        if number in stops:
+            saved.append((number, snapshot(wrapped), pickle.loads(pickle.dumps(wrapped.bagua_state_dict()))))
+        train_steps(wrapped, optimizer, rank, [number])
+    ends = [snapshot(model)]
+    for number, (at, weights, remembered) in enumerate(saved):
+        model = mlp(5)
+        optimizer = plain_sgd(model.parameters())
+        wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=10**9)
+        if number % 2:  # In either order.
+            wrapped.load_state_dict(weights)
+        wrapped.load_bagua_state_dict(remembered)
+        if not number % 2:
+            wrapped.load_state_dict(weights)
+        train_steps(wrapped, optimizer, rank, range(at, steps))
+        ends.append(snapshot(model))
+    return ends
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        STREAMING,
+        Algorithm.of(gradients(lag=2)),
+        around("decentralized", Exchange(Difference(), Every(6), Mean(), NESTEROV, lag=4, label="outer")),
+    ],
+    ids=["streaming", "late gradients", "around gossip"],
+)
+def test_training_goes_on_in_the_middle_of_flights(thread_ranks, algorithm):
+    for ends in thread_ranks(2, _stop_and_go_on, algorithm, [2, 5, 6, 9, 11], 16):
+        for end in ends[1:]:
+            assert_same_on_all_ranks([ends[0], end])
