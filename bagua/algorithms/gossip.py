@@ -27,6 +27,10 @@ from bagua.topology import Complete, Hierarchical, Round, Topology, create, weig
 __all__ = ["DifferenceMix", "Mix"]
 
 
+#: What a codec must keep at least of the square of any block, where weights become what was sent.
+_LEAST_CONTRACTION = 0.5
+
+
 class Rounds:
     """The rounds of a topology over the ranks of a group, or over its hosts.
 
@@ -141,6 +145,7 @@ class DifferenceMix(How):
     def __post_init__(self) -> None:
         check_flags(hierarchical=self.hierarchical)
         check_codec(self.codec)
+        self._check_contraction()
         if not create(self.topology).static:
             raise ConfigurationError(
                 "neighbours follow each other's changes, so they must stay the same",
@@ -148,6 +153,17 @@ class DifferenceMix(How):
                 expected="a static one, as ring, torus, hypercube, star or complete",
                 seen=repr(self.topology),
                 advice="Use DecentralizedAlgorithm for neighbours that change.",
+            )
+
+    def _check_contraction(self) -> None:
+        contraction = self.codec.contraction
+        if contraction is not None and contraction < _LEAST_CONTRACTION:
+            raise ConfigurationError(
+                "this codec would drop most of each update, which nothing feeds back: ranks become what was sent",
+                argument="codec",
+                expected=f"one that keeps at least {_LEAST_CONTRACTION:.0%} of the square of any block, as MinMaxUInt8",
+                seen=f"{self.codec!r}, which may keep {contraction:.2%}",
+                advice="Use TopKAlgorithm or SignSGDAlgorithm, which feed back what was not sent.",
             )
 
     @property

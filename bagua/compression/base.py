@@ -61,6 +61,20 @@ class Codec(ABC):
     #: Dtypes that can be compressed.
     dtypes: ClassVar[tuple[torch.dtype, ...]] = FLOATING
 
+    @property
+    def exact(self) -> bool:
+        """Whether nothing is lost."""
+        return False
+
+    @property
+    def contraction(self) -> float | None:
+        """``d`` in ``||x - x'||^2 <= (1 - d) ||x||^2`` for each block ``x`` of finite values in range; None if unknown.
+
+        1 means that nothing is lost, and near 0 that some blocks lose nearly everything: what is lost must then be fed
+        back.
+        """
+        return None
+
     @classmethod
     def init(cls, name: str, **options: Any) -> Codec:
         """The codec registered as ``name``.

@@ -43,6 +43,17 @@ class BySize(Codec):
         for name, codec in (("small", self.small), ("large", self.large)):
             check_codec(codec, name)
 
+    @property
+    def exact(self) -> bool:
+        """Whether both codecs are."""
+        return self.small.exact and self.large.exact
+
+    @property
+    def contraction(self) -> float | None:
+        """That of the codec that loses more."""
+        small, large = self.small.contraction, self.large.contraction
+        return None if small is None or large is None else min(small, large)
+
     def choose(self, metadata: Metadata) -> Codec:
         """The codec for such a tensor."""
         nbytes = metadata.numel * metadata.dtype.itemsize

@@ -33,6 +33,16 @@ class Identity(Codec):
         torch.bool,
     )
 
+    @property
+    def exact(self) -> bool:
+        """Nothing is lost."""
+        return True
+
+    @property
+    def contraction(self) -> float:
+        """All of it."""
+        return 1.0
+
     def _payload_bytes(self, metadata: Metadata) -> int:
         return metadata.numel * metadata.dtype.itemsize
 

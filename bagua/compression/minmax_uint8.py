@@ -76,6 +76,11 @@ class MinMaxUInt8(Codec):
     def __post_init__(self) -> None:
         check_block_numel(self.block_numel)
 
+    @property
+    def contraction(self) -> float:
+        """An element is off by at most a 255th of the range, the square of which is at most twice that of the block."""
+        return max(0.0, 1.0 - self.block_numel * 2 / 255**2)
+
     def _payload_bytes(self, metadata: Metadata) -> int:
         return 2 * -(-metadata.numel // self.block_numel) * _exact(metadata.dtype).dtype.itemsize + metadata.numel
 

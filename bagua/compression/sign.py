@@ -49,6 +49,11 @@ class Sign(Codec):
     def __post_init__(self) -> None:
         check_block_numel(self.block_numel, multiple_of=8)
 
+    @property
+    def contraction(self) -> float:
+        """``1 / block_numel``, where one element is all there is; about 2 / 3 where elements are alike."""
+        return 1.0 / self.block_numel
+
     def _header_bytes(self, metadata: Metadata) -> int:
         return -(-metadata.numel // self.block_numel) * _exact(metadata.dtype).itemsize
 

@@ -44,6 +44,11 @@ class TopK(Codec):
     def __post_init__(self) -> None:
         check_numbers(lambda ratio: 0 < ratio <= 1, "a number above 0 and at most 1", ratio=self.ratio)
 
+    @property
+    def contraction(self) -> float:
+        """``ratio``, where elements are alike."""
+        return self.ratio
+
     def kept(self, metadata: Metadata) -> int:
         """How many elements are kept."""
         return min(math.ceil(self.ratio * metadata.numel), metadata.numel)

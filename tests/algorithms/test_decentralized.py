@@ -11,7 +11,7 @@ from torch import nn
 
 import bagua.comm
 from bagua.algorithms import Algorithm, DecentralizedAlgorithm, Flight, LowPrecisionDecentralizedAlgorithm, Weights
-from bagua.compression import Identity, Metadata, MinMaxUInt8
+from bagua.compression import BySize, Identity, Metadata, MinMaxUInt8, Sign, TopK
 from bagua.errors import ConfigurationError
 from bagua.parallel import bagua_init, with_bagua
 from bagua.testing.algorithm_contract import AlgorithmContract
@@ -360,8 +360,10 @@ def test_exchanges_of_weights_start_with_the_first_gradient(thread_ranks, monkey
         (lambda: LowPrecisionDecentralizedAlgorithm(topology="shift_one"), "stay the same"),
         (lambda: LowPrecisionDecentralizedAlgorithm(topology=RandomMatching()), "stay the same"),
         (lambda: LowPrecisionDecentralizedAlgorithm(codec="sign"), "argument codec"),
+        (lambda: LowPrecisionDecentralizedAlgorithm(codec=TopK()), "drop most of each update"),
+        (lambda: LowPrecisionDecentralizedAlgorithm(codec=BySize(large=Sign())), "drop most of each update"),
     ],
-    ids=["unknown", "number", "interval", "fraction", "shift_one", "random", "codec"],
+    ids=["unknown", "number", "interval", "fraction", "shift_one", "random", "codec", "top_k", "sign"],
 )
 def test_options_that_cannot_work_are_refused(build, words):
     with pytest.raises(ConfigurationError, match=words):
