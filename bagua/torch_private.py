@@ -6,7 +6,7 @@ anywhere: torch documents these functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch
 # What the batch norms of all numbers of dimensions derive from.
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
-__all__ = ["BatchNorm", "active_ddp", "backward_pass", "hooks_after_accumulation", "when_backward_ends"]
+__all__ = ["BatchNorm", "accumulates", "active_ddp", "backward_pass", "hooks_after_accumulation", "when_backward_ends"]
 
 
 def when_backward_ends(callback: Callable[[], None]) -> None:
@@ -32,6 +32,25 @@ def backward_pass() -> int:
     """
     number: int = torch._C._current_graph_task_id()
     return number
+
+
+def accumulates(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether the backward pass that the calling thread is in adds to the gradient of one of ``parameters``.
+
+    A pass of ``torch.autograd.grad`` adds to none. One inside, as that of a reentrant checkpoint, is not looked at.
+    """
+    with torch.enable_grad():
+        for parameter in parameters:
+            function = parameter.view_as(parameter).grad_fn
+            assert function is not None
+            node = function.next_functions[0][0]
+            assert node is not None
+            try:
+                if torch._C._will_engine_execute_node(node):
+                    return True
+            except RuntimeError:  # It is asked for by ``torch.autograd.grad``.
+                return False
+    return False
 
 
 def active_ddp() -> torch.nn.Module | None:

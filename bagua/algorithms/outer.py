@@ -127,11 +127,19 @@ class OuterStep(Then):
         if not flight.finite:
             now = flight.weights(flight.scratch("now"))
             if not torch.isfinite(now).all():
-                flight.bucket.write_weights(anchor)
+                self._begin_again(flight, anchor)
             return
         stepped = self._stepped(flight, anchor)
         flight.bucket.write_weights(self._landed(flight, anchor, stepped))
         anchor.copy_(stepped)
+
+    @staticmethod
+    def _begin_again(flight: Flight, anchor: torch.Tensor) -> None:
+        """Take the anchor; gradients of what was there before must not follow."""
+        flight.bucket.write_weights(anchor)
+        for parameter in flight.bucket.parameters:
+            if parameter.grad is not None:
+                parameter.grad.zero_()
 
     def _landed(self, flight: Flight, anchor: torch.Tensor, stepped: torch.Tensor) -> torch.Tensor:
         """What the weights become when the anchor becomes ``stepped``."""

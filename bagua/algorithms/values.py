@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -114,8 +115,9 @@ class Sum(How):
         return self.reducer is None or self.reducer.exact
 
     def state(self) -> tuple[State, ...]:
-        """What the reducer remembers, for example the residual of error feedback."""
-        return () if self.reducer is None else self.reducer.state()
+        """What the reducer remembers, for example the residual of error feedback; between hosts, one rank of each."""
+        found = () if self.reducer is None else self.reducer.state()
+        return tuple(dataclasses.replace(one, scope="local") for one in found) if self.hierarchical else found
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         """Refuse what the reducer refuses."""

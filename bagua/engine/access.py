@@ -69,6 +69,19 @@ class EngineAccess:
         """
         return self._bagua_engine.reducer.state_dict()
 
+    def bagua_state_digest(self) -> str:
+        """A digest of what must be equal on all ranks: weights, if the algorithm keeps them equal, and shared state.
+
+        Collective, between two steps: what is owed is exchanged first.
+
+        Returns:
+            The digest, equal on all ranks.
+
+        Raises:
+            CollectiveMismatchError: on all ranks, naming the first tensor that differs, and ranks.
+        """
+        return self._bagua_engine.reducer.state_digest()
+
     def load_bagua_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``bagua_state_dict`` returned on this rank."""
         self._bagua_engine.reducer.load_state_dict(state_dict)

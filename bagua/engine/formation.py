@@ -56,6 +56,7 @@ class BucketFormation:
         self.belongings = self._own(self.group)
         self.step = 0
         self.restored_at = -1
+        self._versions: list[int] = []
         self._began = 0
         self._phase: Hashable = None
         self.between_steps = False
@@ -292,6 +293,7 @@ class BucketFormation:
 
     def weights_were_replaced(self) -> None:
         """Begin again from them, unless what belongs to them was restored in the same step."""
+        self._versions = []
         if self.restored_at != self.step:
             self._courses.weights_were_replaced()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,10 +12,11 @@ import torch
 
 from bagua.engine.autotune.tuner import Autotuner
 from bagua.engine.courses import depends_on_weights, waits_for_optimizers
+from bagua.engine.gradients import has_finite_gradients, refuse_graph
 from bagua.engine.outputs import tensors_in
 from bagua.engine.reducer import Reducer
 from bagua.errors import BaguaError, ConfigurationError
-from bagua.torch_private import active_ddp, hooks_after_accumulation, when_backward_ends
+from bagua.torch_private import accumulates, active_ddp, hooks_after_accumulation, when_backward_ends
 
 __all__ = ["BackwardHooks"]
 
@@ -157,9 +158,12 @@ class BackwardHooks:
         self.current: weakref.ref[_Pass] | None = None
         self.take: Callable[[torch.nn.Parameter], None] | None = None
         self._armed = True
+        self._silent = False
+        self._listening: list[Any] = []
         self._retired = False
         self.closed = False
         self._waiting_for: set[int] = set()
+        self._stepped = False
 
     def create_hooks(self) -> None:
         """Attach to the parameters and optimizers of the reducer. On one rank there is nothing to attach.
@@ -183,7 +187,7 @@ class BackwardHooks:
                     for parameter in reducer.registration.parameters
                 ]
         exchanges = reducer.declaration.every_exchange()
-        if depends_on_weights(exchanges):
+        if depends_on_weights(exchanges) or waits_for_optimizers(exchanges):
             before, after = _LoadHook(self, after=False), _LoadHook(self, after=True)
             self._handles.append(reducer.module.register_load_state_dict_pre_hook(before))  # type: ignore[no-untyped-call]
             self._handles.append(reducer.module.register_load_state_dict_post_hook(after))  # type: ignore[no-untyped-call]
@@ -257,7 +261,7 @@ class BackwardHooks:
                 self.tuner.forward(training=False)
             return
         reducer.check_usable()
-        reducer.after_optimizers()
+        reducer.after_optimizers(stepped=self._stepped)
         difference = reducer.registration.difference()
         if difference is not None:
             self.remove_hooks()
@@ -305,7 +309,20 @@ class BackwardHooks:
         except BaseException as error:
             self.reducer.give_up(error)
             raise
-        self.take = _refuse_graph if torch.is_grad_enabled() else self.reducer.taker
+        self.take = refuse_graph if torch.is_grad_enabled() else self.reducer.taker
+        if self.reducer.between_steps and not accumulates(self.reducer.registration.parameters):
+            self._listen()
+
+    def _listen(self) -> None:
+        """No hook will tell of a gradient, and it does not look as if one came: find out for this pass."""
+        self._silent = True
+        self._listening = [
+            parameter.register_post_accumulate_grad_hook(self._heard)  # type: ignore[no-untyped-call]
+            for parameter in self.reducer.registration.parameters
+        ]
+
+    def _heard(self, _: torch.nn.Parameter) -> None:
+        self._silent = False
 
     def _complete(self, ended: _Pass) -> None:
         if self.current is None or self.current() is not ended:
@@ -319,12 +336,17 @@ class BackwardHooks:
                 self.reducer.give_up(error)
             raise
         finally:
-            self.current = self.take = None
+            self._forget_pass()
+
+    def _forget_pass(self) -> None:
+        self.current = self.take = None
+        self._silent = False
+        _remove(self._listening)
 
     @property
     def _is_step(self) -> bool:
         """Whether the backward pass under way is one that all ranks make together."""
-        return self.take is not None and bool(self.reducer.registration.parameters)
+        return self.take is not None and not self._silent and bool(self.reducer.registration.parameters)
 
     def _form_buckets(self) -> bool:
         """After the first backward pass: form buckets, and take the gradients that arrived in it."""
@@ -346,6 +368,7 @@ class BackwardHooks:
             for parameter in self._with_gradients():
                 reducer.mark_tensor_ready(parameter)
         reducer.mark_on_complete()
+        self._stepped = False
         if reducer.owes:
             self._wait_for_optimizers()
 
@@ -360,7 +383,7 @@ class BackwardHooks:
         if self.current is None:
             return
         failed = self._is_step
-        self.current = self.take = None
+        self._forget_pass()
         reducer = self.reducer
         reducer.forget_arrivals()
         if failed and reducer.group.size > 1 and not reducer.between_steps:
@@ -375,42 +398,16 @@ class BackwardHooks:
         wait for this rank until its next forward pass, and there may be none.
         """
         reducer = self.reducer
-        self._waiting_for = {id(optimizer) for optimizer in reducer.optimizers if _has_finite_gradients(optimizer)}
+        self._waiting_for = {id(optimizer) for optimizer in reducer.optimizers if has_finite_gradients(optimizer)}
         if reducer.optimizers and not self._waiting_for:
             reducer.after_optimizers()
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer`` has made its step: when the last has, exchange what waited for that."""
+        self._stepped = True
         self._waiting_for.discard(id(optimizer))
         if not self._waiting_for:
             self.reducer.after_optimizers()
-
-
-def _has_finite_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    given = [one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
-    dense = [one.coalesce().values() if one.is_sparse else one for one in given]
-    gradients = [one for one in dense if one.numel()]  # There is no largest one among none.
-    if not gradients:
-        return True
-    # The usual norm takes a twentieth of the time that the largest element takes on the CPU, but it may overflow.
-    norms = torch._foreach_norm  # noqa: SLF001 - as in clip_grad_norm_
-    return _are_finite(norms(gradients)) or _are_finite(norms(gradients, float("inf")))
-
-
-def _are_finite(norms: Sequence[torch.Tensor]) -> bool:
-    # One look at the device for all of them, in a dtype that holds what each of theirs does.
-    together = torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms])
-    return bool(together.isfinite().all())
-
-
-def _refuse_graph(_: torch.nn.Parameter) -> None:
-    raise ConfigurationError(
-        "gradients with a graph of their own cannot be put into a bucket",
-        argument="create_graph",
-        expected="backward(create_graph=False)",
-        seen=True,
-        advice="Use torch.autograd.grad(create_graph=True) for the inner derivative.",
-    )
 
 
 def _engines_of(parameter: torch.nn.Parameter) -> list[BackwardHooks]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from bagua.buckets import form_buckets
-from bagua.checks import check_kind
+from bagua.buckets import Bucket, form_buckets
+from bagua.checks import check_kind, check_whole
 from bagua.comm import Communicator
 from bagua.engine.registration import Registration
 from bagua.errors import CollectiveMismatchError, ConfigurationError
@@ -15,6 +15,8 @@ from bagua.errors import CollectiveMismatchError, ConfigurationError
 __all__ = [
     "agreed_order",
     "bucket_lists",
+    "changed_by_others",
+    "check_place",
     "cut",
     "foreign",
     "name_of",
@@ -152,6 +154,19 @@ def positions_of(registration: Registration, buckets: Sequence[Sequence[torch.Te
     return members
 
 
+def check_place(buckets: Sequence[Bucket], parameters: Sequence[torch.Tensor], bucket_idx: int) -> None:
+    """Check that ``parameters`` are those of the bucket in this place."""
+    check_whole(0, bucket_idx=bucket_idx)
+    there = buckets[bucket_idx].parameters if bucket_idx < len(buckets) else ()
+    if [id(parameter) for parameter in parameters] != [id(parameter) for parameter in there]:
+        raise ConfigurationError(
+            "this bucket is not in this place",
+            argument="bucket_idx",
+            expected=f"the index of the bucket among {len(buckets)}",
+            seen=bucket_idx,
+        )
+
+
 def foreign(tensor: object) -> ConfigurationError:
     """The error for a tensor that is exchanged by nobody."""
     shape = (
@@ -211,4 +226,16 @@ def not_formed() -> ConfigurationError:
         argument="buckets",
         expected="initialize_buckets() after the first backward pass",
         seen="none",
+    )
+
+
+def changed_by_others() -> ConfigurationError:
+    """The error for weights that no optimizer changed, while an exchange waited for the optimizers."""
+    return ConfigurationError(
+        "weights were changed between a backward pass and the step of the optimizer, and would be sent like that",
+        argument="optimizers",
+        expected="a step of one of the optimizers that the model was wrapped with",
+        seen="weights that something else has changed",
+        advice="Put all backward passes but the one that the optimizer steps with into no_sync(), as the first one of "
+        "sharpness-aware minimization; and wrap the model with the optimizer whose step() is called.",
     )

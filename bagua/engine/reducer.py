@@ -11,13 +11,13 @@ from typing_extensions import Never
 
 from bagua.algorithms import Algorithm, DistributedAlgorithm, Flight, as_algorithm
 from bagua.buckets import Bucket
-from bagua.checks import check_whole
-from bagua.comm import Group, ReduceOp
+from bagua.comm import Group
 from bagua.engine.agreement import compare_or_refuse
 from bagua.engine.autotune.settings import AutotuneSettings
 from bagua.engine.courses import gathers, is_between_steps, saved_flights
 from bagua.engine.formation import BucketFormation
-from bagua.engine.layout import foreign, not_formed, positions_of, unused
+from bagua.engine.gradients import restore_unused
+from bagua.engine.layout import changed_by_others, check_place, foreign, not_formed, positions_of, unused
 from bagua.engine.options import (
     DEFAULT_BUCKET_BYTES,
     BucketType,
@@ -27,7 +27,14 @@ from bagua.engine.options import (
     optimizer_list,
     refuse_unknown,
 )
-from bagua.engine.saving import Remembered, check_owner, collect, from_checkpoint, is_of_one_rank
+from bagua.engine.saving import (
+    Remembered,
+    check_owner,
+    collect,
+    compare_states,
+    from_checkpoint,
+    is_of_one_rank,
+)
 from bagua.engine.tracks import Track
 from bagua.errors import CommunicationError, CommunicatorClosedError, ConfigurationError, blame
 
@@ -236,20 +243,9 @@ class Reducer(BucketFormation):
         """
         parameters = list(bucket.parameters if isinstance(bucket, Bucket) else bucket)
         if bucket_idx is not None:
-            self._check_place(parameters, bucket_idx)
+            check_place(self.buckets, parameters, bucket_idx)
         for parameter in parameters:
             self.mark_tensor_ready(parameter)
-
-    def _check_place(self, parameters: Sequence[torch.Tensor], bucket_idx: int) -> None:
-        check_whole(0, bucket_idx=bucket_idx)
-        there = self.buckets[bucket_idx].parameters if bucket_idx < len(self.buckets) else ()
-        if [id(parameter) for parameter in parameters] != [id(parameter) for parameter in there]:
-            raise ConfigurationError(
-                "this bucket is not in this place",
-                argument="bucket_idx",
-                expected=f"the index of the bucket among {len(self.buckets)}",
-                seen=bucket_idx,
-            )
 
     def mark_on_complete(self) -> None:
         """End the step: start what has not started, and wait for what this step needs.
@@ -275,19 +271,9 @@ class Reducer(BucketFormation):
         without = scheduler.fill_missing(missing)
         scheduler.complete()
         if self.find_unused_parameters and gathers(self.exchanges_of(self._phase)) and self.group.size > 1:
-            self._restore_unused({slot.name for slot in without})
+            restore_unused({slot.name for slot in without}, self.model.parameters, self.communicator)
         self.step += 1
-
-    def _restore_unused(self, unused_here: set[str]) -> None:
-        """Gradients that no rank has stay None, so that optimizers skip them as without bagua."""
-        communicator = self.communicator
-        device = torch.device("cpu") if "cpu" in communicator.device_types else self.buckets[0].device
-        flags = [name not in unused_here for name in self.registration.names]
-        used = torch.tensor(flags, dtype=torch.uint8, device=device)
-        communicator.allreduce(used, ReduceOp.MAX)
-        for parameter, flag in zip(self.registration.parameters, used.tolist(), strict=True):
-            if not flag:
-                parameter.grad = None
+        self._versions = self.registration.versions if scheduler.owes else []
 
     # Between backward passes.
 
@@ -296,10 +282,20 @@ class Reducer(BucketFormation):
         """Whether an exchange waits for the optimizers."""
         return self._scheduler is not None and self._scheduler.owes
 
-    def after_optimizers(self) -> None:
-        """The optimizers have stepped: exchange what waited for that."""
+    def after_optimizers(self, *, stepped: bool = True) -> None:
+        """Exchange what waited for the optimizers.
+
+        Args:
+            stepped: False if none of them has told of a step since the last backward pass.
+
+        Raises:
+            ConfigurationError: none has, and the weights are others than at the end of that pass.
+        """
         if self._scheduler is None:
             return
+        if self.owes and not stepped and self.optimizers and self._versions not in ([], self.registration.versions):
+            raise changed_by_others()
+        self._versions = []
         try:
             self._scheduler.after_optimizers()
         except BaseException as error:
@@ -397,6 +393,12 @@ class Reducer(BucketFormation):
             "flights": flights,
             **remembered,
         }
+
+    def state_digest(self) -> str:
+        """See ``EngineAccess.bagua_state_digest``."""
+        self.after_optimizers()
+        weights = {} if self.declaration.ranks_differ else self.model.parameters
+        return compare_states(self.step, weights, self._courses.places, self.communicator)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where ``state_dict`` was taken, in the same buckets. Collective.

@@ -106,6 +106,11 @@ class Registration:
         self._dtypes = [parameter.dtype for parameter in self.parameters]
 
     @property
+    def versions(self) -> list[int]:
+        """How often each trainable parameter was changed in place."""
+        return [parameter._version for parameter in self.parameters]  # noqa: SLF001 - torch documents it
+
+    @property
     def facts(self) -> list[str]:
         """One line for each parameter and buffer: what all ranks must have in common."""
         return self._facts

@@ -10,10 +10,22 @@ import torch
 
 from bagua.algorithms import Algorithm
 from bagua.checks import check_kind
+from bagua.comm import Communicator
+from bagua.engine.agreement import compare
 from bagua.errors import ConfigurationError
 from bagua.primitives import ReducerMemory
 
-__all__ = ["Place", "Remembered", "check_owner", "collect", "digests", "from_checkpoint", "is_of_one_rank", "restore"]
+__all__ = [
+    "Place",
+    "Remembered",
+    "check_owner",
+    "collect",
+    "compare_states",
+    "digest_of",
+    "from_checkpoint",
+    "is_of_one_rank",
+    "restore",
+]
 
 Tensors = dict[str, torch.Tensor]
 
@@ -156,6 +168,28 @@ def digests(places: Iterable[Place]) -> list[str]:
             if declared.scope == "shared":
                 lines.append(f"{_key(place, name)} of {place.names[0]}: {digest_of(memory.state[name])}")
     return lines
+
+
+def compare_states(
+    step: int, weights: Mapping[str, torch.Tensor], places: Iterable[Place], communicator: Communicator
+) -> str:
+    """Check that the step, ``weights`` and all shared state are equal on all ranks. Collective.
+
+    Args:
+        step: number of the next one.
+        weights: that must be equal, by name.
+        places: with what is remembered.
+        communicator: of the ranks.
+
+    Returns:
+        A digest of all of it.
+
+    Raises:
+        CollectiveMismatchError: on all ranks, naming the first difference.
+    """
+    lines = [f"step {step}", *(f"{name}: {digest_of(weight)}" for name, weight in weights.items()), *digests(places)]
+    compare(lines, communicator, "states")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def digest_of(tensor: torch.Tensor) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -35,9 +36,10 @@ from bagua.algorithms import (
     Weights,
     around,
 )
+from bagua.comm import ProcessGroup, Work
 from bagua.compression import MinMaxUInt8
-from bagua.errors import ConfigurationError, InvalidTypeError
-from bagua.parallel import with_bagua
+from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTypeError
+from bagua.parallel import DistributedDataParallel, bagua_init, with_bagua
 from bagua.primitives import ErrorFeedback, ScatterGatherReducer, State
 from bagua.testing.algorithm_contract import AlgorithmContract
 from bagua.testing.training import State as Snapshot
@@ -429,3 +431,141 @@ def test_training_goes_on_in_the_middle_of_flights(thread_ranks, algorithm):
     for ends in thread_ranks(2, _stop_and_go_on, algorithm, [2, 5, 6, 9, 11], 16):
         for end in ends[1:]:
             assert_same_on_all_ranks([ends[0], end])
+
+
+# What is remembered.
+
+
+@pytest.mark.threads
+def test_what_starts_from_weights_starts_from_those_that_training_begins_with(thread_ranks):
+    """Buckets that the user wants are formed before rank 0's weights have come."""
+
+    def train(buckets: bool) -> Snapshot:
+        model = mlp(bagua.comm.get_rank())
+        wanted = [[name for name, _ in model.named_parameters()]] if buckets else []
+        optimizer = plain_sgd(model.parameters())
+        wrapped, _ = bagua_init(model, optimizer, DILOCO, buckets=wanted)
+        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(4))
+        return snapshot(model)
+
+    for by_hand, formed in zip(thread_ranks(2, train, True), thread_ranks(2, train, False), strict=True):
+        assert_same_on_all_ranks([by_hand, formed])
+
+
+@pytest.mark.threads
+def test_weights_that_are_loaded_are_what_the_next_outer_step_starts_from(thread_ranks):
+    """An anchor of the weights before would pull them back, and with momentum beyond."""
+    loaded = {name: value + 10 for name, value in snapshot(mlp()).items()}
+
+    def load(alone: bool) -> Snapshot:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        wrapped = with_bagua(model, [optimizer], DILOCO)
+        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(6))
+        (model if alone else wrapped).load_state_dict(loaded)
+        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(6, 13))
+        return snapshot(model)
+
+    for alone in (False, True):
+        for state in thread_ranks(2, load, alone):
+            assert_close(state, loaded)
+
+
+@pytest.mark.threads
+def test_shared_state_first_makes_weights_equal(thread_ranks):
+    def train() -> tuple[Snapshot, str]:
+        model = mlp(bagua.comm.get_rank())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        wrapped = DistributedDataParallel(model, optimizers=[optimizer], algorithm=DILOCO, init_sync=False)
+        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(2))
+        return snapshot(model), wrapped.bagua_state_digest()
+
+    (first, digest), (second, other) = thread_ranks(2, train)
+    assert_same_on_all_ranks([first, second])
+    assert digest == other
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    "algorithm", [DILOCO, Algorithm.init("power_sgd", hierarchical=False), Algorithm.init("sign_sgd")]
+)
+def test_a_digest_names_what_differs(thread_ranks, algorithm):
+    def train() -> str:
+        rank, model = bagua.comm.get_rank(), mlp()
+        optimizer = plain_sgd(model.parameters())
+        wrapped = with_bagua(model, [optimizer], algorithm)
+        train_steps(wrapped, optimizer, rank, range(5))
+        digest = wrapped.bagua_state_digest()
+        places = wrapped._bagua_engine.reducer._courses.places
+        shared = [
+            one.name for one in places[0].memory.declared.values() if one.scope == "shared" and one.per != "family"
+        ]
+        tensor = places[0].memory.state[shared[0]] if shared else model[0].weight.data
+        if rank == 1:
+            tensor.view(-1)[0] += 1
+        with pytest.raises(CollectiveMismatchError, match=shared[0] if shared else r"0\.weight") as caught:
+            wrapped.bagua_state_digest()
+        assert {caught.value.rank, *caught.value.peers} == {0, 1}
+        return digest
+
+    first, second = thread_ranks(2, train)
+    assert first == second
+
+
+@pytest.mark.threads
+def test_a_rank_that_is_not_finite_starts_again_from_the_anchor(thread_ranks):
+    def train() -> Snapshot:
+        rank, model = bagua.comm.get_rank(), mlp()
+        optimizer = plain_sgd(model.parameters())
+        wrapped = with_bagua(model, [optimizer], DILOCO)
+        train_steps(wrapped, optimizer, rank, range(6))
+        if rank == 1:
+            with torch.no_grad():
+                model[0].weight.fill_(torch.nan)
+        train_steps(wrapped, optimizer, rank, range(6, 16))
+        return snapshot(model)
+
+    states = thread_ranks(2, train)
+    assert_same_on_all_ranks(states)
+    assert all(value.isfinite().all() for value in states[0].values())
+
+
+@pytest.mark.threads
+def test_what_goes_on_beside_other_exchanges_does_not_hold_them_up(thread_ranks, monkeypatch):
+    """The outer mean waits until three more gradients were exchanged: on one connection that would be for ever."""
+    done = [threading.Event(), threading.Event()]
+    run = Sum.run
+
+    def wait(self: Mean, flight: Flight, group: ProcessGroup) -> Work | None:
+        assert done[group.rank].wait(20), "the inner exchanges wait for the outer one"
+        return run(self, flight, group)
+
+    monkeypatch.setattr(Slow, "run", wait)
+    algorithm = around("gradient_allreduce", Exchange(Weights(), Every(4), Slow(), Add(), lag=3, label="outer"))
+
+    def train() -> Snapshot:
+        rank, model = bagua.comm.get_rank(), mlp()
+        optimizer = plain_sgd(model.parameters())
+        wrapped = with_bagua(model, [optimizer], algorithm)
+        train_steps(wrapped, optimizer, rank, range(6))
+        done[rank].set()
+        train_steps(wrapped, optimizer, rank, range(6, 9))
+        return snapshot(model)
+
+    assert_same_on_all_ranks(thread_ranks(2, train))
+
+
+@dataclass(frozen=True)
+class Slow(Mean):
+    """A mean that takes its time."""
+
+
+@pytest.mark.threads
+def test_ranks_with_other_exchanges_are_told_apart_before_the_first_one(thread_ranks):
+    def train() -> None:
+        model = mlp()
+        algorithm = Algorithm.of(Exchange(Weights(), Every(4 + bagua.comm.get_rank()), Mean(), Replace()))
+        with pytest.raises(CollectiveMismatchError, match=r"steps=4.*steps=5|steps=5.*steps=4"):
+            with_bagua(model, [plain_sgd(model.parameters())], algorithm)
+
+    thread_ranks(2, train)

@@ -57,6 +57,17 @@ def number_a_pass() -> None:
     assert 0 <= numbers[0] != numbers[1]
 
 
+def foresee_gradients() -> None:
+    leaf, other = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    seen: list[bool] = []
+    product = leaf * 2
+    product.register_hook(lambda _: seen.append(autograd.accumulates([other, leaf])))
+    product.sum().backward(retain_graph=True)
+    torch.autograd.grad(product.sum(), product, retain_graph=True)
+    torch.autograd.grad(product.sum(), leaf)
+    assert seen == [True, False, False]
+
+
 def find_hooks() -> None:
     parameter = torch.nn.Parameter(torch.ones(1))
     assert autograd.hooks_after_accumulation(parameter) == []
@@ -182,6 +193,7 @@ NAMES: dict[str, tuple[str, Callable[[], object]]] = {
         "Lightning's batch norms are made synchronous",
         lambda: (autograd.BatchNorm.forward, torch.nn.BatchNorm2d._check_input_dim),
     ),
+    "torch._C._will_engine_execute_node": ("averaging tells steps from other passes", foresee_gradients),
     "Parameter._post_accumulate_grad_hooks": ("a module can be wrapped again", find_hooks),
     "DistributedDataParallel._active_ddp_module": ("with_bagua inside of it is refused", find_active_ddp),
     "torch._foreach_*": ("optimizers and buckets", have_foreach_functions),

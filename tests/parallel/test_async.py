@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from torch import nn
 
 import bagua.comm
 from bagua import testing
@@ -21,6 +22,7 @@ from bagua.testing.training import (
     State,
     assert_close,
     assert_same_on_all_ranks,
+    batch,
     loss_of,
     mlp,
     reference,
@@ -753,3 +755,37 @@ def build_alone():
 def test_options_that_make_no_sense_are_refused(options):
     with pytest.raises(ConfigurationError):
         Algorithm.init("async", **options)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_only_passes_that_bring_gradients_are_steps(thread_ranks, reentrant):
+    """Rank 0 also looks at the gradient of its inputs, as a penalty or a map of saliency does."""
+
+    def train() -> int:
+        rank, model = bagua.comm.get_rank(), mlp()
+        optimizer = sgd(model.parameters())
+        body = nn.Sequential(Checkpointed(model)) if reentrant else model
+        wrapped = with_bagua(body, [optimizer], AsyncModelAverageAlgorithm(sync_interval_ms=0))
+        for step in range(5):
+            optimizer.zero_grad()
+            inputs = batch(rank, step)[0].requires_grad_()
+            output = wrapped(inputs).sum()
+            if rank == 0 and not reentrant:
+                torch.autograd.grad(output, inputs, retain_graph=True)
+            output.backward()
+            optimizer.step()
+        wrapped.bagua_algorithm.abort(wrapped)
+        return wrapped._bagua_engine.reducer.step
+
+    assert thread_ranks(2, train) == [5, 5]
+
+
+class Checkpointed(nn.Module):
+    """Runs a module again in the backward pass, in a pass of its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(self.inner, inputs, use_reentrant=True)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
 
 import bagua.comm
-from bagua.engine.hooks import _has_finite_gradients
+from bagua.algorithms import DifferenceMix, Flight, LowPrecisionDecentralizedAlgorithm
+from bagua.comm import ProcessGroup
+from bagua.engine.gradients import has_finite_gradients
+from bagua.errors import ConfigurationError
 from bagua.parallel import with_bagua
-from bagua.testing.training import State, loss_of, mlp, sgd, snapshot
+from bagua.testing.training import State, batch, loss_of, mlp, sgd, snapshot
 
 pytestmark = pytest.mark.threads
 
@@ -87,4 +93,84 @@ def test_gradients_whose_norm_overflows_are_finite_all_the_same(value, finite):
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     parameters[0].grad[1:] = value
-    assert _has_finite_gradients(sgd(parameters)) is finite
+    assert has_finite_gradients(sgd(parameters)) is finite
+
+
+def _sent(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """How many exchanges each rank has started, of whatever is sent after the optimizers."""
+    counted: Counter[int] = Counter()
+    run = DifferenceMix.run
+
+    def count(self: DifferenceMix, flight: Flight, group: ProcessGroup) -> None:
+        counted[group.rank] += 1
+        run(self, flight, group)
+
+    monkeypatch.setattr(DifferenceMix, "run", count)
+    return counted
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3])
+def test_what_is_owed_survives_further_backward_passes(thread_ranks, monkeypatch, interval):
+    """Two losses, one update: each backward pass is a step, and each update pays what the steps before it owe."""
+    counted = _sent(monkeypatch)
+
+    def train() -> State:
+        rank, model = bagua.comm.get_rank(), mlp()
+        optimizer = sgd(model.parameters())
+        algorithm = LowPrecisionDecentralizedAlgorithm(communication_interval=interval)
+        wrapped = with_bagua(model, [optimizer], algorithm)
+        for step in range(6):
+            optimizer.zero_grad()
+            output = wrapped(batch(rank, step)[0])
+            output.sum().backward(retain_graph=True)
+            output.square().sum().backward()
+            optimizer.step()
+        return snapshot(model)
+
+    thread_ranks(2, train)
+    due = [t for t in range(1, 13) if (t - 1) % interval == 0]
+    assert counted == {rank: len({(t - 1) // 2 for t in due}) for rank in (0, 1)}
+
+
+def _climb_and_descend(synchronized: bool) -> State:
+    """Sharpness-aware minimization: the gradient is that of weights a little further uphill."""
+    rank, model = bagua.comm.get_rank(), mlp()
+    optimizer = sgd(model.parameters())
+    wrapped = with_bagua(model, [optimizer], "low_precision_decentralized")
+    for step in range(4):
+        optimizer.zero_grad()
+        with contextlib.nullcontext() if synchronized else wrapped.no_sync():
+            loss_of(wrapped, rank, step).backward()
+        climbed = [0.1 * parameter.grad for parameter in model.parameters()]
+        with torch.no_grad():
+            torch._foreach_add_(list(model.parameters()), climbed)
+        optimizer.zero_grad()
+        loss_of(wrapped, rank, step).backward()
+        with torch.no_grad():
+            torch._foreach_sub_(list(model.parameters()), climbed)
+        optimizer.step()
+    return snapshot(model)
+
+
+def test_weights_that_were_changed_by_no_optimizer_are_not_sent(thread_ranks):
+    with pytest.raises(ConfigurationError, match=r"weights were changed.*no_sync"):
+        thread_ranks(2, _climb_and_descend, True)
+    for state in thread_ranks(2, _climb_and_descend, False):
+        assert all(value.isfinite().all() for value in state.values())
+
+
+def test_weights_may_be_loaded_in_place_of_an_update(thread_ranks):
+    def train() -> None:
+        rank, model = bagua.comm.get_rank(), mlp()
+        optimizer = sgd(model.parameters())
+        wrapped = with_bagua(model, [optimizer], "low_precision_decentralized")
+        before = snapshot(wrapped)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(wrapped, rank, step).backward()
+            if step == 2:
+                model.load_state_dict(before)
+            else:
+                optimizer.step()
+
+    thread_ranks(2, train)

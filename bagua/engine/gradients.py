@@ -1,0 +1,61 @@
+"""Looking at gradients: whether an optimizer's are finite, and whether they can be taken, and which nobody has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from bagua.comm import Communicator, ReduceOp
+from bagua.errors import ConfigurationError
+
+__all__ = ["has_finite_gradients", "refuse_graph", "restore_unused"]
+
+
+def has_finite_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether no gradient that ``optimizer`` would step with has an Inf or NaN."""
+    given = [one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+    dense = [one.coalesce().values() if one.is_sparse else one for one in given]
+    gradients = [one for one in dense if one.numel()]  # There is no largest one among none.
+    if not gradients:
+        return True
+    # The usual norm takes a twentieth of the time that the largest element takes on the CPU, but it may overflow.
+    norms = torch._foreach_norm  # noqa: SLF001 - as in clip_grad_norm_
+    return _are_finite(norms(gradients)) or _are_finite(norms(gradients, float("inf")))
+
+
+def _are_finite(norms: Sequence[torch.Tensor]) -> bool:
+    # One look at the device for all of them, in a dtype that holds what each of theirs does.
+    together = torch.stack([norm.to(norms[0].device, torch.float64) for norm in norms])
+    return bool(together.isfinite().all())
+
+
+def refuse_graph(_: torch.nn.Parameter) -> None:
+    """Refuse a gradient that has a graph of its own."""
+    raise ConfigurationError(
+        "gradients with a graph of their own cannot be put into a bucket",
+        argument="create_graph",
+        expected="backward(create_graph=False)",
+        seen=True,
+        advice="Use torch.autograd.grad(create_graph=True) for the inner derivative.",
+    )
+
+
+def restore_unused(
+    unused_here: Collection[str], parameters: Mapping[str, torch.nn.Parameter], communicator: Communicator
+) -> None:
+    """Gradients that no rank has stay None, so that optimizers skip them as without bagua. Collective.
+
+    Args:
+        unused_here: names of the parameters that got no gradient on this rank.
+        parameters: all of them, by name.
+        communicator: of the ranks.
+    """
+    device = next(iter(parameters.values())).device
+    flags = [name not in unused_here for name in parameters]
+    place = torch.device("cpu") if "cpu" in communicator.device_types else device
+    used = torch.tensor(flags, dtype=torch.uint8, device=place)
+    communicator.allreduce(used, ReduceOp.MAX)
+    for parameter, flag in zip(parameters.values(), used.tolist(), strict=True):
+        if not flag:
+            parameter.grad = None
