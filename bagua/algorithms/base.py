@@ -103,7 +103,15 @@ class Algorithm(ABC):
         """
         kind = type(self)
         implementation = vars(kind).get("implementation") or bound_form(kind)
-        return implementation(process_group, **{name: getattr(self, name) for name in _option_names(kind)})
+        bound = implementation(process_group, **{name: getattr(self, name) for name in _option_names(kind)})
+        if self.in_background and bound.plane is None:
+            raise ConfigurationError(
+                "nothing runs these exchanges between steps, and no other ones can be put around such",
+                argument="algorithm",
+                expected="AsyncModelAverageAlgorithm by itself",
+                seen=repr(self),
+            )
+        return bound
 
     @staticmethod
     def of(*exchanges: Exchange) -> Algorithm:
@@ -300,6 +308,11 @@ class Around(Algorithm):
         """Those of the inner algorithm, under labels that begin with ``inner``, and those around it."""
         inner = [one.labelled(".".join(filter(None, ("inner", one.label)))) for one in self.inner.exchanges(phase)]
         return (*inner, *self.outer)
+
+    @property
+    def optimizer_class(self) -> Callable[..., torch.optim.Optimizer] | None:  # type: ignore[override]
+        """That of the inner algorithm."""
+        return self.inner.optimizer_class
 
     def check(self, model: Model) -> None:
         """What the inner algorithm refuses."""

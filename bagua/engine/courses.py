@@ -85,6 +85,11 @@ class Courses:
         self.fresh: list[Track] = []
 
     @property
+    def groups(self) -> list[ProcessGroup]:
+        """Connections beside those of the model."""
+        return list(self._groups.values())
+
+    @property
     def places(self) -> list[Track]:
         """What is remembered now, once for each label and bucket."""
         return list(self._places.values())

@@ -306,6 +306,12 @@ class BucketFormation:
 
     # Starting over.
 
+    def _follow_phase(self) -> None:
+        """Have the exchanges of this step's phase executed, and make what starts from the weights as they are now."""
+        if self.declaration.phase(self.step, self.model) != self._phase:
+            self._change_phase()
+        self.begin_from_weights()
+
     def _change_phase(self) -> None:
         """The algorithm has changed its ways: other exchanges, in other buckets only if they need such."""
         assert self._scheduler is not None

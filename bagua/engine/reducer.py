@@ -195,11 +195,9 @@ class Reducer(BucketFormation):
         """A training forward begins: a safe point. Whether hooks on parameters must come or go."""
         if self._scheduler is None:
             return False
-        self.begin_from_weights()
         plane, between = self.algorithm.plane, self.between_steps
+        self._follow_phase()
         if plane is not None:
-            if self.declaration.phase(self.step, self.model) != self._phase:
-                self._change_phase()
             plane.safe_point(self.step)
         self._scheduler.safe_point(self.clock)
         return between != self.between_steps
@@ -209,11 +207,10 @@ class Reducer(BucketFormation):
         self.check_usable()
         if self._scheduler is None or self.between_steps:
             return
-        self.begin_from_weights()
         if self.algorithm.plane is not None:
             self.algorithm.plane.begin_step(self.step)  # A phase between steps begins with a forward pass.
-        elif self.declaration.phase(self.step, self.model) != self._phase:
-            self._change_phase()
+        else:
+            self._follow_phase()  # For those who drive a reducer by hand, without forward passes.
         self._scheduler.begin(self.clock)
 
     def mark_tensor_ready(self, param: torch.Tensor) -> None:
@@ -294,7 +291,9 @@ class Reducer(BucketFormation):
         if self._scheduler is None:
             return
         if self.owes and not stepped and self.optimizers and self._versions not in ([], self.registration.versions):
-            raise changed_by_others()
+            error = changed_by_others()
+            self.give_up(error)
+            raise error
         self._versions = []
         try:
             self._scheduler.after_optimizers()
@@ -333,7 +332,8 @@ class Reducer(BucketFormation):
         culprit, told = (
             (rank, f"it gave up: {reason}") if isinstance(reason, str) else blame(reason, rank, "a training step")
         )
-        self.group.abort(told, culprit)
+        for group in (self.group, *self._courses.groups):
+            group.abort(told, culprit)
         self._failure = self._failure or str(problem)
         self.close_plane()
         if self._scheduler is not None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,6 +26,7 @@ from bagua.algorithms import (
     Matrices,
     Mean,
     Mix,
+    Model,
     Named,
     Not,
     Outer,
@@ -37,16 +39,17 @@ from bagua.algorithms import (
     around,
 )
 from bagua.comm import ProcessGroup, Work
-from bagua.compression import MinMaxUInt8
+from bagua.compression import Codec, MinMaxUInt8, registry
 from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTypeError
 from bagua.parallel import DistributedDataParallel, bagua_init, with_bagua
 from bagua.primitives import ErrorFeedback, ScatterGatherReducer, State
-from bagua.testing.algorithm_contract import AlgorithmContract
+from bagua.testing.algorithm_contract import AlgorithmContract, spread, train_and_rest
 from bagua.testing.training import State as Snapshot
 from bagua.testing.training import (
     assert_close,
     assert_same_on_all_ranks,
     loss_of,
+    mean_gradients,
     mlp,
     snapshot,
     train_steps,
@@ -469,6 +472,87 @@ def test_weights_that_are_loaded_are_what_the_next_outer_step_starts_from(thread
     for alone in (False, True):
         for state in thread_ranks(2, load, alone):
             assert_close(state, loaded)
+
+
+@dataclass(frozen=True)
+class LateDiLoCo(Algorithm):
+    """Gradient allreduce for five steps, and outer steps after that."""
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        return "warm-up", "local"
+
+    def phase(self, step: int, model: Model) -> str:
+        return "warm-up" if step < 5 else "local"
+
+    def exchanges(self, phase: Hashable = "local") -> tuple[Exchange, ...]:
+        return (gradients(),) if phase == "warm-up" else DILOCO.exchanges()
+
+
+@pytest.mark.threads
+def test_what_a_later_phase_remembers_starts_with_it_and_its_steps_are_counted_anew(thread_ranks):
+    """Steps 9 and 13 are outer ones; the anchor of the first is what the warm-up ended with."""
+    ranks = Ranks(2)
+    for number in range(5):
+        for model, optimizer in zip(ranks.models, ranks.optimizers, strict=True):
+            mean_gradients(model, 2, lambda model, rank, number=number: loss_of(model, rank, number))
+            optimizer.step()
+    anchor = nn.Parameter(ranks.mean())
+    outer = torch.optim.SGD([anchor], lr=0.7, momentum=0.9, nesterov=True)
+    for number in range(5, 14):
+        ranks.step(number)
+        if number in (8, 12):
+            anchor.grad = anchor.detach() - ranks.mean()
+            outer.step()
+            ranks.put(anchor.detach())
+    for state, model in zip(thread_ranks(2, train_for, LateDiLoCo(), 14), ranks.models, strict=True):
+        assert_close(state, snapshot(model))
+
+
+def test_what_goes_on_between_steps_cannot_be_put_inside():
+    outer = Exchange(Weights(), Every(4), Mean(), Replace(), label="outer")
+    with pytest.raises(ConfigurationError, match="between steps"):
+        around("async", outer).reify(bagua.comm.solo_group())
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=range(2))
+def test_copies_know_nothing_of_the_engine(thread_ranks, copied):
+    def train() -> None:
+        model = mlp()
+        optimizer = plain_sgd(model.parameters())
+        wrapped = with_bagua(model, [optimizer], DILOCO)
+        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(2))
+        twin = copied(wrapped)
+        before = wrapped.bagua_state_dict()
+        twin.load_state_dict(mlp(3).state_dict())
+        assert type(twin) is nn.Sequential
+        after = wrapped.bagua_state_dict()
+        assert before["parameters"]["0.bias"]["anchor"].equal(after["parameters"]["0.bias"]["anchor"])
+
+    thread_ranks(2, train)
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("name", list(registry))
+@pytest.mark.parametrize("what", [Gradients(), Weights(), Difference()], ids=repr)
+def test_every_codec_works_on_whatever_is_sent(thread_ranks, name, what):
+    then = NESTEROV if isinstance(what, Difference) else Replace()
+    reducer = ErrorFeedback(ScatterGatherReducer(Codec.init(name)))
+    algorithm = Algorithm.of(Exchange(what, Every(1 if isinstance(what, Gradients) else 3), Mean(reducer), then))
+    states = thread_ranks(3, train_for, algorithm, 6)
+    assert_same_on_all_ranks(states)
+    assert all(value.isfinite().all() for value in states[0].values())
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("topology", ["ring", "hypercube", "one_peer_exponential", "shift_one", "star", "complete"])
+@pytest.mark.parametrize("hosts", [None, [2, 2]], ids=["flat", "by host"])
+def test_every_topology_brings_ranks_together(thread_ranks, topology, hosts):
+    algorithm = Algorithm.of(Exchange(Weights(), Every(), Mix(topology, hierarchical=hosts is not None), Replace()))
+    layout = {"hosts": hosts} if hosts else {}
+    trained, rested = zip(*thread_ranks(4, train_and_rest, algorithm, **layout), strict=True)
+    assert spread(rested) < spread(trained) / 2 or spread(rested) < 1e-6
 
 
 @pytest.mark.threads
