@@ -16,7 +16,7 @@ from bagua.errors import ConfigurationError
 from bagua.primitives import ReducerMemory
 
 __all__ = [
-    "Place",
+    "Holder",
     "Remembered",
     "check_owner",
     "collect",
@@ -24,14 +24,16 @@ __all__ = [
     "digest_of",
     "from_checkpoint",
     "is_of_one_rank",
+    "merged",
+    "renamed",
     "restore",
 ]
 
 Tensors = dict[str, torch.Tensor]
 
 
-class Place(Protocol):
-    """What is remembered of some parameters that lie one after the other in flat memory."""
+class Holder(Protocol):
+    """Holds what is remembered of some parameters that lie one after the other in flat memory."""
 
     @property
     def label(self) -> str:
@@ -65,11 +67,11 @@ class Remembered(TypedDict):
     others: list[dict[str, Any]]
 
 
-def _key(place: Place, name: str) -> str:
+def _key(place: Holder, name: str) -> str:
     return f"{place.label}.{name}" if place.label else name
 
 
-def collect(places: Iterable[Place]) -> Remembered:
+def collect(places: Iterable[Holder]) -> Remembered:
     """Copies of everything that is remembered in ``places``."""
     remembered = Remembered(parameters={}, others=[])
     for place in places:
@@ -83,7 +85,7 @@ def collect(places: Iterable[Place]) -> Remembered:
     return remembered
 
 
-def cut(place: Place, flats: Mapping[str, torch.Tensor]) -> dict[str, Tensors]:
+def cut(place: Holder, flats: Mapping[str, torch.Tensor]) -> dict[str, Tensors]:
     """Each parameter's part of each flat tensor, by name of the parameter."""
     parts = {_key(place, name): place.views(flat) for name, flat in flats.items()}
     return {
@@ -93,7 +95,36 @@ def cut(place: Place, flats: Mapping[str, torch.Tensor]) -> dict[str, Tensors]:
     }
 
 
-def restore(places: Iterable[Place], remembered: Remembered) -> None:
+def merged(earlier: Remembered, later: Remembered) -> Remembered:
+    """Both; what is in both, from the later one."""
+    parameters = {**earlier["parameters"], **later["parameters"]}
+    known = {name for other in later["others"] for name in other["names"]}
+    kept = [other for other in earlier["others"] if known.isdisjoint(other["names"])]
+    return Remembered(parameters=parameters, others=[*kept, *later["others"]])
+
+
+def renamed(remembered: Remembered, names: Mapping[str, str]) -> Remembered:
+    """The same of parameters with other names.
+
+    Raises:
+        ConfigurationError: a parameter has none.
+    """
+    found = {*remembered["parameters"], *(name for other in remembered["others"] for name in other["names"])}
+    unknown = sorted(found - names.keys())
+    if unknown:
+        raise ConfigurationError(
+            "this state belongs to another model",
+            argument="state_dict",
+            expected="the model whose gradients were exchanged",
+            seen=f"no parameters {', '.join(unknown)}",
+        )
+    return Remembered(
+        parameters={names[name]: state for name, state in remembered["parameters"].items()},
+        others=[{**other, "names": [names[name] for name in other["names"]]} for other in remembered["others"]],
+    )
+
+
+def restore(places: Iterable[Holder], remembered: Remembered) -> None:
     """Put what was remembered back into places that hold initial values.
 
     Args:
@@ -117,11 +148,11 @@ def restore(places: Iterable[Place], remembered: Remembered) -> None:
                 value.copy_(found)
 
 
-def _moves_to(place: Place, other: Mapping[str, Any]) -> bool:
+def _moves_to(place: Holder, other: Mapping[str, Any]) -> bool:
     return bool(other["label"] == place.label and other["names"][0] in place.names)
 
 
-def _restore_families(place: Place, remembered: Remembered) -> None:
+def _restore_families(place: Holder, remembered: Remembered) -> None:
     """Make what was made while training."""
     memory = place.memory
     families = [one.name for one in memory.declared.values() if one.per == "family"]
@@ -137,7 +168,7 @@ def _restore_families(place: Place, remembered: Remembered) -> None:
                     memory.state[key[skipped:]] = torch.zeros_like(value)
 
 
-def paste(place: Place, name: str, flat: torch.Tensor, source: Mapping[str, Tensors]) -> None:
+def paste(place: Holder, name: str, flat: torch.Tensor, source: Mapping[str, Tensors]) -> None:
     """Put each parameter's part into ``flat``, where there is one.
 
     Raises:
@@ -158,7 +189,7 @@ def paste(place: Place, name: str, flat: torch.Tensor, source: Mapping[str, Tens
         view.copy_(part)
 
 
-def digests(places: Iterable[Place]) -> list[str]:
+def digests(places: Iterable[Holder]) -> list[str]:
     """One line for each tensor that must be equal on all ranks: its name, and a digest of its bytes."""
     lines = []
     for place in places:
@@ -171,7 +202,7 @@ def digests(places: Iterable[Place]) -> list[str]:
 
 
 def compare_states(
-    step: int, weights: Mapping[str, torch.Tensor], places: Iterable[Place], communicator: Communicator
+    step: int, weights: Mapping[str, torch.Tensor], places: Iterable[Holder], communicator: Communicator
 ) -> str:
     """Check that the step, ``weights`` and all shared state are equal on all ranks. Collective.
 

@@ -5,23 +5,26 @@ One line for an existing script: ``model.register_comm_hook(CodecState("minmax_u
 
 # Annotations are not strings here: torch compares those of a hook with its own types.
 import functools
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from bagua.comm import ProcessGroup
+from bagua.comm import Communicator, ProcessGroup
 from bagua.comm.startup.adoption import GradBucket, as_group, rank_among_all, size_of_all
 from bagua.comm.torch_backend.work import BackwardWatch
 from bagua.comm.work import PendingWork
 from bagua.compression import Codec, TopK
 from bagua.engine.executor import Executor, create_executor
-from bagua.engine.saving import check_owner
+from bagua.engine.saving import Remembered, check_owner, collect, merged, renamed, restore
 from bagua.errors import ConfigurationError, blame
-from bagua.integrations._hook_memory import HookMemory
 from bagua.primitives import (
     AllGatherReducer,
     ErrorFeedback,
+    MatrixBlock,
     PowerSGDReducer,
+    ReducerMemory,
     ScatterGatherReducer,
     SumReducer,
     allreduce_sum,
@@ -29,6 +32,69 @@ from bagua.primitives import (
 )
 
 __all__ = ["CodecState", "PowerSGDState", "ReducerState", "TopKState", "codec_hook", "register_fsdp_hook"]
+
+
+class _HookBucket:
+    """What is remembered of a bucket of DDP, which has its parameters one after the other, without gaps.
+
+    Args:
+        names: of the parameters.
+        parameters: of the bucket.
+        memory: of the reducer.
+    """
+
+    label = ""
+
+    def __init__(self, names: list[str], parameters: list[torch.Tensor], memory: ReducerMemory) -> None:
+        self.names = names
+        self.memory = memory
+        self._shapes = [parameter.shape for parameter in parameters]
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The part of each parameter in ``flat``."""
+        parts = flat.split_with_sizes([shape.numel() for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+
+class _HookBuckets:
+    """What is remembered of all buckets of a model. DDP forms them anew; parameters are known by their ``id``.
+
+    Args:
+        reducer: whose memories they are.
+    """
+
+    def __init__(self, reducer: SumReducer) -> None:
+        self._reducer = reducer
+        self._places: dict[tuple[tuple[str, ...], torch.dtype], _HookBucket] = {}
+        self._kept = collect(())
+
+    def memory_of(
+        self, flat: torch.Tensor, parameters: list[torch.Tensor], communicator: Communicator
+    ) -> ReducerMemory:
+        """The memory for a bucket; a new one takes over what was remembered of its parameters."""
+        names = [str(id(parameter)) for parameter in parameters]
+        key = (tuple(names), flat.dtype)
+        if key not in self._places:
+            offsets = itertools.accumulate((parameter.numel() for parameter in parameters), initial=0)
+            blocks = [block for block in map(MatrixBlock.of, parameters, offsets) if block is not None]
+            place = _HookBucket(names, parameters, self._reducer.memory(communicator, flat, blocks))
+            former = {other: one for other, one in self._places.items() if not set(names).isdisjoint(other[0])}
+            self._kept = merged(self._kept, collect(former.values()))
+            self._places = {other: one for other, one in self._places.items() if other not in former}
+            restore([place], self._kept)
+            self._places[key] = place
+        return self._places[key].memory
+
+    def collect(self, names: Mapping[int, str]) -> Remembered:
+        """Copies of everything that is remembered, by ``names``."""
+        return renamed(
+            merged(self._kept, collect(self._places.values())), {str(key): name for key, name in names.items()}
+        )
+
+    def restore(self, remembered: Remembered, names: Mapping[int, str]) -> None:
+        """Go on with what ``collect`` returned; buckets take it up when they are exchanged first."""
+        self._kept = renamed(remembered, {name: str(key) for key, name in names.items()})
+        self._places = {}
 
 
 class ReducerState:
@@ -86,7 +152,7 @@ class ReducerState:
         self._asked_for = process_group
         self._group: ProcessGroup | None = None
         self._executor: Executor | None = None
-        self._memory = HookMemory(reducer)
+        self._places = _HookBuckets(reducer)
         self._watch = BackwardWatch()
         self._parts: dict[str, torch.Tensor] = {}
         self._steps_of_parts: dict[str, int] = {}
@@ -162,7 +228,7 @@ class ReducerState:
         group = self.group
         if self._average:
             flat.div_(group.size)
-        memory = self._memory.of(flat, parameters, group.global_communicator)
+        memory = self._places.memory_of(flat, parameters, group.global_communicator)
         if step < self._warmup_steps:
             allreduce_sum(flat, group, hierarchical=self._hierarchical)
             return
@@ -186,7 +252,7 @@ class ReducerState:
             "world_size": size_of_all(),
             "step": self.step,
             "parts": parts,
-            **self._memory.collect(self._names(module)),
+            **self._places.collect(self._names(module)),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], module: torch.nn.Module) -> None:
@@ -207,11 +273,12 @@ class ReducerState:
                 expected=repr(self.reducer),
                 seen=state_dict["reducer"],
             )
-        if any((state_dict["parameters"], state_dict["buckets"])):  # else there is nothing that differs between ranks
+        if any((state_dict["parameters"], state_dict["others"])):  # else there is nothing that differs between ranks
             check_owner(state_dict, rank_among_all(), size_of_all())
         for name, numel in state_dict["parts"].items():
             self._parts[name] = torch.empty(numel, device="meta")
-        self._memory.restore(state_dict, self._names(module))
+        remembered = Remembered(parameters=state_dict["parameters"], others=state_dict["others"])
+        self._places.restore(remembered, self._names(module))
         self.step = state_dict["step"]
         self._steps_of_parts = {}
 
