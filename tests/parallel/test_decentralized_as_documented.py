@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from bagua.parallel.decentralized.plan import Plan, nodes_for, resolve_topology
 
 import bagua.comm
 from bagua import env
 from bagua.parallel.decentralized import DecentralizedDataParallel
+from bagua.parallel.decentralized.rounds import RankRounds, nodes_for, resolve_topology
 from bagua.testing import ProcessRanks
 from bagua.testing.ranks import this_rank
 from bagua.testing.training import loss_of, mlp, snapshot
@@ -37,7 +37,7 @@ def test_hosts_are_those_of_the_launcher(thread_ranks, monkeypatch, said, asked,
 
 def test_rounds_in_the_order_of_decent_dp():
     in_turn, as_there = (
-        [Plan(resolve_topology("ring"), 4, 0, (0,) * 4, order).at(number).destinations for number in range(1, 5)]
+        [RankRounds(resolve_topology("ring"), 4, 0, (0,) * 4, order).at(number).destinations for number in range(1, 5)]
         for order in ("in turn", "decent-dp")
     )
     assert in_turn == [(1,), (3,), (1,), (3,)]
