@@ -46,7 +46,8 @@ class ModelSwitchWrapper(EngineAccess, DistributedModule):
     Args:
         module: the module to train.
         optimizer: that steps its parameters; one or a list.
-        broadcast_buffers: take the buffers, too, from rank 0 at the start.
+        broadcast_buffers: take the buffers, too, from rank 0 at the start: in ``switch_to``, where weights
+            are taken, and not in the first forward pass, before which the two would not fit together.
         delay_reduce: exchange everything at the end of backward.
         hierarchical_reduce: inside each host first, then between hosts. None means False
             for gradient allreduce and True for other algorithms that can.

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import bagua.comm
 from bagua import env
+from bagua.errors import CollectiveMismatchError
 from bagua.parallel.decentralized import DecentralizedDataParallel
 from bagua.parallel.decentralized.rounds import RankRounds, nodes_for, resolve_topology
 from bagua.testing import ProcessRanks
@@ -77,3 +78,13 @@ def wrap_with_torch_alone(folder: str) -> bool:
 @pytest.mark.gloo
 def test_torch_alone_is_enough(tmp_path):
     assert ProcessRanks(2, backend=None).run(wrap_with_torch_alone, str(tmp_path)) == [True, True]
+
+
+@pytest.mark.threads
+def test_ranks_that_ask_for_other_hosts_are_told(thread_ranks):
+    def run() -> None:
+        asked = None if this_rank.get().rank == 0 else 1
+        with pytest.raises(CollectiveMismatchError):
+            wrap(topology="alternating-exp-ring", _local_world_size=asked)
+
+    thread_ranks(4, run, hosts=[2, 2])

@@ -59,8 +59,9 @@ def nodes_for(group: ProcessGroup, local_world_size: object) -> tuple[int, ...]:
     Raises:
         ConfigurationError: the ranks cannot be dealt out to such hosts.
     """
+    launchers = _launchers(group)  # On all ranks, also on those that were given another argument than others.
     if local_world_size is None:
-        local_world_size = _launchers(group)
+        local_world_size = launchers
     if local_world_size == "hosts":
         return tuple(group.nodes)
     if type(local_world_size) is not int or local_world_size < 1 or group.size % local_world_size:
@@ -75,11 +76,11 @@ def nodes_for(group: ProcessGroup, local_world_size: object) -> tuple[int, ...]:
 
 def _launchers(group: ProcessGroup) -> int | Literal["hosts"]:
     """Ranks on each host as the launcher says, if it says so on all ranks of the world alike."""
-    if group.size == 1 or group.size != get_world_size():
+    if group.size == 1:
         return "hosts"
     said = set(group.global_communicator.allgather_object(env.get_local_world_size()))
     count = said.pop()
-    if said or not count or group.size % count:
+    if said or not count or group.size % count or group.size != get_world_size():
         return "hosts"
     whole: int = count
     return whole
