@@ -18,7 +18,7 @@ from typing_extensions import Unpack
 
 from bagua import comm as of
 from bagua.checks import check_kind, renaming
-from bagua.comm import ReduceOp, Work
+from bagua.comm import Communicator, NonMember, ReduceOp, Work
 from bagua.comm.startup.adoption import Group, backend_of, communicator_of
 from bagua.errors import ConfigurationError, InvalidTensorError, InvalidTypeError
 
@@ -180,8 +180,12 @@ def gather(
     comm: Group | None = None,
     **keywords: Unpack[CallOptions],
 ) -> Work | None:
-    """Gather ``send_tensor`` of all ranks, in rank order, into ``recv_tensor`` on rank ``dst``."""
-    return of.gather(recv_tensor, send_tensor, dst, comm, **keywords)
+    """Gather ``send_tensor`` of all ranks, in rank order, into ``recv_tensor`` on rank ``dst``; others need none."""
+    communicator = communicator_of(comm)
+    if _is_other(dst, communicator):
+        _check_unused("recv_tensor", recv_tensor, communicator.size * send_tensor.numel())
+        recv_tensor = None
+    return communicator.gather(recv_tensor, send_tensor, dst, **keywords)
 
 
 @renaming(output="tensor")
@@ -214,8 +218,12 @@ def scatter(
     comm: Group | None = None,
     **keywords: Unpack[CallOptions],
 ) -> Work | None:
-    """Give each rank its share, in rank order, of ``send_tensor`` of rank ``src``."""
-    return of.scatter(recv_tensor, send_tensor, src, comm, **keywords)
+    """Give each rank its share, in rank order, of ``send_tensor`` of rank ``src``; others need none."""
+    communicator = communicator_of(comm)
+    if _is_other(src, communicator):
+        _check_unused("send_tensor", send_tensor, communicator.size * recv_tensor.numel())
+        send_tensor = None
+    return communicator.scatter(recv_tensor, send_tensor, src, **keywords)
 
 
 @renaming(output="tensor", root="src")
@@ -334,6 +342,22 @@ def alltoall_v_inplace(
     _require_dense("displs", counts, displs)
     shares = _begin(tensor, sum(counts))
     return of.alltoall_v(shares, shares.clone(), counts, counts, comm, **keywords)
+
+
+def _is_other(rank: int, communicator: Communicator | NonMember) -> bool:
+    """Whether ``rank`` is one of the other members."""
+    return rank in range(communicator.size) and rank != communicator.rank
+
+
+def _check_unused(argument: str, tensor: Tensor | None, numel: int) -> None:
+    """Refuse a tensor that does not fit, also where it is not needed: Bagua 0.9 wants it on every rank."""
+    if tensor is not None and tensor.numel() != numel:
+        raise InvalidTensorError(
+            "the tensor of all ranks has another size than their parts together",
+            argument=argument,
+            expected=f"{numel} elements, or None on this rank",
+            seen=tensor.numel(),
+        )
 
 
 def _part(tensor: Tensor, position: int, count: int) -> Tensor:

@@ -28,6 +28,11 @@ def send_and_receive() -> None:
     assert recv is None or torch.equal(recv, everything)
     bagua.scatter(everything if rank == 2 else None, recv := torch.zeros(2), src=2)
     assert torch.equal(recv, own)
+    # As the original wants it: a tensor on every rank.
+    bagua.gather(own, recv := torch.zeros(6), 1)
+    assert torch.equal(recv, everything if rank == 1 else torch.zeros(6))
+    bagua.scatter(everything if rank == 2 else torch.zeros(6), recv := torch.zeros(2), src=2)
+    assert torch.equal(recv, own)
     bagua.reduce_scatter(everything, recv := torch.zeros(2), bagua.ReduceOp.SUM)
     assert torch.equal(recv, SIZE * own)
     sent = torch.arange(3) + 10 * rank
