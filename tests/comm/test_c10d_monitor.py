@@ -17,8 +17,8 @@ from bagua.comm.transports.c10d import transport as c10d
 from bagua.comm.transports.c10d.groups import BackendGroup, NcclGroup
 from bagua.comm.transports.c10d.handles import StreamWatch
 from bagua.comm.transports.c10d.monitor import Monitor
-from bagua.comm.transports.c10d.notices import Cause
 from bagua.comm.transports.c10d.transport import C10dTransport
+from bagua.comm.transports.failure.notices import Cause
 from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError, PeerLostError
 from tests.comm.c10d_ranks import membership
 

@@ -14,9 +14,9 @@ import pytest
 from torch.distributed import FileStore, HashStore
 
 from bagua.comm.transports.base import Membership
-from bagua.comm.transports.c10d import notices as c10d_notices
-from bagua.comm.transports.c10d.errors import ended_error, lost_error, timeout_error
-from bagua.comm.transports.c10d.notices import Cause, Findings, Mailbox, meet
+from bagua.comm.transports.failure import notices as c10d_notices
+from bagua.comm.transports.failure.errors import ended_error, lost_error, timeout_error
+from bagua.comm.transports.failure.notices import Cause, Findings, Mailbox, meet
 from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError, PeerLostError, TransportUnavailableError
 
 RANKS = (4, 5, 6, 7)

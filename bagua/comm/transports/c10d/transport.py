@@ -21,7 +21,6 @@ from bagua.comm.call import POINT_TO_POINT, Call
 from bagua.comm.lifetime.closing import run_all
 from bagua.comm.lifetime.forks import family, forked_error
 from bagua.comm.transports.base import DONE, Handle, Membership, Transport
-from bagua.comm.transports.c10d.errors import ENDED, ended_error, lost_error, timeout_error
 from bagua.comm.transports.c10d.groups import BackendGroup, create_group, group_refusal, split_name
 from bagua.comm.transports.c10d.handles import (
     C10dHandle,
@@ -33,7 +32,8 @@ from bagua.comm.transports.c10d.handles import (
 )
 from bagua.comm.transports.c10d.lowering import Finish, Lowering
 from bagua.comm.transports.c10d.monitor import monitor
-from bagua.comm.transports.c10d.notices import Cause, Findings, Mailbox
+from bagua.comm.transports.failure.errors import ENDED, ended_error, lost_error, timeout_error
+from bagua.comm.transports.failure.notices import Cause, Findings, Mailbox
 from bagua.comm.transports.memory.copying import copy_pieces
 from bagua.errors import CollectiveTimeoutError, CommunicationError, TransportUnavailableError
 

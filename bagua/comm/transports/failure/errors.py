@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bagua.comm.transports.c10d.notices import Cause, Findings
+from bagua.comm.transports.failure.notices import Cause, Findings
 from bagua.errors import CollectiveTimeoutError, CommunicationError, CommunicatorClosedError, PeerLostError
 
 __all__ = ["ENDED", "ended_error", "lost_error", "timeout_error"]
