@@ -173,7 +173,7 @@ def test_closing_with_works_under_way_aborts_first(ranks: list[Rank]) -> None:
     ranks[0].comm.allreduce(torch.ones(2), async_op=True)
     ranks[0].comm.close()
     assert ranks[0].backend.ended == ["abort", "shutdown"]
-    assert ranks[1].transport._mailbox.cause() == Cause(0, 0, "closed", "it closed its communicator")
+    assert ranks[1].transport.failures._mailbox.cause() == Cause(0, 0, "closed", "it closed its communicator")
 
 
 def test_a_stopped_monitor_has_no_thread(monitor: Monitor, ranks: list[Rank]) -> None:

@@ -22,6 +22,7 @@ from bagua.comm.lifetime.background import BackgroundThread
 from bagua.comm.lifetime.forks import leak
 from bagua.comm.transports.base import Handle
 from bagua.comm.transports.c10d.lowering import Finish, as_timedelta
+from bagua.comm.transports.failure.finder import FailureFinder
 from bagua.errors import CommunicationError
 
 __all__ = ["C10dHandle", "CollectiveHandle", "MessageHandle", "Owner", "StreamHandle", "StreamWatch", "Waiters"]
@@ -38,31 +39,10 @@ class Owner(Protocol):
     """What handles need of their transport."""
 
     waiters: Waiters
-
-    @property
-    def broken(self) -> bool:
-        """Whether the communicator was broken or closed."""
-
-    def abort(self, reason: str, culprit: int | None = None) -> None:
-        """Break the communicator."""
-
-    def check_usable(self) -> None:
-        """Raise if the communicator was broken or closed."""
-
-    def timed_out(self, elapsed_s: float, timeout_s: float) -> CommunicationError:
-        """End the communicator because a deadline passed; the error to raise."""
-
-    def failed(self, error: BaseException, elapsed_s: float, timeout_s: float) -> CommunicationError:
-        """End the communicator because a call failed; the error to raise."""
+    failures: FailureFinder
 
     def watch(self, works: StreamWatch) -> None:
         """Let the monitor enforce the deadline of ``works``."""
-
-    def peers_left(self) -> bool:
-        """Whether a peer sent a notice of why it left."""
-
-    def end_unattended(self, judge: Callable[[], CommunicationError]) -> None:
-        """End the communicator with ``judge()``, which the next call or wait raises."""
 
 
 class C10dHandle(Handle):
@@ -150,7 +130,7 @@ class C10dHandle(Handle):
 
     def _interrupted(self, error: BaseException) -> None:
         """Ctrl-C, say: end the call before the tensors go back to the user."""
-        self._transport.abort(f"it left a call with {type(error).__name__}: {error}")
+        self._transport.failures.abort(f"it left a call with {type(error).__name__}: {error}")
         self.settle()
 
     def elapsed_s(self) -> float:
@@ -191,10 +171,10 @@ class CollectiveHandle(C10dHandle):
                     raise self._judge(failure) from failure
                 return
             left = self._left_s(until)
-            if self._transport.peers_left():  # Their notice may come before their connections close.
-                raise self._transport.failed(error, self.elapsed_s(), self._timeout_s)
+            if self._transport.failures.peers_left():  # Their notice may come before their connections close.
+                raise self._transport.failures.failed(error, self.elapsed_s(), self._timeout_s)
             if left <= 0:
-                timed_out = self._transport.timed_out(self.elapsed_s(), self._timeout_s)
+                timed_out = self._transport.failures.timed_out(self.elapsed_s(), self._timeout_s)
                 self.settle()
                 raise timed_out from error
             try:
@@ -208,8 +188,8 @@ class CollectiveHandle(C10dHandle):
         # The backend has the same deadline, and its clock may be a little ahead; nobody may have waited before.
         overdue = self._left_s(None) <= SLICE_S and "timed out" in str(failure).lower()
         if overdue:
-            return self._transport.timed_out(self.elapsed_s(), self._timeout_s)
-        return self._transport.failed(failure, self.elapsed_s(), self._timeout_s)
+            return self._transport.failures.timed_out(self.elapsed_s(), self._timeout_s)
+        return self._transport.failures.failed(failure, self.elapsed_s(), self._timeout_s)
 
     def settle(self, limit_s: float = 1.0) -> None:
         deadline = time.monotonic() + limit_s
@@ -257,13 +237,13 @@ class MessageHandle(C10dHandle):
             for work in self._works or ():
                 work.wait(as_timedelta(self._left_s(until)))
         except FutureTimeoutError as error:
-            timed_out = self._transport.timed_out(self.elapsed_s(), self._timeout_s)
+            timed_out = self._transport.failures.timed_out(self.elapsed_s(), self._timeout_s)
             self.settle()
             raise timed_out from error
         except (RuntimeError, ConnectionError) as error:
             if self._left_s(until) <= 0:
-                raise self._transport.timed_out(self.elapsed_s(), self._timeout_s) from error
-            raise self._transport.failed(error, self.elapsed_s(), self._timeout_s) from error
+                raise self._transport.failures.timed_out(self.elapsed_s(), self._timeout_s) from error
+            raise self._transport.failures.failed(error, self.elapsed_s(), self._timeout_s) from error
 
     def _wait_in_slices(self, future: Future[None], until: float | None) -> None:
         while True:
@@ -271,7 +251,7 @@ class MessageHandle(C10dHandle):
             try:
                 future.result(min(SLICE_S, left_s))
             except FutureTimeoutError:
-                if self._transport.peers_left():  # Their notice may come before their connections close.
+                if self._transport.failures.peers_left():  # Their notice may come before their connections close.
                     raise ConnectionError("a peer left") from None
                 if left_s <= SLICE_S:
                     raise
@@ -305,14 +285,14 @@ class StreamHandle(C10dHandle):
             until = time.monotonic() + timeout_s
             while not self.is_completed():
                 if self._left_s(until) <= 0:
-                    raise self._transport.timed_out(self.elapsed_s(), self._timeout_s)
+                    raise self._transport.failures.timed_out(self.elapsed_s(), self._timeout_s)
                 time.sleep(_POLL_S)
-        self._transport.check_usable()
+        self._transport.failures.check_usable()
         for work in self._works or ():
             try:
                 work.wait()
             except RuntimeError as error:
-                raise self._transport.failed(error, self.elapsed_s(), self._timeout_s) from error
+                raise self._transport.failures.failed(error, self.elapsed_s(), self._timeout_s) from error
 
     def settle(self, limit_s: float = 1.0) -> None:  # noqa: ARG002
         return  # An aborted communicator writes nothing.
@@ -338,7 +318,7 @@ class StreamWatch:
 
     def is_completed(self) -> bool:
         """Whether the device is done with the call, or nobody cares any more."""
-        return self._transport.broken or _all_completed(self._works)
+        return self._transport.failures.broken or _all_completed(self._works)
 
     def overdue(self) -> bool:
         """Whether the deadline has passed."""
@@ -346,16 +326,16 @@ class StreamWatch:
 
     def end_overdue(self) -> None:
         """Break the communicator because of the deadline."""
-        transport = self._transport
-        transport.end_unattended(lambda: transport.timed_out(self._elapsed_s(), self._timeout_s))
+        failures = self._transport.failures
+        failures.end_unattended(lambda: failures.timed_out(self._elapsed_s(), self._timeout_s))
 
     def end_if_peers_left(self) -> bool:
         """Break the communicator if a peer left it; whether that was so."""
-        transport = self._transport
-        if not transport.peers_left():
+        failures = self._transport.failures
+        if not failures.peers_left():
             return False
         left = ConnectionError("a peer left")
-        transport.end_unattended(lambda: transport.failed(left, self._elapsed_s(), self._timeout_s))
+        failures.end_unattended(lambda: failures.failed(left, self._elapsed_s(), self._timeout_s))
         return True
 
     def _elapsed_s(self) -> float:

@@ -10,10 +10,8 @@ from __future__ import annotations
 import atexit
 import functools
 import threading
-import time
 import weakref
 from collections import deque
-from collections.abc import Callable
 
 import torch
 
@@ -32,10 +30,9 @@ from bagua.comm.transports.c10d.handles import (
 )
 from bagua.comm.transports.c10d.lowering import Finish, Lowering
 from bagua.comm.transports.c10d.monitor import monitor
-from bagua.comm.transports.failure.errors import ENDED, ended_error, lost_error, timeout_error
-from bagua.comm.transports.failure.notices import Cause, Findings, Mailbox
+from bagua.comm.transports.failure.finder import FailureFinder
 from bagua.comm.transports.memory.copying import copy_pieces
-from bagua.errors import CollectiveTimeoutError, CommunicationError, TransportUnavailableError
+from bagua.errors import TransportUnavailableError
 
 __all__ = ["C10dTransport", "c10d_refusal"]
 
@@ -75,39 +72,22 @@ class C10dTransport(Transport):
         self.name = backend
         self.waiters = Waiters()
         self._global_rank = membership.ranks[self.rank]
-        # A signal handler may abort or close in the middle of either.
+        #: A signal handler may close in the middle of it.
         self._lock = threading.RLock()
-        self._verdict = threading.RLock()
-        self._cause: Cause | None = None
-        self._error: CommunicationError | None = None
         self._closed = False
         self._outstanding: deque[C10dHandle] = deque()
         self._channels: dict[str, _Channel] = {}
-        self._mailbox = Mailbox(membership)
+        self.failures = FailureFinder(membership, functools.partial(_disconnect, self._channels))
         try:
-            self._meet()
+            self.failures.meet()
             for device_type, name in split_name(backend).items():
                 self._add_channel(device_type, create_group(name, membership))
         except BaseException:
-            self._mailbox.close()
+            self.failures.close()
             raise
         self._choose()
         _living.add(self)
         family.add(self)
-
-    def _meet(self) -> None:
-        started = time.monotonic()
-        members = self.membership
-        missing = self._mailbox.meet()
-        if missing:
-            raise CollectiveTimeoutError(
-                f"communicator {members.label} cannot be set up: {len(missing)} of {members.size} ranks did not come",
-                rank=self._global_rank,
-                peers=missing,
-                elapsed_s=time.monotonic() - started,
-                timeout_s=members.timeout_s,
-                advice="Every member must make the same groups in the same order.",
-            )
 
     def _add_channel(self, device_type: str, group: BackendGroup) -> None:
         channel = _Channel(group)
@@ -136,8 +116,8 @@ class C10dTransport(Transport):
         timeout_s: float,
         asynchronous: bool,
     ) -> Handle:
-        if self._cause is not None:
-            self.check_usable()
+        if self.failures.broken:
+            self.failures.check_usable()
         kind = call[0]
         if call[3] == 0 and kind not in _NEVER_EMPTY:
             return DONE
@@ -160,7 +140,7 @@ class C10dTransport(Transport):
         except NotImplementedError as error:
             raise self._unable(call, error) from error
         except RuntimeError as error:
-            raise self.failed(error, 0.0, timeout_s) from error
+            raise self.failures.failed(error, 0.0, timeout_s) from error
         handle_class = channel.message if channel.takes_messages(call) else channel.collective
         handle = handle_class(self, works, _where_allowed(finish, target), timeout_s, (source, target))
         if asynchronous or channel.group.on_stream:
@@ -206,89 +186,10 @@ class C10dTransport(Transport):
             advice="Use another backend for this communicator.",
         )
 
-    # Failure.
-
-    @property
-    def broken(self) -> bool:
-        """Whether the communicator was broken or closed."""
-        return self._cause is not None
-
-    def check_usable(self) -> None:
-        """Raise if this communicator was broken or closed."""
-        if self._cause is None:
-            return
-        with self._verdict:
-            error, self._error = self._error, None
-        raise error or self._already()
-
-    def timed_out(self, elapsed_s: float, timeout_s: float) -> CommunicationError:
-        """End the communicator because a deadline passed; the error to raise."""
-        if not self._break(self._own_cause("timed out", f"it gave up after {elapsed_s:.1f} s"), announce=True):
-            return self._already()
-        return self._timeout_error(self._mailbox.find_out(everyone=True), elapsed_s, timeout_s)
-
-    def _timeout_error(self, found: Findings, elapsed_s: float, timeout_s: float) -> CommunicationError:
-        return timeout_error(sorted(found.lost + found.silent), elapsed_s, timeout_s)
-
-    def failed(self, error: BaseException, elapsed_s: float, timeout_s: float) -> CommunicationError:
-        """End the communicator because a call failed; the error to raise."""
-        found = self._mailbox.look()
-        cause = self._named(found)
-        if not self._break(cause or self._own_cause("failed", f"its call failed: {error}"), announce=cause is not None):
-            return self._already()
-        if cause is None:
-            # Who died a moment ago may still answer; those who are well say so as soon as their calls fail.
-            self._mailbox.tell(None)
-            found = self._mailbox.find_out()
-            cause = self._named(found)
-            if cause is not None:
-                self._cause = cause  # Other calls that were under way name the same rank.
-                if cause.rank == self._global_rank:
-                    self._mailbox.tell(cause)
-        if cause is not None and cause.kind == "timed out" and elapsed_s >= timeout_s / 2:
-            # This rank waited as well; the other one's clock was only a little ahead.
-            self._mailbox.tell(None)
-            return self._timeout_error(self._mailbox.find_out(everyone=True), elapsed_s, timeout_s)
-        return lost_error(error, found, self._global_rank, elapsed_s, timeout_s)
-
-    def _named(self, found: Findings) -> Cause | None:
-        """The cause, if a notice or a refused connection names a rank."""
-        if found.cause is None and found.lost:
-            return Cause(self._global_rank, found.lost[0], "lost", ENDED)
-        return found.cause
-
-    def _own_cause(self, kind: str, reason: str) -> Cause:
-        return Cause(self._global_rank, self._global_rank, kind, reason)
-
-    def end_unattended(self, judge: Callable[[], CommunicationError]) -> None:
-        """For the monitor: end the communicator with ``judge()``, which the next call or wait raises."""
-        with self._verdict:  # Who comes meanwhile waits for the verdict.
-            self._error = judge()
-
-    def peers_left(self) -> bool:
-        """Whether a peer sent a notice of why it left."""
-        return self._mailbox.cause() is not None
-
-    def _already(self) -> CommunicationError:
-        assert self._cause is not None
-        return ended_error(self._cause, self._global_rank)
-
-    def _break(self, cause: Cause, *, announce: bool) -> bool:
-        """Close all connections; False if that has happened before."""
-        with self._lock:
-            if self._cause is not None:
-                return False
-            self._cause = cause
-        if announce:
-            # Before the connections close: whoever is woken by that looks for the cause.
-            self._mailbox.tell(cause)
-        for channel in set(self._channels.values()):
-            channel.group.break_connections()
-        return True
+    # Failure, and the end.
 
     def abort(self, reason: str, culprit: int | None = None) -> None:
-        own = self._own_cause("aborted", reason)
-        self._break(own if culprit is None else own._replace(culprit=culprit), announce=True)
+        self.failures.abort(reason, culprit)
 
     def idle(self) -> bool:
         return all(handle.is_completed() for handle in list(self._outstanding))
@@ -299,32 +200,34 @@ class C10dTransport(Transport):
                 return
             self._closed = True
         pending = [handle for handle in self._outstanding if not handle.is_completed()]
-        cause = self._own_cause("closed", "it closed its communicator")
-        if pending:
-            self._break(cause, announce=True)
-        elif self._cause is None:
-            self._cause = cause
+        self.failures.end(under_way=bool(pending))
         for handle in self._outstanding:
-            handle.discard(self._already())
+            handle.discard(self.failures.ended())
         self._outstanding.clear()
         self.waiters.stop()
-        self._mailbox.close()
+        self.failures.close()
         for channel in set(self._channels.values()):
             channel.group.close()
-        self._channels = {}
+        self._channels.clear()
         self._cpu = self._default = None  # type: ignore[assignment]
         _living.discard(self)
 
     def disown(self) -> None:
         """In a forked child: say nothing to anybody, and destroy nothing of torch's."""
-        self._lock, self._verdict = threading.RLock(), threading.RLock()
+        self._lock = threading.RLock()
         self._closed = True
-        self._cause = self._cause or self._own_cause("forked", "the communicator is the parent's")
+        self.failures.disown()
         for handle in self._outstanding:
             handle.disown(forked_error())
         self._outstanding.clear()
         for channel in set(self._channels.values()):
             channel.group.disown()
+
+
+def _disconnect(channels: dict[str, _Channel]) -> None:
+    """Not a bound method: a cycle would keep torch's objects alive until the next garbage collection."""
+    for channel in set(channels.values()):
+        channel.group.break_connections()
 
 
 def _where_allowed(finish: Finish | None, target: torch.Tensor | None) -> Finish | None:

@@ -1,0 +1,162 @@
+"""One communicator's failure: found out once, told to the other ranks, and raised by every call afterwards."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from bagua.comm.transports.base import Membership
+from bagua.comm.transports.failure.errors import ENDED, ended_error, lost_error, timeout_error
+from bagua.comm.transports.failure.notices import Cause, Findings, Mailbox
+from bagua.errors import CollectiveTimeoutError, CommunicationError
+
+__all__ = ["FailureFinder"]
+
+
+class FailureFinder:
+    """Finds out which rank ended a communicator, for transports that only see broken connections.
+
+    Args:
+        membership: the ranks.
+        disconnect: closes all connections of the transport, so that calls under way end here and on the peers; runs
+            once, in any thread, and raises nothing.
+
+    Raises:
+        TransportUnavailableError: the system gives no socket.
+    """
+
+    def __init__(self, membership: Membership, disconnect: Callable[[], None]) -> None:
+        self._membership = membership
+        self._disconnect = disconnect
+        self._global_rank = membership.ranks[membership.rank]
+        # A signal handler may abort or close in the middle of either.
+        self._lock = threading.RLock()
+        self._verdict = threading.RLock()
+        self._cause: Cause | None = None
+        self._error: CommunicationError | None = None
+        self._mailbox = Mailbox(membership)
+
+    def meet(self) -> None:
+        """Wait for all ranks, and learn how to reach them. Collective.
+
+        Raises:
+            CollectiveTimeoutError: some ranks never came; ``peers`` names them.
+        """
+        started = time.monotonic()
+        members = self._membership
+        missing = self._mailbox.meet()
+        if missing:
+            raise CollectiveTimeoutError(
+                f"communicator {members.label} cannot be set up: {len(missing)} of {members.size} ranks did not come",
+                rank=self._global_rank,
+                peers=missing,
+                elapsed_s=time.monotonic() - started,
+                timeout_s=members.timeout_s,
+                advice="Every member must make the same groups in the same order.",
+            )
+
+    @property
+    def broken(self) -> bool:
+        """Whether the communicator was broken or closed."""
+        return self._cause is not None
+
+    def check_usable(self) -> None:
+        """Raise if this communicator was broken or closed."""
+        if self._cause is None:
+            return
+        with self._verdict:
+            error, self._error = self._error, None
+        raise error or self.ended()
+
+    def ended(self) -> CommunicationError:
+        """The error of a call on the communicator that has ended."""
+        assert self._cause is not None
+        return ended_error(self._cause, self._global_rank)
+
+    def peers_left(self) -> bool:
+        """Whether a peer sent a notice of why it left."""
+        return self._mailbox.cause() is not None
+
+    # What a call has met.
+
+    def timed_out(self, elapsed_s: float, timeout_s: float) -> CommunicationError:
+        """End the communicator because a deadline passed; the error to raise."""
+        if not self._break(self._own_cause("timed out", f"it gave up after {elapsed_s:.1f} s"), announce=True):
+            return self.ended()
+        return self._timeout_error(elapsed_s, timeout_s)
+
+    def _timeout_error(self, elapsed_s: float, timeout_s: float) -> CommunicationError:
+        found = self._mailbox.find_out(everyone=True)
+        return timeout_error(sorted(found.lost + found.silent), elapsed_s, timeout_s)
+
+    def failed(self, error: BaseException, elapsed_s: float, timeout_s: float) -> CommunicationError:
+        """End the communicator because a call failed; the error to raise."""
+        found = self._mailbox.look()
+        cause = self._named(found)
+        if not self._break(cause or self._own_cause("failed", f"its call failed: {error}"), announce=cause is not None):
+            return self.ended()
+        if cause is None:
+            # Who died a moment ago may still answer; those who are well say so as soon as their calls fail.
+            self._mailbox.tell(None)
+            found = self._mailbox.find_out()
+            cause = self._named(found)
+            if cause is not None:
+                self._cause = cause  # Other calls that were under way name the same rank.
+                if cause.rank == self._global_rank:
+                    self._mailbox.tell(cause)
+        if cause is not None and cause.kind == "timed out" and elapsed_s >= timeout_s / 2:
+            # This rank waited as well; the other one's clock was only a little ahead.
+            self._mailbox.tell(None)
+            return self._timeout_error(elapsed_s, timeout_s)
+        return lost_error(error, found, self._global_rank, elapsed_s, timeout_s)
+
+    def _named(self, found: Findings) -> Cause | None:
+        """The cause, if a notice or a refused connection names a rank."""
+        if found.cause is None and found.lost:
+            return Cause(self._global_rank, found.lost[0], "lost", ENDED)
+        return found.cause
+
+    def _own_cause(self, kind: str, reason: str) -> Cause:
+        return Cause(self._global_rank, self._global_rank, kind, reason)
+
+    def end_unattended(self, judge: Callable[[], CommunicationError]) -> None:
+        """End the communicator with ``judge()``, which the next call or wait raises; no thread waits for the call."""
+        with self._verdict:  # Who comes meanwhile waits for the verdict.
+            self._error = judge()
+
+    def _break(self, cause: Cause, *, announce: bool) -> bool:
+        """Close all connections; False if that has happened before."""
+        with self._lock:
+            if self._cause is not None:
+                return False
+            self._cause = cause
+        if announce:
+            # Before the connections close: a rank that this wakes looks for the cause.
+            self._mailbox.tell(cause)
+        self._disconnect()
+        return True
+
+    # The end.
+
+    def abort(self, reason: str, culprit: int | None = None) -> None:
+        """See ``Transport.abort``."""
+        own = self._own_cause("aborted", reason)
+        self._break(own if culprit is None else own._replace(culprit=culprit), announce=True)
+
+    def end(self, *, under_way: bool) -> None:
+        """The communicator is closed here: later calls say so, and with calls under way the peers are told."""
+        cause = self._own_cause("closed", "it closed its communicator")
+        if under_way:
+            self._break(cause, announce=True)
+        elif self._cause is None:
+            self._cause = cause
+
+    def close(self) -> None:
+        """Refuse connections from now on. Idempotent."""
+        self._mailbox.close()
+
+    def disown(self) -> None:
+        """In a forked child: say nothing to anybody."""
+        self._lock, self._verdict = threading.RLock(), threading.RLock()
+        self._cause = self._cause or self._own_cause("forked", "the communicator is the parent's")
