@@ -6,7 +6,17 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["COLLECTIVES", "POINT_TO_POINT", "Call"]
+__all__ = [
+    "COLLECTIVES",
+    "DTYPES",
+    "DTYPE_NUMBERS",
+    "KINDS",
+    "KIND_NUMBERS",
+    "POINT_TO_POINT",
+    "REDUCTIONS",
+    "REDUCTION_NUMBERS",
+    "Call",
+]
 
 #: Kinds in which every rank of the communicator takes part. The position of a
 #: kind is its number in a fingerprint: append, never reorder.
@@ -25,6 +35,15 @@ COLLECTIVES = (
 #: Kinds between two ranks; they do not count in the sequence of collectives.
 POINT_TO_POINT = ("send", "recv", "sendrecv")
 
+# What ranks tell each other of a call: the position of a name is its number. Append, never reorder.
+KINDS = COLLECTIVES + POINT_TO_POINT
+KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
+REDUCTIONS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+REDUCTION_NUMBERS = {name: number for number, name in enumerate(REDUCTIONS)}
+#: Equal on all ranks, as long as they run the same torch.
+DTYPES = tuple(sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str))
+DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
+
 
 class Call(NamedTuple):
     """What one rank asks for, without the data.
@@ -36,7 +55,7 @@ class Call(NamedTuple):
         dtype: dtype of the elements, as the user gave it.
         numel: elements of one rank's share (see ``comm/transports/base.py``); 0 for ``barrier``.
         reduction: ``sum``, ``avg``, ...; empty where nothing is reduced.
-        root: root, destination or peer; -1 where there is none.
+        root: root, destination or peer; -1 where there is none, and for ``recv`` from any rank.
         source: for ``sendrecv`` the rank received from; otherwise -1.
         send_counts: for ``alltoall_v`` the elements sent to each rank; otherwise empty.
         recv_counts: for ``alltoall_v`` the elements received from each rank; for

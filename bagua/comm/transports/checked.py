@@ -19,18 +19,23 @@ from collections.abc import Iterator
 import torch
 from torch.distributed import PrefixStore
 
-from bagua.comm.call import COLLECTIVES, POINT_TO_POINT, Call
+from bagua.comm.call import (
+    DTYPE_NUMBERS,
+    DTYPES,
+    KIND_NUMBERS,
+    KINDS,
+    POINT_TO_POINT,
+    REDUCTION_NUMBERS,
+    REDUCTIONS,
+    Call,
+)
 from bagua.comm.transports.base import Handle, Membership, Transport
 from bagua.errors import CollectiveMismatchError, CommunicationError
 
 __all__ = ["CheckedTransport", "check_membership"]
 
-_KINDS = COLLECTIVES + POINT_TO_POINT
-_REDUCTIONS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
-#: Equal on all ranks, as long as they run the same torch.
-_DTYPES = tuple(sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str))
 _FACTS = 6
-_SENDS, _RECEIVES = _KINDS.index("send"), _KINDS.index("recv")
+_SENDS, _RECEIVES = KIND_NUMBERS["send"], KIND_NUMBERS["recv"]
 _POLL_S = 0.0002
 _FAREWELL_S = 1.0
 
@@ -200,7 +205,8 @@ class _CheckedHandle(Handle):
 
 def _fingerprint(call: Call, size: int, kind: int) -> torch.Tensor:
     """``call`` in ``_FACTS + 2 * size`` whole numbers; the counts only where they matter."""
-    facts = [kind, call.sequence, _DTYPES.index(call.dtype), call.numel, _REDUCTIONS.index(call.reduction), call.root]
+    reduction = REDUCTION_NUMBERS[call.reduction]
+    facts = [kind, call.sequence, DTYPE_NUMBERS[call.dtype], call.numel, reduction, call.root]
     counts = [0] * (2 * size)
     if call.kind == "alltoall_v":
         facts[3] = 0
@@ -211,8 +217,8 @@ def _fingerprint(call: Call, size: int, kind: int) -> torch.Tensor:
 def _describe(row: list[int], size: int) -> str:
     """The call behind a fingerprint, for people."""
     kind, sequence, dtype, numel, reduction, root = row[:_FACTS]
-    counts = tuple(row[_FACTS : _FACTS + size]) if _KINDS[kind] == "alltoall_v" else ()
-    return str(Call(_KINDS[kind], sequence, _DTYPES[dtype], numel, _REDUCTIONS[reduction], root, -1, counts))
+    counts = tuple(row[_FACTS : _FACTS + size]) if KINDS[kind] == "alltoall_v" else ()
+    return str(Call(KINDS[kind], sequence, DTYPES[dtype], numel, REDUCTIONS[reduction], root, -1, counts))
 
 
 class _Table:
@@ -223,7 +229,7 @@ class _Table:
         self._rank = check.rank
         self._size = check.size
         self._ranks = check.membership.ranks
-        own = _fingerprint(call, check.size, _KINDS.index(call.kind))
+        own = _fingerprint(call, check.size, KIND_NUMBERS[call.kind])
         self._rows = torch.empty((check.size, own.numel()), dtype=torch.int64)
         gathering = Call("allgather", call.sequence, torch.int64, own.numel())
         self._handle = check.start(gathering, own, self._rows, timeout_s, True)

@@ -10,7 +10,16 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from bagua.comm.call import COLLECTIVES, POINT_TO_POINT, Call
+from bagua.comm.call import (
+    COLLECTIVES,
+    DTYPE_NUMBERS,
+    DTYPES,
+    KIND_NUMBERS,
+    KINDS,
+    REDUCTION_NUMBERS,
+    REDUCTIONS,
+    Call,
+)
 from bagua.comm.transports.memory.exchange import small_bytes
 from bagua.comm.transports.memory.line import Line, Notice, Slots, Words
 from bagua.comm.transports.shm.memory import SharedMemory
@@ -28,15 +37,8 @@ __all__ = [
     "Where",
 ]
 
-_KINDS = COLLECTIVES + POINT_TO_POINT
-_KIND_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
-_REDUCTIONS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
-_REDUCTION_NUMBERS = {name: number for number, name in enumerate(_REDUCTIONS)}
-#: Equal on all ranks, as long as they run the same torch; attaching compares torch's version.
-_DTYPES = tuple(sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str))
-_DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
 #: Kinds of collectives that are all said in their agreement, the number of the call apart.
-_WITHOUT_COUNTS = frozenset(_KIND_NUMBERS[kind] for kind in COLLECTIVES if kind != "alltoall_v")
+_WITHOUT_COUNTS = frozenset(KIND_NUMBERS[kind] for kind in COLLECTIVES if kind != "alltoall_v")
 _BY_ROWS = ("scatter", "reduce_scatter", "alltoall")
 
 #: ``Notice.piece`` of data that is visible all at once.
@@ -271,13 +273,13 @@ class OwnLine(ControlLine):
 
     def _write_all(self, slot: int, call: Call, place: Place) -> None:
         numbers = (
-            _KIND_NUMBERS[call.kind], _DTYPE_NUMBERS[call.dtype], call.agreement()[2],
-            _REDUCTION_NUMBERS[call.reduction], call.root,
+            KIND_NUMBERS[call.kind], DTYPE_NUMBERS[call.dtype], call.agreement()[2],
+            REDUCTION_NUMBERS[call.reduction], call.root,
         )  # fmt: skip
         sends, receives = call.send_counts, call.recv_counts
         _RECORD.pack_into(
             self._bytes, self._record(slot), *numbers, call.numel, call.source, len(sends), len(receives),
-            place.where, _DTYPE_NUMBERS[place.dtype], *place[2:], call.sequence,
+            place.where, DTYPE_NUMBERS[place.dtype], *place[2:], call.sequence,
         )  # fmt: skip
         if sends or receives:
             counts = sends + receives
@@ -356,7 +358,7 @@ class PeerLine(ControlLine):
     def notice(self, slot: int) -> Notice:
         """What was published last in ``slot``."""
         record = _RECORD.unpack_from(self._bytes, self._record(slot))
-        place = Place(record[_PLACE], _DTYPES[record[_PLACE + 1]], *record[_PLACE + 2 : _SEQUENCE])
+        place = Place(record[_PLACE], DTYPES[record[_PLACE + 1]], *record[_PLACE + 2 : _SEQUENCE])
         if place.segment:  # Announced segments are fetched even if this rank needs nothing.
             self._shown[slot] = self._mapped(place.segment, self.named).views
         if record[:_AGREEMENT] == self._own.agreements[slot] and record[0] in _WITHOUT_COUNTS:
@@ -385,6 +387,6 @@ class PeerLine(ControlLine):
         kind, dtype, _, reduction, root, numel, source, sends, receives = record[:_PLACE]
         counts = struct.unpack_from(f"{sends + receives}q", self._bytes, self._record(slot) + _RECORD.size)
         return Call(
-            _KINDS[kind], record[_SEQUENCE], _DTYPES[dtype], numel, _REDUCTIONS[reduction], root, source,
+            KINDS[kind], record[_SEQUENCE], DTYPES[dtype], numel, REDUCTIONS[reduction], root, source,
             counts[:sends], counts[sends:],
         )  # fmt: skip
