@@ -315,6 +315,40 @@ class TensorCollectives(Intake):
             "", self._other(src, "src"), finish=finish, result=tensor,
         )  # fmt: skip
 
+    def recv_any(self, tensor: torch.Tensor, *, async_op: bool = False, timeout: Timeout = None) -> int | Work:
+        """Receive into ``tensor`` the next message that any other rank sends.
+
+        A message goes to the receive that was started first, of those that can take it. Ranks that have closed
+        their communicator in peace are not missed as long as one is left.
+
+        Args:
+            tensor: equal in dtype and number of elements to what is sent.
+            async_op: return a ``Work`` at once, whose result is the rank of the sender.
+            timeout: deadline.
+
+        Returns:
+            The rank of the sender, inside this communicator.
+
+        Raises:
+            InvalidRankError: there is no other rank.
+            TransportUnavailableError: the backend receives from a rank that is named only, as NCCL does.
+        """
+        target, finish = self._in_place(tensor, "tensor", keep=False)
+        if self.size == 1:
+            raise InvalidRankError("there is no other rank that could send", argument="tensor", expected="two ranks")
+        with torch.inference_mode(False):  # Another thread writes to it, outside of that mode.
+            sender = torch.empty(1, dtype=torch.int64)
+
+        def conclude() -> int:
+            if finish is not None:
+                finish()
+            return int(sender)
+
+        work = self._run(
+            "recv", sender, target, tensor.dtype, target.numel(), async_op, timeout, finish=conclude, result=tensor,
+        )  # fmt: skip
+        return int(sender) if work is None else work
+
     def sendrecv(
         self,
         output: torch.Tensor,

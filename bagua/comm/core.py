@@ -188,10 +188,13 @@ class CommunicatorCore:
         *,
         peer: int = -1,
         counts: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
-        finish: Callable[[], None] | None = None,
+        finish: Callable[[], Any] | None = None,
         result: Any = None,
     ) -> Work | None:
-        """Start the described call; wait for it unless ``async_op``."""
+        """Start the described call; wait for it unless ``async_op``.
+
+        Its result is what ``finish`` returns; ``result`` if that is None.
+        """
         timeout_s = self._timeout_s if timeout is None else as_seconds(timeout)
         composite = self._composite  # Another thread may complete it meanwhile.
         if composite is not None and not composite.driven_here():
@@ -236,7 +239,7 @@ class CommunicatorCore:
         handle: Handle,
         call: Call,
         started: float,
-        finish: Callable[[], None] | None,
+        finish: Callable[[], Any] | None,
         kept: tuple[Any, ...],
     ) -> Work:
         spent = time.perf_counter() - started
@@ -245,13 +248,12 @@ class CommunicatorCore:
             waiting = time.perf_counter()
             try:
                 handle.wait(timeout_s)
-                if finish is not None:
-                    finish()
+                found = None if finish is None else finish()
             except BaseException as error:
                 self._break(error, call, started)
                 raise
             self.statistics.add(call, spent + time.perf_counter() - waiting)
-            return kept[-1]
+            return kept[-1] if found is None else found
 
         def give_up(error: CommunicationError) -> None:
             self._break(error, call, started)

@@ -55,7 +55,7 @@ class NonMember:
 
     allreduce = reduce = broadcast = allreduce_coalesced = broadcast_coalesced = ignore
     allgather = gather = scatter = reduce_scatter = alltoall = alltoall_v = ignore
-    send = recv = sendrecv = barrier = ignore
+    send = recv = recv_any = sendrecv = barrier = ignore
     broadcast_object = allgather_object = gather_object = scatter_object = ignore
     send_object = recv_object = ignore
     abort = close = ignore

@@ -32,6 +32,7 @@ __all__ = [
     "require_known_calls",
     "set_default_timeout",
     "set_sequence_number",
+    "source_rank",
     "start_coalescing",
     "store_of",
 ]
@@ -116,6 +117,11 @@ def start_coalescing(backend: Any) -> None:
 def end_coalescing(backend: Any) -> Any:
     """One work for all calls since ``start_coalescing``."""
     return backend._end_coalescing()
+
+
+def source_rank(work: Any) -> int:
+    """The sender of the message that a receive from any rank took."""
+    return int(work._source_rank())
 
 
 # Process groups in Python.

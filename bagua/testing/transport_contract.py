@@ -19,6 +19,7 @@ from bagua.testing.contract.arguments import ArgumentsContract
 from bagua.testing.contract.asynchronous import AsynchronousContract
 from bagua.testing.contract.disagreements import DisagreementsContract
 from bagua.testing.contract.failures import FailuresContract
+from bagua.testing.contract.messages import MessagesContract
 from bagua.testing.contract.records import RecordsContract
 from bagua.testing.contract.results import ResultsContract
 
@@ -26,6 +27,12 @@ __all__ = ["TransportContract"]
 
 
 class TransportContract(
-    ResultsContract, ArgumentsContract, AsynchronousContract, FailuresContract, DisagreementsContract, RecordsContract
+    ResultsContract,
+    ArgumentsContract,
+    AsynchronousContract,
+    FailuresContract,
+    DisagreementsContract,
+    RecordsContract,
+    MessagesContract,
 ):
     """All chapters. The attributes of ``ContractBase`` say what the transport declares about itself."""

@@ -15,7 +15,8 @@ from bagua.comm.communicator import Communicator
 from bagua.comm.reduction import ReduceOp
 from bagua.comm.transports.base import DONE, Handle, Membership, Transport
 from bagua.comm.transports.c10d.transport import C10dTransport
-from bagua.comm.transports.checked import CheckedTransport, _fingerprint, check_membership
+from bagua.comm.transports.checked import CheckedTransport, check_membership
+from bagua.comm.transports.fingerprints import fingerprint_of
 from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicatorClosedError
 from tests.comm.c10d_ranks import run, values
 
@@ -258,7 +259,7 @@ def test_a_message_never_starts_before_an_earlier_one(kind: str) -> None:
     member = Membership(HashStore(), 0, (0, 1), ("a", "a"), 5.0, "pair")
     opposite = "recv" if kind == "send" else "send"
     rows = [
-        _fingerprint(Call(opposite, number, torch.float32, 1, "", 0), 2, KIND_NUMBERS[opposite]) for number in (1, 2)
+        fingerprint_of(Call(opposite, number, torch.float32, 1, "", 0), 2, KIND_NUMBERS[opposite]) for number in (1, 2)
     ]
     order: list[int] = []
 

@@ -25,6 +25,8 @@ alltoall          n * numel                    n * numel                     -
 alltoall_v        sum(send_counts)             sum(recv_counts)              -
 send              numel                        None                          dst
 recv              None                         numel                         src
+recv from any     int64, 1: takes the rank of  numel                         -1
+                  the sender
 sendrecv          numel                        recv_counts[0]                dst, and
                                                                              source
 barrier           None                         None                          -

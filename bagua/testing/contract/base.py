@@ -22,6 +22,8 @@ class ContractBase:
         adds_in_float32: sums of 16-bit floats are accumulated in float32 by this project.
         keeps_apart: calls on two communicators may be issued in different orders on
             different ranks.
+        receives_from_any: ``recv_any`` works.
+        matches_in_order: a message goes to the receive that was started first, also where one takes any sender.
         blocks_host: ``wait`` returns when the result is there, not when a stream will see it.
         deadline_s: timeout that the tests of late and silent ranks use, in seconds.
     """
@@ -31,6 +33,8 @@ class ContractBase:
     can_lose_ranks: ClassVar[bool] = True
     adds_in_float32: ClassVar[bool] = True
     keeps_apart: ClassVar[bool] = True
+    receives_from_any: ClassVar[bool] = True
+    matches_in_order: ClassVar[bool] = True
     blocks_host: ClassVar[bool] = True
     deadline_s: ClassVar[float] = 1.5
 

@@ -81,6 +81,7 @@ class GlooGroup(BackendGroup):
         copies=frozenset({*_FLOATS, *_INTEGERS, torch.bool}),
         reductions=_pairs(_ARITHMETIC, _FLOATS + _INTEGERS) | _pairs(("avg",), _FLOATS) | _pairs(_BITWISE, _INTEGERS),
         messages_from_bytes=64 * 1024,
+        any_source=True,
     )
     # Gloo's own threads work on a started call. Handing it to a Python thread first costs 2 to 10 % of a step.
     executor = "caller"

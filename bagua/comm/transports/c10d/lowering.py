@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from bagua.comm.call import COLLECTIVES, POINT_TO_POINT, Call
 from bagua.comm.reduction import ReduceOp, divide, fold
-from bagua.comm.torch_private import end_coalescing, start_coalescing
+from bagua.comm.torch_private import end_coalescing, source_rank, start_coalescing
 
 __all__ = ["Abilities", "Finish", "Lowering", "Started", "as_timedelta"]
 
@@ -59,6 +59,7 @@ class Abilities:
         reductions: pairs of reduction and dtype that it reduces, with equal bits on all ranks.
         reduce_scatters: it has a reduce-scatter of its own, for the same pairs, that can be polled.
         grouped_messages: several messages must be started as one group (NCCL).
+        any_source: it can receive from whichever rank sends first.
         device_type: where barriers run.
         messages_from_bytes: from this size of a share on, alltoall and allgather are better made of messages; None
             where never.
@@ -68,6 +69,7 @@ class Abilities:
     reductions: frozenset[tuple[str, torch.dtype]]
     reduce_scatters: bool = False
     grouped_messages: bool = False
+    any_source: bool = False
     device_type: str = "cpu"
     messages_from_bytes: int | None = None
 
@@ -234,8 +236,15 @@ class Lowering:
         """Send to ``call.root``."""
         return (self._group.send([self._movable(source)], call.root, MESSAGE_TAG),), None
 
-    def recv(self, call: Call, _: object, target: torch.Tensor, __: float) -> Started:
-        """Receive from ``call.root``."""
+    def recv(self, call: Call, source: torch.Tensor | None, target: torch.Tensor, __: float) -> Started:
+        """Receive from ``call.root``; if that is no rank, from any, whose rank ``source`` takes."""
+        if call.root < 0:
+            if source is None or not self._abilities.any_source:
+                raise NotImplementedError("it receives from a rank that is named only")
+            # Gloo insists on room for something; an empty message leaves it alone.
+            room = self._movable(target) if target.numel() else target.new_empty(1, dtype=torch.uint8)
+            sender, work = source, self._group.recv_anysource([room], MESSAGE_TAG)
+            return (work,), lambda: sender.fill_(source_rank(work))
         return (self._group.recv([self._movable(target)], call.root, MESSAGE_TAG),), None
 
     def sendrecv(self, call: Call, source: torch.Tensor, target: torch.Tensor, _: float) -> Started:

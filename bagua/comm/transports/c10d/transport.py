@@ -156,7 +156,8 @@ class C10dTransport(Transport):
         asynchronous: bool,
     ) -> Handle:
         """Tensors of a device that no backend takes travel by way of the CPU."""
-        near_source = None if source is None else source.to("cpu", copy=True)
+        # The place for the rank of a sender is on the CPU, and stays.
+        near_source = source if source is None or source.is_cpu else source.to("cpu", copy=True)
         if target is None or target is source:
             near_target = None if target is None else near_source
         else:

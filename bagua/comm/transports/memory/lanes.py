@@ -123,6 +123,10 @@ class Lanes:
                 return False
         return True
 
+    def latest(self, lane: Lane) -> Part | None:
+        """What was started last in ``lane``; None if nothing was."""
+        return self._latest.get(lane)
+
     def busy(self) -> bool:
         """Whether a call of any lane is not complete."""
         return any(not latest.done() for latest in list(self._latest.values()))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from bagua.comm.call import Call
 from bagua.comm.transports.memory.copying import copy_flat
 from bagua.comm.transports.memory.lanes import COLLECTIVE
-from bagua.comm.transports.memory.line import Deadline, Words
+from bagua.comm.transports.memory.line import Deadline, State, Words
 from bagua.comm.transports.memory.peers import Peers
+from bagua.comm.transports.memory.wildcards import Wildcard
 from bagua.errors import CollectiveMismatchError
 
 __all__ = ["Messages"]
@@ -39,6 +40,43 @@ class Messages:
         """Pull the next message of ``rank`` into ``target``."""
         for _ in self._takes(call, rank, target, deadline, inline):
             pass
+
+    def receive_any(
+        self, call: Call, wildcard: Wildcard, sender: torch.Tensor, target: torch.Tensor, deadline: Deadline
+    ) -> None:
+        """Pull the next message that ``wildcard`` may take into ``target``; ``sender`` takes the rank."""
+        self._peers.wait(lambda: self._without_offer(wildcard), deadline, self._peers.spin_s)
+        rank = next(self._offering(wildcard))
+        wildcard.source = rank
+        self.receive(call, rank, target, deadline, False)
+        sender.fill_(rank)
+
+    def _offering(self, wildcard: Wildcard) -> Iterator[int]:
+        """The ranks that offer a message for ``wildcard``, beginning behind this one."""
+        peers, places = self._peers, self._peers.places
+        own = peers.own.words
+        for step in range(1, peers.size):
+            rank = (peers.rank + step) % peers.size
+            offered = peers.lines[rank].words[places.sent + peers.rank] > own[places.taken + rank]
+            if offered and wildcard.may_take(rank):
+                yield rank
+
+    def _without_offer(self, wildcard: Wildcard) -> tuple[int, ...]:
+        """The ranks that may yet offer a message; none if there is one. A rank that closed in peace is not missed."""
+        peers = self._peers
+        if next(self._offering(wildcard), None) is not None:
+            return ()
+        others = [rank for rank in range(peers.size) if rank != peers.rank]
+        there = tuple(rank for rank in others if peers.lines[rank].words[Words.STATE] != State.LEFT)
+        return there or tuple(others)
+
+    def let_go(self, earlier: Sequence[Wildcard], rank: int, deadline: Deadline) -> None:
+        """Wait until none of ``earlier`` may take the next message of ``rank``."""
+
+        def missing() -> tuple[int, ...]:
+            return (rank,) if any(wildcard.holds(rank) for wildcard in earlier) else ()
+
+        self._peers.wait(missing, deadline, self._peers.spin_s)
 
     def exchange(self, call: Call, source: torch.Tensor, target: torch.Tensor, deadline: Deadline) -> None:
         """Send to ``call.root`` while receiving from ``call.source``."""

@@ -24,7 +24,7 @@ a ``Line`` of their own (``peers.py``, ``line.py``). What all of it rests on:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import get_ident
@@ -41,6 +41,7 @@ from bagua.comm.transports.memory.lanes import COLLECTIVE, Lane, Part, Pending
 from bagua.comm.transports.memory.line import Deadline, State, Words
 from bagua.comm.transports.memory.messages import Messages
 from bagua.comm.transports.memory.peers import Peers
+from bagua.comm.transports.memory.wildcards import Wildcard, Wildcards
 from bagua.errors import CollectiveMismatchError, CommunicatorClosedError
 
 __all__ = ["MemoryTransport"]
@@ -70,6 +71,7 @@ class MemoryTransport(Transport):
         self._peers = peers
         self._lanes = peers.lanes
         self._messages = Messages(peers)
+        self._wildcards = Wildcards(peers.lanes, (other for other in range(self.size) if other != self.rank))
         self._turn = 0
         self._shared = False
         self._small_bytes = small_bytes(membership.size)
@@ -90,14 +92,22 @@ class MemoryTransport(Transport):
         """Run ``call`` here, or behind the calls of its lane that are under way."""
         deadline = Deadline(time.perf_counter() + timeout_s, timeout_s)
         lanes = _lanes(call, self.rank)
-        if not asynchronous and (not self._lanes.used or self._lanes.idle(*lanes)):
+        order = () if lanes is _COLLECTIVES else self._order(call)
+        if not (asynchronous or order) and (not self._lanes.used or self._lanes.idle(*lanes)):
             if not self._shared:
                 self._run(call, source, target, deadline, lanes)
                 return DONE
             if not handlers_may_call():
                 return self._lanes.inline(lanes, partial(self._run, call, source, target, deadline, lanes))
-        parts = [self._submit(lane, call, source, target, deadline) for lane in lanes]
+        parts = [self._submit(lane, call, source, target, deadline, order) for lane in lanes]
         return Pending(parts, deadline, self.abort)
+
+    def _order(self, call: Call) -> Sequence[Wildcard]:
+        """The receives from any rank that ``call`` comes after; of such a receive itself the last one is its own."""
+        if call.kind == "send":
+            return ()
+        earlier = self._wildcards.earlier()
+        return (*earlier, self._wildcards.start()) if call.kind == "recv" and call.root < 0 else earlier
 
     def share(self) -> None:
         """Run synchronous calls in the thread that waits for them, or in their lane if handlers may interrupt it."""
@@ -166,8 +176,10 @@ class MemoryTransport(Transport):
         source: torch.Tensor | None,
         target: torch.Tensor | None,
         deadline: Deadline,
+        order: Sequence[Wildcard],
     ) -> Part:
-        return self._lanes.submit(lane, partial(self._run, call, source, target, deadline, (lane,), inline=False))
+        task = partial(self._run, call, source, target, deadline, (lane,), inline=False, order=order)
+        return self._lanes.submit(lane, task)
 
     def _run(
         self,
@@ -177,10 +189,11 @@ class MemoryTransport(Transport):
         deadline: Deadline,
         lanes: tuple[Lane, ...],
         inline: bool = True,
+        order: Sequence[Wildcard] = (),
     ) -> None:
         if target is not None and target.is_inference() and not torch.is_inference_mode_enabled():
             with torch.inference_mode():  # torch guards tensors that were made in it
-                self._run(call, source, target, deadline, lanes, inline)
+                self._run(call, source, target, deadline, lanes, inline, order)
             return
         alone = inline and not self._shared
         try:
@@ -193,7 +206,7 @@ class MemoryTransport(Transport):
             if lanes[0] is COLLECTIVE:
                 self._collective(call, source, target, deadline, inline)
             else:
-                self._message(call, source, target, deadline, lanes, inline)
+                self._message(call, source, target, deadline, lanes, inline, order)
         except BaseException as error:
             # Before the caller can touch its tensors, peers must know not to trust them.
             self._peers.leave_with(error, call)
@@ -240,12 +253,13 @@ class MemoryTransport(Transport):
         deadline: Deadline,
         lanes: tuple[Lane, ...],
         inline: bool,
+        order: Sequence[Wildcard],
     ) -> None:
         self._peers.require_open(())
         direction, other = lanes[0]
         if direction == "recv":
             assert target is not None
-            self._messages.receive(call, other, target, deadline, inline)
+            self._receive(call, other, source, target, deadline, inline, order)
             return
         assert source is not None
         if target is None or (len(lanes) == 1 and other != self.rank):
@@ -254,6 +268,28 @@ class MemoryTransport(Transport):
             target.view(-1).copy_(source.view(-1))
         else:
             self._messages.exchange(call, source, target, deadline)
+
+    def _receive(
+        self,
+        call: Call,
+        other: int,
+        sender: torch.Tensor | None,
+        target: torch.Tensor,
+        deadline: Deadline,
+        inline: bool,
+        order: Sequence[Wildcard],
+    ) -> None:
+        if other >= 0:
+            if order:
+                self._messages.let_go(order, other, deadline)
+            self._messages.receive(call, other, target, deadline, inline)
+            return
+        assert sender is not None
+        wildcard = order[-1]  # Those before it run in the same lane, and are over.
+        try:
+            self._messages.receive_any(call, wildcard, sender, target, deadline)
+        finally:
+            wildcard.close()
 
     def _suspect(self, call: Call) -> CollectiveMismatchError | None:
         """The error if a rank waits in a message for this one, which waits for it in ``call``.
@@ -298,9 +334,12 @@ class MemoryTransport(Transport):
         return slot if stuck and words[Words.ARRIVED] < own[Words.ARRIVED] else None
 
 
+_COLLECTIVES: tuple[Lane, ...] = (COLLECTIVE,)
+
+
 def _lanes(call: Call, rank: int) -> tuple[Lane, ...]:
     if call.kind not in POINT_TO_POINT:
-        return (COLLECTIVE,)
+        return _COLLECTIVES
     if call.kind == "send":
         return (("send", call.root),)
     if call.kind == "recv":

@@ -1,0 +1,137 @@
+"""Chapter 7: messages from any rank. Each goes to the receive that was started first, of those that can take it."""
+
+from __future__ import annotations
+
+import torch
+
+import bagua.comm
+from bagua.comm import Communicator
+from bagua.errors import CollectiveTimeoutError, CommunicationError, InvalidRankError, TransportUnavailableError
+from bagua.testing.contract.base import ContractBase
+from bagua.testing.contract.exercises import Setting, communicator, home, perform
+from bagua.testing.contract.failures import GRACE_S, caught, say, wait_until_said
+from bagua.testing.ranks import RankPool
+from bagua.testing.reference import assert_same
+
+__all__ = ["MessagesContract"]
+
+#: Several pieces on a transport that moves messages in pieces.
+LARGE = 300_007
+DTYPES = (torch.float32, torch.int16, torch.bool, torch.complex64, torch.float8_e5m2)
+
+
+class MessagesContract(ContractBase):
+    """What ``recv_any`` receives, and in which order."""
+
+    def test_a_message_from_any_rank(self, pool: RankPool) -> None:
+        self.on_every_size(pool, receive_from_all if self.receives_from_any else be_refused)
+
+    def test_messages_from_any_rank_of_every_kind(self, pool: RankPool) -> None:
+        self.need(self.can_lose_ranks, "there is nobody who sends")
+        self.need(self.receives_from_any, "ranks to receive from are named")
+        pool.run(receive_every_kind, size=self.size)
+
+    def test_the_receive_that_was_started_first_gets_the_message(self, pool: RankPool) -> None:
+        self.need(self.receives_from_any, "ranks to receive from are named")
+        self.need(self.can_lose_ranks, "there is nobody who sends")
+        self.need(self.matches_in_order, "a foreign library matches receives")
+        pool.run(receive_in_order, size=self.size)
+
+    def test_nobody_sends(self, pool: RankPool) -> None:
+        self.need(self.receives_from_any, "ranks to receive from are named")
+        self.need(self.can_lose_ranks, "there is nobody who could send")
+        results = pool.run(wait_for_nobody, self.deadline_s, size=self.size)
+        error, seconds = results[0]
+        assert isinstance(error, CollectiveTimeoutError), f"{error!r}"
+        assert seconds < self.deadline_s + GRACE_S, f"it took {seconds:.1f} s"
+
+
+def receive_from_all() -> None:
+    """Rank 0 learns who sent what, however the others come; they wait for it in turn."""
+    comm = communicator()
+    if comm.size == 1:
+        error = caught(lambda: comm.recv_any(torch.zeros(1, device=home(comm)))).error
+        assert isinstance(error, InvalidRankError), f"{error!r}"
+        return
+    for async_op in (False, True):
+        if comm.rank == 0:
+            assert {receive_one(comm, async_op) for _ in range(comm.size - 1)} == set(range(1, comm.size))
+        else:
+            comm.send(torch.full((3,), float(comm.rank), device=home(comm)), 0)
+        comm.barrier()
+    perform("allreduce", comm, Setting())
+
+
+def receive_one(comm: Communicator, async_op: bool) -> int:
+    tensor = torch.zeros(3, device=home(comm))
+    received = comm.recv_any(tensor, async_op=async_op)
+    sender = received if isinstance(received, int) else int(received.result())
+    assert tensor.tolist() == [float(sender)] * 3
+    return sender
+
+
+def receive_every_kind() -> None:
+    """Sizes, dtypes and layouts; all but rank 0 send."""
+    comm = communicator()
+    settings = [Setting(shape=(LARGE,)), Setting(shape=()), Setting(shape=(0,))]
+    settings += [Setting(dtype=dtype) for dtype in DTYPES]
+    for setting in settings:
+        if comm.rank:
+            comm.send(setting.place(setting.own(comm.rank), comm), 0)
+        for _ in range(comm.size - 1 if comm.rank == 0 else 0):
+            tensor = setting.room((*setting.shape, 2), comm)[..., 0]
+            sender = comm.recv_any(tensor)
+            assert isinstance(sender, int)
+            assert_same(tensor, setting.own(sender), f"{setting.dtype} {setting.shape} from rank {sender}")
+        comm.barrier()
+    with torch.inference_mode():
+        if comm.rank == 1:
+            comm.send(torch.ones(3, device=home(comm)), 0)
+        if comm.rank == 0:
+            tensor = torch.zeros(3, device=home(comm))
+            work = comm.recv_any(tensor, async_op=True)
+            assert not isinstance(work, int)
+            assert work.result() == 1
+            assert tensor.tolist() == [1.0] * 3
+
+
+def receive_in_order() -> None:
+    """Rank 1 sends three numbers; rank 0 waits for them by name, from anybody, and by name again."""
+    comm = communicator()
+    tensors = [torch.zeros(1, device=home(comm)) for _ in range(3)]
+    if comm.rank == 1:
+        wait_until_said("receives", 1)
+        for number in (1.0, 2.0, 3.0):
+            comm.send(torch.full((1,), number, device=home(comm)), 0)
+    if comm.rank == 0:
+        works = [
+            comm.recv(tensors[0], 1, async_op=True),
+            comm.recv_any(tensors[1], async_op=True),
+            comm.recv(tensors[2], 1, async_op=True),
+        ]
+        say("receives")
+        for work in works:
+            assert work is not None
+            assert not isinstance(work, int)
+            work.wait()
+        assert [tensor.item() for tensor in tensors] == [1.0, 2.0, 3.0]
+    comm.barrier()
+
+
+def wait_for_nobody(deadline_s: float) -> tuple[BaseException, float] | None:
+    comm = bagua.comm.get_default_group().duplicate().global_communicator
+    if comm.rank:
+        wait_until_said("gave up", 1)
+        comm.close()
+        return None
+    error, seconds = caught(lambda: comm.recv_any(torch.zeros(3, device=home(comm)), timeout=deadline_s))
+    say("gave up")
+    assert isinstance(error, CommunicationError), f"{error!r}"
+    assert not comm.usable
+    return error, seconds
+
+
+def be_refused() -> None:
+    comm = communicator()
+    error = caught(lambda: comm.recv_any(torch.zeros(1, device=home(comm)))).error
+    assert isinstance(error, TransportUnavailableError | InvalidRankError), f"{error!r}"
