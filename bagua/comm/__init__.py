@@ -47,16 +47,20 @@ from bagua.comm.startup.default_group import (
 from bagua.comm.startup.initialization import init_process_group
 from bagua.comm.statistics import KindStatistics
 from bagua.comm.torch_backend.group import TorchBackendOptions, create_torch_group
-from bagua.comm.transports.base import Handle, Membership, Transport
+from bagua.comm.transports.base import DONE, Handle, Membership, Transport
+from bagua.comm.transports.lowering import LoweredTransport
+from bagua.comm.transports.registry import register_transport
 from bagua.comm.work import Work
 
 __all__ = [
+    "DONE",
     "NON_MEMBER",
     "Call",
     "Communicator",
     "Group",
     "Handle",
     "KindStatistics",
+    "LoweredTransport",
     "Membership",
     "NonMember",
     "ProcessGroup",
@@ -91,6 +95,7 @@ __all__ = [
     "recv",
     "reduce",
     "reduce_scatter",
+    "register_transport",
     "scatter",
     "scatter_object",
     "send",

@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import bagua.comm
+from bagua.comm.startup.default_group import holder
 from bagua.comm.store.serving import thread_store
 from bagua.comm.transports.threads import FaultHook, RankKilled, inject_fault
 from bagua.testing.ranks import (
@@ -35,7 +36,7 @@ class ThreadRanks(RankPool):
 
     Args:
         size: the most ranks of a run.
-        backend: ``threads``, or another backend for ranks of one process.
+        backend: ``threads``, or a registered transport that connects threads of one process.
         timeout_s: default deadline of collectives, in seconds.
         deadline_s: of a run, in seconds.
         fault: called at each step of each collective of each rank; it raises ``RankKilled`` to
@@ -118,6 +119,7 @@ class _ThreadRun:
 
     def _rank(self, rank: int) -> None:
         this_rank.set(_ThisThread(self, rank))
+        holder.thread_is_rank.set(True)
         job, started = self._job, time.monotonic()
         try:
             if job.backend is not None:

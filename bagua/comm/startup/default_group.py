@@ -101,14 +101,20 @@ class Holder:
         self.process_world: World | None = None
         self.exit_registered = False
         self.context: contextvars.ContextVar[World | None] = contextvars.ContextVar("bagua_world", default=None)
+        #: Whether the calling thread is a rank of its own, on any transport.
+        self.thread_is_rank: contextvars.ContextVar[bool] = contextvars.ContextVar("bagua_rank", default=False)
 
     def get(self) -> World | None:
         """The world of the calling rank, if it has one."""
         return self.context.get() or self.process_world
 
+    def is_thread(self, backend: str | None) -> bool:
+        """Whether the calling rank is a thread of a process that has others."""
+        return backend == "threads" or self.thread_is_rank.get()
+
     def put(self, world: World | None, backend: str) -> None:
         """Make ``world`` that of the calling rank."""
-        if backend == "threads":
+        if self.is_thread(backend):
             self.context.set(world)
             return
         self.process_world = world

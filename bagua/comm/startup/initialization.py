@@ -76,7 +76,7 @@ def init_process_group(
     backend = unwrapped(backend)
     timeout = env.timeout_s() if timeout is None else timeout
     timeout_s = DEFAULT_TIMEOUT_S if timeout is None else as_seconds(timeout)
-    if store is None and backend == "threads":
+    if store is None and holder.is_thread(backend):
         raise ConfigurationError(
             "ranks that are threads meet at a store that they share",
             argument="store",
@@ -97,7 +97,7 @@ def init_process_group(
     choices = candidates(answers, nodes) if backend is None else [(backend, ASKED_FOR)]
     backend = choices[0][0]
     refuse_together(store, "refusal", rank, range(world_size), refusal(backend), timeout_s)
-    owns_torch = not joined and not dist.is_initialized() and backend != "threads"
+    owns_torch = not joined and not dist.is_initialized() and not holder.is_thread(backend)
     if owns_torch:
         _init_torch(store, rank, world_size, backend, timeout_s)
     ledger = Ledger()

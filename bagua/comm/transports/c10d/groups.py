@@ -20,7 +20,16 @@ from bagua.comm.transports.c10d.lowering import Abilities, as_timedelta
 from bagua.comm.transports.c10d.sockets import OpenSocket, let_go, open_sockets, opened_since
 from bagua.errors import TransportUnavailableError
 
-__all__ = ["BackendGroup", "GlooGroup", "NcclGroup", "OtherGroup", "create_group", "group_refusal", "split_name"]
+__all__ = [
+    "BackendGroup",
+    "GlooGroup",
+    "NcclGroup",
+    "OtherGroup",
+    "create_group",
+    "group_refusal",
+    "knows",
+    "split_name",
+]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
@@ -228,6 +237,11 @@ def create_group(name: str, membership: Membership) -> BackendGroup:
             timeout_s=membership.timeout_s,
             advice="Check that all ranks run, reach each other over the network, and see their device.",
         ) from error
+
+
+def knows(name: str) -> bool:
+    """Whether ``torch.distributed`` has a backend of this name, here or in another build of torch."""
+    return name.lower() in ("gloo", "nccl", "mpi", "ucc", "xccl") or name.upper() in plugins()
 
 
 def group_refusal(name: str) -> TransportUnavailableError | None:

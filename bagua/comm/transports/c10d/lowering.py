@@ -21,6 +21,7 @@ import torch.distributed as dist
 from bagua.comm.call import COLLECTIVES, POINT_TO_POINT, Call
 from bagua.comm.reduction import ReduceOp, divide, fold
 from bagua.comm.torch_private import end_coalescing, source_rank, start_coalescing
+from bagua.comm.transports.views import as_bytes, flattened
 
 __all__ = ["Abilities", "Finish", "Lowering", "Started", "as_timedelta"]
 
@@ -137,7 +138,7 @@ class Lowering:
             return works, lambda: target.copy_(wide)
         parts = target.new_empty((self._size, target.numel()))
         works, _ = self._allgather(target, parts, timeout_s)
-        flat = _flat(target)
+        flat = flattened(target)
         return works, lambda: fold(list(parts.unbind()), reduction, flat)
 
     def reduce(self, call: Call, _: torch.Tensor | None, target: torch.Tensor, timeout_s: float) -> Started:
@@ -154,7 +155,7 @@ class Lowering:
         return works, None
 
     def _reduce_otherwise(self, call: Call, target: torch.Tensor, timeout_s: float) -> Started:
-        flat = _flat(target)
+        flat = flattened(target)
         at_root = call.root == self._rank
         parts = target.new_empty((self._size, target.numel())) if at_root else None
         works, _ = self.gather(call, flat, parts, timeout_s)
@@ -165,7 +166,7 @@ class Lowering:
     def reduce_scatter(self, call: Call, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Started:
         """Reduce, and keep this rank's share."""
         reduction = call.reduction
-        flat, shares = _flat(target), _flat(source)
+        flat, shares = flattened(target), flattened(source)
         if self._abilities.reduce_scatters:
             if (reduction, flat.dtype) in self._reductions:
                 options = self._reducing("reduce_scatter", dist.ReduceScatterOptions, reduction, timeout_s)
@@ -184,7 +185,7 @@ class Lowering:
         options = self._options.get(("broadcast", call.root, timeout_s))
         if options is None:
             options = self._prepared("broadcast", dist.BroadcastOptions, call.root, timeout_s)
-        tensor = target if target.dtype in self._copies else _bytes(target)
+        tensor = target if target.dtype in self._copies else as_bytes(target)
         return (self._group.broadcast([tensor], options),), None
 
     def allgather(self, call: Call, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Started:
@@ -250,7 +251,7 @@ class Lowering:
     def sendrecv(self, call: Call, source: torch.Tensor, target: torch.Tensor, _: float) -> Started:
         """Send to ``call.root`` and receive from ``call.source`` at the same time."""
         if call.root == self._rank:
-            _flat(target).copy_(_flat(source))
+            flattened(target).copy_(flattened(source))
             return (), None
         outgoing, incoming = self._movable(source), self._movable(target)
         if self._abilities.grouped_messages:
@@ -286,7 +287,7 @@ class Lowering:
 
     def _movable(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, flat, in a dtype that the backend moves."""
-        return _flat(tensor) if tensor.dtype in self._copies else _bytes(tensor)
+        return flattened(tensor) if tensor.dtype in self._copies else as_bytes(tensor)
 
     def _rows(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         return list(self._movable(tensor).view(self._size, -1).unbind())
@@ -323,16 +324,6 @@ _EXCHANGES = frozenset({"allgather", "alltoall"})
 
 #: Not bound methods: a cycle would keep torch's object alive until the next garbage collection.
 _STARTERS: dict[str, Callable[..., Started]] = {kind: getattr(Lowering, kind) for kind in COLLECTIVES + POINT_TO_POINT}
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """One dimension with stride 1; a single element may claim any other stride."""
-    flat = tensor.view(-1)
-    return flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return _flat(tensor).view(torch.uint8)
 
 
 def _method(group: Any, *names: str) -> Any:

@@ -223,19 +223,23 @@ class Pending(Handle):
         parts: what each lane does.
         deadline: of the call.
         abandoned: told why, when a wait is given up.
+        grace_s: seconds that a lane may take after the deadline to find out what to say.
     """
 
-    __slots__ = ("_abandoned", "_deadline", "_parts")
+    __slots__ = ("_abandoned", "_deadline", "_grace_s", "_parts")
 
-    def __init__(self, parts: Sequence[Part], deadline: Deadline, abandoned: Callable[[str], None]) -> None:
+    def __init__(
+        self, parts: Sequence[Part], deadline: Deadline, abandoned: Callable[[str], None], grace_s: float = 0.2
+    ) -> None:
         self._parts = parts
+        self._grace_s = grace_s
         self._deadline = deadline
         self._abandoned = abandoned
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until all parts are complete; see ``Handle.wait``."""
         # At its own deadline the lane raises an error that knows more: let it.
-        remaining = self._deadline.at - time.perf_counter() + 0.2
+        remaining = self._deadline.at - time.perf_counter() + self._grace_s
         allowed = remaining if timeout_s is None else min(timeout_s, remaining)
         if not self._settled():
             self._sleep(max(allowed, 0.0))
