@@ -176,5 +176,5 @@ def require_known_calls(group_class: type[dist.ProcessGroup]) -> None:
         raise TransportUnavailableError(
             f"process groups of torch {torch.__version__} have calls that backend bagua does not know: "
             f"{', '.join(unknown)}",
-            advice="They would wait for ever. Use another backend, or the version of torch in constraints.txt.",
+            advice="They would never return. Use another backend, or the version of torch in constraints.txt.",
         )

@@ -130,7 +130,7 @@ class Work(ABC):
         return self._result
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of ``result()``, completed by whoever completes the call, else by a thread that waits for it."""
+        """A future of ``result()``, completed by the thread that completes the call, else by one that waits for it."""
         future: torch.futures.Future[Any] = torch.futures.Future()
 
         def complete() -> None:
@@ -153,7 +153,7 @@ class Work(ABC):
         elif not self.notify(callback):
 
             def after_waiting() -> None:
-                with contextlib.suppress(Exception):  # It is kept for whoever asks.
+                with contextlib.suppress(Exception):  # It is kept, and raised by ``wait``.
                     self.wait()
                 callback()
 
@@ -244,7 +244,7 @@ class JoinedWork(Work):
 
 
 class CompositeWork(Work):
-    """A collective made of several, advanced by whoever waits for it.
+    """A collective made of several, advanced by the thread that waits for it.
 
     Creating one starts its first step. A later call on the same communicator first
     finishes it, so all ranks issue the steps in one order.
@@ -325,7 +325,7 @@ class CompositeWork(Work):
 
     def _poll(self) -> bool:
         if self.driven_here() or not self._waiting.acquire(blocking=False):
-            return self._finished  # Whoever is at it will say so.
+            return self._finished  # The thread that is at it will say so.
         try:
             while not self._finished and (current := self._current) is not None:
                 if not current.is_completed():

@@ -72,14 +72,14 @@ class ProcessRanks(RankPool):
         run = _ProcessRun()
         try:
             for rank in range(job.size):
-                place = worker.Place(rank, port, self._environment, self._modules)
+                place = worker.RankAddress(rank, port, self._environment, self._modules)
                 run.ranks.append(self._start(place, job_bytes))
             return run.outcomes(deadline)
         finally:
             run.end()
             del store  # The ranks needed it until now.
 
-    def _start(self, place: worker.Place, job_bytes: bytes) -> _Rank:
+    def _start(self, place: worker.RankAddress, job_bytes: bytes) -> _Rank:
         here, there = self._context.Pipe()
         process = self._context.Process(
             target=worker.rank_main, args=(there, place), name=f"rank {place.rank}", daemon=True

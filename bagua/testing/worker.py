@@ -33,7 +33,7 @@ for _name in ("hypothesis", "pytest", "torch._dynamo"):
     with contextlib.suppress(ImportError):
         importlib.import_module(_name)
 
-__all__ = ["END", "STACKS", "Place", "Silent", "rank_main"]
+__all__ = ["END", "STACKS", "RankAddress", "Silent", "rank_main"]
 
 #: What the pool says to a rank.
 END, STACKS = b"end", b"stacks"
@@ -47,7 +47,7 @@ class Silent:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankAddress:
     """What one process must know besides the job.
 
     Attributes:
@@ -122,7 +122,7 @@ def _stacks(main: int) -> str:
     )
 
 
-def rank_main(connection: Connection, place: Place) -> None:
+def rank_main(connection: Connection, place: RankAddress) -> None:
     """Run the job that the pool sends, report how it went, and end with it.
 
     Args:
@@ -154,7 +154,7 @@ def rank_main(connection: Connection, place: Place) -> None:
     line.send(_end(place.rank))
 
 
-def _initialize(job: Job, place: Place) -> None:
+def _initialize(job: Job, place: RankAddress) -> None:
     layout: dict[str, Any] = {} if job.nodes is None else {"_nodes": job.nodes}
     bagua.comm.init_process_group(
         backend=job.backend,

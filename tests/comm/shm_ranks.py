@@ -21,7 +21,7 @@ from bagua.comm import Communicator
 from bagua.comm.startup import choice
 from bagua.comm.store.serving import connect_store
 from bagua.comm.transports import registry as backends
-from bagua.comm.transports.memory.line import State, Step, Words
+from bagua.comm.transports.memory.line import LineState, Step, Words
 from bagua.comm.transports.shm import attach as shm_attach
 from bagua.comm.transports.shm import segments as shm_segments
 from bagua.comm.transports.shm.transport import ShmTransport
@@ -309,7 +309,7 @@ class Straggler:
         self.barrier -= 1
         if self.barrier == 0:
             peers = transport(self.comm)._shm_peers
-            while peers.lines[1 - self.comm.rank].words[Words.STATE] == State.OPEN:
+            while peers.lines[1 - self.comm.rank].words[Words.STATE] == LineState.OPEN:
                 time.sleep(0.001)
             peers._drop_gone()  # as a thread that waits for a message does at any time
 

@@ -11,7 +11,7 @@ import torch
 
 from bagua.comm.communicator import Communicator
 from bagua.comm.transports.memory import peers as memory_peers
-from bagua.comm.transports.memory.line import Deadline, State, Step
+from bagua.comm.transports.memory.line import Deadline, LineState, Step
 from bagua.comm.transports.threads import RankKilled
 from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError, PeerLostError
 from tests.comm.memory_ranks import EXERCISES, LARGE, SMALL, Exercise, agrees, run, values
@@ -127,7 +127,7 @@ def test_who_arrived_before_dying_has_arrived() -> None:
 
     def job(comm: Communicator) -> object:
         if comm.rank == 1:
-            comm._transport._peers.leave(State.LEFT, 1, "for the test")
+            comm._transport._peers.leave(LineState.LEFT, 1, "for the test")
             return over.wait(10)
         peers, looks = comm._transport._peers, iter([(1,), ()])
         soon = Deadline(time.perf_counter() + 5, 5)

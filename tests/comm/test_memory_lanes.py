@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from bagua.comm.transports.memory.lanes import Lane, Lanes, Part, Pending
+from bagua.comm.transports.memory.lanes import Lane, Lanes, LaneTask, Pending
 from bagua.comm.transports.memory.line import Deadline
 from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError
 
@@ -32,7 +32,7 @@ def test_who_waits_wakes_before_callbacks_run() -> None:
 
 
 def test_a_callback_that_comes_late_runs_at_once() -> None:
-    part, told = Part(lambda: None), []
+    part, told = LaneTask(lambda: None), []
     part.when_done(lambda _: told.append("early"))
     part.run()
     part.when_done(lambda _: told.append("late"))

@@ -17,7 +17,7 @@ from hypothesis import settings
 
 from bagua.comm.communicator import Communicator
 from bagua.comm.lifetime.background import BackgroundThread
-from bagua.comm.transports.memory.line import State, Words
+from bagua.comm.transports.memory.line import LineState, Words
 from bagua.comm.transports.shm.transport import ShmTransport
 from bagua.comm.transports.threads import ThreadsTransport
 from bagua.errors import CommunicationError, CommunicatorClosedError, PeerLostError
@@ -26,7 +26,7 @@ from tests.comm.memory_ranks import LARGE, run
 pytestmark = pytest.mark.threads
 
 #: A module and a line in it.
-Place = tuple[str, int]
+Location = tuple[str, int]
 #: Modules whose lines are interrupted.
 INTERRUPTED = ("core", "lifetime.background", "transports.memory", "transports.shm", "transports.threads")
 
@@ -97,9 +97,9 @@ cases = pytest.mark.parametrize(
 class Signals:
     """Runs ``handler`` at one line of the call of rank 0, the first time that it comes there."""
 
-    def __init__(self, at: Place | None, handler: Callable[[Communicator], None]) -> None:
+    def __init__(self, at: Location | None, handler: Callable[[Communicator], None]) -> None:
         self.at, self.handler = at, handler
-        self.seen: dict[Place, None] = {}
+        self.seen: dict[Location, None] = {}
         self.comm: Communicator | None = None
         #: Rank 1 comes when rank 0 has gone to sleep twice, or was interrupted.
         self.come = threading.Event()
@@ -128,7 +128,7 @@ class Signals:
 
 
 def interrupted(
-    transport: type, call: Callable[[Communicator], None], at: Place | None, handler: Callable[[Communicator], None]
+    transport: type, call: Callable[[Communicator], None], at: Location | None, handler: Callable[[Communicator], None]
 ) -> tuple[list[Any], Signals]:
     """How the calls of both ranks end, if rank 0 is interrupted at a line of its own."""
     signals = Signals(at, handler)
@@ -158,7 +158,7 @@ def interrupted(
     return run(2, job, transport=transport, timeout_s=10.0, close=False), signals
 
 
-def places(transport: type, call: Callable[[Communicator], None]) -> list[Place]:
+def places(transport: type, call: Callable[[Communicator], None]) -> list[Location]:
     """The lines of the call of rank 0 at which a handler may come, its waits included."""
     _, signals = interrupted(transport, call, None, lambda comm: None)
     assert signals.comm is not None
@@ -174,7 +174,7 @@ def descriptors() -> int:
 def test_a_handler_may_abort_anywhere(transport: type, call: Callable[[Communicator], None]) -> None:
     def abort(comm: Communicator) -> None:
         comm.abort("by the handler")
-        assert comm._transport._peers.own.words[Words.STATE] != State.OPEN
+        assert comm._transport._peers.own.words[Words.STATE] != LineState.OPEN
 
     for place in places(transport, call):
         outcomes, signals = interrupted(transport, call, place, abort)

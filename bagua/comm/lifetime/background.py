@@ -1,4 +1,4 @@
-"""Daemon threads: one that runs submitted functions in order, and those that talk to whoever may never answer.
+"""Daemon threads: one that runs submitted functions in order, and those that talk to a peer that may never answer.
 
 The standard library's executors use non-daemon threads, which keep a process
 alive when one of them is stuck in a collective.
@@ -78,7 +78,7 @@ class BackgroundThread:
                 return
             try:
                 future.set_result(context.run(function))
-            except BaseException as error:  # noqa: BLE001 - raised by whoever asks the future
+            except BaseException as error:  # noqa: BLE001 - raised by the thread that asks the future
                 future.set_exception(error)
 
         self.put(task)

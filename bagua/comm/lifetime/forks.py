@@ -23,7 +23,7 @@ class Disowned(Protocol):
     """Something that belongs to the process that made it, not to forked children."""
 
     def disown(self) -> None:
-        """Become inert. Runs in each forked child, where a lock of this object may be held for ever."""
+        """Become inert. Runs in each forked child, where a lock of this object may never be released."""
 
 
 class Family:
@@ -35,17 +35,23 @@ class Family:
 
     def __init__(self) -> None:
         self.generation = 0
+        self._first: weakref.WeakSet[Disowned] = weakref.WeakSet()
         self._members: weakref.WeakSet[Disowned] = weakref.WeakSet()
         if hasattr(os, "register_at_fork"):  # Windows has no fork.
             os.register_at_fork(after_in_child=self._disown_all)
 
-    def add(self, member: Disowned) -> None:
-        """Have ``member`` disowned in each forked child of this process, as long as it lives."""
-        self._members.add(member)
+    def add(self, member: Disowned, *, first: bool = False) -> None:
+        """Have ``member`` disowned in each forked child of this process, as long as it lives.
+
+        Args:
+            member: an object with locks, threads or connections.
+            first: whether it comes before all others, which may drop what it has to find.
+        """
+        (self._first if first else self._members).add(member)
 
     def _disown_all(self) -> None:
         self.generation += 1
-        run_all(member.disown for member in list(self._members))
+        run_all(member.disown for member in [*self._first, *self._members])
 
 
 #: The one of this process.
@@ -53,7 +59,7 @@ family = Family()
 
 
 def forked_error() -> CommunicatorClosedError:
-    """The error for whoever uses in a forked child what the parent made."""
+    """The error for a forked child that uses what its parent made."""
     return CommunicatorClosedError(
         "this process was forked; the communicator is its parent's",
         advice="Communicate in the parent only. A child may call destroy_process_group() and start a world of its own.",
@@ -61,5 +67,5 @@ def forked_error() -> CommunicatorClosedError:
 
 
 def leak(thing: object) -> None:
-    """Keep ``thing`` for ever: it is not destroyed when the interpreter ends either."""
+    """Never destroy ``thing``, not even when the interpreter ends."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

@@ -1,7 +1,7 @@
 """A notice board in the store: what each member says of itself, and decisions on which all members agree.
 
 Nothing here waits for another member. Each member writes its own record and reads those of
-the others whenever it likes. A decision is a cell that is written once: whoever comes first
+the others whenever it likes. A decision is a cell that is written once: the member that comes first
 decides, everybody else gets to know what was decided. So members that act only on decisions
 act alike, in whatever order they come to look.
 """

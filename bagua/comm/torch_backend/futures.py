@@ -50,7 +50,7 @@ class CallFuture(torch.futures.Future):  # type: ignore[type-arg]  # generic in 
         super().__init__()
         self._thread = thread
         self._callbacks: deque[Callable[[], None]] = deque()
-        #: Whoever takes this sets the value.
+        #: The thread that takes this sets the value.
         self._unset = deque([True])
         self._settled = False
         self._generation = family.generation

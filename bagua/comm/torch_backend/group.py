@@ -48,7 +48,7 @@ class TorchBackendOptions:
 
     Args:
         raise_in_backward: whether the end of a backward pass raises what went wrong in its allreduces. Without, the
-            errors are left to whoever handles the futures of these calls, such as a communication hook.
+            errors are left to the code that handles the futures of these calls, such as a communication hook.
         ordered_callbacks: whether callbacks of futures run in a thread of their own, in the order of the calls, so that
             they may communicate and wait. Without, they run where torch runs them: in the thread that adds them, if the
             call is complete, and else in one that completes calls, where they must not communicate.
@@ -88,7 +88,7 @@ class TorchGroup(TorchCalls, dist.ProcessGroup):  # type: ignore[misc]  # the st
         self._register_backend(torch.device("cpu"), _GLOO, stand_in)
         for device_type, backend in backends.items():
             self._register_backend(torch.device(device_type), _NCCL, backend)
-        _family.add(self)
+        _open_groups.add(self)
         family.add(self)
         close_with(self, _Belongings(members, self.callbacks))
 
@@ -134,7 +134,7 @@ class TorchGroup(TorchCalls, dist.ProcessGroup):  # type: ignore[misc]  # the st
 
     def shutdown(self) -> None:
         """Leave the group and give back what it holds. Idempotent."""
-        _family.discard(self)
+        _open_groups.discard(self)
         _Belongings(self.members, self.callbacks).close()
         for backend in self._backends.values():
             with contextlib.suppress(RuntimeError):
@@ -156,7 +156,7 @@ class _Belongings:
         self._callbacks.stop()
 
 
-class _Family:
+class _OpenGroups:
     """The open groups of this process, to be left when it ends."""
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ class _Family:
                 group.shutdown()
 
 
-_family = _Family()
+_open_groups = _OpenGroups()
 
 
 # From torch's request to a group.

@@ -136,7 +136,7 @@ class Mail:
 
 
 class TaggedReceive(Work):
-    """A message that is awaited. Its tensor is written by whoever waits.
+    """A message that is awaited. Its tensor is written by the thread that waits.
 
     Args:
         mail: of this rank.

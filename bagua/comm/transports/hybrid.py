@@ -18,21 +18,18 @@ from torch.distributed import PrefixStore
 
 from bagua.comm.call import Call
 from bagua.comm.reduction import divide
-from bagua.comm.sharing import handlers_may_call
 from bagua.comm.startup.hosts import ranks_by_node
 from bagua.comm.startup.rendezvous import refuse_together
-from bagua.comm.transports.base import DONE, Handle, Membership, Transport
+from bagua.comm.transports.base import Handle, Membership, Transport
 from bagua.comm.transports.c10d.transport import C10dTransport
 from bagua.comm.transports.memory.exchange import SMALL_BYTES
-from bagua.comm.transports.memory.lanes import Lane, Lanes, Pending
+from bagua.comm.transports.memory.lanes import COLLECTIVE, Lanes
 from bagua.comm.transports.memory.line import Deadline
 from bagua.comm.transports.shm.transport import ShmTransport
 from bagua.comm.transports.solo import SoloTransport
 from bagua.errors import CommunicationError
 
 __all__ = ["HybridTransport", "slice_owners"]
-
-_LANE: Lane = ("collective", -1)
 
 
 def slice_owners(hosts: list[list[int]]) -> list[tuple[int, ...]]:
@@ -153,14 +150,8 @@ class HybridTransport(Transport):
             return self._flat.start(call, source, target, timeout_s, asynchronous)
         assert target is not None
         deadline = Deadline(time.perf_counter() + timeout_s, timeout_s)
-        if not asynchronous and self._lanes.idle(_LANE):
-            if not self._lanes.shared:
-                self._allreduce(call, target, deadline)
-                return DONE
-            if not handlers_may_call():
-                return self._lanes.inline([_LANE], partial(self._allreduce, call, target, deadline))
-        part = self._lanes.submit(_LANE, partial(self._allreduce, call, target, deadline))
-        return Pending([part], deadline, self.abort)
+        task = partial(self._allreduce, call, target, deadline)
+        return self._lanes.start(COLLECTIVE, task, deadline, self.abort, asynchronous=asynchronous)
 
     def share(self) -> None:
         """See ``MemoryTransport.share``; Gloo's calls go on by themselves."""

@@ -15,7 +15,7 @@ import torch
 from bagua.comm.call import DTYPE_NUMBERS, DTYPES, Call
 from bagua.comm.transports.base import Transport
 from bagua.comm.transports.failure.finder import FailureFinder
-from bagua.comm.transports.memory.lanes import Lanes, Part
+from bagua.comm.transports.memory.lanes import Lanes, LaneTask
 from bagua.comm.transports.memory.line import Deadline
 from bagua.comm.transports.memory.wildcards import Wildcard
 from bagua.comm.transports.views import as_bytes
@@ -95,7 +95,7 @@ class LinkMessages:
         self._link = link
         self._lanes = Lanes(f"{name}-any")
         #: By peer the announcement that a receive from any rank expects.
-        self._expected: dict[int, tuple[Part, torch.Tensor]] = {}
+        self._expected: dict[int, tuple[LaneTask, torch.Tensor]] = {}
 
     def send(self, call: Call, source: torch.Tensor, deadline: Deadline) -> None:
         """Announce ``source``, and send it to rank ``call.root``."""
@@ -158,14 +158,14 @@ class LinkMessages:
             raise self._link.translated(left[0], deadline) from left[0]
         return None
 
-    def _expect(self, peer: int, bell: threading.Event) -> tuple[Part, torch.Tensor]:
+    def _expect(self, peer: int, bell: threading.Event) -> tuple[LaneTask, torch.Tensor]:
         header = _empty_header()
         part = self._lanes.submit(("recv", peer), partial(self._link.move, "recv", peer, header, _LONGEST_S))
         self._expected[peer] = part, header
         part.when_done(lambda _: bell.set())
         return part, header
 
-    def _await(self, part: Part, deadline: Deadline) -> None:
+    def _await(self, part: LaneTask, deadline: Deadline) -> None:
         bell = threading.Event()
         part.when_done(lambda _: bell.set())
         while not part.done():

@@ -24,7 +24,6 @@ from bagua.comm.call import POINT_TO_POINT, Call
 from bagua.comm.lifetime.closing import run_all
 from bagua.comm.lifetime.forks import family
 from bagua.comm.reduction import fold
-from bagua.comm.sharing import handlers_may_call
 from bagua.comm.transports.base import DONE, Handle, Membership, Transport
 from bagua.comm.transports.failure.finder import FailureFinder
 from bagua.comm.transports.links import Link, LinkMessages
@@ -109,18 +108,11 @@ class LoweredTransport(Transport):
             return self._start_messages(call, source, target, deadline, asynchronous)
         if call.numel == 0 and call.kind not in ("barrier", "alltoall_v"):
             return DONE
-        return self._start_in(
-            COLLECTIVE, partial(self._collective, call, source, target, deadline), deadline, asynchronous
-        )
+        task = partial(self._collective, call, source, target, deadline)
+        return self._start_in(COLLECTIVE, task, deadline, asynchronous)
 
     def _start_in(self, lane: Lane, task: Callable[[], None], deadline: Deadline, asynchronous: bool) -> Handle:
-        if not asynchronous and self._lanes.idle(lane):
-            if not self._lanes.shared:
-                task()
-                return DONE
-            if not handlers_may_call():
-                return self._lanes.inline([lane], task)
-        return Pending([self._lanes.submit(lane, task)], deadline, self.abort, _GRACE_S)
+        return self._lanes.start(lane, task, deadline, self.abort, asynchronous=asynchronous, grace_s=_GRACE_S)
 
     def share(self) -> None:
         """Run synchronous calls in the thread that waits for them, or in their lane."""
@@ -320,5 +312,5 @@ def _disconnect(below: list[Transport]) -> None:
 
 
 def _where_allowed(task: Callable[[], None], target: torch.Tensor | None) -> Callable[[], None]:
-    """``task``, in inference mode if the target was made in that, whoever calls it."""
+    """``task``, in inference mode if the target was made in that, in any thread."""
     return task if target is None or not target.is_inference() else torch.inference_mode()(task)

@@ -63,7 +63,7 @@ class ThreadLine(Line):
         self.builder: threading.Thread | None = None
         self.caller: threading.Thread | None = None
         self.lanes: Lanes | None = None
-        #: One lock per sleeping thread of this rank; whoever takes it out releases it.
+        #: One lock per sleeping thread of this rank; the thread that takes it out releases it.
         self.bells: list[threading.Lock] = []
 
     @property

@@ -126,7 +126,7 @@ class FailuresContract(ContractBase):
         errors = pool.run(time_out_with_facts, self.deadline_s, size=self.size)
         timeouts = [error for error in errors if isinstance(error, CollectiveTimeoutError)]
         assert timeouts
-        # Ranks start their calls at different moments; whoever began first waits the whole deadline.
+        # Ranks start their calls at different moments; the rank that began first waits the whole deadline.
         assert max(error.elapsed_s or 0.0 for error in timeouts) >= self.deadline_s - 0.1
         for error in timeouts:
             assert error.sequence == 4, "three calls came before"

@@ -183,7 +183,7 @@ def strided_in_inference_mode(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def exercise_on_inference_tensors() -> None:
-    """Outside of inference mode, with results that are written by whoever completes the call."""
+    """Outside of inference mode, with results that are written by the thread that completes the call."""
     for kind in TENSOR_KINDS:
         for shape, async_op in (((2, 3), False), ((2, 3), True), ((LARGE,), True)):
             setting = Setting(shape=shape, options={"async_op": async_op})

@@ -75,7 +75,7 @@ class BackendGroup(ABC):
         self.group = None
 
     def disown(self) -> None:
-        """In a forked child: leave torch's object alone for ever."""
+        """In a forked child: never touch torch's object again."""
         leak(self.group)
 
 

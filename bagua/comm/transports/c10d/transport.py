@@ -232,7 +232,7 @@ def _disconnect(channels: dict[str, _Channel]) -> None:
 
 
 def _where_allowed(finish: Finish | None, target: torch.Tensor | None) -> Finish | None:
-    """``finish``, in inference mode if the target was made in that, whoever calls it."""
+    """``finish``, in inference mode if the target was made in that, in any thread."""
     if finish is None or target is None or not target.is_inference():
         return finish
     return torch.inference_mode()(finish)

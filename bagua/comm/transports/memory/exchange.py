@@ -184,7 +184,7 @@ class Exchange:
     def _reduce_all(self, piece: int) -> None:
         """Every rank reduces everything.
 
-        Two areas are enough: whoever shows a piece has passed the barrier to which the others came when they had
+        Two areas are enough: a rank that shows a piece has passed the barrier to which the others came when they had
         reduced the piece that lay there before.
         """
         peers, call, slot, target = self._peers, self._call, self._slot, self._target

@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from bagua.comm.lifetime.background import BackgroundThread
-from bagua.comm.transports.base import Handle
+from bagua.comm.sharing import handlers_may_call
+from bagua.comm.transports.base import DONE, Handle
 from bagua.comm.transports.memory.line import Deadline
 from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError, ConcurrentUseError
 
-__all__ = ["COLLECTIVE", "Inline", "Lane", "Lanes", "Part", "Pending"]
+__all__ = ["COLLECTIVE", "Inline", "Lane", "LaneTask", "Lanes", "Pending"]
 
 #: How long a signal handler may have to wait.
 _SLICE_S = 0.1
@@ -24,7 +25,7 @@ Lane = tuple[str, int]
 COLLECTIVE: Lane = ("collective", -1)
 
 
-class Part:
+class LaneTask:
     """What one lane does for a call.
 
     Not a ``Future`` of the standard library, which takes a lock in Python: a signal handler that
@@ -36,7 +37,7 @@ class Part:
 
     def __init__(self, task: Callable[[], None]) -> None:
         self._task: Callable[[], None] | None = task
-        self._callbacks: list[Callable[[Part], None]] = []
+        self._callbacks: list[Callable[[LaneTask], None]] = []
         self._done = False
         self.error: BaseException | None = None
         #: The thread that calls, if it does it all by itself.
@@ -48,7 +49,7 @@ class Part:
         try:
             if task is not None:
                 task()
-        except BaseException as error:  # noqa: BLE001 - raised by whoever waits
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
             self.error = error
         del task
         self.end()
@@ -75,7 +76,7 @@ class Part:
                 advice="Finalizers must not communicate; signal handlers may, if they are installed before that call.",
             )
 
-    def when_done(self, callback: Callable[[Part], None], *, first: bool = False) -> None:
+    def when_done(self, callback: Callable[[LaneTask], None], *, first: bool = False) -> None:
         """Have ``callback``, which raises nothing, run when it is over.
 
         Args:
@@ -95,7 +96,7 @@ class Lanes:
     """The lanes of one rank; a thread starts with the first call that needs it.
 
     Messages have lanes of their own, so that ``send`` and ``recv`` that both ranks
-    start with ``async_op`` in the same order do not wait for each other for ever.
+    start with ``async_op`` in the same order do not wait for each other in vain.
 
     Args:
         name: of the threads, for debuggers.
@@ -108,9 +109,9 @@ class Lanes:
     def __init__(self, name: str) -> None:
         self._name = name
         self._threads: dict[Lane, BackgroundThread] = {}
-        self._latest: dict[Lane, Part] = {}
+        self._latest: dict[Lane, LaneTask] = {}
         #: Of each lane the latest that its caller does by itself; an earlier one is over.
-        self._inline: dict[Lane, Part] = {}
+        self._inline: dict[Lane, LaneTask] = {}
         self._stopped = False
         self.shared = False
         self.used = False
@@ -123,7 +124,7 @@ class Lanes:
                 return False
         return True
 
-    def latest(self, lane: Lane) -> Part | None:
+    def latest(self, lane: Lane) -> LaneTask | None:
         """What was started last in ``lane``; None if nothing was."""
         return self._latest.get(lane)
 
@@ -131,7 +132,35 @@ class Lanes:
         """Whether a call of any lane is not complete."""
         return any(not latest.done() for latest in list(self._latest.values()))
 
-    def submit(self, lane: Lane, task: Callable[[], None]) -> Part:
+    def start(
+        self,
+        lane: Lane,
+        task: Callable[[], None],
+        deadline: Deadline,
+        abandoned: Callable[[str], None],
+        *,
+        asynchronous: bool,
+        grace_s: float = 0.2,
+    ) -> Handle:
+        """Run ``task`` in the calling thread if it may wait there, else behind the earlier calls of its lane.
+
+        Args:
+            lane: where it belongs.
+            task: does the call; raises what went wrong.
+            deadline: of the call.
+            abandoned: told why, when a wait is given up.
+            asynchronous: whether the caller goes on at once.
+            grace_s: see ``Pending``.
+        """
+        if not asynchronous and self.idle(lane):
+            if not self.shared:
+                task()
+                return DONE
+            if not handlers_may_call():
+                return self.inline([lane], task)
+        return Pending([self.submit(lane, task)], deadline, abandoned, grace_s)
+
+    def submit(self, lane: Lane, task: Callable[[], None]) -> LaneTask:
         """Run ``task`` when the earlier calls of its lane are complete.
 
         It runs in a copy of the caller's context, so that a rank that is a thread
@@ -147,7 +176,7 @@ class Lanes:
         thread = self._threads.get(lane)
         if thread is None:
             thread = self._threads[lane] = BackgroundThread(f"{self._name}-{lane[0]}")
-        part = Part(partial(contextvars.copy_context().run, task))
+        part = LaneTask(partial(contextvars.copy_context().run, task))
         try:
             if before is not None and not before.done():
                 before.require_other_thread()
@@ -168,7 +197,7 @@ class Lanes:
     def inline(self, lanes: Sequence[Lane], task: Callable[[], None]) -> Inline:
         """``task`` for the calling thread to do in ``Handle.wait``; later calls of its lanes come after it."""
         self.used = True
-        part = Part(task)
+        part = LaneTask(task)
         part.caller = threading.get_ident()
         for lane in lanes:
             self._latest[lane] = self._inline[lane] = part
@@ -189,7 +218,7 @@ class Lanes:
         return ended
 
 
-def _await(part: Part) -> None:
+def _await(part: LaneTask) -> None:
     over = threading.Lock()
     over.acquire()
     part.when_done(lambda _: over.release(), first=True)
@@ -201,7 +230,7 @@ class Inline(Handle):
 
     __slots__ = ("_part",)
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: LaneTask) -> None:
         self._part = part
 
     def wait(self, timeout_s: float | None = None) -> None:  # noqa: ARG002
@@ -229,7 +258,7 @@ class Pending(Handle):
     __slots__ = ("_abandoned", "_deadline", "_grace_s", "_parts")
 
     def __init__(
-        self, parts: Sequence[Part], deadline: Deadline, abandoned: Callable[[str], None], grace_s: float = 0.2
+        self, parts: Sequence[LaneTask], deadline: Deadline, abandoned: Callable[[str], None], grace_s: float = 0.2
     ) -> None:
         self._parts = parts
         self._grace_s = grace_s
@@ -259,7 +288,7 @@ class Pending(Handle):
         bell = threading.Lock()
         bell.acquire()
 
-        def ring(_: Part) -> None:
+        def ring(_: LaneTask) -> None:
             if self._settled():
                 with contextlib.suppress(RuntimeError):  # It rings already.
                     bell.release()
@@ -279,7 +308,7 @@ class Pending(Handle):
         """Run ``callback`` in the lane whose part is the last to complete."""
         completed = itertools.count(1)
 
-        def one_more(_: Part) -> None:
+        def one_more(_: LaneTask) -> None:
             if next(completed) == len(self._parts):  # counting is atomic
                 callback()
 

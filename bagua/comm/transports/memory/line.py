@@ -11,7 +11,7 @@ import torch
 
 from bagua.comm.call import Call
 
-__all__ = ["Deadline", "FaultHook", "Line", "Notice", "RankKilled", "Slots", "State", "Step", "Words", "rows"]
+__all__ = ["Deadline", "FaultHook", "Line", "LineState", "Notice", "RankKilled", "Slots", "Step", "Words", "rows"]
 
 
 class RankKilled(BaseException):
@@ -51,7 +51,7 @@ class Deadline(NamedTuple):
     timeout_s: float
 
 
-class State:
+class LineState:
     """Values of a line's state word."""
 
     OPEN = 0
@@ -67,7 +67,7 @@ class Words:
     """Places in ``Line.words``; tables of one word per rank start at the last three.
 
     A word is written by the owner of the line only, and only ever grows or leaves
-    ``State.OPEN`` (``AWAITED`` apart).
+    ``LineState.OPEN`` (``AWAITED`` apart).
     """
 
     #: Barriers that this rank has come to.

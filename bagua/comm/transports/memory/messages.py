@@ -9,7 +9,7 @@ import torch
 from bagua.comm.call import Call
 from bagua.comm.transports.memory.copying import copy_flat
 from bagua.comm.transports.memory.lanes import COLLECTIVE
-from bagua.comm.transports.memory.line import Deadline, State, Words
+from bagua.comm.transports.memory.line import Deadline, LineState, Words
 from bagua.comm.transports.memory.peers import Peers
 from bagua.comm.transports.memory.wildcards import Wildcard
 from bagua.errors import CollectiveMismatchError
@@ -67,7 +67,7 @@ class Messages:
         if next(self._offering(wildcard), None) is not None:
             return ()
         others = [rank for rank in range(peers.size) if rank != peers.rank]
-        there = tuple(rank for rank in others if peers.lines[rank].words[Words.STATE] != State.LEFT)
+        there = tuple(rank for rank in others if peers.lines[rank].words[Words.STATE] != LineState.LEFT)
         return there or tuple(others)
 
     def let_go(self, earlier: Sequence[Wildcard], rank: int, deadline: Deadline) -> None:

@@ -12,7 +12,17 @@ import torch
 
 from bagua.comm.call import Call
 from bagua.comm.transports.memory.lanes import Lanes
-from bagua.comm.transports.memory.line import Deadline, FaultHook, Line, Notice, RankKilled, Slots, State, Step, Words
+from bagua.comm.transports.memory.line import (
+    Deadline,
+    FaultHook,
+    Line,
+    LineState,
+    Notice,
+    RankKilled,
+    Slots,
+    Step,
+    Words,
+)
 from bagua.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -24,7 +34,7 @@ from bagua.errors import (
 
 __all__ = ["Peers"]
 
-#: Read in every barrier. ``State.OPEN`` is 0.
+#: Read in every barrier. ``LineState.OPEN`` is 0.
 _ARRIVED, _STATE = Words.ARRIVED, Words.STATE
 #: The error, if the ranks wait for each other in vain in a call.
 Suspicion = Callable[[Call], CommunicationError | None]
@@ -50,7 +60,7 @@ class Peers(ABC):
     #: not share an interpreter.
     spin_s: float = 0.0
     #: The same in the calling thread, which has nothing else to do. Those waited for are often busy with a part of the
-    #: same size: whoever slept would wake late, and make the others sleep in turn.
+    #: same size: a rank that slept would wake late, and make the others sleep in turn.
     spin_inline_s: float = 0.0
 
     def __init__(
@@ -232,7 +242,7 @@ class Peers(ABC):
             if now < spin_until:
                 self.give_way()
                 continue
-            # Whoever is found gone may have arrived before: look again before giving up.
+            # A rank that is found gone may have arrived before: look again before giving up.
             trouble = self._trouble(waited)
             if trouble is None and now >= deadline.at:
                 trouble = self._timeout(waited, deadline)
@@ -259,18 +269,18 @@ class Peers(ABC):
 
     def _trouble(self, needed: Sequence[int]) -> CommunicationError | None:
         own, culprit = self._words[self.rank][Words.STATE], self._words[self.rank][Words.CULPRIT]
-        if own == State.BROKEN and culprit != self.global_rank:
+        if own == LineState.BROKEN and culprit != self.global_rank:
             # Another call of this rank that was under way has found it first.
             return PeerLostError.of(culprit, self.own.reason)
-        if own != State.OPEN:
+        if own != LineState.OPEN:
             return CommunicatorClosedError(f"this rank ended the communicator during the call: {self.own.reason}")
         for other in self._others:
             state = self._words[other][Words.STATE]
-            if state >= State.BROKEN:
+            if state >= LineState.BROKEN:
                 return self._broken_by(other, state)
         for other in needed:
             state = self._words[other][Words.STATE]
-            if state == State.LEFT or self.lost(other):
+            if state == LineState.LEFT or self.lost(other):
                 reason = self.lines[other].reason or "it ended without closing its communicator"
                 return PeerLostError.of(self.ranks[other], reason)
         return None
@@ -278,7 +288,7 @@ class Peers(ABC):
     def _broken_by(self, other: int, state: int) -> CommunicationError:
         line = self.lines[other]
         culprit = line.words[Words.CULPRIT]
-        if state == State.MISMATCHED:
+        if state == LineState.MISMATCHED:
             return CollectiveMismatchError("ranks disagree on what they are doing", peers=(culprit,), seen=line.reason)
         if culprit == self.global_rank:
             return PeerLostError.of(self.ranks[other], f"it gave up rank {culprit}: {line.reason}")
@@ -300,13 +310,13 @@ class Peers(ABC):
     # The end of this rank's part.
 
     def leave(self, state: int, culprit: int, reason: str) -> None:
-        """Leave ``State.OPEN`` for good, and wake everyone. The first reason stays.
+        """Leave ``LineState.OPEN`` for good, and wake everyone. The first reason stays.
 
-        Without a lock: a signal handler may interrupt this at any place, and call it. Whoever is first decides, at
+        Without a lock: a signal handler may interrupt this at any place, and call it. The first one decides, at
         once; then all write the same.
 
         Args:
-            state: a value of ``State``.
+            state: a value of ``LineState``.
             culprit: global rank to blame.
             reason: what it did; begins with "it".
         """
@@ -320,10 +330,10 @@ class Peers(ABC):
     def leave_with(self, error: BaseException, call: Call) -> None:
         """Leave because ``error`` ended ``call``; who is to blame is passed on."""
         if isinstance(error, RankKilled):
-            self.leave(State.LEFT, self.global_rank, f"it was killed in {call}")
+            self.leave(LineState.LEFT, self.global_rank, f"it was killed in {call}")
             return
         if isinstance(error, CollectiveMismatchError):
             sides = "; ".join(side for side in (error.expected, error.seen) if side)
-            self.leave(State.MISMATCHED, self.global_rank, sides)
+            self.leave(LineState.MISMATCHED, self.global_rank, sides)
             return
-        self.leave(State.BROKEN, *blame(error, self.global_rank, str(call)))
+        self.leave(LineState.BROKEN, *blame(error, self.global_rank, str(call)))

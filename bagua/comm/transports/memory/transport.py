@@ -37,8 +37,8 @@ from bagua.comm.call import POINT_TO_POINT, Call
 from bagua.comm.sharing import handlers_may_call
 from bagua.comm.transports.base import DONE, Handle, Membership, Transport
 from bagua.comm.transports.memory.exchange import Exchange, compare, small_bytes
-from bagua.comm.transports.memory.lanes import COLLECTIVE, Lane, Part, Pending
-from bagua.comm.transports.memory.line import Deadline, State, Words
+from bagua.comm.transports.memory.lanes import COLLECTIVE, Lane, LaneTask, Pending
+from bagua.comm.transports.memory.line import Deadline, LineState, Words
 from bagua.comm.transports.memory.messages import Messages
 from bagua.comm.transports.memory.peers import Peers
 from bagua.comm.transports.memory.wildcards import Wildcard, Wildcards
@@ -73,7 +73,6 @@ class MemoryTransport(Transport):
         self._messages = Messages(peers)
         self._wildcards = Wildcards(peers.lanes, (other for other in range(self.size) if other != self.rank))
         self._turn = 0
-        self._shared = False
         self._small_bytes = small_bytes(membership.size)
         #: Who uses what ``close`` gives back: the thread that makes a synchronous call, one at a time, and others by
         #: number. The last one to go gives it back if they kept ``close`` from doing so.
@@ -94,7 +93,7 @@ class MemoryTransport(Transport):
         lanes = _lanes(call, self.rank)
         order = () if lanes is _COLLECTIVES else self._order(call)
         if not (asynchronous or order) and (not self._lanes.used or self._lanes.idle(*lanes)):
-            if not self._shared:
+            if not self._lanes.shared:
                 self._run(call, source, target, deadline, lanes)
                 return DONE
             if not handlers_may_call():
@@ -112,12 +111,11 @@ class MemoryTransport(Transport):
     def share(self) -> None:
         """Run synchronous calls in the thread that waits for them, or in their lane if handlers may interrupt it."""
         self._lanes.shared = True
-        self._shared = True
 
     def abort(self, reason: str, culprit: int | None = None) -> None:
         """Mark the own line broken, and wake everyone."""
         with self._used():
-            self._peers.leave(State.BROKEN, self._peers.global_rank if culprit is None else culprit, reason)
+            self._peers.leave(LineState.BROKEN, self._peers.global_rank if culprit is None else culprit, reason)
             self._lanes.abandon()
 
     def idle(self) -> bool:
@@ -135,7 +133,7 @@ class MemoryTransport(Transport):
             self.abort("it closed its communicator with calls under way")
             self._lanes.stop(timeout_s=1.0)
         with self._used():
-            self._peers.leave(State.LEFT, self._peers.global_rank, "it closed its communicator")
+            self._peers.leave(LineState.LEFT, self._peers.global_rank, "it closed its communicator")
             self._ended = True
         until = time.monotonic() + _FAREWELL_S
         while (self._calling or self._inside) and not interrupted and time.monotonic() < until:
@@ -177,7 +175,7 @@ class MemoryTransport(Transport):
         target: torch.Tensor | None,
         deadline: Deadline,
         order: Sequence[Wildcard],
-    ) -> Part:
+    ) -> LaneTask:
         task = partial(self._run, call, source, target, deadline, (lane,), inline=False, order=order)
         return self._lanes.submit(lane, task)
 
@@ -195,7 +193,7 @@ class MemoryTransport(Transport):
             with torch.inference_mode():  # torch guards tensors that were made in it
                 self._run(call, source, target, deadline, lanes, inline, order)
             return
-        alone = inline and not self._shared
+        alone = inline and not self._lanes.shared
         try:
             if alone:
                 self._calling = True
@@ -236,7 +234,7 @@ class MemoryTransport(Transport):
         peers.publish(slot, call, source, small)
         if inline:
             # Where several threads call, another one of them may yet serve a message that is waited for.
-            spin_s, suspect = peers.spin_inline_s, None if self._shared else self._suspect
+            spin_s, suspect = peers.spin_inline_s, None if self._lanes.shared else self._suspect
         else:
             spin_s, suspect = peers.spin_s, None
         peers.barrier(call, deadline, spin_s, suspect)
@@ -295,7 +293,7 @@ class MemoryTransport(Transport):
         """The error if a rank waits in a message for this one, which waits for it in ``call``.
 
         Both calling threads are blocked, no collective of the other rank is on its way, and no lane of this rank
-        will serve the message: that is for ever.
+        will serve the message: that never ends.
         """
         peers = self._peers
         for other, line in enumerate(peers.lines):
@@ -313,7 +311,7 @@ class MemoryTransport(Transport):
         return None
 
     def _awaited_slot(self, other: int) -> int | None:
-        """Where ``other`` tells of the message in which it waits for this rank for ever; None if it does not.
+        """Where ``other`` tells of the message in which it waits for this rank in vain; None if it does not.
 
         The order matters. This rank's lanes stay idle while its calling thread is here, so its own words stay as they
         are; a message of ``other`` that lacks one of them is never complete. What ``other`` awaits is read after that,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from bagua.comm.transports.memory.lanes import Lanes, Part
+from bagua.comm.transports.memory.lanes import Lanes, LaneTask
 
 __all__ = ["Wildcard", "Wildcards"]
 
@@ -17,7 +17,7 @@ class Wildcard:
         owner: forgets this one when it is over.
     """
 
-    def __init__(self, earlier: dict[int, Part], owner: list[Wildcard]) -> None:
+    def __init__(self, earlier: dict[int, LaneTask], owner: list[Wildcard]) -> None:
         self._earlier = earlier
         self._owner = owner
         #: The peer whose message it takes; None as long as that is open.

@@ -191,7 +191,7 @@ class _Meeting:
         self._say(connection)
 
     def _answer(self) -> None:
-        """Wait for the ranks above; whoever else calls is not let in."""
+        """Wait for the ranks above; any other process is not let in."""
         listener = self._listener
         assert listener is not None
         listener.settimeout(_SLICE_S)

@@ -14,15 +14,15 @@ from collections.abc import Callable, Collection
 from bagua.comm.transports.shm.segments import MappedSegment, Segment
 from bagua.errors import PeerLostError, TransportUnavailableError
 
-__all__ = ["Channel"]
+__all__ = ["DescriptorChannel"]
 
 _MESSAGE = struct.Struct("q")
 
 
-class Channel:
+class DescriptorChannel:
     """The connection of this process to one peer, for the segments of one communicator.
 
-    The owner sends before it publishes, without waiting, so whoever reads the notice
+    The owner sends before it publishes, without waiting, so a peer that reads the notice
     finds the descriptor there. Nobody ever waits for an answer, and no thread serves.
 
     Args:
@@ -56,7 +56,7 @@ class Channel:
             try:
                 self._connection.sendmsg([message], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             except ConnectionError:
-                return True  # The peer has ended; whoever waits for it will find out.
+                return True  # The peer has ended; the ranks that wait for it will find out.
             except OSError:
                 return False
             self._sent.add(segment)
@@ -122,7 +122,7 @@ class Channel:
                 del self._mapped[number]
 
     def disown(self) -> None:
-        """In a forked child: close its end, whoever held the lock when it was forked."""
+        """In a forked child: close its end, whichever thread held the lock when it was forked."""
         self._lock = threading.Lock()
         self.close()
 

@@ -31,9 +31,9 @@ __all__ = [
     "Area",
     "ControlLayout",
     "ControlLine",
+    "Location",
     "OwnLine",
     "PeerLine",
-    "Place",
     "Where",
 ]
 
@@ -75,7 +75,7 @@ class Where:
     OUTBOX = 4
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where the data of one published call lies.
 
     Attributes:
@@ -97,7 +97,7 @@ class Place(NamedTuple):
     area_bytes: int = 0
 
 
-NOWHERE = Place(Where.NOWHERE)
+NOWHERE = Location(Where.NOWHERE)
 
 
 class ControlLayout:
@@ -172,7 +172,7 @@ class ControlLine(Line):
         assert shown is not None
         return shown.address + self._offset(slot, place, start)
 
-    def _offset(self, slot: int, place: Place, start: int) -> int:
+    def _offset(self, slot: int, place: Location, start: int) -> int:
         itemsize = place.dtype.itemsize
         if place.where == Where.WHOLE:
             return place.offset + start * itemsize
@@ -215,7 +215,7 @@ class OwnLine(ControlLine):
         super().__init__(memory, size)
         slots = Slots(size).count
         self._reason = ""
-        self._inline_places: dict[torch.dtype, Place] = {}
+        self._inline_places: dict[torch.dtype, Location] = {}
         self._notices: list[Notice | None] = [None] * slots
         self._areas: list[Area | None] = [None] * slots
         self._lent: list[torch.Tensor | None] = [None] * slots
@@ -239,16 +239,16 @@ class OwnLine(ControlLine):
         self._bytes[start : start + len(text)] = text
         struct.pack_into("q", self._bytes, self._layout.reason, len(text))
 
-    def inline(self, slot: int, source: torch.Tensor) -> Place:
+    def inline(self, slot: int, source: torch.Tensor) -> Location:
         """Copy ``source`` into the control memory."""
         self._inline_view(slot, source.dtype, 0, source.numel()).copy_(source)
         place = self._inline_places.get(source.dtype)
         if place is None:
-            place = self._inline_places[source.dtype] = Place(Where.INLINE, source.dtype)
+            place = self._inline_places[source.dtype] = Location(Where.INLINE, source.dtype)
         return place
 
     def write(
-        self, slot: int, call: Call, place: Place, lent: torch.Tensor | None = None, area: Area | None = None
+        self, slot: int, call: Call, place: Location, lent: torch.Tensor | None = None, area: Area | None = None
     ) -> None:
         """Publish ``call``.
 
@@ -271,7 +271,7 @@ class OwnLine(ControlLine):
         self._lent[slot], self._areas[slot] = lent, area
         self._shown[slot] = None if area is None else area.views
 
-    def _write_all(self, slot: int, call: Call, place: Place) -> None:
+    def _write_all(self, slot: int, call: Call, place: Location) -> None:
         numbers = (
             KIND_NUMBERS[call.kind], DTYPE_NUMBERS[call.dtype], call.agreement()[2],
             REDUCTION_NUMBERS[call.reduction], call.root,
@@ -286,7 +286,7 @@ class OwnLine(ControlLine):
             struct.pack_into(f"{len(counts)}q", self._bytes, self._record(slot) + _RECORD.size, *counts)
         self.agreements[slot] = numbers
 
-    def place(self, slot: int) -> Place:
+    def place(self, slot: int) -> Location:
         """Where the data published last in ``slot`` lies."""
         return self._places[slot]
 
@@ -358,7 +358,7 @@ class PeerLine(ControlLine):
     def notice(self, slot: int) -> Notice:
         """What was published last in ``slot``."""
         record = _RECORD.unpack_from(self._bytes, self._record(slot))
-        place = Place(record[_PLACE], DTYPES[record[_PLACE + 1]], *record[_PLACE + 2 : _SEQUENCE])
+        place = Location(record[_PLACE], DTYPES[record[_PLACE + 1]], *record[_PLACE + 2 : _SEQUENCE])
         if place.segment:  # Announced segments are fetched even if this rank needs nothing.
             self._shown[slot] = self._mapped(place.segment, self.named).views
         if record[:_AGREEMENT] == self._own.agreements[slot] and record[0] in _WITHOUT_COUNTS:

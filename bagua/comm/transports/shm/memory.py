@@ -90,7 +90,7 @@ class SharedMemory:
 
 
 def create_memory(nbytes: int, *, in_children: bool) -> tuple[SharedMemory, int]:
-    """New memory of zeros, of which this process is the only writer for ever.
+    """New memory of zeros, of which this process is the only writer, always.
 
     Args:
         nbytes: at least so many; at least one.

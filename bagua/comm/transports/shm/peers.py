@@ -15,8 +15,8 @@ from bagua.comm.transports.base import Membership
 from bagua.comm.transports.memory.line import FaultHook, Notice
 from bagua.comm.transports.memory.peers import Peers
 from bagua.comm.transports.shm.attach import Attached, attach
-from bagua.comm.transports.shm.channel import Channel
-from bagua.comm.transports.shm.line import NOWHERE, ControlLayout, ControlLine, OwnLine, PeerLine, Place, Where
+from bagua.comm.transports.shm.channel import DescriptorChannel
+from bagua.comm.transports.shm.line import NOWHERE, ControlLayout, ControlLine, Location, OwnLine, PeerLine, Where
 from bagua.comm.transports.shm.segments import Segment, find
 from bagua.comm.transports.shm.staging import Outbox, Staging
 from bagua.errors import TransportUnavailableError
@@ -48,7 +48,7 @@ class ShmPeers(Peers):
         attached = attach(membership, layout.nbytes, {"staging area": staging_bytes})
         self._line = OwnLine(attached.memory, membership.size)
         self._channels = {
-            rank: Channel(peer.connection, membership.ranks[rank]) for rank, peer in attached.peers.items()
+            rank: DescriptorChannel(peer.connection, membership.ranks[rank]) for rank, peer in attached.peers.items()
         }
         lines = self._lines_of(attached, membership)
         super().__init__(lines, membership.rank, membership.ranks, membership.label, fault)
@@ -89,7 +89,7 @@ class ShmPeers(Peers):
             if self._calls % _CALLS_PER_SWEEP == 0:
                 self._drop_gone()
         if source is None or source.numel() == 0:
-            place = NOWHERE if source is None else Place(Where.NOWHERE, source.dtype)
+            place = NOWHERE if source is None else Location(Where.NOWHERE, source.dtype)
             self._line.write(slot, call, place)
             return
         flat = source if source.dim() == 1 else source.view(-1)
@@ -102,7 +102,7 @@ class ShmPeers(Peers):
         segment = find(source)
         if segment is not None and self._offer(slot, segment):
             offset = source.data_ptr() - segment.address
-            self._line.write(slot, call, Place(Where.WHOLE, source.dtype, segment.number, offset), lent=source)
+            self._line.write(slot, call, Location(Where.WHOLE, source.dtype, segment.number, offset), lent=source)
             return
         if slot < 2 and self._staging is not None:  # Everyone was offered it when it was made.
             self._line.write(slot, call, self._staging.open(call, source), area=self._staging)
@@ -185,12 +185,12 @@ class ShmPeers(Peers):
     def fence(self) -> None:
         """Taking a lock is an instruction that orders stores before later loads.
 
-        A new one each time, which is quick: nobody has to wait, whoever was interrupted where.
+        A new one each time, which is quick: no thread waits, wherever another one was interrupted.
         """
         _new_lock().acquire()
 
     def give_way(self) -> None:
-        """More ranks than processors, or two on one of them: whoever is waited for can run."""
+        """More ranks than processors, or two on one of them: the rank that is waited for can run."""
         os.sched_yield()
 
     def pause(self, ready: Callable[[], bool], seconds: float) -> None:

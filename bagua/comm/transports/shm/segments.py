@@ -16,6 +16,7 @@ from operator import attrgetter
 
 import torch
 
+from bagua.comm.lifetime.forks import family
 from bagua.comm.transports.shm.memory import SharedMemory, create_memory, make_private, map_memory
 
 __all__ = ["HEADER_BYTES", "MappedSegment", "Segment", "Views", "allocate", "find"]
@@ -82,9 +83,11 @@ class _Registry:
         self._numbers = itertools.count(1)
         #: First addresses and segments in their order; replaced as a whole.
         self._table: tuple[list[int], list[Segment]] = ([], [])
-        os.register_at_fork(after_in_child=self._inherit_all)
+        # Before the transports, which drop tensors: the descriptor of a segment that is gone stays open.
+        family.add(self, first=True)
 
-    def _inherit_all(self) -> None:
+    def disown(self) -> None:
+        """In a forked child: have the memory for itself, and know of no segment."""
         for segment in self._table[1]:
             segment.inherit()
         self._lock = threading.RLock()

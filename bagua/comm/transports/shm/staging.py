@@ -9,7 +9,7 @@ import torch
 from bagua.comm.call import Call
 from bagua.comm.transports.memory.exchange import own_slice, reads_all, slice_length
 from bagua.comm.transports.memory.line import rows
-from bagua.comm.transports.shm.line import NOWHERE, Place, Where
+from bagua.comm.transports.shm.line import NOWHERE, Location, Where
 from bagua.comm.transports.shm.segments import HEADER_BYTES, Views, allocate
 
 __all__ = ["Outbox", "Staging"]
@@ -75,7 +75,7 @@ class Staging(_Area):
         self._piece = 1
         self._places = (NOWHERE, NOWHERE)
 
-    def open(self, call: Call, source: torch.Tensor) -> Place:
+    def open(self, call: Call, source: torch.Tensor) -> Location:
         """Show the first piece of ``source``, which is flat, and say how to find the pieces."""
         if call[2:] != self._call[2:] or call.kind != self._call.kind or source.dtype is not self._places[0].dtype:
             self._divide(call, source.dtype)
@@ -95,7 +95,7 @@ class Staging(_Area):
             count = -(-call.numel // piece)
             piece = -(-call.numel // count)
         self._piece = piece
-        place = Place(Where.STAGED, dtype, self.segment.number, HEADER_BYTES, piece, 0, self._area_bytes)
+        place = Location(Where.STAGED, dtype, self.segment.number, HEADER_BYTES, piece, 0, self._area_bytes)
         self._places = (place, place._replace(first=1))
 
     def _room(self, call: Call) -> int:
@@ -136,12 +136,12 @@ class Outbox(_Area):
         nbytes: of the area.
     """
 
-    def open(self, source: torch.Tensor) -> Place:
+    def open(self, source: torch.Tensor) -> Location:
         """Show the first piece of ``source``, which is flat, and say how to find the pieces."""
         self._source = source
         piece = max(self.nbytes // source.element_size(), 1)
         self.show(0, min(piece, source.numel()))
-        return Place(Where.OUTBOX, source.dtype, self.segment.number, HEADER_BYTES, piece)
+        return Location(Where.OUTBOX, source.dtype, self.segment.number, HEADER_BYTES, piece)
 
     def show(self, start: int, stop: int) -> None:
         """Show elements ``start`` to ``stop``."""

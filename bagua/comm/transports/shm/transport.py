@@ -6,11 +6,11 @@ import logging
 import os
 import platform
 import sys
-import weakref
 
 import torch
 
 from bagua import env
+from bagua.comm.lifetime.forks import family, forked_error
 from bagua.comm.transports.base import Handle, Membership, Transport
 from bagua.comm.transports.memory.exchange import small_bytes
 from bagua.comm.transports.memory.transport import MemoryTransport
@@ -18,7 +18,7 @@ from bagua.comm.transports.shm.attach import explained
 from bagua.comm.transports.shm.peers import ShmPeers
 from bagua.comm.transports.shm.segments import HEADER_BYTES, allocate
 from bagua.comm.transports.threads import current_fault
-from bagua.errors import CommunicatorClosedError, TransportUnavailableError
+from bagua.errors import TransportUnavailableError
 
 __all__ = ["ShmTransport", "shm_expected", "shm_refusal"]
 
@@ -81,7 +81,7 @@ class ShmTransport(MemoryTransport):
         super().__init__(membership, peers)
         self._shm_peers = peers
         self._in_parent = True
-        _family.add(self)
+        family.add(self)
 
     def abort(self, reason: str, culprit: int | None = None) -> None:
         """Mark the own line broken, and wake everyone."""
@@ -112,26 +112,4 @@ class ShmTransport(MemoryTransport):
         self.start = self._refuse  # type: ignore[assignment, method-assign]
 
     def _refuse(self, *_: object) -> Handle:
-        raise CommunicatorClosedError("this process was forked; the communicator is its parent's")
-
-
-class _Family:
-    """The transports of this process, to be disowned by its forked children."""
-
-    def __init__(self) -> None:
-        self._members: weakref.WeakSet[ShmTransport] = weakref.WeakSet()
-        self._registered = False
-
-    def add(self, transport: ShmTransport) -> None:
-        self._members.add(transport)
-        if not self._registered:
-            self._registered = True
-            os.register_at_fork(after_in_child=self._disown_all)
-
-    def _disown_all(self) -> None:
-        for transport in list(self._members):
-            transport.disown()
-        self._members.clear()
-
-
-_family = _Family()
+        raise forked_error()
