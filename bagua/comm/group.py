@@ -18,7 +18,7 @@ from bagua.comm.lifetime.forks import family, forked_error, leak
 from bagua.comm.non_member import NON_MEMBER, NonMember
 from bagua.comm.operands import check_rank
 from bagua.comm.startup.hosts import ranks_by_node
-from bagua.comm.startup.rendezvous import exchange, refuse_together
+from bagua.comm.startup.rendezvous import exchange, raise_refusals
 from bagua.comm.statistics import KindStatistics, Statistics, merge
 from bagua.comm.store.board import Board
 from bagua.comm.transports.base import Membership
@@ -117,8 +117,6 @@ class ProcessGroup:
         self.leader = check_rank(leader, min(self.node_sizes), "leader")
         self.closed = False
         family.add(self)
-        reason = refusal(backend) if self.size > 1 else None
-        refuse_together(store, "refusal", rank, self.ranks, reason, timeout_s)
         try:
             self._connect()
         except BaseException:
@@ -282,15 +280,19 @@ class ProcessGroup:
         self._numbered += 1
         name = f"{label}{self._numbered}"
         store = dist.PrefixStore(name, self.store)
-        self._agree(store, [list(members), backend or self.backend, timeout_s or self.timeout_s, leader])
+        backend = backend or self.backend
+        obstacle = refusal(backend) if len(members) > 1 and self.rank in members else None
+        wanted = [list(members), backend, timeout_s or self.timeout_s, leader]
+        reasons = self._agree(store, wanted, obstacle)
         if self.rank not in members:
             return NON_MEMBER
+        raise_refusals(reasons, self.rank, self.ranks, obstacle)
         group = ProcessGroup(
             dist.PrefixStore("members", store),
             list(members).index(self.rank),
             [self.ranks[member] for member in members],
             [self.nodes[member] for member in members],
-            backend or self.backend,
+            backend,
             timeout_s or self.timeout_s,
             f"{self.label}/{name}",
             self._ledger,
@@ -355,10 +357,11 @@ class ProcessGroup:
         """Have ``callback`` called when this group is closed, before its communicators are."""
         self._when_closing.append(callback)
 
-    def _agree(self, store: dist.Store, wanted: list[object]) -> None:
-        """Compare what every member asks for, before anyone waits for a connection."""
-        answers = exchange(store, "wanted", self.rank, self.ranks, wanted, self.timeout_s)
-        for member, answer in enumerate(answers):
+    def _agree(self, store: dist.Store, wanted: list[object], obstacle: Exception | None) -> list[str]:
+        """Compare what every member asks for, before anyone waits for a connection; their reasons to refuse it."""
+        own = [wanted, str(obstacle or "")]
+        answers = exchange(store, "wanted", self.rank, self.ranks, own, self.timeout_s)
+        for member, (answer, _) in enumerate(answers):
             if answer != wanted:
                 raise CollectiveMismatchError(
                     "ranks ask for different groups",
@@ -368,6 +371,7 @@ class ProcessGroup:
                     expected=_described(wanted),
                     seen=_described(answer),
                 )
+        return [reason for _, reason in answers]
 
     # The end.
 

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bagua.torch_api  # noqa: F401 - which makes the backend known
+from bagua.comm.startup import formation
 from bagua.comm.store.serving import connect_store, serve_store
-from bagua.comm.torch_backend import group as torch_backend
 from bagua.testing import ProcessRanks
 from bagua.testing.ranks import nodes_of, this_rank
 from tests.programs.programs import (
@@ -115,7 +115,7 @@ def test_dealt_programs_on_nccl():
 def join_torch(programs, port, hosts):
     """Ranks of the backend ``bagua`` of ``torch.distributed``."""
     warnings.simplefilter("ignore")  # Torch warns of calls of ranks that are no members, and of its own names.
-    torch_backend.layout = lambda answers, _: nodes_of(hosts)[: len(answers)]
+    formation.nodes_from_identities = lambda identities: nodes_of(hosts)[: len(identities)]
     store = connect_store(port, 20.0)
     dist = torch.distributed
     dist.init_process_group("bagua", store=store, rank=this_rank.get().rank, world_size=sum(hosts))

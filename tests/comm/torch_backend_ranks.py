@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import bagua.torch_api as bagua
+from bagua.comm.startup import formation
 from bagua.comm.store.serving import connect_store
-from bagua.comm.torch_backend import group as torch_backend
 from bagua.errors import CollectiveTimeoutError, ConfigurationError, InvalidTensorError, PeerLostError
 from bagua.testing.ranks import this_rank
 from tests.comm import torch_group_forms
@@ -41,7 +41,7 @@ def own_rank() -> int:
 def joined(port: int, size: int, nodes: tuple[int, ...] | None = None) -> Iterator[int]:
     """A default group of torch, on hosts as the ranks shall believe, and its end."""
     if nodes is not None:
-        torch_backend.layout = lambda answers, _: nodes[: len(answers)]
+        formation.nodes_from_identities = lambda hosts: nodes[: len(hosts)]
     timeout = timedelta(seconds=TIMEOUT_S)
     store = connect_store(port, TIMEOUT_S)
     dist.init_process_group("bagua", store=store, rank=own_rank(), world_size=size, timeout=timeout)

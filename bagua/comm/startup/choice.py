@@ -29,10 +29,10 @@ def unwrapped(backend: str | None) -> str | None:
     return None if backend == TORCH_NAME else backend
 
 
-def abilities() -> dict[str, Any]:
+def abilities(use_cuda: bool) -> dict[str, Any]:
     """What this process can do, to be told to all others; anything that JSON can hold."""
     return {
-        "cuda": torch.cuda.is_available() and dist.is_nccl_available(),
+        "cuda": use_cuda and torch.cuda.is_available() and dist.is_nccl_available(),
         "no_shared_memory": str(shm_refusal() or ""),
     }
 

@@ -22,8 +22,10 @@ from bagua.comm.lifetime.forks import family, leak
 from bagua.comm.non_member import NonMember, is_non_member
 from bagua.comm.operands import as_seconds
 from bagua.comm.startup.choice import unwrapped
+from bagua.comm.startup.rendezvous import refuse_together
 from bagua.comm.statistics import KindStatistics
 from bagua.comm.torch_private import all_groups, store_of
+from bagua.comm.transports.registry import refusal
 from bagua.errors import InvalidRankError, InvalidTypeError, NotInitializedError, blame
 
 __all__ = [
@@ -236,13 +238,16 @@ def from_torch_group(
     _uses_of_torch_group[torch_group] = number
     store = dist.PrefixStore(f"bagua/torch_group{number}", store_of(torch_group))
     ranks = dist.get_process_group_ranks(torch_group)
+    backend, rank = unwrapped(backend) or world.group.backend, dist.get_rank(torch_group)
+    timeout_s = world.group.timeout_s if timeout is None else as_seconds(timeout)
+    refuse_together(store, "refusal", rank, ranks, refusal(backend) if len(ranks) > 1 else None, timeout_s)
     made = ProcessGroup(
         store,
-        dist.get_rank(torch_group),
+        rank,
         ranks,
         [world.group.nodes[rank] for rank in ranks],
-        unwrapped(backend) or world.group.backend,
-        world.group.timeout_s if timeout is None else as_seconds(timeout),
+        backend,
+        timeout_s,
         f"torch_group{number}",
         world.ledger,
     )

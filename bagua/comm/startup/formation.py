@@ -1,4 +1,9 @@
-"""From ranks that know their store to a connected group: who is there, on which hosts, with which transport."""
+"""From ranks that know their store to a connected group, in this order.
+
+``fresh`` gives them a part of the store, ``plan`` says who is on which host and what all of them can use, and
+``connect_first`` connects them. ``init_process_group`` and the backend ``bagua`` of torch both go this way. With
+shared memory that is three barriers at the store: the plan, the addresses, and that all are attached.
+"""
 
 from __future__ import annotations
 
@@ -6,77 +11,22 @@ import logging
 import sys
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from bagua import env
 from bagua.comm.group import Ledger, ProcessGroup
-from bagua.comm.startup.choice import ASKED_FOR, abilities
+from bagua.comm.startup.choice import ASKED_FOR, abilities, candidates
 from bagua.comm.startup.hosts import host_identity, nodes_from_identities, nodes_from_local_size
-from bagua.comm.startup.rendezvous import exchange
+from bagua.comm.startup.rendezvous import exchange, raise_refusals
+from bagua.comm.transports.registry import refusal
 from bagua.comm.transports.shm.transport import shm_expected
 from bagua.errors import CollectiveMismatchError, ConfigurationError, TransportUnavailableError
 
-__all__ = ["configure_log", "first_that_connects", "fresh", "layout", "meet"]
+__all__ = ["Plan", "configure_log", "connect_first", "fresh", "plan"]
 
 _log = logging.getLogger("bagua")
-
-
-def first_that_connects(
-    store: dist.Store,
-    rank: int,
-    ranks: Sequence[int],
-    nodes: Sequence[int],
-    choices: Sequence[tuple[str, str]],
-    timeout_s: float,
-    ledger: Ledger,
-    label: str = "world",
-) -> ProcessGroup:
-    """The group on the first backend that all of its members can use.
-
-    A transport that cannot connect says so on every rank, hence all go on to the same next one.
-
-    Args:
-        store: of these ranks alone.
-        rank: of this process in the group.
-        ranks: global rank of each member.
-        nodes: index of the host of each member.
-        choices: backends and the reasons for them, as ``candidates`` orders them.
-        timeout_s: default deadline of every call, in seconds.
-        ledger: where the counters go.
-        label: what messages call the group.
-    """
-    refused = ""
-    for number, (backend, reason) in enumerate(choices):
-        members = dist.PrefixStore(f"world{number}", store)
-        try:
-            group = ProcessGroup(members, rank, ranks, nodes, backend, timeout_s, label, ledger)
-        except TransportUnavailableError as error:
-            if number == len(choices) - 1:
-                raise
-            _log.info("rank %d of %d: not %s: %s", rank, len(ranks), backend, error)
-            refused = str(error)
-        else:
-            _log.info(
-                "rank %d of %d: backend %s because %s; hosts of %s",
-                rank, len(ranks), backend, reason, group.node_sizes,
-            )  # fmt: skip
-            if backend == "gloo" and reason != ASKED_FOR and group.local_rank == 0 and max(group.node_sizes) > 1:
-                _warn_of_gloo(refused or reason)
-            return group
-    raise AssertionError("there is always a last choice")
-
-
-@cache
-def _warn_of_gloo(reason: str) -> None:
-    """Say once for each reason why Gloo connects ranks of one host that usually share memory."""
-    if shm_expected():
-        _log.warning(
-            "processes of this host cannot share memory, so Gloo connects them: small calls take about ten times as "
-            "long. If this is as it should be, backend='gloo' silences this warning. The reason: %s",
-            reason,
-        )
 
 
 def configure_log() -> None:
@@ -115,25 +65,61 @@ def fresh(store: dist.Store, rank: int) -> dist.Store:
     return dist.PrefixStore(f"bagua/{generation}", store)
 
 
-def meet(
-    store: dist.Store, rank: int, ranks: Sequence[int], backend: str | None, timeout_s: float
-) -> list[dict[str, Any]]:
-    """Wait for everyone, and learn what each of them has and wants.
+class Plan(NamedTuple):
+    """What all ranks know of each other before they connect; equal on all of them.
+
+    Attributes:
+        nodes: index of the host of each rank.
+        choices: backends to try, the best first, and the reason for each.
+    """
+
+    nodes: tuple[int, ...]
+    choices: list[tuple[str, str]]
+
+
+def plan(
+    store: dist.Store,
+    rank: int,
+    ranks: Sequence[int],
+    backend: str | None,
+    timeout_s: float,
+    *,
+    nodes: Sequence[int] | None = None,
+    local_world_size: int = -1,
+    use_cuda: bool = True,
+) -> Plan:
+    """Wait for everyone, and find out together who is on which host and which backends all can use.
+
+    All questions are asked in one exchange through the store, so ranks answer alike, and refuse together.
 
     Args:
-        store: of these ranks alone.
-        rank: of this process in the group.
+        store: store that these ranks alone write to.
+        rank: rank of this process in the group.
         ranks: global rank of each member.
-        backend: what this process was asked for.
-        timeout_s: how long to wait for the others, in seconds.
+        backend: name of the backend this process was asked for; None leaves the choice to all.
+        timeout_s: seconds to wait for the others.
+        nodes: index of the host of each rank, if that shall not be found out.
+        local_world_size: number of ranks on each host, if hosts hold consecutive blocks of ranks.
+        use_cuda: whether the backend shall serve CUDA tensors where all ranks have CUDA.
+
+    Raises:
+        CollectiveTimeoutError: some ranks did not come; ``peers`` names them.
+        CollectiveMismatchError: ranks were started with different arguments.
+        TransportUnavailableError: a rank cannot use the backend.
     """
-    own = {
-        "backend": backend,
-        "world_size": len(ranks),
-        "host": host_identity(),
-        **abilities(),
-    }
-    answers: list[dict[str, Any]] = exchange(store, "init_process_group", rank, ranks, own, timeout_s)
+    obstacle = refusal(backend or "gloo") if len(ranks) > 1 else None
+    own = {"backend": backend, "world_size": len(ranks), "host": host_identity(), "refusal": str(obstacle or "")}
+    answers = exchange(store, "init_process_group", rank, ranks, {**own, **abilities(use_cuda)}, timeout_s)
+    _compare(answers, own, rank, ranks)
+    if nodes is None:
+        nodes = _nodes_of(answers, local_world_size)
+    choices = candidates(answers, nodes) if backend is None else [(backend, ASKED_FOR)]
+    if backend is not None or "gloo" in choices[0][0]:
+        raise_refusals([answer["refusal"] for answer in answers], rank, ranks, obstacle)
+    return Plan(tuple(nodes), choices)
+
+
+def _compare(answers: list[dict[str, Any]], own: dict[str, Any], rank: int, ranks: Sequence[int]) -> None:
     for member, answer in enumerate(answers):
         for fact in ("backend", "world_size"):
             if answer[fact] != own[fact]:
@@ -145,11 +131,64 @@ def meet(
                     expected=own[fact],
                     seen=answer[fact],
                 )
-    return answers
 
 
-def layout(answers: list[dict[str, Any]], world_size: int, local_world_size: int = -1) -> tuple[int, ...]:
-    """Index of the host of each rank, from what ``meet`` returned unless ``local_world_size`` says it."""
+def _nodes_of(answers: list[dict[str, Any]], local_world_size: int) -> tuple[int, ...]:
     if local_world_size >= 0:
-        return nodes_from_local_size(world_size, local_world_size)
+        return nodes_from_local_size(len(answers), local_world_size)
     return nodes_from_identities([answer["host"] for answer in answers])
+
+
+def connect_first(
+    store: dist.Store,
+    rank: int,
+    ranks: Sequence[int],
+    planned: Plan,
+    timeout_s: float,
+    ledger: Ledger,
+    label: str = "world",
+) -> ProcessGroup:
+    """The group on the first backend that all of its members can use.
+
+    A transport that cannot connect says so on every rank, hence all go on to the same next one.
+
+    Args:
+        store: store that these ranks alone write to.
+        rank: rank of this process in the group.
+        ranks: global rank of each member.
+        planned: hosts of the members, and the backends to try, as ``plan`` found them.
+        timeout_s: default deadline of every call, in seconds.
+        ledger: where the counters go.
+        label: what messages call the group.
+    """
+    refused = ""
+    nodes, choices = planned
+    for number, (backend, reason) in enumerate(choices):
+        members = dist.PrefixStore(f"world{number}", store)
+        try:
+            group = ProcessGroup(members, rank, ranks, nodes, backend, timeout_s, label, ledger)
+        except TransportUnavailableError as error:
+            if number == len(choices) - 1:
+                raise
+            _log.info("rank %d of %d: not %s: %s", rank, len(ranks), backend, error)
+            refused = str(error)
+        else:
+            _log.info(
+                "rank %d of %d: backend %s because %s; hosts of %s",
+                rank, len(ranks), backend, reason, group.node_sizes,
+            )  # fmt: skip
+            if backend == "gloo" and reason != ASKED_FOR and group.local_rank == 0 and max(group.node_sizes) > 1:
+                _warn_of_gloo(refused or reason)
+            return group
+    raise AssertionError("there is always a last choice")
+
+
+@cache
+def _warn_of_gloo(reason: str) -> None:
+    """Say once for each reason why Gloo connects ranks of one host that usually share memory."""
+    if shm_expected():
+        _log.warning(
+            "processes of this host cannot share memory, so Gloo connects them: small calls take about ten times as "
+            "long. If this is as it should be, backend='gloo' silences this warning. The reason: %s",
+            reason,
+        )

@@ -10,12 +10,11 @@ import torch.distributed as dist
 from bagua import env
 from bagua.comm.group import Ledger
 from bagua.comm.operands import as_seconds
-from bagua.comm.startup.choice import ASKED_FOR, candidates, unwrapped
+from bagua.comm.startup.choice import unwrapped
 from bagua.comm.startup.default_group import World, holder, is_initialized
-from bagua.comm.startup.formation import configure_log, first_that_connects, fresh, layout, meet
-from bagua.comm.startup.rendezvous import connect, refuse_together, resolve_rank
+from bagua.comm.startup.formation import configure_log, connect_first, fresh, plan
+from bagua.comm.startup.rendezvous import connect, resolve_rank
 from bagua.comm.torch_private import default_store
-from bagua.comm.transports.registry import refusal
 from bagua.errors import ConfigurationError, RepeatedInitializationError
 
 __all__ = ["init_process_group"]
@@ -91,18 +90,15 @@ def init_process_group(
     else:
         rank, world_size = resolve_rank(rank, world_size)
         store = connect(rank, world_size, timeout_s) if store is None else store
-    store = fresh(store, rank)
-    answers = meet(store, rank, range(world_size), backend, timeout_s)
-    nodes = _nodes or layout(answers, world_size, local_world_size)
-    choices = candidates(answers, nodes) if backend is None else [(backend, ASKED_FOR)]
-    backend = choices[0][0]
-    refuse_together(store, "refusal", rank, range(world_size), refusal(backend), timeout_s)
+    store, ranks = fresh(store, rank), range(world_size)
+    planned = plan(store, rank, ranks, backend, timeout_s, nodes=_nodes, local_world_size=local_world_size)
+    backend = planned.choices[0][0]
     owns_torch = not joined and not dist.is_initialized() and not holder.is_thread(backend)
     if owns_torch:
         _init_torch(store, rank, world_size, backend, timeout_s)
     ledger = Ledger()
     try:
-        group = first_that_connects(store, rank, range(world_size), nodes, choices, timeout_s, ledger)
+        group = connect_first(store, rank, ranks, planned, timeout_s, ledger)
     except BaseException:
         if owns_torch:
             dist.destroy_process_group()
@@ -112,9 +108,8 @@ def init_process_group(
 
 def _init_torch(store: dist.Store, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
     """Initialize ``torch.distributed`` as well, for everything in torch that needs it."""
-    nccl = "nccl" in backend or backend == "cpu:gloo,cuda:nccl"
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if nccl else "gloo",
+        "cpu:gloo,cuda:nccl" if "nccl" in backend else "gloo",
         store=dist.PrefixStore("torch", store),
         rank=rank,
         world_size=world_size,

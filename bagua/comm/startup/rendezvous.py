@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from bagua import env
 from bagua.comm.lifetime.forks import family, leak
+from bagua.comm.store.keys import read_all, wait_for_keys
 from bagua.errors import (
     CollectiveTimeoutError,
     ConfigurationError,
@@ -21,7 +22,7 @@ from bagua.errors import (
     TransportUnavailableError,
 )
 
-__all__ = ["connect", "consult", "exchange", "refuse_together", "resolve_rank"]
+__all__ = ["connect", "consult", "exchange", "raise_refusals", "refuse_together", "resolve_rank"]
 
 _COMMAND = "baguarun --nproc 2 train.py (or: torchrun --nproc_per_node 2 train.py)"
 
@@ -177,7 +178,7 @@ def exchange(store: dist.Store, topic: str, rank: int, ranks: Sequence[int], val
     try:
         store.set(keys[rank], json.dumps(value))
         _collect(store, topic, rank, ranks, keys, started, timeout_s)
-        return [json.loads(store.get(key)) for key in keys]
+        return [json.loads(text) for text in read_all(store, keys)]
     except dist.DistNetworkError as error:
         raise _store_lost(topic, rank, ranks) from error
 
@@ -217,8 +218,8 @@ def consult(
             _collect(store, topic, rank, ranks, keys, started, timeout_s)
             for member in (*range(len(ranks)), "answer") if number > 1 else ():
                 store.delete_key(f"{topic}{number - 1}/{member}")  # Who is here has read that.
-            store.set(answer, json.dumps(decide([json.loads(store.get(key)) for key in keys])))
-        elif not _wait_for_keys(store, [answer], started + timeout_s):
+            store.set(answer, json.dumps(decide([json.loads(text) for text in read_all(store, keys)])))
+        elif not wait_for_keys(store, [answer], started + timeout_s):
             _collect(store, topic, rank, ranks, keys, started, timeout_s)
             raise _not_come(topic, rank, ranks, [ranks[0]], started, timeout_s)
         return json.loads(store.get(answer))
@@ -230,7 +231,7 @@ def _collect(
     store: dist.Store, topic: str, rank: int, ranks: Sequence[int], keys: list[str], started: float, timeout_s: float
 ) -> None:
     """Wait until every member's key is there."""
-    if not _wait_for_keys(store, keys, started + timeout_s):
+    if not wait_for_keys(store, keys, started + timeout_s):
         missing = [ranks[i] for i, key in enumerate(keys) if not store.check([key])]
         raise _not_come(topic, rank, ranks, missing, started, timeout_s)
 
@@ -259,18 +260,6 @@ def _store_lost(topic: str, rank: int, ranks: Sequence[int]) -> PeerLostError:
     )
 
 
-def _wait_for_keys(store: dist.Store, keys: list[str], deadline: float) -> bool:
-    """Poll until all keys are there, or the deadline has passed."""
-    # Store.wait would hold the store's only connection, ignore Ctrl-C, and print a warning when its time is up.
-    pause_s = 0.0005
-    while not store.check(keys):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.02)
-    return True
-
-
 def refuse_together(
     store: dist.Store,
     topic: str,
@@ -285,9 +274,24 @@ def refuse_together(
         TransportUnavailableError: naming the ranks that refuse and why.
     """
     answers = exchange(store, topic, rank, ranks, str(refusal) if refusal else "", timeout_s)
+    raise_refusals(answers, rank, ranks, refusal)
+
+
+def raise_refusals(reasons: Sequence[str], rank: int, ranks: Sequence[int], refusal: Exception | None) -> None:
+    """Raise if a member has a reason not to go on.
+
+    Args:
+        reasons: reason of each member, empty where there is none.
+        rank: this member's rank in the group.
+        ranks: what messages call the members.
+        refusal: error of this member, behind its own reason.
+
+    Raises:
+        TransportUnavailableError: naming the ranks that refuse and why.
+    """
     if refusal is not None:
         raise refusal
-    refusing = [(ranks[member], reason) for member, reason in enumerate(answers) if reason]
+    refusing = [(ranks[member], reason) for member, reason in enumerate(reasons) if reason]
     if refusing:
         raise TransportUnavailableError(
             "; ".join(f"rank {member} refused: {reason}" for member, reason in refusing),

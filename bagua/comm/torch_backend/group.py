@@ -20,8 +20,8 @@ from bagua.comm.group import Ledger, ProcessGroup
 from bagua.comm.lifetime.closer import close_with
 from bagua.comm.lifetime.forks import family, leak
 from bagua.comm.operands import as_seconds
-from bagua.comm.startup.choice import TORCH_NAME, candidates
-from bagua.comm.startup.formation import configure_log, first_that_connects, fresh, layout, meet
+from bagua.comm.startup.choice import TORCH_NAME
+from bagua.comm.startup.formation import configure_log, connect_first, fresh, plan
 from bagua.comm.torch_backend.calls import TorchCalls
 from bagua.comm.torch_backend.futures import CallbackThread, CallFuture, PlainFutures
 from bagua.comm.torch_backend.stand_in import CpuStandIn
@@ -280,10 +280,8 @@ def _split_options(options: Any) -> tuple[TorchBackendOptions, Any]:
 
 def _connect(store: dist.Store, rank: int, ranks: list[int], timeout_s: float, label: str) -> ProcessGroup:
     """Our group of these ranks, on the best transport for CPU tensors."""
-    answers = meet(store, rank, ranks, TORCH_NAME, timeout_s)
-    nodes = layout(answers, len(ranks))
-    choices = candidates([{**answer, "cuda": False} for answer in answers], nodes)
-    return first_that_connects(store, rank, ranks, nodes, choices, timeout_s, Ledger(), label)
+    planned = plan(store, rank, ranks, None, timeout_s, use_cuda=False)
+    return connect_first(store, rank, ranks, planned, timeout_s, Ledger(), label)
 
 
 def _serves_cuda() -> bool:

@@ -6,15 +6,16 @@ import contextlib
 import contextvars
 import os
 import threading
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import ClassVar
 
 import torch
 
 from bagua.comm.call import Call
+from bagua.comm.store.keys import wait_for_keys
 from bagua.comm.transports.base import Handle, Membership
 from bagua.comm.transports.memory.lanes import Lanes
 from bagua.comm.transports.memory.line import FaultHook, Line, Notice, RankKilled, Slots, Step, Words
@@ -217,13 +218,11 @@ def _attach(membership: Membership) -> _World:
 
 
 def _await(membership: Membership, key: str, other: int) -> None:
-    try:
-        membership.store.wait([key], timedelta(seconds=membership.timeout_s))
-    except RuntimeError as error:
+    if not wait_for_keys(membership.store, [key], time.monotonic() + membership.timeout_s):
         missing = [rank for rank in range(membership.size) if not membership.store.check([f"threads/{rank}"])]
         raise CollectiveTimeoutError(
             f"not all threads came to build {membership.label}",
             rank=membership.ranks[membership.rank],
             peers=[membership.ranks[rank] for rank in missing if rank != membership.rank] or [membership.ranks[other]],
             timeout_s=membership.timeout_s,
-        ) from error
+        )

@@ -31,6 +31,7 @@ from torch.distributed import Store
 
 from bagua import env
 from bagua.comm.lifetime.forks import family
+from bagua.comm.store.keys import read_all, wait_for_keys
 from bagua.comm.transports.base import Membership
 from bagua.errors import TransportUnavailableError
 
@@ -40,7 +41,6 @@ __all__ = ["ATTENDANCE_S", "Cause", "Findings", "Mailbox", "meet"]
 ATTENDANCE_S = 0.6
 #: How long one round of connections may take. Ranks that are alive answer in one round trip.
 _ROUND_S = 0.3
-_MEETING_POLL_S = 0.05
 #: Connections that are open at a time.
 _BATCH = 128
 #: A notice is cut to this; one write of so few bytes never blocks.
@@ -130,9 +130,7 @@ class Mailbox:
         if missing:
             return tuple(members.ranks[rank] for rank in missing)
         keys, store = [f"here/{rank}" for rank in range(members.size)], members.store
-        # A file, unlike a server, gives one value at a time. Torch forgot the question in its hints.
-        at_once = store.has_extended_api()  # type: ignore[attr-defined]
-        texts = store.multi_get(keys) if at_once else [store.get(key) for key in keys]
+        texts = read_all(store, keys)
         self._addresses = {rank: _Address(*json.loads(text)) for rank, text in enumerate(texts)}
         firsts = {members.nodes[rank]: rank for rank in reversed(self._others)}
         answers = self._reach(firsts.values(), b"")
@@ -342,14 +340,8 @@ def meet(store: Store, rank: int, size: int, timeout_s: float, value: str = "") 
 
     Unlike the connection set-up of backends, this can be interrupted with Ctrl-C.
     """
-    # Not store.wait in slices: its client writes a warning to stderr whenever a slice ends.
     keys = [f"here/{other}" for other in range(size)]
     store.set(keys[rank], value)
-    deadline = time.monotonic() + timeout_s
-    pause_s = 0.001
-    while not store.check(keys):
-        if time.monotonic() >= deadline:
-            return tuple(other for other, key in enumerate(keys) if not store.check([key]))
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, _MEETING_POLL_S)
-    return ()
+    if wait_for_keys(store, keys, time.monotonic() + timeout_s):
+        return ()
+    return tuple(other for other, key in enumerate(keys) if not store.check([key]))
