@@ -37,7 +37,7 @@ _MISSING: dict[str, tuple[object, str]] = {
     "mixed_precision": (None, "Use torch.autocast, or convert the module before it is wrapped."),
     "skip_all_reduce_unused_params": (False, "Use find_unused_parameters=True; unused parameters count as zero."),
     "bucket_cap_mb_list": (None, "All buckets have one size here; use bucket_cap_mb."),
-    "batched_grad_copy": (False, "Gradients are views of their bucket, and not copied."),
+    "batched_grad_copy": (False, "Gradients are copied into their bucket one by one, as they arrive; leave it out."),
 }
 
 

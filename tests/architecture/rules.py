@@ -62,6 +62,8 @@ METHODS_OF_TORCH = {
 }
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
 LONGEST_FILE = 450
+# Classes that share a name: a name that Lightning fixes for both of its packages, and some that wait for another one.
+SHARED_NAMES = {"BaguaStrategy", "Progress", "Setting"}
 
 Rule = Callable[[list[SourceFile]], list[str]]
 
@@ -271,6 +273,17 @@ def files_are_short(sources: list[SourceFile]) -> list[str]:
     ]
 
 
+def names_of_classes_are_unique(sources: list[SourceFile]) -> list[str]:
+    """One word, one thing: no two public classes of the package share a name; see ``docs/vocabulary.md``."""
+    places: dict[str, list[str]] = {}
+    for source in sources:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(f"{source.path}:{node.lineno}")
+    shared = {name: at for name, at in places.items() if len(at) > 1 and name not in SHARED_NAMES}
+    return [f"{', '.join(at)}: {len(at)} classes are called {name}" for name, at in shared.items()]
+
+
 RULES: tuple[Rule, ...] = (
     imports_point_downwards,
     no_import_cycles,
@@ -283,4 +296,5 @@ RULES: tuple[Rule, ...] = (
     no_print_outside_cli,
     no_bare_except,
     files_are_short,
+    names_of_classes_are_unique,
 )

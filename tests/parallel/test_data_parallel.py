@@ -142,6 +142,23 @@ def test_gradient_as_bucket_view_decides_where_gradients_live(thread_ranks):
     assert thread_ranks(2, check, False) == [0, 0]
 
 
+def test_gradients_are_copied_into_their_bucket(thread_ranks):
+    def check() -> int:
+        model = mlp()
+        wrapped = DistributedDataParallel(model)
+        train_steps(wrapped, sgd(model.parameters()), bagua.comm.get_rank(), range(2))
+        made: list[int] = []
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: made.append(gradient.data_ptr()))
+        train_steps(wrapped, sgd(model.parameters()), bagua.comm.get_rank(), range(1))
+        flat = wrapped.bagua_buckets[0].gradients
+        start, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
+        assert len(made) == 6
+        return sum(start <= address < end for address in made)
+
+    assert thread_ranks(2, check) == [0, 0]
+
+
 def test_static_graph_allows_parameters_that_are_never_used(thread_ranks):
     class Half(nn.Module):
         def __init__(self) -> None:

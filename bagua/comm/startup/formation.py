@@ -24,7 +24,7 @@ from bagua.comm.transports.registry import refusal
 from bagua.comm.transports.shm.transport import shm_expected
 from bagua.errors import CollectiveMismatchError, ConfigurationError, TransportUnavailableError
 
-__all__ = ["Plan", "configure_log", "connect_first", "fresh", "plan"]
+__all__ = ["StartupPlan", "configure_log", "connect_first", "fresh", "plan"]
 
 _log = logging.getLogger("bagua")
 
@@ -65,7 +65,7 @@ def fresh(store: dist.Store, rank: int) -> dist.Store:
     return dist.PrefixStore(f"bagua/{generation}", store)
 
 
-class Plan(NamedTuple):
+class StartupPlan(NamedTuple):
     """What all ranks know of each other before they connect; equal on all of them.
 
     Attributes:
@@ -87,7 +87,7 @@ def plan(
     nodes: Sequence[int] | None = None,
     local_world_size: int = -1,
     use_cuda: bool = True,
-) -> Plan:
+) -> StartupPlan:
     """Wait for everyone, and find out together who is on which host and which backends all can use.
 
     All questions are asked in one exchange through the store, so ranks answer alike, and refuse together.
@@ -116,7 +116,7 @@ def plan(
     choices = candidates(answers, nodes) if backend is None else [(backend, ASKED_FOR)]
     if backend is not None or "gloo" in choices[0][0]:
         raise_refusals([answer["refusal"] for answer in answers], rank, ranks, obstacle)
-    return Plan(tuple(nodes), choices)
+    return StartupPlan(tuple(nodes), choices)
 
 
 def _compare(answers: list[dict[str, Any]], own: dict[str, Any], rank: int, ranks: Sequence[int]) -> None:
@@ -143,7 +143,7 @@ def connect_first(
     store: dist.Store,
     rank: int,
     ranks: Sequence[int],
-    planned: Plan,
+    planned: StartupPlan,
     timeout_s: float,
     ledger: Ledger,
     label: str = "world",

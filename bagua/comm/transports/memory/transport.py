@@ -1,7 +1,7 @@
 """The transport of ranks that can see each other's memory, written once.
 
-Threads use it now; processes that map each other's segments only need a ``Peers`` and
-a ``Line`` of their own (``peers.py``, ``line.py``). What all of it rests on:
+Threads, and processes that map each other's segments, each supply a ``Peers`` and a
+``Line`` (``peers.py``, ``line.py``). What all of it rests on:
 
 * **A rank writes its own memory only**: its line (words, notices) and its own tensors.
   It pulls what it needs from peers. So a late or dying peer never changes a survivor's tensor.
