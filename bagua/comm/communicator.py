@@ -1,30 +1,53 @@
-"""The communicator that users see: tensor collectives, coalesced ones, and objects."""
+"""Communicators: the calls that users make, over a pipeline that brings them to a transport."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
+from torch.distributed import Store
 
-from bagua.comm.collectives import TensorCollectives
-from bagua.comm.core import Timeout
-from bagua.comm.objects import decode, encode, encode_failure
-from bagua.comm.operands import check_rank
-from bagua.comm.reduction import ReduceOp, reduction_name
-from bagua.comm.transports.memory.copying import copy_pieces
-from bagua.comm.work import Steps, Work
-from bagua.errors import ConfigurationError, InvalidTensorError
+from bagua.comm import coalesced, messages, object_collectives
+from bagua.comm.intake import Intake
+from bagua.comm.operands import apart, check_counts, check_rank, readable
+from bagua.comm.pipeline import CallPipeline, Timeout
+from bagua.comm.reduction import ReduceOp, bytes_reduction, reduction_name
+from bagua.comm.statistics import KindStatistics
+from bagua.comm.transports.base import Transport
+from bagua.comm.work import Work
+from bagua.errors import InvalidTensorError
 
 __all__ = ["Communicator"]
 
 
-class Communicator(TensorCollectives):
+class Communicator:
     """An ordered set of ranks that communicate; what ``comm=`` arguments take.
 
-    Made by ``init_process_group``, ``new_group`` and ``ProcessGroup.duplicate``, never
-    by hand. One thread at a time may use it. After a communication error it is
-    broken, and every later call raises ``CommunicatorClosedError``.
+    Made by ``init_process_group``, ``new_group`` and ``ProcessGroup.duplicate``, never by hand. One thread at a time
+    may use it. After a communication error it is broken, and every later call raises ``CommunicatorClosedError``.
+
+    All calls take ``async_op`` (return a ``Work`` instead of waiting) and ``timeout`` (seconds or ``timedelta``;
+    default: the communicator's). Ranks are ranks inside this communicator. Tensors may be 0-dimensional, empty,
+    non-contiguous, or require gradients; sparse ones and devices that the transport does not serve raise
+    ``InvalidTensorError`` before anything is sent.
+
+    Args:
+        transport: transport that moves the bytes.
+        timeout_s: deadline of calls that do not bring their own, in seconds.
+
+    Attributes:
+        rank: rank of this process.
+        size: number of ranks.
+        ranks: global rank of each member.
+        store: store that the members of this communicator alone write to.
+        backend: name of the transport, for example ``gloo``.
+        label: name of this communicator in messages.
+        device_types: types of the devices whose tensors can be communicated.
+        executor: where background exchanges run best, by measurement; see ``Transport``.
+        statistics: counters, and the latest calls.
+        pipeline: path of the calls to the transport.
+        intake: checks of the arguments.
 
     Example:
         >>> import torch, bagua.comm
@@ -35,333 +58,345 @@ class Communicator(TensorCollectives):
         tensor([1., 2.])
     """
 
-    # Several tensors in few messages.
+    def __init__(self, transport: Transport, timeout_s: float) -> None:
+        membership = transport.membership
+        self._transport = transport
+        self.rank: int = transport.rank
+        self.size: int = transport.size
+        self.ranks: tuple[int, ...] = membership.ranks
+        self.store: Store = membership.store
+        self.backend: str = transport.name
+        self.label: str = membership.label
+        self.device_types: frozenset[str] = transport.device_types
+        self.executor: Literal["caller", "thread", "stream"] = transport.executor
+        self.pipeline = CallPipeline(transport, timeout_s)
+        self.intake = Intake(transport.device_types, transport.rank, transport.size)
+        self.statistics = self.pipeline.statistics
 
-    def allreduce_coalesced(
+    @property
+    def timeout_s(self) -> float:
+        """Deadline of calls that do not bring their own, in seconds."""
+        return self.pipeline.timeout_s
+
+    @property
+    def lost(self) -> tuple[int, str] | None:
+        """The global rank whose loss broke the communicator, and what it did; None if that is not what happened."""
+        return self.pipeline.lost
+
+    @property
+    def usable(self) -> bool:
+        """Whether calls are still possible: neither closed nor broken."""
+        return self.pipeline.usable
+
+    def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+        """A flat uninitialized tensor of ``numel`` elements that collectives here reduce without a copy if they can."""
+        return self._transport.empty(numel, dtype, torch.device(device))
+
+    def share(self) -> None:
+        """Let several threads use this communicator: they start calls in turn, and wait side by side."""
+        self.pipeline.share()
+
+    def stats(self) -> dict[str, KindStatistics]:
+        """Calls, bytes and seconds of this communicator, by kind of call."""
+        return self.statistics.snapshot()
+
+    def history(self) -> tuple[str, ...]:
+        """Descriptions of the last calls, oldest first."""
+        return self.statistics.history()
+
+    def abort(self, reason: str = "aborted by the user", culprit: int | None = None) -> None:
+        """Break the communicator at once, from any thread.
+
+        Calls under way end with an error, here and on the other ranks, whose ``PeerLostError`` names the culprit and
+        says why.
+
+        Args:
+            reason: why; of another culprit what it did, beginning with "it".
+            culprit: global rank to blame, which need not be a member; None means this one.
+        """
+        self.pipeline.abort(reason, culprit)
+
+    def idle(self) -> bool:
+        """Whether all calls are complete; those that consist of several are brought on. Never blocks, never raises."""
+        return self.pipeline.idle()
+
+    def close(self) -> None:
+        """Give back threads, sockets and memory. Later calls raise ``CommunicatorClosedError``."""
+        self.pipeline.close()
+
+    def __repr__(self) -> str:
+        state = "" if self.usable else ", closed" if self.pipeline.closed else ", broken"
+        return f"<Communicator {self.label} rank {self.rank} of {self.size} on {self.backend}{state}>"
+
+    # In place.
+
+    def allreduce(
         self,
-        tensors: Sequence[torch.Tensor],
+        tensor: torch.Tensor,
         op: ReduceOp.RedOpType = ReduceOp.SUM,
         *,
         async_op: bool = False,
         timeout: Timeout = None,
     ) -> Work | None:
-        """``allreduce`` of each tensor, in place, with one message per dtype and device.
+        """Reduce ``tensor`` over all ranks, in place, bitwise identically everywhere.
 
         Args:
-            tensors: equal in number, dtypes and sizes on all ranks.
-            op: a ``ReduceOp`` with a meaning for every dtype in ``tensors``.
-            async_op: return a ``Work`` at once; its result is the list of tensors.
-            timeout: deadline of each message.
-        """
-        for tensor in tensors:
-            self._check(tensor, "tensors")
-            reduction_name(op, tensor.dtype)
-        return self._coalesced(
-            tensors,
-            lambda flat: self.allreduce(flat, op, async_op=async_op, timeout=timeout),
-            async_op,
-        )
-
-    def broadcast_coalesced(
-        self,
-        tensors: Sequence[torch.Tensor],
-        root: int = 0,
-        *,
-        async_op: bool = False,
-        timeout: Timeout = None,
-    ) -> Work | None:
-        """``broadcast`` of each tensor, with one message per dtype and device.
-
-        Args:
-            tensors: equal in number, dtypes and sizes on all ranks.
-            root: the rank whose values are sent.
-            async_op: return a ``Work`` at once; its result is the list of tensors.
-            timeout: deadline of each message.
-        """
-        root = check_rank(root, self.size, "root")
-        return self._coalesced(
-            tensors,
-            lambda flat: self.broadcast(flat, root, async_op=async_op, timeout=timeout),
-            async_op,
-        )
-
-    def _coalesced(
-        self,
-        tensors: Sequence[torch.Tensor],
-        start: Callable[[torch.Tensor], Work | None],
-        async_op: bool,
-    ) -> Work | None:
-        if isinstance(tensors, torch.Tensor):
-            raise InvalidTensorError(
-                "a list of tensors is needed", argument="tensors", expected="a list", seen="a tensor"
-            )
-        targets = [self._in_place(tensor, "tensors") for tensor in tensors]
-        alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for plain, _ in targets:
-            alike.setdefault((plain.dtype, plain.device), []).append(plain)
-
-        def steps() -> Steps:
-            flats = [torch.cat([part.view(-1) for part in parts]) for parts in alike.values()]
-            works = [start(flat) for flat in flats]
-            for work, flat, parts in zip(works, flats, alike.values(), strict=True):
-                if work is not None:
-                    yield work
-                copy_pieces(parts, torch.split(flat, [part.numel() for part in parts]))
-            for _, finish in targets:
-                if finish is not None:
-                    finish()
-            return list(tensors)
-
-        work = self._compose(steps(), async_op)
-        return work if async_op else None
-
-    # Objects.
-
-    def broadcast_object(
-        self,
-        obj: object = None,
-        root: int = 0,
-        *,
-        async_op: bool = False,
-        timeout: Timeout = None,
-        allow_pickle: bool = False,
-    ) -> Any:
-        """The object of rank ``root``, on every rank.
-
-        Args:
-            obj: on ``root`` what to send: numbers, strings, bytes, tensors, and lists,
-                tuples, sets and dictionaries of these. Ignored elsewhere.
-            root: the rank that sends.
-            async_op: return a ``Work`` whose ``result()`` is the object.
-            timeout: deadline of each message.
-            allow_pickle: accept any object, by pickle; the same on all ranks. Only for
-                peers that you trust: unpickling runs what they send.
+            tensor: equal in dtype and number of elements on all ranks.
+            op: a ``ReduceOp``; AVG only for floating and complex dtypes.
+            async_op: return a ``Work`` at once.
+            timeout: deadline.
 
         Raises:
-            ConfigurationError: on all ranks, if the object has no safe encoding.
+            InvalidTensorError, InvalidReduceOpError: before anything is sent.
+            CommunicationError: any of its kinds, when ranks disagree, are late, or die.
         """
-        root = check_rank(root, self.size, "root")
-        own, failure = self._encoded(obj, allow_pickle) if self.rank == root else (None, None)
+        plain, finish = self.intake.in_place(tensor, "tensor")
+        reduction = reduction_name(op, tensor.dtype)
+        if plain.dtype is torch.bool:
+            plain, reduction = plain.view(torch.uint8), bytes_reduction(reduction)
+        return self.pipeline.run(
+            "allreduce", plain, plain, tensor.dtype, plain.numel(), async_op, timeout,
+            reduction, finish=finish, result=tensor,
+        )  # fmt: skip
 
-        def steps() -> Steps:
-            length = torch.tensor([0 if own is None else own.numel()], device=self._home)
-            yield from _maybe(self.broadcast(length, root, async_op=async_op, timeout=timeout))
-            data = own if own is not None else self._bytes(int(length))
-            yield from _maybe(self.broadcast(data, root, async_op=async_op, timeout=timeout))
-            if failure is not None:
-                raise failure
-            return obj if own is not None else decode(data, allow_pickle=allow_pickle)
-
-        return self._object_result(steps(), async_op)
-
-    def allgather_object(
+    def reduce(
         self,
-        obj: object,
+        tensor: torch.Tensor,
+        dst: int,
+        op: ReduceOp.RedOpType = ReduceOp.SUM,
         *,
         async_op: bool = False,
         timeout: Timeout = None,
-        allow_pickle: bool = False,
-    ) -> Any:
-        """The objects of all ranks, in rank order, on every rank.
+    ) -> Work | None:
+        """Reduce ``tensor`` over all ranks into rank ``dst``; other ranks keep theirs.
 
         Args:
-            obj: what this rank contributes; see ``broadcast_object``.
-            async_op: return a ``Work`` whose ``result()`` is the list.
-            timeout: deadline of each message.
-            allow_pickle: see ``broadcast_object``.
+            tensor: equal in dtype and number of elements on all ranks.
+            dst: the rank that receives the result in its ``tensor``.
+            op: a ``ReduceOp``.
+            async_op: return a ``Work`` at once.
+            timeout: deadline.
         """
-        own, failure = self._encoded(obj, allow_pickle)
+        plain, finish = self.intake.in_place(tensor, "tensor")
+        reduction = reduction_name(op, tensor.dtype)
+        dst = check_rank(dst, self.size, "dst")
+        if plain.dtype is torch.bool:
+            plain, reduction = plain.view(torch.uint8), bytes_reduction(reduction)
+        return self.pipeline.run(
+            "reduce", plain, plain, tensor.dtype, plain.numel(), async_op, timeout,
+            reduction, dst, finish=finish if self.rank == dst else None, result=tensor,
+        )  # fmt: skip
 
-        def steps() -> Steps:
-            lengths = torch.zeros(self.size, dtype=torch.int64, device=self._home)
-            mine = torch.tensor([own.numel()], device=self._home)
-            yield from _maybe(self.allgather(lengths, mine, async_op=async_op, timeout=timeout))
-            counts = lengths.tolist()
-            padded = self._padded(own, max(counts))
-            data = self._bytes(self.size * max(counts))
-            yield from _maybe(self.allgather(data, padded, async_op=async_op, timeout=timeout))
-            if failure is not None:
-                raise failure
-            return _decode_rows(data, counts, allow_pickle)
-
-        return self._object_result(steps(), async_op)
-
-    def gather_object(
+    def broadcast(
         self,
-        obj: object,
+        tensor: torch.Tensor,
+        root: int = 0,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work | None:
+        """Copy ``tensor`` of rank ``root`` into the ``tensor`` of all other ranks.
+
+        Args:
+            tensor: equal in dtype and number of elements on all ranks.
+            root: the rank whose values are sent.
+            async_op: return a ``Work`` at once.
+            timeout: deadline.
+        """
+        root = check_rank(root, self.size, "root")
+        if self.rank == root:
+            self.intake.check(tensor, "tensor")
+            plain, finish = readable(tensor), None
+            source: torch.Tensor | None = plain
+        else:
+            plain, finish = self.intake.in_place(tensor, "tensor", keep=False)
+            source = None
+        return self.pipeline.run(
+            "broadcast", source, plain, tensor.dtype, plain.numel(), async_op, timeout,
+            "", root, finish=finish, result=tensor,
+        )  # fmt: skip
+
+    # From an input into an output.
+
+    def allgather(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work | None:
+        """Gather ``tensor`` of all ranks, in rank order, into ``output`` on every rank.
+
+        Args:
+            output: ``size`` times as many elements as ``tensor``, same dtype.
+            tensor: equal in dtype and number of elements on all ranks.
+            async_op: return a ``Work`` at once.
+            timeout: deadline.
+        """
+        share = self.intake.share(tensor, "tensor")
+        target, finish = self.intake.output(output, "output", tensor, self.size * share.numel())
+        return self.pipeline.run(
+            "allgather", apart(share, target), target, tensor.dtype, share.numel(),
+            async_op, timeout, finish=finish, result=output,
+        )  # fmt: skip
+
+    def gather(
+        self,
+        output: torch.Tensor | None,
+        tensor: torch.Tensor,
         dst: int = 0,
         *,
         async_op: bool = False,
         timeout: Timeout = None,
-        allow_pickle: bool = False,
-    ) -> Any:
-        """The objects of all ranks, in rank order, on rank ``dst``; None elsewhere.
+    ) -> Work | None:
+        """Gather ``tensor`` of all ranks, in rank order, into ``output`` on rank ``dst``.
 
         Args:
-            obj: what this rank contributes; see ``broadcast_object``.
+            output: on ``dst`` ``size`` times as many elements as ``tensor``; None elsewhere.
+            tensor: equal in dtype and number of elements on all ranks.
             dst: the rank that receives.
-            async_op: return a ``Work`` whose ``result()`` is the list or None.
-            timeout: deadline of each message.
-            allow_pickle: see ``broadcast_object``.
+            async_op: return a ``Work`` at once.
+            timeout: deadline.
         """
+        share = self.intake.share(tensor, "tensor")
         dst = check_rank(dst, self.size, "dst")
-        own, failure = self._encoded(obj, allow_pickle)
+        target, finish = self.intake.only_on(dst, output, "output", tensor, share.numel(), written=True)
+        return self.pipeline.run(
+            "gather", share if target is None else apart(share, target), target, tensor.dtype,
+            share.numel(), async_op, timeout, "", dst, finish=finish, result=output,
+        )  # fmt: skip
 
-        def steps() -> Steps:
-            lengths = torch.zeros(self.size, dtype=torch.int64, device=self._home)
-            mine = torch.tensor([own.numel()], device=self._home)
-            yield from _maybe(self.allgather(lengths, mine, async_op=async_op, timeout=timeout))
-            counts = lengths.tolist()
-            padded = self._padded(own, max(counts))
-            data = self._bytes(self.size * max(counts)) if self.rank == dst else None
-            yield from _maybe(self.gather(data, padded, dst, async_op=async_op, timeout=timeout))
-            if failure is not None:
-                raise failure
-            return None if data is None else _decode_rows(data, counts, allow_pickle)
-
-        return self._object_result(steps(), async_op)
-
-    def scatter_object(
+    def scatter(
         self,
-        objs: Sequence[object] | None = None,
+        output: torch.Tensor,
+        tensor: torch.Tensor | None = None,
         root: int = 0,
         *,
         async_op: bool = False,
         timeout: Timeout = None,
-        allow_pickle: bool = False,
-    ) -> Any:
-        """This rank's object out of the list of rank ``root``.
+    ) -> Work | None:
+        """Give each rank its share, in rank order, of ``tensor`` of rank ``root``.
 
         Args:
-            objs: on ``root`` one object per rank; None elsewhere.
+            output: receives this rank's share; equal in dtype and size on all ranks.
+            tensor: on ``root`` ``size`` times as many elements as ``output``; None elsewhere.
             root: the rank that sends.
-            async_op: return a ``Work`` whose ``result()`` is the object.
-            timeout: deadline of each message.
-            allow_pickle: see ``broadcast_object``.
-        """
-        root = check_rank(root, self.size, "root")
-        parts, failure = self._encoded_parts(objs, root, allow_pickle)
-
-        def steps() -> Steps:
-            lengths = torch.zeros(self.size, dtype=torch.int64, device=self._home)
-            for rank, part in enumerate(parts):
-                lengths[rank] = part.numel()
-            yield from _maybe(self.broadcast(lengths, root, async_op=async_op, timeout=timeout))
-            counts = lengths.tolist()
-            data = self._bytes(max(counts))
-            table = torch.cat([self._padded(part, max(counts)) for part in parts]) if parts else None
-            yield from _maybe(self.scatter(data, table, root, async_op=async_op, timeout=timeout))
-            if failure is not None:
-                raise failure
-            return decode(data[: counts[self.rank]], allow_pickle=allow_pickle)
-
-        return self._object_result(steps(), async_op)
-
-    def send_object(
-        self, obj: object, dst: int, *, async_op: bool = False, timeout: Timeout = None, allow_pickle: bool = False
-    ) -> Any:
-        """Send an object to rank ``dst``, which calls ``recv_object``.
-
-        Args:
-            obj: what to send; see ``broadcast_object``.
-            dst: another rank.
             async_op: return a ``Work`` at once.
-            timeout: deadline of each message.
-            allow_pickle: see ``broadcast_object``.
+            timeout: deadline.
         """
-        own, failure = self._encoded(obj, allow_pickle)
+        target, finish = self.intake.in_place(output, "output", keep=False)
+        root = check_rank(root, self.size, "root")
+        source, _ = self.intake.only_on(root, tensor, "tensor", output, target.numel(), written=False)
+        return self.pipeline.run(
+            "scatter", None if source is None else apart(source, target), target, output.dtype,
+            target.numel(), async_op, timeout, "", root, finish=finish, result=output,
+        )  # fmt: skip
 
-        def steps() -> Steps:
-            length = torch.tensor([own.numel()], device=self._home)
-            yield from _maybe(self.send(length, dst, async_op=async_op, timeout=timeout))
-            yield from _maybe(self.send(own, dst, async_op=async_op, timeout=timeout))
-            if failure is not None:
-                raise failure
-
-        return self._object_result(steps(), async_op)
-
-    def recv_object(
-        self, src: int, *, async_op: bool = False, timeout: Timeout = None, allow_pickle: bool = False
-    ) -> Any:
-        """The next object that rank ``src`` sends with ``send_object``.
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        op: ReduceOp.RedOpType = ReduceOp.SUM,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work | None:
+        """Reduce ``tensor`` over all ranks and give each rank its share, in rank order.
 
         Args:
-            src: another rank.
-            async_op: return a ``Work`` whose ``result()`` is the object.
-            timeout: deadline of each message.
-            allow_pickle: see ``broadcast_object``.
+            output: receives this rank's share.
+            tensor: ``size`` times as many elements as ``output``, same dtype.
+            op: a ``ReduceOp``.
+            async_op: return a ``Work`` at once.
+            timeout: deadline.
         """
+        target, finish = self.intake.in_place(output, "output", keep=False)
+        source = self.intake.input(tensor, "tensor", output, self.size * target.numel())
+        reduction = reduction_name(op, output.dtype)
+        source = apart(source, target)
+        if target.dtype is torch.bool:
+            target, source = target.view(torch.uint8), source.view(torch.uint8)
+            reduction = bytes_reduction(reduction)
+        return self.pipeline.run(
+            "reduce_scatter", source, target, output.dtype, target.numel(), async_op, timeout,
+            reduction, finish=finish, result=output,
+        )  # fmt: skip
 
-        def steps() -> Steps:
-            length = torch.zeros(1, dtype=torch.int64, device=self._home)
-            yield from _maybe(self.recv(length, src, async_op=async_op, timeout=timeout))
-            data = self._bytes(int(length))
-            yield from _maybe(self.recv(data, src, async_op=async_op, timeout=timeout))
-            return decode(data, allow_pickle=allow_pickle)
+    def alltoall(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work | None:
+        """Send the j-th of ``size`` equal shares of ``tensor`` to rank j, and receive likewise.
 
-        return self._object_result(steps(), async_op)
+        Args:
+            output: as many elements as ``tensor``; share j comes from rank j.
+            tensor: a multiple of ``size`` elements.
+            async_op: return a ``Work`` at once.
+            timeout: deadline.
+        """
+        source = self.intake.share(tensor, "tensor")
+        if source.numel() % self.size:
+            raise InvalidTensorError(
+                "the tensor does not split evenly over the ranks",
+                argument="tensor",
+                expected=f"a multiple of {self.size} elements",
+                seen=source.numel(),
+                advice="Pad it, or use alltoall_v.",
+            )
+        target, finish = self.intake.output(output, "output", tensor, source.numel())
+        return self.pipeline.run(
+            "alltoall", apart(source, target), target, tensor.dtype,
+            source.numel() // self.size, async_op, timeout, finish=finish, result=output,
+        )  # fmt: skip
 
-    # What the object collectives have in common.
+    def alltoall_v(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_counts: Sequence[int],
+        input_counts: Sequence[int],
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work | None:
+        """Like ``alltoall`` with shares of different sizes, one after the other.
 
-    @property
-    def _home(self) -> torch.device:
-        """Where the bytes of objects travel from: the CPU if the transport serves it."""
-        return torch.device("cpu" if self._cpu else next(iter(self._device_types)))
+        Args:
+            output: ``sum(output_counts)`` elements.
+            tensor: ``sum(input_counts)`` elements.
+            output_counts: elements that come from each rank.
+            input_counts: elements that go to each rank. What rank i sends to rank j must
+                be what rank j expects from rank i.
+            async_op: return a ``Work`` at once.
+            timeout: deadline.
+        """
+        source = self.intake.share(tensor, "tensor")
+        send = check_counts(input_counts, self.size, source.numel(), "input_counts")
+        self.intake.check(output, "output")
+        receive = check_counts(output_counts, self.size, output.numel(), "output_counts")
+        target, finish = self.intake.output(output, "output", tensor, output.numel())
+        return self.pipeline.run(
+            "alltoall_v", apart(source, target), target, tensor.dtype, 0, async_op, timeout,
+            counts=(send, receive), finish=finish, result=output,
+        )  # fmt: skip
 
-    def _bytes(self, length: int) -> torch.Tensor:
-        return torch.zeros(length, dtype=torch.uint8, device=self._home)
+    def barrier(self, *, async_op: bool = False, timeout: Timeout = None) -> Work | None:
+        """Return after every rank has called it."""
+        return self.pipeline.run("barrier", None, None, torch.uint8, 0, async_op, timeout)
 
-    def _padded(self, data: torch.Tensor, length: int) -> torch.Tensor:
-        padded = self._bytes(length)
-        padded[: data.numel()] = data
-        return padded
+    # Between two ranks, of several tensors, and of objects.
 
-    def _encoded(self, obj: object, allow_pickle: bool) -> tuple[torch.Tensor, ConfigurationError | None]:
-        """``obj`` as bytes; if it has no encoding, the news of that, so that no peer waits."""
-        try:
-            return encode(obj, allow_pickle=allow_pickle).to(self._home), None
-        except Exception as error:  # noqa: BLE001 - whatever it is, peers wait for this rank
-            failure = error if isinstance(error, ConfigurationError) else _not_encoded(obj, error)
-            return encode_failure(str(failure)).to(self._home), failure
-
-    def _encoded_parts(
-        self, objs: Sequence[object] | None, root: int, allow_pickle: bool
-    ) -> tuple[list[torch.Tensor], ConfigurationError | None]:
-        """What ``root`` sends to each rank, and what is wrong with ``objs``: raised when no peer waits any more."""
-        if self.rank != root and objs is None:
-            return [], None
-        count = len(objs) if isinstance(objs, Collection) else None
-        if self.rank == root and objs is not None and count == self.size:
-            encoded = [self._encoded(obj, allow_pickle) for obj in objs]
-            failures = [failure for _, failure in encoded if failure is not None]
-            return [part for part, _ in encoded], failures[0] if failures else None
-        failure = ConfigurationError(
-            "one rank has the objects, one for each rank",
-            argument="objs",
-            expected=f"a list of {self.size} objects on rank {root}, None on other ranks",
-            seen=f"{type(objs).__name__ if count is None else f'{count} objects'} on rank {self.rank}",
-        )
-        news = [encode_failure(str(failure)).to(self._home)] * self.size
-        return news if self.rank == root else [], failure
-
-    def _object_result(self, steps: Steps, async_op: bool) -> Any:
-        work = self._compose(steps, async_op)
-        return work if async_op else work.result()
-
-
-def _not_encoded(obj: object, error: Exception) -> ConfigurationError:
-    failure = ConfigurationError(
-        f"the object could not be encoded: {type(error).__name__}: {error}", argument="obj", seen=type(obj).__name__
-    )
-    failure.__cause__ = error
-    return failure
-
-
-def _maybe(work: Work | None) -> Steps:
-    if work is not None:
-        yield work
-
-
-def _decode_rows(data: torch.Tensor, counts: list[int], allow_pickle: bool) -> list[Any]:
-    rows = data.view(len(counts), -1)
-    return [decode(row[:count], allow_pickle=allow_pickle) for row, count in zip(rows, counts, strict=True)]
+    send, recv, recv_any, sendrecv = messages.send, messages.recv, messages.recv_any, messages.sendrecv
+    allreduce_coalesced = coalesced.allreduce_coalesced
+    broadcast_coalesced = coalesced.broadcast_coalesced
+    broadcast_object = object_collectives.broadcast_object
+    allgather_object = object_collectives.allgather_object
+    gather_object = object_collectives.gather_object
+    scatter_object = object_collectives.scatter_object
+    send_object = object_collectives.send_object
+    recv_object = object_collectives.recv_object

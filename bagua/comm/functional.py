@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bagua.comm.core import Timeout
+from bagua.comm.pipeline import Timeout
 from bagua.comm.reduction import ReduceOp
 from bagua.comm.startup.adoption import Group, communicator_of
 from bagua.comm.work import Work

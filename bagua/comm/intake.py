@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 
-from bagua.comm.core import CommunicatorCore
 from bagua.comm.operands import check_rank, check_tensor, is_plain, readable, writable
 from bagua.comm.reduction import check_communicable
 from bagua.comm.transports.memory.copying import copy_pieces
@@ -18,10 +17,29 @@ __all__ = ["Finish", "Intake"]
 Finish = Callable[[], None] | None
 
 
-class Intake(CommunicatorCore):
-    """Turns the user's tensors into those that the transport works on."""
+class Intake:
+    """Turns the user's tensors into those that a transport works on.
 
-    def _check(self, tensor: torch.Tensor, argument: str) -> None:
+    Args:
+        device_types: ``torch.device.type`` of the tensors that the transport takes.
+        rank: rank of this process in the communicator.
+        size: number of ranks.
+    """
+
+    def __init__(self, device_types: frozenset[str], rank: int, size: int) -> None:
+        self.device_types = device_types
+        self.rank = rank
+        self.size = size
+        #: Facts read on every call.
+        self._cpu = "cpu" in device_types
+        self._cuda = "cuda" in device_types
+
+    @property
+    def home(self) -> torch.device:
+        """Where the bytes of objects travel from: the CPU if the transport serves it."""
+        return torch.device("cpu" if self._cpu else next(iter(self.device_types)))
+
+    def check(self, tensor: torch.Tensor, argument: str) -> None:
         """The checks of ``check_tensor``; the common case without their cost."""
         try:
             served = (self._cpu and tensor.is_cpu) or (self._cuda and tensor.is_cuda)
@@ -31,11 +49,11 @@ class Intake(CommunicatorCore):
         if plain:
             check_communicable(tensor.dtype, argument)
             return
-        check_tensor(tensor, argument, self._device_types)
+        check_tensor(tensor, argument, self.device_types)
 
-    def _in_place(self, tensor: torch.Tensor, argument: str, *, keep: bool = True) -> tuple[torch.Tensor, Finish]:
+    def in_place(self, tensor: torch.Tensor, argument: str, *, keep: bool = True) -> tuple[torch.Tensor, Finish]:
         """What the transport works on instead of ``tensor``, and how the result gets back."""
-        self._check(tensor, argument)
+        self.check(tensor, argument)
         if is_plain(tensor):
             return tensor, None
         stage, destination = writable(tensor, argument, keep=keep)
@@ -43,23 +61,26 @@ class Intake(CommunicatorCore):
             return stage, None
         return stage, lambda: _copy(destination, stage)
 
-    def _share(self, tensor: torch.Tensor, argument: str) -> torch.Tensor:
-        self._check(tensor, argument)
+    def share(self, tensor: torch.Tensor, argument: str) -> torch.Tensor:
+        """``tensor`` in the form that transports read."""
+        self.check(tensor, argument)
         return readable(tensor)
 
-    def _input(self, tensor: torch.Tensor, argument: str, like: torch.Tensor, numel: int) -> torch.Tensor:
-        self._check(tensor, argument)
+    def input(self, tensor: torch.Tensor, argument: str, like: torch.Tensor, numel: int) -> torch.Tensor:
+        """What the transport reads instead of ``tensor``, which must fit ``like``."""
+        self.check(tensor, argument)
         _check_fits(tensor, argument, like, numel)
         return readable(tensor)
 
-    def _output(
+    def output(
         self, tensor: torch.Tensor, argument: str, like: torch.Tensor, numel: int
     ) -> tuple[torch.Tensor, Finish]:
-        self._check(tensor, argument)
+        """What the transport writes instead of ``tensor``, which must fit ``like``, and how the result gets there."""
+        self.check(tensor, argument)
         _check_fits(tensor, argument, like, numel)
-        return self._in_place(tensor, argument, keep=False)
+        return self.in_place(tensor, argument, keep=False)
 
-    def _only_on(
+    def only_on(
         self,
         root: int,
         tensor: torch.Tensor | None,
@@ -87,10 +108,11 @@ class Intake(CommunicatorCore):
                 seen="None",
             )
         if written:
-            return self._output(tensor, argument, like, self.size * share)
-        return self._input(tensor, argument, like, self.size * share), None
+            return self.output(tensor, argument, like, self.size * share)
+        return self.input(tensor, argument, like, self.size * share), None
 
-    def _other(self, rank: int, argument: str) -> int:
+    def other(self, rank: int, argument: str) -> int:
+        """``rank`` if it is another rank of this communicator."""
         rank = check_rank(rank, self.size, argument)
         if rank == self.rank:
             raise InvalidRankError(

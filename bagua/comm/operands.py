@@ -15,6 +15,7 @@ from bagua.comm.reduction import check_communicable
 from bagua.errors import ConfigurationError, InvalidRankError, InvalidTensorError
 
 __all__ = [
+    "apart",
     "as_seconds",
     "check_counts",
     "check_rank",
@@ -162,6 +163,11 @@ def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     start, other_start = one.data_ptr(), other.data_ptr()
     end = start + one.numel() * one.element_size()
     return start < other_start + other.numel() * other.element_size() and other_start < end
+
+
+def apart(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """``source``, or a copy of it where the call would overwrite it while it is read."""
+    return source.clone() if shares_memory(source, target) else source
 
 
 def check_counts(counts: Sequence[object], size: int, numel: int, argument: str) -> tuple[int, ...]:

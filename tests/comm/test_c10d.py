@@ -450,7 +450,7 @@ def test_closing_during_a_call_of_another_thread_wakes_the_peers() -> None:
         else:
             waiting = threading.Thread(target=call)
             waiting.start()
-            while not comm._in_use.locked():
+            while not comm.pipeline.in_use.locked():
                 time.sleep(0.001)
             comm.close()
             waiting.join(30)

@@ -39,7 +39,7 @@ def communicate_while_the_main_thread_does(refused):
         assert refused.wait(20)
         dist.send(torch.ones(1), 0)
         return None
-    in_use = dist.group.WORLD.global_communicator._in_use
+    in_use = dist.group.WORLD.global_communicator.pipeline.in_use
 
     def again(done):
         while not in_use.locked():

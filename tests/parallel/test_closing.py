@@ -328,7 +328,7 @@ def test_a_finalizer_takes_no_lock(thread_ranks):
         train_steps(wrapped, sgd(model.parameters()), bagua.comm.get_rank(), range(2))
         group = wrapped.reducer.group
         parent = bagua.comm.get_default_group()
-        with _closer._guard, parent._closing, group._closing, group._ledger.guard, group._made[0]._in_use:
+        with _closer._guard, parent._closing, group._closing, group._ledger.guard, group._made[0].pipeline.in_use:
             reducer = weakref.ref(wrapped.reducer)
             del wrapped, model
             collect(reducer)

@@ -1,4 +1,4 @@
-"""The life of a communicator: the path that every call takes, its errors, its counters."""
+"""The path that every call of a communicator takes: order, errors, counters."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch.distributed import Store
 
-from bagua.comm.call import COLLECTIVES, Call
+from bagua.comm.call import COLLECTIVES, KINDS, Call
 from bagua.comm.lifetime.forks import family, forked_error
 from bagua.comm.operands import as_seconds
 from bagua.comm.sharing import Turns
-from bagua.comm.statistics import KindStatistics, Statistics
+from bagua.comm.statistics import Statistics
 from bagua.comm.transports.base import DONE, Handle, Transport
 from bagua.comm.work import CompositeWork, PendingWork, Steps, Work
 from bagua.errors import (
@@ -27,73 +26,40 @@ from bagua.errors import (
     blame,
 )
 
-__all__ = ["CommunicatorCore", "Timeout"]
+__all__ = ["CallPipeline", "Timeout"]
 
 Timeout = float | timedelta | None
 
 
-class CommunicatorCore:
-    """Life cycle of a communicator: order, errors, counters. Collectives are added on top.
+class CallPipeline:
+    """Brings the calls of one communicator to its transport, and ends all of them when one fails.
 
     Args:
-        transport: moves the bytes.
+        transport: transport that moves the bytes.
         timeout_s: deadline of calls that do not bring their own, in seconds.
+
+    Attributes:
+        timeout_s: deadline of calls that do not bring their own, in seconds.
+        statistics: counters, and the latest calls.
+        in_use: lock that is held while a call is started, and while a synchronous one runs.
+        closed: whether the communicator was closed here.
     """
 
     def __init__(self, transport: Transport, timeout_s: float) -> None:
         self._transport = transport
-        self._timeout_s = timeout_s
-        self._in_use: threading.Lock | Turns = threading.Lock()
+        self.timeout_s = timeout_s
+        self.in_use: threading.Lock | Turns = threading.Lock()
         self._shared = False
         self._broken: BaseException | None = None
-        self._closed = False
-        self._collectives = 0
-        self._others = 0
+        self.closed = False
+        #: By kind the counter of its calls: one for all collectives, one for all calls between two ranks.
+        collectives, others = [0], [0]
+        self._numbers = {kind: collectives if kind in COLLECTIVES else others for kind in KINDS}
         self._composite: CompositeWork | None = None
         self.statistics = Statistics(transport.rank, transport.size)
-        #: Facts read on every call.
-        self._device_types = transport.device_types
-        self._cpu = "cpu" in transport.device_types
-        self._cuda = "cuda" in transport.device_types
-        self.rank: int = transport.rank
-        self.size: int = transport.size
+        self._label = transport.membership.label
         self._global_rank = transport.membership.ranks[transport.rank]
         family.add(self)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Global rank of each member."""
-        return self._transport.membership.ranks
-
-    @property
-    def store(self) -> Store:
-        """Written to by the members of this communicator only."""
-        return self._transport.membership.store
-
-    @property
-    def backend(self) -> str:
-        """Name of the transport, for example ``gloo``."""
-        return self._transport.name
-
-    @property
-    def label(self) -> str:
-        """What messages call this communicator."""
-        return self._transport.membership.label
-
-    @property
-    def timeout_s(self) -> float:
-        """Deadline of calls that do not bring their own, in seconds."""
-        return self._timeout_s
-
-    @property
-    def device_types(self) -> frozenset[str]:
-        """Types of the devices whose tensors can be communicated."""
-        return self._device_types
-
-    @property
-    def executor(self) -> Literal["caller", "thread", "stream"]:
-        """Where background exchanges on this communicator run best, by measurement."""
-        return self._transport.executor
 
     @property
     def lost(self) -> tuple[int, str] | None:
@@ -104,31 +70,13 @@ class CommunicatorCore:
     @property
     def usable(self) -> bool:
         """Whether calls are still possible: neither closed nor broken."""
-        return self._broken is None and not self._closed
-
-    def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
-        """A flat uninitialized tensor that collectives here reduce without a copy if they can.
-
-        Args:
-            numel: number of elements.
-            dtype: of the elements.
-            device: where the memory lies.
-        """
-        return self._transport.empty(numel, dtype, torch.device(device))
+        return self._broken is None and not self.closed
 
     def share(self) -> None:
         """Let several threads use this communicator: they start calls in turn, and wait side by side."""
-        self._in_use = Turns()
+        self.in_use = Turns()
         self._shared = True
         self._transport.share()
-
-    def stats(self) -> dict[str, KindStatistics]:
-        """Calls, bytes and seconds of this communicator, by kind of call."""
-        return self.statistics.snapshot()
-
-    def history(self) -> tuple[str, ...]:
-        """Descriptions of the last calls, oldest first."""
-        return self.statistics.history()
 
     def abort(self, reason: str = "aborted by the user", culprit: int | None = None) -> None:
         """Break the communicator at once, from any thread.
@@ -154,27 +102,23 @@ class CommunicatorCore:
 
     def close(self) -> None:
         """Give back threads, sockets and memory. Later calls raise ``CommunicatorClosedError``."""
-        if not self._closed:
-            self._closed = True
+        if not self.closed:
+            self.closed = True
             # A synchronous call is under way, in another thread or below a signal handler.
-            if self._in_use.locked():
+            if self.in_use.locked():
                 self._transport.abort("it closed its communicator during a call")
             self._transport.close()
 
     def disown(self) -> None:
         """In a forked child: the communicator is its parent's, and calls are refused. One rank alone needs nobody."""
-        self._in_use = Turns() if isinstance(self._in_use, Turns) else threading.Lock()
+        self.in_use = Turns() if isinstance(self.in_use, Turns) else threading.Lock()
         self._composite = None
-        if self.size > 1:
-            self._broken, self._closed = forked_error(), True
-
-    def __repr__(self) -> str:
-        state = "" if self.usable else ", closed" if self._closed else ", broken"
-        return f"<Communicator {self.label} rank {self.rank} of {self.size} on {self.backend}{state}>"
+        if self._transport.size > 1:
+            self._broken, self.closed = forked_error(), True
 
     # The path of every call.
 
-    def _run(
+    def run(
         self,
         kind: str,
         source: torch.Tensor | None,
@@ -195,25 +139,27 @@ class CommunicatorCore:
 
         Its result is what ``finish`` returns; ``result`` if that is None.
         """
-        timeout_s = self._timeout_s if timeout is None else as_seconds(timeout)
+        timeout_s = self.timeout_s if timeout is None else as_seconds(timeout)
         composite = self._composite  # Another thread may complete it meanwhile.
         if composite is not None and not composite.driven_here():
             composite.wait()
         started = time.perf_counter()
         call: Call | None = None
-        if not self._in_use.acquire(False):
+        if not self.in_use.acquire(False):
             raise self._concurrent_use(kind)
         try:  # Nothing stands before it: a signal handler that raises would leave the communicator in use.
             try:
-                if self._broken is not None or self._closed:
+                if self._broken is not None or self.closed:
                     raise self._refusal(kind)
-                call = Call(kind, self._next(kind), dtype, numel, reduction, root, peer, counts[0], counts[1])
+                number = self._numbers[kind]
+                number[0] += 1
+                call = Call(kind, number[0], dtype, numel, reduction, root, peer, counts[0], counts[1])
                 self.statistics.recent.append(call)
                 handle = self._transport.start(call, source, target, timeout_s, async_op)
                 if handle is not DONE and not (async_op or self._shared):
                     handle.wait()
             finally:
-                self._in_use.release()
+                self.in_use.release()
             if not async_op:
                 if self._shared:
                     handle.wait()
@@ -226,13 +172,6 @@ class CommunicatorCore:
                 self._break(error, call, started)
             raise
         return self._pending(handle, call, started, finish, (source, target, result))
-
-    def _next(self, kind: str) -> int:
-        if kind in COLLECTIVES:
-            self._collectives += 1
-            return self._collectives
-        self._others += 1
-        return self._others
 
     def _pending(
         self,
@@ -260,7 +199,7 @@ class CommunicatorCore:
 
         return PendingWork(complete, handle.is_completed, handle.notify, give_up)
 
-    def _compose(self, steps: Steps, async_op: bool) -> CompositeWork:
+    def compose(self, steps: Steps, async_op: bool) -> CompositeWork:
         """Run, or start, a collective made of several; see ``CompositeWork``."""
         composite = self._composite
         if composite is not None and not composite.driven_here():
@@ -284,7 +223,7 @@ class CommunicatorCore:
     def _concurrent_use(self, kind: str) -> ConcurrentUseError:
         return ConcurrentUseError(
             f"{kind} was called while another thread, or the code that a signal handler interrupts, "
-            f"is inside a call on {self.label}",
+            f"is inside a call on {self._label}",
             rank=self._global_rank,
             call=kind,
             advice="Give each thread a communicator of its own: group.duplicate().",
@@ -295,7 +234,7 @@ class CommunicatorCore:
         if self._broken is not None:
             reason = str(getattr(self._broken, "problem", "") or repr(self._broken))
         refusal = CommunicatorClosedError(
-            f"{kind} on {self.label}, which can no longer be used: {reason}",
+            f"{kind} on {self._label}, which can no longer be used: {reason}",
             rank=self._global_rank,
             advice="Call destroy_process_group() and start anew, from a checkpoint if need be.",
         )
@@ -322,7 +261,7 @@ class CommunicatorCore:
         if error.sequence is None:
             error.sequence = call.sequence
         if error.communicator is None:
-            error.communicator = self.label
+            error.communicator = self._label
         if error.rank is None:
             error.rank = self._global_rank
         if error.elapsed_s is None:

@@ -1,0 +1,291 @@
+"""Collectives and messages of objects, made of those of tensors. The functions are methods of ``Communicator``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from bagua.comm.objects import decode, encode, encode_failure
+from bagua.comm.operands import check_rank
+from bagua.comm.pipeline import Timeout
+from bagua.comm.work import Steps, Work
+from bagua.errors import ConfigurationError
+
+__all__ = [
+    "allgather_object",
+    "broadcast_object",
+    "gather_object",
+    "recv_object",
+    "scatter_object",
+    "send_object",
+]
+
+
+def broadcast_object(
+    communicator: Any,
+    obj: object = None,
+    root: int = 0,
+    *,
+    async_op: bool = False,
+    timeout: Timeout = None,
+    allow_pickle: bool = False,
+) -> Any:
+    """The object of rank ``root``, on every rank.
+
+    Args:
+        communicator: communicator whose ranks take part.
+        obj: on ``root`` what to send: numbers, strings, bytes, tensors, and lists,
+            tuples, sets and dictionaries of these. Ignored elsewhere.
+        root: the rank that sends.
+        async_op: return a ``Work`` whose ``result()`` is the object.
+        timeout: deadline of each message.
+        allow_pickle: accept any object, by pickle; the same on all ranks. Only for
+            peers that you trust: unpickling runs what they send.
+
+    Raises:
+        ConfigurationError: on all ranks, if the object has no safe encoding.
+    """
+    root = check_rank(root, communicator.size, "root")
+    own, failure = _encoded(communicator, obj, allow_pickle) if communicator.rank == root else (None, None)
+
+    def steps() -> Steps:
+        length = torch.tensor([0 if own is None else own.numel()], device=communicator.intake.home)
+        yield from _maybe(communicator.broadcast(length, root, async_op=async_op, timeout=timeout))
+        data = own if own is not None else _bytes(communicator, int(length))
+        yield from _maybe(communicator.broadcast(data, root, async_op=async_op, timeout=timeout))
+        if failure is not None:
+            raise failure
+        return obj if own is not None else decode(data, allow_pickle=allow_pickle)
+
+    return _object_result(communicator, steps(), async_op)
+
+
+def allgather_object(
+    communicator: Any,
+    obj: object,
+    *,
+    async_op: bool = False,
+    timeout: Timeout = None,
+    allow_pickle: bool = False,
+) -> Any:
+    """The objects of all ranks, in rank order, on every rank.
+
+    Args:
+        communicator: communicator whose ranks take part.
+        obj: what this rank contributes; see ``broadcast_object``.
+        async_op: return a ``Work`` whose ``result()`` is the list.
+        timeout: deadline of each message.
+        allow_pickle: see ``broadcast_object``.
+    """
+    own, failure = _encoded(communicator, obj, allow_pickle)
+
+    def steps() -> Steps:
+        lengths = torch.zeros(communicator.size, dtype=torch.int64, device=communicator.intake.home)
+        mine = torch.tensor([own.numel()], device=communicator.intake.home)
+        yield from _maybe(communicator.allgather(lengths, mine, async_op=async_op, timeout=timeout))
+        counts = lengths.tolist()
+        padded = _padded(communicator, own, max(counts))
+        data = _bytes(communicator, communicator.size * max(counts))
+        yield from _maybe(communicator.allgather(data, padded, async_op=async_op, timeout=timeout))
+        if failure is not None:
+            raise failure
+        return _decode_rows(data, counts, allow_pickle)
+
+    return _object_result(communicator, steps(), async_op)
+
+
+def gather_object(
+    communicator: Any,
+    obj: object,
+    dst: int = 0,
+    *,
+    async_op: bool = False,
+    timeout: Timeout = None,
+    allow_pickle: bool = False,
+) -> Any:
+    """The objects of all ranks, in rank order, on rank ``dst``; None elsewhere.
+
+    Args:
+        communicator: communicator whose ranks take part.
+        obj: what this rank contributes; see ``broadcast_object``.
+        dst: the rank that receives.
+        async_op: return a ``Work`` whose ``result()`` is the list or None.
+        timeout: deadline of each message.
+        allow_pickle: see ``broadcast_object``.
+    """
+    dst = check_rank(dst, communicator.size, "dst")
+    own, failure = _encoded(communicator, obj, allow_pickle)
+
+    def steps() -> Steps:
+        lengths = torch.zeros(communicator.size, dtype=torch.int64, device=communicator.intake.home)
+        mine = torch.tensor([own.numel()], device=communicator.intake.home)
+        yield from _maybe(communicator.allgather(lengths, mine, async_op=async_op, timeout=timeout))
+        counts = lengths.tolist()
+        padded = _padded(communicator, own, max(counts))
+        data = _bytes(communicator, communicator.size * max(counts)) if communicator.rank == dst else None
+        yield from _maybe(communicator.gather(data, padded, dst, async_op=async_op, timeout=timeout))
+        if failure is not None:
+            raise failure
+        return None if data is None else _decode_rows(data, counts, allow_pickle)
+
+    return _object_result(communicator, steps(), async_op)
+
+
+def scatter_object(
+    communicator: Any,
+    objs: Sequence[object] | None = None,
+    root: int = 0,
+    *,
+    async_op: bool = False,
+    timeout: Timeout = None,
+    allow_pickle: bool = False,
+) -> Any:
+    """This rank's object out of the list of rank ``root``.
+
+    Args:
+        communicator: communicator whose ranks take part.
+        objs: on ``root`` one object per rank; None elsewhere.
+        root: the rank that sends.
+        async_op: return a ``Work`` whose ``result()`` is the object.
+        timeout: deadline of each message.
+        allow_pickle: see ``broadcast_object``.
+    """
+    root = check_rank(root, communicator.size, "root")
+    parts, failure = _encoded_parts(communicator, objs, root, allow_pickle)
+
+    def steps() -> Steps:
+        lengths = torch.zeros(communicator.size, dtype=torch.int64, device=communicator.intake.home)
+        for rank, part in enumerate(parts):
+            lengths[rank] = part.numel()
+        yield from _maybe(communicator.broadcast(lengths, root, async_op=async_op, timeout=timeout))
+        counts = lengths.tolist()
+        data = _bytes(communicator, max(counts))
+        table = torch.cat([_padded(communicator, part, max(counts)) for part in parts]) if parts else None
+        yield from _maybe(communicator.scatter(data, table, root, async_op=async_op, timeout=timeout))
+        if failure is not None:
+            raise failure
+        return decode(data[: counts[communicator.rank]], allow_pickle=allow_pickle)
+
+    return _object_result(communicator, steps(), async_op)
+
+
+def send_object(
+    communicator: Any,
+    obj: object,
+    dst: int,
+    *,
+    async_op: bool = False,
+    timeout: Timeout = None,
+    allow_pickle: bool = False,
+) -> Any:
+    """Send an object to rank ``dst``, which calls ``recv_object``.
+
+    Args:
+        communicator: communicator whose ranks take part.
+        obj: what to send; see ``broadcast_object``.
+        dst: another rank.
+        async_op: return a ``Work`` at once.
+        timeout: deadline of each message.
+        allow_pickle: see ``broadcast_object``.
+    """
+    own, failure = _encoded(communicator, obj, allow_pickle)
+
+    def steps() -> Steps:
+        length = torch.tensor([own.numel()], device=communicator.intake.home)
+        yield from _maybe(communicator.send(length, dst, async_op=async_op, timeout=timeout))
+        yield from _maybe(communicator.send(own, dst, async_op=async_op, timeout=timeout))
+        if failure is not None:
+            raise failure
+
+    return _object_result(communicator, steps(), async_op)
+
+
+def recv_object(
+    communicator: Any, src: int, *, async_op: bool = False, timeout: Timeout = None, allow_pickle: bool = False
+) -> Any:
+    """The next object that rank ``src`` sends with ``send_object``.
+
+    Args:
+        communicator: communicator whose ranks take part.
+        src: another rank.
+        async_op: return a ``Work`` whose ``result()`` is the object.
+        timeout: deadline of each message.
+        allow_pickle: see ``broadcast_object``.
+    """
+
+    def steps() -> Steps:
+        length = torch.zeros(1, dtype=torch.int64, device=communicator.intake.home)
+        yield from _maybe(communicator.recv(length, src, async_op=async_op, timeout=timeout))
+        data = _bytes(communicator, int(length))
+        yield from _maybe(communicator.recv(data, src, async_op=async_op, timeout=timeout))
+        return decode(data, allow_pickle=allow_pickle)
+
+    return _object_result(communicator, steps(), async_op)
+
+
+# What they have in common.
+
+
+def _bytes(communicator: Any, length: int) -> torch.Tensor:
+    return torch.zeros(length, dtype=torch.uint8, device=communicator.intake.home)
+
+
+def _padded(communicator: Any, data: torch.Tensor, length: int) -> torch.Tensor:
+    padded = _bytes(communicator, length)
+    padded[: data.numel()] = data
+    return padded
+
+
+def _encoded(communicator: Any, obj: object, allow_pickle: bool) -> tuple[torch.Tensor, ConfigurationError | None]:
+    """``obj`` as bytes; if it has no encoding, the news of that, so that no peer waits."""
+    try:
+        return encode(obj, allow_pickle=allow_pickle).to(communicator.intake.home), None
+    except Exception as error:  # noqa: BLE001 - whatever it is, peers wait for this rank
+        failure = error if isinstance(error, ConfigurationError) else _not_encoded(obj, error)
+        return encode_failure(str(failure)).to(communicator.intake.home), failure
+
+
+def _encoded_parts(
+    communicator: Any, objs: Sequence[object] | None, root: int, allow_pickle: bool
+) -> tuple[list[torch.Tensor], ConfigurationError | None]:
+    """What ``root`` sends to each rank, and what is wrong with ``objs``: raised when no peer waits any more."""
+    if communicator.rank != root and objs is None:
+        return [], None
+    count = len(objs) if isinstance(objs, Collection) else None
+    if communicator.rank == root and objs is not None and count == communicator.size:
+        encoded = [_encoded(communicator, obj, allow_pickle) for obj in objs]
+        failures = [failure for _, failure in encoded if failure is not None]
+        return [part for part, _ in encoded], failures[0] if failures else None
+    failure = ConfigurationError(
+        "one rank has the objects, one for each rank",
+        argument="objs",
+        expected=f"a list of {communicator.size} objects on rank {root}, None on other ranks",
+        seen=f"{type(objs).__name__ if count is None else f'{count} objects'} on rank {communicator.rank}",
+    )
+    news = [encode_failure(str(failure)).to(communicator.intake.home)] * communicator.size
+    return news if communicator.rank == root else [], failure
+
+
+def _object_result(communicator: Any, steps: Steps, async_op: bool) -> Any:
+    work = communicator.pipeline.compose(steps, async_op)
+    return work if async_op else work.result()
+
+
+def _not_encoded(obj: object, error: Exception) -> ConfigurationError:
+    failure = ConfigurationError(
+        f"the object could not be encoded: {type(error).__name__}: {error}", argument="obj", seen=type(obj).__name__
+    )
+    failure.__cause__ = error
+    return failure
+
+
+def _maybe(work: Work | None) -> Steps:
+    if work is not None:
+        yield work
+
+
+def _decode_rows(data: torch.Tensor, counts: list[int], allow_pickle: bool) -> list[Any]:
+    rows = data.view(len(counts), -1)
+    return [decode(row[:count], allow_pickle=allow_pickle) for row, count in zip(rows, counts, strict=True)]
