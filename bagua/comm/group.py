@@ -17,13 +17,13 @@ from bagua.comm.lifetime.closing import run_all
 from bagua.comm.lifetime.forks import family, forked_error, leak
 from bagua.comm.non_member import NON_MEMBER, NonMember
 from bagua.comm.operands import check_rank
-from bagua.comm.startup.hosts import ranks_by_node
 from bagua.comm.startup.rendezvous import exchange, raise_refusals
 from bagua.comm.statistics import KindStatistics, Statistics, merge
 from bagua.comm.store.board import Board
 from bagua.comm.transports.base import Membership
 from bagua.comm.transports.registry import create_transport, refusal
 from bagua.errors import CollectiveMismatchError, InvalidRankError
+from bagua.topology import ranks_by_node
 
 __all__ = ["Ledger", "ProcessGroup", "solo_group"]
 

@@ -12,7 +12,7 @@ from bagua.topology.graphs import (
     WeightedGraph,
     metropolis,
 )
-from bagua.topology.hosts import AlternatingExponentialRing, Hierarchical, over_ranks, weighted_by_size
+from bagua.topology.hosts import AlternatingExponentialRing, Hierarchical, over_ranks, ranks_by_node, weighted_by_size
 from bagua.topology.matchings import AlternatingRing, Cycle, OnePeerExponential, RandomMatching, ShiftOne
 from bagua.topology.names import available, create, register, resolve
 from bagua.topology.rounds import Edge, Neighbours, Round, Turn, check_round
@@ -46,6 +46,7 @@ __all__ = [
     "create",
     "metropolis",
     "over_ranks",
+    "ranks_by_node",
     "register",
     "resolve",
     "spectral_gap",

@@ -10,7 +10,7 @@ from bagua.topology.base import Nodes, Topology
 from bagua.topology.matchings import OnePeerExponential
 from bagua.topology.rounds import Edge, Round
 
-__all__ = ["AlternatingExponentialRing", "Hierarchical", "over_ranks", "weighted_by_size"]
+__all__ = ["AlternatingExponentialRing", "Hierarchical", "over_ranks", "ranks_by_node", "weighted_by_size"]
 
 
 def weighted_by_size(between_hosts: Round, sizes: Sequence[int]) -> Round:
@@ -63,7 +63,7 @@ def over_ranks(between_hosts: Round, nodes: Nodes) -> Round:
         >>> over_ranks(Round.matching(2, [(0, 1)]), [0, 0, 1, 1]).edges
         (Edge(ranks=(0, 1, 2, 3), weight=0.25),)
     """
-    hosts = _hosts(nodes)
+    hosts = ranks_by_node(nodes)
     if between_hosts.edges is not None and all(edge.is_mean for edge in between_hosts.edges):
         return Round.from_edges(len(nodes), [_union(hosts, edge.ranks) for edge in between_hosts.edges])
     rows: list[dict[int, float]] = [{} for _ in nodes]
@@ -109,7 +109,7 @@ class Hierarchical(Topology):
         return self.between_hosts.period(size if nodes is None else len(set(nodes)))
 
     def _round(self, size: int, step: int, nodes: tuple[int, ...]) -> Round:
-        hosts = _hosts(nodes)
+        hosts = ranks_by_node(nodes)
         mixing = self.between_hosts.round(len(hosts), step)
         sizes = [len(members) for members in hosts]
         if mixing.edges is not None and all(edge.is_mean for edge in mixing.edges):
@@ -139,7 +139,7 @@ class AlternatingExponentialRing(Topology):
         return 4 * OnePeerExponential().period(size if nodes is None else len(set(nodes)))
 
     def _round(self, size: int, step: int, nodes: tuple[int, ...]) -> Round:
-        hosts = _hosts(nodes)
+        hosts = ranks_by_node(nodes)
         turn, second = divmod(step - 1, 2)
         mixing = OnePeerExponential().round(len(hosts), turn + 1)
         assert mixing.edges is not None
@@ -153,14 +153,22 @@ class AlternatingExponentialRing(Topology):
         return Round.from_edges(size, edges)
 
 
-def _hosts(nodes: Nodes) -> list[tuple[int, ...]]:
-    """Ranks of each host; hosts in the order of their lowest rank."""
+def ranks_by_node(nodes: Nodes) -> list[list[int]]:
+    """Ranks on each host in ascending order; hosts in the order of their lowest rank.
+
+    Args:
+        nodes: index of the host of each rank.
+
+    Example:
+        >>> ranks_by_node((0, 1, 0))
+        [[0, 2], [1]]
+    """
     members: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
         members.setdefault(node, []).append(rank)
-    return [tuple(ranks) for ranks in members.values()]
+    return list(members.values())
 
 
-def _union(hosts: Sequence[tuple[int, ...]], which: Sequence[int]) -> Edge:
+def _union(hosts: Sequence[Sequence[int]], which: Sequence[int]) -> Edge:
     ranks = tuple(sorted(rank for host in which for rank in hosts[host]))
     return Edge(ranks, 1.0 / len(ranks))

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bagua.comm.startup.hosts import ranks_by_node
 from bagua.comm.transports.shm.transport import shm_refusal
+from bagua.topology import ranks_by_node
 
 __all__ = ["ASKED_FOR", "TORCH_NAME", "abilities", "candidates", "unwrapped"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from bagua import env
 from bagua.errors import ConfigurationError
 
-__all__ = ["host_identity", "nodes_from_identities", "nodes_from_local_size", "ranks_by_node"]
+__all__ = ["host_identity", "nodes_from_identities", "nodes_from_local_size"]
 
 
 def host_identity() -> str:
@@ -58,16 +58,3 @@ def nodes_from_local_size(world_size: int, local_world_size: int) -> tuple[int, 
             advice="Leave it out: hosts are found out, also uneven ones.",
         )
     return tuple(rank // local_world_size for rank in range(world_size))
-
-
-def ranks_by_node(nodes: Sequence[int]) -> list[list[int]]:
-    """Ranks on each host in ascending order; hosts in the order of their lowest rank.
-
-    Example:
-        >>> ranks_by_node((0, 1, 0))
-        [[0, 2], [1]]
-    """
-    members: dict[int, list[int]] = {}
-    for rank, node in enumerate(nodes):
-        members.setdefault(node, []).append(rank)
-    return list(members.values())

@@ -18,7 +18,6 @@ from torch.distributed import PrefixStore
 
 from bagua.comm.call import Call
 from bagua.comm.reduction import divide
-from bagua.comm.startup.hosts import ranks_by_node
 from bagua.comm.startup.rendezvous import refuse_together
 from bagua.comm.transports.base import Handle, Membership, Transport
 from bagua.comm.transports.c10d.transport import C10dTransport
@@ -28,6 +27,7 @@ from bagua.comm.transports.memory.line import Deadline
 from bagua.comm.transports.shm.transport import ShmTransport
 from bagua.comm.transports.solo import SoloTransport
 from bagua.errors import CommunicationError
+from bagua.topology import ranks_by_node
 
 __all__ = ["HybridTransport", "slice_owners"]
 

@@ -17,6 +17,7 @@ from bagua.topology import (
     Topology,
     check_round,
     create,
+    ranks_by_node,
 )
 
 __all__ = ["RankRounds", "RoundOrder", "TopologyLike", "nodes_for", "resolve_topology"]
@@ -172,10 +173,7 @@ class RankRounds:
         Args:
             group: private to the model.
         """
-        hosts: dict[int, list[int]] = {}
-        for rank, node in enumerate(group.nodes):
-            hosts.setdefault(node, []).append(rank)
-        local = {tuple(members) for members in hosts.values()}
+        local = {tuple(members) for members in ranks_by_node(group.nodes)}
         everyone = tuple(range(group.size))
         for ranks in self._large_edges():
             if ranks == everyone:
