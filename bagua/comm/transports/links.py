@@ -28,6 +28,7 @@ _HEADER = struct.Struct("2q")
 #: A header that is expected before anybody sends has no deadline.
 _LONGEST_S = 365 * 24 * 3600.0
 _SLICE_S = 0.02
+_EARLY_S = 0.05
 
 
 class Link:
@@ -78,7 +79,8 @@ class Link:
     def translated(self, error: BaseException, deadline: Deadline) -> CommunicationError:
         """End the communicator because of ``error``; the error to raise."""
         elapsed_s = deadline.timeout_s - (deadline.at - time.perf_counter())
-        if isinstance(error, TimeoutError) and elapsed_s >= deadline.timeout_s:
+        # The clock of the transport may be a little ahead; a TimeoutError long before means a connection, not the call.
+        if isinstance(error, TimeoutError) and elapsed_s >= deadline.timeout_s - _EARLY_S:
             return self.failures.timed_out(elapsed_s, deadline.timeout_s)
         return self.failures.failed(error, elapsed_s, deadline.timeout_s)
 
