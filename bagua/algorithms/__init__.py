@@ -8,9 +8,12 @@ from bagua.algorithms.async_model_average import (
 from bagua.algorithms.base import Algorithm, AlgorithmImpl, Plane, around, as_algorithm, bound_form, registry
 from bagua.algorithms.bytegrad import ByteGradAlgorithm, ByteGradAlgorithmImpl
 from bagua.algorithms.decentralized import DecentralizedAlgorithm, DecentralizedAlgorithmImpl
+from bagua.algorithms.diloco import DiLoCoAlgorithm, DiLoCoAlgorithmImpl
 from bagua.algorithms.exchange import Every, Exchange, Flight, How, Then, What
 from bagua.algorithms.gossip import DifferenceMix, Mix
 from bagua.algorithms.gradient_allreduce import GradientAllReduceAlgorithm, GradientAllReduceAlgorithmImpl
+from bagua.algorithms.local_sgd import LocalSGDAlgorithm, LocalSGDAlgorithmImpl
+from bagua.algorithms.local_updates import LocalUpdates
 from bagua.algorithms.low_precision_decentralized import (
     LowPrecisionDecentralizedAlgorithm,
     LowPrecisionDecentralizedAlgorithmImpl,
@@ -24,6 +27,7 @@ from bagua.algorithms.reduced import ReducedGradients
 from bagua.algorithms.registry import DistributedAlgorithm, Registry
 from bagua.algorithms.scatter_gather import ScatterGatherAllReduceAlgorithm, ScatterGatherAllReduceAlgorithmImpl
 from bagua.algorithms.sign_sgd import SignSGDAlgorithm, SignSGDAlgorithmImpl
+from bagua.algorithms.slowmo import SlowMoAlgorithm, SlowMoAlgorithmImpl, SlowStep
 from bagua.algorithms.top_k import TopKAlgorithm, TopKAlgorithmImpl
 from bagua.algorithms.values import Add, Blend, Difference, Gradients, Mean, Replace, Sum, Weights
 
@@ -39,6 +43,8 @@ __all__ = [
     "ByteGradAlgorithmImpl",
     "DecentralizedAlgorithm",
     "DecentralizedAlgorithmImpl",
+    "DiLoCoAlgorithm",
+    "DiLoCoAlgorithmImpl",
     "Difference",
     "DifferenceMix",
     "DistributedAlgorithm",
@@ -49,6 +55,9 @@ __all__ = [
     "GradientAllReduceAlgorithmImpl",
     "Gradients",
     "How",
+    "LocalSGDAlgorithm",
+    "LocalSGDAlgorithmImpl",
+    "LocalUpdates",
     "LowPrecisionDecentralizedAlgorithm",
     "LowPrecisionDecentralizedAlgorithmImpl",
     "Matrices",
@@ -73,6 +82,9 @@ __all__ = [
     "Select",
     "SignSGDAlgorithm",
     "SignSGDAlgorithmImpl",
+    "SlowMoAlgorithm",
+    "SlowMoAlgorithmImpl",
+    "SlowStep",
     "Sum",
     "Then",
     "TopKAlgorithm",
@@ -94,4 +106,7 @@ registry.register("sign_sgd", SignSGDAlgorithm)
 registry.register("decentralized", DecentralizedAlgorithm)
 registry.register("low_precision_decentralized", LowPrecisionDecentralizedAlgorithm)
 registry.register("qadam", QAdamAlgorithm)
+registry.register("local_sgd", LocalSGDAlgorithm)
+registry.register("slowmo", SlowMoAlgorithm)
+registry.register("diloco", DiLoCoAlgorithm)
 registry.register("async", AsyncModelAverageAlgorithm)

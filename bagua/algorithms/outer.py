@@ -10,14 +10,42 @@ from typing import Any, ClassVar
 import torch
 
 from bagua.algorithms.exchange import Flight, Then, What
+from bagua.algorithms.parts import Parts
 from bagua.algorithms.values import Add, Blend, Difference, Replace
 from bagua.checks import check_kind
 from bagua.errors import ConfigurationError
 from bagua.primitives import State
 
-__all__ = ["Outer", "OuterStep"]
+__all__ = ["WHOLE", "Outer", "OuterStep", "check_has_anchor", "restart_unless_finite"]
 
+#: All parameters at once: they are stepped together, or not at all.
+WHOLE = Parts(1, "strided")
 _REPLACE = Replace()
+
+
+def check_has_anchor(what: What | None) -> None:
+    """Refuse to step an anchor where there is none.
+
+    Raises:
+        ConfigurationError: ``what`` is no difference.
+    """
+    if not isinstance(what, Difference):
+        raise ConfigurationError(
+            "an outer step goes from an anchor", argument="what", expected="Difference()", seen=repr(what)
+        )
+
+
+def restart_unless_finite(flight: Flight, anchor: torch.Tensor) -> bool:
+    """Whether the result is of no use. A rank whose own weights are not finite goes back to ``anchor`` then."""
+    if flight.finite:
+        return False
+    now = flight.weights(flight.scratch("now"))
+    if not torch.isfinite(now).all():
+        flight.bucket.write_weights(anchor)
+        for parameter in flight.bucket.parameters:  # Gradients of what was there before must not follow.
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+    return True
 
 
 class Outer:
@@ -111,10 +139,7 @@ class OuterStep(Then):
 
     def check(self, what: What | None) -> None:
         """Refuse what has no anchor."""
-        if not isinstance(what, Difference):
-            raise ConfigurationError(
-                "an outer step goes from an anchor", argument="what", expected="Difference()", seen=repr(what)
-            )
+        check_has_anchor(what)
 
     def state(self) -> tuple[State, ...]:
         """What the optimizer remembers."""
@@ -124,22 +149,11 @@ class OuterStep(Then):
     def fold(self, flight: Flight) -> None:
         """Step, and let the weights follow."""
         anchor = flight.state["anchor"]
-        if not flight.finite:
-            now = flight.weights(flight.scratch("now"))
-            if not torch.isfinite(now).all():
-                self._begin_again(flight, anchor)
+        if restart_unless_finite(flight, anchor):
             return
         stepped = self._stepped(flight, anchor)
         flight.bucket.write_weights(self._landed(flight, anchor, stepped))
         anchor.copy_(stepped)
-
-    @staticmethod
-    def _begin_again(flight: Flight, anchor: torch.Tensor) -> None:
-        """Take the anchor; gradients of what was there before must not follow."""
-        flight.bucket.write_weights(anchor)
-        for parameter in flight.bucket.parameters:
-            if parameter.grad is not None:
-                parameter.grad.zero_()
 
     def _landed(self, flight: Flight, anchor: torch.Tensor, stepped: torch.Tensor) -> torch.Tensor:
         """What the weights become when the anchor becomes ``stepped``."""

@@ -1,0 +1,147 @@
+"""Training alone, with an outer optimizer that steps all ranks every so often."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal, get_args
+
+import torch
+
+from bagua.algorithms.base import bound_form
+from bagua.algorithms.exchange import Every, Exchange
+from bagua.algorithms.local_updates import LocalUpdates
+from bagua.algorithms.outer import Outer, OuterStep
+from bagua.algorithms.parts import Parts
+from bagua.algorithms.values import Add, Blend, Difference, Mean, Replace
+from bagua.checks import check_choice, check_flags, check_kind, check_numbers, check_whole
+from bagua.compression import Codec
+from bagua.errors import ConfigurationError
+from bagua.primitives import ErrorFeedback, ScatterGatherReducer, SumReducer
+
+__all__ = ["DiLoCoAlgorithm", "DiLoCoAlgorithmImpl"]
+
+FragmentOrder = Literal["strided", "bytes"]
+Mix = Literal["blend", "add"]
+_NAMES = ("nesterov", "sgd")
+
+
+@dataclass(frozen=True)
+class DiLoCoAlgorithm(LocalUpdates):
+    """Step an anchor, equal on all ranks, with the mean of what they learned: ``Theta <- Outer(Theta, D)``.
+
+    ``D`` is the mean over all ranks of the anchor minus the weights, after every ``sync_every``-th step; the weights
+    then become the anchor. Between these steps nothing is sent. What optimizers remember stays on its rank.
+
+    With ``fragments`` (streaming) the model is cut in ``P`` parts, and part ``p``, from 0, is applied after each step
+    ``t``, from 1, with ``t mod H = (p + 1) H // P mod H``. With ``overlap`` its exchange starts so many steps before,
+    and training goes on meanwhile. Applied means: the weights have changed when ``optimizer.step()`` of that step
+    returns.
+    On one rank, without momentum, it is Lookahead.
+
+    Args:
+        sync_every: ``H``, steps from one outer step of a part to the next.
+        outer: ``nesterov`` or ``sgd``, or an optimizer as a value: ``Outer(torch.optim.Adam, lr=0.1)``.
+        outer_lr: its learning rate, above 0.
+        outer_momentum: its momentum, from 0 and less than 1. 0.7 and 0.9 are those of the paper, for 500 steps and
+            more; they overshoot where ``sync_every`` is short.
+        fragments: parts of the model that are exchanged one after the other.
+        fragment_order: ``strided``: layers are dealt out; ``bytes``: parts of equal size.
+        overlap: steps from the start of an exchange to its end; less than ``sync_every``.
+        blend: the share of what a rank has learned meanwhile that it keeps, from 0 to 1.
+        mix: ``blend``, or ``add``: weights move as the anchor does, so that nothing that was learned meanwhile is lost.
+        codec: what differences are sent in, as ``Float16()``; None for all bits.
+        error_feedback: what the codec loses is added to the next difference.
+        start_after: so many steps at the beginning exchange gradients instead.
+        hierarchical: sum inside each host first, with all bits.
+
+    Raises:
+        ConfigurationError: an option of a wrong type or out of its range, or options that contradict each other.
+
+    Example:
+        >>> DiLoCoAlgorithm(100, fragments=4, overlap=5, blend=0.5).exchanges()[0].lag
+        5
+
+    Papers: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; "Streaming
+    DiLoCo with overlapping communication", 2025.
+    """
+
+    sync_every: int = 100
+    _: KW_ONLY
+    outer: str | Outer = "nesterov"
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    fragments: int = 1
+    fragment_order: FragmentOrder = "strided"
+    overlap: int = 0
+    blend: float = 0.0
+    mix: Mix = "blend"
+    codec: Codec | None = None
+    error_feedback: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.outer, Outer):
+            check_choice(_NAMES, outer=self.outer)
+        check_numbers(lambda rate: rate > 0, "a number above 0", outer_lr=self.outer_lr)
+        check_numbers(lambda part: 0 <= part < 1, "a number from 0 and less than 1", outer_momentum=self.outer_momentum)
+        check_whole(1, fragments=self.fragments)
+        check_choice(get_args(FragmentOrder), fragment_order=self.fragment_order)
+        check_whole(0, overlap=self.overlap)
+        check_numbers(lambda part: 0 <= part <= 1, "a number from 0 to 1", blend=self.blend)
+        check_choice(get_args(Mix), mix=self.mix)
+        check_kind((Codec, type(None)), "a codec of bagua.compression, as Float16(), or None", codec=self.codec)
+        check_flags(error_feedback=self.error_feedback)
+        self._check_together()
+        super().__post_init__()
+
+    def _check_together(self) -> None:
+        given = {"outer_lr": self.outer_lr, "outer_momentum": self.outer_momentum}
+        for name, value in given.items() if isinstance(self.outer, Outer) else ():
+            if value != getattr(DiLoCoAlgorithm, name):
+                raise _refused(name, "an option of the Outer that is given", value)
+        if self.overlap >= self.sync_every:
+            raise _refused("overlap", f"less than sync_every, which is {self.sync_every}", self.overlap)
+        if self.fragments > self.sync_every:
+            raise _refused("fragments", f"at most sync_every, which is {self.sync_every}", self.fragments)
+        if self.blend and (self.mix == "add" or not self.overlap):
+            raise _refused("blend", "0 without overlap, and with mix='add'", self.blend)
+        if self.error_feedback and self.codec is None:
+            raise _refused("error_feedback", "False without a codec, which loses nothing", self.error_feedback)
+
+    @property
+    def outer_exchange(self) -> Exchange:
+        """Differences, each part by itself, and a step of the anchor."""
+        return Exchange(
+            Difference(),
+            Every(self.sync_every, offset=-self.overlap),
+            Mean(self._reducer, self.hierarchical),
+            OuterStep(self._optimizer, self._land),
+            lag=self.overlap,
+            parts=Parts(self.fragments, self.fragment_order),
+        )
+
+    @property
+    def _optimizer(self) -> Outer:
+        if isinstance(self.outer, Outer):
+            return self.outer
+        nesterov = self.outer == "nesterov" and self.outer_momentum > 0
+        return Outer(torch.optim.SGD, lr=self.outer_lr, momentum=self.outer_momentum, nesterov=nesterov)
+
+    @property
+    def _land(self) -> Replace | Blend | Add:
+        if self.mix == "add":
+            return Add()
+        return Blend(self.blend) if self.blend else Replace()
+
+    @property
+    def _reducer(self) -> SumReducer | None:
+        if self.codec is None:
+            return None
+        reducer = ScatterGatherReducer(self.codec)
+        return ErrorFeedback(reducer) if self.error_feedback else reducer
+
+
+def _refused(argument: str, expected: str, seen: object) -> ConfigurationError:
+    return ConfigurationError("options contradict each other", argument=argument, expected=expected, seen=seen)
+
+
+DiLoCoAlgorithmImpl = bound_form(DiLoCoAlgorithm)

@@ -1,0 +1,44 @@
+"""Training alone, with the mean of all weights every so often."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bagua.algorithms.base import bound_form
+from bagua.algorithms.exchange import Every, Exchange
+from bagua.algorithms.local_updates import LocalUpdates
+from bagua.algorithms.values import Mean, Replace, Weights
+
+__all__ = ["LocalSGDAlgorithm", "LocalSGDAlgorithmImpl"]
+
+
+@dataclass(frozen=True)
+class LocalSGDAlgorithm(LocalUpdates):
+    """Take the mean of the weights after every ``sync_every``-th step: ``x_i <- (1 / n) sum_j x_j``.
+
+    Between these steps nothing is sent. What optimizers remember stays on its rank. With ``start_after`` it is
+    post-local SGD; after that, steps are counted anew.
+
+    Args:
+        sync_every: steps from one mean to the next.
+        start_after: so many steps at the beginning exchange gradients instead.
+        hierarchical: sum inside each host first.
+
+    Raises:
+        ConfigurationError: an option of a wrong type or out of its range.
+
+    Example:
+        >>> LocalSGDAlgorithm(sync_every=16)
+        LocalSGDAlgorithm(sync_every=16, start_after=0, hierarchical=True)
+
+    Papers: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019. Lin et al., "Don't Use Large
+    Mini-Batches, Use Local SGD", ICLR 2020.
+    """
+
+    @property
+    def outer_exchange(self) -> Exchange:
+        """The mean of the weights takes their place."""
+        return Exchange(Weights(), Every(self.sync_every), Mean(hierarchical=self.hierarchical), Replace())
+
+
+LocalSGDAlgorithmImpl = bound_form(LocalSGDAlgorithm)

@@ -1,0 +1,62 @@
+"""What algorithms have in common that let ranks train alone for many steps."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable
+from dataclasses import KW_ONLY, dataclass
+
+from bagua.algorithms.base import Algorithm
+from bagua.algorithms.exchange import Every, Exchange
+from bagua.algorithms.model import Model
+from bagua.algorithms.values import Gradients, Mean, Replace
+from bagua.checks import check_flags, check_whole
+
+__all__ = ["LocalUpdates"]
+
+_TOGETHER, _ALONE = "together", "alone"
+
+
+@dataclass(frozen=True)
+class LocalUpdates(Algorithm):
+    """Ranks step with their own gradients, and exchange weights after every ``sync_every``-th step.
+
+    Args:
+        sync_every: steps from one exchange to the next.
+        start_after: so many steps at the beginning exchange gradients instead, as ``gradient_allreduce`` does.
+        hierarchical: sum inside each host first, so that each link between hosts carries the weights once.
+
+    Raises:
+        ConfigurationError: an option of a wrong type or out of its range.
+    """
+
+    sync_every: int = 8
+    _: KW_ONLY
+    start_after: int = 0
+    hierarchical: bool = True
+
+    def __post_init__(self) -> None:
+        check_whole(1, sync_every=self.sync_every)
+        check_whole(0, start_after=self.start_after)
+        check_flags(hierarchical=self.hierarchical)
+        _ = self.outer_exchange  # Refuses options that it cannot use.
+
+    @property
+    @abstractmethod
+    def outer_exchange(self) -> Exchange:
+        """What ranks exchange after each ``sync_every``-th step."""
+
+    @property
+    def phases(self) -> tuple[Hashable, ...]:
+        """Steps together, if there are such, and steps alone."""
+        return (_TOGETHER, _ALONE) if self.start_after else (_ALONE,)
+
+    def phase(self, step: int, model: Model) -> Hashable:
+        """By the number of the step."""
+        return _TOGETHER if step < self.start_after else _ALONE
+
+    def exchanges(self, phase: Hashable = _ALONE) -> tuple[Exchange, ...]:
+        """Gradients in each step at the beginning; weights every so often after that."""
+        if phase == _TOGETHER:
+            return (Exchange(Gradients(), Every(), Mean(hierarchical=self.hierarchical), Replace(), label="gradients"),)
+        return (self.outer_exchange,)

@@ -1,0 +1,117 @@
+"""Training alone, with a slow momentum over the means of all weights."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
+
+import torch
+
+from bagua.algorithms.base import bound_form
+from bagua.algorithms.exchange import Every, Exchange, Flight, Then, What
+from bagua.algorithms.local_updates import LocalUpdates
+from bagua.algorithms.outer import WHOLE, check_has_anchor, restart_unless_finite
+from bagua.algorithms.values import Difference, Mean
+from bagua.checks import check_numbers
+from bagua.errors import ConfigurationError
+from bagua.primitives import State
+
+__all__ = ["SlowMoAlgorithm", "SlowMoAlgorithmImpl", "SlowStep"]
+
+
+@dataclass(frozen=True)
+class SlowStep(Then):
+    """A step of the anchor with slow momentum: ``u <- beta u + D / lr``, ``Theta <- Theta - alpha lr u``.
+
+    ``D`` is the mean difference and ``lr`` the learning rate of each parameter's optimizer in the last step before. The
+    weights become the anchor ``Theta``.
+
+    Args:
+        beta: what stays of the momentum, from 0 and less than 1.
+        alpha: factor on the step, above 0.
+
+    Raises:
+        ConfigurationError: an option out of its range; in training, a learning rate of 0 where weights have changed.
+    """
+
+    beta: float = 0.6
+    alpha: float = 1.0
+
+    alone: ClassVar[bool] = True
+    whole: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_numbers(lambda beta: 0 <= beta < 1, "a number from 0 and less than 1", beta=self.beta)
+        check_numbers(lambda alpha: alpha > 0, "a number above 0", alpha=self.alpha)
+
+    def check(self, what: What | None) -> None:
+        """Refuse what has no anchor."""
+        check_has_anchor(what)
+
+    def state(self) -> tuple[State, ...]:
+        """The momentum."""
+        return (State("slow_momentum", scope="shared"),)
+
+    @torch.no_grad()
+    def fold(self, flight: Flight) -> None:
+        """Step, and let the weights follow."""
+        anchor, momentum = flight.state["anchor"], flight.state["slow_momentum"]
+        if restart_unless_finite(flight, anchor):
+            return
+        views = zip(flight.views(anchor), flight.views(momentum), flight.views(flight.flat), strict=True)
+        for (place, slow, difference), rate in zip(views, flight.learning_rates(), strict=True):
+            if rate == 0.0:
+                if difference.any():
+                    raise _no_rate(self)
+                continue
+            slow.mul_(self.beta).add_(difference, alpha=1.0 / rate)
+            place.sub_(slow, alpha=self.alpha * rate)
+        flight.bucket.write_weights(anchor)
+
+
+def _no_rate(step: SlowStep) -> ConfigurationError:
+    return ConfigurationError(
+        f"{step!r} divides by the learning rate, which is 0",
+        argument="lr",
+        expected="a rate above 0 for each parameter that learns, in each step after which ranks exchange",
+        seen=0.0,
+        advice="End the schedule above 0, or wrap the model with the optimizer of all its parameters.",
+    )
+
+
+@dataclass(frozen=True)
+class SlowMoAlgorithm(LocalUpdates):
+    """Step with slow momentum after every ``sync_every``-th step; see ``SlowStep`` for the update rule.
+
+    Between these steps nothing is sent. What optimizers remember stays on its rank.
+
+    Args:
+        sync_every: steps from one exchange to the next.
+        beta: slow momentum, from 0 and less than 1; 0 is local SGD.
+        alpha: slow learning rate, above 0.
+        start_after: so many steps at the beginning exchange gradients instead.
+        hierarchical: sum inside each host first.
+
+    Raises:
+        ConfigurationError: an option of a wrong type or out of its range.
+
+    Example:
+        >>> SlowMoAlgorithm(12, beta=0.5)
+        SlowMoAlgorithm(sync_every=12, start_after=0, hierarchical=True, beta=0.5, alpha=1.0)
+
+    Paper: Wang et al., "SlowMo: Improving Communication-Efficient Distributed SGD with Slow Momentum", ICLR 2020.
+    """
+
+    sync_every: int = 12
+    _: KW_ONLY
+    beta: float = 0.6
+    alpha: float = 1.0
+
+    @property
+    def outer_exchange(self) -> Exchange:
+        """The mean difference, and a step of the anchor."""
+        how = Mean(hierarchical=self.hierarchical)
+        return Exchange(Difference(), Every(self.sync_every), how, SlowStep(self.beta, self.alpha), parts=WHOLE)
+
+
+SlowMoAlgorithmImpl = bound_form(SlowMoAlgorithm)

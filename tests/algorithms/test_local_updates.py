@@ -1,0 +1,388 @@
+"""Ranks that train alone for many steps: local SGD, SlowMo and DiLoCo, against what their papers say."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import bagua.comm
+import bagua.torch_api
+from bagua.algorithms import (
+    Algorithm,
+    DiLoCoAlgorithm,
+    LocalSGDAlgorithm,
+    LocalUpdates,
+    Outer,
+    SlowMoAlgorithm,
+)
+from bagua.compression import Float16, MinMaxUInt8
+from bagua.errors import ConfigurationError
+from bagua.parallel import with_bagua
+from bagua.testing.algorithm_contract import AlgorithmContract, spread
+from bagua.testing.training import State, assert_close, assert_same_on_all_ranks, loss_of, mlp, snapshot, train_steps
+
+STEPS = 13
+RATE = 0.1
+
+
+@pytest.fixture
+def pool(thread_pool):
+    return thread_pool
+
+
+@pytest.mark.threads
+class TestLocalUpdates(AlgorithmContract):
+    sizes = (2, 3)
+
+    @pytest.fixture(
+        params=[
+            LocalSGDAlgorithm(3),
+            SlowMoAlgorithm(4),
+            DiLoCoAlgorithm(4, fragments=2, overlap=1, codec=MinMaxUInt8(), error_feedback=True),
+        ],
+        ids=["local_sgd", "slowmo", "diloco"],
+    )
+    def algorithm(self, request):
+        return request.param
+
+    # An outer momentum goes on without gradients, and one rank alone looks ahead: tests of their own are below.
+    test_training_gives_what_is_promised = None
+    test_host_layouts_work_or_are_refused = None
+    test_the_suite_notices_that_nothing_is_exchanged = None
+    test_one_rank_alone_trains_as_without_bagua = None
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.5)
+
+
+def train(algorithm: Algorithm | str, steps: Iterable[int] = range(STEPS)) -> State:
+    return train_and_watch(algorithm, steps)[-1]
+
+
+def train_and_watch(algorithm: Algorithm | str, steps: Iterable[int] = range(STEPS)) -> list[State]:
+    """The weights when each ``optimizer.step()`` has returned."""
+    rank, model = bagua.comm.get_rank(), mlp(bagua.comm.get_rank())
+    optimizer = optimizer_of(model)
+    wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=1000)
+    watched = []
+    for number in steps:
+        train_steps(wrapped, optimizer, rank, [number])
+        watched.append(snapshot(model))
+    return watched
+
+
+class Replicas:
+    """All ranks in one process."""
+
+    def __init__(self, size: int) -> None:
+        self.models = [mlp() for _ in range(size)]
+        self.optimizers = [optimizer_of(model) for model in self.models]
+        self.named = [dict(model.named_parameters()) for model in self.models]
+
+    def step(self, number: int) -> None:
+        for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
+            train_steps(model, optimizer, rank, [number])
+
+    def weights(self) -> list[dict[str, torch.Tensor]]:
+        return [{name: one.detach().clone() for name, one in named.items()} for named in self.named]
+
+
+def mean_of(weights: list[dict[str, torch.Tensor]], name: str) -> torch.Tensor:
+    return torch.stack([one[name] for one in weights]).mean(dim=0)
+
+
+# Special cases of each other.
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (DiLoCoAlgorithm(4, outer="sgd", outer_lr=1.0, outer_momentum=0.0), LocalSGDAlgorithm(4)),
+        (SlowMoAlgorithm(4, beta=0.0), LocalSGDAlgorithm(4)),
+        (DiLoCoAlgorithm(4, outer=Outer(torch.optim.SGD, lr=0.5, momentum=0.2)),
+         DiLoCoAlgorithm(4, outer="sgd", outer_lr=0.5, outer_momentum=0.2)),
+        (DiLoCoAlgorithm(4, fragments=1, fragment_order="bytes"), DiLoCoAlgorithm(4)),
+        (DiLoCoAlgorithm(4, start_after=100), Algorithm.init("gradient_allreduce")),
+    ],
+)  # fmt: skip
+def test_special_cases_are_equal(thread_ranks, one, other):
+    for state, expected in zip(thread_ranks(2, train, one), thread_ranks(2, train, other), strict=True):
+        assert_close(state, expected)
+
+
+@pytest.mark.threads
+def test_local_sgd_after_each_step_is_gradient_averaging(thread_ranks):
+    """As long as the inner optimizer is linear in the gradient, momentum included."""
+    averaged = thread_ranks(2, train, "gradient_allreduce")
+    local = thread_ranks(2, train, LocalSGDAlgorithm(1))
+    assert_same_on_all_ranks(local)
+    assert_close(local[0], averaged[0])
+
+
+@pytest.mark.threads
+def test_one_rank_alone_looks_ahead(thread_ranks):
+    replicas = Replicas(1)
+    slow = replicas.weights()[0]
+    for number in range(STEPS):
+        replicas.step(number)
+        if number % 4 == 3:
+            with torch.no_grad():
+                for name, fast in replicas.named[0].items():
+                    slow[name] += 0.5 * (fast - slow[name])
+                    fast.copy_(slow[name])
+    lookahead = DiLoCoAlgorithm(4, outer="sgd", outer_lr=0.5, outer_momentum=0.0)
+    assert_close(thread_ranks(1, train, lookahead)[0], snapshot(replicas.models[0]))
+
+
+# Against the papers.
+
+
+@pytest.mark.threads
+def test_slow_momentum_divides_by_the_learning_rate_of_the_last_step(thread_ranks):
+    beta, alpha, every = 0.5, 0.8, 3
+    replicas = Replicas(2)
+    anchor = replicas.weights()[0]
+    momentum = {name: torch.zeros_like(one) for name, one in anchor.items()}
+    for number in range(STEPS):
+        rate = RATE / (1 + number)
+        for optimizer in replicas.optimizers:
+            optimizer.param_groups[0]["lr"] = rate
+        replicas.step(number)
+        if number % every == every - 1:
+            weights = replicas.weights()
+            with torch.no_grad():
+                for name in anchor:
+                    momentum[name] = beta * momentum[name] + (anchor[name] - mean_of(weights, name)) / rate
+                    anchor[name] = anchor[name] - alpha * rate * momentum[name]
+                    for named in replicas.named:
+                        named[name].copy_(anchor[name])
+    results = thread_ranks(2, train_on_a_schedule, SlowMoAlgorithm(every, beta=beta, alpha=alpha))
+    for result, model in zip(results, replicas.models, strict=True):
+        assert_close(result, snapshot(model))
+
+
+def train_on_a_schedule(algorithm: Algorithm) -> State:
+    rank, model = bagua.comm.get_rank(), mlp()
+    optimizer = optimizer_of(model)
+    wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=1000)
+    for number in range(STEPS):
+        optimizer.param_groups[0]["lr"] = RATE / (1 + number)
+        train_steps(wrapped, optimizer, rank, [number])
+    return snapshot(model)
+
+
+class Streaming:
+    """R4 on all ranks in one process: fragments with an anchor and an outer optimizer each."""
+
+    def __init__(self, size: int, every: int, fragments: int, overlap: int, keep: float | None) -> None:
+        self.replicas = Replicas(size)
+        self.every, self.overlap, self.keep = every, overlap, keep
+        self.anchor = {name: torch.nn.Parameter(one) for name, one in self.replicas.weights()[0].items()}
+        layers = ["0", "2", "4"]
+        self.cut = [
+            [f"{one}.{kind}" for one in layers[p::fragments] for kind in ("weight", "bias")] for p in range(fragments)
+        ]
+        self.outer = [
+            torch.optim.SGD([self.anchor[name] for name in names], lr=0.7, momentum=0.9, nesterov=True)
+            for names in self.cut
+        ]
+        self.sent: dict[tuple[int, int], list[dict[str, torch.Tensor]]] = {}
+
+    def step(self, t: int) -> None:
+        """Inner step ``t``, from 1, and what is due after it."""
+        self.replicas.step(t - 1)
+        for p in range(len(self.cut)):
+            due = (p + 1) * self.every // len(self.cut) % self.every
+            if (t + self.overlap) % self.every == due:
+                self.sent[p, t + self.overlap] = self.replicas.weights()
+            if (p, t) in self.sent:
+                self.apply(p, self.sent.pop((p, t)))
+
+    @torch.no_grad()
+    def apply(self, p: int, start: list[dict[str, torch.Tensor]]) -> None:
+        before = {name: self.anchor[name].clone() for name in self.cut[p]}
+        for name, value in before.items():
+            self.anchor[name].grad = value - mean_of(start, name)
+        self.outer[p].step()
+        for named in self.replicas.named:
+            for name, value in before.items():
+                if self.keep is None:
+                    named[name].add_(self.anchor[name] - value)
+                else:
+                    named[name].copy_(self.keep * named[name] + (1 - self.keep) * self.anchor[name])
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("mix", ["blend", "add"])
+@pytest.mark.parametrize(("every", "fragments", "overlap"), [(6, 3, 2), (5, 2, 4), (4, 1, 0)])
+def test_streaming_keeps_its_schedule_in_every_step(thread_ranks, every, fragments, overlap, mix):
+    """Fragment p is applied after steps t with t mod H = (p + 1) H // P mod H, from weights ``overlap`` steps older."""
+    blend = 0.5 if mix == "blend" and overlap else 0.0
+    expected = Streaming(2, every, fragments, overlap, None if mix == "add" else blend)
+    algorithm = DiLoCoAlgorithm(every, fragments=fragments, overlap=overlap, mix=mix, blend=blend)
+    watched = thread_ranks(2, train_and_watch, algorithm)
+    for t in range(1, STEPS + 1):
+        expected.step(t)
+        for rank, model in enumerate(expected.replicas.models):
+            assert_close(watched[rank][t - 1], snapshot(model))
+
+
+@pytest.mark.gloo
+def test_post_local_sgd_of_torch_is_local_sgd(process_ranks):
+    for ours, of_torch in process_ranks(2, both_post_local_sgd):
+        assert_close(ours, of_torch)
+
+
+def both_post_local_sgd() -> tuple[State, State]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # It still uses torch.jit.
+        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+        from torch.distributed.optim import PostLocalSGDOptimizer
+
+    rank, every = bagua.comm.get_rank(), 3
+    model = mlp()
+    averager = PeriodicModelAverager(period=every, warmup_steps=every - 1)
+    optimizer = PostLocalSGDOptimizer(optimizer_of(model), averager)
+    train_steps(model, optimizer, rank, range(STEPS))
+    return train(LocalSGDAlgorithm(every)), snapshot(model)
+
+
+# What users meet.
+
+
+@pytest.mark.threads
+def test_ranks_are_equal_after_an_outer_step_and_differ_before_the_next(thread_ranks):
+    for algorithm in (LocalSGDAlgorithm(4), SlowMoAlgorithm(4), DiLoCoAlgorithm(4, codec=Float16())):
+        watched = list(zip(*thread_ranks(3, train_and_watch, algorithm), strict=True))
+        for number, states in enumerate(watched):
+            if number % 4 == 3:
+                assert_same_on_all_ranks(states)
+            else:
+                assert spread(states) > 1e-4
+
+
+@pytest.mark.threads
+def test_ranks_train_together_first(thread_ranks):
+    together = thread_ranks(2, train_and_watch, "gradient_allreduce")
+    later = thread_ranks(2, train_and_watch, LocalSGDAlgorithm(4, start_after=5))
+    for number in range(5):
+        assert_close(later[0][number], together[0][number])
+    assert spread([watched[5] for watched in later]) > 1e-4
+    assert_same_on_all_ranks([watched[8] for watched in later])  # 4 steps after the fifth
+
+
+def train_with_nan(algorithm: Algorithm) -> tuple[State, State]:
+    rank, model = bagua.comm.get_rank(), mlp()
+    optimizer = optimizer_of(model)
+    wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=1000)
+    before = snapshot(model)
+    train_steps(wrapped, optimizer, rank, range(3))
+    loss_of(wrapped, rank, 3).backward()
+    if rank == 1:
+        with torch.no_grad():
+            next(model.parameters())[0, 0] = float("nan")
+    optimizer.step()
+    return before, snapshot(model)
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("algorithm", [SlowMoAlgorithm(4), DiLoCoAlgorithm(4)], ids=["slowmo", "diloco"])
+def test_a_rank_that_diverged_goes_back_to_the_anchor_and_harms_nobody(thread_ranks, algorithm):
+    (_, well), (anchor, diverged) = thread_ranks(2, train_with_nan, algorithm)
+    assert all(torch.isfinite(value).all() for value in well.values())
+    assert_close(diverged, anchor)
+
+
+class Branches(nn.Module):
+    """A model, one half of which is not used in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, rows: torch.Tensor, *, left: bool) -> torch.Tensor:
+        return (self.left if left else self.right)(rows)
+
+
+def train_branches() -> State:
+    torch.manual_seed(0)
+    rank, model = bagua.comm.get_rank(), Branches()
+    optimizer = optimizer_of(model)
+    wrapped: Any = with_bagua(model, [optimizer], LocalSGDAlgorithm(4), find_unused_parameters=True)
+    for number in range(8):
+        optimizer.zero_grad()
+        wrapped(torch.full((2, 4), 1.0 + rank), left=(number + rank) % 2 == 0).square().mean().backward()
+        optimizer.step()
+    return snapshot(model)
+
+
+@pytest.mark.threads
+def test_parameters_may_be_unused_between_exchanges(thread_ranks):
+    assert_same_on_all_ranks(thread_ranks(2, train_branches))
+
+
+def through_other_doors() -> list[State]:
+    ends = []
+    rank = bagua.comm.get_rank()
+    model = mlp(rank)
+    optimizer = optimizer_of(model)
+    wrapped, _ = bagua.torch_api.bagua_init(model, optimizer, distributed_algorithm="diloco")
+    train_steps(wrapped, optimizer, rank, range(2))
+    wrapped.switch_to(Algorithm.init("local_sgd", sync_every=2))
+    train_steps(wrapped, optimizer, rank, range(2, 4))
+    ends.append(snapshot(model))
+    return ends
+
+
+@pytest.mark.threads
+def test_other_doors_take_them(thread_ranks):
+    for states in zip(*thread_ranks(2, through_other_doors), strict=True):
+        assert_same_on_all_ranks(states)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: LocalSGDAlgorithm(0), "sync_every"),
+        (lambda: LocalSGDAlgorithm(4, start_after=-1), "start_after"),
+        (lambda: SlowMoAlgorithm(4, beta=1.0), "beta"),
+        (lambda: SlowMoAlgorithm(4, alpha=0.0), "alpha"),
+        (lambda: DiLoCoAlgorithm(4, outer="adam"), "outer"),
+        (lambda: DiLoCoAlgorithm(4, outer_lr=0.0), "outer_lr"),
+        (lambda: DiLoCoAlgorithm(4, outer_momentum=1.0), "outer_momentum"),
+        (lambda: DiLoCoAlgorithm(4, outer=Outer(torch.optim.Adam, lr=0.1), outer_lr=0.1), "outer_lr"),
+        (lambda: DiLoCoAlgorithm(4, overlap=4), "less than sync_every, which is 4"),
+        (lambda: DiLoCoAlgorithm(4, fragments=5), "at most sync_every, which is 4"),
+        (lambda: DiLoCoAlgorithm(4, fragment_order="random"), "fragment_order"),
+        (lambda: DiLoCoAlgorithm(4, overlap=1, blend=1.5), "blend"),
+        (lambda: DiLoCoAlgorithm(4, blend=0.5), "blend"),
+        (lambda: DiLoCoAlgorithm(4, overlap=1, blend=0.5, mix="add"), "blend"),
+        (lambda: DiLoCoAlgorithm(4, error_feedback=True), "error_feedback"),
+        (lambda: DiLoCoAlgorithm(4, codec="float16"), "codec"),
+    ],
+)
+def test_options_are_checked_where_they_are_given(make: Callable[[], LocalUpdates], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        make()
+
+
+def train_at_rate_zero() -> None:
+    model = mlp()
+    optimizer = optimizer_of(model)
+    wrapped = with_bagua(model, [optimizer], SlowMoAlgorithm(2))
+    train_steps(wrapped, optimizer, bagua.comm.get_rank(), [0])
+    optimizer.param_groups[0]["lr"] = 0.0
+    with pytest.raises(ConfigurationError, match="which is 0"):
+        train_steps(wrapped, optimizer, bagua.comm.get_rank(), [1])
+
+
+@pytest.mark.threads
+def test_slow_momentum_needs_a_learning_rate(thread_ranks):
+    thread_ranks(2, train_at_rate_zero)
