@@ -32,7 +32,7 @@ from bagua.averaging.company import Patience
 from bagua.averaging.desk import Desk, Parcel, Stage
 from bagua.averaging.member import Member
 from bagua.averaging.parts import Buffers, Part, parts_of_buffers
-from bagua.averaging.records import Record, State
+from bagua.averaging.records import MemberState, Record
 from bagua.averaging.roll import Roll
 from bagua.averaging.schedule import Schedule, topology_of
 from bagua.averaging.session import Session
@@ -48,6 +48,7 @@ __all__ = [
     "Desk",
     "GroupCourier",
     "Member",
+    "MemberState",
     "Parcel",
     "Part",
     "Patience",
@@ -57,7 +58,6 @@ __all__ = [
     "Schedule",
     "Session",
     "Stage",
-    "State",
     "Transfer",
     "host_backend",
     "parts_of_buffers",

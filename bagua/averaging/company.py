@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from bagua.averaging.records import Record, State, Watch
+from bagua.averaging.records import MemberState, Record, Watch
 from bagua.averaging.roll import Roll
 from bagua.comm.store.board import Board
 from bagua.errors import NonFiniteError, PeerLostError
@@ -74,7 +74,7 @@ class Company:
         self._watch.look(self._records, now)
         ended = {rank for rank, record in self._known() if record.state.gone}
         for rank, record in self._known():
-            if rank != self.rank and record.state is not State.STOPPED:
+            if rank != self.rank and record.state is not MemberState.STOPPED:
                 self._watch.believe(set(record.lost) - ended)
 
         self._roll.strike(dict.fromkeys(self._watch.lost, "it died"), self._board.name)
@@ -133,11 +133,11 @@ class Company:
 
     def all_others_rest(self) -> bool:
         """Whether every other rank is gone or has called ``abort``."""
-        return all(self.record(rank).state is State.PAUSING for rank in self.present())
+        return all(self.record(rank).state is MemberState.PAUSING for rank in self.present())
 
     def some_have_stopped(self) -> bool:
         """Whether another rank has ended because all had agreed to."""
-        return bool(self.others(lambda rank: self.record(rank).state is State.STOPPED))
+        return bool(self.others(lambda rank: self.record(rank).state is MemberState.STOPPED))
 
     def have_trained(self) -> bool:
         """Whether weights of others may differ, so that a last average is needed."""
@@ -155,7 +155,7 @@ class Company:
 
     def bereavement(self) -> BaseException | None:
         """The error for ranks that died or diverged since the last question, or None."""
-        failed = self.others(lambda rank: rank in self._watch.lost or self.record(rank).state is State.DIVERGED)
+        failed = self.others(lambda rank: rank in self._watch.lost or self.record(rank).state is MemberState.DIVERGED)
         news = [rank for rank in failed if rank not in self._mourned]
         self._mourned.update(news)
         if not news:
@@ -201,7 +201,7 @@ class Company:
         """The error if the last average broke off, with which all would have ended."""
         return self._lost(
             "the last average broke off, so the models of ranks may differ",
-            self.others(lambda rank: rank not in self._watch.lost and self.record(rank).state is not State.LEFT),
+            self.others(lambda rank: rank not in self._watch.lost and self.record(rank).state is not MemberState.LEFT),
             "The model of this rank is intact: resume() and abort() on all ranks try again, or use that of one rank.",
         )
 

@@ -17,7 +17,7 @@ from bagua.averaging.channels import Channels
 from bagua.averaging.company import Company, Patience
 from bagua.averaging.decisions import Decisions
 from bagua.averaging.desk import Desk, Stage
-from bagua.averaging.records import Record, State
+from bagua.averaging.records import MemberState, Record
 from bagua.averaging.roll import Roll
 from bagua.averaging.schedule import Looks, Schedule
 from bagua.averaging.status import Progress
@@ -87,7 +87,7 @@ class Member:
         self.warming = False
         self.begun = 0
         self.fresh = True
-        self.state = State.TRAINING
+        self.state = MemberState.TRAINING
         self.over = False
         self.apart: PeerLostError | None = None
         self.error: BaseException | None = None
@@ -146,9 +146,9 @@ class Member:
         self._decisions.forget()
 
     def _publish(self, now: float, *, at_once: bool = False, connecting: bool = False) -> None:
-        pausing = self.state is State.TRAINING and self.pausing
+        pausing = self.state is MemberState.TRAINING and self.pausing
         record = Record(
-            State.PAUSING if pausing else self.state,
+            MemberState.PAUSING if pausing else self.state,
             warming=self.warming,
             begun=self.begun,
             fresh=self.fresh,
@@ -239,7 +239,7 @@ class Member:
             return
         desk.discard()
         self._fail(self._company.divergence(self.rank))
-        self._end(State.DIVERGED)
+        self._end(MemberState.DIVERGED)
 
     def _all_rest(self) -> bool:
         return self.pausing and self._company.all_others_rest()
@@ -298,7 +298,7 @@ class Member:
             self._leave()
             return
         if self.warming or not average or not self._company.present():
-            self._end(State.STOPPED)
+            self._end(MemberState.STOPPED)
             return
         self._ready = False
         self._failures = 0
@@ -359,7 +359,7 @@ class Member:
             _log.warning("rank %d: an average of finite weights is not finite; it was dropped", self._name)
             desk.discard()
         if final:
-            self._end(State.STOPPED)
+            self._end(MemberState.STOPPED)
         else:
             self._next_round()
 
@@ -387,7 +387,7 @@ class Member:
                 _log.warning("rank %d: %s", self._name, self.apart)
             else:
                 self.error = self.error or self.apart
-        self._end(State.STOPPED)
+        self._end(MemberState.STOPPED)
 
     def _leave(self) -> None:
         """Go, after making sure that nobody begins an exchange with this member."""
@@ -397,9 +397,9 @@ class Member:
                 self._follow(decision)  # It was decided before; they count on this member.
                 if self._transfer is not None:
                     return
-        self._end(State.LEFT)
+        self._end(MemberState.LEFT)
 
-    def _end(self, state: State) -> None:
+    def _end(self, state: MemberState) -> None:
         if not self.state.gone:
             self.state = state
         self._ready = False
@@ -407,9 +407,9 @@ class Member:
         self._channels.close()
         if self.for_good:
             self._company.leave_for_good(self.leaving)
-        if state is State.LEFT and self.warming:
+        if state is MemberState.LEFT and self.warming:
             self._release(f"left in warm-up: {self.leaving}")
-        self.over = not self._hosts_store or state is not State.STOPPED
+        self.over = not self._hosts_store or state is not MemberState.STOPPED
         self._desk.tell()
 
     def _linger(self) -> None:
@@ -438,7 +438,7 @@ class Member:
     def abandon(self, error: CommunicationError) -> None:
         """The board is gone: end here, with ``error`` unless this member may go on alone."""
         if not self.state.gone:  # Otherwise all that mattered was done.
-            self.state = State.LEFT
+            self.state = MemberState.LEFT
             if self._continue_alone:
                 _log.warning("rank %d goes on alone: %s", self._name, error)
             else:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-__all__ = ["Record", "State", "Watch"]
+__all__ = ["MemberState", "Record", "Watch"]
 
 
-class State(Enum):
+class MemberState(Enum):
     """What a member is doing."""
 
     TRAINING = "training"
@@ -23,7 +23,7 @@ class State(Enum):
     @property
     def gone(self) -> bool:
         """Whether nobody need wait for a member in this state."""
-        return self in (State.STOPPED, State.LEFT, State.DIVERGED)
+        return self in (MemberState.STOPPED, MemberState.LEFT, MemberState.DIVERGED)
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Record:
         reason: why it left, for people.
     """
 
-    state: State = State.TRAINING
+    state: MemberState = MemberState.TRAINING
     beat: int = 0
     warming: bool = False
     begun: int = 0
@@ -65,7 +65,7 @@ class Record:
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> Record:
         """From what the board keeps."""
-        return cls(**{**found, "state": State(found["state"]), "lost": tuple(found["lost"])})
+        return cls(**{**found, "state": MemberState(found["state"]), "lost": tuple(found["lost"])})
 
 
 class Watch:

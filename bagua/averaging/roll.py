@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from bagua.averaging.records import Record, State
+from bagua.averaging.records import MemberState, Record
 from bagua.comm.store.board import Board
 
 __all__ = ["Roll"]
@@ -54,4 +54,4 @@ class Roll:
             PeerLostError: the store is gone.
         """
         reason, lost_in = self._board.decided(f"gone/{rank}") or ["", session]
-        return None if lost_in == session else Record(State.LEFT, reason=reason)
+        return None if lost_in == session else Record(MemberState.LEFT, reason=reason)

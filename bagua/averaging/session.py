@@ -12,7 +12,7 @@ from typing import Protocol
 
 from bagua.averaging.desk import Desk
 from bagua.averaging.member import Member
-from bagua.averaging.records import State
+from bagua.averaging.records import MemberState
 from bagua.averaging.transfer import Courier
 from bagua.comm.lifetime.background import bounded, stand_by
 from bagua.comm.lifetime.forks import family
@@ -87,7 +87,7 @@ class Session:
     @property
     def ended_together(self) -> bool:
         """Whether this member ended because all had agreed to, and with the last average, if there was to be one."""
-        return self.member.state is State.STOPPED and self.member.apart is None
+        return self.member.state is MemberState.STOPPED and self.member.apart is None
 
     def wait_for_change(self, limit_s: float) -> None:
         """Sleep until the background thread has changed something, at most ``limit_s``."""
@@ -125,7 +125,7 @@ class Session:
             self._courier.interrupt(reason)
             self.desk.wake.set()
             return self.join(limit_s / 2)
-        if for_good and self.member.state is State.LEFT:
+        if for_good and self.member.state is MemberState.LEFT:
             self._sign_off(limit_s / 2)
         return True
 

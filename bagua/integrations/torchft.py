@@ -72,12 +72,12 @@ def distributed_data_parallel(manager: Any, module: torch.nn.Module, **options: 
     if not hasattr(parent, "_comm_hook"):
         raise _other_version("torchft.ddp.DistributedDataParallel._comm_hook")
 
-    class DistributedDataParallel(parent):  # type: ignore[misc, valid-type]  # known only at run time
+    class _DistributedDataParallel(parent):  # type: ignore[misc, valid-type]  # known only at run time
         """torchft's class, with another hook."""
 
         _comm_hook = staticmethod(_exchange_bucket)
 
-    return DistributedDataParallel(manager, module, **options)
+    return _DistributedDataParallel(manager, module, **options)
 
 
 def _exchange_bucket(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

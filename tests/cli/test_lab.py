@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from bagua.cli.lab import command, network
-from bagua.cli.lab.link import Link, parse_link
-from bagua.cli.lab.switch import Report, Schedule
+from bagua.cli.lab.link import LinkSettings, parse_link
+from bagua.cli.lab.switch import FrameSchedule, SwitchReport
 from bagua.cli.main import main
 
 REPOSITORY = Path(__file__).parents[2]
@@ -21,20 +21,20 @@ def frame(receiver: int, nbytes: int = 100, name: bytes = b"") -> bytes:
     return (bytes([2, 0, 0, 0, 0, receiver]) + name).ljust(nbytes, b".")
 
 
-def due(schedule: Schedule, now: float) -> list[tuple[int, bytes]]:
+def due(schedule: FrameSchedule, now: float) -> list[tuple[int, bytes]]:
     return list(schedule.ready(now))
 
 
 @pytest.mark.parametrize(
     ("text", "link"),
     [
-        ("100mbit", Link(100.0, 100.0)),
-        ("1gbit,250us", Link(1000.0, 1000.0, 0.25)),
-        ("50mbit/512kbit,20ms,1%", Link(50.0, 0.512, 20.0, 0.01)),
-        ("unlimited,0.1s", Link(None, None, 100.0)),
+        ("100mbit", LinkSettings(100.0, 100.0)),
+        ("1gbit,250us", LinkSettings(1000.0, 1000.0, 0.25)),
+        ("50mbit/512kbit,20ms,1%", LinkSettings(50.0, 0.512, 20.0, 0.01)),
+        ("unlimited,0.1s", LinkSettings(None, None, 100.0)),
     ],
 )
-def test_links_are_read_and_written(text: str, link: Link) -> None:
+def test_links_are_read_and_written(text: str, link: LinkSettings) -> None:
     assert parse_link(text) == link
     assert parse_link(str(link)) == link
 
@@ -48,7 +48,7 @@ def test_other_texts_are_refused(text: str) -> None:
 
 
 def test_frames_arrive_in_order_after_the_delay() -> None:
-    schedule = Schedule(3, delay_s=0.02)
+    schedule = FrameSchedule(3, delay_s=0.02)
     schedule.take(0, frame(1, name=b"a"), 1.0)
     schedule.take(0, frame(1, name=b"b"), 1.0)
     schedule.take(2, frame(0), 1.01)
@@ -62,7 +62,7 @@ def test_frames_arrive_in_order_after_the_delay() -> None:
 
 
 def test_a_broadcast_reaches_all_others_and_a_stranger_nobody() -> None:
-    schedule = Schedule(3)
+    schedule = FrameSchedule(3)
     schedule.take(1, b"\xff" * 6 + b"who?", 0.0)
     assert [receiver for receiver, _ in due(schedule, 0.0)] == [0, 2]
     schedule.take(1, frame(7), 0.0)
@@ -72,7 +72,7 @@ def test_a_broadcast_reaches_all_others_and_a_stranger_nobody() -> None:
 
 
 def test_a_receiver_gets_its_rate_whoever_sends() -> None:
-    schedule = Schedule(3, receive_bytes_per_s=100_000.0)
+    schedule = FrameSchedule(3, receive_bytes_per_s=100_000.0)
     for sender in (0, 1):
         schedule.take(sender, frame(2, 1000), 0.0)
     schedule.take(0, frame(1, 1000), 0.0)
@@ -82,7 +82,7 @@ def test_a_receiver_gets_its_rate_whoever_sends() -> None:
 
 
 def test_a_queue_has_an_end() -> None:
-    schedule = Schedule(2, receive_bytes_per_s=100_000.0)
+    schedule = FrameSchedule(2, receive_bytes_per_s=100_000.0)
     for _ in range(20):
         schedule.take(0, frame(1, 1000), 0.0)
     assert schedule.report.overflowed == 14  # 50 ms hold 5 of 10 ms, and the one that is sent
@@ -90,7 +90,7 @@ def test_a_queue_has_an_end() -> None:
 
 
 def test_losses_have_the_share_that_was_asked_for() -> None:
-    schedule = Schedule(2, loss=0.1)
+    schedule = FrameSchedule(2, loss=0.1)
     for _ in range(10_000):
         schedule.take(0, frame(1), 0.0)
     assert 900 < schedule.report.lost < 1100
@@ -98,8 +98,8 @@ def test_losses_have_the_share_that_was_asked_for() -> None:
 
 
 def test_a_switch_that_is_too_slow_says_so() -> None:
-    assert Report(frames=1000, late_frames=5).warning is None
-    assert "could not keep up" in str(Report(frames=1000, late_frames=50, latest_s=0.1).warning)
+    assert SwitchReport(frames=1000, late_frames=5).warning is None
+    assert "could not keep up" in str(SwitchReport(frames=1000, late_frames=50, latest_s=0.1).warning)
 
 
 @pytest.mark.parametrize(

@@ -11,5 +11,5 @@ from bagua.integrations.ray import torch_config
 
 def test_without_ray_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray.train.torch", None)
-    with pytest.raises(ImportError, match=r"bagua\[ray\]"):
+    with pytest.raises(ImportError, match=r"bagua-torch\[ray\]"):
         torch_config()

@@ -178,7 +178,7 @@ def test_settings_that_make_no_sense_are_refused(options):
 
 def test_optuna_is_asked_for_when_it_is_missing(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match=r"bagua\[autotune\]"):
+    with pytest.raises(ConfigurationError, match=r"bagua-torch\[autotune\]"):
         AutotuneSettings(search="optuna")
 
 

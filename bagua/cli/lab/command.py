@@ -14,7 +14,7 @@ from typing import IO
 
 from bagua import env
 from bagua.cli.arguments import positive
-from bagua.cli.lab.link import Link, parse_link
+from bagua.cli.lab.link import LinkSettings, parse_link
 from bagua.cli.lab.network import (
     INTERFACE,
     Host,
@@ -24,7 +24,7 @@ from bagua.cli.lab.network import (
     open_network,
     sent_bytes,
 )
-from bagua.cli.lab.switch import Report
+from bagua.cli.lab.switch import SwitchReport
 
 __all__ = ["main"]
 
@@ -41,7 +41,7 @@ EXAMPLES = """\
 """
 
 
-def _link(text: str) -> Link:
+def _link(text: str) -> LinkSettings:
     try:
         return parse_link(text)
     except ValueError as error:
@@ -62,7 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--link",
         type=_link,
-        default=Link(),
+        default=LinkSettings(),
         metavar="RATE[/RATE][,DELAY][,LOSS%%]",
         help="of each host: what it receives and sends, the delay to another host one way, and the packets that are "
         "lost between two hosts; default unlimited",
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(given)
     script = [options.script, *(options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments)]
     command = [sys.executable, *(["-m"] if module else []), *script]
-    reports: list[Report] = []
+    reports: list[SwitchReport] = []
     started = time.monotonic()
     try:
         with open_network(options.hosts, options.link, reports.append) as network:
@@ -119,7 +119,7 @@ def _sent_by(host: Host) -> int:
         return sent_bytes()
 
 
-def summary(options: argparse.Namespace, sent: Sequence[int], seconds: float, reports: Sequence[Report]) -> str:
+def summary(options: argparse.Namespace, sent: Sequence[int], seconds: float, reports: Sequence[SwitchReport]) -> str:
     """What the hosts sent, and whether the lab could keep up."""
     lines = [
         f"{options.hosts} hosts, {options.ranks_per_host} ranks on each, links of {options.link}: {seconds:.1f} s",

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["Link", "parse_link"]
+__all__ = ["LinkSettings", "parse_link"]
 
 _BIT_S = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _MS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSettings:
     """The link between a host and the switch.
 
     Attributes:
@@ -44,7 +44,7 @@ def _rate(mbit_s: float | None) -> str:
     return "unlimited" if mbit_s is None else f"{mbit_s:g}mbit"
 
 
-def parse_link(text: str) -> Link:
+def parse_link(text: str) -> LinkSettings:
     """The link that ``text`` describes: its rate, and maybe delay and loss, separated by commas.
 
     Args:
@@ -56,7 +56,7 @@ def parse_link(text: str) -> Link:
 
     Example:
         >>> parse_link("50mbit/10mbit,20ms,0.1%")
-        Link(receive_mbit_s=50.0, send_mbit_s=10.0, delay_ms=20.0, loss=0.001)
+        LinkSettings(receive_mbit_s=50.0, send_mbit_s=10.0, delay_ms=20.0, loss=0.001)
         >>> str(parse_link("1gbit,20ms"))
         '1000mbit,20ms'
     """
@@ -72,7 +72,7 @@ def parse_link(text: str) -> Link:
             delay_ms = _scaled(other, _MS)
     if not 0 <= loss < 1:
         raise ValueError(f"a loss of {100 * loss:g} %; expected 0 % or more, and less than 100 %")
-    return Link(receive_mbit_s, send_mbit_s, delay_ms, loss)
+    return LinkSettings(receive_mbit_s, send_mbit_s, delay_ms, loss)
 
 
 def _parse_rate(text: str) -> float | None:

@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bagua.cli.lab.link import Link
-from bagua.cli.lab.switch import Report
+from bagua.cli.lab.link import LinkSettings
+from bagua.cli.lab.switch import SwitchReport
 
 __all__ = ["INTERFACE", "Host", "LabUnavailableError", "Network", "enter", "open_network", "refusal", "sent_bytes"]
 
@@ -116,7 +116,7 @@ def refusal() -> str | None:
 
 @contextlib.contextmanager
 def open_network(
-    hosts: int, link: Link | None = None, on_report: Callable[[Report], object] = lambda _: None
+    hosts: int, link: LinkSettings | None = None, on_report: Callable[[SwitchReport], object] = lambda _: None
 ) -> Iterator[Network]:
     """Build a network, and take it down at the end of the block.
 
@@ -128,7 +128,7 @@ def open_network(
     Raises:
         LabUnavailableError: this cannot be done here.
     """
-    link = link or Link()
+    link = link or LinkSettings()
     if (reason := refusal()) is not None:
         raise LabUnavailableError(reason)
     with contextlib.ExitStack() as descriptors:
@@ -149,7 +149,7 @@ def open_network(
 
 
 @contextlib.contextmanager
-def switched(network: Network, link: Link, on_report: Callable[[Report], object]) -> Iterator[None]:
+def switched(network: Network, link: LinkSettings, on_report: Callable[[SwitchReport], object]) -> Iterator[None]:
     """Join the hosts by a process that delays and drops what they send."""
     devices = [tap_of(host) for host in network.hosts]
     rate = link.receive_mbit_s
@@ -173,7 +173,7 @@ def switched(network: Network, link: Link, on_report: Callable[[Report], object]
         process.terminate()
         written, _ = process.communicate(timeout=SWITCH_ENDS_S)
         if written:
-            on_report(Report(**json.loads(written)))
+            on_report(SwitchReport(**json.loads(written)))
 
 
 def tap_of(host: Host) -> int:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
-__all__ = ["Report", "Schedule", "serve"]
+__all__ = ["FrameSchedule", "SwitchReport", "serve"]
 
 #: The longest time for which frames wait for a receiver's rate, as in the kernel's queues of the lab.
 LONGEST_QUEUE_S = 0.05
@@ -32,7 +32,7 @@ _BROADCAST = b"\xff" * 6
 
 
 @dataclass
-class Report:
+class SwitchReport:
     """What a switch has done.
 
     Attributes:
@@ -63,7 +63,7 @@ class Report:
 
 
 @dataclass
-class Schedule:
+class FrameSchedule:
     """When each frame goes where. Knows frames and times, no devices and no clock.
 
     Args:
@@ -79,7 +79,7 @@ class Schedule:
     loss: float = 0.0
     receive_bytes_per_s: float | None = None
     seed: int = 0
-    report: Report = field(default_factory=Report)
+    report: SwitchReport = field(default_factory=SwitchReport)
 
     def __post_init__(self) -> None:
         self._due: list[tuple[float, int, int, bytes]] = []
@@ -133,7 +133,7 @@ class Schedule:
         return max(self._due[0][0] - now, 0.0) if self._due else None
 
 
-def serve(devices: Sequence[int], schedule: Schedule, over: Callable[[], bool]) -> Report:
+def serve(devices: Sequence[int], schedule: FrameSchedule, over: Callable[[], bool]) -> SwitchReport:
     """Carry frames between TAP devices until ``over`` says so.
 
     Args:
@@ -157,7 +157,7 @@ def serve(devices: Sequence[int], schedule: Schedule, over: Callable[[], bool]) 
     return schedule.report
 
 
-def _take_from(device: int, sender: int, schedule: Schedule, now: float) -> None:
+def _take_from(device: int, sender: int, schedule: FrameSchedule, now: float) -> None:
     for _ in range(_BATCH):
         try:
             schedule.take(sender, os.read(device, LONGEST_FRAME_BYTES), now)
@@ -179,7 +179,7 @@ def main(arguments: Sequence[str]) -> int:
         closed = select.select([0], [], [], 0)[0] and not os.read(0, 1)  # The lab has died.
         return bool(ended or closed)
 
-    report = serve(devices, Schedule(**settings), over)
+    report = serve(devices, FrameSchedule(**settings), over)
     print(json.dumps(asdict(report)))
     return 0
 

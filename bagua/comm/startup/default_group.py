@@ -96,7 +96,7 @@ class World:
             leak(all_groups())
 
 
-class Holder:
+class WorldHolder:
     """The world of this process, and of the ranks that are threads of it."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class Holder:
             world.close()
 
 
-holder = Holder()
+holder = WorldHolder()
 
 
 def destroy_process_group() -> None:

@@ -9,11 +9,14 @@ from bagua.torch_api.algorithms import (
     base,
     bytegrad,
     decentralized,
+    diloco,
     gradient_allreduce,
+    local_sgd,
     power_sgd,
     q_adam,
     scatter_gather,
     sign_sgd,
+    slowmo,
     top_k,
 )
 
@@ -25,10 +28,13 @@ __all__ = [
     "base",
     "bytegrad",
     "decentralized",
+    "diloco",
     "gradient_allreduce",
+    "local_sgd",
     "power_sgd",
     "q_adam",
     "scatter_gather",
     "sign_sgd",
+    "slowmo",
     "top_k",
 ]

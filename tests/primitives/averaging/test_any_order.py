@@ -8,7 +8,7 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from bagua.averaging import State
+from bagua.averaging import MemberState
 from tests.primitives.averaging.world import World
 
 SIZE = 4
@@ -134,7 +134,7 @@ class AnyOrder(RuleBasedStateMachine):
             return
         self.world.run_to_the_end()
         self.what_is_not_finite_stays_where_it_is()
-        together = [rank for rank in self.world.living() if rank.member.state is State.STOPPED]
+        together = [rank for rank in self.world.living() if rank.member.state is MemberState.STOPPED]
         if not self.disturbed:
             assert len(together) == SIZE
             assert not any(rank.member.error for rank in self.world.ranks)

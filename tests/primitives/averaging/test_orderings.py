@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bagua.averaging import Stage, State
+from bagua.averaging import MemberState, Stage
 from bagua.averaging.member import FINAL
 from bagua.errors import CommunicatorClosedError, NonFiniteError, PeerLostError
 from tests.primitives.averaging.world import PATIENCE, World
@@ -63,7 +63,7 @@ def test_whoever_waits_in_abort_takes_part_with_its_final_weights():
     assert not world.ranks[0].member.over
     world.run_to_the_end()
     assert torch.equal(world.ranks[0].weights, world.ranks[1].weights)
-    assert {rank.member.state for rank in world.ranks} == {State.STOPPED}
+    assert {rank.member.state for rank in world.ranks} == {MemberState.STOPPED}
 
 
 def test_abort_while_a_round_is_agreed_on_lets_the_round_happen():
@@ -105,7 +105,7 @@ def test_a_leaver_takes_back_that_it_was_ready():
         world.ranks[number].train(0.0)
     world.poll(2)
     world.run(6)
-    assert world.ranks[2].member.state is State.LEFT
+    assert world.ranks[2].member.state is MemberState.LEFT
     assert [world.ranks[number].member.progress.members for number in (0, 1)] == [(0, 1), (0, 1)]
     assert all(rank.member.error is None for rank in world.ranks)
 
@@ -119,7 +119,7 @@ def test_a_leaver_on_whom_others_count_already_takes_part_first():
     world.ranks[0].member.leaving = "the end"
     world.run(6)
     assert world.ranks[1].member.progress.rounds == 1
-    assert world.ranks[0].member.state is State.LEFT
+    assert world.ranks[0].member.state is MemberState.LEFT
 
 
 def test_a_leaver_goes_right_after_the_exchange_in_which_it_was():
@@ -132,10 +132,10 @@ def test_a_leaver_goes_right_after_the_exchange_in_which_it_was():
     one.leaving = "the end"
     pause_s = one.poll()  # The exchange is complete; it consumed the call to look.
     assert world.ranks[0].transfer is None
-    assert one.state is State.TRAINING
+    assert one.state is MemberState.TRAINING
     assert pause_s < PATIENCE.beat_s / 10
     world.run(2)
-    assert one.state is State.LEFT
+    assert one.state is MemberState.LEFT
 
 
 @pytest.mark.parametrize("continue_alone", [True, False])
@@ -337,17 +337,17 @@ def test_the_host_of_the_store_stays_until_the_others_have_ended():
     world.abort(0, 1)
     for _ in range(100):
         world.poll(0)
-        if world.ranks[0].member.state is State.STOPPED:
+        if world.ranks[0].member.state is MemberState.STOPPED:
             break
         world.poll(1)
         for rank in world.ranks:
             rank.at_safe_point(at_rest=True)
         world.pass_time(0.01)
-    assert world.ranks[0].member.state is State.STOPPED
+    assert world.ranks[0].member.state is MemberState.STOPPED
     assert not world.ranks[0].member.over
     world.run(6)
     assert world.ranks[0].member.over
-    assert world.ranks[1].member.state is State.STOPPED
+    assert world.ranks[1].member.state is MemberState.STOPPED
 
 
 # Sessions that come after another one.
@@ -363,7 +363,7 @@ def test_a_rank_that_died_is_not_waited_for_in_the_next_session():
     one_round(after)
     assert [rank.member.progress.members for rank in after.living()] == [(0, 1), (0, 1)]
     after.run_to_the_end()
-    assert [rank.member.state for rank in after.living()] == [State.STOPPED, State.STOPPED]
+    assert [rank.member.state for rank in after.living()] == [MemberState.STOPPED, MemberState.STOPPED]
 
 
 def test_a_rank_that_never_came_is_lost_for_all_members_of_the_session():
@@ -403,7 +403,7 @@ def test_ranks_that_stop_after_equally_many_steps_of_warm_up_part_in_peace():
     world.abort(0)
     world.run(10)
     world.run_to_the_end()
-    assert {rank.member.state for rank in world.ranks} == {State.STOPPED}
+    assert {rank.member.state for rank in world.ranks} == {MemberState.STOPPED}
     assert [rank.stranded for rank in world.ranks] == ["", ""]
     assert not world.wires
 

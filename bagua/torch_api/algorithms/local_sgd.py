@@ -1,0 +1,7 @@
+"""``bagua.torch_api.algorithms.local_sgd``: training alone for many steps."""
+
+from __future__ import annotations
+
+from bagua.algorithms.local_sgd import LocalSGDAlgorithm, LocalSGDAlgorithmImpl
+
+__all__ = ["LocalSGDAlgorithm", "LocalSGDAlgorithmImpl"]
