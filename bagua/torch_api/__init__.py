@@ -13,6 +13,7 @@ from bagua.parallel import AutotuneSettings, BaguaModule, bagua_init, install_wi
 from bagua.torch_api import (
     algorithms,
     communication,
+    contrib,
     data_parallel,
     distributed,
     distributed_define,
@@ -92,6 +93,7 @@ __all__ = [
     "broadcast_coalesced",
     "broadcast_object",
     "communication",
+    "contrib",
     "data_parallel",
     "destroy_process_group",
     "distributed",

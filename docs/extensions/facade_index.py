@@ -21,6 +21,7 @@ HOMES = (
     "bagua.parallel",
     "bagua.parallel.decentralized",
     "bagua.torch_api.collectives",
+    "bagua.utilities.data",
 )
 
 
