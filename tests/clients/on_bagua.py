@@ -1,0 +1,19 @@
+"""Runs a module or a file on the backend ``bagua``: ``torchrun ... -m tests.clients.on_bagua MODULE [ARGUMENTS]``."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+import bagua.torch_api
+
+assert bagua.torch_api is not None, "the import makes the name known"
+dist.init_process_group("bagua")
+del sys.argv[0]
+if Path(sys.argv[0]).exists():
+    runpy.run_path(sys.argv[0], run_name="__main__")
+else:
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -1,0 +1,73 @@
+"""Other people's tests and examples on ours. Not part of the default run: ``tox run -e clients``.
+
+Each test here runs programs of an installed package, or what its examples do, in processes of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+SUITE_OF_TORCHFT = ("ddp_test", "local_sgd_integ_test", "manager_integ_test", "process_group_test")
+# A group in a process of its own, or one of NCCL, is not ours.
+NOT_OURS = "not NCCL and not Nccl and not XCCL and not Baby"
+
+
+def run(*command: str, folder: Path = REPOSITORY, timeout_s: float = 540) -> str:
+    """What a Python command prints, which must end well."""
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-8000:]
+    return done.stdout
+
+
+def torchrun(*script: str) -> str:
+    return run("-m", "torch.distributed.run", "--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint",
+               "127.0.0.1:0", *script)  # fmt: skip
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", SUITE_OF_TORCHFT)
+def test_torchft(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("torchft", reason="needs the extra torchft")
+    options = ("-q", "-p", "no:cacheprovider", "-p", "tests.clients.torchft_on_bagua", "-o", "addopts=")
+    run("-m", "pytest", *options, "--timeout", "90", "--pyargs", f"torchft.{name}", "-k", NOT_OURS, folder=tmp_path)
+
+
+# test_distributed_data_loop calls another collective on each rank: it hangs on Gloo, and is an error here.
+# test_ddp_comm_hook asks for GPUs; what it does is in tests/integrations/test_accelerate.py.
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["test_ops", "test_sync", "test_script"])
+def test_accelerate(name: str) -> None:
+    pytest.importorskip("accelerate", reason="needs the extra accelerate")
+    torchrun("-m", "tests.clients.on_bagua", f"accelerate.test_utils.scripts.{name}")
+
+
+@pytest.mark.timeout(600)
+def test_the_original_examples() -> None:
+    assert "6 algorithms: right" in torchrun("-m", "tests.clients.original_examples")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("strategy", ["bagua", "bagua_bytegrad"])
+def test_lightnings_boring_models(strategy: str) -> None:
+    pytest.importorskip("lightning.pytorch", reason="needs the extra lightning")
+    assert "trained" in torchrun("-m", "tests.clients.boring_models", strategy)
+
+
+@pytest.mark.timeout(3600)
+def test_the_suite_inside_torch(tmp_path: Path) -> None:
+    suite = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "filterwarnings=")
+    run(*suite, "--timeout", "90", "tests/clients/torch_suite.py", timeout_s=3500)
