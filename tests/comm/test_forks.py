@@ -109,7 +109,7 @@ def test_an_heir_does_not_keep_connections_open(how: str) -> None:
 def test_a_call_under_way_in_another_thread_keeps_no_lock_in_a_child() -> None:
     def in_a_child(comm: Communicator) -> None:
         comm.pipeline.in_use.acquire()
-        comm.disown()
+        comm.pipeline.disown()
         with pytest.raises(CommunicatorClosedError, match="forked"):
             comm.allreduce(torch.ones(3))
         comm._transport.close()  # There is no parent that would.

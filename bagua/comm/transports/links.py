@@ -21,7 +21,7 @@ from bagua.comm.transports.memory.wildcards import Wildcard
 from bagua.comm.transports.views import as_bytes
 from bagua.errors import CollectiveMismatchError, CommunicationError
 
-__all__ = ["Link", "LinkMessages"]
+__all__ = ["LinkMessages", "MessageLink"]
 
 #: What announces a message: number of elements, and number of the dtype.
 _HEADER = struct.Struct("2q")
@@ -31,7 +31,7 @@ _SLICE_S = 0.02
 _EARLY_S = 0.05
 
 
-class Link:
+class MessageLink:
     """One transport that sends and receives, with errors that name who is lost.
 
     Args:
@@ -93,7 +93,7 @@ class LinkMessages:
         name: of the threads that expect announcements, for debuggers.
     """
 
-    def __init__(self, link: Link, name: str) -> None:
+    def __init__(self, link: MessageLink, name: str) -> None:
         self._link = link
         self._lanes = Lanes(f"{name}-any")
         #: By peer the announcement that a receive from any rank expects.

@@ -26,7 +26,7 @@ from bagua.comm.lifetime.forks import family
 from bagua.comm.reduction import fold
 from bagua.comm.transports.base import DONE, Handle, Membership, Transport
 from bagua.comm.transports.failure.finder import FailureFinder
-from bagua.comm.transports.links import Link, LinkMessages
+from bagua.comm.transports.links import LinkMessages, MessageLink
 from bagua.comm.transports.memory.lanes import COLLECTIVE, Lane, Lanes, Pending
 from bagua.comm.transports.memory.line import Deadline
 from bagua.comm.transports.memory.wildcards import Wildcards
@@ -87,8 +87,8 @@ class LoweredTransport(Transport):
         collectives, messages = self._below
         self.name = collectives.name
         self.device_types = collectives.device_types
-        self._link = Link(collectives, self._failures)
-        self._messages = LinkMessages(Link(messages, self._failures), f"bagua-{membership.label}-{self.rank}")
+        self._link = MessageLink(collectives, self._failures)
+        self._messages = LinkMessages(MessageLink(messages, self._failures), f"bagua-{membership.label}-{self.rank}")
         family.add(self)
 
     # Calls.

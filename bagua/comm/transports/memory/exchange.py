@@ -15,7 +15,7 @@ from bagua.comm.transports.memory.line import Deadline, Line, Notice, rows
 from bagua.comm.transports.memory.peers import Peers
 from bagua.errors import CollectiveMismatchError
 
-__all__ = ["SMALL_BYTES", "PiecewiseCollective", "compare", "own_slice", "reads_all", "slice_length", "small_bytes"]
+__all__ = ["SMALL_BYTES", "MemoryExchange", "compare", "own_slice", "reads_all", "slice_length", "small_bytes"]
 
 #: Small for any number of ranks.
 SMALL_BYTES = 64 * 1024
@@ -102,7 +102,7 @@ def _compare_counts(ranks: Sequence[int], rank: int, notices: list[Notice]) -> N
                 )
 
 
-class PiecewiseCollective:
+class MemoryExchange:
     """One collective, from the moment that all ranks have agreed on it.
 
     It goes through the columns of the share piece by piece: as many as every rank can
@@ -157,9 +157,7 @@ class PiecewiseCollective:
             else:
                 self._reduce_all(piece)
         elif call.kind == "alltoall_v":
-            self._move(
-                PiecewiseCollective._alltoall_v, piece, max(max(notice.call.send_counts) for notice in self._notices)
-            )
+            self._move(MemoryExchange._alltoall_v, piece, max(max(notice.call.send_counts) for notice in self._notices))
         else:
             self._move(self._MOVES[call.kind], piece, call.numel)
         if lent:
@@ -169,7 +167,7 @@ class PiecewiseCollective:
         if self._unseen and self._target is not None and not self._target.is_inference():
             increment_version(self._target)  # so that autograd notices, as after ``copy_``
 
-    def _move(self, move: Callable[[PiecewiseCollective, int, int], None], piece: int, width: int) -> None:
+    def _move(self, move: Callable[[MemoryExchange, int, int], None], piece: int, width: int) -> None:
         """Do ``move`` for all columns: for one piece while peers may still do it for the one before."""
         if width <= piece:
             move(self, 0, width)
@@ -306,7 +304,7 @@ class PiecewiseCollective:
                 self._copy(rank, place + start, row + start, row + end)
             place += length
 
-    _MOVES: ClassVar[dict[str, Callable[[PiecewiseCollective, int, int], None]]] = {
+    _MOVES: ClassVar[dict[str, Callable[[MemoryExchange, int, int], None]]] = {
         "reduce": _reduce,
         "broadcast": _broadcast,
         "allgather": _allgather,

@@ -36,7 +36,7 @@ import torch
 from bagua.comm.call import POINT_TO_POINT, Call
 from bagua.comm.sharing import handlers_may_call
 from bagua.comm.transports.base import DONE, Handle, Membership, Transport
-from bagua.comm.transports.memory.exchange import PiecewiseCollective, compare, small_bytes
+from bagua.comm.transports.memory.exchange import MemoryExchange, compare, small_bytes
 from bagua.comm.transports.memory.lanes import COLLECTIVE, Lane, LaneTask, Pending
 from bagua.comm.transports.memory.line import Deadline, LineState, Words
 from bagua.comm.transports.memory.messages import Messages
@@ -241,7 +241,7 @@ class MemoryTransport(Transport):
         notices = peers.notices(slot)
         compare(peers.ranks, self.rank, notices)
         if call.kind != "barrier":
-            PiecewiseCollective(peers, slot, call, target, notices, deadline, spin_s).run()
+            MemoryExchange(peers, slot, call, target, notices, deadline, spin_s).run()
 
     def _message(
         self,
