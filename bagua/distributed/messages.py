@@ -36,14 +36,16 @@ def isend(
 def irecv(
     tensor: Tensor, src: int | None = None, group: Group | None = None, tag: int = 0, group_src: int | None = None
 ) -> TorchWork | None:
-    """Start to receive into ``tensor`` what ``src`` sends. Unlike torch's, any source needs a tag other than 0."""
+    """Start to receive into ``tensor`` what ``src``, or any rank, sends. As torch's; for tags see ``isend``."""
     communicator = communicator_of(group)
     if not communicator:
         return None
-    inside = _source(communicator, src, group_src, tag)
+    inside = _source(communicator, src, group_src)
     if tag:
         return as_in_torch(communicator, _receive_tagged(communicator, tensor, inside, tag), [tensor])
-    assert inside is not None
+    if inside is None:
+        work: Any = communicator.recv_any(tensor, async_op=True)
+        return as_in_torch(communicator, work, [tensor])
     return as_in_torch(communicator, communicator.recv(tensor, inside, async_op=True), [tensor])
 
 
@@ -64,35 +66,26 @@ def send(
 def recv(
     tensor: Tensor, src: int | None = None, group: Group | None = None, tag: int = 0, group_src: int | None = None
 ) -> int:
-    """Receive ``tensor`` from ``src``; returns its rank. Unlike torch's, any source needs a tag other than 0."""
+    """Receive ``tensor`` from ``src`` or any rank; returns the sender's rank. As torch's; for tags see ``isend``."""
     communicator = communicator_of(group)
     if not communicator:
         return -1
-    inside = _source(communicator, src, group_src, tag)
+    inside = _source(communicator, src, group_src)
     if tag:
         work = _receive_tagged(communicator, tensor, inside, tag)
         work.wait()
         inside = work.source
+    elif inside is None:
+        inside = int(communicator.recv_any(tensor))  # type: ignore[arg-type]  # no work without async_op
     else:
-        assert inside is not None
         communicator.recv(tensor, inside)
     assert inside is not None
     return communicator.ranks[inside]
 
 
-def _source(communicator: Communicator, src: int | None, group_src: int | None, tag: int = 0) -> int | None:
-    """The sender's rank in the communicator; None for any rank, which takes a tag."""
-    if src is not None or group_src is not None:
-        return rank_inside(communicator, src, group_src, "src")
-    if tag:
-        return None
-    raise ConfigurationError(
-        "a message without a tag is received from a rank that is named",
-        argument="src",
-        expected="the rank that sends",
-        seen=None,
-        advice="Name it, or give both sides a tag other than 0.",
-    )
+def _source(communicator: Communicator, src: int | None, group_src: int | None) -> int | None:
+    """The sender's rank in the communicator; None for any rank."""
+    return None if src is None and group_src is None else rank_inside(communicator, src, group_src, "src")
 
 
 def _send_tagged(communicator: Communicator, tensor: Tensor, dst: int, tag: int) -> None:
@@ -197,8 +190,7 @@ def recv_object_list(
     communicator = communicator_of(group)
     if not communicator:
         return -1
-    inside = _source(communicator, src, group_src)
-    assert inside is not None
+    inside = rank_inside(communicator, src, group_src, "src")
     received = communicator.recv_object(inside, allow_pickle=allow_pickle)
     if len(received) != len(object_list):
         raise ConfigurationError(

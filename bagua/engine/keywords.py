@@ -7,7 +7,7 @@ from typing import Literal, TypedDict
 
 import torch
 
-from bagua.algorithms import Algorithm, DistributedAlgorithm
+from bagua.algorithms import Algorithm, DistributedAlgorithm, Outer
 from bagua.comm import Group
 from bagua.compression import Codec
 from bagua.engine.autotune.settings import AutotuneSettings
@@ -46,16 +46,29 @@ class SwitchOptions(EngineKeywords, total=False):
 class AlgorithmOptions(TypedDict, total=False):
     """Options of the algorithms of this package, where one is given by its name."""
 
+    alpha: float
     average: bool
     average_buffers: bool
-    codec: Codec
+    beta: float
+    blend: float
+    codec: Codec | None
     communication_interval: int
+    error_feedback: bool
+    fragment_order: Literal["strided", "bytes"]
+    fragments: int
     matrix_rank: int
+    mix: Literal["blend", "add"]
     on_peer_loss: Literal["raise", "continue"]
+    outer: str | Outer
+    outer_lr: float
+    outer_momentum: float
+    overlap: int
     peer_selection_mode: str | Topology
     peer_timeout_s: float
     q_adam_optimizer: QAdamOptimizer | None
     ratio: float
+    start_after: int
+    sync_every: int
     sync_interval_ms: float
     topology: str | Topology
     warmup_steps: int

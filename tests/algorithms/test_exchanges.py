@@ -7,7 +7,7 @@ import pickle
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -33,8 +33,8 @@ from bagua.algorithms import (
     OuterStep,
     Parts,
     Replace,
+    SlowStep,
     Sum,
-    Then,
     Weights,
     around,
 )
@@ -42,7 +42,7 @@ from bagua.comm import ProcessGroup, Work
 from bagua.compression import Codec, MinMaxUInt8, registry
 from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTypeError
 from bagua.parallel import DistributedDataParallel, bagua_init, with_bagua
-from bagua.primitives import ErrorFeedback, ScatterGatherReducer, State
+from bagua.primitives import ErrorFeedback, ScatterGatherReducer
 from bagua.testing.algorithm_contract import AlgorithmContract, spread, train_and_rest
 from bagua.testing.training import State as Snapshot
 from bagua.testing.training import (
@@ -71,28 +71,8 @@ STREAMING = Algorithm.of(
 )
 
 
-@dataclass(frozen=True)
-class SlowStep(Then):
-    """``u <- beta u + (Theta - mean) / lr``; ``Theta <- Theta - alpha lr u``; the weights become the anchor."""
-
-    beta: float = 0.5
-    alpha: float = 1.0
-
-    alone: ClassVar[bool] = True
-
-    def state(self) -> tuple[State, ...]:
-        return (State("slow_momentum", scope="shared"),)
-
-    def fold(self, flight: Flight) -> None:
-        rate = flight.learning_rates()[0]
-        slow, anchor = flight.state["slow_momentum"], flight.state["anchor"]
-        slow.mul_(self.beta).add_(flight.flat, alpha=1 / rate)
-        anchor.sub_(slow, alpha=self.alpha * rate)
-        flight.bucket.write_weights(anchor)
-
-
-SLOWMO = around("gradient_allreduce", Exchange(Difference(), Every(4), Mean(), SlowStep(), label="outer"))
-GOSSIP_SLOWMO = around("decentralized", Exchange(Difference(), Every(3), Mean(), SlowStep(), label="outer"))
+SLOWMO = around("gradient_allreduce", Exchange(Difference(), Every(4), Mean(), SlowStep(0.5), label="outer"))
+GOSSIP_SLOWMO = around("decentralized", Exchange(Difference(), Every(3), Mean(), SlowStep(0.5), label="outer"))
 
 
 # Values.

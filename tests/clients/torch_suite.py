@@ -27,7 +27,6 @@ assert bagua.torch_api is not None, "the import makes the name known"
 #: Tests that say nothing about us, and why.
 SKIPPED = {
     "monitored_barrier": "torch allows it on Gloo only, by name",
-    "any_source": "recv without a source needs a tag here; a limit that the documentation names",
     "test_get_backend": "asks for the name gloo",
     "test_backend_group": "asks for the name gloo",
     "test_backend_config": "asks for the name gloo",

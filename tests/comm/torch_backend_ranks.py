@@ -69,6 +69,7 @@ def collectives(port: int, nodes: tuple[int, ...], transport: str) -> None:
         from_inputs_to_outputs(rank, size)
         lists_of_tensors(rank, size)
         messages(rank, size)
+        from_any_rank(rank, size)
         objects(rank, size)
         coalesced(rank, size)
         in_functional_style(rank, size)
@@ -166,6 +167,21 @@ class Pickled:
     value = 3
 
 
+def from_any_rank(rank: int, size: int) -> None:
+    """Rank 0 takes what comes, and learns from whom."""
+    tensor = torch.full((2,), float(rank))
+    if rank:
+        dist.send(tensor, 0)
+        dist.send(tensor + 10, 0)
+        return
+    found = []
+    for _ in range(2 * (size - 1)):
+        received = torch.empty(2)
+        sender = dist.recv(received)
+        found.append((sender, received[0].item()))
+    assert sorted(found) == sorted((other, float(other + more)) for other in range(1, size) for more in (0, 10))
+
+
 def objects(rank: int, size: int) -> None:
     gathered: list[Any] = [None] * size
     dist.all_gather_object(gathered, {"rank": rank, "other": Pickled()})
@@ -247,7 +263,6 @@ def refusals(rank: int, size: int) -> None:
     group = dist.group.WORLD
     raised(InvalidTensorError, dist.all_reduce, torch.empty(2, device="meta"))
     raised(InvalidTensorError, dist.all_gather, [torch.empty(r + 1) for r in range(size)], torch.empty(1))
-    raised(ConfigurationError, dist.recv, torch.empty(1))
     raised(ConfigurationError, group.split_group, [0])
     raised(ConfigurationError, dist.new_group, pg_options=object())
     # A deadline of torch reaches our transport.

@@ -117,6 +117,7 @@ def test_every_algorithm_has_a_page_with_its_rule_and_a_timeline(name):
 
 
 def test_a_timeline_has_a_bar_for_each_part(monkeypatch):
+    pytest.importorskip("docutils")
     timelines = extension("timelines", monkeypatch)
     picture = timelines.draw("A <step>", ["rank 0: forward 0 3, wait 3 4", "network: bucket 0 1 2.5"])
     assert picture.count("<rect") == 3
@@ -126,6 +127,7 @@ def test_a_timeline_has_a_bar_for_each_part(monkeypatch):
 
 @pytest.mark.parametrize("line", ["no colon", "rank 0: forward 3 3", "rank 0: 1 2", "rank 0: forward 1 x"])
 def test_a_lane_that_cannot_be_drawn_is_refused(line, monkeypatch):
+    pytest.importorskip("docutils")
     timelines = extension("timelines", monkeypatch)
     with pytest.raises(ValueError, match=r"lane|bar|float"):
         timelines.read_lane(line)

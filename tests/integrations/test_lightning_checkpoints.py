@@ -20,7 +20,10 @@ from tests.integrations import lightning_runs as runs  # noqa: E402
 pytestmark = pytest.mark.gloo
 
 #: Those that remember something, with this model: remainders, weights of each rank, that warm-up has ended.
-REMEMBERING = {"sign_sgd", "top_k", "qadam", "decentralized", "low_precision_decentralized"}
+REMEMBERING = {
+    *("sign_sgd", "top_k", "qadam", "decentralized", "low_precision_decentralized"),
+    *("local_sgd", "slowmo", "diloco"),
+}
 
 
 class SaveOnce(pl.Callback):

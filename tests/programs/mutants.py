@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from bagua.comm import Communicator, collectives, communicator, group, intake, operands, reduction
+from bagua.comm import Communicator, coalesced, communicator, group, intake, object_collectives, operands, reduction
 from bagua.comm.call import Call
 from bagua.comm.intake import Intake
 from bagua.comm.non_member import NonMember
@@ -196,7 +196,7 @@ def _unnegated(patch: pytest.MonkeyPatch) -> None:
 
 def _readable(patch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None:
     true = operands.readable
-    for place in (operands, intake, collectives):
+    for place in (operands, intake, communicator):
         patch.setattr(place, "readable", lambda tensor: true(change(tensor.detach())))
 
 
@@ -208,7 +208,7 @@ def _swap_equal_pieces(true: Any, outputs: Any, pieces: Any) -> None:
 
 def _bytes_of_bool(**others: str) -> Mutant:
     names = {**reduction._BOOL_AS_BYTES, **others}
-    return patched(collectives, "bytes_reduction", names.__getitem__)
+    return patched(communicator, "bytes_reduction", names.__getitem__)
 
 
 def _reversed_list(true: Any, *arguments: Any, **options: Any) -> Any:
@@ -322,12 +322,12 @@ MUTANTS: dict[str, Mutant] = {
             handle if (handle := true(call, source, target)) is DONE else _NeverWaits(handle)
         )
     ),
-    "results do not come back to strided tensors": around(Intake, "_in_place", _forget),
-    "results do not come back to strided outputs": around(Intake, "_output", _forget),
+    "results do not come back to strided tensors": around(Intake, "in_place", _forget),
+    "results do not come back to strided outputs": around(Intake, "output", _forget),
     "a conjugate is ignored": _unconjugated,
     "a negation is ignored": _unnegated,
-    "overlap is ignored": patched(collectives, "_apart", lambda source, target: source),
-    "coalesced pieces of one size are swapped": around(communicator, "copy_pieces", _swap_equal_pieces),
+    "overlap is ignored": patched(communicator, "apart", lambda source, target: source),
+    "coalesced pieces of one size are swapped": around(coalesced, "copy_pieces", _swap_equal_pieces),
     "coalesced broadcast is always from 0": around(
         Communicator, "broadcast_coalesced", lambda true, self, tensors, root=0, **o: true(self, tensors, 0, **o)
     ),
@@ -344,7 +344,7 @@ MUTANTS: dict[str, Mutant] = {
         "scatter_object",
         lambda true, self, objs=None, root=0, **o: true(self, objs and objs[::-1], root, **o),
     ),
-    "tuples arrive as lists": around(communicator, "decode", _tuples_as_lists),
+    "tuples arrive as lists": around(object_collectives, "decode", _tuples_as_lists),
     "members are numbered backwards": patched(group, "sorted", lambda ranks: sorted(ranks)[::-1]),
     "the last rank of a host speaks for it": patched(
         group, "ranks_by_node", lambda nodes, true=group.ranks_by_node: [members[::-1] for members in true(nodes)]

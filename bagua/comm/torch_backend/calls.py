@@ -38,7 +38,7 @@ from bagua.comm.torch_forms.lists import flat as flat_of
 from bagua.comm.torch_private import end_coalescing, start_coalescing
 from bagua.comm.transports.memory.copying import copy_pieces
 from bagua.comm.work import JoinedWork, Work
-from bagua.errors import ConfigurationError, InvalidReduceOpError, InvalidTensorError
+from bagua.errors import InvalidReduceOpError, InvalidTensorError
 
 __all__ = ["TorchCalls"]
 
@@ -410,16 +410,12 @@ class TorchCalls:
         return self._start(opts, outputs, [call], lambda: copy_pieces(outputs, torch.split(flat, received)))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
-        """Refuse: our transports match messages by their sender."""
-        if other := self._elsewhere(only(tensors), tag):
-            return other.recv_anysource(tensors, tag)
-        raise ConfigurationError(
-            "backend bagua receives from one rank at a time",
-            argument="src",
-            expected="the rank that sends",
-            seen=None,
-            advice="Name it, or give both sides a tag other than 0: such messages go through Gloo.",
-        )
+        """Receive the next message of any rank; ``_source_rank()`` of the work says which one sent it."""
+        tensor = only(tensors)
+        if other := self._elsewhere(tensor, tag):
+            return other.recv_anysource([tensor], tag)
+        receive: Any = self._communicator.recv_any  # It returns a rank, or as here a work.
+        return self._start(_MESSAGE, [tensor], [partial(receive, tensor)], is_message=True)
 
     # Several calls as one work.
 

@@ -81,6 +81,11 @@ class TorchWork(torch_private.Work):
         """The tensors that receive the result; complete after ``wait``."""
         return self._outputs
 
+    def _source_rank(self) -> int:
+        """Rank in the group of the sender of a message that was received from any rank."""
+        assert self.pending is not None
+        return int(self.pending.result())
+
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of ``result()``; the call makes progress without anybody who waits."""
         return self._callbacks.future(self.pending, self._outcome, in_order=not self._is_message)
