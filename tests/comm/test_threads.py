@@ -153,7 +153,7 @@ def test_closing_leaves_nothing_behind() -> None:
     gc.collect()
     assert len(seen) == 9
     assert [reference() for reference in seen] == [None] * 9
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # threads of other tests may end meanwhile
     assert set(threads._worlds) <= others  # an error that some other test holds may keep its ranks' world
 
 

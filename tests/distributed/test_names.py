@@ -53,7 +53,6 @@ def refuse_what_is_not_there():
         (lambda: dist.send(tensor, 1 - dist.get_rank(), tag=-3), ConfigurationError, "tag"),
         (lambda: dist.send(tensor, dist.get_rank(), tag=3), InvalidRankError, "dst"),
         (lambda: dist.send(tensor.to_sparse(), 1 - dist.get_rank(), tag=3), InvalidTensorError, "tensor"),
-        (lambda: dist.recv(tensor), ConfigurationError, "src"),
         (lambda: dist.broadcast(tensor), ConfigurationError, "src"),
         (lambda: dist.broadcast(tensor, 0, group_src=0), ConfigurationError, "src"),
         (lambda: dist.broadcast(tensor, 2), InvalidRankError, "src"),
