@@ -159,7 +159,7 @@ def test_a_process_that_stopped_is_gone_afterwards():
 def test_threads_leave_no_thread():
     before = threading.active_count()
     POOLS["threads"]().outcomes(rank_one_dies, size=4)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # threads of other tests may end meanwhile
 
 
 def test_an_error_that_does_not_survive_pickling_arrives_as_text():
