@@ -10,15 +10,15 @@
 * *Go* is proposed only when all who meet, and are not gone, are ready. So everybody named in it has its weights in a
   buffer already, and enters the exchange whatever its training thread does.
 * *Stop* is proposed only when all ranks are gone or have called ``abort``. That stays true, so each rank meets a *stop*
-  in the first of its cells that does not say *go*; and whoever is named in a *go* has not stopped before.
+  in the first of its cells that does not say *go*; and a member that a *go* names has not stopped before.
 * Every rank goes through its own rounds in order. The lowest round in which anybody is, is one in which
   all who meet either are, or will be; so there is always a round that does not wait for another one.
-* Whoever leaves while it is ready writes *void* into its cell. If that says *go*, it takes part first; or, when
+* A member that leaves while it is ready writes *void* into its cell. If that says *go*, it takes part first; or, when
   it has no time left, breaks the connection, which the others survive.
 
 **Data** moves over connections of their own, made by those who meet, of whom each has read *go*. The deadline of
 an exchange begins there. When one breaks off, whatever the reason, the connection is dropped, the weights are as
-they were, and the next round makes a new connection with whoever is left.
+they were, and the next round makes a new connection with the members that are left.
 
 **The model** belongs to the training thread. It puts a snapshot on the desk and adds what it finds there; the
 background thread knows the desk and not the model. After ``abort`` its weights are at rest, and it keeps putting them

@@ -156,7 +156,7 @@ class Averager:
         session.desk.wake.set()
         try:
             self._wait_for_the_end(session, until)
-        except BaseException as error:  # Ctrl-C, for example: whoever trains on must not be taken to be at rest.
+        except BaseException as error:  # Ctrl-C, for example: a rank that trains on must not be taken to be at rest.
             self.leave(f"abort() was interrupted: {error!r}")
             raise
         self._paused = True
@@ -302,7 +302,7 @@ class Averager:
         session.member.warming = False
 
     def _end_with_its_owners(self, session: Session) -> None:
-        """Whoever drops the model, or closes the group, ends the session."""
+        """Dropping the model, or closing the group, ends the session."""
         if self._finalizer is not None:
             self._finalizer.detach()
         self._finalizer = weakref.finalize(self, session.forget)
@@ -328,7 +328,7 @@ class Averager:
         return over
 
     def _take_average(self, desk: Desk) -> None:
-        desk.clear()  # First: whoever catches what stops this half-way must not take the same average in twice.
+        desk.clear()  # First: after an error half-way, the same average must not be taken in twice.
         for part in self._parts:
             part.take_average(replace=desk.replace)
         self._averaged = (self._step, time.monotonic())

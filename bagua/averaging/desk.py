@@ -157,6 +157,6 @@ class Desk:
         self.tell()
 
     def tell(self) -> None:
-        """Wake whoever waits for a change."""
+        """Wake the thread that waits for a change."""
         with self.changed:
             self.changed.notify_all()

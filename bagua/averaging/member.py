@@ -63,7 +63,7 @@ class Member:
         over: whether there is nothing left to do.
         apart: why it missed the last average, with which others may have ended; None if it did not.
         error: what the training thread has to know.
-        progress: for whoever watches.
+        progress: rounds and bytes so far, for ``status()``.
     """
 
     def __init__(

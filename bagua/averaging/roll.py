@@ -30,7 +30,7 @@ class Roll:
         self._struck: set[int] = set()
 
     def strike(self, gone: Mapping[int, str], session: str = "") -> None:
-        """Whoever knows it says so.
+        """Say that ranks are gone.
 
         Args:
             gone: why, for each of the ranks.
@@ -48,7 +48,7 @@ class Roll:
 
         Args:
             rank: has not come yet.
-            session: to which; whoever is lost in this very session has not left it.
+            session: to which; a rank that is lost in this very session has not left it.
 
         Raises:
             PeerLostError: the store is gone.

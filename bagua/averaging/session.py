@@ -134,7 +134,7 @@ class Session:
         bounded(self.member.sign_off, limit_s)
 
     def forget(self) -> None:
-        """Let it end by itself, without waiting; for whoever must not block, as a finalizer."""
+        """Let it end by itself, without waiting; for callers that must not block, as finalizers."""
         if os.getpid() == self._process:
             self.member.for_good = True
             self.member.leaving = self.member.leaving or "the model was dropped"

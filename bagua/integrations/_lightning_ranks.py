@@ -99,7 +99,7 @@ class RanksMixin:
     # Talking to other ranks.
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """``tensor`` reduced over all ranks; what is no tensor stays as it is."""
+        """``tensor`` reduced over all ranks; other objects stay as they are."""
         return sync_ddp_if_available(tensor, group, reduce_op) if isinstance(tensor, torch.Tensor) else tensor
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:

@@ -80,7 +80,7 @@ class BaguaStrategy(RanksMixin, DDPStrategy):
         return wrapped, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """``tensor`` reduced over all ranks; what is no tensor stays as it is."""
+        """``tensor`` reduced over all ranks; other objects stay as they are."""
         return self.reduce(tensor, group, reduce_op)
 
     def settle(self, model: torch.nn.Module) -> None:

@@ -34,7 +34,7 @@ def neighbour_average(
     ``x_i <- sum_j W_ij x_j``
 
     Ranks that all take the common mean do it by allreduce. Everyone else sends the tensor
-    to each neighbour, one after the other, in an order in which nobody waits for ever.
+    to each neighbour, one after the other, in an order in which no ranks wait for each other in a circle.
 
     Args:
         tensor: one-dimensional and contiguous, floating-point; equal in dtype and size on all ranks.
@@ -102,7 +102,7 @@ def _meet(
 
 
 class _FinishedWork(Work):
-    """A work whose result is made by whoever waits for it."""
+    """A work whose result is made by the thread that waits for it."""
 
     def __init__(self, work: Work, finish: Callable[[], None]) -> None:
         super().__init__()

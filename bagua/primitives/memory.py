@@ -20,7 +20,7 @@ def summing_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class State:
-    """Something that is remembered of a flat tensor from call to call, declared by whoever remembers it.
+    """Something that is remembered of a flat tensor from call to call, declared by the value that remembers it.
 
     Args:
         name: of it, among all that is remembered of the tensor.

@@ -148,7 +148,7 @@ def _orthonormal(matrix: torch.Tensor) -> torch.Tensor:
     """Orthonormal columns that span those of ``matrix``; any, where these are not independent.
 
     A rank that decomposes the same numbers finds the same columns. A decomposition of zeros
-    gives columns of the identity, so a matrix that was zero once is not zero for ever.
+    gives columns of the identity, so a matrix that was zero once does not stay zero.
     """
     columns: torch.Tensor = torch.linalg.qr(matrix).Q
     return columns

@@ -197,7 +197,7 @@ class Round:
     def turns(self, rank: int) -> tuple[Turn, ...]:
         """The messages of ``rank``, at most one out and one in at a time.
 
-        If every rank takes its turns in this order, nobody waits for ever, whatever the
+        If every rank takes its turns in this order, no ranks wait for each other in a circle, whatever the
         graph: the earliest turn that is not over can always go on.
 
         Example:

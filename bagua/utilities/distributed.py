@@ -116,7 +116,7 @@ def init_dist_connection(
     size = cluster_environment.world_size() if world_size is None else world_size
     if not available():
         address, port = cluster_environment.main_address, cluster_environment.main_port
-        # As Lightning does: whoever comes later finds the same address there.
+        # As Lightning does: later calls find the same address there.
         env.overlay({"MASTER_ADDR": str(address), "MASTER_PORT": str(port)})
     init_process_group(backend=torch_distributed_backend, rank=rank, world_size=size, timeout=timeout)
 

@@ -39,7 +39,7 @@ class _RankZeroOnly:
 
     @property
     def rank(self) -> int:
-        """The rank that counts. An assigned one counts for ever; None takes that back."""
+        """The rank that counts. An assigned one counts from then on; None takes that back."""
         if self._assigned is not None:
             return self._assigned
         return rank_among_all() if available() else env.get_rank_or_local_rank() or 0

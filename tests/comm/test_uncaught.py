@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from bagua.comm.lifetime.closing import uncaught_error
+from bagua.comm.startup.default_group import WorldHolder
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = """
@@ -46,3 +51,24 @@ def test_the_error_of_a_rank_reaches_the_others_and_the_launcher_names_it(tmp_pa
 @pytest.mark.shm
 def test_a_rank_that_ends_in_order_has_closed_its_communicator(tmp_path: Path) -> None:
     assert "lost rank 1: it closed its communicator" in run(tmp_path, "shm", "sys.exit(0)")
+
+
+def test_an_old_error_at_a_prompt_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = ValueError("a slip of the user")
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    assert uncaught_error() is error
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    assert uncaught_error() is None
+
+
+def test_a_world_is_closed_although_its_error_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def abort(_: BaseException | None) -> None:
+        raise TypeError("an error whose text cannot be made")
+
+    closed: list[bool] = []
+    holder = WorldHolder()
+    world = SimpleNamespace(process=os.getpid(), abort=abort, close=lambda: closed.append(True))
+    monkeypatch.setattr(holder, "process_world", world)
+    with pytest.raises(TypeError):
+        holder._close_at_exit()
+    assert closed == [True]

@@ -27,6 +27,9 @@ def run_all(actions: Iterable[Callable[[], object]]) -> None:
 
 
 def uncaught_error() -> BaseException | None:
-    """What ends this process, for its exit handlers: the error whose traceback the interpreter has printed, or None."""
-    error: BaseException | None = getattr(sys, "last_value", None)
+    """What ends this process, for its exit handlers: the error whose traceback the interpreter has printed, or None.
+
+    At a prompt that is some error of the past, with which nothing ended.
+    """
+    error: BaseException | None = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
     return error

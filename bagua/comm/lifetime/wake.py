@@ -12,8 +12,8 @@ class Wake:
     """Tells one thread to look.
 
     ``set`` waits for no lock: a finalizer or a signal handler may call it in the thread that looks. This is not
-    ``SimpleQueue.get(timeout=...)`` of the standard library, which sleeps for ever if the time is up when it looks
-    a second time (CPython 3.10 to 3.13 take the negative rest for "no limit").
+    ``SimpleQueue.get(timeout=...)`` of the standard library, which never returns if the time is up when it looks
+    a second time (CPython up to 3.12 takes the negative rest for "no limit").
     """
 
     def __init__(self) -> None:

@@ -75,8 +75,10 @@ class World:
         """
         run_all([*(group.close for group in reversed(self.adopted)), self.group.close, self._end_torch])
 
-    def abort(self, error: BaseException) -> None:
-        """Tell the other ranks with which error this process ends, or which rank is behind that error."""
+    def abort(self, error: BaseException | None) -> None:
+        """Tell the other ranks with which error this process ends, if with one, or which rank is behind that error."""
+        if error is None:
+            return
         rank = self.group.ranks[self.group.rank]
         culprit, reason = blame(error, rank, "its script")
         for group in (*self.adopted, self.group):
@@ -127,10 +129,7 @@ class WorldHolder:
     def _close_at_exit(self) -> None:
         world, self.process_world = self.process_world, None
         if world is not None and world.process == os.getpid():
-            error = uncaught_error()
-            if error is not None:
-                world.abort(error)
-            world.close()
+            run_all([lambda: world.abort(uncaught_error()), world.close])
 
 
 holder = WorldHolder()
