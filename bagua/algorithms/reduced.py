@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Hashable
 from dataclasses import KW_ONLY, dataclass
 
@@ -40,9 +41,9 @@ class ReducedGradients(Algorithm):
         _ = self.reducer  # Refuses options that it cannot use.
 
     @property
+    @abstractmethod
     def reducer(self) -> SumReducer:
         """What sums the gradients."""
-        raise NotImplementedError
 
     @property
     def phases(self) -> tuple[Hashable, ...]:

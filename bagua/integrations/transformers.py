@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,7 @@ def _folder(trainer: Any, resume_from_checkpoint: str | bool | None) -> Path | N
     return Path(last) if last else None
 
 
-class _Exchange:
+class _Exchange(ABC):
     """What both ways have in common: a file for each rank in each checkpoint."""
 
     def __init__(self, trainer: Any) -> None:
@@ -155,9 +156,9 @@ class _Exchange:
             own = {key: value for key, value in _read(_file(folder, 0)).items() if key == "remembered"}
         return own
 
+    @abstractmethod
     def collect(self) -> dict[str, Any] | None:
         """What this rank remembers, as ``remembered``; None if nothing is."""
-        raise NotImplementedError
 
 
 def _file(folder: Path, rank: int) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,8 +54,8 @@ class _Graph(Topology):
         """All rounds are equal."""
         return True
 
-    def _neighbours(self, size: int) -> list[set[int]]:
-        raise NotImplementedError
+    @abstractmethod
+    def _neighbours(self, size: int) -> list[set[int]]: ...
 
     def _round(self, size: int, step: int, nodes: tuple[int, ...]) -> Round:
         return metropolis([around - {rank} for rank, around in enumerate(self._neighbours(size))])
