@@ -171,7 +171,11 @@ def switched(network: Network, link: LinkSettings, on_report: Callable[[SwitchRe
         yield
     finally:
         process.terminate()
-        written, _ = process.communicate(timeout=SWITCH_ENDS_S)
+        try:
+            written, _ = process.communicate(timeout=SWITCH_ENDS_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            written, _ = process.communicate()
         if written:
             on_report(SwitchReport(**json.loads(written)))
 
