@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from bagua.comm.transports.base import DONE, Handle, Membership, Transport
 from bagua.comm.transports.c10d.transport import C10dTransport
 from bagua.comm.transports.checked import CheckedTransport, check_membership
 from bagua.comm.transports.fingerprints import fingerprint_of
-from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicatorClosedError
+from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicatorClosedError, PeerLostError
 from tests.comm.c10d_ranks import run, values
 
 pytestmark = pytest.mark.gloo
@@ -47,13 +48,13 @@ def started(comm: Communicator) -> list[str]:
     return transport.data.started
 
 
-def disagreement(*calls: Callable[[Communicator], Any]) -> list[CollectiveMismatchError]:
-    """The errors of ranks that call different things. No data call may start."""
+def disagreement(*calls: Callable[[Communicator], Any], starts: bool = False) -> list[CollectiveMismatchError]:
+    """The errors of ranks that call different things. No data call may start, unless a part of it fits."""
 
     def job(comm: Communicator) -> BaseException:
         with pytest.raises(CollectiveMismatchError) as caught:
             calls[comm.rank](comm)
-        assert started(comm) == []
+        assert starts or started(comm) == []
         with pytest.raises(CommunicatorClosedError):
             comm.barrier()
         return caught.value
@@ -118,6 +119,7 @@ def test_both_halves_of_an_exchange_are_compared() -> None:
     errors = disagreement(
         lambda comm: comm.sendrecv(torch.ones(2), torch.ones(2), 1, 1),
         lambda comm: comm.sendrecv(torch.ones(2), torch.ones(3), 0, 0),
+        starts=True,
     )
     assert {error.peers for error in errors} == {(0,), (1,)}
 
@@ -153,6 +155,57 @@ def an_exchange_against_two_messages(comm: Communicator) -> None:
         for work in works:
             work.wait()
     assert tensor.equal(torch.full((2,), float(other)))
+
+
+def one_at_a_time_against_an_exchange(comm: Communicator) -> None:
+    mine, other = torch.full((2,), float(comm.rank)), 1 - comm.rank
+    tensor = torch.empty(2)
+    if comm.rank == 0:
+        comm.sendrecv(tensor, mine, other, other)
+    else:
+        comm.recv(tensor, other)
+        comm.send(mine, other)
+    assert tensor.equal(torch.full((2,), float(other)))
+
+
+def one_at_a_time_against_two_the_other_way_round(comm: Communicator) -> None:
+    """What rank 1 tells first is not what rank 0 waits for first."""
+    mine, other = torch.full((2,), float(comm.rank)), 1 - comm.rank
+    tensor = torch.empty(2)
+    if comm.rank == 0:
+        comm.recv(tensor, other)
+        comm.send(mine, other)
+    else:
+        works = [comm.recv(tensor, other, async_op=True), comm.send(mine, other, async_op=True)]
+        for work in reversed(works):
+            work.wait()
+    assert tensor.equal(torch.full((2,), float(other)))
+
+
+def any_source_against_two_the_other_way_round(comm: Communicator) -> None:
+    tensor = torch.empty(2)
+    if comm.rank == 0:
+        assert comm.recv_any(tensor) == 1
+        comm.send(torch.ones(2), 1)
+    else:
+        receiving = comm.recv(tensor, 0, async_op=True)
+        comm.send(torch.ones(2), 0)
+        receiving.wait()
+    assert tensor.equal(torch.ones(2))
+
+
+def any_source_before_a_rank_that_is_named(comm: Communicator) -> None:
+    """The first message is for the receive that was started first, though the second is told of at once."""
+    if comm.rank == 0:
+        first, second = torch.empty(2), torch.empty(3)
+        works = comm.recv_any(first, async_op=True), comm.recv(second, 1, async_op=True)
+        for work in reversed(works):
+            work.wait()
+        assert first.equal(torch.ones(2))
+        assert second.equal(torch.ones(3))
+    else:
+        comm.send(torch.ones(2), 0)
+        comm.send(torch.ones(3), 0)
 
 
 def a_collective_is_started_before_a_message_is_awaited(comm: Communicator) -> None:
@@ -211,6 +264,10 @@ def two_communicators_waited_for_crosswise(comm: Communicator) -> None:
         both_send_first,
         both_receive_first,
         an_exchange_against_two_messages,
+        one_at_a_time_against_an_exchange,
+        one_at_a_time_against_two_the_other_way_round,
+        any_source_against_two_the_other_way_round,
+        any_source_before_a_rank_that_is_named,
         a_collective_is_started_before_a_message_is_awaited,
         messages_in_a_row_keep_their_order,
         collectives_waited_for_in_another_order,
@@ -222,8 +279,64 @@ def test_a_correct_program_stays_correct(program: Callable[[Communicator], None]
     values(run(2, program, transport=checked))
 
 
+def test_any_source_passes_over_the_rank_that_an_earlier_receive_waits_for() -> None:
+    def job(comm: Communicator) -> None:
+        message = torch.empty(1)
+        if comm.rank == 0:
+            earlier = comm.recv(torch.empty(1), 1, async_op=True)
+            assert comm.recv_any(message) == 2
+            comm.send(message, 1)
+            earlier.wait()
+        else:
+            if comm.rank == 1:
+                comm.recv(message, 0)
+            comm.send(torch.ones(1), 0)
+
+    values(run(3, job, transport=checked))
+
+
+def test_any_source_does_not_miss_a_rank_that_has_left() -> None:
+    left = threading.Event()
+
+    def job(comm: Communicator) -> None:
+        if comm.rank == 0:
+            assert comm.recv_any(torch.empty(1)) == 2
+        elif comm.rank == 1:
+            comm.close()
+            left.set()
+        else:
+            assert left.wait(10)
+            comm.send(torch.ones(1), 0)
+
+    values(run(3, job, transport=checked))
+
+
+def test_any_source_ends_when_a_rank_breaks_the_communicator() -> None:
+    def job(comm: Communicator) -> None:
+        if comm.rank:
+            comm.abort("it had enough")
+            return
+        with pytest.raises(PeerLostError, match="it had enough") as caught:
+            comm.recv_any(torch.empty(1))
+        assert caught.value.peers == (1,)
+
+    values(run(2, job, transport=checked))
+
+
+@pytest.mark.parametrize("kind", ["send", "recv", "recv_any"])
+def test_a_message_that_nobody_matches_ends_at_its_deadline(kind: str) -> None:
+    def job(comm: Communicator) -> type[BaseException]:
+        peer = () if kind == "recv_any" else (1 - comm.rank,)
+        with pytest.raises((CollectiveTimeoutError, CommunicatorClosedError, PeerLostError)) as caught:
+            getattr(comm, kind)(torch.ones(1), *peer, timeout=0.3)
+        assert not comm.usable
+        return caught.type
+
+    assert CollectiveTimeoutError in values(run(2, job, transport=checked))
+
+
 class LateTransport(Transport):
-    """Receives what a peer wrote, but only tells so from the second look on."""
+    """Receives what a peer wrote, but only tells so from the third look on."""
 
     def __init__(self, rows: list[torch.Tensor], member: Membership) -> None:
         super().__init__(member)
@@ -247,10 +360,10 @@ class LateHandle(Handle):
 
     def is_completed(self) -> bool:
         self.looks += 1
-        return self.looks > 1
+        return self.looks > 2
 
     def wait(self, timeout_s: float | None = None) -> None:
-        assert self.looks > 1
+        assert self.looks > 2
 
 
 @pytest.mark.parametrize("kind", ["send", "recv"])
@@ -273,7 +386,7 @@ def test_a_message_never_starts_before_an_earlier_one(kind: str) -> None:
     transport = CheckedTransport(Data([], member), LateTransport(rows, member))
     for sequence in (1, 2):
         transport.start(Call(kind, sequence, torch.float32, 1, "", 1), torch.ones(1), torch.ones(1), 5.0, True)
-    for _ in range(4):
+    for _ in range(10):
         transport.advance()
     assert order == [1, 2]
 

@@ -12,24 +12,25 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from abc import abstractmethod
 from collections import deque
+from collections.abc import Set as AbstractSet
 
 import torch
 from torch.distributed import PrefixStore
 
 from bagua.comm.call import POINT_TO_POINT, Call
 from bagua.comm.transports.base import Handle, Membership, Transport
-from bagua.comm.transports.fingerprints import (
-    AnyMessageFingerprints,
-    CollectiveFingerprints,
-    FingerprintExchange,
-    MessageFingerprints,
-    ways_of,
-)
+from bagua.comm.transports.c10d.transport import C10dTransport
+from bagua.comm.transports.fingerprints import CollectiveFingerprints, FingerprintExchange, MessageFingerprints
+from bagua.errors import CollectiveTimeoutError
 
 __all__ = ["CheckedTransport", "check_membership"]
 
 _POLL_S = 0.0002
+#: Time between two looks for the rank that sends to a receive from any.
+_LOOK_S = 0.002
+_RECEIVES = "recv"
 
 
 def check_membership(membership: Membership) -> Membership:
@@ -49,12 +50,12 @@ class CheckedTransport(Transport):
 
     Args:
         data: the transport that does the work.
-        check: another one over the same ranks, with nothing else on it; it serves the CPU.
+        check: one over the same ranks that serves the CPU, with nothing else on it.
     """
 
     compares_calls = True
 
-    def __init__(self, data: Transport, check: Transport) -> None:
+    def __init__(self, data: Transport, check: C10dTransport) -> None:
         super().__init__(data.membership)
         self.name = data.name
         self.device_types = data.device_types
@@ -65,8 +66,8 @@ class CheckedTransport(Transport):
         self._advancing = threading.RLock()
         _living.add(self)
         #: Calls that have not started: collectives in order; messages to, or from, one peer in order.
-        self._collectives: deque[_CheckedHandle] = deque()
-        self._others: list[_CheckedHandle] = []
+        self._collectives: deque[_CollectiveHandle] = deque()
+        self._others: list[_MessageHandle] = []
 
     def start(
         self,
@@ -78,13 +79,28 @@ class CheckedTransport(Transport):
     ) -> Handle:
         if call.kind in POINT_TO_POINT and call.root == self.rank:
             return self.data.start(call, source, target, timeout_s, asynchronous)
+        if call.kind == "sendrecv" and source is not None and source.is_cpu:
+            # The peer may wait for one half before it begins the other. (On a GPU the halves must start together.)
+            receiving = call._replace(kind="recv", root=call.source, numel=call.recv_counts[0])
+            return _BothHandles(
+                self._start_checked(call._replace(kind="send"), source, None, timeout_s),
+                self._start_checked(receiving, None, target, timeout_s),
+            )
+        return self._start_checked(call, source, target, timeout_s)
+
+    def _start_checked(
+        self, call: Call, source: torch.Tensor | None, target: torch.Tensor | None, timeout_s: float
+    ) -> Handle:
         with self._advancing:
-            handle = _CheckedHandle(self, call, source, target, timeout_s)
-            if call.kind in POINT_TO_POINT:
-                self._others.append(handle)
-            else:
-                self._collectives.append(handle)
-        return handle
+            if call.kind not in POINT_TO_POINT:
+                collective = _CollectiveHandle(self, call, source, target, timeout_s)
+                self._collectives.append(collective)
+                return collective
+            message = _MessageHandle(self, call, source, target, timeout_s)
+            if not any(earlier.any_source for earlier in self._others):
+                message.tell()
+            self._others.append(message)
+            return message
 
     def advance(self) -> None:
         """Start what can be started, in order."""
@@ -101,13 +117,19 @@ class CheckedTransport(Transport):
         """Start each message that has no earlier one before it on its way.
 
         A fingerprint may arrive between two looks: without this rule the second message would take that of the first.
+        A receive behind one from any rank tells nobody of itself before that one has found its sender: the next
+        message of each rank may be for the earlier one.
         """
-        waiting: list[_CheckedHandle] = []
-        taken: set[tuple[int, int]] = set()
+        waiting: list[_MessageHandle] = []
+        taken: set[tuple[str, int]] = set()
+        undecided = False
         for handle in self._others:
-            if taken.isdisjoint(handle.ways) and handle.try_start():
+            if not undecided or handle.only_sends:
+                handle.tell()
+            if handle.try_start(taken):
                 continue
-            taken.update(handle.ways)
+            undecided |= handle.any_source
+            taken |= handle.ways
             waiting.append(handle)
         self._others = waiting
 
@@ -132,9 +154,9 @@ _living: weakref.WeakSet[CheckedTransport] = weakref.WeakSet()
 
 
 class _CheckedHandle(Handle):
-    """A call that starts once its fingerprint was compared with everybody's."""
+    """A call that starts once its fingerprints were compared."""
 
-    __slots__ = ("_call", "_comparison", "_deadline", "_error", "_inner", "_tensors", "_transport", "ways")
+    __slots__ = ("_call", "_deadline", "_error", "_inner", "_tensors", "_timeout_s", "_transport")
 
     def __init__(
         self,
@@ -147,35 +169,37 @@ class _CheckedHandle(Handle):
         self._transport = transport
         self._call = call
         self._tensors = (source, target)
+        self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._inner: Handle | None = None
         self._error: BaseException | None = None
-        #: Peer and direction of a message, or of its two halves.
-        self.ways = ways_of(call, transport.rank, transport.size) if call.kind in POINT_TO_POINT else []
-        self._comparison: CollectiveFingerprints | MessageFingerprints | AnyMessageFingerprints
-        if call.kind == "recv" and call.root < 0:
-            self._comparison = AnyMessageFingerprints(transport.messages, call, timeout_s)
-        elif call.kind in POINT_TO_POINT:
-            self._comparison = MessageFingerprints(transport.messages, call, timeout_s)
-        else:
-            self._comparison = CollectiveFingerprints(transport.check, call, timeout_s)
 
-    def try_start(self) -> bool:
-        """Start the data call if the fingerprints are there; True if this handle is done with them."""
+    def try_start(self, taken: AbstractSet[tuple[str, int]] = frozenset()) -> bool:
+        """Start the data call if the fingerprints are there; True if this handle is done with them.
+
+        Args:
+            taken: ways on which an earlier message has yet to start.
+        """
         if self._inner is not None or self._error is not None:
             return True
         try:
-            if not self._comparison.arrived():
+            if not self._compared(taken):
                 return False
-            self._comparison.compare()
-            left_s = max(self._deadline - time.monotonic(), 0.001)
-            call, (source, target) = self._call, self._tensors
-            if isinstance(self._comparison, AnyMessageFingerprints):
-                call, source = self._comparison.settled(source), None
-            self._inner = self._transport.data.start(call, source, target, left_s, True)
+            self._inner = self._transport.data.start(self._call, *self._tensors, self._left_s(), True)
         except Exception as error:  # noqa: BLE001  # the one who waits raises it
             self._error = error
         return True
+
+    @abstractmethod
+    def _compared(self, taken: AbstractSet[tuple[str, int]]) -> bool:
+        """Whether all that must fit has arrived, and fits."""
+
+    @abstractmethod
+    def _give_up(self) -> None:
+        """The deadline has passed: let the transport of the fingerprints say who is missing, if it knows."""
+
+    def _left_s(self) -> float:
+        return max(self._deadline - time.monotonic(), 0.001)
 
     def wait(self, timeout_s: float | None = None) -> None:
         until = self._deadline if timeout_s is None else min(self._deadline, time.monotonic() + timeout_s)
@@ -184,8 +208,10 @@ class _CheckedHandle(Handle):
         if self._error is not None:
             raise self._error
         if self._inner is None:
-            self._comparison.give_up()
-            return
+            self._give_up()
+            # The peers have told what they do, and it is not this.
+            limit_s = self._timeout_s if timeout_s is None else timeout_s
+            raise CollectiveTimeoutError("the call did not complete in time", timeout_s=limit_s)
         self._inner.wait(max(until - time.monotonic(), 0.001))
 
     def is_completed(self) -> bool:
@@ -193,3 +219,130 @@ class _CheckedHandle(Handle):
         for transport in list(_living):
             transport.advance()
         return self._error is not None or (self._inner is not None and self._inner.is_completed())
+
+
+class _CollectiveHandle(_CheckedHandle):
+    """A collective: all ranks see all fingerprints."""
+
+    __slots__ = ("_fingerprints",)
+
+    def __init__(
+        self,
+        transport: CheckedTransport,
+        call: Call,
+        source: torch.Tensor | None,
+        target: torch.Tensor | None,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(transport, call, source, target, timeout_s)
+        self._fingerprints = CollectiveFingerprints(transport.check, call, timeout_s)
+
+    def _compared(self, _: AbstractSet[tuple[str, int]]) -> bool:
+        if not self._fingerprints.arrived():
+            return False
+        self._fingerprints.compare()
+        return True
+
+    def _give_up(self) -> None:
+        self._fingerprints.give_up()
+
+
+class _MessageHandle(_CheckedHandle):
+    """A message, or two that must start together.
+
+    Attributes:
+        any_source: it is a receive that has yet to find its sender.
+        only_sends: it receives nothing.
+        ways: direction and peer of what it moves, or may move.
+    """
+
+    __slots__ = ("_halves", "_look_at", "any_source", "only_sends", "ways")
+
+    def __init__(
+        self,
+        transport: CheckedTransport,
+        call: Call,
+        source: torch.Tensor | None,
+        target: torch.Tensor | None,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(transport, call, source, target, timeout_s)
+        self.any_source = call.kind == "recv" and call.root < 0
+        self.only_sends = call.kind == "send"
+        self._look_at = 0.0
+        halves = [call]
+        if call.kind == "sendrecv":
+            receiving = call._replace(kind="recv", root=call.source, numel=call.recv_counts[0])
+            halves = [call._replace(kind="send"), receiving]
+        self.ways = {(half.kind, half.root) for half in halves}
+        if self.any_source:
+            self.ways = {(_RECEIVES, peer) for peer in range(transport.size)}
+            halves = []
+        self._halves = [MessageFingerprints(transport.messages, half, timeout_s) for half in halves]
+
+    def tell(self) -> None:
+        """Tell the peers, once; of a receive from any rank there is nothing to tell before one sends."""
+        for half in self._halves:
+            half.tell()
+
+    def _compared(self, taken: AbstractSet[tuple[str, int]]) -> bool:
+        if self.any_source:
+            self._find_sender(taken)
+        if self.any_source or not taken.isdisjoint(self.ways) or not self._arrived():
+            return False
+        for half in self._halves:
+            half.compare()
+        return True
+
+    def _arrived(self) -> bool:
+        # Each is asked, whatever the others say: asking is what brings the answer.
+        return False not in [half.arrived() for half in self._halves]
+
+    def _find_sender(self, taken: AbstractSet[tuple[str, int]]) -> None:
+        """From the rank that is found on it is a receive from that rank."""
+        if time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + _LOOK_S
+        peer = self._transport.messages.sender({peer for kind, peer in taken if kind == _RECEIVES})
+        if peer is None:
+            self._require_peers()
+            return
+        sender, target = self._tensors
+        assert sender is not None
+        sender.fill_(peer)
+        self._tensors = None, target
+        self._call = self._call._replace(root=peer)
+        self.any_source, self.ways = False, {(_RECEIVES, peer)}
+        self._halves = [MessageFingerprints(self._transport.messages, self._call, self._left_s())]
+        self.tell()
+
+    def _require_peers(self) -> None:
+        """Raise if a peer ended the communicator: no connection is waited on that would tell."""
+        failures = self._transport.check.failures
+        failures.check_usable()
+        if failures.peers_left():
+            elapsed_s = self._timeout_s - self._left_s()
+            raise failures.failed(ConnectionError("a peer left"), elapsed_s, self._timeout_s)
+
+    def _give_up(self) -> None:
+        if self.any_source:
+            raise CollectiveTimeoutError("no rank has sent a message", timeout_s=self._timeout_s)
+        for half in self._halves:
+            half.give_up()
+
+
+class _BothHandles(Handle):
+    """Two calls that were started together, complete when both are."""
+
+    __slots__ = ("_handles",)
+
+    def __init__(self, *handles: Handle) -> None:
+        self._handles = handles
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        for handle in self._handles:
+            handle.wait(None if until is None else max(until - time.monotonic(), 0.0))
+
+    def is_completed(self) -> bool:
+        return all(handle.is_completed() for handle in self._handles)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Collection, Iterator
 
 import torch
+from torch.distributed import PrefixStore
 
 from bagua.comm.call import (
     DTYPE_NUMBERS,
@@ -19,22 +20,18 @@ from bagua.comm.call import (
     Call,
 )
 from bagua.comm.transports.base import Handle, Transport
-from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError
+from bagua.errors import CollectiveMismatchError, CommunicationError
 
 __all__ = [
-    "AnyMessageFingerprints",
     "CollectiveFingerprints",
     "FingerprintExchange",
     "MessageFingerprints",
     "fingerprint_of",
-    "ways_of",
 ]
 
 _FACTS = 6
 _SENDS, _RECEIVES = KIND_NUMBERS["send"], KIND_NUMBERS["recv"]
 _FAREWELL_S = 1.0
-#: A fingerprint that is expected before anybody sent one has no deadline.
-_LONGEST_S = 365 * 24 * 3600.0
 
 _ADVICE = "Make all ranks issue the same calls in the same order; the calls before this one are listed below."
 
@@ -120,59 +117,68 @@ class FingerprintExchange:
     """Fingerprints of messages: who sends tells the receiver, and the other way round.
 
     Between two ranks the n-th fingerprint of a sender belongs to the n-th of the
-    receiver, whatever order the two call in; so arrivals are sorted by role.
+    receiver, whatever order the two call in; so arrivals are sorted by role. One is
+    expected from a rank only while a call waits for it: what is left at the end would
+    look like a call under way.
     """
 
     def __init__(self, check: Transport) -> None:
         self.check = check
         self._sequence = 0
-        self._coming: dict[int, deque[tuple[Handle, torch.Tensor]]] = {}
-        #: Peers whose next fingerprint is expected already, by a receive from any rank.
-        self._expected: set[int] = set()
+        self._coming: dict[int, tuple[Handle, torch.Tensor]] = {}
+        self._arrived: dict[tuple[int, int], deque[list[int]]] = {}
         #: Handles of what was sent are kept until they are complete.
         self._going: list[Handle] = []
-        self.sorted: dict[tuple[int, int], deque[list[int]]] = {}
+        #: How many messages each rank has begun to send to each other, for those who receive from any rank.
+        self._board = PrefixStore("sent", check.membership.store)
+        self._received: Counter[int] = Counter()
 
-    def post(self, peer: int, fingerprint: torch.Tensor, timeout_s: float) -> None:
-        """Send a fingerprint to ``peer``, and expect one from there."""
-        if peer in self._expected:
-            self._expected.remove(peer)
-        else:
-            self._receive(peer, fingerprint, timeout_s)
-        sending = Call("send", self._sequence, torch.int64, fingerprint.numel(), "", peer)
+    def tell(self, peer: int, fingerprint: torch.Tensor, timeout_s: float) -> None:
+        """Send ``fingerprint`` to ``peer``."""
+        sending = Call("send", self._next(), torch.int64, fingerprint.numel(), "", peer)
         self._going = [sent for sent in self._going if not sent.is_completed()]
         self._going.append(self.check.start(sending, fingerprint, None, timeout_s, True))
+        if fingerprint[0] == _SENDS:
+            self._board.add(self._entry(self.check.rank, peer), 1)
+        else:
+            self._received[peer] += 1
 
-    def expect(self, like: torch.Tensor) -> None:
-        """Expect a fingerprint from every peer, before this rank knows with which of them it will have to do."""
+    def take(self, peer: int, role: int, like: torch.Tensor, timeout_s: float) -> list[int] | None:
+        """The next fingerprint of ``peer`` in ``role``; None if it has yet to arrive."""
+        self._collect(peer)
+        arrived = self._arrived.get((peer, role))
+        if arrived:
+            return arrived.popleft()
+        if peer not in self._coming:
+            receiving = Call("recv", self._next(), torch.int64, like.numel(), "", peer)
+            row = torch.empty_like(like)
+            self._coming[peer] = self.check.start(receiving, None, row, timeout_s, True), row
+        return None
+
+    def _collect(self, peer: int) -> None:
+        """Sort what has arrived from ``peer``."""
+        if peer in self._coming and self._coming[peer][0].is_completed():
+            handle, answer = self._coming.pop(peer)
+            handle.wait()
+            row = answer.tolist()
+            self._arrived.setdefault((peer, row[0]), deque()).append(row)
+
+    def sender(self, without: Collection[int]) -> int | None:
+        """A rank, none of ``without``, that sends what no receive has been started for; None if there is none."""
+        rank = self.check.rank
         for peer in range(self.check.size):
-            if peer != self.check.rank and peer not in self._expected:
-                self._expected.add(peer)
-                self._receive(peer, like, _LONGEST_S)
-
-    def _receive(self, peer: int, like: torch.Tensor, timeout_s: float) -> None:
-        self._sequence += 1
-        answer = torch.empty_like(like)
-        receiving = Call("recv", self._sequence, torch.int64, like.numel(), "", peer)
-        handle = self.check.start(receiving, None, answer, timeout_s, True)
-        self._coming.setdefault(peer, deque()).append((handle, answer))
-
-    def offered(self) -> int | None:
-        """A rank whose next message has yet to be received; None if no rank has one."""
-        for peer in range(self.check.size):
-            self.collect(peer)
-            if self.sorted.get((peer, _SENDS)):
+            if peer == rank or peer in without:
+                continue
+            if self._board.add(self._entry(peer, rank), 0) > self._received[peer]:
                 return peer
         return None
 
-    def collect(self, peer: int) -> None:
-        """Sort what has arrived from ``peer``."""
-        coming = self._coming.get(peer, deque())
-        while coming and coming[0][0].is_completed():
-            handle, answer = coming.popleft()
-            handle.wait()
-            row = answer.tolist()
-            self.sorted.setdefault((peer, row[0]), deque()).append(row)
+    def _entry(self, sender: int, receiver: int) -> str:
+        return f"{sender} to {receiver}"
+
+    def _next(self) -> int:
+        self._sequence += 1
+        return self._sequence
 
     def flush(self) -> None:
         """Until the peers have what was sent: the error that follows closes the connections."""
@@ -182,102 +188,57 @@ class FingerprintExchange:
 
     def give_up(self, peer: int) -> None:
         """The deadline has passed: let the transport say so."""
-        for handle, _ in self._coming.get(peer, ()):
-            handle.wait(0.001)
+        if peer in self._coming:
+            self._coming[peer][0].wait(0.001)
 
 
 class MessageFingerprints:
-    """The one or two fingerprints of a message, and those that must fit."""
+    """The fingerprint of a message, and the one that must fit.
+
+    Args:
+        messages: of the communicator.
+        call: a send, or a receive from a rank that is named.
+        timeout_s: until its deadline.
+    """
 
     def __init__(self, messages: FingerprintExchange, call: Call, timeout_s: float) -> None:
         self._messages = messages
-        self._own: list[tuple[int, list[int]]] = []
-        self._theirs: list[list[int]] = []
-        size = messages.check.size
-        for peer, role, numel in _roles(call):
-            fingerprint = fingerprint_of(call._replace(numel=numel, root=peer), size, role)
-            self._own.append((peer, fingerprint.tolist()))
-            messages.post(peer, fingerprint, timeout_s)
+        self._peer = call.root
+        self._role = KIND_NUMBERS[call.kind]
+        self._until = time.monotonic() + timeout_s
+        self._own = fingerprint_of(call, messages.check.size, self._role)
+        self._theirs: list[int] | None = None
+        self._told = False
+
+    def tell(self) -> None:
+        """Tell the other rank, once."""
+        if not self._told:
+            self._told = True
+            self._messages.tell(self._peer, self._own, self._left_s())
 
     def arrived(self) -> bool:
-        for peer, own in self._own[len(self._theirs) :]:
-            self._messages.collect(peer)
-            opposite = _RECEIVES if own[0] == _SENDS else _SENDS
-            waiting = self._messages.sorted.get((peer, opposite))
-            if not waiting:
-                return False
-            self._theirs.append(waiting.popleft())
-        return True
+        """Whether the other rank has told what it does. It is asked for until it has."""
+        if self._theirs is None:
+            opposite = _RECEIVES if self._role == _SENDS else _SENDS
+            self._theirs = self._messages.take(self._peer, opposite, self._own, self._left_s())
+        return self._theirs is not None
 
     def compare(self) -> None:
-        """Raise if the other side moves something else."""
-        size = self._messages.check.size
-        for (peer, own), theirs in zip(self._own, self._theirs, strict=True):
-            # dtype and number of elements.
-            if own[2:4] != theirs[2:4]:
-                name = self._messages.check.membership.ranks[peer]
-                seen = f"rank {name}: {_describe(theirs, size)}"
-                self._messages.flush()
-                raise _mismatch("sender and receiver disagree", _describe(own, size), seen, [name])
+        """Raise if the other rank moves something else."""
+        own, theirs, size = self._own.tolist(), self._theirs, self._messages.check.size
+        assert theirs is not None
+        if own[2:4] != theirs[2:4]:  # dtype and number of elements
+            name = self._messages.check.membership.ranks[self._peer]
+            seen = f"rank {name}: {_describe(theirs, size)}"
+            self._messages.flush()
+            raise _mismatch("sender and receiver disagree", _describe(own, size), seen, [name])
 
     def give_up(self) -> None:
         """The deadline has passed."""
-        for peer, _ in self._own[len(self._theirs) :]:
-            self._messages.give_up(peer)
+        self._messages.give_up(self._peer)
 
-
-class AnyMessageFingerprints:
-    """The fingerprint of a receive from any rank: it is one of a receive from the rank that is the first to send."""
-
-    def __init__(self, messages: FingerprintExchange, call: Call, timeout_s: float) -> None:
-        self._messages = messages
-        self._call = call
-        self._deadline = time.monotonic() + timeout_s
-        self._timeout_s = timeout_s
-        self._letters: MessageFingerprints | None = None
-        messages.expect(fingerprint_of(call, messages.check.size, _RECEIVES))
-
-    def arrived(self) -> bool:
-        if self._letters is None:
-            peer = self._messages.offered()
-            if peer is None:
-                return False
-            self._call = self._call._replace(root=peer)
-            self._letters = MessageFingerprints(
-                self._messages, self._call, max(self._deadline - time.monotonic(), 0.001)
-            )
-        return self._letters.arrived()
-
-    def compare(self) -> None:
-        """Raise if the other side moves something else."""
-        assert self._letters is not None
-        self._letters.compare()
-
-    def settled(self, sender: torch.Tensor | None) -> Call:
-        """The receive from the rank that was found, which ``sender`` takes."""
-        assert sender is not None
-        sender.fill_(self._call.root)
-        return self._call
-
-    def give_up(self) -> None:
-        """The deadline has passed."""
-        raise CollectiveTimeoutError("no rank has sent a message", timeout_s=self._timeout_s)
-
-
-def ways_of(call: Call, rank: int, size: int) -> list[tuple[int, int]]:
-    """Peer and direction of a message, or of its two halves; of a receive from any rank, all that it may take."""
-    if call.kind == "recv" and call.root < 0:
-        return [(peer, _RECEIVES) for peer in range(size) if peer != rank]
-    return [way[:2] for way in _roles(call)]
-
-
-def _roles(call: Call) -> list[tuple[int, int, int]]:
-    """Peer, role and number of elements of each half of a message."""
-    if call.kind == "send":
-        return [(call.root, _SENDS, call.numel)]
-    if call.kind == "recv":
-        return [(call.root, _RECEIVES, call.numel)]
-    return [(call.root, _SENDS, call.numel), (call.source, _RECEIVES, call.recv_counts[0])]
+    def _left_s(self) -> float:
+        return max(self._until - time.monotonic(), 0.001)
 
 
 def _mismatch(problem: str, own: str, other: str, peers: list[int]) -> CollectiveMismatchError:
