@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ def allreduce_coalesced(
         async_op: return a ``Work`` at once; its result is the list of tensors.
         timeout: deadline of each message.
     """
+    tensors = _listed(tensors)
     for tensor in tensors:
         communicator.intake.check(tensor, "tensors")
         reduction_name(op, tensor.dtype)
@@ -65,20 +66,26 @@ def broadcast_coalesced(
     root = check_rank(root, communicator.size, "root")
     return _coalesced(
         communicator,
-        tensors,
+        _listed(tensors),
         lambda flat: communicator.broadcast(flat, root, async_op=async_op, timeout=timeout),
         async_op,
     )
 
 
+def _listed(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """``tensors``, which may be gone through once only, as a list."""
+    if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Iterable):
+        seen = type(tensors).__name__
+        raise InvalidTensorError("a list of tensors is needed", argument="tensors", expected="a list", seen=seen)
+    return list(tensors)
+
+
 def _coalesced(
     communicator: Any,
-    tensors: Sequence[torch.Tensor],
+    tensors: list[torch.Tensor],
     start: Callable[[torch.Tensor], Work | None],
     async_op: bool,
 ) -> Work | None:
-    if isinstance(tensors, torch.Tensor):
-        raise InvalidTensorError("a list of tensors is needed", argument="tensors", expected="a list", seen="a tensor")
     targets = [communicator.intake.in_place(tensor, "tensors") for tensor in tensors]
     alike: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for plain, _ in targets:
@@ -94,7 +101,7 @@ def _coalesced(
         for _, finish in targets:
             if finish is not None:
                 finish()
-        return list(tensors)
+        return tensors
 
     work = communicator.pipeline.compose(steps(), async_op)
     return work if async_op else None

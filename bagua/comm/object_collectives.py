@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -253,7 +253,7 @@ def _encoded_parts(
     """What ``root`` sends to each rank, and what is wrong with ``objs``: raised when no peer waits any more."""
     if communicator.rank != root and objs is None:
         return [], None
-    count = len(objs) if isinstance(objs, Collection) else None
+    count = len(objs) if isinstance(objs, Sequence) and not isinstance(objs, str | bytes) else None
     if communicator.rank == root and objs is not None and count == communicator.size:
         encoded = [_encoded(communicator, obj, allow_pickle) for obj in objs]
         failures = [failure for _, failure in encoded if failure is not None]

@@ -206,6 +206,14 @@ class PendingWork(Work):
         return self._notify_call is not None and self._notify_call(callback)
 
 
+def _countdown(timeout_s: float | None) -> Callable[[], float | None]:
+    """A function that says how much of ``timeout_s`` is left for the next of several waits."""
+    if timeout_s is None:
+        return lambda: None
+    until = time.monotonic() + timeout_s
+    return lambda: max(until - time.monotonic(), 0.001)
+
+
 class JoinedWork(Work):
     """Several works that were started together, complete when all are.
 
@@ -224,8 +232,9 @@ class JoinedWork(Work):
         return next((error for error in errors if error is not None), None)
 
     def _complete(self, timeout_s: float | None) -> None:
+        left_s = _countdown(timeout_s)
         for work in self._works:
-            work.wait(timeout_s)
+            work.wait(left_s())
         if self._finish is not None:
             self._finish()
 
@@ -312,9 +321,10 @@ class CompositeWork(Work):
         return None if current is None else current._give_up(timeout_s)  # noqa: SLF001 - of another work
 
     def _complete(self, timeout_s: float | None) -> Any:
+        left_s = _countdown(timeout_s)
         try:
             while not self._finished and (current := self._current) is not None:
-                current.wait(timeout_s)
+                current.wait(left_s())
                 self._advance(current)
         except BaseException:
             self._end()

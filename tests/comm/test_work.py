@@ -1,6 +1,7 @@
 """Handles of started calls, without any rank: once, in order, and with their error each time."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -118,6 +119,19 @@ def test_a_timeout_holds_while_another_thread_waits(wrap):
     with pytest.raises(RuntimeError):
         future.wait()
     assert work.exception() is errors[0]
+
+
+def test_works_that_are_waited_for_together_share_one_deadline():
+    given = []
+
+    def complete(timeout_s):
+        given.append(timeout_s)
+        time.sleep(0.02)
+
+    JoinedWork([PendingWork(complete, lambda: False) for _ in range(2)], None).wait(5)
+    CompositeWork((PendingWork(complete, lambda: False) for _ in range(2)), lambda _: None).wait(5)
+    for first, second in (given[:2], given[2:]):
+        assert second <= first - 0.02 <= 4.98
 
 
 # Collectives made of others.
