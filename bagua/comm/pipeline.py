@@ -118,7 +118,7 @@ class CallPipeline:
 
     # The path of every call.
 
-    def run(
+    def run(  # noqa: PLR0915 - each function that it calls costs a small message more
         self,
         kind: str,
         source: torch.Tensor | None,
@@ -155,7 +155,11 @@ class CallPipeline:
                 number[0] += 1
                 call = Call(kind, number[0], dtype, numel, reduction, root, peer, counts[0], counts[1])
                 self.statistics.recent.append(call)
-                handle = self._transport.start(call, source, target, timeout_s, async_op)
+                try:
+                    handle = self._transport.start(call, source, target, timeout_s, async_op)
+                except (ConcurrentUseError, ConfigurationError):
+                    number[0] -= 1  # Nothing was started, and the other ranks count on.
+                    raise
                 if handle is not DONE and not (async_op or self._shared):
                     handle.wait()
             finally:
@@ -168,8 +172,7 @@ class CallPipeline:
                 self.statistics.add(call, time.perf_counter() - started)
                 return None
         except BaseException as error:
-            if call is not None:
-                self._break(error, call, started)
+            self._break(error, call, started)
             raise
         return self._pending(handle, call, started, finish, (source, target, result))
 
@@ -241,8 +244,10 @@ class CallPipeline:
         refusal.__cause__ = self._broken
         return refusal
 
-    def _break(self, error: BaseException, call: Call, started: float) -> None:
-        """Make this communicator unusable because ``error`` ended ``call`` half-way."""
+    def _break(self, error: BaseException, call: Call | None, started: float) -> None:
+        """Make this communicator unusable because ``error`` ended ``call``, if there is one, half-way."""
+        if call is None:
+            return
         if isinstance(error, ConcurrentUseError) and error.call is None:
             error.call = str(call)  # It is that of this call, not of a handler that interrupted it.
             return

@@ -16,6 +16,7 @@ from bagua.errors import (
     CommunicatorClosedError,
     ConcurrentUseError,
     ConfigurationError,
+    InvalidTensorError,
     PeerLostError,
 )
 
@@ -130,6 +131,36 @@ def test_an_argument_that_only_the_transport_can_refuse_breaks_nothing(comm, tra
     comm.barrier()
     assert comm.usable
     assert transport.aborts == []
+
+
+@pytest.mark.parametrize("error", [ConfigurationError("not here", argument="tensor"), ConcurrentUseError("not now")])
+def test_a_call_that_was_not_started_has_no_number(comm, transport, error):
+    transport.then = raising(error)
+    with pytest.raises(type(error)):
+        comm.allreduce(torch.ones(3))
+    transport.then = lambda call: DONE
+    comm.allreduce(torch.ones(3))
+    assert [call.sequence for call, *_ in transport.calls] == [1, 1]
+
+
+def test_tensors_that_can_be_gone_through_once_are_reduced(comm, transport):
+    comm.allreduce_coalesced(torch.ones(size) for size in (2, 3))
+    comm.broadcast_coalesced((torch.ones(size) for size in (1, 3)), 0)
+    assert [call.numel for call, *_ in transport.calls] == [5, 4]
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(3), 5, None, [torch.ones(1), 5]])
+def test_what_is_no_list_of_tensors_is_refused(comm, transport, wrong):
+    for call in (comm.allreduce_coalesced, comm.broadcast_coalesced):
+        with pytest.raises(InvalidTensorError):
+            call(wrong)
+    assert transport.calls == []
+
+
+@pytest.mark.parametrize("wrong", [{"a": 1, "b": 2, "c": 3}, "abc", {1, 2, 3}])
+def test_objects_to_scatter_have_an_order(comm, wrong):
+    with pytest.raises(ConfigurationError, match="objs"):
+        comm.scatter_object(wrong, 0)
 
 
 def test_the_result_is_copied_back_when_the_wait_is_over(comm, transport):

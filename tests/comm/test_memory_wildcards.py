@@ -10,7 +10,7 @@ import torch
 from bagua.comm.communicator import Communicator
 from bagua.comm.transports.memory.line import Step
 from bagua.comm.transports.threads import RankKilled
-from bagua.errors import CommunicationError, PeerLostError
+from bagua.errors import CommunicationError, ConcurrentUseError, PeerLostError
 from tests.comm.memory_ranks import run, values
 
 pytestmark = pytest.mark.threads
@@ -111,3 +111,24 @@ def test_a_broken_communicator_ends_the_wait() -> None:
         return None
 
     values(run(2, part))
+
+
+def test_a_receive_that_was_not_started_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def part(comm: Communicator) -> object:
+        if comm.rank == 1:
+            comm.send(torch.ones(1), 0)
+            return None
+        lanes = comm._transport._lanes
+        with monkeypatch.context() as patch:
+            patch.setattr(lanes, "submit", refuse)
+            with pytest.raises(ConcurrentUseError):
+                comm.recv_any(torch.zeros(1))
+        message = torch.zeros(1)
+        comm.recv(message, 1, timeout=5.0)
+        return message.item()
+
+    assert values(run(2, part))[0] == 1.0
+
+
+def refuse(*_: object) -> None:
+    raise ConcurrentUseError("in the middle of another call")

@@ -42,7 +42,7 @@ from bagua.comm.transports.memory.line import Deadline, LineState, Words
 from bagua.comm.transports.memory.messages import Messages
 from bagua.comm.transports.memory.peers import Peers
 from bagua.comm.transports.memory.wildcards import Wildcard, Wildcards
-from bagua.errors import CollectiveMismatchError, CommunicatorClosedError
+from bagua.errors import CollectiveMismatchError, CommunicatorClosedError, ConcurrentUseError
 
 __all__ = ["MemoryTransport"]
 
@@ -98,7 +98,12 @@ class MemoryTransport(Transport):
                 return DONE
             if not handlers_may_call():
                 return self._lanes.inline(lanes, partial(self._run, call, source, target, deadline, lanes))
-        parts = [self._submit(lane, call, source, target, deadline, order) for lane in lanes]
+        try:
+            parts = [self._submit(lane, call, source, target, deadline, order) for lane in lanes]
+        except ConcurrentUseError:
+            if call.kind == "recv" and call.root < 0:
+                order[-1].close()
+            raise
         return Pending(parts, deadline, self.abort)
 
     def _order(self, call: Call) -> Sequence[Wildcard]:
