@@ -250,6 +250,14 @@ def test_a_deadline_is_never_no_deadline() -> None:
 # Backends.
 
 
+def test_a_backend_that_was_built_is_closed_if_the_next_one_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+    monkeypatch.setattr(GlooGroup, "close", lambda group: closed.append(group.rank))
+    for outcome in run(2, lambda _: None, backend="cpu:gloo,cuda:nowhere"):
+        assert isinstance(outcome, TransportUnavailableError)
+    assert sorted(closed) == [0, 1]
+
+
 def test_a_name_may_hold_a_backend_for_each_device() -> None:
     def job(comm: Communicator) -> tuple[str, frozenset[str]]:
         tensor = torch.ones(3)

@@ -10,16 +10,18 @@ from torch.distributed import HashStore
 
 import bagua.comm
 from bagua.comm import LoweredTransport, Membership, register_transport
+from bagua.comm.transports import registry
 from bagua.errors import (
     CollectiveMismatchError,
     CommunicationError,
+    ConcurrentUseError,
     ConfigurationError,
     PeerLostError,
     TransportUnavailableError,
 )
 from bagua.parallel import DistributedDataParallel
 from bagua.testing import ProcessRanks, ThreadRanks, die
-from bagua.testing.contract.failures import caught
+from bagua.testing.contract.failures import caught, say, wait_until_said
 from tests.comm.socket_transport import SocketTransport
 
 BACKEND = SocketTransport.name
@@ -140,6 +142,73 @@ def test_calls_are_compared_with_debug_checks(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("BAGUA_DEBUG", "1")
     errors = ThreadRanks(2, backend=BACKEND).run(compare)
     assert all(isinstance(error, CollectiveMismatchError) for error in errors), errors
+
+
+def test_what_was_connected_is_closed_if_calls_cannot_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+
+    class Closing(SocketTransport):
+        def close(self) -> None:
+            closed.append(self.rank)
+            super().close()
+
+    def unable(*_: object) -> None:
+        raise TransportUnavailableError("no place beside it")
+
+    register_transport("alone", partial(LoweredTransport, Closing))
+    monkeypatch.setenv("BAGUA_DEBUG", "1")
+    monkeypatch.setattr(registry, "C10dTransport", unable)
+    for outcome in ThreadRanks(2, backend="alone").outcomes(bagua.comm.get_rank):
+        assert "no place beside it" in str(outcome.error)
+    assert set(closed) == {0, 1}
+
+
+def close_with_calls_under_way() -> float:
+    """Rank 1 begins the first call when rank 0 closes; the second one of rank 0 is still in its queue then."""
+    comm = bagua.comm.get_default_group().duplicate().global_communicator
+    tensors = [torch.ones(1000), torch.ones(1000)]
+    if comm.rank == 0:
+        lanes = comm._transport._lanes
+        stop = lanes.stop
+
+        def tell_and_stop(timeout_s: float) -> bool:
+            say("closes")
+            return stop(timeout_s)
+
+        lanes.stop = tell_and_stop
+    else:
+        wait_until_said("closes", 1)
+    for tensor in tensors:
+        comm.allreduce(tensor, async_op=comm.rank == 0)
+    comm.close()
+    return sum(tensor.sum().item() for tensor in tensors)
+
+
+def test_calls_that_were_started_are_completed_by_close() -> None:
+    assert ThreadRanks(2, backend=BACKEND).run(close_with_calls_under_way) == [4000.0, 4000.0]
+
+
+def be_refused(refusing: pytest.MonkeyPatch) -> float:
+    comm = bagua.comm.get_default_group().global_communicator
+    message = torch.ones(1)
+    if comm.rank == 1:
+        comm.send(message, 0)
+        return 0.0
+    lanes = comm._transport._lanes
+    with refusing.context() as patch:
+        patch.setattr(lanes, "start", raise_concurrent_use)
+        error = caught(lambda: comm.recv_any(message)).error
+    assert isinstance(error, ConcurrentUseError)
+    comm.recv(message, 1, timeout=5.0)
+    return message.item()
+
+
+def raise_concurrent_use(*_: object, **__: object) -> None:
+    raise ConcurrentUseError("in the middle of another call")
+
+
+def test_a_receive_that_was_not_started_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ThreadRanks(2, backend=BACKEND).run(partial(be_refused, monkeypatch)) == [1.0, 0.0]
 
 
 def test_one_rank_needs_no_connection() -> None:

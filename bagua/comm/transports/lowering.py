@@ -31,7 +31,7 @@ from bagua.comm.transports.memory.lanes import COLLECTIVE, Lane, Lanes, Pending
 from bagua.comm.transports.memory.line import Deadline
 from bagua.comm.transports.memory.wildcards import Wildcards
 from bagua.comm.transports.views import as_bytes, flattened
-from bagua.errors import CommunicationError, CommunicatorClosedError, blame
+from bagua.errors import CommunicationError, CommunicatorClosedError, ConcurrentUseError, blame
 
 __all__ = ["LoweredTransport"]
 
@@ -73,6 +73,8 @@ class LoweredTransport(Transport):
     def __init__(self, connect: Callable[[Membership], Transport], membership: Membership) -> None:
         super().__init__(membership)
         self._lanes = Lanes(f"bagua-{membership.label}-{self.rank}")
+        #: Of collectives that send and receive at a time; they end after those, which need it.
+        self._senders = Lanes(f"bagua-{membership.label}-{self.rank}")
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         self._wildcards = Wildcards(self._lanes, self._peers)
         self._below: list[Transport] = []
@@ -131,6 +133,8 @@ class LoweredTransport(Transport):
             assert target is not None
             flattened(target).copy_(flattened(source))
             return DONE
+        if call.kind == "recv" and call.root < 0:
+            return self._start_wildcard(call, source, target, deadline, asynchronous)
         tasks: dict[Lane, Callable[[], None]] = {}
         if call.kind != "recv":
             assert source is not None
@@ -138,20 +142,30 @@ class LoweredTransport(Transport):
         if call.kind != "send":
             assert target is not None
             peer = call.source if call.kind == "sendrecv" else call.root
-            tasks["recv", peer] = _where_allowed(self._receiving(call, peer, source, target, deadline), target)
+            receive = partial(self._messages.receive, call, peer, target, deadline, self._wildcards.earlier())
+            tasks["recv", peer] = _where_allowed(receive, target)
         if len(tasks) == 1:
             ((lane, task),) = tasks.items()
             return self._start_in(lane, task, deadline, asynchronous)
         return Pending([self._lanes.submit(*item) for item in tasks.items()], deadline, self.abort, _GRACE_S)
 
-    def _receiving(
-        self, call: Call, peer: int, sender: torch.Tensor | None, target: torch.Tensor, deadline: Deadline
-    ) -> Callable[[], None]:
-        if peer >= 0:
-            return partial(self._messages.receive, call, peer, target, deadline, self._wildcards.earlier())
+    def _start_wildcard(
+        self,
+        call: Call,
+        sender: torch.Tensor | None,
+        target: torch.Tensor | None,
+        deadline: Deadline,
+        asynchronous: bool,
+    ) -> Handle:
         assert sender is not None
+        assert target is not None
         wildcard = self._wildcards.start()
-        return partial(self._messages.receive_any, call, wildcard, self._peers, sender, target, deadline)
+        receive = partial(self._messages.receive_any, call, wildcard, self._peers, sender, target, deadline)
+        try:
+            return self._start_in(("recv", call.root), _where_allowed(receive, target), deadline, asynchronous)
+        except ConcurrentUseError:
+            wildcard.close()
+            raise
 
     # Collectives, in the calling thread or in the lane.
 
@@ -174,7 +188,7 @@ class LoweredTransport(Transport):
             sending()
             self._receive_all(incoming, deadline)
             return
-        part = self._lanes.submit(_SENDER, sending)
+        part = self._senders.submit(_SENDER, sending)
         try:
             self._receive_all(incoming, deadline)
         except BaseException as error:
@@ -294,6 +308,7 @@ class LoweredTransport(Transport):
         if not self._lanes.stop(_FAREWELL_S):
             self.abort("it closed its communicator with calls under way")
             self._lanes.stop(_FAREWELL_S)
+        self._senders.stop(_FAREWELL_S)
         self._disband()
         self._messages.close()
 

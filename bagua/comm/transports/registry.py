@@ -89,8 +89,17 @@ def create_transport(backend: str, membership: Membership) -> Transport:
         return ShmTransport(membership)
     transport = _across_hosts(backend, membership, hosts)
     if env.debug_checks() and not transport.compares_calls:
-        return CheckedTransport(transport, C10dTransport("gloo", check_membership(membership)))
+        return CheckedTransport(transport, _beside(transport, membership))
     return transport
+
+
+def _beside(transport: Transport, membership: Membership) -> C10dTransport:
+    """The transport of the fingerprints; if it cannot be connected, ``transport`` is given back, too."""
+    try:
+        return C10dTransport("gloo", check_membership(membership))
+    except BaseException:
+        transport.close()
+        raise
 
 
 def _across_hosts(backend: str, membership: Membership, hosts: int) -> Transport:

@@ -83,6 +83,8 @@ class C10dTransport(Transport):
             for device_type, name in split_name(backend).items():
                 self._add_channel(device_type, create_group(name, membership))
         except BaseException:
+            for channel in set(self._channels.values()):
+                channel.group.close()
             self.failures.close()
             raise
         self._choose()
