@@ -78,6 +78,15 @@ def test_tensors_of_other_devices_go_to_their_backend() -> None:
     assert recorder.called == []
 
 
+def test_lists_of_different_lengths_are_refused() -> None:
+    group = TorchCalls(solo_group(), SimpleNamespace(timeout_s=5.0), {})
+    near = torch.ones(3)
+    with pytest.raises(InvalidTensorError, match="output tensors"):
+        group.all_gather_single_coalesced([near], [near, near])
+    with pytest.raises(InvalidTensorError, match="input tensors"):
+        group.reduce_scatter_single_coalesced([near, near], [near])
+
+
 def test_a_device_without_backend_is_a_typed_error() -> None:
     group = TorchCalls(solo_group(), SimpleNamespace(timeout_s=5.0), {})
     with pytest.raises(InvalidTensorError, match="cpu"):

@@ -128,6 +128,7 @@ def test_a_callback_that_fails_is_an_error_of_its_future_only(thread: CallbackTh
     call = Call()
     future = future_of(thread, call, 5)
     future.add_done_callback(lambda _: 1 / 0)
+    future.add_done_callback(lambda _: sys.exit())
     failed, exits, well = (
         future.then(lambda _: 1 / 0),
         future.then(lambda _: sys.exit()),

@@ -245,6 +245,7 @@ class TorchCalls:
         """Gather each tensor of all ranks into one output."""
         if tensors and (other := self._elsewhere(tensors[0])):
             return as_one(other, spelled(other, "all_gather_single", "_allgather_base"), outputs, tensors, opts)
+        require_equal("output tensors", len(tensors), len(outputs))
         pairs = zip(outputs, tensors, strict=True)
         return self._start(opts, outputs, [partial(self._collectives.allgather, *pair) for pair in pairs])
 
@@ -270,6 +271,7 @@ class TorchCalls:
             return as_one(
                 other, spelled(other, "reduce_scatter_single", "_reduce_scatter_base"), outputs, tensors, opts
             )
+        require_equal("input tensors", len(outputs), len(tensors))
         pairs = zip(outputs, tensors, strict=True)
         calls = [partial(self._collectives.reduce_scatter, *pair, opts.reduceOp.op) for pair in pairs]
         return self._start(opts, outputs, calls)
