@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from bagua import env
+from bagua.comm.startup import formation
 from bagua.errors import ConfigurationError
 
 SOURCE = Path(env.__file__).parent
@@ -95,3 +96,11 @@ def test_each_variable_of_ours_is_known_and_documented(monkeypatch):
     assert not env.unknown_variables()
     page = (SOURCE.parent / "docs" / "environment.md").read_text(encoding="utf-8")
     assert read == set(re.findall(r"`(BAGUA_[A-Z_]+)`", page))
+
+
+def test_variables_without_meaning_are_warned_of_once(caplog, monkeypatch):
+    monkeypatch.setenv("BAGUA_TIMEOUTS", "3")
+    formation._warn_of_variables.cache_clear()
+    for _ in range(2):
+        formation.configure_log()
+    assert caplog.text.count("BAGUA_TIMEOUTS") == 1

@@ -34,6 +34,11 @@ def configure_log() -> None:
     level = env.log_level()
     if level is not None:
         _show_from(level)
+    _warn_of_variables()
+
+
+@cache
+def _warn_of_variables() -> None:
     if not env.get_local_rank():  # Once for each host is enough.
         for sentence in env.unknown_variables():
             _log.warning("environment: %s", sentence)
