@@ -222,10 +222,6 @@ class OwnLine(ControlLine):
         #: The beginning of each record, for peers' lines to compare with.
         self.agreements: list[tuple[int, ...]] = [()] * slots
 
-    def write_nonce(self, nonce: bytes) -> None:
-        """Show that this memory belongs to the rank that announced ``nonce``."""
-        self._bytes[:NONCE_BYTES] = nonce
-
     @property
     def reason(self) -> str:
         """Why the state is no longer OPEN."""
