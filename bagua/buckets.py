@@ -8,8 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from bagua.comm import Communicator
-from bagua.comm.transports.memory.copying import copy_flat
+from bagua.comm import Communicator, copy_flat
 from bagua.errors import ConfigurationError
 
 __all__ = ["Bucket", "check_align_bytes", "form_buckets", "padded_numel"]

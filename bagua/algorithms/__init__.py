@@ -9,7 +9,23 @@ from bagua.algorithms.base import Algorithm, AlgorithmImpl, Plane, around, as_al
 from bagua.algorithms.bytegrad import ByteGradAlgorithm, ByteGradAlgorithmImpl
 from bagua.algorithms.decentralized import DecentralizedAlgorithm, DecentralizedAlgorithmImpl
 from bagua.algorithms.diloco import DiLoCoAlgorithm, DiLoCoAlgorithmImpl
-from bagua.algorithms.exchange import Every, Exchange, Flight, How, Then, What
+from bagua.algorithms.exchange import (
+    OF_BUCKETS as OF_BUCKETS,
+)
+from bagua.algorithms.exchange import (
+    POINTS as POINTS,
+)
+from bagua.algorithms.exchange import (
+    Every,
+    Exchange,
+    Flight,
+    How,
+    Then,
+    What,
+)
+from bagua.algorithms.exchange import (
+    Point as Point,
+)
 from bagua.algorithms.gossip import DifferenceMix, Mix
 from bagua.algorithms.gradient_allreduce import GradientAllReduceAlgorithm, GradientAllReduceAlgorithmImpl
 from bagua.algorithms.local_sgd import LocalSGDAlgorithm, LocalSGDAlgorithmImpl
@@ -29,6 +45,7 @@ from bagua.algorithms.scatter_gather import ScatterGatherAllReduceAlgorithm, Sca
 from bagua.algorithms.sign_sgd import SignSGDAlgorithm, SignSGDAlgorithmImpl
 from bagua.algorithms.slowmo import SlowMoAlgorithm, SlowMoAlgorithmImpl, SlowStep
 from bagua.algorithms.top_k import TopKAlgorithm, TopKAlgorithmImpl
+from bagua.algorithms.tuples import Promise as Promise
 from bagua.algorithms.values import Add, Blend, Difference, Gradients, Mean, Replace, Sum, Weights
 
 __all__ = [

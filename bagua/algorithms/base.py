@@ -16,8 +16,7 @@ from bagua.algorithms.registry import DistributedAlgorithm, Registry
 from bagua.algorithms.tuples import Promise, check_exchanges, differ_between_ranks, promise_of
 from bagua.buckets import Bucket
 from bagua.checks import check_kind, wrong_type
-from bagua.comm import Group, ProcessGroup
-from bagua.comm.startup.adoption import as_group
+from bagua.comm import Group, ProcessGroup, as_group
 from bagua.errors import ConfigurationError
 
 __all__ = ["Algorithm", "AlgorithmImpl", "Plane", "around", "as_algorithm", "bound_form", "registry"]

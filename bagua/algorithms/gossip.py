@@ -10,18 +10,17 @@ import torch
 from bagua.algorithms.exchange import Flight, How
 from bagua.checks import check_flags
 from bagua.comm import Communicator, ProcessGroup, Work
-from bagua.compression import Codec, Metadata
-from bagua.compression.base import check_codec
+from bagua.compression import Codec, Metadata, check_codec
 from bagua.errors import ConfigurationError
 from bagua.primitives import (
     DifferenceExchange,
     State,
+    has_two_levels,
     hierarchical_neighbour_average,
     is_global_mean,
     neighbour_average,
     on_leaders,
 )
-from bagua.primitives.hierarchical import has_two_levels
 from bagua.topology import Complete, Hierarchical, Round, Topology, create, weighted_by_size
 
 __all__ = ["DifferenceMix", "Mix"]

@@ -18,8 +18,7 @@ from bagua.averaging.schedule import Schedule
 from bagua.averaging.session import EXIT_S, Session, sign_off_at_exit
 from bagua.averaging.status import AveragingStatus
 from bagua.averaging.transfer import GroupCourier
-from bagua.comm import ProcessGroup
-from bagua.comm.lifetime.background import bounded
+from bagua.comm import ProcessGroup, bounded
 from bagua.errors import CollectiveTimeoutError, CommunicationError
 
 __all__ = ["Averager"]

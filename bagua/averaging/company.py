@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from bagua.averaging.records import MemberState, Record, Watch
 from bagua.averaging.roll import Roll
-from bagua.comm.store.board import Board
+from bagua.comm import Board
 from bagua.errors import NonFiniteError, PeerLostError
 
 __all__ = ["Company", "Patience"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bagua.averaging.company import Company
-from bagua.comm.store.board import Board
+from bagua.comm import Board
 
 __all__ = ["Decisions"]
 

@@ -10,7 +10,7 @@ from enum import Enum
 
 import torch
 
-from bagua.comm.lifetime.wake import Wake
+from bagua.comm import Wake
 
 __all__ = ["Desk", "Parcel", "Stage", "is_finite"]
 

@@ -22,7 +22,7 @@ from bagua.averaging.roll import Roll
 from bagua.averaging.schedule import Looks, Schedule
 from bagua.averaging.status import Progress
 from bagua.averaging.transfer import Channel, Courier, Transfer
-from bagua.comm.store.board import Board
+from bagua.comm import Board
 from bagua.errors import CommunicationError, PeerLostError
 
 __all__ = ["Member"]

@@ -10,8 +10,7 @@ import torch
 
 from bagua.averaging.desk import Parcel
 from bagua.buckets import Bucket, form_buckets
-from bagua.comm import Communicator
-from bagua.comm.transports.memory.copying import copy_flat
+from bagua.comm import Communicator, copy_flat
 from bagua.errors import ConfigurationError
 
 __all__ = ["Buffers", "Part", "parts_of_buffers"]

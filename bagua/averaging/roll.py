@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from bagua.averaging.records import MemberState, Record
-from bagua.comm.store.board import Board
+from bagua.comm import Board
 
 __all__ = ["Roll"]
 

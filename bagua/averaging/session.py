@@ -14,8 +14,7 @@ from bagua.averaging.desk import Desk
 from bagua.averaging.member import Member
 from bagua.averaging.records import MemberState
 from bagua.averaging.transfer import Courier
-from bagua.comm.lifetime.background import bounded, stand_by
-from bagua.comm.lifetime.forks import family
+from bagua.comm import bounded, family, stand_by
 from bagua.errors import CommunicationError
 
 __all__ = ["EXIT_S", "Session", "sign_off_at_exit"]

@@ -17,8 +17,7 @@ import torch
 from bagua import __version__, comm
 from bagua.cli.arguments import positive
 from bagua.cli.launch import Rank, run_ranks
-from bagua.comm import Communicator
-from bagua.comm.transports.registry import refusal
+from bagua.comm import Communicator, backend_refusal
 
 __all__ = ["main"]
 
@@ -93,7 +92,7 @@ def describe_transports() -> list[str]:
     """One line for each transport: available, or why not."""
     lines = []
     for backend in BACKENDS:
-        reason = refusal(backend)
+        reason = backend_refusal(backend)
         lines.append(f"{backend:<5} {'available' if reason is None else f'not available: {reason}'}")
     return lines
 
@@ -146,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\n".join([*describe_machine(), "", *describe_transports()]))
     if options.nproc > 1 and not options.no_timing:
         sizes_bytes = [size_bytes for size_bytes, _ in SIZES]
-        available = [backend for backend in ("shm", "gloo") if refusal(backend) is None]
+        available = [backend for backend in ("shm", "gloo") if backend_refusal(backend) is None]
         chosen = run_ranks(time_backend, options.nproc, (None, []))[0]
         timings = [run_ranks(time_backend, options.nproc, (backend, sizes_bytes))[0] for backend in available]
         print(f"\nwithout backend= it is {chosen.backend}, with hosts of {list(chosen.hosts)} ranks\n")

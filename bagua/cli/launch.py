@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from bagua import comm
-from bagua.comm.store.serving import connect_store, serve_store
+from bagua.comm import connect_store, serve_store
 from bagua.errors import CommunicationError
 
 __all__ = ["Failure", "Rank", "RanksFailedError", "run_ranks"]

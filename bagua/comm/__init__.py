@@ -2,6 +2,8 @@
 
 Knows nothing of modules, gradients or optimizers. It is the only room of the
 project that communicates through ``torch.distributed``.
+
+``__all__`` is for users. What is imported ``as`` itself is for other packages of bagua, which come in by this door.
 """
 
 from bagua.comm.call import Call
@@ -51,6 +53,46 @@ from bagua.comm.transports.base import DONE, Handle, Membership, Transport
 from bagua.comm.transports.lowering import LoweredTransport
 from bagua.comm.transports.registry import register_transport
 from bagua.comm.work import Work
+
+# For other packages of bagua.
+# isort: off
+from bagua.comm.lifetime.background import (
+    BackgroundThread as BackgroundThread,
+    bounded as bounded,
+    stand_by as stand_by,
+)
+from bagua.comm.lifetime.closer import close_with as close_with
+from bagua.comm.lifetime.forks import family as family
+from bagua.comm.lifetime.wake import Wake as Wake
+from bagua.comm.operands import as_seconds as as_seconds, check_rank as check_rank, check_tensor as check_tensor
+from bagua.comm.reduction import divide as divide
+from bagua.comm.startup.adoption import (
+    GradBucket as GradBucket,
+    as_communicator as as_communicator,
+    as_group as as_group,
+    available as available,
+    backend_of as backend_of,
+    communicator_of as communicator_of,
+    rank_among_all as rank_among_all,
+    ranks_of as ranks_of,
+    size_of_all as size_of_all,
+)
+from bagua.comm.startup.default_group import become_rank as become_rank
+from bagua.comm.store.asking import consult as consult, gather_values as gather_values
+from bagua.comm.store.board import Board as Board
+from bagua.comm.store.serving import (
+    connect_store as connect_store,
+    serve_store as serve_store,
+    thread_store as thread_store,
+)
+from bagua.comm.torch_backend.futures import CallbackThread as CallbackThread
+from bagua.comm.torch_backend.group import install_torch_backend as install_torch_backend
+from bagua.comm.torch_backend.work import BackwardWatch as BackwardWatch, TorchWork as TorchWork
+from bagua.comm.transports.memory.copying import copy_flat as copy_flat
+from bagua.comm.transports.registry import backend_refusal as backend_refusal
+from bagua.comm.transports.threads import FaultHook as FaultHook, RankKilled as RankKilled, inject_fault as inject_fault
+from bagua.comm.work import PendingWork as PendingWork
+# isort: on
 
 __all__ = [
     "DONE",

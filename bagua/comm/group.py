@@ -17,11 +17,11 @@ from bagua.comm.lifetime.closing import run_all
 from bagua.comm.lifetime.forks import family, forked_error, leak
 from bagua.comm.non_member import NON_MEMBER, NonMember
 from bagua.comm.operands import check_rank
-from bagua.comm.startup.rendezvous import exchange, raise_refusals
 from bagua.comm.statistics import KindStatistics, Statistics, merge
+from bagua.comm.store.asking import gather_values, raise_refusals
 from bagua.comm.store.board import Board
 from bagua.comm.transports.base import Membership
-from bagua.comm.transports.registry import create_transport, refusal
+from bagua.comm.transports.registry import backend_refusal, create_transport
 from bagua.errors import CollectiveMismatchError, InvalidRankError
 from bagua.topology import ranks_by_node
 
@@ -281,7 +281,7 @@ class ProcessGroup:
         name = f"{label}{self._numbered}"
         store = dist.PrefixStore(name, self.store)
         backend = backend or self.backend
-        obstacle = refusal(backend) if len(members) > 1 and self.rank in members else None
+        obstacle = backend_refusal(backend) if len(members) > 1 and self.rank in members else None
         wanted = [list(members), backend, timeout_s or self.timeout_s, leader]
         reasons = self._agree(store, wanted, obstacle)
         if self.rank not in members:
@@ -360,7 +360,7 @@ class ProcessGroup:
     def _agree(self, store: dist.Store, wanted: list[object], obstacle: Exception | None) -> list[str]:
         """Compare what every member asks for, before anyone waits for a connection; their reasons to refuse it."""
         own = [wanted, str(obstacle or "")]
-        answers = exchange(store, "wanted", self.rank, self.ranks, own, self.timeout_s)
+        answers = gather_values(store, "wanted", self.rank, self.ranks, own, self.timeout_s)
         for member, (answer, _) in enumerate(answers):
             if answer != wanted:
                 raise CollectiveMismatchError(

@@ -1,6 +1,7 @@
 """Codecs: a tensor in, bytes out, and back. No communication."""
 
 from bagua.compression.base import Codec, Metadata, register, registry
+from bagua.compression.base import check_codec as check_codec
 from bagua.compression.by_size import BySize
 from bagua.compression.casting import BFloat16, Float16
 from bagua.compression.identity import Identity

@@ -10,8 +10,8 @@ said in one line at each function.
 from __future__ import annotations
 
 from bagua.comm import ProcessGroup, ReduceOp, get_rank, get_world_size, is_initialized
-from bagua.comm.torch_backend.work import TorchWork as Work
-from bagua.comm.torch_forms.names import (
+from bagua.comm import TorchWork as Work
+from bagua.comm.torch_forms import (
     Backend,
     DistStoreError,
     FileStore,
@@ -32,7 +32,9 @@ from bagua.comm.torch_forms.names import (
     is_ucc_available,
     is_xccl_available,
 )
-from bagua.comm.torch_forms.scaled import make_premul_sum as _make_nccl_premul_sum  # noqa: F401 - torch's name
+from bagua.comm.torch_forms import (
+    make_premul_sum as _make_nccl_premul_sum,  # noqa: F401 - torch's name
+)
 from bagua.distributed.collectives import (
     all_gather,
     all_gather_into_tensor,
@@ -81,9 +83,15 @@ from bagua.distributed.objects import (
     gather_object,
     scatter_object_list,
 )
-from bagua.errors import CommunicationError as DistBackendError
-from bagua.errors import CommunicationError as DistError
-from bagua.errors import PeerLostError as DistNetworkError
+from bagua.errors import (
+    CommunicationError as DistBackendError,
+)
+from bagua.errors import (
+    CommunicationError as DistError,
+)
+from bagua.errors import (
+    PeerLostError as DistNetworkError,
+)
 
 __all__ = [
     "Backend",

@@ -9,11 +9,18 @@ from typing import Any
 from torch import Tensor
 
 from bagua.checks import renaming
-from bagua.comm import Communicator, Group, NonMember, ReduceOp
-from bagua.comm.startup.adoption import communicator_of
-from bagua.comm.torch_backend.work import TorchWork
-from bagua.comm.torch_forms import lists as list_forms
-from bagua.comm.torch_forms.scaled import is_scaled, scale, scaled
+from bagua.comm import Communicator, Group, NonMember, ReduceOp, TorchWork, communicator_of
+from bagua.comm.torch_forms import (
+    allgather_tensors,
+    alltoall_rows,
+    alltoall_tensors,
+    gather_tensors,
+    is_scaled,
+    reduce_scatter_tensors,
+    scale,
+    scaled,
+    scatter_tensors,
+)
 from bagua.distributed.places import as_in_torch, rank_inside, refuse
 
 #: The type of operations that are names only.
@@ -120,9 +127,7 @@ def all_gather(
     communicator = communicator_of(group)
     if not communicator:
         return None
-    return as_in_torch(
-        communicator, list_forms.allgather_list(communicator, tensor_list, tensor, async_op), tensor_list
-    )
+    return as_in_torch(communicator, allgather_tensors(communicator, tensor_list, tensor, async_op), tensor_list)
 
 
 @renaming(output="output_tensor", tensor="input_tensor")
@@ -149,7 +154,7 @@ def gather(
         return None
     inside = rank_inside(communicator, dst, group_dst, "dst", 0)
     return as_in_torch(
-        communicator, list_forms.gather_list(communicator, tensor, gather_list, inside, async_op), gather_list or []
+        communicator, gather_tensors(communicator, tensor, gather_list, inside, async_op), gather_list or []
     )
 
 
@@ -167,9 +172,7 @@ def scatter(
     if not communicator:
         return None
     inside = rank_inside(communicator, src, group_src, "src", 0)
-    return as_in_torch(
-        communicator, list_forms.scatter_list(communicator, tensor, scatter_list, inside, async_op), [tensor]
-    )
+    return as_in_torch(communicator, scatter_tensors(communicator, tensor, scatter_list, inside, async_op), [tensor])
 
 
 def reduce_scatter(
@@ -184,9 +187,7 @@ def reduce_scatter(
     if not communicator:
         return None
     op, input_list = _of_copies(op, input_list)
-    return as_in_torch(
-        communicator, list_forms.reduce_scatter_list(communicator, output, input_list, op, async_op), [output]
-    )
+    return as_in_torch(communicator, reduce_scatter_tensors(communicator, output, input_list, op, async_op), [output])
 
 
 @renaming(tensor="input")
@@ -214,7 +215,7 @@ def all_to_all(
     communicator = communicator_of(group)
     if not communicator:
         return None
-    work = list_forms.alltoall_list(communicator, output_tensor_list, input_tensor_list, async_op)
+    work = alltoall_tensors(communicator, output_tensor_list, input_tensor_list, async_op)
     return as_in_torch(communicator, work, output_tensor_list)
 
 
@@ -231,7 +232,7 @@ def all_to_all_single(
     communicator = communicator_of(group)
     if not communicator:
         return None
-    work = list_forms.alltoall_rows(communicator, output, input, output_split_sizes, input_split_sizes, async_op)
+    work = alltoall_rows(communicator, output, input, output_split_sizes, input_split_sizes, async_op)
     return as_in_torch(communicator, work, [output])
 
 

@@ -10,10 +10,18 @@ import torch
 
 from bagua import comm
 from bagua.checks import check_kind
-from bagua.comm import NON_MEMBER, Group, NonMember, ProcessGroup
-from bagua.comm.operands import as_seconds
-from bagua.comm.startup.adoption import as_group, backend_of, communicator_of, ranks_of
-from bagua.comm.torch_forms.names import Store, default_pg_timeout, meet_at
+from bagua.comm import (
+    NON_MEMBER,
+    Group,
+    NonMember,
+    ProcessGroup,
+    as_group,
+    as_seconds,
+    backend_of,
+    communicator_of,
+    ranks_of,
+)
+from bagua.comm.torch_forms import Store, default_pg_timeout, meet_at
 from bagua.distributed.places import refuse
 from bagua.errors import ConfigurationError, InvalidRankError
 

@@ -8,11 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from bagua.checks import check_kind, check_whole
-from bagua.comm import Communicator, Group
-from bagua.comm.operands import check_rank, check_tensor
-from bagua.comm.startup.adoption import communicator_of
-from bagua.comm.torch_backend.work import TorchWork
-from bagua.comm.torch_forms.tagged import TaggedReceive, mail_of
+from bagua.comm import Communicator, Group, TorchWork, check_rank, check_tensor, communicator_of
+from bagua.comm.torch_forms import TaggedReceive, mail_of
 from bagua.distributed.places import as_in_torch, rank_inside
 from bagua.errors import ConfigurationError, InvalidRankError
 

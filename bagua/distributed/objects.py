@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bagua.comm import Group
-from bagua.comm.startup.adoption import communicator_of
+from bagua.comm import Group, communicator_of
 from bagua.distributed.places import rank_inside
 from bagua.errors import ConfigurationError
 

@@ -7,10 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from bagua.comm import Communicator, Work
-from bagua.comm.non_member import NonMember
-from bagua.comm.torch_backend.futures import CallbackThread
-from bagua.comm.torch_backend.work import TorchWork
+from bagua.comm import CallbackThread, Communicator, NonMember, TorchWork, Work
 from bagua.errors import ConfigurationError, InvalidRankError
 
 __all__ = ["as_in_torch", "rank_inside", "refuse"]

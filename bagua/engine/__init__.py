@@ -1,1 +1,68 @@
 """The engine: hooks into autograd and optimizers, buckets, and the schedule of their exchanges."""
+
+from bagua.engine.access import EngineAccess
+from bagua.engine.agreement import compare
+from bagua.engine.autotune.search import Setting
+from bagua.engine.autotune.settings import AutotuneSettings
+from bagua.engine.executor import Executor, create_executor
+from bagua.engine.hooks import BackwardHooks
+from bagua.engine.keywords import InitOptions, ReducerOptions, SwitchOptions
+from bagua.engine.options import (
+    DEFAULT_BUCKET_BYTES,
+    BucketType,
+    EngineOptions,
+    TensorDeclaration,
+    check_bucket_bytes,
+    check_grad_scaler,
+    check_module,
+    check_optional_flag,
+    optimizer_list,
+    refuse_unknown,
+)
+from bagua.engine.reducer import Reducer
+from bagua.engine.saving import Remembered, check_owner, collect, merged, renamed, restore
+from bagua.engine.start import make_equal, replace_engine
+from bagua.engine.state import (
+    allreduce_optimizer_state,
+    allreduce_parameters,
+    broadcast_buffers_of,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+
+__all__ = [
+    "DEFAULT_BUCKET_BYTES",
+    "AutotuneSettings",
+    "BackwardHooks",
+    "BucketType",
+    "EngineAccess",
+    "EngineOptions",
+    "Executor",
+    "InitOptions",
+    "Reducer",
+    "ReducerOptions",
+    "Remembered",
+    "Setting",
+    "SwitchOptions",
+    "TensorDeclaration",
+    "allreduce_optimizer_state",
+    "allreduce_parameters",
+    "broadcast_buffers_of",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "check_bucket_bytes",
+    "check_grad_scaler",
+    "check_module",
+    "check_optional_flag",
+    "check_owner",
+    "collect",
+    "compare",
+    "create_executor",
+    "make_equal",
+    "merged",
+    "optimizer_list",
+    "refuse_unknown",
+    "renamed",
+    "replace_engine",
+    "restore",
+]

@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from bagua.comm import ProcessGroup, Work
-from bagua.comm.lifetime.background import BackgroundThread
+from bagua.comm import BackgroundThread, ProcessGroup, Work
 
 __all__ = ["Executor", "create_executor", "nothing"]
 

@@ -13,10 +13,7 @@ import torch
 
 from bagua.algorithms import Algorithm, AlgorithmImpl, Exchange, Model
 from bagua.buckets import Bucket
-from bagua.comm import Communicator, Group, ProcessGroup, get_default_group
-from bagua.comm.lifetime.closer import close_with
-from bagua.comm.startup.adoption import as_group
-from bagua.comm.startup.rendezvous import exchange
+from bagua.comm import Communicator, Group, ProcessGroup, as_group, close_with, gather_values, get_default_group
 from bagua.engine.agreement import compare_or_refuse
 from bagua.engine.autotune.search import Setting
 from bagua.engine.belongings import Belongings
@@ -381,7 +378,7 @@ class BucketFormation:
         if self.algorithm.plane is not None:
             self.algorithm.plane.settle()  # This rank serves the others in the background until they are here.
         try:
-            exchange(group.store, topic, group.rank, group.ranks, difference, group.timeout_s)
+            gather_values(group.store, topic, group.rank, group.ranks, difference, group.timeout_s)
         except BaseException:
             told = f"it waited for a change of the model that other ranks did not make: {difference}"
             group.abort(told, group.ranks[group.rank])

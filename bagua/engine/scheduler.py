@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from bagua.algorithms.exchange import OF_BUCKETS, POINTS, Flight, Point
+from bagua.algorithms import OF_BUCKETS, POINTS, Flight, Point
 from bagua.buckets import Bucket
 from bagua.engine.executor import nothing
 from bagua.engine.layout import twice, unusable

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from bagua.comm import Communicator, Group, NonMember, ReduceOp
-from bagua.comm.startup.adoption import communicator_of
+from bagua.comm import Communicator, Group, NonMember, ReduceOp, communicator_of
 from bagua.engine.agreement import compare
 from bagua.engine.registration import ignored_names
 from bagua.engine.saving import digest_of

@@ -8,7 +8,7 @@ import torch
 
 from bagua.algorithms import Algorithm, DistributedAlgorithm, as_algorithm, registry
 from bagua.comm import get_default_group, init_process_group, is_initialized
-from bagua.engine.autotune.settings import AutotuneSettings
+from bagua.engine import AutotuneSettings
 from bagua.errors import ConfigurationError
 from bagua.parallel import DistributedDataParallel
 from bagua.utilities.distributed import all_gather_ddp_if_available, sync_ddp_if_available

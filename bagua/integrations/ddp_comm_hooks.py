@@ -11,13 +11,18 @@ from typing import Any
 
 import torch
 
-from bagua.comm import Communicator, ProcessGroup
-from bagua.comm.startup.adoption import GradBucket, as_group, rank_among_all, size_of_all
-from bagua.comm.torch_backend.work import BackwardWatch
-from bagua.comm.work import PendingWork
+from bagua.comm import (
+    BackwardWatch,
+    Communicator,
+    GradBucket,
+    PendingWork,
+    ProcessGroup,
+    as_group,
+    rank_among_all,
+    size_of_all,
+)
 from bagua.compression import Codec, TopK
-from bagua.engine.executor import Executor, create_executor
-from bagua.engine.saving import Remembered, check_owner, collect, merged, renamed, restore
+from bagua.engine import Executor, Remembered, check_owner, collect, create_executor, merged, renamed, restore
 from bagua.errors import ConfigurationError, blame
 from bagua.primitives import (
     AllGatherReducer,
@@ -78,9 +83,8 @@ class _HookBuckets:
             offsets = itertools.accumulate((parameter.numel() for parameter in parameters), initial=0)
             blocks = [block for block in map(MatrixBlock.of, parameters, offsets) if block is not None]
             place = _HookBucket(names, parameters, self._reducer.memory(communicator, flat, blocks))
-            former = {other: one for other, one in self._places.items() if not set(names).isdisjoint(other[0])}
-            self._kept = merged(self._kept, collect(former.values()))
-            self._places = {other: one for other, one in self._places.items() if other not in former}
+            former = [other for other in self._places if not set(names).isdisjoint(other[0])]
+            self._kept = merged(self._kept, collect([self._places.pop(other) for other in former]))
             restore([place], self._kept)
             self._places[key] = place
         return self._places[key].memory

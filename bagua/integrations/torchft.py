@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from bagua.checks import install_command
-from bagua.comm import TorchBackendOptions, create_torch_group
-from bagua.comm.startup.adoption import GradBucket
+from bagua.comm import GradBucket, TorchBackendOptions, create_torch_group
 from bagua.errors import ConfigurationError
 
 __all__ = ["distributed_data_parallel", "process_group"]

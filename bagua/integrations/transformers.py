@@ -14,8 +14,7 @@ import torch
 
 from bagua.algorithms import Algorithm, AsyncModelAverageAlgorithmImpl, DistributedAlgorithm, as_algorithm
 from bagua.checks import install_command
-from bagua.comm import solo_group
-from bagua.comm.startup.adoption import as_group, available
+from bagua.comm import as_group, available, solo_group
 from bagua.errors import ConfigurationError, InvalidTypeError
 from bagua.integrations.accelerate import check_takes_hooks
 from bagua.integrations.ddp_comm_hooks import ReducerState, codec_hook

@@ -1,11 +1,13 @@
 """The engine: hooks into autograd and optimizers, bucket scheduling, wrappers, switching."""
 
-from bagua.engine.autotune.search import Setting
-from bagua.engine.autotune.settings import AutotuneSettings
-from bagua.engine.hooks import BackwardHooks
-from bagua.engine.options import DEFAULT_BUCKET_BYTES, BucketType, TensorDeclaration
-from bagua.engine.reducer import Reducer
-from bagua.engine.state import (
+from bagua.engine import (
+    DEFAULT_BUCKET_BYTES,
+    AutotuneSettings,
+    BackwardHooks,
+    BucketType,
+    Reducer,
+    Setting,
+    TensorDeclaration,
     allreduce_optimizer_state,
     allreduce_parameters,
     broadcast_buffers_of,

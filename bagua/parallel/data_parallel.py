@@ -12,10 +12,15 @@ from typing_extensions import Never
 from bagua.algorithms import Algorithm, DistributedAlgorithm
 from bagua.checks import check_flags
 from bagua.comm import ProcessGroup
-from bagua.engine.autotune.settings import AutotuneSettings
-from bagua.engine.options import check_grad_scaler, check_module, optimizer_list, refuse_unknown
-from bagua.engine.start import make_equal
-from bagua.engine.state import broadcast_buffers_of
+from bagua.engine import (
+    AutotuneSettings,
+    broadcast_buffers_of,
+    check_grad_scaler,
+    check_module,
+    make_equal,
+    optimizer_list,
+    refuse_unknown,
+)
 from bagua.errors import ConfigurationError
 from bagua.parallel.ddp_arguments import (
     bucket_bytes_from,

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from bagua.checks import check_kind, check_numbers
-from bagua.comm import ProcessGroup
-from bagua.comm.startup.adoption import as_group
-from bagua.engine.options import check_optional_flag
+from bagua.comm import ProcessGroup, as_group
+from bagua.engine import check_optional_flag
 from bagua.errors import ConfigurationError
 
 __all__ = [

@@ -13,12 +13,18 @@ from typing_extensions import Never
 from bagua.algorithms import Algorithm, DistributedAlgorithm
 from bagua.checks import check_flags
 from bagua.comm import Group
-from bagua.engine.access import EngineAccess
-from bagua.engine.autotune.settings import AutotuneSettings
-from bagua.engine.hooks import BackwardHooks
-from bagua.engine.options import DEFAULT_BUCKET_BYTES, EngineOptions, check_module, refuse_unknown
-from bagua.engine.reducer import Reducer
-from bagua.engine.start import make_equal, replace_engine
+from bagua.engine import (
+    DEFAULT_BUCKET_BYTES,
+    AutotuneSettings,
+    BackwardHooks,
+    EngineAccess,
+    EngineOptions,
+    Reducer,
+    check_module,
+    make_equal,
+    refuse_unknown,
+    replace_engine,
+)
 from bagua.errors import ConfigurationError
 
 __all__ = ["BaguaModule", "install_with_bagua", "with_bagua"]

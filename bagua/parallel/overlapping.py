@@ -9,11 +9,7 @@ from typing import Any
 import torch
 from typing_extensions import Unpack
 
-from bagua.engine.access import EngineAccess
-from bagua.engine.hooks import BackwardHooks
-from bagua.engine.keywords import ReducerOptions
-from bagua.engine.options import BucketType, check_module, optimizer_list
-from bagua.engine.reducer import Reducer
+from bagua.engine import BackwardHooks, BucketType, EngineAccess, Reducer, ReducerOptions, check_module, optimizer_list
 from bagua.errors import ConfigurationError
 
 __all__ = ["DistributedModule", "OverlappingWrapper"]

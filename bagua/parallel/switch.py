@@ -11,19 +11,21 @@ from typing_extensions import Self, Unpack
 
 from bagua.algorithms import Algorithm, DistributedAlgorithm, GradientAllReduceAlgorithm, as_algorithm
 from bagua.checks import check_flags
-from bagua.engine.access import EngineAccess
-from bagua.engine.hooks import BackwardHooks
-from bagua.engine.keywords import InitOptions, SwitchOptions
-from bagua.engine.options import (
+from bagua.engine import (
     DEFAULT_BUCKET_BYTES,
+    BackwardHooks,
+    EngineAccess,
     EngineOptions,
+    InitOptions,
+    Reducer,
+    SwitchOptions,
     check_bucket_bytes,
     check_optional_flag,
+    make_equal,
     optimizer_list,
     refuse_unknown,
+    replace_engine,
 )
-from bagua.engine.reducer import Reducer
-from bagua.engine.start import make_equal, replace_engine
 from bagua.errors import ConfigurationError
 from bagua.parallel.overlapping import DistributedModule
 

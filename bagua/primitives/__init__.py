@@ -8,6 +8,7 @@ from bagua.primitives.decentralized import (
     is_global_mean,
     neighbour_average,
 )
+from bagua.primitives.hierarchical import has_two_levels as has_two_levels
 from bagua.primitives.hierarchical import hierarchical_sum, on_leaders
 from bagua.primitives.memory import MatrixBlock, ReducerMemory, State
 from bagua.primitives.power_sgd import PowerSGDReducer

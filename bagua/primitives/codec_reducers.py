@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from bagua.comm import Communicator
-from bagua.compression import Codec, Metadata
-from bagua.compression.base import check_codec
+from bagua.compression import Codec, Metadata, check_codec
 from bagua.primitives.memory import ReducerMemory, summing_dtype
 from bagua.primitives.reducers import SumReducer
 

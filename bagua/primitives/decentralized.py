@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from bagua.comm import Communicator, ProcessGroup, ReduceOp, Work
-from bagua.comm.reduction import divide
+from bagua.comm import Communicator, ProcessGroup, ReduceOp, Work, divide
 from bagua.compression import Codec, Metadata
 from bagua.primitives.hierarchical import on_leaders
 from bagua.primitives.memory import ReducerMemory, State

@@ -33,8 +33,7 @@ import bagua.algorithms
 import bagua.comm
 import bagua.compression
 import bagua.primitives
-from bagua.algorithms import Algorithm, Exchange, Flight, How
-from bagua.algorithms.tuples import Promise
+from bagua.algorithms import Algorithm, Exchange, Flight, How, Promise
 from bagua.comm import ProcessGroup, ReduceOp, Work
 from bagua.errors import ConfigurationError
 from bagua.parallel import BaguaModule, with_bagua

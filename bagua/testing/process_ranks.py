@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
-from bagua.comm.store.serving import serve_store
+from bagua.comm import serve_store
 from bagua.errors import ConfigurationError
 from bagua.testing import worker
 from bagua.testing.ranks import Job, Outcome, RankDiedError, RankHangsError, RankPool

@@ -12,9 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import bagua.comm
-from bagua.comm.startup.default_group import holder
-from bagua.comm.store.serving import thread_store
-from bagua.comm.transports.threads import FaultHook, RankKilled, inject_fault
+from bagua.comm import FaultHook, RankKilled, become_rank, inject_fault, thread_store
 from bagua.testing.ranks import (
     Job,
     Outcome,
@@ -119,7 +117,7 @@ class _ThreadRun:
 
     def _rank(self, rank: int) -> None:
         this_rank.set(_ThisThread(self, rank))
-        holder.thread_is_rank.set(True)
+        become_rank()
         job, started = self._job, time.monotonic()
         try:
             if job.backend is not None:

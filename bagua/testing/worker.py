@@ -23,7 +23,7 @@ import torch
 
 import bagua.comm
 from bagua import env
-from bagua.comm.store.serving import connect_store
+from bagua.comm import connect_store
 from bagua.testing.ranks import Job, Outcome, ThisRank, this_rank
 
 # The fork server imports this module, and then has all that a rank needs. Tests name the

@@ -8,7 +8,7 @@ to ``torch.distributed``, and has no other side effect.
 from __future__ import annotations
 
 from bagua.algorithms import DistributedAlgorithm
-from bagua.comm.torch_backend.group import TorchBackendOptions, install_torch_backend
+from bagua.comm import TorchBackendOptions, install_torch_backend
 from bagua.parallel import AutotuneSettings, BaguaModule, bagua_init, install_with_bagua
 from bagua.torch_api import (
     algorithms,

@@ -18,8 +18,7 @@ from typing_extensions import Unpack
 
 from bagua import comm as of
 from bagua.checks import check_kind, renaming
-from bagua.comm import Communicator, NonMember, ReduceOp, Work
-from bagua.comm.startup.adoption import Group, backend_of, communicator_of
+from bagua.comm import Communicator, Group, NonMember, ReduceOp, Work, backend_of, communicator_of
 from bagua.errors import ConfigurationError, InvalidTensorError, InvalidTypeError
 
 __all__ = [

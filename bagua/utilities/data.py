@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset, Sampler
 
 from bagua.checks import check_flags
-from bagua.comm.startup.adoption import rank_among_all, size_of_all
+from bagua.comm import rank_among_all, size_of_all
 from bagua.errors import ConfigurationError, InvalidRankError
 
 __all__ = [

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from bagua import env
-from bagua.comm import Communicator, ReduceOp, init_process_group, is_initialized
-from bagua.comm.startup.adoption import as_communicator, available
+from bagua.comm import Communicator, ReduceOp, as_communicator, available, init_process_group, is_initialized
 from bagua.errors import ConfigurationError, InvalidReduceOpError, InvalidTensorError
 from bagua.utilities.rank_zero import (
     rank_zero_debug,

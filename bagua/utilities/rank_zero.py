@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from bagua import env
-from bagua.comm.startup.adoption import available, rank_among_all
+from bagua.comm import available, rank_among_all
 
 __all__ = ["rank_zero_debug", "rank_zero_deprecation", "rank_zero_info", "rank_zero_only", "rank_zero_warn"]
 

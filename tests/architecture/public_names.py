@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
+from tests.architecture.rules import OPEN_PACKAGES
 from tests.architecture.source_tree import PACKAGE, REPOSITORY, is_within, read_sources
 
 FROZEN_LIST = Path(__file__).with_name("public_names.txt")
@@ -28,8 +29,6 @@ DOORS = (
     "bagua.testing.transport_contract",
     "bagua.topology",
 )
-# Packages of which every module has a documented import path.
-OPEN_PACKAGES = ("bagua.torch_api", "bagua.utilities", "bagua.integrations")
 
 
 def public_modules(root: Path = REPOSITORY / PACKAGE) -> list[str]:

@@ -48,6 +48,12 @@ EXTRA_PACKAGES = {
     "bagua.testing": {"pytest", "hypothesis", "numpy"},
 }
 
+# Doors beside the packages directly below `bagua`, and packages that users enter by each of their modules.
+INNER_DOORS = {"bagua.comm.torch_forms", "bagua.parallel.decentralized"}
+OPEN_PACKAGES = ("bagua.torch_api", "bagua.utilities", "bagua.integrations")
+# The program, which starts the commands.
+ENTRIES = {"bagua.__main__"}
+
 # Parts of torch.distributed that start things.
 LAUNCHER_MODULES = (
     "torch.distributed.elastic",
@@ -89,6 +95,33 @@ def imports_point_downwards(sources: list[SourceFile]) -> list[str]:
             if target != PACKAGE and (layer is None or layer > own):
                 violations.append(f"{source.path}:{line}: {source.module} (layer {own}) imports {target} ({layer})")
     return violations
+
+
+def packages_are_entered_by_their_doors(sources: list[SourceFile]) -> list[str]:
+    """A module takes names of another package out of that package's door, its `__init__`."""
+    known = {source.module for source in sources}
+    bound = {source.module: _names_imported_by(source) for source in sources}
+    violations = []
+    for source in sources:
+        for item in imports_of(source):
+            if item.target.split(".")[0] != PACKAGE or source.module in ENTRIES:
+                continue
+            through = [f"{item.target}.{name}" for name in item.names if name not in bound.get(item.target, ())]
+            targets = [item.target, *(name for name in through if name in known)]
+            violations += [
+                f"{source.path}:{item.line}: {source.module} passes the door of {target}"
+                for target in targets
+                if not _is_door(target) and target.split(".")[1] != source.module.split(".")[1:2][0]
+            ]
+    return violations
+
+
+def _names_imported_by(source: SourceFile) -> set[str]:
+    return {name for item in imports_of(source) for name in item.names}
+
+
+def _is_door(module: str) -> bool:
+    return module.count(".") < 2 or module in INNER_DOORS or any(is_within(module, name) for name in OPEN_PACKAGES)
 
 
 def no_import_cycles(sources: list[SourceFile]) -> list[str]:
@@ -286,6 +319,7 @@ def names_of_classes_are_unique(sources: list[SourceFile]) -> list[str]:
 
 RULES: tuple[Rule, ...] = (
     imports_point_downwards,
+    packages_are_entered_by_their_doors,
     no_import_cycles,
     imports_are_absolute_and_by_name,
     only_declared_packages,

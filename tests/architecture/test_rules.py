@@ -27,6 +27,17 @@ VIOLATIONS = [
     ),
     (rules.imports_point_downwards, {"helpers.py": ""}, "has no layer"),
     (
+        rules.packages_are_entered_by_their_doors,
+        {"buckets.py": "def f():\n    from bagua.comm.store import Board", "comm/store/__init__.py": ""},
+        "buckets.py:2: bagua.buckets passes the door of bagua.comm.store",
+    ),
+    (
+        rules.packages_are_entered_by_their_doors,
+        {"buckets.py": "from bagua.comm import store", "comm/store.py": ""},
+        "buckets passes the door of bagua.comm.store",
+    ),
+    (rules.packages_are_entered_by_their_doors, {"a.py": "import bagua.comm.b", "comm/b.py": ""}, "a.py:1"),
+    (
         rules.no_import_cycles,
         {"comm/a.py": "from bagua.comm import b", "comm/b.py": "def f():\n    import bagua.comm.a"},
         "bagua.comm.a -> bagua.comm.b -> bagua.comm.a",

@@ -16,7 +16,7 @@ def test_a_look_without_measuring(capsys):
 
 
 def test_why_a_transport_is_not_there(monkeypatch):
-    monkeypatch.setattr(doctor, "refusal", lambda backend: OSError("not today") if backend == "shm" else None)
+    monkeypatch.setattr(doctor, "backend_refusal", lambda backend: OSError("not today") if backend == "shm" else None)
     assert doctor.describe_transports()[0].split(maxsplit=1) == ["shm", "not available: not today"]
 
 

@@ -59,7 +59,7 @@ def _backwards(name: str, place: int) -> Mutant:
         turned = arguments[place][::-1] if arguments[place] else arguments[place]
         return true(*arguments[:place], turned, *arguments[place + 1 :])
 
-    return around(lists, name, call)
+    return around(collectives, name, call)
 
 
 def _turns(place: Any, name: str, argument: int) -> Mutant:
@@ -168,12 +168,12 @@ MIRROR_MUTANTS: dict[str, Mutant] = {
     "broadcast is among all": _among_all("broadcast", None),
     "barrier is among all": _among_all("barrier", 0),
     "barrier does not wait": patched(dist, "barrier", lambda group, async_op: _Nothing() if async_op else None),
-    "all_gather fills its list backwards": _backwards("allgather_list", 1),
-    "gather fills its list backwards": _backwards("gather_list", 2),
-    "scatter takes its list backwards": _backwards("scatter_list", 2),
-    "reduce_scatter takes its list backwards": _backwards("reduce_scatter_list", 2),
-    "all_to_all takes its list backwards": _backwards("alltoall_list", 2),
-    "all_to_all_single swaps its sizes": around(lists, "alltoall_rows", _swaps_sizes),
+    "all_gather fills its list backwards": _backwards("allgather_tensors", 1),
+    "gather fills its list backwards": _backwards("gather_tensors", 2),
+    "scatter takes its list backwards": _backwards("scatter_tensors", 2),
+    "reduce_scatter takes its list backwards": _backwards("reduce_scatter_tensors", 2),
+    "all_to_all takes its list backwards": _backwards("alltoall_tensors", 2),
+    "all_to_all_single swaps its sizes": around(collectives, "alltoall_rows", _swaps_sizes),
     "all_gather_single loses its first row": around(dist, "all_gather_single", _all_but_first_row),
     "asynchronous calls return nothing": around(collectives, "as_in_torch", _waits_and_returns_none),
     "synchronous calls return a work": around(collectives, "as_in_torch", _returns_work),

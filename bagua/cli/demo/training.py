@@ -13,14 +13,12 @@ from torch import Tensor
 
 import bagua.torch_api as bagua
 from bagua import comm
-from bagua.algorithms import registry
+from bagua.algorithms import Algorithm, AsyncModelAverageAlgorithmImpl, registry
 from bagua.cli.demo.model import ByteTransformer, Shape
 from bagua.cli.demo.text import Text, batch, read_standard_library, windows
 from bagua.cli.launch import Rank
-from bagua.torch_api import BaguaModule
-from bagua.torch_api.algorithms import Algorithm
-from bagua.torch_api.algorithms.async_model_average import AsyncModelAverageAlgorithmImpl
-from bagua.torch_api.data_parallel import DecentralizedDataParallel
+from bagua.parallel import BaguaModule
+from bagua.parallel.decentralized import DecentralizedDataParallel
 
 __all__ = ["DECENTRALIZED", "Phase", "Progress", "Result", "Settings", "train"]
 

@@ -22,15 +22,16 @@ from bagua.comm.lifetime.forks import family, leak
 from bagua.comm.non_member import NonMember, is_non_member
 from bagua.comm.operands import as_seconds
 from bagua.comm.startup.choice import unwrapped
-from bagua.comm.startup.rendezvous import refuse_together
 from bagua.comm.statistics import KindStatistics
+from bagua.comm.store.asking import refuse_together
 from bagua.comm.torch_private import all_groups, store_of
-from bagua.comm.transports.registry import refusal
+from bagua.comm.transports.registry import backend_refusal
 from bagua.errors import InvalidRankError, InvalidTypeError, NotInitializedError, blame
 
 __all__ = [
     "Group",
     "World",
+    "become_rank",
     "default_communicator",
     "destroy_process_group",
     "from_torch_group",
@@ -133,6 +134,11 @@ class WorldHolder:
 
 
 holder = WorldHolder()
+
+
+def become_rank() -> None:
+    """Make the calling thread a rank of its own, on any transport, with a default group of its own."""
+    holder.thread_is_rank.set(True)
 
 
 def destroy_process_group() -> None:
@@ -239,7 +245,7 @@ def from_torch_group(
     ranks = dist.get_process_group_ranks(torch_group)
     backend, rank = unwrapped(backend) or world.group.backend, dist.get_rank(torch_group)
     timeout_s = world.group.timeout_s if timeout is None else as_seconds(timeout)
-    refuse_together(store, "refusal", rank, ranks, refusal(backend) if len(ranks) > 1 else None, timeout_s)
+    refuse_together(store, "refusal", rank, ranks, backend_refusal(backend) if len(ranks) > 1 else None, timeout_s)
     made = ProcessGroup(
         store,
         rank,

@@ -19,8 +19,8 @@ from bagua import env
 from bagua.comm.group import Ledger, ProcessGroup
 from bagua.comm.startup.choice import ASKED_FOR, abilities, candidates
 from bagua.comm.startup.hosts import host_identity, nodes_from_identities, nodes_from_local_size
-from bagua.comm.startup.rendezvous import exchange, raise_refusals
-from bagua.comm.transports.registry import refusal
+from bagua.comm.store.asking import gather_values, raise_refusals
+from bagua.comm.transports.registry import backend_refusal
 from bagua.comm.transports.shm.transport import shm_expected
 from bagua.errors import CollectiveMismatchError, ConfigurationError, TransportUnavailableError
 
@@ -112,9 +112,9 @@ def plan(
         CollectiveMismatchError: ranks were started with different arguments.
         TransportUnavailableError: a rank cannot use the backend.
     """
-    obstacle = refusal(backend or "gloo") if len(ranks) > 1 else None
+    obstacle = backend_refusal(backend or "gloo") if len(ranks) > 1 else None
     own = {"backend": backend, "world_size": len(ranks), "host": host_identity(), "refusal": str(obstacle or "")}
-    answers = exchange(store, "init_process_group", rank, ranks, {**own, **abilities(use_cuda)}, timeout_s)
+    answers = gather_values(store, "init_process_group", rank, ranks, {**own, **abilities(use_cuda)}, timeout_s)
     _compare(answers, own, rank, ranks)
     if nodes is None:
         nodes = _nodes_of(answers, local_world_size)

@@ -1,28 +1,19 @@
-"""How ranks find each other: a store, who has come, and what each of them brought."""
+"""How ranks find each other: who this process is, and the store where all of them meet."""
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
 from bagua import env
 from bagua.comm.lifetime.forks import family, leak
-from bagua.comm.store.keys import read_all, wait_for_keys
-from bagua.errors import (
-    CollectiveTimeoutError,
-    ConfigurationError,
-    PeerLostError,
-    TransportUnavailableError,
-)
+from bagua.errors import CollectiveTimeoutError, ConfigurationError
 
-__all__ = ["connect", "consult", "exchange", "raise_refusals", "refuse_together", "resolve_rank"]
+__all__ = ["connect", "resolve_rank"]
 
 _COMMAND = "baguarun --nproc 2 train.py (or: torchrun --nproc_per_node 2 train.py)"
 
@@ -157,144 +148,3 @@ def _wait_for_listener(address: str, port: int, timeout_s: float) -> float:
                 raise
         time.sleep(min(pause_s, max(left_s, 0.0)))
         pause_s = min(2 * pause_s, 0.5)
-
-
-def exchange(store: dist.Store, topic: str, rank: int, ranks: Sequence[int], value: Any, timeout_s: float) -> list[Any]:
-    """What every member posted under ``topic``, in rank order. A barrier that names who is missing.
-
-    Args:
-        store: of the group.
-        topic: used once per store.
-        rank: this member's rank in the group.
-        ranks: what messages call the members.
-        value: anything JSON can hold.
-        timeout_s: how long to wait for the others, in seconds.
-
-    Raises:
-        CollectiveTimeoutError: with the missing ranks as ``peers``.
-    """
-    keys = [f"{topic}/{member}" for member in range(len(ranks))]
-    started = time.monotonic()
-    try:
-        store.set(keys[rank], json.dumps(value))
-        _collect(store, topic, rank, ranks, keys, started, timeout_s)
-        return [json.loads(text) for text in read_all(store, keys)]
-    except dist.DistNetworkError as error:
-        raise _store_lost(topic, rank, ranks) from error
-
-
-def consult(
-    store: dist.Store,
-    topic: str,
-    number: int,
-    rank: int,
-    ranks: Sequence[int],
-    value: Any,
-    decide: Callable[[list[Any]], Any],
-    timeout_s: float,
-) -> Any:
-    """What the group's rank 0 decides from the values that all members post.
-
-    Args:
-        store: of the group.
-        topic: what it is about.
-        number: 1 the first time, then one more each time; what the time before left in the store is deleted.
-        rank: this member's rank in the group.
-        ranks: what messages call the members.
-        value: anything JSON can hold.
-        decide: called on rank 0 with the values in rank order; returns anything JSON can hold.
-            It must not raise: the others would wait for an answer.
-        timeout_s: how long to wait for the others, in seconds.
-
-    Raises:
-        CollectiveTimeoutError: with the missing ranks as ``peers``.
-    """
-    keys = [f"{topic}{number}/{member}" for member in range(len(ranks))]
-    answer = f"{topic}{number}/answer"
-    started = time.monotonic()
-    try:
-        store.set(keys[rank], json.dumps(value))
-        if rank == 0:
-            _collect(store, topic, rank, ranks, keys, started, timeout_s)
-            for member in (*range(len(ranks)), "answer") if number > 1 else ():
-                store.delete_key(f"{topic}{number - 1}/{member}")  # Who is here has read that.
-            store.set(answer, json.dumps(decide([json.loads(text) for text in read_all(store, keys)])))
-        elif not wait_for_keys(store, [answer], started + timeout_s):
-            _collect(store, topic, rank, ranks, keys, started, timeout_s)
-            raise _not_come(topic, rank, ranks, [ranks[0]], started, timeout_s)
-        return json.loads(store.get(answer))
-    except dist.DistNetworkError as error:
-        raise _store_lost(topic, rank, ranks) from error
-
-
-def _collect(
-    store: dist.Store, topic: str, rank: int, ranks: Sequence[int], keys: list[str], started: float, timeout_s: float
-) -> None:
-    """Wait until every member's key is there."""
-    if not wait_for_keys(store, keys, started + timeout_s):
-        missing = [ranks[i] for i, key in enumerate(keys) if not store.check([key])]
-        raise _not_come(topic, rank, ranks, missing, started, timeout_s)
-
-
-def _not_come(
-    topic: str, rank: int, ranks: Sequence[int], missing: list[int], started: float, timeout_s: float
-) -> CollectiveTimeoutError:
-    return CollectiveTimeoutError(
-        f"{len(missing)} of {len(ranks)} ranks did not come",
-        rank=ranks[rank],
-        call=topic,
-        peers=missing,
-        elapsed_s=time.monotonic() - started,
-        timeout_s=timeout_s,
-        advice="Look at the output of those ranks first; did they start at all?",
-    )
-
-
-def _store_lost(topic: str, rank: int, ranks: Sequence[int]) -> PeerLostError:
-    return PeerLostError(
-        f"rank {ranks[rank]} lost the store through which the ranks meet",
-        rank=ranks[rank],
-        call=topic,
-        peers=ranks[:1],
-        advice="It is hosted by rank 0 or by the launcher: look at its output first.",
-    )
-
-
-def refuse_together(
-    store: dist.Store,
-    topic: str,
-    rank: int,
-    ranks: Sequence[int],
-    refusal: Exception | None,
-    timeout_s: float,
-) -> None:
-    """Raise on every member if one of them has a reason not to go on.
-
-    Raises:
-        TransportUnavailableError: naming the ranks that refuse and why.
-    """
-    answers = exchange(store, topic, rank, ranks, str(refusal) if refusal else "", timeout_s)
-    raise_refusals(answers, rank, ranks, refusal)
-
-
-def raise_refusals(reasons: Sequence[str], rank: int, ranks: Sequence[int], refusal: Exception | None) -> None:
-    """Raise if a member has a reason not to go on.
-
-    Args:
-        reasons: reason of each member, empty where there is none.
-        rank: this member's rank in the group.
-        ranks: what messages call the members.
-        refusal: error of this member, behind its own reason.
-
-    Raises:
-        TransportUnavailableError: naming the ranks that refuse and why.
-    """
-    if refusal is not None:
-        raise refusal
-    refusing = [(ranks[member], reason) for member, reason in enumerate(reasons) if reason]
-    if refusing:
-        raise TransportUnavailableError(
-            "; ".join(f"rank {member} refused: {reason}" for member, reason in refusing),
-            rank=ranks[rank],
-            peers=[member for member, _ in refusing],
-        )

@@ -16,15 +16,15 @@ from bagua.comm.work import JoinedWork, Work
 from bagua.errors import InvalidTensorError
 
 __all__ = [
-    "allgather_list",
-    "alltoall_list",
+    "allgather_tensors",
     "alltoall_rows",
+    "alltoall_tensors",
     "counts_of_rows",
     "flat",
-    "gather_list",
-    "reduce_scatter_list",
+    "gather_tensors",
+    "reduce_scatter_tensors",
     "rows_for",
-    "scatter_list",
+    "scatter_tensors",
 ]
 
 
@@ -56,7 +56,7 @@ def counts_of_rows(tensor: Tensor, rows: Sequence[int], size: int) -> list[int]:
     return [count * width for count in rows or [len(tensor) // size] * size]
 
 
-def allgather_list(
+def allgather_tensors(
     communicator: Communicator, outputs: Sequence[Tensor], tensor: Tensor, async_op: bool = False
 ) -> Work | None:
     """Gather ``tensor`` of all ranks into a list of one output for each rank."""
@@ -66,7 +66,7 @@ def allgather_list(
     return _then(work, lambda: copy_pieces(outputs, rows.unbind()))
 
 
-def gather_list(
+def gather_tensors(
     communicator: Communicator, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int, async_op: bool = False
 ) -> Work | None:
     """Gather ``tensor`` of all ranks into a list on rank ``dst``; None or an empty list elsewhere."""
@@ -79,7 +79,7 @@ def gather_list(
     return _then(work, lambda: copy_pieces(outputs, rows.unbind()))
 
 
-def scatter_list(
+def scatter_tensors(
     communicator: Communicator, output: Tensor, tensors: Sequence[Tensor] | None, root: int, async_op: bool = False
 ) -> Work | None:
     """Give each rank its tensor of the list of rank ``root``; None or an empty list elsewhere."""
@@ -91,7 +91,7 @@ def scatter_list(
     return communicator.scatter(output, flat(tensors), root, async_op=async_op)
 
 
-def reduce_scatter_list(
+def reduce_scatter_tensors(
     communicator: Communicator,
     output: Tensor,
     tensors: Sequence[Tensor],
@@ -104,7 +104,7 @@ def reduce_scatter_list(
     return communicator.reduce_scatter(output, flat(tensors), op, async_op=async_op)
 
 
-def alltoall_list(
+def alltoall_tensors(
     communicator: Communicator, outputs: Sequence[Tensor], tensors: Sequence[Tensor], async_op: bool = False
 ) -> Work | None:
     """Send one tensor to each rank and receive one from each; sizes may differ."""

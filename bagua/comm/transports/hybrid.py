@@ -18,7 +18,7 @@ from torch.distributed import PrefixStore
 
 from bagua.comm.call import Call
 from bagua.comm.reduction import divide
-from bagua.comm.startup.rendezvous import refuse_together
+from bagua.comm.store.asking import refuse_together
 from bagua.comm.transports.base import Handle, Membership, Transport
 from bagua.comm.transports.c10d.transport import C10dTransport
 from bagua.comm.transports.memory.exchange import SMALL_BYTES

@@ -17,7 +17,7 @@ from bagua.comm.transports.solo import SoloTransport
 from bagua.comm.transports.threads import ThreadsTransport
 from bagua.errors import ConfigurationError
 
-__all__ = ["create_transport", "refusal", "register_transport"]
+__all__ = ["backend_refusal", "create_transport", "register_transport"]
 
 _OWN = ("shm", "hybrid", "threads", "solo", TORCH_NAME)
 
@@ -110,7 +110,7 @@ def _across_hosts(backend: str, membership: Membership, hosts: int) -> Transport
     return C10dTransport("gloo" if backend == "hybrid" else backend, membership)
 
 
-def refusal(backend: str) -> Exception | None:
+def backend_refusal(backend: str) -> Exception | None:
     """Why this process cannot serve ``backend``, or None if it can. Local, quick, no side effect."""
     if backend in ("threads", "solo"):
         return None

@@ -16,14 +16,13 @@ from dataclasses import asdict
 from typing import Any
 
 from bagua.buckets import Bucket
-from bagua.comm import ProcessGroup
-from bagua.comm.startup.rendezvous import consult
+from bagua.comm import ProcessGroup, consult
 from bagua.engine.autotune.director import Decision, Director, Report
 from bagua.engine.autotune.search import Setting
 from bagua.engine.autotune.settings import TuningMode
 from bagua.engine.reducer import Reducer
 from bagua.errors import BaguaError, CollectiveMismatchError, ConfigurationError
-from bagua.primitives.hierarchical import has_two_levels
+from bagua.primitives import has_two_levels
 
 __all__ = ["Autotuner", "Stopwatch", "ladders_of"]
 

@@ -11,7 +11,7 @@ import torch
 from bagua.algorithms import Algorithm, Every, Exchange, Flight, How, Model, Parts, Then, What
 from bagua.buckets import Bucket
 from bagua.comm import ProcessGroup, Work
-from bagua.engine.agreement import compare
+from bagua.engine import compare
 from bagua.parallel.decentralized.rounds import RankRounds, RoundOrder
 from bagua.parallel.decentralized.stepping import Stepping
 from bagua.primitives import neighbour_average

@@ -10,8 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from bagua.checks import check_flags, check_numbers
 from bagua.comm import Group
-from bagua.engine.options import check_module
-from bagua.engine.start import make_equal
+from bagua.engine import check_module, make_equal
 from bagua.errors import ConfigurationError
 from bagua.parallel.ddp_arguments import bytes_from_megabytes, resolve_group
 from bagua.parallel.decentralized.average import FLOAT_BUFFERS, GlobalAverage

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from bagua.algorithms import Algorithm, AlgorithmImpl
-from bagua.algorithms import registry as GlobalAlgorithmRegistry  # noqa: N812 (documented name)
+from bagua.algorithms import (
+    Algorithm,
+    AlgorithmImpl,
+)
+from bagua.algorithms import (
+    registry as GlobalAlgorithmRegistry,  # noqa: N812 (documented name)
+)
 from bagua.torch_api.algorithms import (
     async_model_average,
     base,

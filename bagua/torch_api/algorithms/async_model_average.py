@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bagua.algorithms.async_model_average import (
+from bagua.algorithms import (
     AsyncModelAverageAlgorithm,
     AsyncModelAverageAlgorithmImpl,
     AveragingStatus,

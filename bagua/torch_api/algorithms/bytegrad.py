@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from bagua.algorithms.bytegrad import ByteGradAlgorithm, ByteGradAlgorithmImpl
+from bagua.algorithms import ByteGradAlgorithm, ByteGradAlgorithmImpl
 
 __all__ = ["ByteGradAlgorithm", "ByteGradAlgorithmImpl"]

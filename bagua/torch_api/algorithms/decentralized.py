@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from bagua.algorithms.decentralized import DecentralizedAlgorithm, DecentralizedAlgorithmImpl
-from bagua.algorithms.low_precision_decentralized import (
+from bagua.algorithms import (
+    DecentralizedAlgorithm,
+    DecentralizedAlgorithmImpl,
     LowPrecisionDecentralizedAlgorithm,
     LowPrecisionDecentralizedAlgorithmImpl,
 )

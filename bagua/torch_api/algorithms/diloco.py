@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bagua.algorithms import Outer
-from bagua.algorithms.diloco import DiLoCoAlgorithm, DiLoCoAlgorithmImpl
+from bagua.algorithms import DiLoCoAlgorithm, DiLoCoAlgorithmImpl, Outer
 
 __all__ = ["DiLoCoAlgorithm", "DiLoCoAlgorithmImpl", "Outer"]

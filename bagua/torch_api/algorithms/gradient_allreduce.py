@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from bagua.algorithms.gradient_allreduce import GradientAllReduceAlgorithm, GradientAllReduceAlgorithmImpl
+from bagua.algorithms import GradientAllReduceAlgorithm, GradientAllReduceAlgorithmImpl
 
 __all__ = ["GradientAllReduceAlgorithm", "GradientAllReduceAlgorithmImpl"]

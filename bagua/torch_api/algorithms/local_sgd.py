@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from bagua.algorithms.local_sgd import LocalSGDAlgorithm, LocalSGDAlgorithmImpl
+from bagua.algorithms import LocalSGDAlgorithm, LocalSGDAlgorithmImpl
 
 __all__ = ["LocalSGDAlgorithm", "LocalSGDAlgorithmImpl"]

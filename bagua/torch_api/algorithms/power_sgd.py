@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from bagua.algorithms.power_sgd import PowerSGDAlgorithm, PowerSGDAlgorithmImpl
+from bagua.algorithms import PowerSGDAlgorithm, PowerSGDAlgorithmImpl
 
 __all__ = ["PowerSGDAlgorithm", "PowerSGDAlgorithmImpl"]

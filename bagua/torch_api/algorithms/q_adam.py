@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bagua.algorithms.q_adam import QAdamAlgorithm, QAdamAlgorithmImpl
+from bagua.algorithms import QAdamAlgorithm, QAdamAlgorithmImpl
 from bagua.optim import QAdamOptimizer
 
 __all__ = ["QAdamAlgorithm", "QAdamAlgorithmImpl", "QAdamOptimizer"]

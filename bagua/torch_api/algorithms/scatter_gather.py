@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from bagua.algorithms.scatter_gather import ScatterGatherAllReduceAlgorithm, ScatterGatherAllReduceAlgorithmImpl
+from bagua.algorithms import ScatterGatherAllReduceAlgorithm, ScatterGatherAllReduceAlgorithmImpl
 
 __all__ = ["ScatterGatherAllReduceAlgorithm", "ScatterGatherAllReduceAlgorithmImpl"]

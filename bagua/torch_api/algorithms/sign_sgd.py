@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from bagua.algorithms.sign_sgd import SignSGDAlgorithm, SignSGDAlgorithmImpl
+from bagua.algorithms import SignSGDAlgorithm, SignSGDAlgorithmImpl
 
 __all__ = ["SignSGDAlgorithm", "SignSGDAlgorithmImpl"]

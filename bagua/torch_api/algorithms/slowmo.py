@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from bagua.algorithms.slowmo import SlowMoAlgorithm, SlowMoAlgorithmImpl, SlowStep
+from bagua.algorithms import SlowMoAlgorithm, SlowMoAlgorithmImpl, SlowStep
 
 __all__ = ["SlowMoAlgorithm", "SlowMoAlgorithmImpl", "SlowStep"]

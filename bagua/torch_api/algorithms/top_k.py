@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from bagua.algorithms.top_k import TopKAlgorithm, TopKAlgorithmImpl
+from bagua.algorithms import TopKAlgorithm, TopKAlgorithmImpl
 
 __all__ = ["TopKAlgorithm", "TopKAlgorithmImpl"]

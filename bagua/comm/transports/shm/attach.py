@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bagua.comm.startup.hosts import host_identity
-from bagua.comm.startup.rendezvous import exchange
+from bagua.comm.store.asking import gather_values
 from bagua.comm.transports.base import Membership
 from bagua.comm.transports.shm.line import NONCE_BYTES
 from bagua.comm.transports.shm.memory import SharedMemory, create_memory, map_memory
@@ -85,7 +85,7 @@ def attach(membership: Membership, control_bytes: int, settings: Mapping[str, in
         meeting.prepare(control_bytes, settings)
         problem = meeting.connect()
         meeting.await_verdicts(problem)
-        problems = exchange(
+        problems = gather_values(
             membership.store, _VERDICT, membership.rank, membership.ranks, problem, membership.timeout_s
         )
         _raise_together(membership, problems)
@@ -140,7 +140,9 @@ class _Meeting:
             own["refusal"] = f"it cannot make its shared memory and sockets: {explained(error)}"
         own["nonce"] = nonce.hex()
         membership = self._membership
-        answers = exchange(membership.store, "shm/addresses", self._rank, membership.ranks, own, membership.timeout_s)
+        answers = gather_values(
+            membership.store, "shm/addresses", self._rank, membership.ranks, own, membership.timeout_s
+        )
         self._compare(answers)
         self._nonces = [bytes.fromhex(answer["nonce"]) for answer in answers]
         self._names = [answer["name"] for answer in answers]

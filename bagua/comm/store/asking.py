@@ -1,0 +1,158 @@
+"""Asking all ranks through the store: what each of them has to say, what rank 0 makes of it, who refuses."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from bagua.comm.store.keys import read_all, wait_for_keys
+from bagua.errors import CollectiveTimeoutError, PeerLostError, TransportUnavailableError
+
+__all__ = ["consult", "gather_values", "raise_refusals", "refuse_together"]
+
+
+def gather_values(
+    store: dist.Store, topic: str, rank: int, ranks: Sequence[int], value: Any, timeout_s: float
+) -> list[Any]:
+    """What every member posted under ``topic``, in rank order. A barrier that names who is missing.
+
+    Args:
+        store: of the group.
+        topic: used once per store.
+        rank: this member's rank in the group.
+        ranks: what messages call the members.
+        value: anything JSON can hold.
+        timeout_s: how long to wait for the others, in seconds.
+
+    Raises:
+        CollectiveTimeoutError: with the missing ranks as ``peers``.
+    """
+    keys = [f"{topic}/{member}" for member in range(len(ranks))]
+    started = time.monotonic()
+    try:
+        store.set(keys[rank], json.dumps(value))
+        _collect(store, topic, rank, ranks, keys, started, timeout_s)
+        return [json.loads(text) for text in read_all(store, keys)]
+    except dist.DistNetworkError as error:
+        raise _store_lost(topic, rank, ranks) from error
+
+
+def consult(
+    store: dist.Store,
+    topic: str,
+    number: int,
+    rank: int,
+    ranks: Sequence[int],
+    value: Any,
+    decide: Callable[[list[Any]], Any],
+    timeout_s: float,
+) -> Any:
+    """What the group's rank 0 decides from the values that all members post.
+
+    Args:
+        store: of the group.
+        topic: what it is about.
+        number: 1 the first time, then one more each time; what the time before left in the store is deleted.
+        rank: this member's rank in the group.
+        ranks: what messages call the members.
+        value: anything JSON can hold.
+        decide: called on rank 0 with the values in rank order; returns anything JSON can hold.
+            It must not raise: the others would wait for an answer.
+        timeout_s: how long to wait for the others, in seconds.
+
+    Raises:
+        CollectiveTimeoutError: with the missing ranks as ``peers``.
+    """
+    keys = [f"{topic}{number}/{member}" for member in range(len(ranks))]
+    answer = f"{topic}{number}/answer"
+    started = time.monotonic()
+    try:
+        store.set(keys[rank], json.dumps(value))
+        if rank == 0:
+            _collect(store, topic, rank, ranks, keys, started, timeout_s)
+            for member in (*range(len(ranks)), "answer") if number > 1 else ():
+                store.delete_key(f"{topic}{number - 1}/{member}")  # Who is here has read that.
+            store.set(answer, json.dumps(decide([json.loads(text) for text in read_all(store, keys)])))
+        elif not wait_for_keys(store, [answer], started + timeout_s):
+            _collect(store, topic, rank, ranks, keys, started, timeout_s)
+            raise _not_come(topic, rank, ranks, [ranks[0]], started, timeout_s)
+        return json.loads(store.get(answer))
+    except dist.DistNetworkError as error:
+        raise _store_lost(topic, rank, ranks) from error
+
+
+def _collect(
+    store: dist.Store, topic: str, rank: int, ranks: Sequence[int], keys: list[str], started: float, timeout_s: float
+) -> None:
+    """Wait until every member's key is there."""
+    if not wait_for_keys(store, keys, started + timeout_s):
+        missing = [ranks[i] for i, key in enumerate(keys) if not store.check([key])]
+        raise _not_come(topic, rank, ranks, missing, started, timeout_s)
+
+
+def _not_come(
+    topic: str, rank: int, ranks: Sequence[int], missing: list[int], started: float, timeout_s: float
+) -> CollectiveTimeoutError:
+    return CollectiveTimeoutError(
+        f"{len(missing)} of {len(ranks)} ranks did not come",
+        rank=ranks[rank],
+        call=topic,
+        peers=missing,
+        elapsed_s=time.monotonic() - started,
+        timeout_s=timeout_s,
+        advice="Look at the output of those ranks first; did they start at all?",
+    )
+
+
+def _store_lost(topic: str, rank: int, ranks: Sequence[int]) -> PeerLostError:
+    return PeerLostError(
+        f"rank {ranks[rank]} lost the store through which the ranks meet",
+        rank=ranks[rank],
+        call=topic,
+        peers=ranks[:1],
+        advice="It is hosted by rank 0 or by the launcher: look at its output first.",
+    )
+
+
+def refuse_together(
+    store: dist.Store,
+    topic: str,
+    rank: int,
+    ranks: Sequence[int],
+    refusal: Exception | None,
+    timeout_s: float,
+) -> None:
+    """Raise on every member if one of them has a reason not to go on.
+
+    Raises:
+        TransportUnavailableError: naming the ranks that refuse and why.
+    """
+    answers = gather_values(store, topic, rank, ranks, str(refusal) if refusal else "", timeout_s)
+    raise_refusals(answers, rank, ranks, refusal)
+
+
+def raise_refusals(reasons: Sequence[str], rank: int, ranks: Sequence[int], refusal: Exception | None) -> None:
+    """Raise if a member has a reason not to go on.
+
+    Args:
+        reasons: reason of each member, empty where there is none.
+        rank: this member's rank in the group.
+        ranks: what messages call the members.
+        refusal: error of this member, behind its own reason.
+
+    Raises:
+        TransportUnavailableError: naming the ranks that refuse and why.
+    """
+    if refusal is not None:
+        raise refusal
+    refusing = [(ranks[member], reason) for member, reason in enumerate(reasons) if reason]
+    if refusing:
+        raise TransportUnavailableError(
+            "; ".join(f"rank {member} refused: {reason}" for member, reason in refusing),
+            rank=ranks[rank],
+            peers=[member for member, _ in refusing],
+        )
