@@ -8,9 +8,8 @@ from typing import Literal
 import torch
 from torch.distributed import Store
 
-from bagua.comm import coalesced, messages, object_collectives
-from bagua.comm.intake import Intake
-from bagua.comm.operands import apart, check_counts, check_rank, readable
+from bagua.comm import composed, messages
+from bagua.comm.operands import Intake, apart, check_counts, check_rank, readable
 from bagua.comm.pipeline import CallPipeline, Timeout
 from bagua.comm.reduction import ReduceOp, bytes_reduction, reduction_name
 from bagua.comm.statistics import KindStatistics
@@ -392,11 +391,11 @@ class Communicator:
     # Between two ranks, of several tensors, and of objects.
 
     send, recv, recv_any, sendrecv = messages.send, messages.recv, messages.recv_any, messages.sendrecv
-    allreduce_coalesced = coalesced.allreduce_coalesced
-    broadcast_coalesced = coalesced.broadcast_coalesced
-    broadcast_object = object_collectives.broadcast_object
-    allgather_object = object_collectives.allgather_object
-    gather_object = object_collectives.gather_object
-    scatter_object = object_collectives.scatter_object
-    send_object = object_collectives.send_object
-    recv_object = object_collectives.recv_object
+    allreduce_coalesced = composed.allreduce_coalesced
+    broadcast_coalesced = composed.broadcast_coalesced
+    broadcast_object = composed.broadcast_object
+    allgather_object = composed.allgather_object
+    gather_object = composed.gather_object
+    scatter_object = composed.scatter_object
+    send_object = composed.send_object
+    recv_object = composed.recv_object

@@ -6,8 +6,7 @@ from typing import Protocol
 
 import torch
 
-from bagua.comm.intake import Intake
-from bagua.comm.operands import apart, check_rank
+from bagua.comm.operands import Intake, apart, check_rank
 from bagua.comm.pipeline import CallPipeline, Timeout
 from bagua.comm.work import Work
 from bagua.errors import InvalidRankError

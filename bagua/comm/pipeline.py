@@ -12,8 +12,8 @@ import torch
 
 from bagua.comm.call import COLLECTIVES, KINDS, Call
 from bagua.comm.lifetime.forks import family, forked_error
+from bagua.comm.lifetime.turns import Turns
 from bagua.comm.operands import as_seconds
-from bagua.comm.sharing import Turns
 from bagua.comm.statistics import Statistics
 from bagua.comm.transports.base import DONE, Handle, Transport
 from bagua.comm.work import CompositeWork, PendingWork, Steps, Work

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.distributed import HashStore, distributed_c10d
 
-from bagua.comm import sharing
 from bagua.comm.communicator import Communicator
 from bagua.comm.group import solo_group
+from bagua.comm.lifetime import turns
 from bagua.comm.torch_backend.calls import TorchCalls
 from bagua.comm.transports.base import Membership
 from bagua.comm.transports.threads import Step, ThreadsTransport, inject_fault
@@ -152,37 +152,37 @@ def test_a_signal_handler_communicates_while_the_main_thread_waits() -> None:
 
 def test_who_may_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     handlers: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGPIPE: signal.SIG_IGN}
-    monkeypatch.setattr(sharing._signal, "getsignal", lambda number: handlers.get(number, signal.SIG_DFL))
-    assert not sharing.handlers_may_call()
+    monkeypatch.setattr(turns._signal, "getsignal", lambda number: handlers.get(number, signal.SIG_DFL))
+    assert not turns.handlers_may_call()
     unhashable = SimpleNamespace(__call__=print)
     for handler in (print, unhashable):
         handlers[signal.SIGUSR1] = handler
-        assert sharing.handlers_may_call()
+        assert turns.handlers_may_call()
     answers: list[bool] = []
-    thread = threading.Thread(target=lambda: answers.append(sharing.handlers_may_call()))
+    thread = threading.Thread(target=lambda: answers.append(turns.handlers_may_call()))
     thread.start()
     thread.join(5)
     assert answers == [False], "handlers run in the main thread"
 
 
 def test_a_turn_is_not_taken_twice_by_one_thread() -> None:
-    turns = sharing.Turns()
-    assert turns.acquire()
-    assert not turns.acquire()
+    turn = turns.Turns()
+    assert turn.acquire()
+    assert not turn.acquire()
     taken = threading.Event()
 
     def other() -> None:
-        assert turns.acquire()
+        assert turn.acquire()
         taken.set()
-        turns.release()
+        turn.release()
 
     thread = threading.Thread(target=other)
     thread.start()
     assert not taken.is_set()
-    turns.release()
+    turn.release()
     assert taken.wait(5)
     thread.join(5)
-    assert turns.acquire()
+    assert turn.acquire()
 
 
 def test_each_thread_collects_its_own_calls() -> None:

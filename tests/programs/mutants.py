@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from bagua.comm import Communicator, coalesced, communicator, group, intake, object_collectives, operands, reduction
+from bagua.comm import Communicator, communicator, composed, group, operands, reduction
 from bagua.comm.call import Call
-from bagua.comm.intake import Intake
 from bagua.comm.non_member import NonMember
+from bagua.comm.operands import Intake
 from bagua.comm.transports import registry
 from bagua.comm.transports.base import DONE, Handle
 from bagua.comm.transports.memory.exchange import SMALL_BYTES
@@ -196,7 +196,7 @@ def _unnegated(patch: pytest.MonkeyPatch) -> None:
 
 def _readable(patch: pytest.MonkeyPatch, change: Callable[[Tensor], Tensor]) -> None:
     true = operands.readable
-    for place in (operands, intake, communicator):
+    for place in (operands, communicator):
         patch.setattr(place, "readable", lambda tensor: true(change(tensor.detach())))
 
 
@@ -327,7 +327,7 @@ MUTANTS: dict[str, Mutant] = {
     "a conjugate is ignored": _unconjugated,
     "a negation is ignored": _unnegated,
     "overlap is ignored": patched(communicator, "apart", lambda source, target: source),
-    "coalesced pieces of one size are swapped": around(coalesced, "copy_pieces", _swap_equal_pieces),
+    "coalesced pieces of one size are swapped": around(composed, "copy_pieces", _swap_equal_pieces),
     "coalesced broadcast is always from 0": around(
         Communicator, "broadcast_coalesced", lambda true, self, tensors, root=0, **o: true(self, tensors, 0, **o)
     ),
@@ -344,7 +344,7 @@ MUTANTS: dict[str, Mutant] = {
         "scatter_object",
         lambda true, self, objs=None, root=0, **o: true(self, objs and objs[::-1], root, **o),
     ),
-    "tuples arrive as lists": around(object_collectives, "decode", _tuples_as_lists),
+    "tuples arrive as lists": around(composed, "decode", _tuples_as_lists),
     "members are numbered backwards": patched(group, "sorted", lambda ranks: sorted(ranks)[::-1]),
     "the last rank of a host speaks for it": patched(
         group, "ranks_by_node", lambda nodes, true=group.ranks_by_node: [members[::-1] for members in true(nodes)]

@@ -1,1 +1,1 @@
-"""Ends of things: threads, what is closed when its owner is dropped, and what forked children leave alone."""
+"""Threads and ends: who may call when, what is closed with its owner, what forked children leave alone."""

@@ -34,7 +34,7 @@ from typing import Literal
 import torch
 
 from bagua.comm.call import POINT_TO_POINT, Call
-from bagua.comm.sharing import handlers_may_call
+from bagua.comm.lifetime.turns import handlers_may_call
 from bagua.comm.transports.base import DONE, Handle, Membership, Transport
 from bagua.comm.transports.memory.exchange import MemoryExchange, compare, small_bytes
 from bagua.comm.transports.memory.lanes import COLLECTIVE, Lane, LaneTask, Pending
