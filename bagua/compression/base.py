@@ -11,7 +11,7 @@ import torch
 from bagua.checks import check_kind
 from bagua.errors import ConfigurationError, InvalidTensorError
 
-__all__ = ["FLOATING", "Codec", "Metadata", "check_codec", "register", "registry"]
+__all__ = ["FLOATING", "Codec", "Metadata", "as_codec", "check_codec", "exact_dtype", "register", "registry"]
 
 #: What every codec takes.
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -45,9 +45,9 @@ class Metadata:
 class Codec(ABC):
     """Turns a tensor into bytes and back. Subclasses are frozen dataclasses that hold their options.
 
-    A codec can be printed (as its constructor call), compared and pickled. It has no state
-    and no randomness: equal tensors give equal bytes on ranks that run the same software on
-    the same kind of device, and equal bytes always decode to equal values there.
+    A codec can be printed (as its constructor call), compared and pickled. It has no state: equal tensors give equal
+    bytes on ranks that run the same software on the same kind of device, and equal bytes always decode to equal values
+    there. One that rounds at random does so by its seed, which belongs to its options.
 
     Someone who adds one writes ``_payload_bytes``, ``_encode`` and ``_decode``.
 
@@ -75,6 +75,19 @@ class Codec(ABC):
         """
         return None
 
+    @property
+    def unbiased(self) -> bool:
+        """Whether the expected value of what is decoded is what was compressed, over all seeds."""
+        return self.exact
+
+    def for_draw(self, *numbers: int) -> Codec:  # noqa: ARG002 - for codecs that draw
+        """The codec to use for one of many tensors: with random numbers of its own, if it draws any.
+
+        Args:
+            numbers: what tells this use from others, as the rank and the step. Ranks that drew alike would err alike.
+        """
+        return self
+
     @classmethod
     def init(cls, name: str, **options: Any) -> Codec:
         """The codec registered as ``name``.
@@ -89,7 +102,7 @@ class Codec(ABC):
 
         Example:
             >>> Codec.init("minmax_uint8", block_numel=512)
-            MinMaxUInt8(block_numel=512)
+            MinMaxUInt8(block_numel=512, seed=None)
         """
         check_kind(str, "the name of a codec", name=name)
         if name not in registry:
@@ -191,6 +204,21 @@ class Codec(ABC):
         """Write the values to ``out``, or add them. There is at least one."""
 
 
+def as_codec(codec: Codec | str | None, argument: str = "codec") -> Codec | None:
+    """A codec from itself, from its name, with its defaults, or from nothing.
+
+    Raises:
+        ConfigurationError: there is none of that name.
+        InvalidTypeError: it is nothing of the sort; it names ``argument``.
+
+    Example:
+        >>> as_codec("float16")
+        Float16()
+    """
+    check_kind((Codec, str, type(None)), "a codec of bagua.compression, the name of one, or None", **{argument: codec})
+    return Codec.init(codec) if isinstance(codec, str) else codec
+
+
 def check_codec(codec: object, argument: str = "codec") -> None:
     """Raise ``InvalidTypeError``, which names ``argument``, unless this is a codec."""
     check_kind(Codec, "a Codec", **{argument: codec})
@@ -208,6 +236,11 @@ def register(name: str, codec: type[Codec]) -> None:
     """
     if registry.setdefault(name, codec) is not codec:
         raise ConfigurationError("another codec has this name", argument="name", expected="a new name", seen=repr(name))
+
+
+def exact_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of what blocks of ``dtype`` have in common: at least single precision."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def align(nbytes: int) -> int:

@@ -49,6 +49,15 @@ class BySize(Codec):
         return self.small.exact and self.large.exact
 
     @property
+    def unbiased(self) -> bool:
+        """Whether both codecs are."""
+        return self.small.unbiased and self.large.unbiased
+
+    def for_draw(self, *numbers: int) -> Codec:
+        """Both codecs with random numbers of their own."""
+        return BySize(self.threshold_bytes, self.small.for_draw(*numbers), self.large.for_draw(*numbers))
+
+    @property
     def contraction(self) -> float | None:
         """That of the codec that loses more."""
         small, large = self.small.contraction, self.large.contraction

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -10,8 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bagua.checks import check_kind
 from bagua.compression.base import Codec, Metadata, store
 from bagua.compression.blocks import check_block_numel, in_pieces, in_rows
+from bagua.compression.noise import mixed_seed, noise_like
 
 __all__ = ["MinMaxUInt8"]
 
@@ -54,12 +57,17 @@ class MinMaxUInt8(Codec):
       whose range is beyond ``3.3e38`` (in float64 ``1.7e308``). No block becomes infinite.
     * Differences below ``2 ** -126`` (in float64 ``2 ** -1022``) are lost.
 
+    With a ``seed`` each element becomes one of the two values next to it, at random, so that its expected value is
+    right up to a 131072nd of a step; ``step`` is a 254th of the range then, and an element is off by less than one.
+
     Args:
         block_numel: elements that share a range; the last block may have fewer. Smaller
             blocks are more exact, at 8 bytes each (16 in float64).
+        seed: of random numbers to round with; reducers draw others on each rank and in each step. None: round to the
+            nearest.
 
     Raises:
-        ConfigurationError: ``block_numel`` is no positive integer.
+        ConfigurationError: ``block_numel`` is no positive integer, or an option of a wrong type.
 
     Example:
         >>> codec = MinMaxUInt8()
@@ -72,14 +80,25 @@ class MinMaxUInt8(Codec):
     """
 
     block_numel: int = 2048
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         check_block_numel(self.block_numel)
+        check_kind((int, type(None)), "a whole number, or None", seed=self.seed)
 
     @property
     def contraction(self) -> float:
         """An element is off by at most a 255th of the range, the square of which is at most twice that of the block."""
-        return max(0.0, 1.0 - self.block_numel * 2 / 255**2)
+        return max(0.0, 1.0 - self.block_numel * 2 / _steps(stochastic=self.unbiased) ** 2)
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether it rounds at random."""
+        return self.seed is not None
+
+    def for_draw(self, *numbers: int) -> Codec:
+        """The codec that rounds with other random numbers, if it does so at all."""
+        return self if self.seed is None else dataclasses.replace(self, seed=mixed_seed(self.seed, *numbers))
 
     def _payload_bytes(self, metadata: Metadata) -> int:
         return 2 * -(-metadata.numel // self.block_numel) * _exact(metadata.dtype).dtype.itemsize + metadata.numel
@@ -93,12 +112,14 @@ class MinMaxUInt8(Codec):
 
     def _encode(self, flat: torch.Tensor, out: torch.Tensor) -> None:
         first, step, codes = self._split(out, Metadata.of(flat))
-        kernels = _kernels(flat.device.type)
+        kernels = None if self.unbiased else _kernels(flat.device.type)
         if kernels is not None and kernels.suits(self.block_numel, flat.dtype):
             kernels.encode(flat, first, step, codes, self.block_numel)
             return
         for blocks, part, length in in_rows(flat.numel(), self.block_numel):
-            _encode_rows(flat[part].view(-1, length), first[blocks], step[blocks], codes[part].view(-1, length))
+            seed = None if self.seed is None else mixed_seed(self.seed, length)
+            rows = flat[part].view(-1, length)
+            _encode_rows(rows, first[blocks], step[blocks], codes[part].view(-1, length), seed)
 
     def _decode(self, data: torch.Tensor, metadata: Metadata, out: torch.Tensor, add: bool) -> None:
         first, step, codes = self._split(data, metadata)
@@ -125,29 +146,39 @@ def _exact(dtype: torch.dtype) -> _Exact:
     return _DOUBLE if dtype == torch.float64 else _SINGLE
 
 
-def _encode_rows(rows: torch.Tensor, first: torch.Tensor, step: torch.Tensor, codes: torch.Tensor) -> None:
+def _steps(*, stochastic: bool) -> int:
+    """Steps in the range of a block. Rounding up and down at the lower end takes one more than rounding to nearest."""
+    return 254 if stochastic else 255
+
+
+def _encode_rows(
+    rows: torch.Tensor, first: torch.Tensor, step: torch.Tensor, codes: torch.Tensor, seed: int | None
+) -> None:
     exact = _exact(rows.dtype)
     # While a piece is in the cache, its other extreme comes nearly for free.
     extremes = [(piece.amin(dim=1, keepdim=True), piece.amax(dim=1, keepdim=True)) for (piece,) in in_pieces(rows)]
     low, high = (torch.cat(values) for values in zip(*extremes, strict=True))
-    origin, bias, finite = _set_grid(low.double(), high.double(), first, step, exact)
+    origin, bias, finite = _set_grid(low.double(), high.double(), first, step, exact, stochastic=seed is not None)
     on_cpu = rows.device.type == "cpu"  # Elsewhere a look at the values would wait for them.
     shifted = not on_cpu or bool(origin.any())
     scratch: torch.Tensor | None = None
-    for piece, origins, inverses, biases, target in in_pieces(rows, origin, step.reciprocal(), bias, codes):
+    pieces = in_pieces(rows, origin, step.reciprocal(), bias, codes)
+    for number, (piece, origins, inverses, biases, target) in enumerate(pieces):
         scratch = torch.empty_like(piece, dtype=exact.dtype) if scratch is None else scratch
         scaled = scratch[: len(piece)]
         if shifted or piece.dtype != exact.dtype:
             scaled.copy_(piece).sub_(origins).mul_(inverses)
         else:
             torch.mul(piece, inverses, out=scaled)
+        if seed is not None:  # To nearest, half a step lower and less than one higher.
+            scaled.add_(noise_like(scaled, mixed_seed(seed, number)).sub_(0.5))
         target.copy_(scaled.add_(biases).view(exact.bits))
     if not on_cpu or not finite.all():
         codes.masked_fill_(~finite, 0)
 
 
 def _set_grid(
-    low: torch.Tensor, high: torch.Tensor, first: torch.Tensor, step: torch.Tensor, exact: _Exact
+    low: torch.Tensor, high: torch.Tensor, first: torch.Tensor, step: torch.Tensor, exact: _Exact, *, stochastic: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Choose the first value and the step of each block from its extremes.
 
@@ -156,13 +187,15 @@ def _set_grid(
         the lowest bits are the code; whether the block is finite.
     """
     # Divided before subtracted, because the range itself may overflow.
-    wanted = high.div(255).sub_(low / 255).mul_(_SLACK).clamp_(min=torch.finfo(exact.dtype).tiny)
+    steps = _steps(stochastic=stochastic)
+    wanted = high.div(steps).sub_(low / steps).mul_(_SLACK).clamp_(min=torch.finfo(exact.dtype).tiny)
     # With 16 significant bits in a step, its multiples up to 255 are exact in float32, with fused additions or without.
     wanted = (wanted.view(torch.int64) + _DROPPED_BITS).bitwise_and_(~_DROPPED_BITS).view(torch.float64)
     # A NaN fails every comparison.
     finite = (low.abs() < torch.inf) & (256 * wanted <= torch.finfo(exact.dtype).max)
     contains_zero = (low <= 0) & (high >= 0)
-    below_zero = torch.where(contains_zero, low.div(wanted).sub_(_LOWER_BY).round_(), 0)
+    lowest = low.div(wanted).sub_(_LOWER_BY)
+    below_zero = torch.where(contains_zero, lowest.floor_() if stochastic else lowest.round_(), 0)
     origin = torch.where(contains_zero, 0, low)
     first.copy_(below_zero.mul(wanted).add_(origin).where(finite, torch.nan))
     step.copy_(wanted.where(finite, torch.nan))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bagua.compression.base import Codec, Metadata, store
+from bagua.compression.base import Codec, Metadata, exact_dtype, store
 from bagua.compression.blocks import check_block_numel, in_pieces, in_rows
 
 __all__ = ["Sign"]
@@ -55,7 +55,7 @@ class Sign(Codec):
         return 1.0 / self.block_numel
 
     def _header_bytes(self, metadata: Metadata) -> int:
-        return -(-metadata.numel // self.block_numel) * _exact(metadata.dtype).itemsize
+        return -(-metadata.numel // self.block_numel) * exact_dtype(metadata.dtype).itemsize
 
     def _payload_bytes(self, metadata: Metadata) -> int:
         return self._header_bytes(metadata) + -(-metadata.numel // 8)
@@ -63,7 +63,7 @@ class Sign(Codec):
     def _split(self, data: torch.Tensor, metadata: Metadata) -> tuple[torch.Tensor, torch.Tensor]:
         """Magnitudes, a row for each block, and packed signs: views of ``data``."""
         header_bytes = self._header_bytes(metadata)
-        magnitudes = data[:header_bytes].view(_exact(metadata.dtype)).view(-1, 1)
+        magnitudes = data[:header_bytes].view(exact_dtype(metadata.dtype)).view(-1, 1)
         return magnitudes, data[header_bytes : self._payload_bytes(metadata)]
 
     def _encode(self, flat: torch.Tensor, out: torch.Tensor) -> None:
@@ -83,11 +83,6 @@ class Sign(Codec):
             for piece, means, bits in in_pieces(rows, magnitudes[blocks], rows_bits):
                 signs = _unpack_signs(bits, means.dtype)[:, :length]
                 store(signs.mul_(means), piece, add)
-
-
-def _exact(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of magnitudes."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _bytes_of(part: slice) -> slice:

@@ -67,7 +67,7 @@ def use_comm_hook(
         ...     warnings.simplefilter("ignore")  # This is one process.
         ...     use_comm_hook(accelerator, CodecState("minmax_uint8"))
         >>> accelerator.ddp_handler.state
-        CodecState(ScatterGatherReducer(codec=MinMaxUInt8(block_numel=2048)))
+        CodecState(ScatterGatherReducer(codec=MinMaxUInt8(block_numel=2048, seed=None)))
     """
     check_takes_hooks(accelerator, "use_comm_hook")
     _warn_if_late(accelerator)

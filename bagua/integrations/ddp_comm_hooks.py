@@ -314,7 +314,7 @@ class CodecState(ReducerState):
 
     Example:
         >>> CodecState("minmax_uint8")
-        CodecState(ScatterGatherReducer(codec=MinMaxUInt8(block_numel=2048)))
+        CodecState(ScatterGatherReducer(codec=MinMaxUInt8(block_numel=2048, seed=None)))
     """
 
     def __init__(

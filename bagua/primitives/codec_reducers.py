@@ -30,7 +30,7 @@ class AllGatherReducer(SumReducer):
     Example:
         >>> from bagua.compression import MinMaxUInt8
         >>> AllGatherReducer(MinMaxUInt8())
-        AllGatherReducer(codec=MinMaxUInt8(block_numel=2048))
+        AllGatherReducer(codec=MinMaxUInt8(block_numel=2048, seed=None))
     """
 
     codec: Codec
@@ -51,7 +51,7 @@ class AllGatherReducer(SumReducer):
         remainder: torch.Tensor | None = None,
     ) -> None:
         """See ``SumReducer.reduce``."""
-        codec, metadata = self.codec, Metadata.of(flat)
+        codec, metadata = self.codec.for_draw(communicator.rank, memory.step), Metadata.of(flat)
         nbytes = codec.compressed_bytes(metadata)
         sent = codec.compress(flat, out=memory.buffer("sent", nbytes, torch.uint8))
         received = memory.buffer("received", communicator.size * nbytes, torch.uint8)
@@ -83,7 +83,7 @@ class ScatterGatherReducer(SumReducer):
     Example:
         >>> from bagua.compression import MinMaxUInt8
         >>> ScatterGatherReducer(MinMaxUInt8())
-        ScatterGatherReducer(codec=MinMaxUInt8(block_numel=2048))
+        ScatterGatherReducer(codec=MinMaxUInt8(block_numel=2048, seed=None))
 
     Paper: Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", VLDB 2022 (primitive C_LP_S).
     """
@@ -107,7 +107,8 @@ class ScatterGatherReducer(SumReducer):
         remainder: torch.Tensor | None = None,
     ) -> None:
         """See ``SumReducer.reduce``. What the sum of a slice loses remains on the rank that added it up."""
-        size, rank, codec = communicator.size, communicator.rank, self.codec
+        size, rank = communicator.size, communicator.rank
+        codec = self.codec.for_draw(rank, memory.step)
         exact = summing_dtype(flat.dtype)
         shares = Shares(codec, flat.numel(), size)
         row_bytes = max(shares.row_bytes(flat.dtype), shares.row_bytes(exact))
@@ -126,7 +127,8 @@ class ScatterGatherReducer(SumReducer):
             torch.sub(flat, remainder, out=remainder)
 
         answer = sent[:row_bytes]
-        data = codec.compress(total, out=answer[: codec.compressed_bytes(Metadata.of(total))])
+        again = codec.for_draw(0)  # Not with the numbers that some of the summands were rounded with.
+        data = again.compress(total, out=answer[: codec.compressed_bytes(Metadata.of(total))])
         communicator.allgather(received, answer)
         shares.decompress(received.view(size, row_bytes), exact, flat)
         if remainder is not None:

@@ -121,8 +121,8 @@ class ErrorFeedback(SumReducer):
     Example:
         >>> from bagua.compression import MinMaxUInt8
         >>> from bagua.primitives import AllGatherReducer
-        >>> ErrorFeedback(AllGatherReducer(MinMaxUInt8(block_numel=512)))
-        ErrorFeedback(reducer=AllGatherReducer(codec=MinMaxUInt8(block_numel=512)))
+        >>> ErrorFeedback(AllGatherReducer(MinMaxUInt8(block_numel=512, seed=None)))
+        ErrorFeedback(reducer=AllGatherReducer(codec=MinMaxUInt8(block_numel=512, seed=None)))
 
     Paper: Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019.
     """

@@ -9,7 +9,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bagua.compression import BFloat16, BySize, Codec, Float16, Identity, Metadata, MinMaxUInt8, Sign, TopK
+from bagua.compression import (
+    E3M0,
+    BFloat16,
+    BlockTopK,
+    BySize,
+    Codec,
+    DCTTopK,
+    Float16,
+    Identity,
+    Int2,
+    Int4,
+    Metadata,
+    MinMaxUInt8,
+    Sign,
+    TopK,
+    registry,
+)
 
 FLOATING = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 dtypes = pytest.mark.parametrize("dtype", FLOATING, ids=str)
@@ -171,3 +187,148 @@ def test_by_size_is_what_was_chosen():
     small, large = torch.randn(99), torch.randn(100)
     assert torch.equal(decoded(codec, small), small)
     assert torch.equal(decoded(codec, large), decoded(Sign(), large))
+
+
+# Contraction and expectation: what error feedback, and sums over many ranks, rest on.
+
+
+def hard_blocks(numel: int) -> dict[str, torch.Tensor]:
+    """Blocks in which much can be lost: alike, one that towers above, heavy tails, at the edges of bins."""
+    generator = torch.Generator().manual_seed(numel)
+    normal = torch.randn(numel, generator=generator)
+    tower = normal * 0.01
+    tower[numel // 2] = -30.0
+    tails = normal.sign() * torch.rand(numel, generator=generator).pow(-0.5)
+    return {
+        "normal": normal,
+        "alike": torch.ones(numel),
+        "signs": normal.sign(),
+        "tower": tower,
+        "tower on a floor": tower.abs() + 0.5,
+        "tails": tails,
+        "far from zero": normal + 20,
+        "middles": torch.tensor([1.0, 0.75, -0.375, 2.0**-7, -(2.0**-6) * 0.74, 1e-3]).repeat(numel)[:numel],
+        "two heights": torch.where(torch.rand(numel, generator=generator) < 0.1, 2.25, 0.7499) * normal.sign(),
+    }
+
+
+CONTRACTIVE = [
+    *(Codec.init(name) for name in registry if name not in ("identity", "by_size")),
+    Int2(block_numel=64),
+    Int4(block_numel=64),
+    Int4(block_numel=64, seed=0),
+    MinMaxUInt8(block_numel=64, seed=0),
+    E3M0(block_numel=64),
+    BlockTopK(block_numel=64, kept=4, value_bits=2),
+    BlockTopK(block_numel=64, kept=4, value_bits=None),
+    DCTTopK(side=8, kept=4, value_bits=2),
+]
+
+
+@pytest.mark.parametrize("codec", CONTRACTIVE, ids=repr)
+def test_what_a_block_loses_is_bounded_as_the_codec_says(codec):
+    length = getattr(codec, "block_numel", None) or getattr(codec, "side", 64) ** 2
+    assert codec.contraction is not None
+    assert codec.contraction > 0
+    for name, block in hard_blocks(length).items():
+        lost = float((decoded(codec, block).double() - block).square().sum() / block.double().square().sum())
+        assert lost <= 1 - codec.contraction + 1e-6, name
+
+
+def test_a_codec_that_may_add_to_a_block_says_so():
+    """Rounding at random to few values: right on average, but no contraction."""
+    codec, values = Int2(seed=0), hard_blocks(4096)["normal"] * 0.01
+    values[:2] = torch.tensor([-1.0, 1.0])
+    assert codec.contraction == 0
+    assert (decoded(codec, values) - values).norm() > values.norm()
+
+
+@pytest.mark.parametrize("codec", [Int4(64), Int2(64), E3M0(64), Sign(64), BlockTopK(64, 64, 8)], ids=repr)
+def test_normal_numbers_lose_far_less_than_the_worst_case(codec):
+    values = torch.randn(64_000, generator=torch.Generator().manual_seed(3))
+    bound = {Int4: 0.015, Int2: 0.19, E3M0: 0.06, Sign: 0.38, BlockTopK: 1e-4}[type(codec)]
+    lost = float((decoded(codec, values) - values).square().mean())
+    assert bound / 4 < lost < bound
+
+
+def statistical(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """The published form, written plainly: bins of a width of six deviations over their number, and their means."""
+    levels = 2**bits
+    centred = values - values.mean()
+    scale = 6 * centred.std() / levels
+    bins = (centred / scale + levels / 2).round().clamp(0, levels - 1)
+    result = torch.empty_like(values)
+    for number in range(levels):
+        chosen = bins == number
+        if chosen.any():
+            result[chosen] = centred[chosen].mean() + values.mean()
+    return result
+
+
+@pytest.mark.parametrize(("codec", "bits"), [(Int4(256), 4), (Int2(256), 2)], ids=repr)
+def test_few_bits_are_the_means_of_bins(codec, bits):
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(bits)).add_(0.3).double()
+    expected = torch.cat([statistical(part, bits) for part in values.split(256)])
+    torch.testing.assert_close(decoded(codec, values), expected)
+
+
+@pytest.mark.parametrize("kind", [MinMaxUInt8, Int4, Int2])
+def test_rounding_at_random_is_right_on_average_and_another_on_each_rank(kind):
+    codec, draws = kind(block_numel=64, seed=5), 400
+    values = torch.linspace(-1, 2, 128).square()
+    values[::9] = 0
+    results = torch.stack([decoded(codec.for_draw(rank), values) for rank in range(draws)])
+    ranges = torch.stack([part.max() - part.min() for part in values.split(64)]).repeat_interleave(64)
+    step = ranges / {MinMaxUInt8: 254, Int4: 15, Int2: 3}[kind]
+    assert ((results - values).abs() <= 1.01 * step).all()
+    # A draw is off by at most half a step in the root mean square: five standard errors.
+    assert ((results.mean(dim=0) - values).abs() <= 5 * 0.5 * step / draws**0.5).all()
+    errors = (results - values) / step
+    alike = (errors[:-1] * errors[1:]).mean() / errors.square().mean()
+    assert alike.abs() < 0.05, "ranks err alike"
+    assert codec.unbiased
+    assert torch.equal(codec.compress(values), kind(64, seed=5).compress(values)), "it can be repeated"
+
+
+@pytest.mark.parametrize("kind", [MinMaxUInt8, Int4])
+def test_rounding_to_the_nearest_is_wrong_on_average(kind):
+    """The mutant of the test above: without noise the mean over ranks stays where one rank is."""
+    codec = kind(block_numel=64)
+    values = torch.linspace(0, 1, 64).square()
+    assert torch.equal(decoded(codec.for_draw(1), values), decoded(codec.for_draw(2), values))
+    assert not codec.unbiased
+    assert (decoded(codec, values) - values).abs().max() > 1e-4
+
+
+def test_blockwise_top_k_keeps_the_largest_of_each_block():
+    values = torch.randn(4096 + 100, generator=torch.Generator().manual_seed(0))
+    for bits, rounding in ((None, 0.0), (8, values.abs().max() / 254 * 1.001)):
+        result = decoded(BlockTopK(value_bits=bits), values)
+        for block, kept, count in zip(values.split(4096), result.split(4096), (32, 1), strict=True):
+            largest = block.abs().topk(count).indices
+            expected = torch.zeros_like(block).index_copy(0, largest, block[largest])
+            assert (kept - expected).abs().max() <= rounding
+    assert BlockTopK().compressed_bytes(Metadata(4096 * 100, torch.float32)) == 84 * 100
+
+
+def test_two_bits_of_what_is_kept_are_signs_and_two_heights():
+    values = torch.tensor([0.0, 8.0, -6.0, 1.0, -3.0, 0.1, 0.2, 0.3])
+    result = decoded(BlockTopK(block_numel=8, kept=4, value_bits=2), values)
+    assert result.tolist() == [0.0, 7.0, -7.0, 2.0, -2.0, 0.0, 0.0, 0.0]
+
+
+def test_the_transform_is_the_published_one():
+    """By its definition, in double precision."""
+    side = 8
+    values = torch.randn(2 * side**2, generator=torch.Generator().manual_seed(0)).double()
+    codec = DCTTopK(side=side, kept=5, value_bits=None)
+    n = torch.arange(side).double()
+    waves = torch.stack([torch.cos(torch.pi * k * (2 * n + 1) / (2 * side)) for k in range(side)])
+    waves = waves / waves.norm(dim=1, keepdim=True)
+    expected = []
+    for block in values.view(2, side, side):
+        coefficients = torch.einsum("ij,ki,lj->kl", block, waves, waves).flatten()
+        largest = coefficients.abs().topk(5).indices
+        kept = torch.zeros_like(coefficients).index_copy(0, largest, coefficients[largest]).view(side, side)
+        expected.append(torch.einsum("kl,ki,lj->ij", kept, waves, waves).flatten())
+    torch.testing.assert_close(decoded(codec, values), torch.cat(expected))

@@ -10,7 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bagua.compression
-from bagua.compression import BySize, Codec, Identity, Metadata, MinMaxUInt8, Sign, TopK, register, registry
+from bagua.compression import (
+    E3M0,
+    BlockTopK,
+    BySize,
+    Codec,
+    DCTTopK,
+    Identity,
+    Int2,
+    Int4,
+    Metadata,
+    MinMaxUInt8,
+    Sign,
+    TopK,
+    as_codec,
+    register,
+    registry,
+)
 from bagua.errors import ConfigurationError, InvalidTensorError
 
 FLOATING = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -20,7 +36,13 @@ CODECS = [
     *map(Codec.init, registry),
     MinMaxUInt8(block_numel=7),
     Sign(block_numel=16),
+    MinMaxUInt8(block_numel=512, seed=0),
+    E3M0(block_numel=8),
+    Int4(block_numel=16),
+    Int2(block_numel=72, seed=3),
     TopK(ratio=0.4),
+    BlockTopK(block_numel=48, kept=5, value_bits=2),
+    DCTTopK(side=4, kept=3, value_bits=None),
     BySize(threshold_bytes=64, small=Sign(), large=TopK(0.5)),
 ]
 
@@ -155,6 +177,11 @@ def test_dtypes_that_cannot_be_compressed_are_refused_before_anything_is_done(co
 
 def test_codecs_are_found_by_name():
     assert Codec.init("sign", block_numel=64) == Sign(block_numel=64)
+    assert as_codec("int4") == Int4()
+    assert as_codec(E3M0()) == E3M0()
+    assert as_codec(None) is None
+    with pytest.raises(ConfigurationError, match="the name of one"):
+        as_codec(4)
     with pytest.raises(ConfigurationError, match="minmax_uint8"):
         Codec.init("nothing")
     with pytest.raises(TypeError, match="block_numel"):
@@ -175,6 +202,16 @@ def test_codecs_are_found_by_name():
         (TopK, {"ratio": 1.5}),
         (TopK, {"ratio": float("nan")}),
         (TopK, {"ratio": "1"}),
+        (E3M0, {"block_numel": 12}),
+        (Int4, {"block_numel": 12}),
+        (Int4, {"seed": 0.5}),
+        (MinMaxUInt8, {"seed": "yes"}),
+        (BlockTopK, {"block_numel": 100}),
+        (BlockTopK, {"kept": 0}),
+        (BlockTopK, {"kept": 5000}),
+        (BlockTopK, {"value_bits": 4}),
+        (DCTTopK, {"side": 6}),
+        (DCTTopK, {"kept": 5000}),
         (BySize, {"threshold_bytes": -1}),
         (BySize, {"small": Identity}),
     ],
