@@ -64,6 +64,8 @@ from bagua.comm.lifetime.background import (
 from bagua.comm.lifetime.closer import close_with as close_with
 from bagua.comm.lifetime.forks import family as family
 from bagua.comm.lifetime.wake import Wake as Wake
+from bagua.comm.long_wait import LongWait as LongWait
+from bagua.comm.objects import as_bytes as as_bytes
 from bagua.comm.operands import as_seconds as as_seconds, check_rank as check_rank, check_tensor as check_tensor
 from bagua.comm.reduction import divide as divide
 from bagua.comm.startup.adoption import (

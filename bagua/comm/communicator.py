@@ -119,6 +119,13 @@ class Communicator:
         """Whether all calls are complete; those that consist of several are brought on. Never blocks, never raises."""
         return self.pipeline.idle()
 
+    def awaited_by(self) -> tuple[int, ...]:
+        """Global ranks that wait in a collective which this rank has yet to call, as far as the transport can see.
+
+        Only between calls of this rank. Never blocks, never raises.
+        """
+        return tuple(self.ranks[member] for member in self._transport.awaited_by())
+
     def close(self) -> None:
         """Give back threads, sockets and memory. Later calls raise ``CommunicatorClosedError``."""
         self.pipeline.close()

@@ -10,6 +10,12 @@ from bagua.errors import BaguaError, CollectiveMismatchError
 
 __all__ = ["compare", "compare_or_refuse"]
 
+#: By the beginning of a fact, what it is about, and what to do if it differs.
+_SUBJECTS = {
+    "algorithm ": ("algorithms", "Name the same algorithm with the same options on every rank."),
+    "optimizer ": ("optimizers", "Build the same optimizers over the same parameters on every rank."),
+}
+
 
 def compare(facts: Sequence[str], communicator: Communicator, what: str) -> None:
     """Check that ``facts`` are equal on all ranks. Collective.
@@ -37,13 +43,14 @@ def compare(facts: Sequence[str], communicator: Communicator, what: str) -> None
         rank for rank, theirs in enumerate(everyone) if theirs != own and (rank == 0 or own == everyone[0] != theirs)
     )
     here, there = _first_difference(own, everyone[other])
+    differing, advice = _subject(here, there, what)
     raise CollectiveMismatchError(
-        f"ranks have different {what}; the first difference from rank {communicator.ranks[other]}",
+        f"ranks have different {differing}; the first difference from rank {communicator.ranks[other]}",
         rank=communicator.ranks[communicator.rank],
         peers=(communicator.ranks[other],),
         expected=here,
         seen=there,
-        advice="Build the same model with the same options on every rank.",
+        advice=advice,
     )
 
 
@@ -71,6 +78,17 @@ def compare_or_refuse(facts: Sequence[str], communicator: Communicator, what: st
         raise refusal from mismatch
     if refusal is not None:
         raise refusal
+
+
+def _subject(here: str, there: str, what: str) -> tuple[str, str]:
+    """What differs if these two facts do, and what to do about it."""
+    for start, (differing, advice) in _SUBJECTS.items():
+        if here.startswith(start) and there.startswith(start):
+            return differing, advice
+    option, equals, _ = here.partition("=")
+    if equals and there.startswith(f"{option}="):
+        return f"options ({option})", f"Pass the same {option} on every rank."
+    return what, "Build the same model with the same options on every rank."
 
 
 def _first_difference(own: Sequence[str], other: Sequence[str]) -> tuple[str, str]:

@@ -19,7 +19,6 @@ from bagua.engine.tracks import Course, Lane, Track, memory_for
 
 __all__ = [
     "Courses",
-    "depends_on_weights",
     "gathers",
     "is_between_steps",
     "is_chunked",
@@ -47,14 +46,6 @@ def is_between_steps(exchanges: Iterable[Exchange]) -> bool:
 def layout_of(exchanges: Sequence[Exchange]) -> Hashable:
     """What changes when buckets must be formed anew."""
     return is_chunked(exchanges), is_between_steps(exchanges), gathers(exchanges)
-
-
-def depends_on_weights(exchanges: Iterable[Exchange]) -> bool:
-    """Whether something that is remembered, or on its way, belongs to the weights that there are."""
-    return any(
-        (one.lag > 0 and "weights" in one.writes) or any(state.start == "weights" for state in one.states())
-        for one in exchanges
-    )
 
 
 def waits_for_optimizers(exchanges: Iterable[Exchange]) -> bool:

@@ -13,12 +13,14 @@ import torch
 
 from bagua.algorithms import Algorithm, AlgorithmImpl, Exchange, Model
 from bagua.buckets import Bucket
-from bagua.comm import Communicator, Group, ProcessGroup, as_group, close_with, gather_values, get_default_group
+from bagua.comm import Communicator, Group, ProcessGroup, as_group, close_with, get_default_group
 from bagua.engine.agreement import compare_or_refuse
 from bagua.engine.autotune.search import Setting
 from bagua.engine.belongings import Belongings
 from bagua.engine.courses import Courses, gathers, is_between_steps, is_chunked, layout_of
+from bagua.engine.equality import EqualityCheck, digest_of_gradients, warn_of_equal_gradients
 from bagua.engine.layout import agreed_order, bucket_lists, cut, foreign, name_of, positions_of, twice
+from bagua.engine.meeting import meet
 from bagua.engine.options import EngineOptions, check_bucket_bytes, check_leader, check_optional_flag
 from bagua.engine.registration import Registration, buffers_of
 from bagua.engine.saving import Remembered, collect, restore
@@ -52,6 +54,7 @@ class BucketFormation:
         self.group = user_group.duplicate("model", leader=leader)
         self.belongings = self._own(self.group)
         self.step = 0
+        self.equality = EqualityCheck(declaration, options)
         self.restored_at = -1
         self._versions: list[int] = []
         self._began = 0
@@ -184,13 +187,15 @@ class BucketFormation:
         """
         arrival = self.arrival
         self.forget_arrivals()
-        order = agreed_order(
+        order, digests = agreed_order(
             self.registration,
             arrival,
             self.communicator,
             find_unused=self.options.find_unused_parameters,
             same_order=any(one.parts.same_order for one in self.declaration.every_exchange()),
+            told=digest_of_gradients(arrival) if self.step == 0 else "",
         )
+        warn_of_equal_gradients(digests, self.group.rank)
         self._order = order
         self._form(self.layout(self.options.bucket_bytes))
         return [list(bucket.parameters) for bucket in self.buckets]
@@ -281,6 +286,8 @@ class BucketFormation:
         if not self._courses.fresh:
             return
         if self.group.size > 1 and self._courses.fresh_is_shared:
+            if loads := self.equality.unmet_loads():
+                meet(self.group, f"load{loads}", "weights were loaded")
             make_weights_equal(self.registration.parameters, self.communicator)
         self._courses.begin_from_weights()
 
@@ -370,19 +377,12 @@ class BucketFormation:
 
         Raises:
             CollectiveTimeoutError: the module has not changed on all ranks.
-            CollectiveMismatchError: it has become different on different ranks.
+            CollectiveMismatchError: it has not, or has become different on different ranks.
         """
         self._rebuilt += 1
-        topic = f"rebuild{self._rebuilt}"
-        group = self.group
         if self.algorithm.plane is not None:
             self.algorithm.plane.settle()  # This rank serves the others in the background until they are here.
-        try:
-            gather_values(group.store, topic, group.rank, group.ranks, difference, group.timeout_s)
-        except BaseException:
-            told = f"it waited for a change of the model that other ranks did not make: {difference}"
-            group.abort(told, group.ranks[group.rank])
-            raise
+        meet(self.group, f"rebuild{self._rebuilt}", difference)
         self._put_aside(settle=False)
         self._order = []
         refusal = self._register()

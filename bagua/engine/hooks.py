@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from bagua.engine.autotune.tuner import Autotuner
-from bagua.engine.courses import depends_on_weights, waits_for_optimizers
+from bagua.engine.courses import waits_for_optimizers
 from bagua.engine.gradients import has_finite_gradients, refuse_graph
 from bagua.engine.outputs import tensors_in
 from bagua.engine.reducer import Reducer
@@ -19,6 +20,8 @@ from bagua.errors import BaguaError, ConfigurationError
 from bagua.torch_private import accumulates, active_ddp, hooks_after_accumulation, when_backward_ends
 
 __all__ = ["BackwardHooks"]
+
+_log = logging.getLogger("bagua")
 
 
 def _require_outside(module: torch.nn.Module, outer: torch.nn.Module) -> None:
@@ -109,6 +112,7 @@ class _LoadHook:
     def __call__(self, *_: Any) -> None:
         engine = self.engine()
         if engine is not None and self.after:
+            engine.reducer.equality.note_load(engine.reducer.step, engine.reducer.group)
             engine.reducer.weights_were_replaced()
         elif engine is not None:
             engine.reducer.weights_will_be_replaced()
@@ -157,8 +161,7 @@ class BackwardHooks:
         weakref.finalize(self, _remove, self._handles).atexit = False
         self.current: weakref.ref[_Pass] | None = None
         self.take: Callable[[torch.nn.Parameter], None] | None = None
-        self._armed = True
-        self._silent = False
+        self._armed, self._silent = True, False
         self._listening: list[Any] = []
         self._retired = False
         self.closed = False
@@ -186,11 +189,10 @@ class BackwardHooks:
                     parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                     for parameter in reducer.registration.parameters
                 ]
+        module: Any = reducer.module
+        self._handles.append(module.register_load_state_dict_pre_hook(_LoadHook(self, after=False)))
+        self._handles.append(module.register_load_state_dict_post_hook(_LoadHook(self, after=True)))
         exchanges = reducer.declaration.every_exchange()
-        if depends_on_weights(exchanges) or waits_for_optimizers(exchanges):
-            before, after = _LoadHook(self, after=False), _LoadHook(self, after=True)
-            self._handles.append(reducer.module.register_load_state_dict_pre_hook(before))  # type: ignore[no-untyped-call]
-            self._handles.append(reducer.module.register_load_state_dict_post_hook(after))  # type: ignore[no-untyped-call]
         if waits_for_optimizers(exchanges):
             stepped = _OptimizerHook(self)
             self._handles += [optimizer.register_step_post_hook(stepped) for optimizer in reducer.optimizers]
@@ -211,6 +213,8 @@ class BackwardHooks:
                         advice="Wrap one module that contains both.",
                     )
                 earlier.retire()
+                if self.reducer.group.rank == 0:
+                    _log.warning("the model was wrapped before: the earlier wrapper exchanges nothing from now on")
 
     def retire(self) -> None:
         """Leave the parameters to another engine, for good: forward passes no longer concern this one."""

@@ -35,7 +35,8 @@ def agreed_order(
     *,
     find_unused: bool,
     same_order: bool = False,
-) -> list[int]:
+    told: str = "",
+) -> tuple[list[int], list[str]]:
     """Positions of the parameters, in the order in which their gradients appeared on rank 0. Collective.
 
     Args:
@@ -44,6 +45,10 @@ def agreed_order(
         communicator: of all ranks.
         find_unused: parameters without a gradient come last; otherwise they are an error.
         same_order: another order than rank 0's is an error.
+        told: to all other ranks, on the way.
+
+    Returns:
+        The order, and what each rank told.
 
     Raises:
         ConfigurationError: on all ranks, naming what is missing on each.
@@ -53,7 +58,8 @@ def agreed_order(
     place = [-1] * len(positions)
     for arrived, parameter in enumerate(arrival):
         place[positions[id(parameter)]] = arrived
-    everyone: list[list[int]] = communicator.allgather_object(place)
+    gathered = communicator.allgather_object([place, told])
+    everyone: list[list[int]] = [one for one, _ in gathered]
     lacking = {
         rank: [name for name, arrived in zip(registration.names, places, strict=True) if arrived < 0]
         for rank, places in enumerate(everyone)
@@ -63,7 +69,8 @@ def agreed_order(
     if same_order:
         _refuse_other_orders(registration, everyone, communicator)
     first = everyone[0]
-    return sorted(range(len(first)), key=lambda position: (first[position] < 0, first[position]))
+    order = sorted(range(len(first)), key=lambda position: (first[position] < 0, first[position]))
+    return order, [one for _, one in gathered]
 
 
 def _refuse_other_orders(

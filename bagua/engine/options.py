@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from types import NoneType
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
 from bagua.algorithms import Algorithm, DistributedAlgorithm, GradientAllReduceAlgorithm, as_algorithm
 from bagua.buckets import check_align_bytes
-from bagua.checks import check_flags, check_kind, check_whole, wrong_type
+from bagua.checks import check_choice, check_flags, check_kind, check_whole, wrong_type
 from bagua.comm import ProcessGroup
 from bagua.engine.autotune.settings import AutotuneSettings, TuningMode, tuning_from
 from bagua.engine.layout import bucket_lists
@@ -22,6 +22,7 @@ __all__ = [
     "DEFAULT_BUCKET_BYTES",
     "BucketType",
     "EngineOptions",
+    "OnDifference",
     "TensorDeclaration",
     "check_bucket_bytes",
     "check_grad_scaler",
@@ -47,6 +48,12 @@ class BucketType(Enum):
 
 
 DEFAULT_BUCKET_BYTES = 10_000_000
+#: What to do if ranks do not hold what they should: an error, or all go on with what rank 0 holds.
+OnDifference = Literal["raise", "repair"]
+_AGREED = (
+    *("bucket_bytes", "align_bytes", "chunking", "fusion", "find_unused_parameters", "delay_reduce"),
+    *("check_every", "on_difference"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +71,9 @@ class EngineOptions:
         grad_scaler: the ``GradScaler`` of the training loop.
         intra_comm_root_rank: the local rank that speaks for its host, on every host.
         autotune: whether, and how, to tune; None leaves that to ``BAGUA_AUTOTUNE``.
+        check_every: steps from one comparison of what must be equal on all ranks to the next; 0 for the first step
+            alone; None for 50 where ranks hold equal weights, and what suits the algorithm elsewhere.
+        on_difference: ``raise`` if the comparison finds one, or ``repair``: give all ranks rank 0's.
 
     Raises:
         ConfigurationError: a value that cannot be used.
@@ -79,6 +89,8 @@ class EngineOptions:
     grad_scaler: torch.amp.GradScaler | None = None
     intra_comm_root_rank: int = 0
     autotune: bool | AutotuneSettings | None = None
+    check_every: int | None = None
+    on_difference: OnDifference = "raise"
 
     def __post_init__(self) -> None:
         check_bucket_bytes(self.bucket_bytes)
@@ -90,6 +102,9 @@ class EngineOptions:
             chunking=self.chunking,
         )
         check_grad_scaler(self.grad_scaler)
+        if self.check_every is not None:
+            check_whole(0, check_every=self.check_every)
+        check_choice(get_args(OnDifference), on_difference=self.on_difference)
         object.__setattr__(self, "buckets", bucket_lists(self.buckets))
         object.__setattr__(self, "_tuning", tuning_from(self.autotune))
 
@@ -102,9 +117,8 @@ class EngineOptions:
     @property
     def facts(self) -> list[str]:
         """One line for each option that all ranks must have in common, but for the buckets."""
-        names = ("bucket_bytes", "align_bytes", "chunking", "fusion", "find_unused_parameters", "delay_reduce")
         mode, settings = self.tuning
-        return [*(f"{name}={getattr(self, name)}" for name in names), f"autotune={mode.value}, {settings.agreed}"]
+        return [*(f"{name}={getattr(self, name)}" for name in _AGREED), f"autotune={mode.value}, {settings.agreed}"]
 
 
 def chosen_algorithm(

@@ -15,6 +15,7 @@ from bagua.comm import Group
 from bagua.engine.agreement import compare_or_refuse
 from bagua.engine.autotune.settings import AutotuneSettings
 from bagua.engine.courses import gathers, is_between_steps, saved_flights
+from bagua.engine.equality import Belief
 from bagua.engine.formation import BucketFormation
 from bagua.engine.gradients import restore_unused
 from bagua.engine.layout import changed_by_others, check_place, foreign, not_formed, positions_of, unused
@@ -22,6 +23,7 @@ from bagua.engine.options import (
     DEFAULT_BUCKET_BYTES,
     BucketType,
     EngineOptions,
+    OnDifference,
     check_module,
     chosen_algorithm,
     optimizer_list,
@@ -56,25 +58,16 @@ class Reducer(BucketFormation):
         bucket_type: gradients, or weights, which chooses a decentralized algorithm.
         hierarchical_reduce: inside each host first, then between hosts.
         align_bytes: buckets are padded to a multiple of this power of two.
-        chunking: choose a scatter-gather algorithm, and pad buckets so that they split
-            evenly over the ranks.
-        fusion: gradients and weights of a bucket live in flat memory. Otherwise gradients
-            are copied into it and back.
+        chunking: choose a scatter-gather algorithm, and pad buckets so that they split evenly over the ranks.
+        fusion: gradients and weights of a bucket live in flat memory. Otherwise gradients are copied into it and back.
         decentralize_reduce: choose a decentralized algorithm.
         buckets: lists of parameters, or of their names, to use instead of forming buckets.
         process_group: the ranks; None means all.
         algorithm: overrides the choice by flags.
         bucket_bytes: a bucket is closed when it holds so many bytes.
-        find_unused_parameters: a parameter without a gradient counts as zero; otherwise it
-            is an error.
+        find_unused_parameters: a parameter without a gradient counts as zero; otherwise it is an error.
         delay_reduce: start no exchange before the end of backward.
-        grad_scaler: the ``GradScaler`` of the training loop, for algorithms that must know
-            by how much gradients are scaled.
-        intra_comm_root_rank: the local rank that speaks for its host in hierarchical
-            exchanges, on every host.
-        autotune: True or ``AutotuneSettings``: find out by itself, during training, how large
-            buckets should be and whether to exchange hierarchically; None leaves that to
-            ``BAGUA_AUTOTUNE``.
+        grad_scaler, intra_comm_root_rank, autotune, check_every, on_difference: as in ``EngineOptions``.
         unknown: refused.
 
     Attributes:
@@ -120,6 +113,8 @@ class Reducer(BucketFormation):
         grad_scaler: torch.amp.GradScaler | None = None,
         intra_comm_root_rank: int = 0,
         autotune: bool | AutotuneSettings | None = None,
+        check_every: int | None = None,
+        on_difference: OnDifference = "raise",
         **unknown: Never,
     ) -> None:
         refuse_unknown(unknown, Reducer.__init__.__kwdefaults__ or ())
@@ -135,6 +130,8 @@ class Reducer(BucketFormation):
             grad_scaler=grad_scaler,
             intra_comm_root_rank=intra_comm_root_rank,
             autotune=autotune,
+            check_every=check_every,
+            on_difference=on_difference,
         )
         declaration = chosen_algorithm(
             algorithm,
@@ -269,6 +266,11 @@ class Reducer(BucketFormation):
         scheduler.complete()
         if self.find_unused_parameters and gathers(self.exchanges_of(self._phase)) and self.group.size > 1:
             restore_unused({slot.name for slot in without}, self.model.parameters, self.communicator)
+        if self.equality.concerns(self.step):
+            self.end_exchanges()
+            belief = Belief(self.module, self.model, self.buckets, self._courses.places)
+            if self.equality.look(self.step, belief, self.group):
+                self.weights_were_replaced()
         self.step += 1
         self._versions = self.registration.versions if scheduler.owes else []
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypedDict
 
 import torch
 
 from bagua.algorithms import Algorithm
 from bagua.checks import check_kind
-from bagua.comm import Communicator
+from bagua.comm import Communicator, as_bytes
 from bagua.engine.agreement import compare
 from bagua.errors import ConfigurationError
 from bagua.primitives import ReducerMemory
@@ -27,6 +27,7 @@ __all__ = [
     "merged",
     "renamed",
     "restore",
+    "shared_tensors",
 ]
 
 Tensors = dict[str, torch.Tensor]
@@ -189,16 +190,14 @@ def paste(place: Holder, name: str, flat: torch.Tensor, source: Mapping[str, Ten
         view.copy_(part)
 
 
-def digests(places: Iterable[Holder]) -> list[str]:
-    """One line for each tensor that must be equal on all ranks: its name, and a digest of its bytes."""
-    lines = []
+def shared_tensors(places: Iterable[Holder]) -> Iterator[tuple[str, torch.Tensor]]:
+    """What is remembered alike on all ranks, by what it is and its first parameter."""
     for place in places:
         memory = place.memory
         for name in sorted(memory.state):
             declared = memory.declared.get(name) or memory.declared[name.partition(".")[0]]
             if declared.scope == "shared":
-                lines.append(f"{_key(place, name)} of {place.names[0]}: {digest_of(memory.state[name])}")
-    return lines
+                yield f"{_key(place, name)} of {place.names[0]}", memory.state[name]
 
 
 def compare_states(
@@ -218,7 +217,8 @@ def compare_states(
     Raises:
         CollectiveMismatchError: on all ranks, naming the first difference.
     """
-    lines = [f"step {step}", *(f"{name}: {digest_of(weight)}" for name, weight in weights.items()), *digests(places)]
+    lines = [f"step {step}", *(f"{name}: {digest_of(weight)}" for name, weight in weights.items())]
+    lines += [f"{name}: {digest_of(tensor)}" for name, tensor in shared_tensors(places)]
     compare(lines, communicator, "states")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -226,7 +226,7 @@ def compare_states(
 def digest_of(tensor: torch.Tensor) -> str:
     """A digest of the bytes of ``tensor``."""
     contents = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-    return hashlib.sha256(contents.numpy().tobytes() if contents.numel() else b"").hexdigest()[:16]
+    return hashlib.sha256(as_bytes(contents)).hexdigest()[:16]
 
 
 # Checkpoints of the engine.

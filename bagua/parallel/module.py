@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import logging
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
-from typing_extensions import Never
+from typing_extensions import Never, Self
 
 from bagua.algorithms import Algorithm, DistributedAlgorithm
 from bagua.checks import check_flags
@@ -19,6 +20,7 @@ from bagua.engine import (
     BackwardHooks,
     EngineAccess,
     EngineOptions,
+    OnDifference,
     Reducer,
     check_module,
     make_equal,
@@ -27,7 +29,11 @@ from bagua.engine import (
 )
 from bagua.errors import ConfigurationError
 
+_log = logging.getLogger("bagua")
+
 __all__ = ["BaguaModule", "install_with_bagua", "with_bagua"]
+
+AnyModule = TypeVar("AnyModule", bound=torch.nn.Module)
 
 #: Where a module keeps its engine: in its ``__dict__``, so that neither ``_modules`` nor copies see it.
 _ENGINE = "_bagua_engine"
@@ -59,6 +65,26 @@ class BaguaModule(EngineAccess, torch.nn.Module):
         output = super().__call__(*inputs, **kwargs)
         engine.after_forward(output)
         return output
+
+    def switch_to(self, algorithm: Algorithm | DistributedAlgorithm | str) -> Self:
+        """Train with this algorithm from now on, with the same optimizers and options. Collective.
+
+        Floating-point parameters, buffers and optimizer state are averaged over the ranks, the rest comes from rank 0.
+
+        Args:
+            algorithm: its name, or a declaration with options.
+
+        Returns:
+            The module itself.
+
+        Raises:
+            UnsupportedAlgorithmException: there is no such algorithm; the one before stays.
+            CollectiveMismatchError: ranks ask for different ones.
+        """
+        reducer = self._bagua_engine.reducer
+        group = reducer.algorithm.process_group
+        _start(self, reducer.optimizers, algorithm, group, reducer.options, broadcast_buffers=True)
+        return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state of the module, after everything that is owed to it was exchanged."""
@@ -105,9 +131,9 @@ def _bagua_class(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:
 
 
 def with_bagua(
-    self: torch.nn.Module,
+    self: AnyModule,
     optimizers: Sequence[torch.optim.Optimizer] | torch.optim.Optimizer,
-    algorithm: Algorithm | DistributedAlgorithm | str,
+    algorithm: Algorithm | DistributedAlgorithm | str = "gradient_allreduce",
     process_group: Group | None = None,
     do_flatten: bool = True,
     *,
@@ -118,8 +144,10 @@ def with_bagua(
     find_unused_parameters: bool = False,
     grad_scaler: torch.amp.GradScaler | None = None,
     autotune: bool | AutotuneSettings | None = None,
+    check_every: int | None = None,
+    on_difference: OnDifference = "raise",
     **unknown: Never,
-) -> BaguaModule:
+) -> AnyModule:
     """Make this module a distributed one, in place. Collective.
 
     The first time, all ranks start from rank 0's parameters, buffers and optimizer state.
@@ -129,7 +157,7 @@ def with_bagua(
     Args:
         self: the module.
         optimizers: that step its parameters.
-        algorithm: what is exchanged, and when.
+        algorithm: what is exchanged, and when: its name, or a declaration with options.
         process_group: the ranks that train together; None means all.
         do_flatten: gradients and weights of a bucket live in flat memory, parameters are views of it.
         broadcast_buffers: take the buffers, too, from rank 0 at the start.
@@ -142,6 +170,10 @@ def with_bagua(
         autotune: True or ``AutotuneSettings``: find out during training how large buckets
             should be and whether to exchange hierarchically; None leaves that to
             ``BAGUA_AUTOTUNE``.
+        check_every: compare what must be equal on all ranks in the first step, and then after so many; 0 for the first
+            step alone; None for 50 where ranks hold equal weights, and what suits the algorithm elsewhere.
+        on_difference: ``raise`` a ``CollectiveMismatchError`` that names the first difference and the ranks, or
+            ``repair``: give all ranks rank 0's weights, optimizer state and settings, and warn.
         unknown: anything else is a ``TypeError`` that names the above.
 
     Returns:
@@ -172,7 +204,6 @@ def with_bagua(
             seen=type(self).__name__,
             advice="Use DistributedDataParallel, or torch.compile in place of torch.jit.",
         )
-    before: BackwardHooks | None = self.__dict__.get(_ENGINE)
     options = EngineOptions(
         bucket_bytes=bucket_bytes,
         align_bytes=align_bytes,
@@ -181,15 +212,44 @@ def with_bagua(
         delay_reduce=delay_reduce,
         grad_scaler=grad_scaler,
         autotune=autotune,
+        check_every=check_every,
+        on_difference=on_difference,
     )
-    reducer = Reducer.of(self, optimizers, algorithm, process_group, options)
+    _start(self, optimizers, algorithm, process_group, options, broadcast_buffers=broadcast_buffers, warn=True)
+    plain: torch.nn.Module = self
+    if not isinstance(plain, BaguaModule):
+        plain.__class__ = _bagua_class(type(plain))
+    return self
+
+
+def _start(
+    module: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer] | torch.optim.Optimizer,
+    algorithm: Algorithm | DistributedAlgorithm | str,
+    process_group: Group | None,
+    options: EngineOptions,
+    *,
+    broadcast_buffers: bool,
+    warn: bool = False,
+) -> None:
+    """Put an engine on ``module``, after the one before it, if there is one, has ended. Collective."""
+    before: BackwardHooks | None = module.__dict__.get(_ENGINE)
+    reducer = Reducer.of(module, optimizers, algorithm, process_group, options)
     engine = replace_engine(before, reducer)
     average = before is not None and not before.closed
+    if warn and before is not None and average and before.reducer.declaration == reducer.declaration:
+        _warn_of_repetition(reducer)
     make_equal(reducer, average=average, broadcast_buffers=broadcast_buffers)
-    self.__dict__[_ENGINE] = engine
-    if not isinstance(self, BaguaModule):
-        self.__class__ = _bagua_class(type(self))
-    return self  # type: ignore[return-value]
+    module.__dict__[_ENGINE] = engine
+
+
+def _warn_of_repetition(reducer: Reducer) -> None:
+    if reducer.group.rank == 0:
+        _log.warning(
+            "this model was wrapped with %r before, and is wrapped with it again, which averages the weights over all "
+            "ranks. Wrap it once; with another algorithm, wrapping again switches to that.",
+            reducer.declaration,
+        )
 
 
 def install_with_bagua() -> None:

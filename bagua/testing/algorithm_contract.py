@@ -35,7 +35,7 @@ import bagua.compression
 import bagua.primitives
 from bagua.algorithms import Algorithm, Exchange, Flight, How, Promise
 from bagua.comm import ProcessGroup, ReduceOp, Work
-from bagua.errors import ConfigurationError
+from bagua.errors import CollectiveMismatchError, ConfigurationError
 from bagua.parallel import BaguaModule, with_bagua
 from bagua.testing.ranks import RankPool
 from bagua.testing.training import (
@@ -67,8 +67,9 @@ def build(
     """The suite's model, ready to be trained with ``algorithm`` on the default group."""
     model = mlp(seed)
     optimizer = optimizer_maker(algorithm)(model.parameters())
-    wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=bucket_bytes, grad_scaler=scaler)
-    return wrapped, optimizer
+    with_bagua(model, [optimizer], algorithm, bucket_bytes=bucket_bytes, grad_scaler=scaler)
+    assert isinstance(model, BaguaModule)
+    return model, optimizer
 
 
 def optimizer_maker(algorithm: Algorithm) -> OptimizerMaker:
@@ -272,7 +273,10 @@ class AlgorithmContract:
     def assert_noticed(self, algorithm: Algorithm, pool: RankPool, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
         """Fail unless training with ``run`` in place of the algorithm's own exchanges breaks a promise."""
         replace_exchanges(algorithm, monkeypatch, run)
-        results = pool.run(train_and_rest, algorithm, size=2)
+        try:
+            results = pool.run(train_and_rest, algorithm, size=2)
+        except CollectiveMismatchError:
+            return  # The engine has noticed by itself.
         with pytest.raises(AssertionError):
             assert_keeps_promises(self.promise_of(algorithm), results, self.expected(algorithm, 2))
 

@@ -14,7 +14,7 @@ from bagua.comm import ProcessGroup
 from bagua.engine.registration import Registration
 from bagua.errors import BaguaError, CommunicationError, ConfigurationError, InvalidTensorError
 from bagua.parallel import BucketType, OverlappingWrapper, Reducer
-from bagua.testing.training import assert_same_on_all_ranks, mlp, sgd, snapshot, train_steps
+from bagua.testing.training import assert_same_on_all_ranks, mlp, seeded, sgd, snapshot, train_steps
 
 pytestmark = pytest.mark.threads
 
@@ -150,7 +150,8 @@ def test_gradients_that_no_rank_has_stay_none_with_every_lag(thread_ranks):
     def check() -> None:
         rank = bagua.comm.get_rank()
         for algorithm in (Algorithm.init("gradient_allreduce"), IN_BACKGROUND):
-            model = Branches()
+            with seeded():
+                model = Branches()
             wrapped = OverlappingWrapper(
                 model, sgd(model.parameters()), algorithm=algorithm, find_unused_parameters=True, bucket_bytes=1
             )
@@ -215,7 +216,8 @@ def test_a_reducer_can_be_driven_by_hand_as_documented(thread_ranks):
 
     def check() -> None:
         rank = bagua.comm.get_rank()
-        model = nn.Linear(2, 3)
+        with seeded():
+            model = nn.Linear(2, 3)
         reducer = Reducer(model, [], BucketType.Gradient, False, 8, False, True)
         with pytest.raises(ConfigurationError, match="not been formed"):
             reducer.mark_tensor_ready(model.weight)

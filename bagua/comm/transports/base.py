@@ -207,6 +207,10 @@ class Transport(ABC):
         """Whether no call is under way that peers may need. Never blocks, never raises."""
         return True
 
+    def awaited_by(self) -> tuple[int, ...]:
+        """Members that wait in a collective which this rank has yet to start, where that can be seen. Never blocks."""
+        return ()
+
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A flat tensor in memory that this transport reduces without a copy."""
         return torch.empty(numel, dtype=dtype, device=device)

@@ -123,6 +123,14 @@ class MemoryTransport(Transport):
             self._peers.leave(LineState.BROKEN, self._peers.global_rank if culprit is None else culprit, reason)
             self._lanes.abandon()
 
+    def awaited_by(self) -> tuple[int, ...]:
+        """Members that have come to a barrier of a later call than this rank's last one."""
+        if self._ended or self._lanes.busy():
+            return ()
+        lines = self._peers.lines
+        arrived = lines[self.rank].words[Words.ARRIVED]
+        return tuple(other for other, line in enumerate(lines) if line.words[Words.ARRIVED] > arrived)
+
     def idle(self) -> bool:
         """Whether all asynchronous calls are complete."""
         return not self._lanes.busy()

@@ -1,0 +1,67 @@
+"""Waiting until all ranks have changed their models alike, which each of them does by itself."""
+
+from __future__ import annotations
+
+import time
+
+from bagua.comm import LongWait, ProcessGroup, gather_values
+from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError
+
+__all__ = ["meet"]
+
+_SLICE_S = 0.2
+_ADVICE = "Change the model on every rank before the same step: load_state_dict and requires_grad_ on all of them."
+
+
+def meet(group: ProcessGroup, topic: str, change: str) -> None:
+    """Return when all ranks have come with a change. Collective.
+
+    Args:
+        group: private to the model. It is broken if not all come.
+        topic: used once for each change.
+        change: what this rank has changed.
+
+    Raises:
+        CollectiveMismatchError: another rank makes a step without the change, and waits for this one in it.
+        CollectiveTimeoutError: not all ranks came.
+    """
+    try:
+        _meet(group, topic, change)
+    except BaseException:
+        told = f"it waited for a change of the model that other ranks did not make: {change}"
+        group.abort(told, group.ranks[group.rank])
+        raise
+
+
+def _meet(group: ProcessGroup, topic: str, change: str) -> None:
+    wait, suspects = LongWait(), set[int]()
+    until = time.monotonic() + group.timeout_s
+    while True:
+        left_s = until - time.monotonic()
+        try:
+            gather_values(group.store, topic, group.rank, group.ranks, change, min(_SLICE_S, max(left_s, 0.0)))
+        except CollectiveTimeoutError as error:
+            if left_s <= _SLICE_S:
+                error.elapsed_s, error.timeout_s = round(wait.waited_s(), 3), group.timeout_s
+                error.advice = _ADVICE
+                raise
+            missing = set(error.peers)
+        else:
+            return
+        waiting = missing.intersection(group.global_communicator.awaited_by())
+        if stuck := sorted(waiting & suspects):  # Seen twice: it is not about to come.
+            raise _stuck(group, stuck, change)
+        suspects = waiting
+        if wait.is_over():
+            names = ", ".join(map(str, sorted(missing)))
+            wait.warn(group.ranks[group.rank], f"rank {names} to change the model, too: {change}. {_ADVICE}")
+
+
+def _stuck(group: ProcessGroup, stuck: list[int], change: str) -> CollectiveMismatchError:
+    rank, others = group.ranks[group.rank], ", ".join(map(str, stuck))
+    return CollectiveMismatchError(
+        f"the model was changed on rank {rank} ({change}), and not on rank {others}, which makes a step without that",
+        rank=rank,
+        peers=stuck,
+        advice=_ADVICE,
+    )
