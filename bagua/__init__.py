@@ -3,6 +3,7 @@
 Importing this package is cheap and does not import torch. The usual entry point is ``import bagua.torch_api as bagua``.
 """
 
+import importlib.util
 import sys
 from typing import NoReturn
 
@@ -10,8 +11,8 @@ __all__ = ["__version__"]
 
 __version__ = "0.1.0"
 
-if sys.platform == "win32":
-    raise ImportError("bagua runs on Linux and macOS; on Windows, use it inside WSL")
+if sys.platform == "win32" or importlib.util.find_spec("fcntl") is None:
+    raise ImportError(f"bagua runs on Linux and macOS, not on {sys.platform}; on Windows, use it inside WSL")
 
 
 def __getattr__(name: str) -> NoReturn:

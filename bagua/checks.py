@@ -6,10 +6,11 @@ the former also is.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import math
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import ParamSpec, TypeVar
 
@@ -21,6 +22,7 @@ __all__ = [
     "check_kind",
     "check_numbers",
     "check_whole",
+    "did_you_mean",
     "install_command",
     "renaming",
     "unusable",
@@ -153,13 +155,26 @@ def check_choice(choices: Sequence[object], **values: object) -> None:
 
 def wrong_type(argument: str, expected: str, seen: object) -> InvalidTypeError:
     """The error for a value of a wrong type."""
-    return InvalidTypeError(
-        f"{argument} has the wrong type", argument=argument, expected=expected, seen=reprlib.repr(seen)
-    )
+    text = f"the class {seen.__name__}" if isinstance(seen, type) else reprlib.repr(seen)
+    return InvalidTypeError(f"{argument} has the wrong type", argument=argument, expected=expected, seen=text)
 
 
 def unusable(argument: str, expected: str, seen: object) -> ConfigurationError:
     """The error for a value that is out of its range."""
+    text = reprlib.repr(seen)
     return ConfigurationError(
-        f"{argument} cannot be this", argument=argument, expected=expected, seen=reprlib.repr(seen)
+        f"{argument} must be {expected}, not {text}", argument=argument, expected=expected, seen=text
     )
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """A question that names the one of ``known`` which is spelled most like ``given``; empty if none is.
+
+    Example:
+        >>> did_you_mean("ByteGrad", ["bytegrad", "qadam"]), did_you_mean("x", ["bytegrad"])
+        ("Did you mean 'bytegrad'?", '')
+    """
+    by_letters = {name.lower().replace("_", "").replace("-", ""): name for name in known}
+    letters = given.lower().replace("_", "").replace("-", "")
+    close = difflib.get_close_matches(letters, by_letters, n=1)
+    return f"Did you mean {by_letters[close[0]]!r}?" if close else ""

@@ -88,14 +88,17 @@ class BaguaError(Exception):
         self.advice = advice
 
     def __str__(self) -> str:
-        shown = [
+        shown = self._facts()
+        facts = f" ({', '.join(shown)})" if shown else ""
+        advice = f". {self.advice}" if self.advice else ""
+        return f"{self.problem}{facts}{advice}{self._appendix()}"
+
+    def _facts(self) -> list[str]:
+        return [
             f"{label} {_words(getattr(self, name))}"
             for name, label in self._shown
             if getattr(self, name, None) not in (None, "", ())
         ]
-        facts = f" ({', '.join(shown)})" if shown else ""
-        advice = f". {self.advice}" if self.advice else ""
-        return f"{self.problem}{facts}{advice}{self._appendix()}"
 
     def _appendix(self) -> str:
         return ""
@@ -135,6 +138,10 @@ class ConfigurationError(BaguaError, ValueError):
         self.argument = argument
         self.expected = None if expected is None else str(expected)
         self.seen = None if seen is None else str(seen)
+
+    def _facts(self) -> list[str]:
+        said = all(fact is not None and fact in self.problem for fact in (self.argument, self.expected, self.seen))
+        return [] if said else super()._facts()
 
 
 class InvalidTypeError(ConfigurationError, TypeError):

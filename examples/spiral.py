@@ -29,7 +29,7 @@ rank, ranks = bagua.get_rank(), bagua.get_world_size()
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 3))
 optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
-model = model.with_bagua([optimizer], "gradient_allreduce")
+model = bagua.with_bagua(model, optimizer, "gradient_allreduce")
 
 train_data = spirals(4096, seed=1)
 sampler = DistributedSampler(train_data, ranks, rank)

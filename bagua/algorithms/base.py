@@ -15,7 +15,7 @@ from bagua.algorithms.model import Model
 from bagua.algorithms.registry import DistributedAlgorithm, Registry
 from bagua.algorithms.tuples import Promise, check_exchanges, differ_between_ranks, promise_of
 from bagua.buckets import Bucket
-from bagua.checks import check_kind, wrong_type
+from bagua.checks import check_kind, did_you_mean, wrong_type
 from bagua.comm import Group, ProcessGroup, as_group
 from bagua.errors import ConfigurationError
 
@@ -142,10 +142,18 @@ class Algorithm(ABC):
         known = _option_names(declaration)
         unknown = [option for option in options if option not in known]
         if unknown:
-            raise TypeError(
-                f"{declaration.__name__} has no option {', '.join(unknown)}; it has {', '.join(known) or 'none'}"
-            )
+            raise _no_option(declaration, unknown, known)
         return declaration(**options)
+
+
+def _no_option(declaration: type[Algorithm], unknown: Sequence[str], known: Sequence[str]) -> TypeError:
+    text = f"{declaration.__name__} has no option {', '.join(unknown)}; it has {', '.join(known) or 'none'}"
+    optimizer = declaration.optimizer_class
+    if optimizer is not None and set(unknown) <= set(inspect.signature(optimizer).parameters):
+        name = getattr(optimizer, "__name__", repr(optimizer))
+        return TypeError(f"{text}. {', '.join(unknown)} is an option of {name}: give it to the optimizer")
+    advice = did_you_mean(unknown[0], known)
+    return TypeError(f"{text}. {advice}" if advice else text)
 
 
 def _option_names(kind: type[Algorithm]) -> list[str]:
@@ -354,4 +362,7 @@ def as_algorithm(algorithm: Algorithm | DistributedAlgorithm | str) -> Algorithm
         return algorithm
     if isinstance(algorithm, str | DistributedAlgorithm):
         return Algorithm.init(algorithm)
-    raise wrong_type("algorithm", "an Algorithm, or the name of one", algorithm)
+    error = wrong_type("algorithm", "an Algorithm, or the name of one", algorithm)
+    if isinstance(algorithm, type) and issubclass(algorithm, Algorithm):
+        error.advice = f"Make one: {algorithm.__name__}()."
+    raise error

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import Generic, TypeVar
 
-from bagua.checks import check_kind
+from bagua.checks import check_kind, did_you_mean
 from bagua.errors import ConfigurationError, UnsupportedAlgorithmException
 
 __all__ = ["DistributedAlgorithm", "Registry"]
@@ -36,6 +36,20 @@ _SHORT_NAMES = {
     "decentralize": "decentralized",
     "quantize": "bytegrad",
 }
+
+
+#: Names of what is no algorithm, but a wrapper of its own.
+_WRAPPERS = ("DecentralizedDataParallel", "decentralized_data_parallel")
+
+
+def _advice(name: str, known: list[str]) -> str:
+    advice = did_you_mean(name, known)
+    if any(wrapper in (name, advice.partition("'")[2].partition("'")[0]) for wrapper in _WRAPPERS):
+        return (
+            "DecentralizedDataParallel is a wrapper that steps your optimizer by itself: "
+            "bagua.torch_api.data_parallel.DecentralizedDataParallel(model, optim_fn)."
+        )
+    return advice
 
 
 class Registry(Generic[Declaration]):
@@ -81,6 +95,7 @@ class Registry(Generic[Declaration]):
                 argument="algorithm",
                 expected=" or ".join(self._declarations),
                 seen=repr(text),
+                advice=_advice(text, [*self._declarations, *_SHORT_NAMES, *_WRAPPERS]),
             )
         return found
 

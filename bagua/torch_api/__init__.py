@@ -7,9 +7,12 @@ to ``torch.distributed``, and has no other side effect.
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from bagua.algorithms import DistributedAlgorithm
+from bagua.checks import did_you_mean
 from bagua.comm import TorchBackendOptions, install_torch_backend
-from bagua.parallel import AutotuneSettings, BaguaModule, bagua_init, install_with_bagua
+from bagua.parallel import AutotuneSettings, BaguaModule, bagua_init, install_with_bagua, with_bagua
 from bagua.torch_api import (
     algorithms,
     communication,
@@ -125,7 +128,22 @@ __all__ = [
     "send",
     "sendrecv",
     "stats",
+    "with_bagua",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    advice = "" if name.startswith("_") else did_you_mean(_ELSEWHERE.get(name, name), __all__)
+    raise AttributeError(f"module 'bagua.torch_api' has no attribute {name!r}" + (f". {advice}" if advice else ""))
+
+
+#: What others call the same.
+_ELSEWHERE = {
+    "init": "init_process_group",
+    "rank": "get_rank",
+    "size": "get_world_size",
+    "local_rank": "get_local_rank",
+}
 
 install_with_bagua()
 install_torch_backend()

@@ -39,9 +39,26 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_windows_is_one_sentence():
-    done = run("import sys; sys.platform = 'win32'; import bagua.torch_api")
-    assert done.stderr.strip().endswith("ImportError: bagua runs on Linux and macOS; on Windows, use it inside WSL")
+@pytest.mark.parametrize(
+    ("pretence", "name"),
+    [
+        ("sys.platform = 'win32'", "win32"),
+        ("import importlib.util as u; find = u.find_spec; u.find_spec = lambda n: None if n == 'fcntl' else find(n)", ""),
+    ],
+)
+def test_a_platform_that_lacks_what_it_takes_is_one_sentence(pretence, name):
+    done = run(f"import sys; {pretence}; import bagua.torch_api")
+    told = f"ImportError: bagua runs on Linux and macOS, not on {name or sys.platform}; on Windows, use it inside WSL"
+    assert done.stderr.strip().endswith(told)
+
+
+def test_names_of_other_libraries_point_to_ours():
+    import bagua.torch_api
+
+    for given, meant in {"init": "init_process_group", "all_reduce": "allreduce", "BaguaModul": "BaguaModule"}.items():
+        with pytest.raises(AttributeError, match=f"'{given}'. Did you mean '{meant}'?"):
+            getattr(bagua.torch_api, given)
+    assert not hasattr(bagua.torch_api, "__wrapped__")
 
 
 def test_the_package_points_to_its_entry():

@@ -25,6 +25,13 @@ OverlappingWrapper(layer, optimizer, algoritm="bytegrad")  # type: ignore[call-a
 with_bagua(layer, optimizer, "bytegrad", bucket_bytes=1000)
 with_bagua(layer, optimizer, "bytegrad", bucket_byte=1000)  # type: ignore[arg-type]
 
+model: torch.nn.Linear = bagua.with_bagua(layer, optimizer)  # The class of the module stays.
+bagua.with_bagua(layer, optimizer, "bytegrad", check_every=10, on_difference="repair")
+bagua.with_bagua(layer, optimizer, "bytegrad", on_difference="ignore")  # type: ignore[arg-type]
+if isinstance(model, bagua.BaguaModule):
+    model.switch_to("bytegrad").bagua_close()
+    model.switch_to(3)  # type: ignore[arg-type]
+
 DistributedDataParallel(layer, optimizers=optimizer, static_graph=True)
 DistributedDataParallel(layer, optimizer=optimizer)  # type: ignore[arg-type]
 
