@@ -11,7 +11,7 @@ __all__ = ["__version__"]
 
 __version__ = "0.1.0"
 
-if sys.platform == "win32" or importlib.util.find_spec("fcntl") is None:
+if sys.platform == "win32" or not importlib.util.find_spec("fcntl"):
     raise ImportError(f"bagua runs on Linux and macOS, not on {sys.platform}; on Windows, use it inside WSL")
 
 

@@ -60,7 +60,7 @@ def test_a_value_out_of_its_range_has_the_right_type():
 
 
 def test_choices_are_named():
-    with pytest.raises(ConfigurationError, match="^on_peer_loss must be 'raise' or 'continue', not 'stop'$"):
+    with pytest.raises(ConfigurationError, match=r"^on_peer_loss must be 'raise' or 'continue', not 'stop'$"):
         check_choice(("raise", "continue"), on_peer_loss="stop")
 
 

@@ -1,0 +1,63 @@
+"""The typed function, switching what it wrapped, and names that are nearly right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import bagua.torch_api as bagua
+from bagua.algorithms import Algorithm, GradientAllReduceAlgorithm
+from bagua.comm import get_rank, solo_group
+from bagua.errors import InvalidTypeError, UnsupportedAlgorithmException
+from bagua.testing.training import assert_same_on_all_ranks, mlp, sgd, snapshot, train_steps
+
+pytestmark = pytest.mark.threads
+
+
+def test_a_model_of_with_bagua_switches_and_keeps_its_optimizers_and_options(thread_ranks):
+    def train() -> dict[str, torch.Tensor]:
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        wrapped = bagua.with_bagua(model, optimizer, bucket_bytes=100)
+        assert wrapped is model
+        assert isinstance(wrapped.bagua_algorithm.options, GradientAllReduceAlgorithm)
+        train_steps(wrapped, optimizer, get_rank(), range(2))
+        assert wrapped.switch_to("bytegrad") is model
+        train_steps(wrapped, optimizer, get_rank(), range(2, 4))
+        assert (wrapped.bagua_optimizers, wrapped.bagua_setting.bucket_bytes) == ([optimizer], 100)
+        with pytest.raises(UnsupportedAlgorithmException):
+            wrapped.switch_to("bytegrab")
+        assert wrapped.bagua_algorithm.options == Algorithm.init("bytegrad")
+        return snapshot(model)
+
+    assert_same_on_all_ranks(thread_ranks(2, train))
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("bytgrad", "bytegrad"), ("ByteGrad", "bytegrad"), ("power-sgd", "power_sgd"), ("quantise", "quantize")],
+)
+def test_a_name_that_is_nearly_right_is_answered_with_the_right_one(given, meant):
+    with pytest.raises(UnsupportedAlgorithmException, match=f"Did you mean '{meant}'"):
+        Algorithm.init(given)
+
+
+@pytest.mark.parametrize(
+    "name", ["DecentralizedDataParallel", "decentralized_data_parallel", "DecentralisedDataParallel"]
+)
+def test_the_wrapper_among_the_names_says_what_it_is(name):
+    with pytest.raises(UnsupportedAlgorithmException, match=r"DecentralizedDataParallel\(model, optim_fn\)"):
+        Algorithm.init(name)
+
+
+def test_options_that_are_nearly_right_are_answered():
+    with pytest.raises(TypeError, match="warmup_steps is an option of QAdamOptimizer"):
+        Algorithm.init("qadam", warmup_steps=4)
+    with pytest.raises(TypeError, match="Did you mean 'hierarchical'"):
+        Algorithm.init("bytegrad", hierarchial=True)
+
+
+def test_a_class_in_the_place_of_an_algorithm_is_named_whole():
+    layer = torch.nn.Linear(1, 1)
+    with pytest.raises(InvalidTypeError, match=r"class GradientAllReduceAlgorithm\)\. Make one: GradientAll\w+\(\)\."):
+        bagua.with_bagua(layer, [], GradientAllReduceAlgorithm, solo_group())
