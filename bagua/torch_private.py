@@ -14,7 +14,16 @@ import torch
 # What the batch norms of all numbers of dimensions derive from.
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
-__all__ = ["BatchNorm", "accumulates", "active_ddp", "backward_pass", "hooks_after_accumulation", "when_backward_ends"]
+__all__ = [
+    "BatchNorm",
+    "accumulates",
+    "active_ddp",
+    "backward_pass",
+    "hooks_after_accumulation",
+    "profiler_range",
+    "profiling",
+    "when_backward_ends",
+]
 
 
 def when_backward_ends(callback: Callable[[], None]) -> None:
@@ -64,3 +73,15 @@ def hooks_after_accumulation(parameter: torch.nn.Parameter) -> list[Any]:
     A module that is wrapped again finds its earlier engine there. Torch sets the attribute with the first hook.
     """
     return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def profiling() -> bool:
+    """Whether a profiler of torch runs. A range costs microseconds also if none does."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+def profiler_range(name: str) -> Callable[[], None]:
+    """Begin a range of the profiler; what is returned ends it, in the same thread."""
+    entered = torch.profiler.record_function(name)
+    entered.__enter__()  # type: ignore[no-untyped-call]
+    return lambda: entered.__exit__(None, None, None)

@@ -14,7 +14,7 @@ from bagua.averaging.desk import Desk
 from bagua.averaging.member import Member
 from bagua.averaging.records import MemberState
 from bagua.averaging.transfer import Courier
-from bagua.comm import bounded, family, stand_by
+from bagua.comm import bounded, family, in_background, stand_by
 from bagua.errors import CommunicationError
 
 __all__ = ["EXIT_S", "Session", "sign_off_at_exit"]
@@ -51,7 +51,7 @@ class Session:
         self._hosts_store = hosts_store
         self._process = os.getpid()
         self._asked_to_leave: float | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=in_background()(self._run), name=name, daemon=True)
 
     def start(self) -> None:
         """Begin."""

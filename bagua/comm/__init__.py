@@ -67,6 +67,14 @@ from bagua.comm.lifetime.wake import Wake as Wake
 from bagua.comm.long_wait import LongWait as LongWait
 from bagua.comm.objects import as_bytes as as_bytes
 from bagua.comm.operands import as_seconds as as_seconds, check_rank as check_rank, check_tensor as check_tensor
+from bagua.comm.recorder import (
+    CallRecord as CallRecord,
+    CallTimes as CallTimes,
+    Place as Place,
+    Recorder as Recorder,
+    in_background as in_background,
+    observers as observers,
+)
 from bagua.comm.reduction import divide as divide
 from bagua.comm.startup.adoption import (
     GradBucket as GradBucket,
@@ -81,6 +89,7 @@ from bagua.comm.startup.adoption import (
 )
 from bagua.comm.startup.default_group import become_rank as become_rank
 from bagua.comm.store.asking import consult as consult, gather_values as gather_values
+from bagua.comm.store.beats import Beats as Beats, connect_beats as connect_beats
 from bagua.comm.store.board import Board as Board
 from bagua.comm.store.serving import (
     connect_store as connect_store,

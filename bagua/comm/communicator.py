@@ -11,6 +11,7 @@ from torch.distributed import Store
 from bagua.comm import composed, messages
 from bagua.comm.operands import Intake, apart, check_counts, check_rank, readable
 from bagua.comm.pipeline import CallPipeline, Timeout
+from bagua.comm.recorder import Recorder
 from bagua.comm.reduction import ReduceOp, bytes_reduction, reduction_name
 from bagua.comm.statistics import KindStatistics
 from bagua.comm.transports.base import Transport
@@ -34,6 +35,7 @@ class Communicator:
     Args:
         transport: transport that moves the bytes.
         timeout_s: deadline of calls that do not bring their own, in seconds.
+        recorder: of this rank; None for one of its own.
 
     Attributes:
         rank: rank of this process.
@@ -57,7 +59,7 @@ class Communicator:
         tensor([1., 2.])
     """
 
-    def __init__(self, transport: Transport, timeout_s: float) -> None:
+    def __init__(self, transport: Transport, timeout_s: float, recorder: Recorder | None = None) -> None:
         membership = transport.membership
         self._transport = transport
         self.rank: int = transport.rank
@@ -68,7 +70,7 @@ class Communicator:
         self.label: str = membership.label
         self.device_types: frozenset[str] = transport.device_types
         self.executor: Literal["caller", "thread", "stream"] = transport.executor
-        self.pipeline = CallPipeline(transport, timeout_s)
+        self.pipeline = CallPipeline(transport, timeout_s, recorder)
         self.intake = Intake(transport.device_types, transport.rank, transport.size)
         self.statistics = self.pipeline.statistics
 

@@ -7,17 +7,17 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
 from bagua import env
 from bagua.comm.communicator import Communicator
+from bagua.comm.ledger import Ledger
 from bagua.comm.lifetime.closing import run_all
 from bagua.comm.lifetime.forks import family, forked_error, leak
 from bagua.comm.non_member import NON_MEMBER, NonMember
 from bagua.comm.operands import check_rank
-from bagua.comm.statistics import KindStatistics, Statistics, merge
+from bagua.comm.recorder import Recorder
 from bagua.comm.store.asking import gather_values, raise_refusals
 from bagua.comm.store.board import Board
 from bagua.comm.transports.base import Membership
@@ -25,35 +25,7 @@ from bagua.comm.transports.registry import backend_refusal, create_transport
 from bagua.errors import CollectiveMismatchError, InvalidRankError
 from bagua.topology import ranks_by_node
 
-__all__ = ["Ledger", "ProcessGroup", "solo_group"]
-
-
-@dataclass
-class Ledger:
-    """What is known of all communicators that one rank ever made, closed ones included.
-
-    Attributes:
-        open: counters of those that are open.
-        closed: sums of the counters of all others.
-        lost: global rank of the first peer that was lost, and what it did; None if none was.
-    """
-
-    open: list[Statistics] = field(default_factory=list)
-    closed: dict[str, KindStatistics] = field(default_factory=dict)
-    lost: tuple[int, str] | None = None
-    guard: threading.RLock = field(default_factory=threading.RLock)
-
-    def retire(self, entry: Statistics) -> None:
-        """Keep the sums of a communicator that was closed, and forget the rest."""
-        with self.guard:
-            if entry in self.open:
-                self.open.remove(entry)
-                self.closed = merge([self.closed, entry.snapshot()])
-
-    def totals(self) -> dict[str, KindStatistics]:
-        """Sums over all communicators, by kind of call."""
-        with self.guard:
-            return merge([self.closed, *(entry.snapshot() for entry in list(self.open))])
+__all__ = ["ProcessGroup", "solo_group"]
 
 
 class ProcessGroup:
@@ -154,7 +126,8 @@ class ProcessGroup:
             timeout_s=timeout_s or self.timeout_s,
             label=self.label + suffix,
         )
-        communicator = Communicator(create_transport(backend or self.backend, membership), self.timeout_s)
+        transport = create_transport(backend or self.backend, membership)
+        communicator = Communicator(transport, self.timeout_s, self._ledger.recorder)
         self._made.append(communicator)
         self._ledger.open.append(communicator.statistics)
         return communicator
@@ -171,6 +144,11 @@ class ProcessGroup:
         if self._inherited:
             raise forked_error()
         return self._store
+
+    @property
+    def recorder(self) -> Recorder:
+        """What this rank did, on all of its communicators."""
+        return self._ledger.recorder
 
     @property
     def size(self) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-import time
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,7 @@ from bagua.comm.call import COLLECTIVES, KINDS, Call
 from bagua.comm.lifetime.forks import family, forked_error
 from bagua.comm.lifetime.turns import Turns
 from bagua.comm.operands import as_seconds
+from bagua.comm.recorder import CallRecord, Place, Recorder, observers
 from bagua.comm.statistics import Statistics
 from bagua.comm.transports.base import DONE, Handle, Transport
 from bagua.comm.work import CompositeWork, PendingWork, Steps, Work
@@ -25,6 +27,7 @@ from bagua.errors import (
     PeerLostError,
     blame,
 )
+from bagua.torch_private import profiler_range, profiling
 
 __all__ = ["CallPipeline", "Timeout"]
 
@@ -37,6 +40,7 @@ class CallPipeline:
     Args:
         transport: transport that moves the bytes.
         timeout_s: deadline of calls that do not bring their own, in seconds.
+        recorder: of this rank; None for one of its own.
 
     Attributes:
         timeout_s: deadline of calls that do not bring their own, in seconds.
@@ -45,8 +49,10 @@ class CallPipeline:
         closed: whether the communicator was closed here.
     """
 
-    def __init__(self, transport: Transport, timeout_s: float) -> None:
+    def __init__(self, transport: Transport, timeout_s: float, recorder: Recorder | None = None) -> None:
+        membership = transport.membership
         self._transport = transport
+        self._arrivals = transport.arrivals
         self.timeout_s = timeout_s
         self.in_use: threading.Lock | Turns = threading.Lock()
         self._shared = False
@@ -56,9 +62,13 @@ class CallPipeline:
         collectives, others = [0], [0]
         self._numbers = {kind: collectives if kind in COLLECTIVES else others for kind in KINDS}
         self._composite: CompositeWork | None = None
-        self.statistics = Statistics(transport.rank, transport.size)
-        self._label = transport.membership.label
-        self._global_rank = transport.membership.ranks[transport.rank]
+        #: Started calls whose transport does not note when they are complete, for those that look now and then.
+        self._unseen: deque[tuple[CallRecord, Handle]] = deque(maxlen=64)
+        self._label = membership.label
+        self._global_rank = membership.ranks[transport.rank]
+        place = Place(membership.label, transport.name, transport.rank, membership.ranks)
+        self.statistics = Statistics(transport.rank, transport.size, place, recorder)
+        self._recorder = self.statistics.recorder
         family.add(self)
 
     @property
@@ -118,7 +128,7 @@ class CallPipeline:
 
     # The path of every call.
 
-    def run(  # noqa: PLR0915 - each function that it calls costs a small message more
+    def run(
         self,
         kind: str,
         source: torch.Tensor | None,
@@ -143,8 +153,10 @@ class CallPipeline:
         composite = self._composite  # Another thread may complete it meanwhile.
         if composite is not None and not composite.driven_here():
             composite.wait()
-        started = time.perf_counter()
-        call: Call | None = None
+        started = self._recorder.clock()
+        if self._unseen:
+            self._look(started)
+        record: CallRecord | None = None
         if not self.in_use.acquire(False):
             raise self._concurrent_use(kind)
         try:  # Nothing stands before it: a signal handler that raises would leave the communicator in use.
@@ -154,9 +166,10 @@ class CallPipeline:
                 number = self._numbers[kind]
                 number[0] += 1
                 call = Call(kind, number[0], dtype, numel, reduction, root, peer, counts[0], counts[1])
-                self.statistics.recent.append(call)
+                record = self.statistics.begin(call, started)
+                start = self._start_in_profile if profiling() else self._transport.start
                 try:
-                    handle = self._transport.start(call, source, target, timeout_s, async_op)
+                    handle = start(call, source, target, timeout_s, async_op)
                 except (ConcurrentUseError, ConfigurationError):
                     number[0] -= 1  # Nothing was started, and the other ranks count on.
                     raise
@@ -165,42 +178,86 @@ class CallPipeline:
             finally:
                 self.in_use.release()
             if not async_op:
-                if self._shared:
-                    handle.wait()
-                if finish is not None:
-                    finish()
-                self.statistics.add(call, time.perf_counter() - started)
+                self._conclude(record, handle, finish)
                 return None
         except BaseException as error:
-            self._break(error, call, started)
+            self._break(error, record)
             raise
-        return self._pending(handle, call, started, finish, (source, target, result))
+        return self._pending(handle, record, finish, (source, target, result))
+
+    def _conclude(self, record: CallRecord, handle: Handle, finish: Callable[[], Any] | None) -> None:
+        """The end of a synchronous call."""
+        if self._shared:
+            handle.wait()
+        if finish is not None:
+            finish()
+        ended = self._recorder.clock()
+        self._end(record, ended, ended - record.begun, ended - record.begun)
+
+    def _start_in_profile(
+        self,
+        call: Call,
+        source: torch.Tensor | None,
+        target: torch.Tensor | None,
+        timeout_s: float,
+        async_op: bool,
+    ) -> Handle:
+        """Start ``call`` in a range of torch's profiler, which holds the whole of a synchronous call."""
+        end_range = profiler_range(f"{self._label}: {call}")
+        try:
+            handle = self._transport.start(call, source, target, timeout_s, async_op)
+            if not (async_op or self._shared):
+                handle.wait()
+        finally:
+            end_range()
+        return handle
 
     def _pending(
-        self,
-        handle: Handle,
-        call: Call,
-        started: float,
-        finish: Callable[[], Any] | None,
-        kept: tuple[Any, ...],
+        self, handle: Handle, record: CallRecord, finish: Callable[[], Any] | None, kept: tuple[Any, ...]
     ) -> Work:
-        spent = time.perf_counter() - started
+        clock = self._recorder.clock
+        spent = clock() - record.begun
+        unseen = handle is not DONE and self._arrivals is None
+        if unseen:
+            self._unseen.append((record, handle))
 
         def complete(timeout_s: float | None) -> Any:
-            waiting = time.perf_counter()
+            waiting = clock()
+            if unseen and not record.ended and handle.is_completed():
+                record.ended = waiting
+            end_range = profiler_range(f"wait for {self._label}: {record.call}") if profiling() else None
             try:
                 handle.wait(timeout_s)
                 found = None if finish is None else finish()
             except BaseException as error:
-                self._break(error, call, started)
+                self._break(error, record)
                 raise
-            self.statistics.add(call, spent + time.perf_counter() - waiting)
+            finally:
+                if end_range is not None:
+                    end_range()
+            now = clock()
+            ended = handle.ended_at or record.ended or now
+            self._end(record, ended, spent + now - waiting, spent + max(ended - waiting, 0.0))
             return kept[-1] if found is None else found
 
         def give_up(error: CommunicationError) -> None:
-            self._break(error, call, started)
+            self._break(error, record)
 
         return PendingWork(complete, handle.is_completed, handle.notify, give_up)
+
+    def _look(self, now: float) -> None:
+        """Note which of the started calls are complete by now."""
+        with contextlib.suppress(IndexError):  # Another thread looked, too.
+            while self._unseen[0][0].ended or self._unseen[0][1].is_completed():
+                record, _ = self._unseen.popleft()
+                record.ended = record.ended or now
+
+    def _end(self, record: CallRecord, ended: float, spent: float, blocked_s: float) -> None:
+        """Count a call that took until ``ended``, inside of which and of its ``wait`` the caller ``spent`` seconds."""
+        self.statistics.add(record.call, spent)
+        if self._arrivals is not None and record.call.kind in COLLECTIVES:
+            record.waited_s, record.waited_for = self._arrivals.of(record.call.sequence)
+        self.statistics.end(record, ended, blocked_s)
 
     def compose(self, steps: Steps, async_op: bool) -> CompositeWork:
         """Run, or start, a collective made of several; see ``CompositeWork``."""
@@ -244,21 +301,27 @@ class CallPipeline:
         refusal.__cause__ = self._broken
         return refusal
 
-    def _break(self, error: BaseException, call: Call | None, started: float) -> None:
-        """Make this communicator unusable because ``error`` ended ``call``, if there is one, half-way."""
-        if call is None:
+    def _break(self, error: BaseException, record: CallRecord | None) -> None:
+        """Make this communicator unusable because ``error`` ended the call, if there is one, half-way."""
+        if record is None:
             return
+        call, record.state = record.call, "refused"
         if isinstance(error, ConcurrentUseError) and error.call is None:
             error.call = str(call)  # It is that of this call, not of a handler that interrupted it.
             return
         if isinstance(error, ConfigurationError):
             return  # The transport refused before anything was sent.
+        record.state = "failed"
         if isinstance(error, CommunicationError):
-            self._complete_facts(error, call, started)
+            self._complete_facts(error, call, record.begun)
+            if error.reason.startswith(f"it gave up rank {self._global_rank}:"):
+                record.state = "late"
         if self._broken is None:
             self._broken = error
         culprit, reason = blame(error, self._global_rank, str(call))
         self._transport.abort(reason, culprit)
+        if isinstance(error, CommunicationError):
+            observers.failed(self._recorder, error)
 
     def _complete_facts(self, error: CommunicationError, call: Call, started: float) -> None:
         if error.call is None:
@@ -270,6 +333,6 @@ class CallPipeline:
         if error.rank is None:
             error.rank = self._global_rank
         if error.elapsed_s is None:
-            error.elapsed_s = round(time.perf_counter() - started, 3)
+            error.elapsed_s = round(self._recorder.clock() - started, 3)
         if not error.history:
             error.history = self.statistics.history()

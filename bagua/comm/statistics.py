@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from bagua.comm.call import Call
+from bagua.comm.call import POINT_TO_POINT, Call
+from bagua.comm.recorder import CallRecord, CallTimes, Place, Recorder, is_background
 
 __all__ = ["KindStatistics", "Statistics", "merge"]
 
-#: Calls remembered for the message of a failure.
+#: Calls remembered of each communicator, and how many of them the message of a failure shows.
+RECORDS_LENGTH = 64
 HISTORY_LENGTH = 16
 
 
@@ -59,16 +61,73 @@ def _sent_by(call: Call, rank: int, size: int) -> int:
 
 
 class Statistics:
-    """What one communicator did. Written by one thread at a time, read by any."""
+    """What one communicator did. Written by one thread at a time, read by any.
 
-    __slots__ = ("_rank", "_size", "_totals", "recent")
+    Args:
+        rank: rank of this process in the communicator.
+        size: number of ranks.
+        place: where its calls are made.
+        recorder: of the rank; None for one of its own.
 
-    def __init__(self, rank: int, size: int) -> None:
+    Attributes:
+        recent: the last calls, oldest first.
+        times: what its calls took.
+        waits: seconds that this rank has waited for each other one that came last, by global rank.
+    """
+
+    __slots__ = ("_busy_until", "_rank", "_size", "_totals", "place", "recent", "recorder", "times", "waits")
+
+    def __init__(self, rank: int, size: int, place: Place | None = None, recorder: Recorder | None = None) -> None:
         self._rank = rank
         self._size = size
         #: Calls, seconds, bytes, and bytes sent; the last one stays 0 for even kinds, where it follows from the bytes.
         self._totals: dict[str, list[float]] = {}
-        self.recent: deque[Call] = deque(maxlen=HISTORY_LENGTH)
+        self._busy_until = 0.0
+        self.place = place or Place("", "", rank, tuple(range(size)))
+        self.recorder = recorder or Recorder()
+        self.recent: deque[CallRecord] = deque(maxlen=RECORDS_LENGTH)
+        self.times = CallTimes()
+        self.waits: dict[int, float] = {}
+        self.recorder.add(self)
+
+    def begin(self, call: Call, now: float) -> CallRecord:
+        """A call is made."""
+        recorder = self.recorder
+        record = CallRecord(call, self.place, recorder.next_number(), now)
+        if is_background():
+            record.blocked_s = recorder.blocked_s(now)
+        self.recent.append(record)
+        return record
+
+    def end(self, record: CallRecord, ended: float, blocked_s: float) -> None:
+        """Its result is there.
+
+        Args:
+            record: of the call.
+            ended: since when, by the clock of the recorder.
+            blocked_s: for how long the thread that made it has stood still for it.
+        """
+        recorder = self.recorder
+        record.ended, record.state = ended, "completed"
+        begun = max(record.begun, self._busy_until)
+        time_s, exposed_s, waiting_s, of_collectives_s, calls = self.times
+        if ended > begun:
+            self._busy_until = ended
+            took = ended - begun
+            if record.blocked_s is not None:  # A background thread stands still for it, which harms nobody.
+                blocked_s = recorder.blocked_s(ended) - record.blocked_s
+            waited = min(record.waited_s, took)
+            exposed = min(blocked_s, took - waited)
+            time_s, exposed_s, waiting_s = time_s + took, exposed_s + exposed, waiting_s + waited
+            if record.call.kind not in POINT_TO_POINT:
+                of_collectives_s += took
+        self.times = CallTimes(time_s, exposed_s, waiting_s, of_collectives_s, calls + 1)
+        for rank in record.waited_for:
+            self.waits[rank] = self.waits.get(rank, 0.0) + record.waited_s / len(record.waited_for)
+        if recorder.trace is not None:
+            recorder.trace.call(record)
+        if ended >= recorder.beat_at:
+            recorder.beat()
 
     def add(self, call: Call, seconds: float) -> None:
         """Count one completed call."""
@@ -96,9 +155,13 @@ class Statistics:
             for kind, (calls, seconds, volume, sent) in list(self._totals.items())
         }
 
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sent in calls of all kinds; see ``KindStatistics``."""
+        return sum(entry.sent_bytes for entry in self.snapshot().values())
+
     def history(self) -> tuple[str, ...]:
         """The last calls, oldest first."""
-        return tuple(str(call) for call in list(self.recent))
+        return tuple(str(record.call) for record in list(self.recent)[-HISTORY_LENGTH:])
 
 
 def merge(tables: list[dict[str, KindStatistics]]) -> dict[str, KindStatistics]:

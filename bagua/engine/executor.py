@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from bagua.comm import BackgroundThread, ProcessGroup, Work
+from bagua.comm import BackgroundThread, ProcessGroup, Recorder, Work, in_background
 
 __all__ = ["Executor", "create_executor", "nothing"]
 
@@ -51,9 +51,11 @@ class ThreadExecutor(Executor):
 
     Args:
         name: of the thread.
+        recorder: of the rank: told while the thread that computes waits.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, recorder: Recorder) -> None:
+        self._recorder = recorder
         self._thread = BackgroundThread(name)
         self._queued = self._ended = 0
 
@@ -62,14 +64,16 @@ class ThreadExecutor(Executor):
 
         def complete() -> None:
             try:
-                work = exchange()
-                if work is not None:
-                    work.wait()
+                with in_background():
+                    work = exchange()
+                    if work is not None:
+                        work.wait()
             finally:
                 self._ended += 1
 
         self._queued += 1
-        return self._thread.submit(complete).result
+        result = self._thread.submit(complete).result
+        return lambda: self._recorder.while_blocked(result)
 
     def idle(self) -> bool:
         """Whether all exchanges that were queued are over."""
@@ -122,4 +126,4 @@ def create_executor(group: ProcessGroup, device: torch.device, *, blocking: bool
         return StreamExecutor(device)
     if group.size == 1 or (preferred == "caller" and not blocking):
         return CallerExecutor()
-    return ThreadExecutor(f"bagua-{group.label}")
+    return ThreadExecutor(f"bagua-{group.label}", group.recorder)

@@ -143,7 +143,16 @@ def have_parts_of_modules() -> None:
 
 
 #: Name, what goes wrong without it, and a use.
+def see_profiler() -> None:
+    assert autograd.profiling() is False
+    with torch.profiler.profile() as profile:
+        assert autograd.profiling() is True
+        autograd.profiler_range("named")()
+    assert "named" in [event.name for event in profile.events()]
+
+
 NAMES: dict[str, tuple[str, Callable[[], object]]] = {
+    "torch.autograd.profiler._is_profiler_enabled": ("calls are named where a profiler runs", see_profiler),
     "torch.distributed._Work": ("backend bagua hands its works to C++", torch_private.Work),
     "torch.distributed._make_nccl_premul_sum": (
         "bagua.distributed has ReduceOp.PREMUL_SUM",

@@ -293,9 +293,9 @@ def all_forms(port: int) -> None:
         assert [name for name, error in raised_by.items() if not isinstance(error, ConfigurationError)] == []
         assert torch.equal(torch_group_forms.FORMS["allreduce(tensor)"](ours)[0], expected["allreduce(tensor)"][0])
         recent = ours.members.global_communicator.statistics.recent
-        before = recent[-1].sequence
+        before = recent[-1].call.sequence
         ours.allreduce(torch.ones(500)).wait()
-        assert (recent[-1].sequence, recent[-1].numel) == (before + 1, 500)
+        assert (recent[-1].call.sequence, recent[-1].call.numel) == (before + 1, 500)
 
 
 # Training.

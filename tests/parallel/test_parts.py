@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import bagua.comm
+from bagua.comm import Recorder
 from bagua.engine import executor
 from bagua.engine.outputs import tensors_in
 from bagua.errors import CollectiveMismatchError
@@ -106,7 +107,7 @@ def test_on_a_stream_exchanges_come_after_gradients_and_before_their_use(monkeyp
 
 
 def test_the_background_thread_keeps_order_raises_errors_and_ends():
-    background = executor.ThreadExecutor("test-exchanges")
+    background = executor.ThreadExecutor("test-exchanges", Recorder())
     order: list[int] = []
     waits = [background.run(lambda number=number: order.append(number)) for number in range(20)]
 

@@ -16,11 +16,13 @@ import torch.distributed as dist
 
 from bagua import env
 from bagua.comm.communicator import Communicator
-from bagua.comm.group import Ledger, ProcessGroup
+from bagua.comm.group import ProcessGroup
+from bagua.comm.ledger import Ledger
 from bagua.comm.lifetime.closing import run_all, uncaught_error
 from bagua.comm.lifetime.forks import family, leak
 from bagua.comm.non_member import NonMember, is_non_member
 from bagua.comm.operands import as_seconds
+from bagua.comm.recorder import observers
 from bagua.comm.startup.choice import unwrapped
 from bagua.comm.statistics import KindStatistics
 from bagua.comm.store.asking import refuse_together
@@ -74,6 +76,7 @@ class World:
         Raises:
             Exception: the first error of one of them, after all were ended.
         """
+        observers.ended(self.ledger.recorder)
         run_all([*(group.close for group in reversed(self.adopted)), self.group.close, self._end_torch])
 
     def abort(self, error: BaseException | None) -> None:

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from bagua import env
-from bagua.comm.group import Ledger, ProcessGroup
+from bagua.comm.group import ProcessGroup
+from bagua.comm.ledger import Ledger
 from bagua.comm.startup.choice import ASKED_FOR, abilities, candidates
 from bagua.comm.startup.hosts import host_identity, nodes_from_identities, nodes_from_local_size
 from bagua.comm.store.asking import gather_values, raise_refusals

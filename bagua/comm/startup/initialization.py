@@ -8,12 +8,14 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from bagua import env
-from bagua.comm.group import Ledger
+from bagua.comm.ledger import Ledger
 from bagua.comm.operands import as_seconds
+from bagua.comm.recorder import Place, observers
 from bagua.comm.startup.choice import unwrapped
 from bagua.comm.startup.default_group import World, holder, is_initialized
 from bagua.comm.startup.formation import configure_log, connect_first, fresh, plan
 from bagua.comm.startup.rendezvous import connect, resolve_rank
+from bagua.comm.store.beats import Beats
 from bagua.comm.torch_private import default_store
 from bagua.errors import ConfigurationError, RepeatedInitializationError
 
@@ -104,6 +106,8 @@ def init_process_group(
             dist.destroy_process_group()
         raise
     holder.put(World(group, ledger, owns_torch), group.backend)
+    place = Place(group.label, group.backend, group.rank, group.ranks)
+    observers.started(ledger.recorder, place, Beats(store, group.rank))
 
 
 def _init_torch(store: dist.Store, rank: int, world_size: int, backend: str, timeout_s: float) -> None:

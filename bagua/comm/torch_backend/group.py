@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from bagua.comm.group import Ledger, ProcessGroup
+from bagua.comm.group import ProcessGroup
+from bagua.comm.ledger import Ledger
 from bagua.comm.lifetime.closer import close_with
 from bagua.comm.lifetime.forks import family, leak
 from bagua.comm.operands import as_seconds

@@ -48,13 +48,18 @@ from torch.distributed import Store
 
 from bagua.comm.call import Call
 
-__all__ = ["DONE", "Done", "Handle", "Membership", "Transport"]
+__all__ = ["DONE", "Arrivals", "Done", "Handle", "Membership", "Transport"]
 
 
 class Handle(ABC):
     """A started call, as the transport sees it. Users see ``bagua.comm.Work``."""
 
     __slots__ = ()
+
+    @property
+    def ended_at(self) -> float | None:
+        """When it was complete, by ``time.perf_counter()``; None where the transport does not note it, or not yet."""
+        return None
 
     @abstractmethod
     def wait(self, timeout_s: float | None = None) -> None:
@@ -132,6 +137,24 @@ class Membership:
         return len(self.ranks)
 
 
+class Arrivals:
+    """For which peers the last collectives waited, and how long. One thread at a time notes, any reads."""
+
+    _LENGTH = 64
+
+    def __init__(self) -> None:
+        self._last: list[tuple[int, float, tuple[int, ...]]] = [(0, 0.0, ())] * self._LENGTH
+
+    def note(self, sequence: int, waited_s: float, last: tuple[int, ...]) -> None:
+        """Collective number ``sequence`` waited for ``last``, global ranks of those that came last."""
+        self._last[sequence % self._LENGTH] = (sequence, waited_s, last)
+
+    def of(self, sequence: int) -> tuple[float, tuple[int, ...]]:
+        """Seconds waited and who came last; 0 and nobody if this rank did."""
+        noted, waited_s, last = self._last[sequence % self._LENGTH]
+        return (waited_s, last) if noted == sequence else (0.0, ())
+
+
 class Transport(ABC):
     """Moves the bytes of one communicator. Three abstract members: start, abort, close.
 
@@ -146,12 +169,14 @@ class Transport(ABC):
         executor: where the engine should run an exchange on this transport, by
             measurement: started in the calling thread, because calls go on by themselves;
             in one background thread, in order; or on a communication stream.
+        arrivals: for which peers the last collectives waited; None where the transport cannot see who comes when.
     """
 
     name: str = "abstract"
     device_types: frozenset[str] = frozenset({"cpu"})
     compares_calls: bool = False
     executor: Literal["caller", "thread", "stream"] = "thread"
+    arrivals: Arrivals | None = None
 
     def __init__(self, membership: Membership) -> None:
         self.membership = membership

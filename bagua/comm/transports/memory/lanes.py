@@ -39,6 +39,7 @@ class LaneTask:
         self._task: Callable[[], None] | None = task
         self._callbacks: list[Callable[[LaneTask], None]] = []
         self._done = False
+        self.ended_at = 0.0
         self.error: BaseException | None = None
         #: The thread that calls, if it does it all by itself.
         self.caller = 0
@@ -56,6 +57,7 @@ class LaneTask:
 
     def end(self) -> None:
         """Tell those who wait that it is over, done or not. Idempotent."""
+        self.ended_at = time.perf_counter()
         self._done = True
         while self._callbacks:
             try:
@@ -303,6 +305,11 @@ class Pending(Handle):
     def is_completed(self) -> bool:
         """Whether all parts are complete."""
         return all(part.done() for part in self._parts)
+
+    @property
+    def ended_at(self) -> float | None:
+        """When the last part was complete; None before that."""
+        return max(part.ended_at for part in self._parts) if self.is_completed() else None
 
     def notify(self, callback: Callable[[], None]) -> bool:
         """Run ``callback`` in the lane whose part is the last to complete."""

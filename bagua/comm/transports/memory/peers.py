@@ -152,9 +152,11 @@ class Peers(ABC):
         if self.fault is not None:
             self.fault(Step(self.rank, self.label, call, name, next(self._steps)))
 
-    def barrier(self, call: Call, deadline: Deadline, spin_s: float = 0.0, suspect: Suspicion | None = None) -> None:
-        """Arrive, and return when every rank has."""
-        self.pass_barrier(call, self.arrive(call), deadline, spin_s, suspect)
+    def barrier(
+        self, call: Call, deadline: Deadline, spin_s: float = 0.0, suspect: Suspicion | None = None
+    ) -> tuple[int, ...]:
+        """Arrive, and return when every rank has; the ranks that came last, or none if this one did."""
+        return self.pass_barrier(call, self.arrive(call), deadline, spin_s, suspect)
 
     def arrive(self, call: Call) -> int:
         """Say that this rank has come to the next barrier, and return the number of that.
@@ -191,8 +193,8 @@ class Peers(ABC):
         deadline: Deadline,
         spin_s: float = 0.0,
         suspect: Suspicion | None = None,
-    ) -> None:
-        """Return when every rank has come to barrier ``mine``.
+    ) -> tuple[int, ...]:
+        """Return when every rank has come to barrier ``mine``; the ranks that came last, or none if this one did.
 
         Args:
             call: for the fault hook.
@@ -202,12 +204,14 @@ class Peers(ABC):
             suspect: the error, if this rank and another one wait for each other in vain.
         """
         words = self._words
+        last: tuple[int, ...] = ()
         for line in words:
             if line[_ARRIVED] < mine:
-                self.wait(lambda: self._not_at(mine), deadline, spin_s, suspect and partial(suspect, call))
+                last = self.wait(lambda: self._not_at(mine), deadline, spin_s, suspect and partial(suspect, call))
                 break
         if self.fault is not None:
             self.step(call, "pass")
+        return last
 
     def _not_at(self, barrier: int) -> tuple[int, ...]:
         """The ranks that have yet to come to ``barrier``."""
@@ -223,8 +227,8 @@ class Peers(ABC):
         deadline: Deadline,
         spin_s: float = 0.0,
         suspect: Callable[[], CommunicationError | None] | None = None,
-    ) -> None:
-        """Return when ``missing`` names no rank any more.
+    ) -> tuple[int, ...]:
+        """Return when ``missing`` names no rank any more; the ranks that it named last.
 
         Raises:
             CollectiveTimeoutError: the deadline passed; ``peers`` are the missing ranks.
@@ -237,7 +241,9 @@ class Peers(ABC):
             return not missing()
 
         spin_until = time.perf_counter() + spin_s if spin_s else 0.0
+        last: tuple[int, ...] = ()
         while waited := missing():
+            last = waited
             now = time.perf_counter()
             if now < spin_until:
                 self.give_way()
@@ -248,13 +254,14 @@ class Peers(ABC):
                 trouble = self._timeout(waited, deadline)
             if trouble is not None:
                 if ready():
-                    return
+                    return last
                 raise trouble
             if suspect is not None:
                 trouble = suspect()
                 if trouble is not None:
                     raise trouble
             self.pause(ready, min(SLICE_S, max(deadline.at - now, 0.0)))
+        return last
 
     def require_open(self, needed: Sequence[int]) -> None:
         """Raise if a rank in ``needed`` has left, or if any rank broke the communicator."""

@@ -35,7 +35,7 @@ import torch
 
 from bagua.comm.call import POINT_TO_POINT, Call
 from bagua.comm.lifetime.turns import handlers_may_call
-from bagua.comm.transports.base import DONE, Handle, Membership, Transport
+from bagua.comm.transports.base import DONE, Arrivals, Handle, Membership, Transport
 from bagua.comm.transports.memory.exchange import MemoryExchange, compare, small_bytes
 from bagua.comm.transports.memory.lanes import COLLECTIVE, Lane, LaneTask, Pending
 from bagua.comm.transports.memory.line import Deadline, LineState, Words
@@ -74,6 +74,7 @@ class MemoryTransport(Transport):
         self._wildcards = Wildcards(peers.lanes, (other for other in range(self.size) if other != self.rank))
         self._turn = 0
         self._small_bytes = small_bytes(membership.size)
+        self.arrivals: Arrivals = Arrivals()
         #: Who uses what ``close`` gives back: the thread that makes a synchronous call, one at a time, and others by
         #: number. The last one to go gives it back if they kept ``close`` from doing so.
         self._calling = False
@@ -250,7 +251,10 @@ class MemoryTransport(Transport):
             spin_s, suspect = peers.spin_inline_s, None if self._lanes.shared else self._suspect
         else:
             spin_s, suspect = peers.spin_s, None
-        peers.barrier(call, deadline, spin_s, suspect)
+        come = time.perf_counter()
+        last = peers.barrier(call, deadline, spin_s, suspect)
+        if last:
+            self.arrivals.note(call.sequence, time.perf_counter() - come, peers.named(last))
         notices = peers.notices(slot)
         compare(peers.ranks, self.rank, notices)
         if call.kind != "barrier":

@@ -1,0 +1,42 @@
+"""What is known of all communicators of one rank."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from bagua.comm.recorder import Recorder
+from bagua.comm.statistics import KindStatistics, Statistics, merge
+
+__all__ = ["Ledger"]
+
+
+@dataclass
+class Ledger:
+    """What is known of all communicators that one rank ever made, closed ones included.
+
+    Attributes:
+        open: counters of those that are open.
+        closed: sums of the counters of all others.
+        lost: global rank of the first peer that was lost, and what it did; None if none was.
+        recorder: of the rank.
+    """
+
+    open: list[Statistics] = field(default_factory=list)
+    closed: dict[str, KindStatistics] = field(default_factory=dict)
+    lost: tuple[int, str] | None = None
+    guard: threading.RLock = field(default_factory=threading.RLock)
+    recorder: Recorder = field(default_factory=Recorder)
+
+    def retire(self, entry: Statistics) -> None:
+        """Keep the sums of a communicator that was closed, and forget the rest."""
+        with self.guard:
+            if entry in self.open:
+                self.open.remove(entry)
+                self.closed = merge([self.closed, entry.snapshot()])
+                self.recorder.retire(entry)
+
+    def totals(self) -> dict[str, KindStatistics]:
+        """Sums over all communicators, by kind of call."""
+        with self.guard:
+            return merge([self.closed, *(entry.snapshot() for entry in list(self.open))])

@@ -1,0 +1,310 @@
+"""What one rank did: each call with its times, and what its calls took in sum. Everything that observes reads this.
+
+A call begins when it is made and ends when its result is there, whoever waits for it. Its time has three parts.
+*Waiting*: peers had not come yet. *Exposed*: the code that computes stood still, although all had come. *Hidden*: the
+rest. Calls of one communicator that overlap are counted once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from bagua.comm.call import Call
+from bagua.comm.store.beats import Beats
+
+__all__ = [
+    "CallRecord",
+    "CallTimes",
+    "Counters",
+    "Observer",
+    "Place",
+    "Recorder",
+    "TraceSink",
+    "in_background",
+    "is_background",
+    "observers",
+]
+
+T = TypeVar("T")
+
+
+class Place(NamedTuple):
+    """Where a call is made.
+
+    Attributes:
+        label: of the communicator.
+        backend: name of the transport.
+        rank: rank of this process in the communicator.
+        ranks: global rank of each member.
+    """
+
+    label: str
+    backend: str
+    rank: int
+    ranks: tuple[int, ...]
+
+
+class CallRecord:
+    """One call of one rank, from its beginning to its end.
+
+    Attributes:
+        call: what was asked for.
+        place: where.
+        number: counts the calls of this rank on all communicators, from 0.
+        begun: when it was made, by ``Recorder.clock``, in seconds.
+        ended: when its result was there; 0.0 before that.
+        waited_s: seconds until the last peer had come; 0.0 where the transport cannot tell.
+        waited_for: global ranks of the peers that came last; empty if this rank did.
+        state: ``started``; ``completed``; ``failed``; ``late``: peers had given up before this rank came; ``refused``:
+            nothing was sent.
+        thread: name of the thread that made it.
+    """
+
+    __slots__ = ("begun", "blocked_s", "call", "ended", "number", "place", "state", "thread", "waited_for", "waited_s")
+
+    def __init__(self, call: Call, place: Place, number: int, begun: float) -> None:
+        self.call = call
+        self.place = place
+        self.number = number
+        self.begun = begun
+        self.ended = 0.0
+        self.waited_s = 0.0
+        self.waited_for: tuple[int, ...] = ()
+        self.state = "started"
+        #: What the recorder's clock of standing still showed when it began; None for a call of the code that computes.
+        self.blocked_s: float | None = None
+        self.thread = ""
+
+
+class CallTimes(NamedTuple):
+    """What calls took, in seconds, and how many they were.
+
+    Attributes:
+        time_s: while at least one call of a communicator was under way, summed over communicators.
+        exposed_s: part of it in which the code that computes stood still and all peers had come.
+        waiting_s: part of it in which peers had not come.
+        of_collectives_s: part of it in collectives of all kinds.
+        calls: how many ended.
+    """
+
+    time_s: float = 0.0
+    exposed_s: float = 0.0
+    waiting_s: float = 0.0
+    of_collectives_s: float = 0.0
+    calls: int = 0
+
+    @property
+    def hidden_s(self) -> float:
+        """The rest: all peers had come, and this rank went on computing."""
+        return self.time_s - self.exposed_s - self.waiting_s
+
+    def plus(self, other: CallTimes) -> CallTimes:
+        """The sums of both."""
+        return CallTimes(
+            self.time_s + other.time_s,
+            self.exposed_s + other.exposed_s,
+            self.waiting_s + other.waiting_s,
+            self.of_collectives_s + other.of_collectives_s,
+            self.calls + other.calls,
+        )
+
+
+class Counters(Protocol):
+    """What one communicator did.
+
+    Attributes:
+        times: what its calls took.
+        waits: seconds that this rank has waited for each other one that came last, by global rank.
+        recent: its last calls.
+    """
+
+    times: CallTimes
+    waits: dict[int, float]
+    recent: deque[CallRecord]
+
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sent."""
+
+
+class TraceSink(Protocol):
+    """Takes what happens, while it happens."""
+
+    def call(self, record: CallRecord) -> None:
+        """A call has ended."""
+
+    def span(self, name: str, begun: float, ended: float, facts: dict[str, Any]) -> None:
+        """Something of this rank took so long, by ``Recorder.clock``."""
+
+
+class Recorder:
+    """What one rank did on all of its communicators.
+
+    Args:
+        clock: gives seconds, from any start.
+
+    Attributes:
+        clock: gives seconds, from any start.
+        gauges: the latest values of what changes slowly, by the name of the metric.
+        trace: takes every call; None while nobody wants a trace.
+        beat_at: when ``beat`` is called next, by ``clock``.
+        beat: called now and then by whoever ends a call; returns quickly and raises nothing.
+        open: counters of the communicators that are open.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self.began = clock()
+        self.gauges: dict[str, float] = {}
+        self.trace: TraceSink | None = None
+        self.beat_at = float("inf")
+        self.beat: Callable[[], None] = _nothing
+        self.open: list[Counters] = []
+        self._numbers = itertools.count()
+        self._closed = CallTimes()
+        self._closed_waits: dict[int, float] = {}
+        self._closed_bytes = 0
+        #: Seconds for which the code that computes stood still, and since when it does now. One value, so that
+        #: threads read both at once.
+        self._blocked: tuple[float, float | None] = (0.0, None)
+
+    def next_number(self) -> int:
+        """Number of the next call."""
+        return next(self._numbers)
+
+    # Standing still.
+
+    def blocked_s(self, now: float) -> float:
+        """Seconds for which the code that computes has stood still for results of background threads, until ``now``."""
+        total, since = self._blocked
+        return total if since is None else total + max(now - since, 0.0)
+
+    def while_blocked(self, wait: Callable[[], T]) -> T:
+        """``wait()``, in which the code that computes stands still."""
+        if self._blocked[1] is not None:  # A signal handler, or a wait inside a wait.
+            return wait()
+        self._blocked = (self._blocked[0], self.clock())
+        try:
+            return wait()
+        finally:
+            self._blocked = (self.blocked_s(self.clock()), None)
+
+    # Sums.
+
+    def add(self, entry: Counters) -> None:
+        """A communicator was made."""
+        self.open.append(entry)
+
+    def retire(self, entry: Counters) -> None:
+        """Keep the sums of a communicator that was closed, and forget the rest."""
+        if entry in self.open:
+            self.open.remove(entry)
+            self._closed = self._closed.plus(entry.times)
+            _add_to(self._closed_waits, entry.waits)
+            self._closed_bytes += entry.sent_bytes()
+
+    def times(self) -> CallTimes:
+        """Sums over all communicators."""
+        total = self._closed
+        for entry in list(self.open):
+            total = total.plus(entry.times)
+        return total
+
+    def waits(self) -> dict[int, float]:
+        """Seconds that this rank has waited for each other one that came last, by global rank."""
+        total = dict(self._closed_waits)
+        for entry in list(self.open):
+            _add_to(total, dict(entry.waits))
+        return total
+
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sent on all communicators."""
+        return self._closed_bytes + sum(entry.sent_bytes() for entry in list(self.open))
+
+    def records(self) -> list[CallRecord]:
+        """The last calls on each communicator that is open, oldest first."""
+        found = [record for entry in list(self.open) for record in list(entry.recent)]
+        return sorted(found, key=lambda record: record.number)
+
+    def span(self, name: str, begun: float, **facts: Any) -> None:
+        """Tell the trace, if there is one, of something that began at ``begun`` and ends now."""
+        if self.trace is not None:
+            self.trace.span(name, begun, self.clock(), facts)
+
+
+def _add_to(total: dict[int, float], more: dict[int, float]) -> None:
+    for rank, seconds in more.items():
+        total[rank] = total.get(rank, 0.0) + seconds
+
+
+def _nothing() -> None:
+    return
+
+
+class _Here(threading.local):
+    background = False
+
+
+_here = _Here()
+
+
+@contextmanager
+def in_background() -> Iterator[None]:
+    """Calls in this block are made beside the code that computes, which stands still only if it waits for them."""
+    before, _here.background = _here.background, True
+    try:
+        yield
+    finally:
+        _here.background = before
+
+
+def is_background() -> bool:
+    """Whether the calling thread is inside ``in_background``."""
+    return _here.background
+
+
+class Observer(Protocol):
+    """Is told when a rank starts, fails and ends."""
+
+    def started(self, recorder: Recorder, place: Place, beats: Beats) -> None:
+        """The rank is connected: ``place`` is that of all ranks, ``beats`` what they say of themselves."""
+
+    def failed(self, recorder: Recorder, error: BaseException) -> None:
+        """A call ended with ``error``; the other ranks have been told."""
+
+    def ended(self, recorder: Recorder) -> None:
+        """The rank closes all of its communicators."""
+
+
+class Observers:
+    """Who is told. What goes wrong there must not hide what it is told of."""
+
+    def __init__(self) -> None:
+        self.all: list[Observer] = []
+
+    def started(self, recorder: Recorder, place: Place, beats: Beats) -> None:
+        """See ``Observer``; what an observer raises here, a wrong option for example, reaches the user."""
+        for one in self.all:
+            one.started(recorder, place, beats)
+
+    def failed(self, recorder: Recorder, error: BaseException) -> None:
+        """See ``Observer``."""
+        for one in self.all:
+            with contextlib.suppress(Exception):
+                one.failed(recorder, error)
+
+    def ended(self, recorder: Recorder) -> None:
+        """See ``Observer``."""
+        for one in self.all:
+            with contextlib.suppress(Exception):
+                one.ended(recorder)
+
+
+#: Of this process.
+observers = Observers()

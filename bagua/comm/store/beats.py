@@ -1,0 +1,114 @@
+"""What each rank of a job last said of itself, where everybody can read it who reaches the store of the job.
+
+The keys do not depend on groups or restarts: the latest job of a store is the one that is seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from bagua.comm.lifetime.background import bounded
+from bagua.comm.store.keys import read_all
+
+__all__ = ["Beats", "connect_beats"]
+
+#: How long a server may take to answer somebody who only looks.
+_CONNECT_TIMEOUT_S = 10.0
+
+
+class Beats:
+    """The beats of a job.
+
+    Args:
+        store: any store of the job; its server is what counts.
+        rank: whose beats are posted; -1 for who only reads.
+
+    Example:
+        >>> from torch.distributed import HashStore
+        >>> beats = Beats(HashStore(), rank=0)
+        >>> beats.read()
+        {}
+        >>> beats.post_now({"world_size": 1})
+        >>> beats.read()
+        {0: {'world_size': 1}}
+    """
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store = _bottom_of(store)
+        self._rank = rank
+        self._own: Store | None = None
+        self._busy = False
+
+    def post(self, beat: dict[str, Any], then: Callable[[], None]) -> None:
+        """Post ``beat`` beside what the caller does; drop it if the one before has not arrived. Raises nothing.
+
+        Args:
+            beat: what JSON can hold.
+            then: is called when it is there, in the thread that posted it.
+        """
+        if self._busy:
+            return
+        self._busy = True
+        bounded(lambda: self._post(beat, then), 0.0)
+
+    def _post(self, beat: dict[str, Any], then: Callable[[], None]) -> None:
+        try:
+            self.post_now(beat)
+            then()
+        finally:
+            self._busy = False
+
+    def post_now(self, beat: dict[str, Any]) -> None:
+        """Post ``beat`` and wait until it is there.
+
+        Args:
+            beat: what JSON can hold; it holds ``world_size``.
+        """
+        self._connection().set(f"bagua/beat/{self._rank}", json.dumps(beat))
+
+    def read(self) -> dict[int, dict[str, Any]]:
+        """The last beat of each rank that has posted one."""
+        store = self._connection()
+        first = self._read_some(store, [0])
+        if not first:
+            return {}
+        return {**first, **self._read_some(store, range(1, int(first[0]["world_size"])))}
+
+    def _read_some(self, store: Store, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
+        # Asking for a key that is not there would block until it is.
+        there = [rank for rank in ranks if store.check([f"bagua/beat/{rank}"])]
+        texts = read_all(store, [f"bagua/beat/{rank}" for rank in there]) if there else []
+        return {rank: json.loads(text) for rank, text in zip(there, texts, strict=True)}
+
+    def _connection(self) -> Store:
+        """A connection that no call of the job keeps busy, made when it is needed first."""
+        if self._own is None:
+            with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
+                self._own = self._store.clone()  # type: ignore[attr-defined]  # which torch forgot in its hints
+        return self._own or self._store
+
+
+def _bottom_of(store: Store) -> Store:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def connect_beats(host: str, port: int) -> Beats:
+    """The beats of a running job, for reading.
+
+    Args:
+        host: where the store is: the ``MASTER_ADDR`` of the job.
+        port: of the store: the ``MASTER_PORT`` of the job.
+
+    Raises:
+        RuntimeError: nobody answers there.
+    """
+    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_TIMEOUT_S))
+    return Beats(store, -1)

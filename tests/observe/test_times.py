@@ -1,0 +1,116 @@
+"""The parts of a call's time add up, whoever makes it and whoever waits; clocks are injected."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bagua.comm import Call, CallTimes, Place, Recorder, in_background
+from bagua.comm.statistics import Statistics
+from bagua.engine.executor import ThreadExecutor
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def statistics(clock: Clock) -> Statistics:
+    return Statistics(0, 3, Place("world", "threads", 0, (0, 1, 2)), Recorder(clock))
+
+
+def call(number: int, kind: str = "allreduce") -> Call:
+    return Call(kind, number, torch.float32, 4, "sum")
+
+
+def parts(times: CallTimes) -> tuple[float, float, float]:
+    return times.exposed_s, times.hidden_s, times.waiting_s
+
+
+def test_a_call_that_the_code_that_computes_makes_and_waits_for_is_exposed_but_for_the_waiting(clock, statistics):
+    record = statistics.begin(call(1), clock())
+    record.waited_s, record.waited_for = 3.0, (2,)
+    statistics.end(record, clock() + 5.0, blocked_s=5.0)
+    assert parts(statistics.times) == (2.0, 0.0, 3.0)
+    assert statistics.waits == {2: 3.0}
+
+
+def test_what_goes_on_beside_computing_is_hidden(clock, statistics):
+    record = statistics.begin(call(1), clock())
+    record.waited_s = 3.0
+    # It ends after 8 seconds. The caller came back to it after 5.
+    statistics.end(record, clock() + 8.0, blocked_s=3.0)
+    assert parts(statistics.times) == (3.0, 2.0, 3.0)
+
+
+def test_calls_that_overlap_are_counted_once(clock, statistics):
+    first, second = statistics.begin(call(1), 100.0), statistics.begin(call(2), 101.0)
+    statistics.end(first, 104.0, blocked_s=0.0)
+    statistics.end(second, 106.0, blocked_s=1.0)
+    assert statistics.times.time_s == 6.0
+    assert parts(statistics.times) == (1.0, 5.0, 0.0)
+
+
+def test_a_call_of_a_background_thread_is_exposed_while_the_code_that_computes_waits_for_it(clock, statistics):
+    recorder = statistics.recorder
+    with in_background():
+        record = statistics.begin(call(1), clock())
+    clock.now += 4.0  # computing
+
+    def wait() -> None:
+        clock.now += 2.0
+        statistics.end(record, clock(), blocked_s=6.0)
+        clock.now += 1.0
+
+    recorder.while_blocked(wait)
+    assert parts(statistics.times) == (2.0, 4.0, 0.0)
+    assert recorder.blocked_s(clock()) == 3.0
+
+
+def test_the_parts_of_many_calls_add_up_to_the_time_that_was_measured(clock, statistics):
+    generator = torch.Generator().manual_seed(0)
+    measured, busy_until = 0.0, 0.0
+    for number in range(200):
+        gap, took, waited, blocked = torch.rand(4, generator=generator, dtype=torch.float64).tolist()
+        clock.now += gap
+        record = statistics.begin(call(number + 1), clock())
+        record.waited_s = waited * took
+        ended = clock() + took
+        measured += max(ended - max(clock(), busy_until), 0.0)
+        busy_until = max(busy_until, ended)
+        statistics.end(record, ended, blocked_s=blocked * took)
+    exposed, hidden, waiting = parts(statistics.times)
+    assert min(exposed, hidden, waiting) > 0
+    assert exposed + hidden + waiting == pytest.approx(measured, rel=1e-9)
+
+
+def test_sums_outlive_their_communicator_and_records_are_bounded(clock, statistics):
+    recorder = statistics.recorder
+    for number in range(500):
+        statistics.end(statistics.begin(call(number + 1), clock()), clock() + 1.0, blocked_s=1.0)
+        clock.now += 1.0
+    assert len(statistics.recent) == 64
+    recorder.retire(statistics)
+    assert recorder.open == []
+    assert recorder.times() == CallTimes(500.0, 500.0, 0.0, 500.0, 500)
+
+
+def test_the_engine_tells_while_it_waits_for_a_background_thread(clock):
+    recorder = Recorder(clock)
+    executor = ThreadExecutor("test-observe", recorder)
+
+    def exchange() -> None:
+        assert recorder.blocked_s(clock()) >= 0.0
+
+    executor.run(exchange)()
+    executor.close()
+    assert recorder.blocked_s(clock()) == 0.0
