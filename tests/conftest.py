@@ -14,6 +14,7 @@ be at the top level of its module. What a rank raises is raised here, the likeli
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -75,6 +76,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("nccl"):
                 item.add_marker(pytest.mark.skip(reason="nccl needs a CUDA device; there is none"))
+
+
+def pytest_collection_finish() -> None:
+    """Spare the many tests that collect garbage the walk through all modules and tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

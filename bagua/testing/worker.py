@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import pickle
@@ -27,9 +28,9 @@ from bagua.comm import connect_store
 from bagua.testing.ranks import Job, Outcome, ThisRank, this_rank
 
 # The fork server imports this module, and then has all that a rank needs. Tests name the
-# first two at their top, and every optimizer of torch imports the third at its first
-# step; without them a rank takes up to three seconds longer.
-for _name in ("hypothesis", "pytest", "torch._dynamo"):
+# first two at their top, every optimizer of torch imports the third at its first step, and
+# models are trained with the others; without them a rank takes up to three seconds longer.
+for _name in ("hypothesis", "pytest", "torch._dynamo", "bagua.parallel", "bagua.testing.training"):
     with contextlib.suppress(ImportError):
         importlib.import_module(_name)
 
@@ -129,6 +130,7 @@ def rank_main(connection: Connection, place: RankAddress) -> None:
         connection: to the pool, which sends the pickled job first.
         place: of this rank.
     """
+    gc.freeze()  # Walking through all that was imported, a collection would copy the fork server's memory.
     line = _Line(connection, place.rank)
     job_bytes = connection.recv_bytes()
     line.listen()
