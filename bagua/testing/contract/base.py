@@ -36,7 +36,7 @@ class ContractBase:
     receives_from_any: ClassVar[bool] = True
     matches_in_order: ClassVar[bool] = True
     blocks_host: ClassVar[bool] = True
-    deadline_s: ClassVar[float] = 1.5
+    deadline_s: ClassVar[float] = 0.6
 
     @pytest.fixture
     def pool(self) -> RankPool:

@@ -19,6 +19,8 @@ from bagua.testing.ranks import RankPool
 __all__ = ["DisagreementsContract"]
 
 DISAGREEMENTS = ("kind", "size", "dtype", "reduction", "root", "empty", "coalesced", "asynchronous")
+#: Deadline where no rank is late on purpose; a busy machine may delay one.
+CALM_S = 1.5
 
 
 class DisagreementsContract(ContractBase):
@@ -42,10 +44,12 @@ class DisagreementsContract(ContractBase):
     def test_pairs_that_disagree(self, pool: RankPool, way: str) -> None:
         self.need(self.can_lose_ranks, "there is nobody to disagree with")
         self.need(self.compares_calls, "calls are not compared")
-        errors = pool.run(disagree_in_pairs, way, self.deadline_s, size=self.size)
+        seen_at_once = way != "message_against_collective"
+        deadline_s = CALM_S if seen_at_once else self.deadline_s
+        errors = pool.run(disagree_in_pairs, way, deadline_s, size=self.size)
         for rank in (0, CULPRIT):
             assert isinstance(errors[rank], CommunicationError), f"rank {rank} got {errors[rank]!r}"
-        if way != "message_against_collective":  # seen where that is cheap, else a timeout
+        if seen_at_once:
             assert any(isinstance(error, CollectiveMismatchError) for error in errors[:2]), errors
 
 
