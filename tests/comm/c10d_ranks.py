@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from bagua.comm.communicator import Communicator
 from bagua.comm.store.serving import serve_store
 from bagua.comm.transports.base import Membership, Transport
 from bagua.comm.transports.c10d.transport import C10dTransport
+from tests.interpreters import interpreter
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,7 +80,7 @@ class Processes:
     def __init__(self, scenario: str, size: int, *, own_store: bool = False) -> None:
         self.store, port = serve_store()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "tests.comm.c10d_scenarios", scenario, str(size), str(port)]
+        command = [*interpreter(), "-m", "tests.comm.c10d_scenarios", scenario, str(size), str(port)]
         self.ranks = [
             subprocess.Popen(
                 [*command, str(rank), str(int(own_store))],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import threading
 
 import pytest
@@ -13,6 +12,7 @@ import bagua.comm
 from bagua.comm.store.board import Board
 from bagua.comm.store.serving import connect_store, thread_store
 from bagua.errors import CommunicatorClosedError, PeerLostError
+from tests.interpreters import interpreter
 
 
 def test_members_read_the_latest_record_of_each_other():
@@ -66,7 +66,7 @@ sys.stdin.read()
 
 @pytest.mark.gloo
 def test_a_store_whose_host_ends_is_a_lost_peer():
-    host = subprocess.Popen([sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    host = subprocess.Popen([*interpreter(), "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         board = Board(connect_store(int(host.stdout.readline()), 20.0), 0, (3,))
         board.post({})

@@ -6,7 +6,6 @@ import os
 import socket
 import stat
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,6 +21,7 @@ from bagua.comm.store.serving import serve_store
 from bagua.comm.transports.c10d.sockets import let_go, open_sockets, opened_since
 from bagua.errors import CommunicatorClosedError
 from tests.comm.c10d_ranks import ROOT, run, values
+from tests.interpreters import interpreter
 
 BACKENDS = [pytest.param("gloo", marks=pytest.mark.gloo), pytest.param("shm", marks=pytest.mark.shm)]
 
@@ -42,7 +42,7 @@ def started(*arguments: str) -> Iterator[list[subprocess.Popen[str]]]:
         ranks = []
         for rank in range(2):
             process = subprocess.Popen(
-                [sys.executable, "-m", "tests.comm.fork_programs", *arguments],
+                [*interpreter(), "-m", "tests.comm.fork_programs", *arguments],
                 env={**os.environ, **launched, "RANK": str(rank)},
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
@@ -123,16 +123,17 @@ def test_a_task_of_the_parent_raises_in_a_child_and_later_ones_run(monkeypatch: 
     task = background.submit(blocked.wait)
     with background._lock, monkeypatch.context() as child:
         child.setattr(family, "generation", family.generation + 1)
-        old, thread = background._queue, background._thread
+        thread = background._thread
         background.disown()
         with pytest.raises(CommunicatorClosedError, match="forked"):
             task.result()
         assert background.submit(lambda: "runs").result(5) == "runs"
         assert background.stop()
     blocked.set()
-    old.put(None)
     assert thread is not None
+    background._queue.put(None)  # It looks for its next task there.
     thread.join(5)
+    assert not thread.is_alive()
     assert task.result(5)
 
 

@@ -3,7 +3,6 @@
 import os
 import socket
 import subprocess
-import sys
 import textwrap
 import time
 
@@ -24,6 +23,7 @@ from bagua.errors import (
 )
 from bagua.testing import ProcessRanks, ThreadRanks
 from bagua.testing.ranks import this_rank
+from tests.interpreters import interpreter
 
 #: Ranks that do not initialize by themselves.
 THREADS = ThreadRanks(4, backend=None)
@@ -374,7 +374,7 @@ def test_processes_that_forget_to_destroy_end_well(ending):
     launched = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", script],
+            [*interpreter(), "-c", script],
             env={**os.environ, **launched, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -397,5 +397,5 @@ def test_processes_that_forget_to_destroy_end_well(ending):
 @pytest.mark.solo
 def test_a_single_process_that_forgets_to_destroy_ends_well():
     script = textwrap.dedent(FORGETFUL.format(arguments="", ending="work.wait()"))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([*interpreter(), "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[1.0, 1.0, 1.0]", "")

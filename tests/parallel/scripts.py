@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
+
+from tests.interpreters import interpreter
 
 __all__ = ["start_scripts"]
 
@@ -29,7 +30,7 @@ def start_scripts(script: str, endings: Sequence[str], port: int, *, by_agent: b
     }
     return [
         subprocess.Popen(
-            [sys.executable, "-c", script, ending],
+            [*interpreter(), "-c", script, ending],
             env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
