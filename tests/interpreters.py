@@ -26,7 +26,7 @@ _FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def interpreter() -> list[str]:
-    """The command that stands for ``sys.executable``: ``-c text`` or ``-m module`` may follow, and arguments."""
+    """The command that stands for ``sys.executable``: ``-c text``, ``-m module`` or a file follows, and arguments."""
     return [sys.executable, "-I", "-S", os.path.abspath(__file__), _server_address()]
 
 
@@ -133,28 +133,36 @@ def _wait_for(script: int, connection: socket.socket, streams: list[int]) -> Non
     os._exit(0)
 
 
-def _code_of(option: str, subject: str) -> tuple[object, str]:
-    """The code that ``python option subject`` would run, and its name."""
+def _prepare(arguments: list[str]) -> object:
+    """Make ``__main__`` and ``sys.argv`` for what ``python *arguments`` would run, and return its code."""
     import importlib.util
+    import types
 
-    if option == "-c":
-        return compile(subject, "<string>", "exec"), "-c"
-    spec = importlib.util.find_spec(subject)
-    return spec.loader.get_code(subject), spec.origin
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    if arguments[0] == "-u":
+        sys.stdout.reconfigure(write_through=True)
+        arguments = arguments[1:]
+    if arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        return compile(arguments[1], "<string>", "exec")
+    if arguments[0] == "-m":
+        spec = main.__spec__ = importlib.util.find_spec(arguments[1])
+        sys.argv = [spec.origin, *arguments[2:]]
+        return spec.loader.get_code(arguments[1])
+    sys.argv, main.__file__ = arguments, arguments[0]
+    sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
+    with open(arguments[0], encoding="utf-8") as text:
+        return compile(text.read(), arguments[0], "exec")
 
 
 if __name__ == "__main__":
     if sys.argv[1] != "serve":
         _follow(sys.argv[1], sys.argv[2:])
     import gc
-    import types
 
     import bagua.torch_api  # noqa: F401 - for the scripts
 
     gc.freeze()  # Collecting garbage would write to all memory that scripts share with the server.
-    option, subject, *rest = _serve(int(sys.argv[2]))
-    code, name = _code_of(option, subject)
-    sys.argv = [name, *rest]
-    sys.modules["__main__"] = types.ModuleType("__main__")
+    code = _prepare(_serve(int(sys.argv[2])))
     # At the top of the program, so that an error leaves it as that of any script does.
     exec(code, vars(sys.modules["__main__"]))

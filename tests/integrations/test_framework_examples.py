@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -11,11 +12,22 @@ from pathlib import Path
 
 import pytest
 
+from tests.interpreters import interpreter
+
 pytestmark = pytest.mark.gloo
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
-TORCHRUN = f'#!/bin/sh\nexec "{sys.executable}" -m torch.distributed.run "$@"\n'
+
+
+@pytest.fixture(autouse=True)
+def python(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The interpreter with which torchrun starts ranks."""
+    path = tmp_path_factory.mktemp("python") / "python"
+    path.write_text(f'#!/bin/sh\nexec {shlex.join(interpreter())} "$@"\n')
+    path.chmod(0o755)
+    monkeypatch.setenv("PYTHON_EXEC", str(path))
+    return str(path)
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -47,7 +59,8 @@ def free_port() -> str:
 def tools(folder: Path, **scripts: str) -> str:
     """A PATH whose first folder holds these commands."""
     folder.mkdir()
-    for name, text in {"torchrun": TORCHRUN, **scripts}.items():
+    torchrun = f'#!/bin/sh\nexec {shlex.join(interpreter())} -m torch.distributed.run "$@"\n'
+    for name, text in {"torchrun": torchrun, **scripts}.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     return f"{folder}{os.pathsep}{os.environ['PATH']}"
@@ -99,7 +112,7 @@ def test_the_kubernetes_job_fits_together_and_its_command_starts_ranks(tmp_path)
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_ranks_that_srun_starts_by_itself_find_each_other(tmp_path):
+def test_ranks_that_srun_starts_by_itself_find_each_other(python, tmp_path):
     """Without torchrun: ``srun --ntasks-per-node 2 python train.py``."""
     script = tmp_path / "train.py"
     script.write_text(
@@ -108,7 +121,7 @@ def test_ranks_that_srun_starts_by_itself_find_each_other(tmp_path):
         "print('rank', bagua.get_rank(), 'of', bagua.get_world_size())\n"
     )
     place = {"SLURM_NTASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    command = [sys.executable, str(script)]
+    command = [python, str(script)]
     ranks = [
         subprocess.Popen(
             command,
@@ -131,7 +144,7 @@ def test_ranks_that_srun_starts_by_itself_find_each_other(tmp_path):
 
 def torchrun(*script: str) -> str:
     place = ("--nproc_per_node", "2", "--master_addr", "127.0.0.1", "--master_port", free_port())
-    return run(sys.executable, "-m", "torch.distributed.run", *place, *script)
+    return run(*interpreter(), "-m", "torch.distributed.run", *place, *script)
 
 
 def test_the_accelerate_example_learns():
