@@ -21,7 +21,7 @@ def test_why_a_transport_is_not_there(monkeypatch):
 
 
 @pytest.mark.gloo
-def test_measuring(capsys, monkeypatch):
+def test_measuring(forked_ranks, capsys, monkeypatch):
     monkeypatch.setattr(doctor, "SIZES", ((4, "4 B"), (1000, "1 KB")))
     assert main(["doctor"]) == 0
     written = capsys.readouterr().out

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gloo
 
 
 @pytest.fixture(autouse=True)
-def short_grace(monkeypatch):
+def short_grace(forked_ranks, monkeypatch):
     monkeypatch.setattr(launch, "GRACE_S", 2.0)
 
 
