@@ -15,6 +15,7 @@ __all__ = [
     "autotune_sampling_confidence_time_s",
     "autotune_warmup_time_s",
     "debug_checks",
+    "flight_dir",
     "for_child",
     "get_local_rank",
     "get_local_world_size",
@@ -29,6 +30,7 @@ __all__ = [
     "prefer_nccl_clean_up",
     "shm_staging_bytes",
     "timeout_s",
+    "trace_dir",
     "unknown_variables",
 ]
 
@@ -39,10 +41,12 @@ _OURS = (
     "BAGUA_AUTOTUNE_SAMPLING_CONFIDENCE_TIME_S",
     "BAGUA_AUTOTUNE_WARMUP_TIME_S",
     "BAGUA_DEBUG",
+    "BAGUA_FLIGHT_DIR",
     "BAGUA_IS_OUTPUT_AUTOTUNE_LOG",
     "BAGUA_LOG",
     "BAGUA_SHM_STAGING_BYTES",
     "BAGUA_TIMEOUT_S",
+    "BAGUA_TRACE",
 )
 
 #: What each launcher calls the same thing, in order of precedence.
@@ -155,6 +159,16 @@ def debug_checks() -> bool:
 def log_level() -> str | None:
     """``BAGUA_LOG``: level of the logger ``bagua`` (``debug``, ``info``, ...), or None."""
     return os.environ.get("BAGUA_LOG") or None
+
+
+def flight_dir() -> str | None:
+    """``BAGUA_FLIGHT_DIR``: where each rank writes its last calls when one fails, or None."""
+    return os.environ.get("BAGUA_FLIGHT_DIR") or None
+
+
+def trace_dir() -> str | None:
+    """``BAGUA_TRACE``: where each rank writes what it does and when, or None."""
+    return os.environ.get("BAGUA_TRACE") or None
 
 
 def shm_staging_bytes() -> int:

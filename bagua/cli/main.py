@@ -1,6 +1,7 @@
 """The command ``bagua``."""
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 
@@ -12,11 +13,25 @@ COMMANDS = """\
 commands:
   demo        train a small language model on this machine, on a few processes
   doctor      say what this machine offers, how fast it is, and what to set
+  explain     say what the flight records of a job tell: who did something else, who did not come
   lab         run a script on hosts with slow links, all of them on this machine
+  timeline    put the traces of all ranks of a job together, for Perfetto
+  top         show the ranks of a running job
 
 "bagua COMMAND --help" describes one of them. Your own script starts with
 "baguarun --nproc 2 train.py".
 """
+
+
+#: Where the function ``main`` of each command is.
+_COMMANDS = {
+    "demo": "bagua.cli.demo.command",
+    "doctor": "bagua.cli.doctor",
+    "explain": "bagua.cli.explain",
+    "lab": "bagua.cli.lab.command",
+    "timeline": "bagua.cli.timeline",
+    "top": "bagua.cli.top",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"bagua {__version__}")
-    parser.add_argument("command", choices=["demo", "doctor", "lab"], metavar="COMMAND", help="what to do")
+    parser.add_argument("command", choices=[*_COMMANDS], metavar="COMMAND", help="what to do")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the command")
     given = sys.argv[1:] if arguments is None else arguments
     if not given:
@@ -44,17 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(given)
 
     # These import torch, which takes seconds and --help does not need.
-    if parsed.command == "doctor":
-        from bagua.cli.doctor import main as doctor
-
-        return doctor(parsed.arguments)
-    if parsed.command == "lab":
-        from bagua.cli.lab.command import main as lab
-
-        return lab(parsed.arguments)
-    from bagua.cli.demo.command import main as demo
-
-    return demo(parsed.arguments)
+    status: int = importlib.import_module(_COMMANDS[parsed.command]).main(parsed.arguments)
+    return status
 
 
 if __name__ == "__main__":

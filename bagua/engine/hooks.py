@@ -16,6 +16,7 @@ from bagua.engine.courses import waits_for_optimizers
 from bagua.engine.gradients import has_finite_gradients, refuse_graph
 from bagua.engine.outputs import tensors_in
 from bagua.engine.reducer import Reducer
+from bagua.engine.spans import Passes
 from bagua.errors import BaguaError, ConfigurationError
 from bagua.torch_private import accumulates, active_ddp, hooks_after_accumulation, when_backward_ends
 
@@ -155,8 +156,9 @@ class BackwardHooks:
     def __init__(self, reducer: Reducer) -> None:
         self.reducer = reducer
         self.tuner = Autotuner(reducer)
+        self._passes = Passes(reducer.group.recorder)
         self.synchronize = True
-        self.accumulates = False
+        self.accumulates = self.closed = False
         self._handles: list[Any] = []
         weakref.finalize(self, _remove, self._handles).atexit = False
         self.current: weakref.ref[_Pass] | None = None
@@ -164,7 +166,6 @@ class BackwardHooks:
         self._armed, self._silent = True, False
         self._listening: list[Any] = []
         self._retired = False
-        self.closed = False
         self._waiting_for: set[int] = set()
         self._stepped = False
 
@@ -265,6 +266,7 @@ class BackwardHooks:
                 self.tuner.forward(training=False)
             return
         reducer.check_usable()
+        self._passes.enter("forward pass")
         reducer.after_optimizers(stepped=self._stepped)
         difference = reducer.registration.difference()
         if difference is not None:
@@ -304,6 +306,7 @@ class BackwardHooks:
         current = _Pass(self._complete)
         when_backward_ends(current)
         self.current = weakref.ref(current, self._died)
+        self._passes.enter("backward pass")
         if self._armed and not self.accumulates:
             self._start_step()
 
@@ -341,6 +344,7 @@ class BackwardHooks:
             raise
         finally:
             self._forget_pass()
+            self._passes.enter("between passes")
 
     def _forget_pass(self) -> None:
         self.current = self.take = None

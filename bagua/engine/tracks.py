@@ -14,7 +14,9 @@ from bagua.algorithms import Exchange, Flight, Model
 from bagua.buckets import Bucket
 from bagua.comm import ProcessGroup
 from bagua.engine.executor import Executor, nothing
+from bagua.engine.gauges import Gauges
 from bagua.engine.saving import paste
+from bagua.engine.spans import shown
 from bagua.primitives import MatrixBlock, ReducerMemory
 
 __all__ = ["Clock", "Course", "Lane", "Track"]
@@ -127,6 +129,7 @@ class Course:
         self._of_arrival = parts.by == "arrival"
         self._shifts = [parts.shift(part, exchange.when.steps) for part in range(parts.n)]
         self._in_place = exchange.what is not None and exchange.what.in_place and exchange.lag == 0
+        self._gauges = None if lane is None or exchange.how is None else Gauges(exchange, lane.group)
 
     # When.
 
@@ -167,7 +170,9 @@ class Course:
         then.start(flight)
         if how is not None and self.lane is not None and self._ranks > 1:
             run = functools.partial(how.run, flight, self.lane.group)
-            flight.wait = self.lane.executors[track.bucket.device].run(run)
+            name = f"{self.exchange.label} of bucket {track.bucket.index}"
+            executor = self.lane.executors[track.bucket.device]
+            flight.wait = shown(name, self.lane.group, lambda: executor.run(run))
         track.flights.append(flight)
 
     def _flight(self, track: Track, clock: Clock) -> Flight:
@@ -217,6 +222,8 @@ class Course:
             flight.rescale = clock.loss_scale / flight.loss_scale
             if self.exchange.how is not None:
                 flight.memory.settle(flight.flat)
+            if self._gauges is not None:
+                self._gauges.look(flight, clock.t)
             then.fold(flight)
             track.give_back(flight)
 

@@ -12,6 +12,8 @@ from typing import NoReturn
 from bagua.algorithms import DistributedAlgorithm
 from bagua.checks import did_you_mean
 from bagua.comm import TorchBackendOptions, install_torch_backend
+from bagua.observe import install as install_observers
+from bagua.observe import metrics
 from bagua.parallel import AutotuneSettings, BaguaModule, bagua_init, install_with_bagua, with_bagua
 from bagua.torch_api import (
     algorithms,
@@ -116,6 +118,7 @@ __all__ = [
     "get_world_size",
     "init_process_group",
     "is_initialized",
+    "metrics",
     "new_group",
     "recv",
     "reduce",
@@ -145,5 +148,6 @@ _ELSEWHERE = {
     "local_rank": "get_local_rank",
 }
 
+install_observers()
 install_with_bagua()
 install_torch_backend()

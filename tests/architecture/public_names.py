@@ -20,6 +20,7 @@ DOORS = (
     "bagua.compression",
     "bagua.distributed",
     "bagua.errors",
+    "bagua.observe",
     "bagua.optim",
     "bagua.parallel",
     "bagua.parallel.decentralized",

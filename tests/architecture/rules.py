@@ -31,6 +31,7 @@ LAYERS = {
     "bagua.optim": 4,
     "bagua.engine": 5,
     "bagua.parallel": 6,
+    "bagua.observe": 6,
     "bagua.distributed": 7,
     "bagua.torch_api": 7,
     "bagua.utilities": 7,
@@ -45,6 +46,7 @@ RUN_TIME_PACKAGES = {"bagua", "torch", "typing_extensions"}
 EXTRA_PACKAGES = {
     "bagua.compression": {"triton"},  # if PyTorch brought it along
     "bagua.cli": {"rich", "matplotlib"},
+    "bagua.observe": {"wandb"},
     "bagua.testing": {"pytest", "hypothesis", "numpy"},
 }
 

@@ -1,0 +1,37 @@
+"""The command ``bagua explain``: what the flight records of a job say."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from bagua.errors import ConfigurationError
+from bagua.observe import explain
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print what went wrong, as far as flight records tell it.
+
+    Args:
+        arguments: what follows ``bagua explain``.
+
+    Returns:
+        The exit status.
+    """
+    parser = argparse.ArgumentParser(
+        prog="bagua explain",
+        description="Say in sentences which rank did something else than the others, or did not come.",
+        epilog="Ranks write their records when a call fails, or on SIGUSR2, if the job was started with "
+        "BAGUA_FLIGHT_DIR=DIR. calls_RANK.txt there shows the last calls of a rank. Torch's analyzer reads the same "
+        "records: python -m torch.distributed.flight_recorder.fr_trace DIR --prefix flight_rank_",
+    )
+    parser.add_argument("folder", metavar="DIR", help="the folder with the records of all ranks")
+    parsed = parser.parse_args(arguments)
+    try:
+        sentences = explain(parsed.folder)
+    except ConfigurationError as error:
+        print(f"bagua explain: {error}", file=sys.stderr)
+        return 1
+    print("\n".join(sentences))
+    return 0

@@ -1,0 +1,129 @@
+"""The command ``bagua top``: a live table of the ranks of a running job."""
+
+import argparse
+import importlib.util
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from bagua.checks import install_command
+from bagua.comm import Beats, connect_beats
+from bagua.observe import latest_of
+
+__all__ = ["main", "rows_of"]
+
+Beat = Mapping[str, Any]
+COLUMNS = ("rank", "host", "seen", "in calls", "exposed", "waiting", "MB/s sent", "late", "last call")
+#: A beat is a matter of the past after so many seconds.
+_STALE_S = 10.0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Show the ranks of a running job until Ctrl-C.
+
+    Args:
+        arguments: what follows ``bagua top``.
+
+    Returns:
+        The exit status.
+    """
+    parser = argparse.ArgumentParser(
+        prog="bagua top",
+        description="Show what each rank of a running job does. The job is found through its store.",
+        epilog="Ranks say how they are once in a second, when a call ends. With baguarun and torchrun on one machine, "
+        "give --master-port to the launcher and the same here.",
+    )
+    parser.add_argument(
+        "store", nargs="?", default="127.0.0.1:29500", metavar="HOST:PORT", help="MASTER_ADDR:MASTER_PORT of the job"
+    )
+    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks; default: 1")
+    parser.add_argument("--once", action="store_true", help="print the table once, and end")
+    parsed = parser.parse_args(arguments)
+    host, _, port = parsed.store.rpartition(":")
+    if not host or not port.isdigit() or not parsed.interval > 0:
+        parser.error("HOST:PORT, as 10.0.0.1:29500, and an interval above 0 seconds")
+    try:
+        beats = connect_beats(host, int(port))
+        if not beats.read():
+            print(f"bagua top: no rank has said anything at {parsed.store}. Its first word takes a second.")
+            return 1
+        _show(beats, parsed.interval, once=parsed.once)
+    except KeyboardInterrupt:
+        return 0
+    except (RuntimeError, OSError) as error:
+        print(f"bagua top: no job answers at {parsed.store}: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _show(beats: Beats, interval_s: float, *, once: bool) -> None:
+    def looks() -> Iterator[list[tuple[str, ...]]]:
+        before: dict[int, dict[str, Any]] = {}
+        while True:
+            now = beats.read()
+            yield rows_of(now, before, time.time())
+            if once:
+                return
+            before = now
+            time.sleep(interval_s)
+
+    if once or not sys.stdout.isatty():
+        for rows in looks():
+            print(plain_table(rows), flush=True)
+    elif importlib.util.find_spec("rich") is None:
+        print(f"({install_command('cli')} keeps the table in one place)")
+        for rows in looks():
+            print(plain_table(rows), flush=True)
+    else:
+        _show_live(looks)
+
+
+def _show_live(looks: Callable[[], Iterator[list[tuple[str, ...]]]]) -> None:
+    from rich.live import Live
+    from rich.table import Table
+
+    with Live() as live:
+        for rows in looks():
+            table = Table(*COLUMNS)
+            for row in rows:
+                table.add_row(*row, style="red" if row[7] else "")
+            live.update(table, refresh=True)
+
+
+def rows_of(now: Mapping[int, Beat], before: Mapping[int, Beat], wall_s: float) -> list[tuple[str, ...]]:
+    """One row for each rank, in the order of ``COLUMNS``.
+
+    Args:
+        now: the last beat of each rank.
+        before: those of the look before, for what lies between them.
+        wall_s: what ``time.time()`` gives.
+    """
+    late = latest_of(now)
+    size = int(now[0]["world_size"]) if 0 in now else 0
+    rows = [_row(rank, now[rank], before.get(rank), late, wall_s) for rank in sorted(now)]
+    return rows + [(str(rank), *[""] * 7, "has said nothing yet") for rank in range(size) if rank not in now]
+
+
+def _row(rank: int, beat: Beat, before: Beat | None, late: int, wall_s: float) -> tuple[str, ...]:
+    if before is None or before["at"] == beat["at"] or before["pid"] != beat["pid"]:
+        before = dict.fromkeys(("running_s", "time_s", "exposed_s", "waiting_s", "sent_bytes"), 0.0)
+    spent = {key: beat[key] - before[key] for key in ("running_s", "time_s", "exposed_s", "waiting_s", "sent_bytes")}
+    running_s = max(spent["running_s"], 1e-9)
+    age_s = max(wall_s - beat["at"], 0.0)
+    return (
+        str(rank),
+        f"{beat['host']}:{beat['pid']}",
+        f"{age_s:.0f} s ago" + (" !" if age_s > _STALE_S else ""),
+        *(f"{spent[key] / running_s:.0%}" for key in ("time_s", "exposed_s", "waiting_s")),
+        f"{spent['sent_bytes'] / running_s / 1e6:.2f}",
+        "late" if rank == late else "",
+        str(beat["call"]),
+    )
+
+
+def plain_table(rows: Sequence[Sequence[str]]) -> str:
+    """The table as text."""
+    widths = [max(len(row[i]) for row in [COLUMNS, *rows]) for i in range(len(COLUMNS))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [COLUMNS, *rows]]
+    return "\n".join(line.rstrip() for line in lines)

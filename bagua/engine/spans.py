@@ -1,0 +1,69 @@
+"""What a timeline and torch's profiler show of the engine: passes of the model, exchanges, and waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from bagua.comm import ProcessGroup, Recorder
+from bagua.engine.executor import Wait
+from bagua.torch_private import profiler_range, profiling
+
+__all__ = ["Passes", "shown"]
+
+T = TypeVar("T")
+
+
+def shown(name: str, group: ProcessGroup, start: Callable[[], Wait]) -> Wait:
+    """Start an exchange so that timeline and profiler show it, if one of them wants to.
+
+    Args:
+        name: of the exchange and its bucket.
+        group: whose ranks exchange.
+        start: starts it; returns what waits for its end.
+
+    Returns:
+        What waits for its end.
+    """
+    recorder = group.recorder
+    if recorder.trace is None and not profiling():
+        return start()
+    begun = recorder.clock()
+    inner = _in_range(f"exchange {name}", start)
+
+    def wait() -> None:
+        waiting = recorder.clock()
+        _in_range(f"wait for exchange {name}", inner)
+        recorder.span(f"wait for {name}", waiting, track="waits")
+        recorder.span(name, begun, track="exchanges")
+
+    return wait
+
+
+def _in_range(name: str, act: Callable[[], T]) -> T:
+    end_range = profiler_range(name)
+    try:
+        return act()
+    finally:
+        end_range()
+
+
+class Passes:
+    """The passes of one model, for the timeline.
+
+    Args:
+        recorder: of the rank.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._begun: float | None = None
+        self._name = ""
+
+    def enter(self, name: str) -> None:
+        """A part of a step begins, which ends the one before."""
+        if self._recorder.trace is None:
+            return
+        if self._begun is not None:
+            self._recorder.span(self._name, self._begun, track="model")
+        self._begun, self._name = self._recorder.clock(), name

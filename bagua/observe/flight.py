@@ -1,0 +1,245 @@
+"""The flight record: the last calls of a rank, written when one fails or a signal comes.
+
+Two files for each rank. ``flight_rank_<r>`` is what the analyzer of ``torch.distributed.flight_recorder`` reads; what
+it reads holds collectives only, because it cannot match messages in groups of more than two. ``calls_<r>.txt`` is for
+people.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from bagua.comm import CallRecord, Place, Recorder
+from bagua.errors import ConfigurationError
+
+__all__ = ["PREFIX", "FlightRecord", "usable_folder"]
+
+#: The name of a record without the rank. No other file may contain it: the analyzer takes them all.
+PREFIX = "flight_rank_"
+#: The version of torch's format that is written, and the backend that the analyzer is told: it refuses other names.
+_VERSION, _BACKEND = "2.10", "gloo"
+#: On which a rank writes its record and goes on.
+SIGNAL = signal.SIGUSR2
+
+_NAMES = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "alltoall": "all_to_all",
+    "alltoall_v": "all_to_all",
+}
+_MESSAGES = ("send", "recv", "sendrecv")
+_STATES = {"started": "started", "failed": "started", "late": "scheduled", "completed": "completed"}
+_log = logging.getLogger("bagua")
+
+
+def usable_folder(folder: str, variable: str) -> Path:
+    """The folder, which is made if it is not there.
+
+    Args:
+        folder: path of it.
+        variable: that named it, for the error.
+
+    Raises:
+        ConfigurationError: it cannot be written to.
+    """
+    path = Path(folder)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the folder cannot be made: {error}",
+            argument=variable,
+            expected="a folder that this process may write to",
+            seen=repr(folder),
+        ) from error
+    if not os.access(path, os.W_OK):
+        raise ConfigurationError(
+            "this process may not write to the folder",
+            argument=variable,
+            expected="a folder that this process may write to",
+            seen=repr(folder),
+        )
+    return path
+
+
+class FlightRecord:
+    """Writes the last calls of one rank.
+
+    Args:
+        recorder: of the rank.
+        place: of all ranks.
+        folder: where to write.
+
+    Raises:
+        ConfigurationError: the folder cannot be written to.
+    """
+
+    def __init__(self, recorder: Recorder, place: Place, folder: str) -> None:
+        self._recorder = recorder
+        self._place = place
+        self._folder = usable_folder(folder, "BAGUA_FLIGHT_DIR")
+        self._epoch_s = time.time() - recorder.clock()
+        self._process = os.getpid()
+        self._numbers = itertools.count()
+        self._handles = self._listen()
+
+    def _listen(self) -> bool:
+        """Write on a signal, unless somebody else wants it. Signals belong to the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        if signal.getsignal(SIGNAL) is not signal.SIG_DFL:
+            _log.info("flight record: %s has a handler already, which stays", SIGNAL.name)
+            return False
+        signal.signal(SIGNAL, self._on_signal)
+        return True
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        if os.getpid() == self._process:  # A forked child inherits the handler, not the calls.
+            self.write(f"signal {SIGNAL.name}")
+
+    def close(self) -> None:
+        """Give the signal back, if it is still ours."""
+        if self._handles and threading.current_thread() is threading.main_thread():
+            self._handles = False
+            if signal.getsignal(SIGNAL) == self._on_signal:
+                signal.signal(SIGNAL, signal.SIG_DFL)
+
+    def write(self, reason: str) -> None:
+        """Write both files; what goes wrong is logged, not raised.
+
+        Args:
+            reason: why.
+        """
+        rank = self._place.ranks[self._place.rank]
+        records = self._recorder.records()
+        stacks = _stacks()
+        try:
+            self._put(f"{PREFIX}{rank}", pickle.dumps(self._dump(records, reason, stacks)))
+            self._put(f"calls_{rank}.txt", self._text(records, reason, stacks).encode())
+        except OSError as error:
+            _log.warning("flight record: rank %d cannot write to %s: %s", rank, self._folder, error)
+
+    def _put(self, name: str, content: bytes) -> None:
+        """Write a file whole: a reader never sees half of it, nor does a signal in the middle of it spoil it."""
+        draft = self._folder / f"draft-{os.getpid()}-{threading.get_ident()}-{next(self._numbers)}.tmp"
+        draft.write_bytes(content)
+        draft.replace(self._folder / name)
+
+    def _dump(self, records: list[CallRecord], reason: str, stacks: dict[str, list[str]]) -> dict[str, Any]:
+        places = [self._place, *(record.place for record in records)]
+        first = self._complete_from()
+        torch_reads = [one for one in records if one.number >= first and one.call.kind not in _MESSAGES]
+        return {
+            "version": _VERSION,
+            "pg_config": {one.label: {"desc": one.backend, "ranks": str(list(one.ranks))} for one in places},
+            "entries": [self._entry(record) for record in torch_reads],
+            # What follows is ours.
+            "calls": [self._fact(record) for record in records],
+            "rank": self._place.ranks[self._place.rank],
+            "ranks": list(self._place.ranks),
+            "reason": reason,
+            "written_s": time.time(),
+            "stacks": stacks,
+        }
+
+    def _complete_from(self) -> int:
+        """The first call after which none is missing. The analyzer cuts what ranks do not have in common by numbers."""
+        full = [entry.recent for entry in list(self._recorder.open) if len(entry.recent) == entry.recent.maxlen]
+        return max((recent[0].number for recent in full), default=0)
+
+    def _entry(self, record: CallRecord) -> dict[str, Any]:
+        call, place = record.call, record.place
+        given, taken = _sizes(record)
+        ended_ns = self._ns(record.ended) if record.ended else None
+        return {
+            "record_id": record.number,
+            "pg_id": 0,
+            "process_group": (place.label, place.backend),
+            "collective_seq_id": call.sequence,
+            "p2p_seq_id": 0,
+            "op_id": record.number,
+            "profiling_name": f"{_BACKEND}:{_NAMES.get(call.kind, call.kind)}",
+            "time_created_ns": self._ns(record.begun),
+            "time_discovered_started_ns": self._ns(record.begun),
+            "time_discovered_completed_ns": ended_ns,
+            "duration_ms": None if ended_ns is None else (record.ended - record.begun) * 1e3,
+            "input_sizes": [given],
+            "output_sizes": [taken],
+            "input_dtypes": [str(call.dtype)],
+            "output_dtypes": [str(call.dtype)],
+            "state": _STATES[record.state],
+            "retired": record.state == "completed",
+            "timeout_ms": 0,
+            "is_p2p": False,
+            "frames": [],
+        }
+
+    def _fact(self, record: CallRecord) -> dict[str, Any]:
+        """All of a record, for ``explain``."""
+        call, place = record.call, record.place
+        return {
+            "label": place.label,
+            "ranks": list(place.ranks),
+            "kind": call.kind,
+            "sequence": call.sequence,
+            "agreement": [str(fact) for fact in call.agreement()],
+            "text": str(call),
+            "state": record.state,
+            "begun_s": record.begun + self._epoch_s,
+            "ended_s": record.ended + self._epoch_s if record.ended else None,
+        }
+
+    def _ns(self, moment: float) -> int:
+        return int((moment + self._epoch_s) * 1e9)
+
+    def _text(self, records: list[CallRecord], reason: str, stacks: dict[str, list[str]]) -> str:
+        now = self._recorder.clock()
+        lines = [f"rank {self._place.ranks[self._place.rank]} of {len(self._place.ranks)}, because: {reason}", ""]
+        lines += ["its last calls, oldest first: seconds ago, communicator, call, state, seconds that it took"]
+        for one in records:
+            took = f"{one.ended - one.begun:.6f}" if one.ended else "-"
+            lines.append(f"{now - one.begun:12.6f}  {one.place.label}  {one.call}  {one.state}  {took}")
+        for name, frames in stacks.items():
+            lines += ["", f"thread {name}, innermost call last:", *(f"  {frame}" for frame in frames)]
+        return "\n".join(lines) + "\n"
+
+
+def _sizes(record: CallRecord) -> tuple[list[int], list[int]]:
+    """Elements of input and output, where torch's analyzer expects them."""
+    call, size = record.call, len(record.place.ranks)
+    share, all_shares, mine = [call.numel], [call.numel * size], record.place.rank == call.root
+    if call.kind == "barrier":
+        return [1], [1]
+    if call.kind == "alltoall_v":
+        return [sum(call.send_counts)], [sum(call.recv_counts)]
+    sizes = {
+        "allgather": (share, all_shares),
+        "gather": (share, all_shares if mine else []),
+        "scatter": (all_shares if mine else [], share),
+        "reduce_scatter": (all_shares, share),
+        "alltoall": (all_shares, all_shares),
+    }
+    return sizes.get(call.kind, (share, share))
+
+
+def _stacks() -> dict[str, list[str]]:
+    """Where each thread of this process stands. Without names: asking for them takes a lock that a signal may find."""
+    main = threading.main_thread().ident
+    frames = sys._current_frames()  # noqa: SLF001 - there is no other way
+    return {
+        "main" if ident == main else str(ident): [
+            f"{one.f_code.co_filename}:{line} in {one.f_code.co_name}" for one, line in traceback.walk_stack(frame)
+        ][::-1]
+        for ident, frame in frames.items()
+    }

@@ -1,0 +1,62 @@
+"""The metrics of this rank, as one flat dictionary."""
+
+from __future__ import annotations
+
+from bagua.comm import get_default_group
+from bagua.observe.straggler import Reading, latest_rank
+from bagua.observe.watch import watch_of
+
+__all__ = ["metrics"]
+
+
+def metrics() -> dict[str, float]:
+    """What communication cost this rank since ``init_process_group``, and what it says about training.
+
+    Local and cheap: nothing is sent, and no other rank has to call it. Seconds and bytes only grow; take differences
+    for what a step costs.
+
+    Returns:
+        By name. ``comm/calls``: calls that ended. ``comm/bytes_sent``: bytes that this rank sent, at least.
+        ``comm/time``: seconds in which calls were under way, which is the sum of the next three.
+        ``comm/time_waiting``: peers had not come yet. ``comm/time_exposed``: all had come, and computing stood still.
+        ``comm/time_hidden``: all had come, and computing went on. ``comm/overlap``: hidden part of the last two.
+        ``comm/wait_on_rank/<r>``: seconds that this rank waited for global rank r, which came last.
+        ``comm/straggler``: the rank for which others waited most in the last seconds; -1 if none stands out.
+        ``comm/alive``, ``comm/epoch_members``, ``comm/contributed``: ranks that gave a sign of life, that belong to the
+        job, and that took part in the last exchange. Where they exist: ``comm/consensus_distance``,
+        ``comm/staleness_steps``, ``comm/outer_cosine``, ``comm/residual_norm``.
+
+    Raises:
+        NotInitializedError: without ``init_process_group``.
+
+    Example:
+        >>> import torch, bagua.comm
+        >>> bagua.comm.init_process_group()
+        >>> bagua.comm.allreduce(torch.ones(4))
+        >>> now = metrics()
+        >>> now["comm/calls"], now["comm/bytes_sent"], now["comm/straggler"]
+        (1.0, 0.0, -1.0)
+        >>> bagua.comm.destroy_process_group()
+    """
+    group = get_default_group()
+    recorder = group.recorder
+    times, watch = recorder.times(), watch_of(recorder)
+    moving = times.exposed_s + times.hidden_s
+    reading = Reading.of(recorder)
+    lately = reading.since(Reading(recorder.began, {}, 0.0)) if watch is None else watch.window.until(reading)
+    found = {
+        "comm/calls": float(times.calls),
+        "comm/bytes_sent": float(recorder.sent_bytes()),
+        "comm/time": times.time_s,
+        "comm/time_waiting": times.waiting_s,
+        "comm/time_exposed": times.exposed_s,
+        "comm/time_hidden": times.hidden_s,
+        "comm/overlap": times.hidden_s / moving if moving > 0 else 0.0,
+        "comm/straggler": float(latest_rank(group.rank, lately, {} if watch is None else watch.others)),
+        "comm/alive": float(group.size if watch is None else watch.alive(reading.at)),
+        "comm/epoch_members": float(group.size),
+        "comm/contributed": float(group.size),
+    }
+    found.update({f"comm/wait_on_rank/{rank}": seconds for rank, seconds in sorted(recorder.waits().items())})
+    found.update(recorder.gauges)
+    return found

@@ -1,0 +1,114 @@
+"""Who is late, told without comparing clocks: who comes last waits least."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from bagua.comm import Recorder
+
+__all__ = ["Reading", "Window", "latest_of", "latest_rank"]
+
+#: Below this share of the time, waiting is no matter.
+_LEAST_SHARE = 0.005
+#: One rank is to blame if it is blamed for so large a part of the waiting.
+_CLEAR_SHARE = 0.5
+#: Readings that a window holds.
+_LENGTH = 16
+
+
+class Reading(NamedTuple):
+    """What a rank had waited up to one moment.
+
+    Attributes:
+        at: the moment, in seconds.
+        waits: seconds waited for each rank that came last.
+        collectives_s: seconds in collectives, whatever part of it was waiting.
+    """
+
+    at: float
+    waits: dict[int, float]
+    collectives_s: float
+
+    @classmethod
+    def of(cls, recorder: Recorder) -> Reading:
+        """That of this rank, now."""
+        return cls(recorder.clock(), recorder.waits(), recorder.times().of_collectives_s)
+
+    def since(self, before: Reading) -> Reading:
+        """What has come since another reading; ``at`` is the time between."""
+        waits = {rank: seconds - before.waits.get(rank, 0.0) for rank, seconds in self.waits.items()}
+        return Reading(self.at - before.at, waits, self.collectives_s - before.collectives_s)
+
+
+class Window:
+    """The last readings of one rank.
+
+    Args:
+        first: the reading to begin with.
+    """
+
+    def __init__(self, first: Reading) -> None:
+        self._readings = deque([first], maxlen=_LENGTH)
+
+    def add(self, reading: Reading) -> None:
+        """A new reading; the oldest one is forgotten."""
+        self._readings.append(reading)
+
+    def until(self, now: Reading) -> Reading:
+        """What has come since the oldest reading."""
+        return now.since(self._readings[0])
+
+
+def latest_rank(own: int, mine: Reading, others: Mapping[int, Mapping[str, Any]]) -> int:
+    """The rank for which the others wait most; -1 if none stands out.
+
+    Args:
+        own: this rank.
+        mine: what it has waited lately.
+        others: what other ranks have said of theirs: ``window_s``, ``waits``, ``collectives_s``.
+
+    Example:
+        >>> latest_rank(0, Reading(10.0, {1: 2.0, 2: 0.1}, 3.0), {})
+        1
+        >>> latest_rank(0, Reading(10.0, {}, 3.0), {1: {"window_s": 10.0, "waits": {}, "collectives_s": 0.5}})
+        1
+    """
+    blamed = dict(mine.waits)
+    for said in others.values():
+        for rank, seconds in said["waits"].items():
+            blamed[int(rank)] = blamed.get(int(rank), 0.0) + seconds
+    if blamed:
+        rank, seconds = max(blamed.items(), key=lambda item: item[1])
+        ranks = max(len(others), 1)
+        stands_out = seconds > _LEAST_SHARE * mine.at * ranks and seconds > _CLEAR_SHARE * sum(blamed.values())
+        return rank if stands_out else -1
+    return _who_waited_least(own, mine, others)
+
+
+def latest_of(beats: Mapping[int, Mapping[str, Any]]) -> int:
+    """The rank for which all wait most, by what they have said; -1 if none stands out.
+
+    Args:
+        beats: what each rank has said, by rank: ``window_s``, ``waits``, ``collectives_s``.
+    """
+    if not beats:
+        return -1
+    own, said = min(beats.items())
+    waits = {int(rank): float(seconds) for rank, seconds in said["waits"].items()}
+    mine = Reading(said["window_s"], waits, said["collectives_s"])
+    return latest_rank(own, mine, {rank: beat for rank, beat in beats.items() if rank != own})
+
+
+def _who_waited_least(own: int, mine: Reading, others: Mapping[int, Mapping[str, Any]]) -> int:
+    """Where nobody sees who comes when: all leave a collective together, so who was in it the shortest came last."""
+    inside = {own: mine.collectives_s / mine.at} if mine.at > 0 else {}
+    inside |= {rank: said["collectives_s"] / said["window_s"] for rank, said in others.items() if said["window_s"] > 0}
+    if len(inside) < 2:
+        return -1
+    shares = sorted(inside.values())
+    spread = shares[-1] - shares[0]
+    if spread <= 2 * _LEAST_SHARE or shares[1] - shares[0] <= _CLEAR_SHARE * spread:
+        return -1
+    return min(inside, key=lambda rank: inside[rank])

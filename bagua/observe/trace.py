@@ -1,0 +1,96 @@
+"""What one rank does and when, line by line into a file; ``timeline`` puts the files of all ranks together."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from typing import Any
+
+from bagua.comm import CallRecord, Place, Recorder
+from bagua.observe.flight import usable_folder
+
+__all__ = ["TRACE_PREFIX", "TraceFile"]
+
+TRACE_PREFIX = "trace_rank_"
+#: Lines of one rank, at most: about 50 MB.
+MOST_LINES = 250_000
+#: Lines that wait in memory.
+_BATCH = 512
+
+
+class TraceFile:
+    """Writes JSON lines: first who this rank is, then its calls and spans. Times are microseconds of this host's clock.
+
+    Args:
+        recorder: of the rank; its clock gives the times.
+        place: of all ranks.
+        folder: where to write.
+
+    Raises:
+        ConfigurationError: the folder cannot be written to.
+    """
+
+    def __init__(self, recorder: Recorder, place: Place, folder: str) -> None:
+        rank = place.ranks[place.rank]
+        self._path = usable_folder(folder, "BAGUA_TRACE") / f"{TRACE_PREFIX}{rank}.jsonl"
+        self._epoch_s = time.time() - recorder.clock()
+        self._process = os.getpid()
+        self._left = MOST_LINES
+        self._lock = threading.Lock()
+        first = {"rank": rank, "ranks": list(place.ranks), "host": socket.gethostname(), "pid": os.getpid()}
+        self._waiting: list[dict[str, Any]] = []
+        self._path.write_text(json.dumps(first) + "\n", encoding="utf-8")
+
+    def call(self, record: CallRecord) -> None:
+        """See ``TraceSink``."""
+        call, place = record.call, record.place
+        self._add(
+            {
+                "call": str(call),
+                "kind": call.kind,
+                "sequence": call.sequence,
+                "label": place.label,
+                "ranks": place.ranks,
+                "bytes": call.nbytes,
+                "begun": self._us(record.begun),
+                "ended": self._us(record.ended),
+                "waited": round(record.waited_s * 1e6, 1),
+                "last": record.waited_for,
+            }
+        )
+
+    def span(self, name: str, begun: float, ended: float, facts: dict[str, Any]) -> None:
+        """See ``TraceSink``."""
+        self._add({"span": name, "begun": self._us(begun), "ended": self._us(ended), **facts})
+
+    def _us(self, moment: float) -> float:
+        return round((moment + self._epoch_s) * 1e6, 1)
+
+    def _add(self, line: dict[str, Any]) -> None:
+        if self._left <= 0 or os.getpid() != self._process:  # A forked child has nothing to say here.
+            return
+        self._left -= 1
+        self._waiting.append(line if self._left else {"cut": MOST_LINES})
+        if len(self._waiting) >= _BATCH or not self._left:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits, unless another thread, or the code that a signal has interrupted, is at it."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            lines, self._waiting = self._waiting, []
+            with self._path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(line) + "\n" for line in lines)
+        except OSError:  # The disk is full, say: training goes on.
+            self._left = 0
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """Write the rest."""
+        self.flush()
+        self._left = 0

@@ -1,0 +1,149 @@
+"""The watch on one rank: it posts beats, keeps what is needed for the metrics, and owns trace and flight record."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import weakref
+from typing import Any
+
+from bagua import env
+from bagua.comm import Beats, Place, Recorder, observers
+from bagua.observe.flight import FlightRecord
+from bagua.observe.straggler import Reading, Window
+from bagua.observe.trace import TraceFile
+
+__all__ = ["RankWatch", "install", "watch_of"]
+
+#: Seconds between two beats, and after how many a rank counts as silent.
+BEAT_S, SILENT_S = 1.0, 10.0
+#: Up to so many ranks read what all others say.
+MOST_READERS = 32
+
+
+class RankWatch:
+    """What is kept of one rank.
+
+    Args:
+        recorder: of the rank.
+        place: of all ranks.
+        beats: what ranks say of themselves.
+
+    Attributes:
+        others: the last beats of the other ranks that were read.
+        window: what this rank has waited lately.
+    """
+
+    def __init__(self, recorder: Recorder, place: Place, beats: Beats) -> None:
+        self._recorder = weakref.ref(recorder)
+        self.place = place
+        self._beats = beats
+        self._began = recorder.clock()
+        self.others: dict[int, dict[str, Any]] = {}
+        self.window = Window(Reading.of(recorder))
+        #: When each other rank gave its last sign of life, and how long this one paused between its last two.
+        self._heard: dict[int, float] = {}
+        self._pause_s = BEAT_S
+        self.flight = FlightRecord(recorder, place, folder) if (folder := env.flight_dir()) else None
+        self._trace = recorder.trace = TraceFile(recorder, place, where) if (where := env.trace_dir()) else None
+        if len(place.ranks) > 1:
+            recorder.beat = self._beat
+            recorder.beat_at = self._began + BEAT_S
+
+    def _beat(self) -> None:
+        """Post a beat, and read those of the others, both beside what the caller does."""
+        recorder = self._recorder()
+        if recorder is None:
+            return
+        now = Reading.of(recorder)
+        self._pause_s = now.at - recorder.beat_at + BEAT_S
+        recorder.beat_at = now.at + BEAT_S
+        recent = self.window.until(now)
+        self.window.add(now)
+        self._beats.post(self._said(recorder, recent), self._read)
+
+    def _read(self) -> None:
+        """In the thread that has posted. Of many ranks only the first one reads, so that the store has little to do."""
+        if self.place.rank > 0 and len(self.place.ranks) > MOST_READERS:
+            return
+        recorder = self._recorder()
+        others = {rank: beat for rank, beat in self._beats.read().items() if rank != self.place.rank}
+        for rank, beat in others.items():
+            if recorder is not None and self.others.get(rank, {}).get("at") != beat["at"]:
+                self._heard[rank] = recorder.clock()
+        self.others = others
+
+    def _said(self, recorder: Recorder, recent: Reading) -> dict[str, Any]:
+        times = recorder.times()
+        records = [entry.recent[-1] for entry in list(recorder.open) if entry.recent]
+        last = max(records, key=lambda record: record.number, default=None)
+        return {
+            "world_size": len(self.place.ranks),
+            "at": time.time(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "backend": self.place.backend,
+            "window_s": recent.at,
+            "waits": recent.waits,
+            "collectives_s": recent.collectives_s,
+            "running_s": recorder.clock() - self._began,
+            "time_s": times.time_s,
+            "exposed_s": times.exposed_s,
+            "waiting_s": times.waiting_s,
+            "sent_bytes": recorder.sent_bytes(),
+            "call": "" if last is None else f"{last.place.label} {last.call}",
+            "gauges": dict(recorder.gauges),
+        }
+
+    def alive(self, now: float) -> int:
+        """How many ranks have given a sign of life lately, as far as this one knows; all of them before the first."""
+        patience_s = max(SILENT_S, 3 * self._pause_s)
+        return len(self.place.ranks) - sum(now - heard > patience_s for heard in list(self._heard.values()))
+
+    def end(self) -> None:
+        """The rank ends."""
+        recorder = self._recorder()
+        if recorder is not None:
+            recorder.beat_at, recorder.trace = float("inf"), None
+        if self._trace is not None:
+            self._trace.close()
+        if self.flight is not None:
+            self.flight.close()
+
+
+class _Watches:
+    """One watch for each rank of this process."""
+
+    def __init__(self) -> None:
+        self.of: weakref.WeakKeyDictionary[Recorder, RankWatch] = weakref.WeakKeyDictionary()
+
+    def started(self, recorder: Recorder, place: Place, beats: Beats) -> None:
+        """See ``Observer``."""
+        self.of[recorder] = RankWatch(recorder, place, beats)
+
+    def failed(self, recorder: Recorder, error: BaseException) -> None:
+        """See ``Observer``."""
+        watch = self.of.get(recorder)
+        if watch is not None and watch.flight is not None:
+            watch.flight.write(str(error))
+
+    def ended(self, recorder: Recorder) -> None:
+        """See ``Observer``."""
+        watch = self.of.pop(recorder, None)
+        if watch is not None:
+            watch.end()
+
+
+_watches = _Watches()
+
+
+def install() -> None:
+    """RankWatch the ranks that this process will initialize. Idempotent."""
+    if _watches not in observers.all:
+        observers.all.append(_watches)
+
+
+def watch_of(recorder: Recorder) -> RankWatch | None:
+    """The watch on a rank; None if it was initialized before ``install``."""
+    return _watches.of.get(recorder)

@@ -1,0 +1,155 @@
+"""Flight records: torch's own analyzer and ours name the rank that made another call, or that did not come."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import threading
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.flight_recorder import fr_trace
+
+import bagua.comm
+import bagua.torch_api
+from bagua.errors import CommunicationError, ConfigurationError
+from bagua.observe import explain
+from bagua.observe.flight import PREFIX
+from bagua.testing import ThreadRanks
+
+pytestmark = pytest.mark.threads
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("BAGUA_FLIGHT_DIR", str(tmp_path / "flights"))
+    return tmp_path / "flights"
+
+
+def analyzed(folder: Path, caplog: pytest.LogCaptureFixture, *flags: str) -> str:
+    """What torch's analyzer says."""
+    # It takes the first file that it finds for the truth: here that of rank 0.
+    files = sorted(path.name for path in folder.iterdir())
+    with caplog.at_level(logging.INFO), mock.patch("os.walk", return_value=[(str(folder), [], files)]):
+        fr_trace.main([str(folder), "--prefix", PREFIX, *flags])
+    return caplog.text
+
+
+def run_into_an_error(job: object) -> None:
+    with pytest.raises(CommunicationError):
+        ThreadRanks(3, timeout_s=0.4).run(job, size=3)
+
+
+def make_another_call() -> None:
+    tensor = torch.ones(3)
+    bagua.comm.allreduce(tensor)
+    if bagua.comm.get_rank() == 1:
+        bagua.comm.broadcast(tensor, 0)
+    else:
+        bagua.comm.allreduce(tensor)
+
+
+def test_the_rank_that_makes_another_call_is_named(folder, caplog):
+    run_into_an_error(make_another_call)
+    said = analyzed(folder, caplog)
+    assert "error msg: Culprit rank 1; Error type: COLLECTIVE_TYPE_MISMATCH" in said
+    sentences = explain(folder)
+    assert sentences[0] == (
+        "In call #2 on world, Rank 1 does broadcast(3 x float32, root 0), while "
+        "Ranks 0 and 2 do allreduce(3 x float32, sum)."
+    )
+
+
+def test_the_text_shows_calls_and_threads(folder):
+    run_into_an_error(make_another_call)
+    text = (folder / "calls_1.txt").read_text()
+    assert "rank 1 of 3" in text
+    assert "world  #2 broadcast(3 x float32, root 0)  failed" in text
+    assert "test_flight.py" in text
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *(f"calls_{rank}.txt" for rank in range(3)),
+        *(f"{PREFIX}{rank}" for rank in range(3)),
+    ]
+
+
+def stop_one_rank() -> None:
+    tensor = torch.ones(3)
+    for _ in range(70):  # more than a record holds
+        bagua.comm.allreduce(tensor)
+    if bagua.comm.get_rank() == 2:
+        assert given_up.wait(10)
+    try:
+        bagua.comm.barrier()
+    finally:
+        given_up.set()
+
+
+given_up = threading.Event()
+
+
+def test_the_rank_that_is_stopped_is_named(folder, caplog):
+    given_up.clear()
+    run_into_an_error(stop_one_rank)
+    said = analyzed(folder, caplog)
+    assert "error msg: Culprit rank 2; Error type: COLLECTIVE_STATE_MISMATCH" in said
+    sentences = explain(folder)
+    assert sentences[0] == "Ranks 0 and 1 came to call #71 on world, barrier(), and Rank 2 did not."
+    assert sentences[1] == "Rank 2 came to it when the others had given up."
+
+
+def test_a_rank_without_a_record_is_named(folder, caplog):
+    given_up.clear()
+    run_into_an_error(stop_one_rank)
+    (folder / f"{PREFIX}2").unlink()
+    assert "Rank 2 has written no record: killed, stopped, or still busy with something else." in explain(folder)
+    assert "we missed FR dumps from ranks ({2})" in analyzed(folder, caplog, "--allow-incomplete-ranks")
+
+
+def test_a_job_without_errors_leaves_nothing(folder):
+    ThreadRanks(2).run(bagua.comm.barrier, size=2)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_signal_writes_a_record_and_the_rank_goes_on(folder):
+    bagua.comm.init_process_group()
+    try:
+        bagua.comm.allreduce(torch.ones(3))
+        os.kill(os.getpid(), signal.SIGUSR2)
+        bagua.comm.allreduce(torch.ones(3))
+        record = pickle.loads((folder / f"{PREFIX}0").read_bytes())
+        assert record["reason"] == "signal SIGUSR2"
+        assert [one["state"] for one in record["entries"]] == ["completed"]
+        assert explain(folder)[0] == "All ranks made the same calls, and none was under way."
+    finally:
+        bagua.comm.destroy_process_group()
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+
+
+def test_a_handler_of_the_user_stays(folder):
+    before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    try:
+        bagua.comm.init_process_group()
+        bagua.comm.destroy_process_group()
+        assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_folder_that_cannot_be_made_is_a_typed_error(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("BAGUA_FLIGHT_DIR", str(tmp_path / "file" / "below"))
+    with pytest.raises(ConfigurationError, match="BAGUA_FLIGHT_DIR"):
+        bagua.comm.init_process_group()
+    bagua.comm.destroy_process_group()
+
+
+def test_files_that_are_no_records_are_refused_and_run_no_code(tmp_path):
+    with pytest.raises(ConfigurationError, match="BAGUA_FLIGHT_DIR"):
+        explain(tmp_path)
+    (tmp_path / f"{PREFIX}0").write_bytes(pickle.dumps(os.getpid))
+    with pytest.raises(ConfigurationError, match="it asks for"):
+        explain(tmp_path)

@@ -1,0 +1,151 @@
+"""``metrics()`` on ranks that train: names, sums, who is late, and what exchanges say about training."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+import torch
+
+import bagua.comm
+import bagua.torch_api as bagua_api
+from bagua.engine import gauges
+from bagua.observe.straggler import Reading, latest_rank
+from bagua.testing import ThreadRanks
+from bagua.torch_api.algorithms import decentralized, diloco, gradient_allreduce, local_sgd, top_k
+
+pytestmark = pytest.mark.threads
+
+ALWAYS = {
+    *("comm/calls", "comm/bytes_sent", "comm/time", "comm/time_waiting", "comm/time_exposed", "comm/time_hidden"),
+    *("comm/overlap", "comm/straggler", "comm/alive", "comm/epoch_members", "comm/contributed"),
+}
+
+
+def train(algorithm: object, steps: int, rate: float = 0.1) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    model.with_bagua([optimizer], algorithm)
+    generator = torch.Generator().manual_seed(bagua.comm.get_rank())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(16, 8, generator=generator)).square().mean().backward()
+        optimizer.step()
+    return model
+
+
+def counted() -> dict[str, float]:
+    train(gradient_allreduce.GradientAllReduceAlgorithm(), 5)
+    return bagua_api.metrics()
+
+
+def test_names_and_sums(thread_ranks):
+    for found in thread_ranks(2, counted):
+        assert set(found) >= ALWAYS
+        assert all(type(value) is float and math.isfinite(value) for value in found.values())
+        parts = found["comm/time_waiting"] + found["comm/time_exposed"] + found["comm/time_hidden"]
+        assert parts == pytest.approx(found["comm/time"], rel=1e-6)
+        assert found["comm/bytes_sent"] > 5 * 36 * 4  # two ranks send each gradient once, and more at the start
+        assert found["comm/alive"] == found["comm/epoch_members"] == 2.0
+        assert {name for name in found if "wait_on_rank" in name} <= {"comm/wait_on_rank/0", "comm/wait_on_rank/1"}
+
+
+def late_ranks(late: int) -> tuple[float, float]:
+    tensor = torch.ones(4)
+    for _ in range(10):
+        if bagua.comm.get_rank() == late:
+            time.sleep(0.005)
+        bagua.comm.allreduce(tensor)
+    found = bagua_api.metrics()
+    return found["comm/straggler"], found.get(f"comm/wait_on_rank/{late}", 0.0)
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_the_rank_that_comes_last_is_named_by_those_that_wait(thread_ranks, late):
+    outcomes = thread_ranks(3, late_ranks, late)
+    assert [outcome for rank, outcome in enumerate(outcomes) if rank != late and outcome[0] != late] == []
+    assert all(outcome[1] > 0.02 for rank, outcome in enumerate(outcomes) if rank != late)
+
+
+SAID = {"window_s": 10.0, "waits": {}, "collectives_s": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "straggler"),
+    [
+        (Reading(10.0, {}, 0.0), {}, -1),
+        (Reading(10.0, {1: 0.001}, 0.1), {1: SAID, 2: SAID}, -1),  # too little to matter
+        (Reading(10.0, {1: 1.0, 2: 1.0}, 3.0), {1: SAID, 2: SAID}, -1),  # two are equally late
+        (Reading(10.0, {}, 0.0), {1: {**SAID, "waits": {"0": 2.0}}, 2: {**SAID, "waits": {"0": 2.0}}}, 0),
+        # Nobody saw who came when. All leave together, so rank 2, which was inside the shortest, came last.
+        (Reading(10.0, {}, 2.0), {1: {**SAID, "collectives_s": 2.1}, 2: {**SAID, "collectives_s": 0.4}}, 2),
+        (Reading(10.0, {}, 2.0), {1: {**SAID, "collectives_s": 2.001}}, -1),
+        (Reading(10.0, {}, 0.4), {1: {**SAID, "collectives_s": 2.1}}, 0),
+    ],
+)
+def test_who_is_blamed(mine, others, straggler):
+    assert latest_rank(0, mine, others) == straggler
+
+
+def gauges_of(algorithm: object, steps: int) -> tuple[dict[str, float], torch.Tensor]:
+    model = train(algorithm, steps)
+    weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    return bagua_api.metrics(), weights
+
+
+def test_the_distance_of_local_updates_is_that_from_the_mean(thread_ranks):
+    # The last step is the one before a mean: its distance is known from the weights themselves.
+    seen = thread_ranks(2, weights_before_the_mean)
+    mean = (seen[0][1] + seen[1][1]) / 2
+    for found, weights in seen:
+        assert found["comm/consensus_distance"] == pytest.approx(float((weights - mean).norm()), rel=1e-4)
+
+
+def weights_before_the_mean() -> tuple[dict[str, float], torch.Tensor]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before: list[torch.Tensor] = []
+    # Runs before the engine's own hook, which takes the mean.
+    optimizer.register_step_post_hook(
+        lambda *_: before.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone())
+    )
+    model.with_bagua([optimizer], local_sgd.LocalSGDAlgorithm(sync_every=3))
+    generator = torch.Generator().manual_seed(bagua.comm.get_rank())
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(16, 8, generator=generator)).square().mean().backward()
+        optimizer.step()
+    return bagua_api.metrics(), before[-1]
+
+
+def test_gossip_and_outer_steps_leave_their_gauges(thread_ranks, monkeypatch):
+    monkeypatch.setattr(gauges, "_PAUSE_S", 0.0)
+    for found, _ in thread_ranks(2, gauges_of, decentralized.DecentralizedAlgorithm(peer_selection_mode="ring"), 3):
+        assert found["comm/consensus_distance"] > 0
+        assert found["comm/staleness_steps"] == 0.0
+    for found, _ in thread_ranks(2, gauges_of, diloco.DiLoCoAlgorithm(sync_every=2), 6):
+        assert -1.0 <= found["comm/outer_cosine"] <= 1.0
+        assert found["comm/consensus_distance"] > 0
+
+
+def test_what_was_not_sent_is_measured(thread_ranks):
+    for found, _ in thread_ranks(2, gauges_of, top_k.TopKAlgorithm(ratio=0.05, warmup_steps=0), 3):
+        assert found["comm/residual_norm"] > 0
+
+
+def test_exact_gradients_leave_no_gauges(thread_ranks):
+    for found in thread_ranks(2, counted):
+        assert not {"comm/consensus_distance", "comm/outer_cosine", "comm/residual_norm"} & set(found)
+
+
+def test_a_record_of_all_that_is_kept_is_small():
+    def many() -> int:
+        for number in range(300):
+            bagua.comm.allreduce(torch.ones(1 + number % 3))
+        recorder = bagua.comm.get_default_group().recorder
+        return sum(len(entry.recent) for entry in recorder.open)
+
+    assert max(ThreadRanks(2).run(many, size=2)) <= 3 * 64

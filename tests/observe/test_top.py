@@ -1,0 +1,105 @@
+"""Beats of a running job, and the table that ``bagua top`` makes of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from torch.distributed import HashStore, PrefixStore
+
+import bagua.comm
+from bagua.cli import main, top
+from bagua.comm.store.beats import Beats
+from bagua.comm.store.serving import connect_store, serve_store
+from bagua.observe import watch as watch_module
+from bagua.testing import ThreadRanks
+
+
+def beat(**facts: object) -> dict[str, object]:
+    plain = {"world_size": 2, "at": 1000.0, "host": "h", "pid": 7, "backend": "shm", "window_s": 10.0, "waits": {}}
+    sums = {"collectives_s": 0.0, "running_s": 10.0, "time_s": 4.0, "exposed_s": 2.0, "waiting_s": 1.0}
+    return {**plain, **sums, "sent_bytes": 50_000_000, "call": "world #9 barrier()", "gauges": {}, **facts}
+
+
+def test_a_row_shows_shares_of_the_time_between_two_looks():
+    before = {0: beat(at=990.0, running_s=0.0, time_s=0.0, exposed_s=0.0, waiting_s=0.0, sent_bytes=0)}
+    rows = top.rows_of({0: beat(world_size=1)}, before, wall_s=1001.0)
+    assert rows == [("0", "h:7", "1 s ago", "40%", "20%", "10%", "5.00", "", "world #9 barrier()")]
+
+
+def test_late_and_silent_ranks_are_marked():
+    now = {0: beat(waits={"1": 3.0}, world_size=3), 1: beat(at=900.0, world_size=3)}
+    rows = top.rows_of(now, {}, wall_s=1000.0)
+    assert rows[1][2] == "100 s ago !"
+    assert [row[7] for row in rows] == ["", "late", ""]
+    assert rows[2][0] == "2"
+    assert rows[2][-1] == "has said nothing yet"
+    assert top.plain_table(rows).splitlines()[0].startswith("rank  host")
+
+
+def test_a_job_is_found_through_its_store(capsys):
+    store, port = serve_store()
+    for rank in range(2):
+        Beats(PrefixStore("bagua/3", PrefixStore("torch", connect_store(port, 10.0))), rank).post_now(beat())
+    assert main.main(["top", f"127.0.0.1:{port}", "--once"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert "world #9 barrier()" in lines[1]
+    del store
+
+
+def test_a_store_without_ranks_and_no_store_at_all_are_said(capsys):
+    store, port = serve_store()
+    assert main.main(["top", f"127.0.0.1:{port}", "--once"]) == 1
+    assert "no rank has said anything" in capsys.readouterr().out
+    del store
+    with pytest.raises(SystemExit):
+        main.main(["top", "nowhere"])
+    assert "HOST:PORT" in capsys.readouterr().err
+
+
+def test_ranks_post_beats_while_they_call_and_stop_with_their_group(monkeypatch):
+    monkeypatch.setattr(watch_module, "BEAT_S", 0.0)
+    seen = threading.Event()
+
+    def job() -> tuple[int, float]:
+        watch = watch_module.watch_of(bagua.comm.get_default_group().recorder)
+        assert watch is not None
+        until = time.monotonic() + 10
+        tensor = torch.zeros(1)
+        # All go on until all have heard of each other.
+        while tensor.item() < 2 and time.monotonic() < until:
+            tensor.fill_(float(len(watch.others) == 1))
+            bagua.comm.allreduce(tensor)
+            time.sleep(0.001)
+        seen.set()
+        return len(watch.others), bagua.comm.get_default_group().recorder.beat_at
+
+    assert [others for others, _ in ThreadRanks(2).run(job, size=2)] == [1, 1]
+
+
+def test_a_beat_that_cannot_arrive_disturbs_nobody():
+    class Gone(HashStore):
+        def set(self, *_: object) -> None:
+            raise RuntimeError("gone")
+
+        def clone(self) -> Gone:
+            return self
+
+    beats = Beats(Gone(), 0)
+    beats.post(beat(), lambda: None)
+    until = time.monotonic() + 10
+    while beats._busy and time.monotonic() < until:
+        time.sleep(0.001)
+    assert not beats._busy
+
+
+def test_silent_ranks_are_not_alive():
+    recorder = bagua.comm.Recorder()
+    place = bagua.comm.Place("world", "threads", 0, (0, 1, 2))
+    watch = watch_module.RankWatch(recorder, place, Beats(HashStore(), 0))
+    assert watch.alive(0.0) == 3
+    watch._heard = {1: 0.0, 2: 50.0}
+    assert watch.alive(55.0) == 2
