@@ -11,6 +11,7 @@ from bagua.algorithms import AsyncModelAverageAlgorithmImpl
 from bagua.comm import get_default_group
 from bagua.integrations._batch_norm import SynchronizedBatchNorms
 from bagua.integrations._lightning_ranks import KEY, RanksMixin
+from bagua.observe import metrics
 from bagua.parallel import DistributedDataParallel
 
 __all__ = ["StrategyMixin"]
@@ -30,6 +31,7 @@ class StrategyMixin(RanksMixin):
 
     _resumed: Mapping[str, Any] | None = None
     _own_optimizer_states: list[Any] | None = None
+    _logged_step = 0
 
     # Start.
 
@@ -58,6 +60,16 @@ class StrategyMixin(RanksMixin):
         """Tell the engine of a backward pass inside the forward pass, as manual optimization has it."""
         if isinstance(self.model, DistributedDataParallel) and not self.lightning_module.automatic_optimization:
             self.model._bagua_engine.after_forward(closure_loss)  # noqa: SLF001 - ours
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Log what communication costs, as often as Lightning logs."""
+        super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
+        trainer = self.lightning_module.trainer
+        step, every = trainer.global_step, trainer.log_every_n_steps
+        if trainer.loggers and every and step and step % every == 0 and step != self._logged_step:
+            self._logged_step = step
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics(), step=step)
 
     # Training with averages in the background.
 

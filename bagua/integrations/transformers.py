@@ -14,10 +14,11 @@ import torch
 
 from bagua.algorithms import Algorithm, AsyncModelAverageAlgorithmImpl, DistributedAlgorithm, as_algorithm
 from bagua.checks import install_command
-from bagua.comm import as_group, available, solo_group
+from bagua.comm import as_group, available, is_initialized, solo_group
 from bagua.errors import ConfigurationError, InvalidTypeError
 from bagua.integrations.accelerate import check_takes_hooks
 from bagua.integrations.ddp_comm_hooks import ReducerState, codec_hook
+from bagua.observe import metrics
 from bagua.parallel import BaguaModule, with_bagua
 from bagua.utilities.distributed import register_ddp_comm_hook
 
@@ -116,6 +117,17 @@ def _attach(trainer: Any, kind: type[_Exchange], *arguments: Any) -> None:
 
     trainer.train = train_from
     trainer.add_callback(callback)
+    # Before those that report: they all get the same dictionary.
+    reporter = type(_Reporter.__name__, (_Reporter, _module_of_transformers().TrainerCallback), {})()
+    trainer.callback_handler.callbacks.insert(0, reporter)
+
+
+class _Reporter:
+    """Adds what communication costs to what a Trainer reports while it trains."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:  # noqa: ARG002
+        if logs is not None and "loss" in logs and is_initialized():
+            logs.update(metrics())
 
 
 def _folder(trainer: Any, resume_from_checkpoint: str | bool | None) -> Path | None:

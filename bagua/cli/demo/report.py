@@ -107,7 +107,8 @@ class RichDisplay:
 
 def progress_text(progress: Progress) -> str:
     """One step in a few words."""
-    return f"loss {progress.loss:.3f}  {progress.tokens_per_s:,.0f} tokens/s  {progress.sent_bytes / 1e6:.2f} MB sent"
+    learned = f"loss {progress.loss:.3f}  {progress.tokens_per_s:,.0f} tokens/s"
+    return f"{learned}  {progress.sent_bytes / 1e6:.2f} MB sent  {progress.exposed:.0%} waiting"
 
 
 def table(result: Result, world_size: int, algorithm: str) -> str:

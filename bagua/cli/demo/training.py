@@ -75,12 +75,14 @@ class Progress:
         loss: rank 0's loss in this step, nats per byte.
         tokens_per_s: of all ranks, in this step.
         sent_bytes: by rank 0, in this step.
+        exposed: part of this step in which rank 0 stood still for communication, waiting for others included.
     """
 
     step: int
     loss: float
     tokens_per_s: float
     sent_bytes: int
+    exposed: float
 
 
 @dataclass(frozen=True)
@@ -289,6 +291,7 @@ def train_together(rank: Rank, trainer: Trainer) -> tuple[list[float], list[floa
     losses: list[float] = []
     seconds: list[float] = []
     first_bytes = sent = all_sent_bytes()
+    stood = standing_s()
     if rank.rank == 0:
         rank.report(Phase("training"))
     for step in range(1, settings.steps + 1):
@@ -296,14 +299,22 @@ def train_together(rank: Rank, trainer: Trainer) -> tuple[list[float], list[floa
         losses.append(trainer.step())
         seconds.append(time.perf_counter() - start_s)
         before, sent = sent, all_sent_bytes()
+        stood_before, stood = stood, standing_s()
         if rank.rank == 0:
-            rank.report(Progress(step, losses[-1], tokens / seconds[-1], sent - before))
+            exposed = (stood - stood_before) / seconds[-1]
+            rank.report(Progress(step, losses[-1], tokens / seconds[-1], sent - before, exposed))
     return losses, seconds, sent - first_bytes
 
 
 def all_sent_bytes() -> int:
     """Bytes that this process has sent so far."""
     return sum(entry.sent_bytes for entry in comm.stats().values())
+
+
+def standing_s() -> float:
+    """Seconds that this process has waited for communication so far."""
+    now = bagua.metrics()
+    return now["comm/time_exposed"] + now["comm/time_waiting"]
 
 
 def evaluate(
