@@ -7,6 +7,7 @@ from bagua.algorithms.async_model_average import (
 )
 from bagua.algorithms.base import Algorithm, AlgorithmImpl, Plane, around, as_algorithm, bound_form, registry
 from bagua.algorithms.bytegrad import ByteGradAlgorithm, ByteGradAlgorithmImpl
+from bagua.algorithms.choco import ChocoAlgorithm, ChocoAlgorithmImpl
 from bagua.algorithms.decentralized import DecentralizedAlgorithm, DecentralizedAlgorithmImpl
 from bagua.algorithms.diloco import DiLoCoAlgorithm, DiLoCoAlgorithmImpl
 from bagua.algorithms.exchange import (
@@ -35,6 +36,7 @@ from bagua.algorithms.low_precision_decentralized import (
     LowPrecisionDecentralizedAlgorithmImpl,
 )
 from bagua.algorithms.model import Model
+from bagua.algorithms.one_bit_adam import OneBitAdamAlgorithm, OneBitAdamAlgorithmImpl
 from bagua.algorithms.outer import Outer, OuterStep
 from bagua.algorithms.parts import Matrices, Named, Not, Parts, Select
 from bagua.algorithms.power_sgd import PowerSGDAlgorithm, PowerSGDAlgorithmImpl
@@ -44,6 +46,7 @@ from bagua.algorithms.registry import DistributedAlgorithm, Registry
 from bagua.algorithms.scatter_gather import ScatterGatherAllReduceAlgorithm, ScatterGatherAllReduceAlgorithmImpl
 from bagua.algorithms.sign_sgd import SignSGDAlgorithm, SignSGDAlgorithmImpl
 from bagua.algorithms.slowmo import SlowMoAlgorithm, SlowMoAlgorithmImpl, SlowStep
+from bagua.algorithms.sparse_loco import SparseLoCoAlgorithm, SparseLoCoAlgorithmImpl
 from bagua.algorithms.top_k import TopKAlgorithm, TopKAlgorithmImpl
 from bagua.algorithms.tuples import Promise as Promise
 from bagua.algorithms.values import Add, Blend, Difference, Gradients, Mean, Replace, Sum, Weights
@@ -58,6 +61,8 @@ __all__ = [
     "Blend",
     "ByteGradAlgorithm",
     "ByteGradAlgorithmImpl",
+    "ChocoAlgorithm",
+    "ChocoAlgorithmImpl",
     "DecentralizedAlgorithm",
     "DecentralizedAlgorithmImpl",
     "DiLoCoAlgorithm",
@@ -83,6 +88,8 @@ __all__ = [
     "Model",
     "Named",
     "Not",
+    "OneBitAdamAlgorithm",
+    "OneBitAdamAlgorithmImpl",
     "Outer",
     "OuterStep",
     "Parts",
@@ -102,6 +109,8 @@ __all__ = [
     "SlowMoAlgorithm",
     "SlowMoAlgorithmImpl",
     "SlowStep",
+    "SparseLoCoAlgorithm",
+    "SparseLoCoAlgorithmImpl",
     "Sum",
     "Then",
     "TopKAlgorithm",
@@ -122,8 +131,11 @@ registry.register("top_k", TopKAlgorithm)
 registry.register("sign_sgd", SignSGDAlgorithm)
 registry.register("decentralized", DecentralizedAlgorithm)
 registry.register("low_precision_decentralized", LowPrecisionDecentralizedAlgorithm)
+registry.register("choco", ChocoAlgorithm)
 registry.register("qadam", QAdamAlgorithm)
+registry.register("one_bit_adam", OneBitAdamAlgorithm)
 registry.register("local_sgd", LocalSGDAlgorithm)
 registry.register("slowmo", SlowMoAlgorithm)
 registry.register("diloco", DiLoCoAlgorithm)
+registry.register("sparse_loco", SparseLoCoAlgorithm)
 registry.register("async", AsyncModelAverageAlgorithm)

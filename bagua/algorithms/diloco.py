@@ -13,8 +13,8 @@ from bagua.algorithms.local_updates import LocalUpdates
 from bagua.algorithms.outer import Outer, OuterStep
 from bagua.algorithms.parts import Parts
 from bagua.algorithms.values import Add, Blend, Difference, Mean, Replace
-from bagua.checks import check_choice, check_flags, check_kind, check_numbers, check_whole
-from bagua.compression import Codec
+from bagua.checks import check_choice, check_kind, check_numbers, check_whole
+from bagua.compression import Codec, as_codec
 from bagua.errors import ConfigurationError
 from bagua.primitives import ErrorFeedback, ScatterGatherReducer, SumReducer
 
@@ -23,6 +23,8 @@ __all__ = ["DiLoCoAlgorithm", "DiLoCoAlgorithmImpl"]
 FragmentOrder = Literal["strided", "bytes"]
 Mix = Literal["blend", "add"]
 _NAMES = ("nesterov", "sgd")
+#: What a codec must keep at least of the square of any block, where nothing feeds back what it loses.
+_LEAST_CONTRACTION = 0.05
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,8 @@ class DiLoCoAlgorithm(LocalUpdates):
         overlap: steps from the start of an exchange to its end; less than ``sync_every``.
         blend: the share of what a rank has learned meanwhile that it keeps, from 0 to 1.
         mix: ``blend``, or ``add``: weights move as the anchor does, so that nothing that was learned meanwhile is lost.
-        codec: what differences are sent in, as ``Float16()``; None for all bits.
-        error_feedback: what the codec loses is added to the next difference.
+        codec: what differences are sent in, as ``Float16()``, or its name, as ``"int4"``; None for all bits.
+        error_feedback: what the codec loses is added to the next difference; a number for that part of it, as 0.9.
         start_after: so many steps at the beginning exchange gradients instead.
         hierarchical: sum inside each host first, with all bits.
 
@@ -75,8 +77,8 @@ class DiLoCoAlgorithm(LocalUpdates):
     overlap: int = 0
     blend: float = 0.0
     mix: Mix = "blend"
-    codec: Codec | None = None
-    error_feedback: bool = False
+    codec: Codec | str | None = None
+    error_feedback: bool | float = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.outer, Outer):
@@ -88,8 +90,11 @@ class DiLoCoAlgorithm(LocalUpdates):
         check_whole(0, overlap=self.overlap)
         check_numbers(lambda part: 0 <= part <= 1, "a number from 0 to 1", blend=self.blend)
         check_choice(get_args(Mix), mix=self.mix)
-        check_kind((Codec, type(None)), "a codec of bagua.compression, as Float16(), or None", codec=self.codec)
-        check_flags(error_feedback=self.error_feedback)
+        object.__setattr__(self, "codec", as_codec(self.codec))
+        expected = "True, False, or a number above 0 and at most 1"
+        check_kind((bool, float), expected, error_feedback=self.error_feedback)
+        if not isinstance(self.error_feedback, bool):
+            check_numbers(lambda part: 0 < part <= 1, expected, error_feedback=self.error_feedback)
         self._check_together()
         super().__post_init__()
 
@@ -106,6 +111,8 @@ class DiLoCoAlgorithm(LocalUpdates):
             raise _refused("blend", "0 without overlap, and with mix='add'", self.blend)
         if self.error_feedback and self.codec is None:
             raise _refused("error_feedback", "False without a codec, which loses nothing", self.error_feedback)
+        if not self.error_feedback:
+            _check_keeps_enough(self.codec)
 
     @property
     def outer_exchange(self) -> Exchange:
@@ -136,8 +143,22 @@ class DiLoCoAlgorithm(LocalUpdates):
     def _reducer(self) -> SumReducer | None:
         if self.codec is None:
             return None
+        assert isinstance(self.codec, Codec)
         reducer = ScatterGatherReducer(self.codec)
-        return ErrorFeedback(reducer) if self.error_feedback else reducer
+        return ErrorFeedback(reducer, float(self.error_feedback)) if self.error_feedback else reducer
+
+
+def _check_keeps_enough(codec: Codec | str | None) -> None:
+    """Refuse a codec that loses nearly all of some differences where nothing feeds it back."""
+    if not isinstance(codec, Codec) or codec.unbiased:
+        return
+    if codec.contraction is not None and codec.contraction < _LEAST_CONTRACTION:
+        raise ConfigurationError(
+            "this codec loses nearly all of some blocks, and nothing feeds that back",
+            argument="codec",
+            expected=f"error_feedback=0.9, or a codec that keeps {_LEAST_CONTRACTION:.0%} of the square of any block",
+            seen=f"{codec!r}, which may keep {codec.contraction:.2%}",
+        )
 
 
 def _refused(argument: str, expected: str, seen: object) -> ConfigurationError:

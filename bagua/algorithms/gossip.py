@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from bagua.algorithms.exchange import Flight, How
-from bagua.checks import check_flags
+from bagua.checks import check_flags, check_numbers
 from bagua.comm import Communicator, ProcessGroup, Work
 from bagua.compression import Codec, Metadata, check_codec
 from bagua.errors import ConfigurationError
@@ -132,6 +132,8 @@ class DifferenceMix(How):
         topology: a name, or a ``bagua.topology.Topology``: the same in every round, and symmetric.
         codec: of the differences.
         hierarchical: as for ``Mix``.
+        consensus_step: of CHOCO-SGD, above 0 and at most 1, with which the codec may lose most of each difference;
+            None: weights become what was sent.
 
     Raises:
         ConfigurationError: a topology that is not static, or a codec with which this cannot converge.
@@ -140,11 +142,15 @@ class DifferenceMix(How):
     topology: str | Topology
     codec: Codec
     hierarchical: bool = False
+    consensus_step: float | None = None
 
     def __post_init__(self) -> None:
         check_flags(hierarchical=self.hierarchical)
         check_codec(self.codec)
-        self._check_contraction()
+        if self.consensus_step is None:
+            self._check_contraction()
+        else:
+            check_numbers(lambda step: 0 < step <= 1, "a number above 0, at most 1", consensus_step=self.consensus_step)
         if not create(self.topology).static:
             raise ConfigurationError(
                 "neighbours follow each other's changes, so they must stay the same",
@@ -162,7 +168,7 @@ class DifferenceMix(How):
                 argument="codec",
                 expected=f"one that keeps at least {_LEAST_CONTRACTION:.0%} of the square of any block, as MinMaxUInt8",
                 seen=f"{self.codec!r}, which may keep {contraction:.2%}",
-                advice="Use TopKAlgorithm or SignSGDAlgorithm, which feed back what was not sent.",
+                advice="Use ChocoAlgorithm, in which weights stay apart from what was sent.",
             )
 
     @property
@@ -197,18 +203,27 @@ class DifferenceMix(How):
                 expected="a symmetric one, as ring, torus, hypercube, star or complete",
                 seen=repr(self.topology),
             )
-        return rounds.by_host, DifferenceExchange(rounds.round(1), self.codec)
+        return rounds.by_host, DifferenceExchange(rounds.round(1), self.codec, self.consensus_step)
 
     def run(self, flight: Flight, group: ProcessGroup) -> None:
         """Send the compressed difference, and follow the neighbours'."""
         by_host, exchange = flight.prepared
-        if not by_host:
-            exchange.run(flight.flat, group.global_communicator, flight.state)
-            return
+        memory = flight.memory
+        # What codecs make of the gaps between parameters is not saved, and must not matter.
+        memory.clear_padding(flight.flat)
+        if by_host:
+            self._run_by_host(flight, group, exchange)
+        else:
+            exchange.run(flight.flat, group.global_communicator, flight.state, flight.step)
+        for name in ("estimate", "neighbours"):
+            memory.clear_padding(flight.state[name])
+
+    def _run_by_host(self, flight: Flight, group: ProcessGroup, exchange: DifferenceExchange) -> None:
+        """Between the means of hosts."""
 
         def between_hosts(total: torch.Tensor, leaders: Communicator) -> None:
             total.div_(group.local_size)
-            exchange.run(total, leaders, flight.state)
+            exchange.run(total, leaders, flight.state, flight.step)
 
         on_leaders(flight.flat, group, between_hosts)
         if not group.inter_node_communicator:  # What this rank knew of others before is out of date.

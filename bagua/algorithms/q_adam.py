@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
@@ -17,13 +19,81 @@ from bagua.checks import check_flags, check_kind
 from bagua.compression import MinMaxUInt8
 from bagua.errors import ConfigurationError
 from bagua.optim import QAdamOptimizer
-from bagua.primitives import ScatterGatherReducer
+from bagua.primitives import ScatterGatherReducer, SumReducer
 
-__all__ = ["QAdamAlgorithm", "QAdamAlgorithmImpl"]
+__all__ = ["FrozenAdam", "QAdamAlgorithm", "QAdamAlgorithmImpl"]
 
 
 @dataclass(frozen=True)
-class QAdamAlgorithm(Algorithm):
+class FrozenAdam(Algorithm):
+    """Adam with exact mean gradients in a warm-up, and what a reducer makes of momenta after it; subclasses name it.
+
+    Args:
+        q_adam_optimizer: the optimizer of the model; None finds it among those that the model is wrapped
+            with. It is not part of the printed form, is not compared, and is left out by pickle.
+        hierarchical: sum inside each host in full precision, and use the reducer between hosts only.
+
+    Raises:
+        InvalidTypeError: an option of a wrong type.
+        ConfigurationError: when a model is wrapped: a parameter that no ``QAdamOptimizer`` owns, or
+            several with different warm-ups.
+    """
+
+    q_adam_optimizer: QAdamOptimizer | None = field(default=None, repr=False, compare=False)
+    hierarchical: bool = True
+
+    optimizer_class: ClassVar[Callable[..., torch.optim.Optimizer] | None] = QAdamOptimizer
+
+    def __post_init__(self) -> None:
+        check_kind((QAdamOptimizer, NoneType), "a QAdamOptimizer, or None", q_adam_optimizer=self.q_adam_optimizer)
+        check_flags(hierarchical=self.hierarchical)
+        _ = self.reducer  # Refuses options that it cannot use.
+
+    @property
+    @abstractmethod
+    def reducer(self) -> SumReducer:
+        """What sums momenta."""
+
+    @property
+    def phases(self) -> tuple[Hashable, ...]:
+        """Warm-up, and what comes after it."""
+        return ("warm-up", "compressed")
+
+    def phase(self, step: int, model: Model) -> Hashable:
+        """By the number of the step, and the warm-up of the optimizer."""
+        return "warm-up" if step < _warmup_steps(model) else "compressed"
+
+    def exchanges(self, phase: Hashable = "compressed") -> tuple[Exchange, ...]:
+        """Gradients in the warm-up, momenta after it."""
+        if phase == "warm-up":
+            return (Exchange(Gradients(), Every(), Mean(hierarchical=self.hierarchical), Replace()),)
+        return (Exchange(Momenta(), Every(), Mean(self.reducer, self.hierarchical), MomentaToGradients()),)
+
+    def check(self, model: Model) -> None:
+        """Refuse parameters that have no optimizer of the right kind."""
+        chosen = self.q_adam_optimizer
+        if chosen is not None and not any(chosen is optimizer for optimizer in model.optimizers):
+            raise ConfigurationError(
+                "this optimizer is not one of those that the model is wrapped with",
+                argument="q_adam_optimizer",
+                expected="the model's optimizer",
+                seen=f"another {type(chosen).__name__}",
+                advice="Give both with_bagua and the algorithm the same object, or leave it out in the algorithm.",
+            )
+        for name, parameter in model.parameters.items():
+            owner = model.owner_of(parameter)
+            if owner is None or not isinstance(owner[0], QAdamOptimizer):
+                raise _without_owner(name, model.optimizers)
+        _warmup_steps(model)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the optimizer would be of no use: it would own copies of the parameters.
+        options = [getattr(self, one.name) for one in dataclasses.fields(self) if one.name != "q_adam_optimizer"]
+        return type(self), (None, *options)
+
+
+@dataclass(frozen=True)
+class QAdamAlgorithm(FrozenAdam):
     """Adam with exact mean gradients during a warm-up, and with a compressed mean of momenta after it.
 
     In a step after the warm-up, rank ``i`` adds its gradient to the momentum, which all have in common:
@@ -55,51 +125,10 @@ class QAdamAlgorithm(Algorithm):
     Relaxations", VLDB 2022.
     """
 
-    q_adam_optimizer: QAdamOptimizer | None = field(default=None, repr=False, compare=False)
-    hierarchical: bool = True
-
-    optimizer_class: ClassVar[Callable[..., torch.optim.Optimizer] | None] = QAdamOptimizer
-
-    def __post_init__(self) -> None:
-        check_kind((QAdamOptimizer, NoneType), "a QAdamOptimizer, or None", q_adam_optimizer=self.q_adam_optimizer)
-        check_flags(hierarchical=self.hierarchical)
-
     @property
-    def phases(self) -> tuple[Hashable, ...]:
-        """Warm-up, and what comes after it."""
-        return ("warm-up", "compressed")
-
-    def phase(self, step: int, model: Model) -> Hashable:
-        """By the number of the step, and the warm-up of the optimizer."""
-        return "warm-up" if step < _warmup_steps(model) else "compressed"
-
-    def exchanges(self, phase: Hashable = "compressed") -> tuple[Exchange, ...]:
-        """Gradients in the warm-up, momenta after it."""
-        if phase == "warm-up":
-            return (Exchange(Gradients(), Every(), Mean(hierarchical=self.hierarchical), Replace()),)
-        how = Mean(ScatterGatherReducer(MinMaxUInt8()), self.hierarchical)
-        return (Exchange(Momenta(), Every(), how, MomentaToGradients()),)
-
-    def check(self, model: Model) -> None:
-        """Refuse parameters that have no optimizer of the right kind."""
-        chosen = self.q_adam_optimizer
-        if chosen is not None and not any(chosen is optimizer for optimizer in model.optimizers):
-            raise ConfigurationError(
-                "this optimizer is not one of those that the model is wrapped with",
-                argument="q_adam_optimizer",
-                expected="the model's optimizer",
-                seen=f"another {type(chosen).__name__}",
-                advice="Give both with_bagua and the algorithm the same object, or leave it out in the algorithm.",
-            )
-        for name, parameter in model.parameters.items():
-            owner = model.owner_of(parameter)
-            if owner is None or not isinstance(owner[0], QAdamOptimizer):
-                raise _without_owner(name, model.optimizers)
-        _warmup_steps(model)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the optimizer would be of no use: it would own copies of the parameters.
-        return type(self), (None, self.hierarchical)
+    def reducer(self) -> SumReducer:
+        """Scatter and gather of bytes."""
+        return ScatterGatherReducer(MinMaxUInt8())
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,10 @@ class ReducedGradients(Algorithm):
     def reducer(self) -> SumReducer:
         """What sums the gradients."""
 
+    def reducer_in(self, phase: Hashable) -> SumReducer | None:
+        """What sums the gradients in this phase; None for the exact sum."""
+        return None if phase == "warm-up" else self.reducer
+
     @property
     def phases(self) -> tuple[Hashable, ...]:
         """Warm-up, if there is one, and what comes after it."""
@@ -57,5 +61,5 @@ class ReducedGradients(Algorithm):
     def exchanges(self, phase: Hashable = "reduced") -> tuple[Exchange, ...]:
         """Sum the gradients where they lie: exactly in the warm-up."""
         kind = Mean if self.average else Sum
-        how = kind(None if phase == "warm-up" else self.reducer, self.hierarchical)
+        how = kind(self.reducer_in(phase), self.hierarchical)
         return (Exchange(Gradients(), Every(), how, Replace()),)

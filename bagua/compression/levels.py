@@ -156,7 +156,9 @@ def _classify(rows: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
     deviation = torch.linalg.vector_norm(rows, dim=1, keepdim=True).div_(math.sqrt(max(count - 1, 1)))
     steps = deviation.mul_(_REACH / levels)
     steps = steps.where(steps > 0, 1)
-    numbers = rows.div(steps).add_(levels / 2).round_().clamp_(0, levels - 1).nan_to_num_(0.0)
+    numbers = rows.mul(steps.reciprocal_()).add_(levels / 2).round_().clamp_(0, levels - 1)
+    if rows.device.type != "cpu" or not finite.all():  # Elsewhere a look at the values would wait for them.
+        numbers.nan_to_num_(0.0)
     codes = numbers.to(torch.int32)
     sums, counts = _sums_of_bins(rows, numbers, codes, levels)
     tables.copy_(sums.div_(counts.clamp_(min=1)).mul_(largest).add_(means).where(finite, torch.nan))

@@ -126,7 +126,7 @@ class ReducerState:
     Example:
         >>> from bagua.primitives import RandomKReducer
         >>> ReducerState(ErrorFeedback(RandomKReducer(ratio=0.1)))
-        ReducerState(ErrorFeedback(reducer=RandomKReducer(ratio=0.1, seed=0)))
+        ReducerState(ErrorFeedback(reducer=RandomKReducer(ratio=0.1, seed=0), decay=1.0))
     """
 
     def __init__(
@@ -334,7 +334,7 @@ class TopKState(ReducerState):
 
     Example:
         >>> TopKState(0.05)
-        TopKState(ErrorFeedback(reducer=AllGatherReducer(codec=TopK(ratio=0.05))))
+        TopKState(ErrorFeedback(reducer=AllGatherReducer(codec=TopK(ratio=0.05)), decay=1.0))
     """
 
     def __init__(self, ratio: float = 0.01, process_group: Any = None, **options: Any) -> None:
@@ -353,7 +353,7 @@ class PowerSGDState(ReducerState):
 
     Example:
         >>> PowerSGDState(2)
-        PowerSGDState(ErrorFeedback(reducer=PowerSGDReducer(matrix_rank=2, seed=0)))
+        PowerSGDState(ErrorFeedback(reducer=PowerSGDReducer(matrix_rank=2, seed=0), decay=1.0))
     """
 
     def __init__(self, matrix_rank: int = 4, process_group: Any = None, **options: Any) -> None:

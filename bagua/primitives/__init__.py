@@ -1,13 +1,14 @@
 """Operations that algorithms are made of: communicators composed with host layouts, codecs and topologies."""
 
 from bagua.primitives.centralized import allreduce_sum, reducer_sum, scatter_gather_sum
-from bagua.primitives.codec_reducers import AllGatherReducer, ScatterGatherReducer
+from bagua.primitives.codec_reducers import AllGatherReducer, ContributorsReducer, ScatterGatherReducer
 from bagua.primitives.decentralized import (
     DifferenceExchange,
     hierarchical_neighbour_average,
     is_global_mean,
     neighbour_average,
 )
+from bagua.primitives.feedback import EF21, MomentumCorrection
 from bagua.primitives.hierarchical import has_two_levels as has_two_levels
 from bagua.primitives.hierarchical import hierarchical_sum, on_leaders
 from bagua.primitives.memory import MatrixBlock, ReducerMemory, State
@@ -16,10 +17,13 @@ from bagua.primitives.random_k import RandomKReducer
 from bagua.primitives.reducers import ErrorFeedback, SumReducer
 
 __all__ = [
+    "EF21",
     "AllGatherReducer",
+    "ContributorsReducer",
     "DifferenceExchange",
     "ErrorFeedback",
     "MatrixBlock",
+    "MomentumCorrection",
     "PowerSGDReducer",
     "RandomKReducer",
     "ReducerMemory",

@@ -11,7 +11,7 @@ from bagua.compression import Codec, Metadata, check_codec
 from bagua.primitives.memory import ReducerMemory, summing_dtype
 from bagua.primitives.reducers import SumReducer
 
-__all__ = ["AllGatherReducer", "ScatterGatherReducer"]
+__all__ = ["AllGatherReducer", "ContributorsReducer", "ScatterGatherReducer"]
 
 
 @dataclass(frozen=True)
@@ -52,18 +52,63 @@ class AllGatherReducer(SumReducer):
     ) -> None:
         """See ``SumReducer.reduce``."""
         codec, metadata = self.codec.for_draw(communicator.rank, memory.step), Metadata.of(flat)
-        nbytes = codec.compressed_bytes(metadata)
-        sent = codec.compress(flat, out=memory.buffer("sent", nbytes, torch.uint8))
-        received = memory.buffer("received", communicator.size * nbytes, torch.uint8)
-        communicator.allgather(received, sent)
+        received = _gather(codec, flat, communicator, memory)
         if remainder is not None:
-            torch.sub(flat, codec.decompress(sent, metadata, out=remainder), out=remainder)
+            torch.sub(flat, codec.decompress(received[communicator.rank], metadata, out=remainder), out=remainder)
         exact = summing_dtype(flat.dtype)
         total = flat if exact == flat.dtype else memory.buffer("total", flat.numel(), exact)
-        for source, data in enumerate(received.view(communicator.size, nbytes)):
+        for source, data in enumerate(received):
             codec.decompress(data, metadata, out=total, add=source > 0)
         if total is not flat:
             flat.copy_(total)
+
+
+@dataclass(frozen=True)
+class ContributorsReducer(SumReducer):
+    """As ``AllGatherReducer``, but of each element the mean over those ranks that sent it, times the number of ranks.
+
+    ``n sum_i D(Q(x_i)) / max(number of ranks whose D(Q(x_i)) is not zero, 1)``: what one rank of ``n`` sends counts
+    ``n`` times as much as in a sum. For codecs that send few elements, of which ranks choose different ones.
+
+    Args:
+        codec: ``Q`` and ``D``, as ``BlockTopK()``.
+
+    Raises:
+        ConfigurationError: ``codec`` is none.
+
+    Source: the repositories of CCLoco and DeMo.
+    """
+
+    codec: Codec
+
+    def __post_init__(self) -> None:
+        check_codec(self.codec)
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Refuse what the codec refuses."""
+        super().check_dtype(dtype)
+        _check_codec(self.codec, dtype)
+
+    def reduce(
+        self,
+        flat: torch.Tensor,
+        communicator: Communicator,
+        memory: ReducerMemory,
+        remainder: torch.Tensor | None = None,
+    ) -> None:
+        """See ``SumReducer.reduce``; the remainder is what this rank did not send."""
+        codec, metadata, exact = self.codec, Metadata.of(flat), summing_dtype(flat.dtype)
+        received = _gather(codec.for_draw(communicator.rank, memory.step), flat, communicator, memory)
+        total, counts, decoded = (memory.buffer(name, flat.numel(), exact) for name in ("total", "counts", "decoded"))
+        total.zero_()
+        counts.zero_()
+        for source, data in enumerate(received):
+            codec.decompress(data, metadata, out=decoded)
+            total.add_(decoded)
+            counts.add_(decoded != 0)
+            if remainder is not None and source == communicator.rank:
+                torch.sub(flat, decoded, out=remainder)
+        flat.copy_(total.div_(counts.clamp_(min=1)).mul_(communicator.size))
 
 
 @dataclass(frozen=True)
@@ -169,6 +214,15 @@ class Shares:
         for part, row in zip(self.slices, rows, strict=True):
             metadata = Metadata(part.stop - part.start, dtype)
             self._codec.decompress(row[: self._nbytes(part, dtype)], metadata, out=out[part])
+
+
+def _gather(codec: Codec, flat: torch.Tensor, communicator: Communicator, memory: ReducerMemory) -> torch.Tensor:
+    """A row for each rank: its tensor, compressed."""
+    nbytes = codec.compressed_bytes(Metadata.of(flat))
+    sent = codec.compress(flat, out=memory.buffer("sent", nbytes, torch.uint8))
+    received = memory.buffer("received", communicator.size * nbytes, torch.uint8)
+    communicator.allgather(received, sent)
+    return received.view(communicator.size, nbytes)
 
 
 def _check_codec(codec: Codec, dtype: torch.dtype) -> None:

@@ -176,10 +176,18 @@ class DifferenceExchange:
     checkpoint of more ranks, says nothing about these neighbours, so then, too, estimates
     start anew.
 
+    With a ``consensus_step`` weights stay apart from estimates (CHOCO-SGD), which then may follow them from afar, so
+    that the codec may lose most of each difference::
+
+        z_i = y_i - w_i
+        w_i <- w_i + Q(z_i);  v_i <- v_i + sum_j W_ij Q(z_j)
+        x_i = y_i + consensus_step (W_ii w_i + v_i - w_i)
+
     Args:
         mixing: symmetric and doubly stochastic, or weighted by the sizes of hosts; the
             same in every round.
         codec: for the differences.
+        consensus_step: above 0 and at most 1, less for codecs that lose more; None: weights become the estimate.
 
     Example:
         >>> from bagua.comm import solo_group
@@ -193,12 +201,14 @@ class DifferenceExchange:
         >>> tensor
         tensor([1., 1., 1.])
 
-    Paper: Tang et al., Communication compression for decentralized training, 2018 (DCD-PSGD).
+    Papers: Tang et al., Communication compression for decentralized training, 2018 (DCD-PSGD); Koloskova, Stich, Jaggi,
+    Decentralized Stochastic Optimization and Gossip Algorithms with Compressed Communication, 2019 (CHOCO-SGD).
     """
 
-    def __init__(self, mixing: Round, codec: Codec) -> None:
+    def __init__(self, mixing: Round, codec: Codec, consensus_step: float | None = None) -> None:
         self._mixing = mixing
         self._codec = codec
+        self._consensus_step = consensus_step
         self._mark = zlib.crc32(repr(mixing).encode()) + 1
 
     @staticmethod
@@ -206,31 +216,40 @@ class DifferenceExchange:
         """The estimates, which the first exchange starts, and ``started``: what tells their mixing from others."""
         return (State("estimate"), State("neighbours"), State("started", _not_started, per="flat"))
 
-    def run(self, tensor: torch.Tensor, communicator: Communicator, state: dict[str, torch.Tensor]) -> None:
+    def run(
+        self, tensor: torch.Tensor, communicator: Communicator, state: dict[str, torch.Tensor], step: int = 0
+    ) -> None:
         """Replace ``tensor`` by the new estimate, and bring ``state`` up to date.
 
         Args:
             tensor: one-dimensional and contiguous, floating-point; equal in dtype and size on all ranks.
             communicator: of the ranks that mix.
             state: of this rank and this tensor, as ``state`` declares it. Unchanged if a call fails.
+            step: tells this call from others, where the codec rounds at random.
         """
         if int(state["started"]) != self._mark:
             self._start(tensor, communicator, state)
             return
         estimate, neighbours = state["estimate"], state["neighbours"]
-        own_weight = self._mixing[communicator.rank].own_weight
-        difference = neighbours.add(estimate, alpha=own_weight - 2.0).add_(tensor)
-        sent = communicator.empty(
-            self._codec.compressed_bytes(Metadata.of(difference)), dtype=torch.uint8, device=tensor.device
-        )
-        self._codec.compress(difference, out=sent)
+        pull = self._mixing[communicator.rank].own_weight - 1.0
+        if self._consensus_step is None:
+            difference = neighbours.add(estimate, alpha=pull - 1.0).add_(tensor)
+        else:
+            difference = tensor - estimate
         metadata = Metadata.of(difference)
+        sent = communicator.empty(self._codec.compressed_bytes(metadata), dtype=torch.uint8, device=tensor.device)
+        self._codec.for_draw(communicator.rank, step).compress(difference, out=sent)
         own = self._codec.decompress(sent, metadata, out=difference)
         gathered = self._gather(sent, metadata, communicator)
         if gathered is not None:
             neighbours.add_(gathered)
-        if _is_finite(own):
-            tensor.copy_(estimate.add_(own))
+        if not _is_finite(own):
+            return
+        estimate.add_(own)
+        if self._consensus_step is None:
+            tensor.copy_(estimate)
+        else:
+            tensor.add_(neighbours.add(estimate, alpha=pull), alpha=self._consensus_step)
 
     def _gather(self, sent: torch.Tensor, metadata: Metadata, communicator: Communicator) -> torch.Tensor | None:
         """The weighted sum of the neighbours' differences; None if there are no neighbours."""

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
+from bagua.checks import check_numbers
 from bagua.comm import Communicator
 from bagua.errors import ConfigurationError, InvalidTensorError
 from bagua.primitives.memory import MatrixBlock, ReducerMemory, State, summing_dtype
 
-__all__ = ["ErrorFeedback", "SumReducer"]
+__all__ = ["ErrorFeedback", "FeedbackReducer", "SumReducer"]
 
 #: What every reducer takes, unless its codec takes less.
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -104,34 +105,21 @@ class SumReducer(ABC):
 
 
 @dataclass(frozen=True)
-class ErrorFeedback(SumReducer):
-    """What ``reducer`` loses of a tensor is added to the next one.
-
-    ``x_i = g_i + e_i``; ``result = reducer(x)``; ``e_i <- what is lost of x_i``
-
-    The residual ``e`` has the size of the tensor, in single precision for 16-bit dtypes, and
-    is kept in unscaled units (see ``ReducerMemory.loss_scale``).
+class FeedbackReducer(SumReducer):
+    """What all forms of error feedback have in common: another reducer, which has none.
 
     Args:
         reducer: any other reducer.
 
     Raises:
         ConfigurationError: ``reducer`` is none, or has error feedback already.
-
-    Example:
-        >>> from bagua.compression import MinMaxUInt8
-        >>> from bagua.primitives import AllGatherReducer
-        >>> ErrorFeedback(AllGatherReducer(MinMaxUInt8(block_numel=512, seed=None)))
-        ErrorFeedback(reducer=AllGatherReducer(codec=MinMaxUInt8(block_numel=512, seed=None)))
-
-    Paper: Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019.
     """
 
     reducer: SumReducer
 
     def __post_init__(self) -> None:
         reducer: object = self.reducer
-        if not isinstance(reducer, SumReducer) or isinstance(reducer, ErrorFeedback):
+        if not isinstance(reducer, SumReducer) or isinstance(reducer, FeedbackReducer):
             raise ConfigurationError(
                 "error feedback is applied once, to a reducer",
                 argument="reducer",
@@ -143,6 +131,39 @@ class ErrorFeedback(SumReducer):
         """Refuse what the inner reducer refuses."""
         super().check_dtype(dtype)
         self.reducer.check_dtype(summing_dtype(dtype))
+
+
+@dataclass(frozen=True)
+class ErrorFeedback(FeedbackReducer):
+    """What ``reducer`` loses of a tensor is added to the next one.
+
+    ``x_i = g_i + decay e_i``; ``result = reducer(x)``; ``e_i <- what is lost of x_i``
+
+    The residual ``e`` has the size of the tensor, in single precision for 16-bit dtypes, and
+    is kept in unscaled units (see ``ReducerMemory.loss_scale``).
+
+    Args:
+        reducer: any other reducer.
+        decay: what is kept of a residual until the next call, above 0 and at most 1. Less than 1 forgets what is old,
+            as is good where the tensors are differences of weights after many steps.
+
+    Raises:
+        ConfigurationError: ``reducer`` is none, or has error feedback already; ``decay`` is out of its range.
+
+    Example:
+        >>> from bagua.compression import Sign
+        >>> from bagua.primitives import AllGatherReducer
+        >>> ErrorFeedback(AllGatherReducer(Sign()))
+        ErrorFeedback(reducer=AllGatherReducer(codec=Sign(block_numel=2048)), decay=1.0)
+
+    Paper: Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019.
+    """
+
+    decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_numbers(lambda part: 0 < part <= 1, "a number above 0 and at most 1", decay=self.decay)
 
     def state(self) -> tuple[State, ...]:
         """A residual of zeros, and the state of the inner reducer."""
@@ -161,7 +182,7 @@ class ErrorFeedback(SumReducer):
         exact = flat
         if flat.dtype != residual.dtype:
             exact = memory.buffer("exact", flat.numel(), residual.dtype).copy_(flat)
-        exact.add_(residual, alpha=memory.loss_scale)
+        exact.add_(residual, alpha=self.decay * memory.loss_scale)
         lost = memory.propose("residual")
         self.reducer.reduce(exact, communicator, memory, lost)
         memory.clear_padding(lost)

@@ -121,9 +121,10 @@ class PowerSgd:
     Args:
         layout: of the buckets.
         rank: of the approximations.
+        dtype: in which the first factors are drawn.
     """
 
-    def __init__(self, layout: Layout, rank: int) -> None:
+    def __init__(self, layout: Layout, rank: int, dtype: torch.dtype = torch.float32) -> None:
         self.layout = layout
         self.rank = rank
         self.residuals: dict[int, list[torch.Tensor]] = {}
@@ -131,7 +132,7 @@ class PowerSgd:
         for _, places in layout:
             matrices = [name for name, _ in places if self._compressed(name)]
             columns = [_shape(name)[1] for name in matrices]
-            start = torch.randn(sum(columns), rank, generator=torch.Generator().manual_seed(0)).double()
+            start = torch.randn(sum(columns), rank, generator=torch.Generator().manual_seed(0), dtype=dtype).double()
             self.right.update(zip(matrices, start.split(columns), strict=True))
 
     def _compressed(self, name: str) -> bool:

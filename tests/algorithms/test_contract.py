@@ -16,7 +16,7 @@ from bagua.testing.algorithm_contract import (
     train,
     train_and_save,
 )
-from tests.algorithms.toys import DelayedGossip, LocalSgd, QuickQAdam, Rounded, WarmsUp
+from tests.algorithms.toys import DelayedGossip, LocalSgd, QuickOneBitAdam, QuickQAdam, Rounded, WarmsUp
 
 
 @pytest.fixture
@@ -25,10 +25,11 @@ def pool(thread_pool):
 
 
 #: Two runs of an algorithm that exchanges in the background are never alike; such have tests of their own.
-#: The warm-up of QAdam is longer than a test; a quicker one stands in for it. Ranks that train alone for long have
-#: tests of their own, too: test_local_updates.py.
+#: The warm-up of QAdam is longer than a test; quicker ones stand in for it and its like. Ranks that train alone for
+#: long have tests of their own, too: test_local_updates.py.
+QUICK = {"qadam": QuickQAdam, "one_bit_adam": QuickOneBitAdam}
 SYNCHRONOUS = [
-    QuickQAdam() if name == "qadam" else Algorithm.init(name)
+    QUICK[name]() if name in QUICK else Algorithm.init(name)
     for name in registry
     if not registry.get(name)().in_background and not issubclass(registry.get(name), LocalUpdates)
 ]

@@ -18,6 +18,7 @@ from bagua.algorithms import (
     How,
     Mean,
     Model,
+    OneBitAdamAlgorithm,
     QAdamAlgorithm,
     Replace,
     Then,
@@ -183,5 +184,11 @@ class QuickToWarmUp(QAdamOptimizer):
 
 class QuickQAdam(QAdamAlgorithm):
     """QAdam that soon compresses."""
+
+    optimizer_class = QuickToWarmUp
+
+
+class QuickOneBitAdam(OneBitAdamAlgorithm):
+    """One-bit Adam that soon compresses."""
 
     optimizer_class = QuickToWarmUp

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.gloo
 
 #: Those that remember something, with this model: remainders, weights of each rank, that warm-up has ended.
 REMEMBERING = {
-    *("sign_sgd", "top_k", "qadam", "decentralized", "low_precision_decentralized"),
-    *("local_sgd", "slowmo", "diloco"),
+    *("sign_sgd", "top_k", "qadam", "one_bit_adam", "decentralized", "low_precision_decentralized", "choco"),
+    *("local_sgd", "slowmo", "diloco", "sparse_loco"),
 }
 
 

@@ -1,0 +1,54 @@
+"""Adam that, after a warm-up, exchanges its momentum in one bit for each element."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bagua.algorithms.base import bound_form
+from bagua.algorithms.q_adam import FrozenAdam
+from bagua.compression import Sign
+from bagua.primitives import ErrorFeedback, ScatterGatherReducer, SumReducer
+
+__all__ = ["OneBitAdamAlgorithm", "OneBitAdamAlgorithmImpl"]
+
+
+@dataclass(frozen=True)
+class OneBitAdamAlgorithm(FrozenAdam):
+    """Adam with exact mean gradients during a warm-up, and with one bit for each element of the momenta after it.
+
+    In a step after the warm-up, rank ``i`` adds its gradient to the momentum, which all have in common:
+    ``m_i = beta1 * m + (1 - beta1) * g_i + e_i``. One rank for each slice sums: ``y = (1 / n) sum_i S(m_i)``, and the
+    new momentum is ``m' = S(y)``, with ``S`` = ``Sign``: a sign for each element, the mean magnitude for each block.
+    What the first ``S`` loses stays in ``e_i``; what the second one does, in that of the rank that summed. The gradient
+    of each parameter then becomes the one that leads to ``m'``, as in ``QAdamAlgorithm``.
+
+    A 32nd of the bytes of a float32 allreduce. The second moment is frozen after the warm-up of the optimizer, which
+    should last until it has settled: a fifth of all steps, as a rule, in the paper.
+
+    Args:
+        q_adam_optimizer: the optimizer of the model; None finds it. See ``QAdamAlgorithm``.
+        hierarchical: sum inside each host in full precision, and compress between hosts only.
+        block_numel: elements that share a magnitude, a multiple of 8.
+
+    Raises:
+        InvalidTypeError: an option of a wrong type.
+        ConfigurationError: ``block_numel`` is no positive multiple of 8; when a model is wrapped: a parameter that no
+            ``QAdamOptimizer`` owns, or several with different warm-ups.
+
+    Example:
+        >>> OneBitAdamAlgorithm(hierarchical=False)
+        OneBitAdamAlgorithm(hierarchical=False, block_numel=2048)
+
+    Paper: Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed", ICML
+    2021.
+    """
+
+    block_numel: int = 2048
+
+    @property
+    def reducer(self) -> SumReducer:
+        """Scatter and gather of signs with error feedback."""
+        return ErrorFeedback(ScatterGatherReducer(Sign(self.block_numel)))
+
+
+OneBitAdamAlgorithmImpl = bound_form(OneBitAdamAlgorithm)

@@ -1,0 +1,85 @@
+"""Training alone, with an outer step along the largest elements of what was learned."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal, get_args
+
+import torch
+
+from bagua.algorithms.base import bound_form
+from bagua.algorithms.exchange import Every, Exchange
+from bagua.algorithms.local_updates import LocalUpdates
+from bagua.algorithms.outer import WHOLE, Outer, OuterStep
+from bagua.algorithms.values import Difference, Mean
+from bagua.checks import check_choice, check_numbers
+from bagua.compression import BlockTopK
+from bagua.primitives import AllGatherReducer, ContributorsReducer, ErrorFeedback, SumReducer
+
+__all__ = ["SparseLoCoAlgorithm", "SparseLoCoAlgorithmImpl"]
+
+Average = Literal["all", "contributors"]
+
+
+@dataclass(frozen=True)
+class SparseLoCoAlgorithm(LocalUpdates):
+    """Step an anchor, equal on all ranks, with the largest elements of what each learned.
+
+    After every ``sync_every``-th step, with ``b`` = ``error_feedback``: ``e_i <- b e_i + Theta - x_i``;
+    ``q_i = Q(e_i)``; ``e_i <- e_i - q_i``; ``Theta <- Theta - outer_lr A``; the weights then become the anchor
+    ``Theta``. ``Q`` keeps ``kept`` of each ``block_numel`` elements, in few bits; ``A`` is the mean of all ``q_i``.
+    Between these steps nothing is sent. Error feedback takes the place of an outer momentum.
+
+    Blocks are elements that follow each other in flat memory; in the paper they are tiles of 64 x 64 of each matrix.
+
+    Args:
+        sync_every: steps from one exchange to the next.
+        outer_lr: the learning rate of the anchor, above 0.
+        error_feedback: what is kept of a residual until the next exchange, above 0 and at most 1.
+        block_numel: elements among which the largest are chosen, a multiple of 8.
+        kept: how many of them.
+        value_bits: bits of each kept value: 8, 2, or None for the values as they are.
+        average: ``all``: elements that a rank does not send count as zero. ``contributors``: each element is the mean
+            over those ranks that sent it, up to ``n`` times as much; then ``outer_lr`` has to be lower.
+        start_after: so many steps at the beginning exchange gradients instead.
+        hierarchical: sum inside each host first, with all bits.
+
+    Raises:
+        ConfigurationError: an option of a wrong type or out of its range.
+
+    Example:
+        >>> SparseLoCoAlgorithm(30, kept=64).outer_exchange.when
+        Every(steps=30, offset=0)
+
+    Paper: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025.
+    """
+
+    sync_every: int = 30
+    _: KW_ONLY
+    outer_lr: float = 1.0
+    error_feedback: float = 0.95
+    block_numel: int = 4096
+    kept: int = 32
+    value_bits: int | None = 2
+    average: Average = "all"
+
+    def __post_init__(self) -> None:
+        check_numbers(lambda rate: rate > 0, "a number above 0", outer_lr=self.outer_lr)
+        check_numbers(lambda part: 0 < part <= 1, "a number above 0 and at most 1", error_feedback=self.error_feedback)
+        check_choice(get_args(Average), average=self.average)
+        super().__post_init__()
+
+    @property
+    def outer_exchange(self) -> Exchange:
+        """The largest elements of the difference, and a step of the anchor."""
+        step = OuterStep(Outer(torch.optim.SGD, lr=self.outer_lr))
+        how = Mean(ErrorFeedback(self._reducer, self.error_feedback), self.hierarchical)
+        return Exchange(Difference(), Every(self.sync_every), how, step, parts=WHOLE)
+
+    @property
+    def _reducer(self) -> SumReducer:
+        codec = BlockTopK(self.block_numel, self.kept, self.value_bits)
+        return AllGatherReducer(codec) if self.average == "all" else ContributorsReducer(codec)
+
+
+SparseLoCoAlgorithmImpl = bound_form(SparseLoCoAlgorithm)

@@ -1,0 +1,141 @@
+"""All ranks in one process, in double precision, so that a sign or a choice never depends on the order of additions.
+
+Only the layout of flat memory is taken from the run that is checked: what is chosen depends on neighbours there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+import torch
+
+import bagua.comm
+from bagua.algorithms import Algorithm
+from bagua.parallel import with_bagua
+from bagua.testing.training import OptimizerMaker, State, batch, mlp, snapshot
+from tests.algorithms.lossy_simulation import Layout
+
+Flats = list[torch.Tensor]
+#: What the gradients of everyone become: (index of the bucket, flat gradient of each rank) -> gradient for all.
+Combine = Callable[[int, Flats], torch.Tensor]
+SIZE = 4
+STEPS = 50
+
+
+def model_of(rank: int = 0) -> torch.nn.Module:
+    return mlp(rank).double()
+
+
+def loss_of(model: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
+    inputs, targets = batch(rank, step)
+    return torch.nn.functional.mse_loss(model(inputs.double()), targets.double())
+
+
+def train(algorithm: Algorithm, make: OptimizerMaker, steps: int = STEPS) -> tuple[State, Layout]:
+    """What a rank ends with, and its buckets."""
+    rank = bagua.comm.get_rank()
+    model = model_of(rank)
+    optimizer = make(model.parameters())
+    wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=1500)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(wrapped, rank, step).backward()
+        optimizer.step()
+    layout = [(one.numel, list(zip(one.names, one.offsets, strict=True))) for one in wrapped.bagua_buckets]
+    return snapshot(model), layout
+
+
+def flatten(tensors: State, numel: int, places: Sequence[tuple[str, int]]) -> torch.Tensor:
+    flat = torch.zeros(numel, dtype=torch.float64)
+    for name, offset in places:
+        flat[offset : offset + tensors[name].numel()] = tensors[name].flatten()
+    return flat
+
+
+def only_parameters(flat: torch.Tensor, places: Sequence[tuple[str, int]]) -> torch.Tensor:
+    """Nothing gathers in the gaps between parameters."""
+    mask = flatten({name: torch.ones_like(one) for name, one in model_of().state_dict().items()}, len(flat), places)
+    return flat * mask
+
+
+def gradients_of(model: torch.nn.Module, rank: int, step: int) -> State:
+    model.zero_grad()
+    loss_of(model, rank, step).backward()
+    return {name: one.grad.clone() for name, one in model.named_parameters()}
+
+
+def simulate(layout: Layout, combine: Combine, make: OptimizerMaker, steps: int = STEPS) -> State:
+    """Gradients of everyone, combined for each bucket, and one optimizer for all."""
+    model = model_of()
+    optimizer = make(model.parameters())
+    for step in range(steps):
+        of_ranks = [gradients_of(model, rank, step) for rank in range(SIZE)]
+        for index, (numel, places) in enumerate(layout):
+            result = combine(index, [flatten(one, numel, places) for one in of_ranks])
+            for name, offset in places:
+                parameter = model.get_parameter(name)
+                parameter.grad = result[offset : offset + parameter.numel()].view(parameter.shape).clone()
+        optimizer.step()
+    return snapshot(model)
+
+
+def mean(_: int, flats: Flats) -> torch.Tensor:
+    """The mutant that loses nothing."""
+    return torch.stack(flats).mean(dim=0)
+
+
+def whole_layout() -> tuple[int, list[tuple[str, int]]]:
+    """One part of all parameters, each at a multiple of 64 bytes."""
+    places, end = [], 0
+    for name, one in model_of().named_parameters():
+        start = -(-end // 8) * 8
+        places.append((name, start))
+        end = start + one.numel()
+    return end, places
+
+
+#: What a rank's difference from the anchor becomes: (differences of all ranks) -> what is subtracted from the anchor.
+OuterRule = Callable[[Flats], torch.Tensor]
+
+
+def simulate_local(rule: OuterRule | None, every: int, make: OptimizerMaker, steps: int = STEPS) -> list[State]:
+    """Every rank trains alone; every so often a rule makes one step of all their differences from the anchor."""
+    models = [model_of() for _ in range(SIZE)]
+    optimizers = [make(model.parameters()) for model in models]
+    anchor = copy.deepcopy(models[0])
+    numel, places = whole_layout()
+    for step in range(steps):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        if rule is not None and (step + 1) % every == 0:
+            start = flatten(snapshot(anchor), numel, places)
+            end = start - rule([start - flatten(snapshot(model), numel, places) for model in models])
+            for model in [*models, anchor]:
+                write(model, end, places)
+    return [snapshot(model) for model in models]
+
+
+@torch.no_grad()
+def write(model: torch.nn.Module, flat: torch.Tensor, places: Sequence[tuple[str, int]]) -> None:
+    for name, offset in places:
+        parameter = model.get_parameter(name)
+        parameter.copy_(flat[offset : offset + parameter.numel()].view(parameter.shape))
+
+
+def largest_of_blocks(flat: torch.Tensor, block: int, kept: int, bits: int | None = None) -> torch.Tensor:
+    """The largest elements of each block, with their values or in two bits; zero elsewhere."""
+    result = []
+    for part in flat.split(block):
+        count = -(-kept * len(part) // block)
+        chosen = part.abs().sort(descending=True).indices[:count]
+        values = part[chosen]
+        if bits == 2:
+            high = values.abs() > values.abs().mean()
+            for some in (high, ~high):
+                if some.any():
+                    values[some] = values[some].sign() * values[some].abs().mean()
+        result.append(torch.zeros_like(part).index_copy(0, chosen, values))
+    return torch.cat(result)

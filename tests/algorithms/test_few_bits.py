@@ -1,0 +1,336 @@
+"""Algorithms in few bits against their formulas, written plainly, over fifty steps; and what must not pass for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from bagua.algorithms import (
+    ChocoAlgorithm,
+    DiLoCoAlgorithm,
+    LowPrecisionDecentralizedAlgorithm,
+    OneBitAdamAlgorithm,
+    PowerSGDAlgorithm,
+    SparseLoCoAlgorithm,
+    TopKAlgorithm,
+)
+from bagua.compression import BlockTopK, Int2, Int4, Sign
+from bagua.errors import ConfigurationError
+from bagua.optim import QAdamOptimizer
+from bagua.testing.training import State, assert_close, assert_same_on_all_ranks, sgd
+from tests.algorithms import lossy_simulation
+from tests.algorithms.lossy_simulation import Layout
+from tests.algorithms.stacked import (
+    SIZE,
+    STEPS,
+    Combine,
+    Flats,
+    flatten,
+    largest_of_blocks,
+    loss_of,
+    mean,
+    model_of,
+    only_parameters,
+    simulate,
+    simulate_local,
+    snapshot,
+    train,
+    write,
+)
+
+pytestmark = pytest.mark.threads
+
+
+def plain_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def differs(state: State, other: State) -> bool:
+    try:
+        assert_close(state, other)
+    except AssertionError:
+        return True
+    return False
+
+
+# Deep gradient compression.
+
+
+class DeepGradientCompression:
+    """u <- m u + g; v <- v + u; the largest of v are sent, and then both are zero there."""
+
+    def __init__(self, ratio: float, *, momentum: float = 0.9, clip: float = 1e9, feedback: bool = True) -> None:
+        self.ratio, self.momentum, self.clip, self.feedback = ratio, momentum, clip, feedback
+        self.u: dict[int, Flats] = {}
+        self.v: dict[int, Flats] = {}
+
+    def __call__(self, index: int, flats: Flats) -> torch.Tensor:
+        zeros = [torch.zeros_like(flat) for flat in flats]
+        us, vs = self.u.setdefault(index, zeros), self.v.setdefault(index, [one.clone() for one in zeros])
+        total = torch.zeros_like(flats[0])
+        for rank, flat in enumerate(flats):
+            share = flat / len(flats)
+            share = share * min(1.0, self.clip / float(share.norm()))
+            u = self.momentum * us[rank] + share
+            v = vs[rank] + u if self.feedback else u
+            sent = lossy_simulation.top_k(v, self.ratio)
+            us[rank], vs[rank] = torch.where(sent != 0, 0, u), v - sent
+            total += sent
+        return total
+
+
+def test_top_k_with_momentum_is_deep_gradient_compression(thread_ranks):
+    algorithm = TopKAlgorithm(ratio=0.1, momentum=0.8, clip_norm=0.05)
+    results = thread_ranks(SIZE, train, algorithm, plain_sgd)
+    assert_same_on_all_ranks([state for state, _ in results])
+    state, layout = results[0]
+    assert len(layout) > 1
+    right = DeepGradientCompression(0.1, momentum=0.8, clip=0.05)
+    assert_close(state, simulate(layout, right, plain_sgd))
+    mutants: dict[str, Combine] = {
+        "no feedback": DeepGradientCompression(0.1, momentum=0.8, clip=0.05, feedback=False),
+        "no momentum": DeepGradientCompression(0.1, momentum=0.0, clip=0.05),
+        "no clipping": DeepGradientCompression(0.1, momentum=0.8),
+        "exact": mean,
+        "nothing": lambda _, flats: flats[0],
+    }
+    for name, mutant in mutants.items():
+        assert differs(state, simulate(layout, mutant, plain_sgd)), name
+
+
+def test_the_density_falls_in_stages(thread_ranks):
+    """Each stage sends what its part says; residuals stay from one to the next."""
+    algorithm = TopKAlgorithm(ratio=0.25 / 16, warmup_steps=2, density_steps=8)
+    assert algorithm.phases == ("warm-up", 0.25, 0.125, 0.0625, 0.03125, "reduced")
+    found = [algorithm.phase(step, None) for step in range(12)]
+    assert found == ["warm-up"] * 2 + [0.25] * 2 + [0.125] * 2 + [0.0625] * 2 + [0.03125] * 2 + ["reduced"] * 2
+    state, layout = thread_ranks(SIZE, train, algorithm, plain_sgd, 12)[0]
+
+    def simulated(first: float) -> State:
+        rule = DeepGradientCompression(1.0, momentum=0.0)
+        calls = iter(range(12 * len(layout)))
+
+        def combine(index: int, flats: Flats) -> torch.Tensor:
+            step = next(calls) // len(layout)
+            rule.ratio = 1.0 if step < 2 else max(first / 2 ** ((step - 2) // 2), 0.25 / 16)
+            return rule(index, flats)
+
+        return simulate(layout, combine, plain_sgd, 12)
+
+    assert_close(state, simulated(0.25))
+    assert differs(state, simulated(0.25 / 16))
+
+
+# PowerSGD with momentum.
+
+
+def test_power_sgd_adds_the_momentum_after_decompression(thread_ranks):
+    state, layout = thread_ranks(SIZE, train, PowerSGDAlgorithm(matrix_rank=2, momentum=0.8), plain_sgd)[0]
+
+    def simulated(momentum: float, inner: Callable[[Layout], Combine]) -> State:
+        rule, velocity = inner(layout), {}
+
+        def combine(index: int, flats: Flats) -> torch.Tensor:
+            found = rule(index, [flat / SIZE for flat in flats])
+            velocity[index] = momentum * velocity.get(index, 0) + found
+            return found + velocity[index]
+
+        return simulate(layout, combine, plain_sgd)
+
+    def low_rank(layout: Layout) -> Combine:
+        return lossy_simulation.PowerSgd(layout, 2, torch.float64)
+
+    assert_close(state, simulated(0.8, low_rank))
+    assert differs(state, simulated(0.7, low_rank))
+    assert differs(state, simulated(0.8, lambda _: lossy_simulation.exact))
+
+
+# One-bit Adam.
+
+
+def one_bit(x: torch.Tensor, block: int) -> torch.Tensor:
+    return torch.cat([torch.where(part < 0, -1.0, 1.0) * part.abs().mean() for part in x.split(block)])
+
+
+class OneBitMomenta:
+    """Momenta of everyone, summed slice by slice in signs, with a residual for what either coding loses."""
+
+    def __init__(self, layout: Layout, warmup: int, *, feedback: bool = True, exact: bool = False):
+        self.layout, self.left, self.feedback, self.exact = layout, warmup * len(layout), feedback, exact
+        self.m: dict[int, torch.Tensor] = {}
+        self.residuals: dict[int, Flats] = {}
+
+    def __call__(self, index: int, flats: Flats) -> torch.Tensor:
+        m = self.m.setdefault(index, torch.zeros_like(flats[0]))
+        self.left -= 1
+        if self.left >= 0 or self.exact:
+            gradient = torch.stack(flats).mean(dim=0)
+            self.m[index] = 0.9 * m + 0.1 * gradient
+            return gradient
+        residuals = self.residuals.setdefault(index, [torch.zeros_like(flat) for flat in flats])
+        given = [(0.9 * m + 0.1 * g) / SIZE + e for g, e in zip(flats, residuals, strict=True)]
+        length = -(-len(m) // SIZE)
+        sent = [torch.cat([one_bit(part, 16) for part in x.split(length)]) for x in given]
+        total = torch.stack(sent).sum(dim=0)
+        result = torch.cat([one_bit(part, 16) for part in total.split(length)])
+        for rank in range(SIZE):
+            lost = given[rank] - sent[rank]
+            mine = slice(rank * length, (rank + 1) * length)
+            lost[mine] += (total - result)[mine]
+            if self.feedback:
+                residuals[rank] = only_parameters(lost, self.layout[index][1])
+        result = only_parameters(result, self.layout[index][1])
+        self.m[index] = result
+        return (result - 0.9 * m) / 0.1
+
+
+def test_one_bit_adam_sends_signs_of_momenta_after_its_warm_up(thread_ranks):
+    warmup = 20
+
+    def adam(parameters):
+        return QAdamOptimizer(parameters, lr=0.003, warmup_steps=warmup)
+
+    results = thread_ranks(SIZE, train, OneBitAdamAlgorithm(block_numel=16), adam)
+    assert_same_on_all_ranks([state for state, _ in results])
+    state, layout = results[0]
+    assert_close(state, simulate(layout, OneBitMomenta(layout, warmup), adam))
+    for mutant in (OneBitMomenta(layout, warmup, feedback=False), OneBitMomenta(layout, warmup, exact=True)):
+        assert differs(state, simulate(layout, mutant, adam))
+
+
+# Outer steps in few bits.
+
+
+class SparseOuter:
+    """e <- b e + D; the largest of e are sent, in two bits; what was not stays."""
+
+    def __init__(self, *, decay: float = 0.9, contributors: bool = False, feedback: bool = True):
+        self.decay, self.contributors, self.feedback = decay, contributors, feedback
+        self.residuals: Flats = []
+
+    def __call__(self, differences: Flats) -> torch.Tensor:
+        self.residuals = self.residuals or [torch.zeros_like(one) for one in differences]
+        given = [d / SIZE + self.decay * e for d, e in zip(differences, self.residuals, strict=True)]
+        sent = [largest_of_blocks(x, 64, 8, bits=2) for x in given]
+        if self.feedback:
+            self.residuals = [x - q for x, q in zip(given, sent, strict=True)]
+        total = torch.stack(sent)
+        if not self.contributors:
+            return 0.5 * total.sum(dim=0)
+        return 0.5 * SIZE * total.sum(dim=0) / (total != 0).sum(dim=0).clamp(min=1)
+
+
+@pytest.mark.parametrize("average", ["all", "contributors"])
+def test_sparse_loco_steps_along_the_largest_elements(thread_ranks, average):
+    options = {"outer_lr": 0.5, "error_feedback": 0.9, "block_numel": 64, "kept": 8}
+    algorithm = SparseLoCoAlgorithm(5, average=average, **options)
+    results = thread_ranks(SIZE, train, algorithm, sgd)
+    states = [state for state, _ in results]
+    assert_same_on_all_ranks(states)
+    contributors = average == "contributors"
+    assert_close(states[0], simulate_local(SparseOuter(contributors=contributors), 5, sgd)[0])
+    mutants = {
+        "no feedback": SparseOuter(contributors=contributors, feedback=False),
+        "no decay": SparseOuter(contributors=contributors, decay=1.0),
+        "the other mean": SparseOuter(contributors=not contributors),
+        "exact": lambda differences: 0.5 * torch.stack(differences).mean(dim=0),
+        "nothing": None,
+    }
+    for name, mutant in mutants.items():
+        assert differs(states[0], simulate_local(mutant, 5, sgd)[0]), name
+
+
+@pytest.mark.parametrize("codec", ["int4", "int2", "e3m0", "sign", "block_topk", "dct_topk", "minmax_uint8"])
+def test_diloco_takes_every_codec_by_its_name(thread_ranks, codec):
+    """Ranks end alike, and elsewhere than with all bits."""
+    exact = thread_ranks(2, train, DiLoCoAlgorithm(5, outer="sgd"), sgd, 10)[0][0]
+    algorithm = DiLoCoAlgorithm(5, outer="sgd", codec=codec, error_feedback=0.9)
+    states = [state for state, _ in thread_ranks(2, train, algorithm, sgd, 10)]
+    assert_same_on_all_ranks(states)
+    assert differs(states[0], exact)
+    assert repr(algorithm) == repr(DiLoCoAlgorithm(5, outer="sgd", codec=algorithm.codec, error_feedback=0.9))
+
+
+@pytest.mark.parametrize("codec", ["int2", "sign", "topk", "block_topk", "dct_topk"])
+def test_a_codec_that_loses_nearly_all_needs_feedback(codec):
+    with pytest.raises(ConfigurationError, match=r"error_feedback=0\.9"):
+        DiLoCoAlgorithm(codec=codec)
+    assert DiLoCoAlgorithm(codec="int4").codec == Int4()
+    assert DiLoCoAlgorithm(codec=Int2(seed=3)).codec.unbiased
+
+
+# CHOCO.
+
+
+def ring(size: int) -> torch.Tensor:
+    weights = torch.eye(size, dtype=torch.float64)
+    return (weights + weights.roll(1, 0) + weights.roll(-1, 0)) / 3
+
+
+def simulate_choco(layout: Layout, gamma: float, *, exact: bool = False, silent: bool = False) -> list[State]:
+    models, mixing = [model_of() for _ in range(SIZE)], ring(SIZE)
+    optimizers = [sgd(model.parameters()) for model in models]
+    replicas: dict[int, Flats] = {}
+    for step in range(STEPS):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        for index, (numel, places) in enumerate(layout if not silent else []):
+            x = [flatten(snapshot(model), numel, places) for model in models]
+            if index not in replicas:
+                replicas[index] = [one.clone() for one in x]
+                continue
+            changes = [weights - known for weights, known in zip(x, replicas[index], strict=True)]
+            sent = changes if exact else [largest_of_blocks(change, 64, 8) for change in changes]
+            replicas[index] = [known + change for known, change in zip(replicas[index], sent, strict=True)]
+            known = torch.stack(replicas[index])
+            for rank, model in enumerate(models):
+                write(model, x[rank] + gamma * (mixing[rank] @ known - known[rank]), places)
+    return [snapshot(model) for model in models]
+
+
+def test_choco_moves_towards_what_is_known_of_neighbours(thread_ranks):
+    algorithm = ChocoAlgorithm(codec=BlockTopK(64, 8, None), consensus_step=0.4)
+    results = thread_ranks(SIZE, train, algorithm, sgd)
+    layout = results[0][1]
+    for (state, _), expected in zip(results, simulate_choco(layout, 0.4), strict=True):
+        assert_close(state, expected)
+    first = results[0][0]
+    for mutant in ({"gamma": 0.3}, {"gamma": 0.4, "exact": True}, {"gamma": 0.4, "silent": True}):
+        assert differs(first, simulate_choco(layout, **mutant)[0])
+
+
+def test_gossip_whose_weights_become_what_was_sent_refuses_what_choco_takes():
+    for codec in (BlockTopK(), Sign(), Int2()):
+        with pytest.raises(ConfigurationError, match="ChocoAlgorithm"):
+            LowPrecisionDecentralizedAlgorithm(codec=codec)
+        assert ChocoAlgorithm(codec=codec).codec == codec
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TopKAlgorithm(clip_norm=1.0),
+        lambda: TopKAlgorithm(momentum=1.0),
+        lambda: TopKAlgorithm(momentum=0.9, clip_norm=0.0),
+        lambda: TopKAlgorithm(density_steps=-1),
+        lambda: PowerSGDAlgorithm(momentum=1.0),
+        lambda: OneBitAdamAlgorithm(block_numel=12),
+        lambda: SparseLoCoAlgorithm(outer_lr=0.0),
+        lambda: SparseLoCoAlgorithm(error_feedback=0.0),
+        lambda: SparseLoCoAlgorithm(average="some"),
+        lambda: SparseLoCoAlgorithm(kept=0),
+        lambda: ChocoAlgorithm(codec="nothing"),
+        lambda: ChocoAlgorithm(codec=None),
+        lambda: ChocoAlgorithm(consensus_step=0.0),
+        lambda: ChocoAlgorithm(topology="one-peer-exp"),
+        lambda: DiLoCoAlgorithm(codec="int4", error_feedback=1.5),
+        lambda: DiLoCoAlgorithm(codec=4),
+    ],
+)
+def test_options_out_of_range_are_refused_at_once(make):
+    with pytest.raises(ConfigurationError):
+        make()
