@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch
 
-from bagua.comm.reduction import check_communicable
+from bagua.comm.reduction import COMMUNICABLE, check_communicable
 from bagua.comm.transports.memory.copying import copy_pieces
 from bagua.errors import ConfigurationError, InvalidRankError, InvalidTensorError
 
@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 
+_STRIDED = torch.strided
 #: What clocks, locks, and torch can all wait for.
 _LONGEST_S = 365 * 24 * 3600.0
 
@@ -217,12 +218,10 @@ class Intake:
         """The checks of ``check_tensor``; the common case without their cost."""
         try:
             served = (self._cpu and tensor.is_cpu) or (self._cuda and tensor.is_cuda)
-            plain = served and tensor.layout is torch.strided
+            if served and tensor.layout is _STRIDED and tensor.dtype in COMMUNICABLE:
+                return
         except AttributeError:
-            plain = False
-        if plain:
-            check_communicable(tensor.dtype, argument)
-            return
+            pass
         check_tensor(tensor, argument, self.device_types)
 
     def in_place(self, tensor: torch.Tensor, argument: str, *, keep: bool = True) -> tuple[torch.Tensor, Finish]:

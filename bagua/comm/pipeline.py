@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from bagua.torch_private import profiler_range, profiling
 __all__ = ["CallPipeline", "Timeout"]
 
 Timeout = float | timedelta | None
+#: ``Call`` of all its fields in their order, in a third of the time.
+_new_call = partial(tuple.__new__, Call)
 
 
 class CallPipeline:
@@ -165,7 +168,7 @@ class CallPipeline:
                     raise self._refusal(kind)
                 number = self._numbers[kind]
                 number[0] += 1
-                call = Call(kind, number[0], dtype, numel, reduction, root, peer, counts[0], counts[1])
+                call = _new_call((kind, number[0], dtype, numel, reduction, root, peer, *counts))
                 record = self.statistics.begin(call, started)
                 start = self._start_in_profile if profiling() else self._transport.start
                 try:

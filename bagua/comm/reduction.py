@@ -10,6 +10,7 @@ from torch.distributed import ReduceOp
 from bagua.errors import InvalidReduceOpError, InvalidTensorError
 
 __all__ = [
+    "COMMUNICABLE",
     "ReduceOp",
     "bytes_reduction",
     "check_communicable",
@@ -30,7 +31,8 @@ _FLOAT8 = frozenset(
     if hasattr(torch, name)
 )
 _REDUCIBLE = _FLOATS | _COMPLEX | _INTEGERS | _BOOL
-_COMMUNICABLE = _REDUCIBLE | _FLOAT8
+#: The dtypes that collectives carry.
+COMMUNICABLE = _REDUCIBLE | _FLOAT8
 
 _ALLOWED: dict[str, frozenset[torch.dtype]] = {
     "sum": _REDUCIBLE,
@@ -129,7 +131,7 @@ def _explain(op: object, dtype: torch.dtype) -> str:
 
 def check_communicable(dtype: torch.dtype, argument: str) -> None:
     """Raise ``InvalidTensorError`` for a dtype that no collective carries (quantized ones, say)."""
-    if dtype not in _COMMUNICABLE:
+    if dtype not in COMMUNICABLE:
         raise InvalidTensorError(
             "this dtype cannot be communicated",
             argument=argument,
@@ -140,7 +142,7 @@ def check_communicable(dtype: torch.dtype, argument: str) -> None:
 
 def dtype_by_name(name: str) -> torch.dtype:
     """The communicable dtype that prints as ``torch.<name>``."""
-    return next(dtype for dtype in _COMMUNICABLE if str(dtype) == f"torch.{name}")
+    return next(dtype for dtype in COMMUNICABLE if str(dtype) == f"torch.{name}")
 
 
 def bytes_reduction(name: str) -> str:
@@ -201,6 +203,14 @@ def _fold(parts: list[torch.Tensor], name: str, wide: torch.dtype, out: torch.Te
     return out if direct else out.copy_(total)
 
 
+#: Exact ones, as tensors: torch makes one of each number that it is given, which takes longer than to multiply by it.
+_RECIPROCALS = {
+    (dtype, by): torch.tensor(1.0 / by, dtype=dtype, device="cpu")
+    for dtype in (torch.float32, torch.float64)
+    for by in (2, 4, 8, 16)
+}
+
+
 def divide(total: torch.Tensor, by: int) -> torch.Tensor:
     """Divide ``total`` by ``by`` in place and return it.
 
@@ -214,6 +224,9 @@ def divide(total: torch.Tensor, by: int) -> torch.Tensor:
         >>> divide(torch.tensor([1.0, 3.0]), 2)
         tensor([0.5000, 1.5000])
     """
+    factor = _RECIPROCALS.get((total.dtype, by))
+    if factor is not None:
+        return total.mul_(factor)
     if by & (by - 1) or total.is_complex():
         return total.div_(by)
     return total.mul_(1.0 / by)

@@ -15,7 +15,16 @@ from bagua.comm.transports.memory.line import Deadline, Line, Notice, rows
 from bagua.comm.transports.memory.peers import Peers
 from bagua.errors import CollectiveMismatchError
 
-__all__ = ["SMALL_BYTES", "MemoryExchange", "compare", "own_slice", "reads_all", "slice_length", "small_bytes"]
+__all__ = [
+    "SMALL_BYTES",
+    "MemoryExchange",
+    "compare",
+    "own_slice",
+    "reads_all",
+    "reduce_copies",
+    "slice_length",
+    "small_bytes",
+]
 
 #: Small for any number of ranks.
 SMALL_BYTES = 64 * 1024
@@ -100,6 +109,21 @@ def _compare_counts(ranks: Sequence[int], rank: int, notices: list[Notice]) -> N
                     seen=f"{sent} sent, {received} expected",
                     advice="input_counts[j] of rank i must equal output_counts[i] of rank j.",
                 )
+
+
+def reduce_copies(peers: Peers, slot: int, call: Call, target: torch.Tensor) -> None:
+    """An allreduce of small data, which every rank has copied for the others: each reduces everything.
+
+    Nobody reads the caller's tensors, so that no last barrier is needed.
+
+    Args:
+        peers: the ranks, which have agreed on ``call``.
+        slot: where they published.
+        call: an allreduce.
+        target: source and target of this rank.
+    """
+    out = target if target.dim() == 1 else target.view(-1)
+    fold(peers.copies(slot, out), call.reduction, out)
 
 
 class MemoryExchange:
@@ -189,7 +213,7 @@ class MemoryExchange:
         """
         peers, call, slot, target = self._peers, self._call, self._slot, self._target
         assert target is not None
-        self._unseen = True
+        self._unseen = call.numel > piece  # Autograd does not know tensors that are split in this way.
         start = 0
         for out in (target,) if call.numel <= piece else torch.unsafe_split(target, piece):
             stop = start + out.numel()

@@ -98,6 +98,19 @@ class Peers(ABC):
         """What each rank published in ``slot``, by rank."""
         return [line.notice(slot) for line in self.lines]
 
+    def all_copied(self, slot: int) -> bool:
+        """Whether all ranks published the same call in ``slot``, with a copy of their data that can be seen at once."""
+        notices = self.notices(slot)
+        own = notices[self.rank].agreement
+        return all(one.agreement == own and not one.lent and one.piece >= one.call.numel for one in notices)
+
+    def copies(self, slot: int, own: torch.Tensor) -> list[torch.Tensor]:
+        """What all ranks copied into ``slot``, by rank, if ``all_copied``; of this rank ``own``, which is flat."""
+        parts = [own] * self.size
+        for other in self._others:
+            parts[other] = self.lines[other].view(slot, 0, own.numel())
+        return parts
+
     def stage(  # noqa: B027 - most memory shows all at once
         self, slot: int, start: int, stop: int, kept: tuple[int, int] | None = None
     ) -> None:
@@ -133,6 +146,11 @@ class Peers(ABC):
     @abstractmethod
     def wake(self, rank: int) -> None:
         """Wake the sleepers of ``rank``. Never blocks, never raises."""
+
+    def wake_others(self) -> None:
+        """Wake the sleepers of all other ranks. What they wait for was written before a ``fence``."""
+        for other in self._others:
+            self.wake(other)
 
     def release(self) -> None:  # noqa: B027 - most memory holds nothing but memory
         """Give back what the kernel holds. No thread is inside a call, and none comes. Idempotent."""
@@ -182,8 +200,7 @@ class Peers(ABC):
         for line in words:
             if line[_ARRIVED] < mine:
                 return mine
-        for other in self._others:
-            self.wake(other)
+        self.wake_others()
         return mine
 
     def pass_barrier(

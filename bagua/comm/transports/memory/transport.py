@@ -36,7 +36,7 @@ import torch
 from bagua.comm.call import POINT_TO_POINT, Call
 from bagua.comm.lifetime.turns import handlers_may_call
 from bagua.comm.transports.base import DONE, Arrivals, Handle, Membership, Transport
-from bagua.comm.transports.memory.exchange import MemoryExchange, compare, small_bytes
+from bagua.comm.transports.memory.exchange import MemoryExchange, compare, reduce_copies, small_bytes
 from bagua.comm.transports.memory.lanes import COLLECTIVE, Lane, LaneTask, Pending
 from bagua.comm.transports.memory.line import Deadline, LineState, Words
 from bagua.comm.transports.memory.messages import Messages
@@ -255,6 +255,10 @@ class MemoryTransport(Transport):
         last = peers.barrier(call, deadline, spin_s, suspect)
         if last:
             self.arrivals.note(call.sequence, time.perf_counter() - come, peers.named(last))
+        if small and call.kind == "allreduce" and call.numel and peers.all_copied(slot):
+            assert target is not None
+            reduce_copies(peers, slot, call, target)
+            return
         notices = peers.notices(slot)
         compare(peers.ranks, self.rank, notices)
         if call.kind != "barrier":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import struct
 from collections.abc import Callable, Collection
+from ctypes import memmove
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -134,6 +135,8 @@ class ControlLine(Line):
         end = layout.words + 8 * layout.word_count
         self.words = self._bytes[layout.words : end].cast("q")
         self._inline = Views(memory)
+        #: Where copied data begins, by slot; messages have none.
+        self._inline_starts = [layout.inline + slot * layout.slot_bytes for slot in range(2)]
         slots = Slots(size).count
         self._calls: list[Call] = [Call("", 0, torch.uint8)] * slots
         self._places = [NOWHERE] * slots
@@ -154,12 +157,16 @@ class ControlLine(Line):
         """Elements of what was published in ``slot``, when ``notice`` has been called; see ``Line.view``."""
         place = self._places[slot]
         if place.where == Where.INLINE:
-            return self._inline_view(slot, place.dtype, start, stop)
+            return self._inline.get(place.dtype, self._inline_starts[slot] + start * place.dtype.itemsize, stop - start)
         if start == stop:
             return torch.empty(0, dtype=place.dtype)
         shown = self._shown[slot]
         assert shown is not None
         return shown.get(place.dtype, self._offset(slot, place, start), stop - start)
+
+    def copied(self, slot: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """What was copied into the control memory, whatever this line knows of the call in ``slot``."""
+        return self._inline.get(dtype, self._inline_starts[slot], numel)
 
     def address(self, slot: int, start: int, stop: int) -> int:
         """See ``Line.address``."""
@@ -167,7 +174,7 @@ class ControlLine(Line):
         if start == stop:
             return 0
         if place.where == Where.INLINE:
-            return self._inline.address + self._inline_offset(slot, place.dtype, start)
+            return self._inline.address + self._inline_starts[slot] + start * place.dtype.itemsize
         shown = self._shown[slot]
         assert shown is not None
         return shown.address + self._offset(slot, place, start)
@@ -192,12 +199,6 @@ class ControlLine(Line):
     def _record(self, slot: int) -> int:
         return self._layout.records + slot * self._layout.record_bytes
 
-    def _inline_view(self, slot: int, dtype: torch.dtype, start: int, stop: int) -> torch.Tensor:
-        return self._inline.get(dtype, self._inline_offset(slot, dtype, start), stop - start)
-
-    def _inline_offset(self, slot: int, dtype: torch.dtype, start: int) -> int:
-        return self._layout.inline + slot * self._layout.slot_bytes + start * dtype.itemsize
-
 
 class Area(Protocol):
     """Where data was copied for others to see."""
@@ -216,9 +217,9 @@ class OwnLine(ControlLine):
         slots = Slots(size).count
         self._reason = ""
         self._inline_places: dict[torch.dtype, Location] = {}
-        self._notices: list[Notice | None] = [None] * slots
         self._areas: list[Area | None] = [None] * slots
         self._lent: list[torch.Tensor | None] = [None] * slots
+        self._agreements = [call.agreement() for call in self._calls]
         #: The beginning of each record, for peers' lines to compare with.
         self.agreements: list[tuple[int, ...]] = [()] * slots
 
@@ -237,7 +238,8 @@ class OwnLine(ControlLine):
 
     def inline(self, slot: int, source: torch.Tensor) -> Location:
         """Copy ``source`` into the control memory."""
-        self._inline_view(slot, source.dtype, 0, source.numel()).copy_(source)
+        start = self._inline.address + self._inline_starts[slot]
+        memmove(start, source.data_ptr(), source.numel() * source.element_size())
         place = self._inline_places.get(source.dtype)
         if place is None:
             place = self._inline_places[source.dtype] = Location(Where.INLINE, source.dtype)
@@ -255,14 +257,12 @@ class OwnLine(ControlLine):
             lent: the data, if it is the caller's.
             area: where the data was copied, if not into the control memory.
         """
-        before = self._calls[slot]
-        if call.kind == before.kind and call[2:] == before[2:] and place == self._places[slot]:
-            self._numbers[slot][_SEQUENCE] = call.sequence
-            agreement = self.notice(slot).agreement
+        before, known = self._calls[slot], self._places[slot]
+        if (place is known or place == known) and call[0] == before[0] and call[2:] == before[2:]:
+            self._numbers[slot][_SEQUENCE] = call[1]
         else:
-            agreement = call.agreement()
+            self._agreements[slot] = call.agreement()
             self._write_all(slot, call, place)
-        self._notices[slot] = Notice(call, agreement, place.where == Where.WHOLE, place.piece)
         self._calls[slot], self._places[slot] = call, place
         self._lent[slot], self._areas[slot] = lent, area
         self._shown[slot] = None if area is None else area.views
@@ -286,6 +286,10 @@ class OwnLine(ControlLine):
         """Where the data published last in ``slot`` lies."""
         return self._places[slot]
 
+    def call(self, slot: int) -> Call:
+        """The call published last in ``slot``."""
+        return self._calls[slot]
+
     def withdraw(self, slot: int) -> None:
         """Forget the caller's tensor."""
         self._lent[slot] = None
@@ -298,9 +302,8 @@ class OwnLine(ControlLine):
 
     def notice(self, slot: int) -> Notice:
         """What was published last in ``slot``."""
-        notice = self._notices[slot]
-        assert notice is not None
-        return notice
+        place = self._places[slot]
+        return Notice(self._calls[slot], self._agreements[slot], place.where == Where.WHOLE, place.piece)
 
     def view(self, slot: int, start: int, stop: int) -> torch.Tensor:
         """See ``Line.view``."""
@@ -349,7 +352,7 @@ class PeerLine(ControlLine):
         place = self._own.place(slot)
         if place.segment:
             self._shown[slot] = self._mapped(place.segment, self.named).views
-        self._calls[slot], self._places[slot] = self._own.notice(slot).call, place
+        self._calls[slot], self._places[slot] = self._own.call(slot), place
 
     def notice(self, slot: int) -> Notice:
         """What was published last in ``slot``."""
