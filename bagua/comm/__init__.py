@@ -102,7 +102,7 @@ from bagua.comm.torch_backend.work import BackwardWatch as BackwardWatch, TorchW
 from bagua.comm.transports.memory.copying import copy_flat as copy_flat
 from bagua.comm.transports.registry import backend_refusal as backend_refusal
 from bagua.comm.transports.threads import FaultHook as FaultHook, RankKilled as RankKilled, inject_fault as inject_fault
-from bagua.comm.work import PendingWork as PendingWork
+from bagua.comm.work import JoinedWork as JoinedWork, PendingWork as PendingWork
 # isort: on
 
 __all__ = [

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from bagua.comm import Communicator, ProcessGroup, ReduceOp, Work, divide
+from bagua.comm import Communicator, JoinedWork, ProcessGroup, ReduceOp, Work, divide
 from bagua.compression import Codec, Metadata
 from bagua.primitives.hierarchical import on_leaders
 from bagua.primitives.memory import ReducerMemory, State
@@ -95,25 +95,9 @@ def _meet(
 
     work = communicator.sendrecv(received, tensor, turn.source, turn.destination, async_op=async_op)
     if work is not None:
-        return _FinishedWork(work, finish)
+        return JoinedWork([work], finish)
     finish()
     return None
-
-
-class _FinishedWork(Work):
-    """A work whose result is made by the thread that waits for it."""
-
-    def __init__(self, work: Work, finish: Callable[[], None]) -> None:
-        super().__init__()
-        self._work = work
-        self._finish = finish
-
-    def _complete(self, timeout_s: float | None) -> None:
-        self._work.wait(timeout_s)
-        self._finish()
-
-    def _poll(self) -> bool:
-        return self._work.is_completed()
 
 
 def _take_turn(turn: Turn, received: torch.Tensor, sent: torch.Tensor, communicator: Communicator) -> None:
