@@ -70,8 +70,8 @@ METHODS_OF_TORCH = {
 }
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
 LONGEST_FILE = 450
-# Classes that share a name: a name that Lightning fixes for both of its packages, and some that wait for another one.
-SHARED_NAMES = {"BaguaStrategy", "Progress", "Setting"}
+# Classes that share a name: the one that Lightning fixes for each of its packages.
+SHARED_NAMES = {"BaguaStrategy"}
 
 Rule = Callable[[list[SourceFile]], list[str]]
 

@@ -8,31 +8,31 @@ from typing import Any
 
 import torch
 
-from bagua.testing.contract.exercises import Exercise, Setting, several
+from bagua.testing.contract.exercises import CallSetting, Exercise, several
 from bagua.testing.reference import assert_same
 from tests.programs.native import assert_same_object, own_object
 from tests.programs.places import Place
 
-Begin = Callable[[Place, Setting], Exercise]
+Begin = Callable[[Place, CallSetting], Exercise]
 
 
-def _wait_later(s: Setting) -> bool:
+def _wait_later(s: CallSetting) -> bool:
     return bool(s.options.get("async_op"))
 
 
-def _at(p: Place, s: Setting, name: str, rank: int) -> dict[str, Any]:
+def _at(p: Place, s: CallSetting, name: str, rank: int) -> dict[str, Any]:
     """The argument that names ``rank`` of the group, as a global rank or as one in the group."""
     return {f"group_{name}": rank} if s.seed % 2 else {name: p.ranks[rank]}
 
 
-def _all_reduce(p: Place, s: Setting) -> Exercise:
+def _all_reduce(p: Place, s: CallSetting) -> Exercise:
     inputs = [s.own(rank) for rank in range(p.size)]
     tensor = s.place(inputs[p.rank], p)
     work = p.dist.all_reduce(tensor, s.op, p.group, _wait_later(s))
     return Exercise([work], lambda: s.assert_reduced(tensor, inputs, "all_reduce"), [tensor], [tensor])
 
 
-def _all_reduce_coalesced(p: Place, s: Setting) -> Exercise:
+def _all_reduce_coalesced(p: Place, s: CallSetting) -> Exercise:
     """Torch takes one dtype in such a call, so all parts have the first one's."""
     parts = [replace(part, dtype=s.dtype) for part in several(s)]
     tensors = [part.place(part.own(p.rank), p) for part in parts]
@@ -45,7 +45,7 @@ def _all_reduce_coalesced(p: Place, s: Setting) -> Exercise:
     return Exercise([work], check, tensors, tensors)
 
 
-def _reduce(p: Place, s: Setting) -> Exercise:
+def _reduce(p: Place, s: CallSetting) -> Exercise:
     inputs = [s.own(rank) for rank in range(p.size)]
     tensor = s.place(inputs[p.rank], p)
     work = p.dist.reduce(tensor, op=s.op, group=p.group, async_op=_wait_later(s), **_at(p, s, "dst", s.root))
@@ -59,28 +59,28 @@ def _reduce(p: Place, s: Setting) -> Exercise:
     return Exercise([work], check, [], [tensor])
 
 
-def _broadcast(p: Place, s: Setting) -> Exercise:
+def _broadcast(p: Place, s: CallSetting) -> Exercise:
     tensor = s.place(s.own(p.rank), p)
     work = p.dist.broadcast(tensor, group=p.group, async_op=_wait_later(s), **_at(p, s, "src", s.root))
     return Exercise([work], lambda: assert_same(tensor, s.own(s.root), "broadcast"), [tensor], [tensor])
 
 
-def _outputs(p: Place, s: Setting) -> list[torch.Tensor]:
+def _outputs(p: Place, s: CallSetting) -> list[torch.Tensor]:
     return [s.room(s.shape, p) for _ in range(p.size)]
 
 
-def _check_gathered(p: Place, s: Setting, outputs: list[torch.Tensor], what: str) -> None:
+def _check_gathered(p: Place, s: CallSetting, outputs: list[torch.Tensor], what: str) -> None:
     for rank, output in enumerate(outputs):
         assert_same(output, s.own(rank), f"{what} from rank {rank}")
 
 
-def _all_gather(p: Place, s: Setting) -> Exercise:
+def _all_gather(p: Place, s: CallSetting) -> Exercise:
     outputs, tensor = _outputs(p, s), s.place(s.own(p.rank), p)
     work = p.dist.all_gather(outputs, tensor, p.group, _wait_later(s))
     return Exercise([work], lambda: _check_gathered(p, s, outputs, "all_gather"), outputs, [*outputs, tensor])
 
 
-def _all_gather_single(p: Place, s: Setting) -> Exercise:
+def _all_gather_single(p: Place, s: CallSetting) -> Exercise:
     output, tensor = s.room((p.size, *s.shape), p), s.place(s.own(p.rank), p)
     work = p.dist.all_gather_single(output, tensor, p.group, _wait_later(s))
 
@@ -90,19 +90,19 @@ def _all_gather_single(p: Place, s: Setting) -> Exercise:
     return Exercise([work], check, [output], [output, tensor])
 
 
-def _gather(p: Place, s: Setting) -> Exercise:
+def _gather(p: Place, s: CallSetting) -> Exercise:
     outputs = _outputs(p, s) if p.rank == s.root else None
     tensor = s.place(s.own(p.rank), p)
     work = p.dist.gather(tensor, outputs, group=p.group, async_op=_wait_later(s), **_at(p, s, "dst", s.root))
     return Exercise([work], lambda: _check_gathered(p, s, outputs or [], "gather"), [], [*(outputs or []), tensor])
 
 
-def _parts(p: Place, s: Setting, rank: int) -> list[torch.Tensor]:
+def _parts(p: Place, s: CallSetting, rank: int) -> list[torch.Tensor]:
     """The numbers that ``rank`` has for each rank of the group."""
     return [replace(s, seed=s.seed + 100 * (1 + target)).own(rank) for target in range(p.size)]
 
 
-def _scatter(p: Place, s: Setting) -> Exercise:
+def _scatter(p: Place, s: CallSetting) -> Exercise:
     numbers = _parts(p, s, s.root)
     inputs = [s.place(one, p) for one in numbers] if p.rank == s.root else None
     output = s.room(s.shape, p)
@@ -110,7 +110,7 @@ def _scatter(p: Place, s: Setting) -> Exercise:
     return Exercise([work], lambda: assert_same(output, numbers[p.rank], "scatter"), [], [output, *(inputs or [])])
 
 
-def _reduce_scatter(p: Place, s: Setting) -> Exercise:
+def _reduce_scatter(p: Place, s: CallSetting) -> Exercise:
     inputs = [s.place(one, p) for one in _parts(p, s, p.rank)]
     output = s.room(s.shape, p)
     work = p.dist.reduce_scatter(output, inputs, s.op, p.group, _wait_later(s))
@@ -121,7 +121,7 @@ def _reduce_scatter(p: Place, s: Setting) -> Exercise:
     return Exercise([work], check, [], [output, *inputs])
 
 
-def _reduce_scatter_single(p: Place, s: Setting) -> Exercise:
+def _reduce_scatter_single(p: Place, s: CallSetting) -> Exercise:
     tensor, output = s.place(s.own(p.rank, p.size), p), s.room(s.shape, p)
     work = p.dist.reduce_scatter_single(output, tensor, s.op, p.group, _wait_later(s))
 
@@ -132,7 +132,7 @@ def _reduce_scatter_single(p: Place, s: Setting) -> Exercise:
     return Exercise([work], check, [], [output, tensor])
 
 
-def _uneven(p: Place, s: Setting, source: int) -> list[torch.Tensor]:
+def _uneven(p: Place, s: CallSetting, source: int) -> list[torch.Tensor]:
     """What ``source`` has for each rank, in rows of two: 0 to 3 of them."""
     counts = [(source + 2 * target + s.seed) % 4 for target in range(p.size)]
     return [
@@ -141,7 +141,7 @@ def _uneven(p: Place, s: Setting, source: int) -> list[torch.Tensor]:
     ]
 
 
-def _all_to_all(p: Place, s: Setting) -> Exercise:
+def _all_to_all(p: Place, s: CallSetting) -> Exercise:
     expected = [_uneven(p, s, source)[p.rank] for source in range(p.size)]
     outputs = [s.room(tuple(one.shape), p) for one in expected]
     inputs = [s.place(one, p) for one in _uneven(p, s, p.rank)]
@@ -154,7 +154,7 @@ def _all_to_all(p: Place, s: Setting) -> Exercise:
     return Exercise([work], check, [], [*outputs, *inputs])
 
 
-def _all_to_all_single(p: Place, s: Setting) -> Exercise:
+def _all_to_all_single(p: Place, s: CallSetting) -> Exercise:
     tensor, output = s.place(s.own(p.rank, p.size), p), s.room((p.size, *s.shape), p)
     work = p.dist.all_to_all_single(output, tensor, None, None, p.group, _wait_later(s))
 
@@ -165,7 +165,7 @@ def _all_to_all_single(p: Place, s: Setting) -> Exercise:
     return Exercise([work], check, [], [output, tensor])
 
 
-def _all_to_all_single_uneven(p: Place, s: Setting) -> Exercise:
+def _all_to_all_single_uneven(p: Place, s: CallSetting) -> Exercise:
     expected = [_uneven(p, s, source)[p.rank] for source in range(p.size)]
     own = _uneven(p, s, p.rank)
     received, sent = [len(one) for one in expected], [len(one) for one in own]
@@ -174,7 +174,7 @@ def _all_to_all_single_uneven(p: Place, s: Setting) -> Exercise:
     return Exercise([work], lambda: assert_same(output, torch.cat(expected), "uneven"), [], [output, tensor])
 
 
-def _line(p: Place, s: Setting, tags: tuple[int, int]) -> Exercise:
+def _line(p: Place, s: CallSetting, tags: tuple[int, int]) -> Exercise:
     """Each rank sends two messages to the next one, which asks for them in the order of ``tags``, backwards."""
     works: list[Any] = []
     inputs = [s.place(s.own(p.rank + 10 * number), p) for number in range(2)]
@@ -199,7 +199,7 @@ def _line(p: Place, s: Setting, tags: tuple[int, int]) -> Exercise:
     return Exercise(works, check, [], [*outputs, *inputs])
 
 
-def _batch(p: Place, s: Setting) -> Exercise:
+def _batch(p: Place, s: CallSetting) -> Exercise:
     """Around a ring, all messages at once, receives and sends in either order."""
     if p.size == 1:
         return Exercise([], lambda: None, [], [])
@@ -219,7 +219,7 @@ def _of_objects(check: Callable[[], None]) -> Exercise:
     return Exercise([], check, [], [])
 
 
-def _all_gather_object(p: Place, s: Setting) -> Exercise:
+def _all_gather_object(p: Place, s: CallSetting) -> Exercise:
     found = [None] * p.size
     p.dist.all_gather_object(found, own_object(s, p.rank), p.group)
     expected = [own_object(s, rank) for rank in range(p.size)]
@@ -230,28 +230,28 @@ def _check_list(p: Place, found: list[Any], expected: list[Any], what: str) -> N
     assert_same_object(found, [None] * len(found) if p.outside else expected, what)
 
 
-def _broadcast_object_list(p: Place, s: Setting) -> Exercise:
+def _broadcast_object_list(p: Place, s: CallSetting) -> Exercise:
     sent = [own_object(s, s.root), "and", own_object(s, s.root + 1)]
     found = list(sent) if p.rank == s.root and not p.outside else [None] * 3
     p.dist.broadcast_object_list(found, group=p.group, **_at(p, s, "src", s.root))
     return _of_objects(lambda: _check_list(p, found, sent, "broadcast_object_list"))
 
 
-def _gather_object(p: Place, s: Setting) -> Exercise:
+def _gather_object(p: Place, s: CallSetting) -> Exercise:
     found = [None] * p.size if p.rank == s.root else None
     p.dist.gather_object(own_object(s, p.rank), found, group=p.group, **_at(p, s, "dst", s.root))
     expected = [own_object(s, rank) for rank in range(p.size)]
     return _of_objects(lambda: found is None or _check_list(p, found, expected, "gather_object"))
 
 
-def _scatter_object_list(p: Place, s: Setting) -> Exercise:
+def _scatter_object_list(p: Place, s: CallSetting) -> Exercise:
     found: list[Any] = [None]
     given = [own_object(s, rank) for rank in range(p.size)] if p.rank == s.root else None
     p.dist.scatter_object_list(found, given, group=p.group, **_at(p, s, "src", s.root))
     return _of_objects(lambda: _check_list(p, found, [own_object(s, p.rank)], "scatter_object_list"))
 
 
-def _messages_of_objects(p: Place, s: Setting) -> Exercise:
+def _messages_of_objects(p: Place, s: CallSetting) -> Exercise:
     found, expected = [None, None], [None, None]
     if p.rank:
         source = p.dist.recv_object_list(found, group=p.group, **_at(p, s, "src", p.rank - 1))

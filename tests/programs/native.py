@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from bagua.comm import Communicator
-from bagua.testing.contract.exercises import EXERCISES, Begin, Exercise, Setting
+from bagua.testing.contract.exercises import EXERCISES, Begin, CallSetting, Exercise
 from bagua.testing.reference import REDUCED, assert_same, values
 
 
-def own_object(s: Setting, rank: int) -> dict[str, Any]:
+def own_object(s: CallSetting, rank: int) -> dict[str, Any]:
     """An object that differs in size and content from rank to rank."""
     name = "rank" * (1 + (rank + s.seed) % 3) + str(rank)
     return {"name": name, "numbers": s.own(rank), "more": (rank, [None, rank / 3, b"\0" * rank], {True: "x"})}
@@ -38,7 +38,7 @@ def assert_same_object(actual: Any, expected: Any, message: str) -> None:
 def _objects(kind: str) -> Begin:
     """A collective on objects: what it is called with, and what it shall give."""
 
-    def begin(comm: Communicator, s: Setting) -> Exercise:
+    def begin(comm: Communicator, s: CallSetting) -> Exercise:
         everyone = [own_object(s, rank) for rank in range(comm.size)]
         at_root = comm.rank == s.root
         if kind == "broadcast_object":
@@ -57,7 +57,7 @@ def _objects(kind: str) -> Begin:
     return begin
 
 
-def _of_objects(found: Any, expected: Any, kind: str, s: Setting) -> Exercise:
+def _of_objects(found: Any, expected: Any, kind: str, s: CallSetting) -> Exercise:
     """An exercise whose result is an object; a call returns a work for it, or the object itself."""
     works = [found] if s.options.get("async_op") else []
 
@@ -67,7 +67,7 @@ def _of_objects(found: Any, expected: Any, kind: str, s: Setting) -> Exercise:
     return Exercise(works, check, [], [])
 
 
-def _messages_of_objects(comm: Communicator, s: Setting) -> Exercise:
+def _messages_of_objects(comm: Communicator, s: CallSetting) -> Exercise:
     """From each even rank to the next one: two calls of a rank would have to wait for each other."""
     other = comm.rank ^ 1
     if other >= comm.size:
@@ -77,7 +77,7 @@ def _messages_of_objects(comm: Communicator, s: Setting) -> Exercise:
     return _of_objects(comm.send_object(own_object(s, comm.rank), other, **s.options), None, "send_object", s)
 
 
-def _overlapping(comm: Communicator, s: Setting) -> Exercise:
+def _overlapping(comm: Communicator, s: CallSetting) -> Exercise:
     """Output and input at drawn places of one buffer; what is neither must stay."""
     size, rank, share = comm.size, comm.rank, s.seed % 7
     kind = ("allgather", "alltoall", "sendrecv", "reduce_scatter")[s.seed % (4 if s.dtype in REDUCED else 3)]
@@ -114,7 +114,7 @@ def _overlapping(comm: Communicator, s: Setting) -> Exercise:
 
 def _plain(begin: Begin) -> Begin:
     """The exercise on tensors that are as plain as can be, and hold what is reduced in every dtype."""
-    plain = Setting()
+    plain = CallSetting()
     return lambda comm, s: begin(comm, replace(s, present=plain.present, op=plain.op))
 
 

@@ -19,7 +19,7 @@ import torch
 
 import bagua.comm
 from bagua.comm.objects import as_bytes
-from bagua.testing.contract.exercises import Exercise, Setting, as_it_is
+from bagua.testing.contract.exercises import CallSetting, Exercise, as_it_is
 from bagua.testing.contract.results import (
     as_leaf,
     conjugated,
@@ -68,7 +68,7 @@ class Step:
     face: Face
     kind: str
     place: int
-    setting: Setting
+    setting: CallSetting
     late: int | None = None
 
 
@@ -160,7 +160,7 @@ def _step(choose: Choose, program: Program, face: Face) -> Step:
         # Torch has no such reduction of complex numbers, whatever the backend.
         pairs = [pair for pair in PAIRS if face != "torch" or not (pair[1].is_complex and "PRODUCT" in str(pair[0]))]
         op, dtype = choose(f"pair {face} {several}", pairs)
-    setting = Setting(
+    setting = CallSetting(
         shape=choose("shape", SHAPES),
         dtype=dtype,
         op=op,
@@ -251,12 +251,12 @@ class _Run:
             assert (work is not None) is bool(setting.options), f"{step.kind} returned {work}"
         return exercise
 
-    def _call(self, step: Step, setting: Setting, place: Place) -> Exercise:
+    def _call(self, step: Step, setting: CallSetting, place: Place) -> Exercise:
         if step.face == "native":
             return native.NATIVE[step.kind](place.communicator, setting)
         return mirror.MIRROR[step.kind](place, setting)
 
-    def _outside(self, step: Step, setting: Setting, place: Place) -> Exercise:
+    def _outside(self, step: Step, setting: CallSetting, place: Place) -> Exercise:
         """The call of a rank that is no member: it returns at once, and leaves all tensors as they are."""
         # Torch refuses some of these calls, where a rank is named.
         if step.face != "mirror" or step.kind == "barrier" or "messages" in step.kind:

@@ -9,7 +9,7 @@ from typing import Protocol
 from typing_extensions import Self
 
 from bagua.checks import install_command
-from bagua.cli.demo.training import LAST_STEPS, Phase, Progress, Result
+from bagua.cli.demo.training import LAST_STEPS, Phase, Result, TrainingProgress
 
 __all__ = ["Display", "PlainDisplay", "RichDisplay", "choose_display", "draw_losses", "table"]
 
@@ -56,7 +56,7 @@ class PlainDisplay:
         """Print a phase, and every so many steps the step."""
         if isinstance(report, Phase):
             print(report.name, flush=True)
-        if isinstance(report, Progress) and (report.step % self.every == 0 or report.step == self.steps):
+        if isinstance(report, TrainingProgress) and (report.step % self.every == 0 or report.step == self.steps):
             print(f"step {report.step:>5}/{self.steps}  {progress_text(report)}", flush=True)
 
     def __enter__(self) -> Self:
@@ -92,7 +92,7 @@ class RichDisplay:
         """Move the bar, or say what is being done."""
         if isinstance(report, Phase):
             self.bar.update(self.task, description=report.name)
-        if isinstance(report, Progress):
+        if isinstance(report, TrainingProgress):
             self.bar.update(self.task, completed=report.step, numbers=progress_text(report))
 
     def __enter__(self) -> Self:
@@ -105,7 +105,7 @@ class RichDisplay:
         self.bar.stop()
 
 
-def progress_text(progress: Progress) -> str:
+def progress_text(progress: TrainingProgress) -> str:
     """One step in a few words."""
     learned = f"loss {progress.loss:.3f}  {progress.tokens_per_s:,.0f} tokens/s"
     return f"{learned}  {progress.sent_bytes / 1e6:.2f} MB sent  {progress.exposed:.0%} waiting"

@@ -20,7 +20,7 @@ from bagua.cli.launch import Rank
 from bagua.parallel import BaguaModule
 from bagua.parallel.decentralized import DecentralizedDataParallel
 
-__all__ = ["DECENTRALIZED", "Phase", "Progress", "Result", "Settings", "train"]
+__all__ = ["DECENTRALIZED", "Phase", "Result", "Settings", "TrainingProgress", "train"]
 
 #: Not an algorithm of the engine but a wrapper of its own, under a name like theirs.
 DECENTRALIZED = "decentralized_data_parallel"
@@ -67,7 +67,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """Rank 0 has finished a step; reported while it runs.
 
     Args:
@@ -302,7 +302,7 @@ def train_together(rank: Rank, trainer: Trainer) -> tuple[list[float], list[floa
         stood_before, stood = stood, standing_s()
         if rank.rank == 0:
             exposed = (stood - stood_before) / seconds[-1]
-            rank.report(Progress(step, losses[-1], tokens / seconds[-1], sent - before, exposed))
+            rank.report(TrainingProgress(step, losses[-1], tokens / seconds[-1], sent - before, exposed))
     return losses, seconds, sent - first_bytes
 
 

@@ -17,7 +17,7 @@ from bagua.errors import (
     InvalidTensorError,
 )
 from bagua.testing.contract.base import ContractBase
-from bagua.testing.contract.exercises import Setting, communicator, home, perform
+from bagua.testing.contract.exercises import CallSetting, communicator, home, perform
 from bagua.testing.ranks import RankPool
 from bagua.testing.reference import LEGAL, REDUCED, assert_same, values
 
@@ -87,7 +87,7 @@ def try_meaningless_reductions() -> None:
     for unknown in ("sum", None, 17, ReduceOp.PREMUL_SUM):
         for call in reductions(tensor, unknown):
             expect(call, InvalidReduceOpError, "op")
-    perform("allreduce", comm, Setting())
+    perform("allreduce", comm, CallSetting())
 
 
 def reductions(tensor: torch.Tensor, op: Any) -> list[Callable[[Communicator], Any]]:
@@ -119,7 +119,7 @@ def try_wrong_tensors() -> None:
     expect(lambda c: c.allreduce_coalesced(good), InvalidTensorError, "tensors")  # type: ignore[arg-type]
     expect(lambda c: c.broadcast_coalesced(good), InvalidTensorError, "tensors")  # type: ignore[arg-type]
     assert good.tolist() == [1.0] * comm.size
-    perform("allreduce", comm, Setting())
+    perform("allreduce", comm, CallSetting())
 
 
 def calls_with(bad: Any, good: torch.Tensor, other: int) -> list[Refused]:
@@ -187,7 +187,7 @@ def try_wrong_ranks() -> None:
         expect(lambda c: c.sendrecv(tensor, tensor.clone(), c.rank, other), InvalidRankError, "src")
         expect(lambda c: c.sendrecv(tensor, tensor.clone(), other, c.rank), InvalidRankError, "dst")
     assert tensor.tolist() == [1.0, 1.0]
-    perform("allreduce", comm, Setting())
+    perform("allreduce", comm, CallSetting())
 
 
 def calls_to(bad: Any, tensor: torch.Tensor) -> list[Refused]:
@@ -242,7 +242,7 @@ def try_wrong_sizes() -> None:
     for case in refused:
         expect(*case)
     assert share.tolist() + whole.tolist() == [1.0] * (3 + 3 * size)
-    perform("allreduce", comm, Setting())
+    perform("allreduce", comm, CallSetting())
 
 
 def try_wrong_timeouts() -> None:
@@ -252,7 +252,7 @@ def try_wrong_timeouts() -> None:
         for case in calls_within(bad, tensor):
             expect(*case)
     assert tensor.tolist() == [1.0, 1.0]
-    perform("allreduce", comm, Setting())
+    perform("allreduce", comm, CallSetting())
 
 
 def calls_within(bad: Any, tensor: torch.Tensor) -> list[Refused]:
@@ -270,7 +270,7 @@ def use_endless_timeouts() -> None:
         for async_op in (False, True):
             options = {"timeout": timeout, "async_op": async_op}
             for kind in ("allreduce", "allgather", "barrier"):
-                perform(kind, communicator(), Setting(options=options))
+                perform(kind, communicator(), CallSetting(options=options))
         work = communicator().barrier(async_op=True)
         assert work is not None
         assert work.wait(timeout)
@@ -290,9 +290,9 @@ def try_unknown_options() -> None:
         except TypeError:
             continue
         raise AssertionError("an unknown option was swallowed")
-    perform("allreduce", comm, Setting())
+    perform("allreduce", comm, CallSetting())
 
 
 def use_timedelta() -> None:
-    perform("allreduce", communicator(), Setting(options={"timeout": timedelta(seconds=5)}))
-    perform("allreduce", communicator(), Setting(options={"timeout": 5}))
+    perform("allreduce", communicator(), CallSetting(options={"timeout": timedelta(seconds=5)}))
+    perform("allreduce", communicator(), CallSetting(options={"timeout": 5}))

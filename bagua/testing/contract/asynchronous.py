@@ -11,7 +11,7 @@ import torch
 import bagua.comm
 from bagua.comm import Work
 from bagua.testing.contract.base import ContractBase
-from bagua.testing.contract.exercises import EXERCISES, Exercise, Setting, communicator, home, perform
+from bagua.testing.contract.exercises import EXERCISES, CallSetting, Exercise, communicator, home, perform
 from bagua.testing.ranks import RankPool
 
 __all__ = ["AsynchronousContract"]
@@ -54,7 +54,7 @@ class AsynchronousContract(ContractBase):
         pool.run(cross_two_communicators, size=self.size)
 
 
-def start(kind: str, setting: Setting) -> Exercise:
+def start(kind: str, setting: CallSetting) -> Exercise:
     exercise = EXERCISES[kind](communicator(), setting.with_options(async_op=True))
     assert all(isinstance(work, Work) for work in exercise.works), f"{kind} returned {exercise.works}"
     return exercise
@@ -72,15 +72,15 @@ def finish(exercise: Exercise) -> None:
 
 def exercise_asynchronously() -> None:
     for kind in EXERCISES:
-        finish(start(kind, Setting(shape=(4,))))
-        finish(start(kind, Setting(shape=(4,)).with_options(timeout=PATIENCE_S)))
+        finish(start(kind, CallSetting(shape=(4,))))
+        finish(start(kind, CallSetting(shape=(4,)).with_options(timeout=PATIENCE_S)))
 
 
 def wait_backwards() -> None:
     """Seven started calls of all sizes; the last is waited for first."""
     kinds = ("allreduce", "broadcast", "allreduce", "allgather", "reduce_scatter", "barrier", "allreduce")
-    exercises = [start(kind, Setting(shape=(10**i,), seed=i + 1)) for i, kind in enumerate(kinds[:6])]
-    exercises.append(start(kinds[6], Setting(seed=9)))
+    exercises = [start(kind, CallSetting(shape=(10**i,), seed=i + 1)) for i, kind in enumerate(kinds[:6])]
+    exercises.append(start(kinds[6], CallSetting(seed=9)))
     for exercise in reversed(exercises):
         finish(exercise)
 
@@ -89,16 +89,16 @@ def mix_with_synchronous() -> None:
     comm = communicator()
     tensor = torch.ones(100_000, device=home(comm))
     work = comm.allreduce(tensor, async_op=True)
-    perform("allreduce", comm, Setting(seed=5))
+    perform("allreduce", comm, CallSetting(seed=5))
     assert work is not None
     work.wait()
     assert bool((tensor == comm.size).all())
-    coalesced = start("allreduce_coalesced", Setting(seed=6))
-    perform("broadcast_coalesced", comm, Setting(seed=7))
-    perform("allreduce", comm, Setting(seed=8))
+    coalesced = start("allreduce_coalesced", CallSetting(seed=6))
+    perform("broadcast_coalesced", comm, CallSetting(seed=7))
+    perform("allreduce", comm, CallSetting(seed=8))
     finish(coalesced)
     obj = comm.allgather_object(comm.rank, async_op=True)
-    perform("allreduce", comm, Setting(seed=9))
+    perform("allreduce", comm, CallSetting(seed=9))
     assert obj.result() == list(range(comm.size))
 
 
@@ -127,7 +127,7 @@ def use_all_of_work() -> None:
 def return_values_of_calls() -> None:
     comm = communicator()
     for kind in EXERCISES:
-        exercise = EXERCISES[kind](comm, Setting())
+        exercise = EXERCISES[kind](comm, CallSetting())
         assert all(work is None for work in exercise.works), f"{kind} returned {exercise.works}"
         exercise.check()
 
@@ -171,7 +171,7 @@ def use_and_close_a_group() -> None:
     group = bagua.comm.get_default_group().duplicate()
     comm = group.global_communicator
     for options in ({}, {"async_op": True}):
-        exercise = EXERCISES["allreduce"](comm, Setting(options=options))
+        exercise = EXERCISES["allreduce"](comm, CallSetting(options=options))
         finish(exercise)
     communicator().barrier()
     group.close()
@@ -191,7 +191,7 @@ def cross_two_communicators() -> None:
         if one.rank % 2:
             order.reverse()
         exercises = [
-            EXERCISES["allreduce"](comm, Setting(shape=(1000,), seed=number, options={"async_op": True}))
+            EXERCISES["allreduce"](comm, CallSetting(shape=(1000,), seed=number, options={"async_op": True}))
             for comm, number in order
         ]
         for exercise in exercises:
@@ -199,4 +199,4 @@ def cross_two_communicators() -> None:
     assert one.stats()["allreduce"].calls == 5
     assert other.stats()["allreduce"].calls == 5
     other.close()
-    perform("allreduce", one, Setting())
+    perform("allreduce", one, CallSetting())

@@ -12,7 +12,7 @@ import torch
 from bagua.comm import Communicator, ReduceOp
 from bagua.errors import BaguaError, CollectiveMismatchError, CommunicationError, CommunicatorClosedError
 from bagua.testing.contract.base import ContractBase
-from bagua.testing.contract.exercises import Setting, communicator, home, perform
+from bagua.testing.contract.exercises import CallSetting, communicator, home, perform
 from bagua.testing.contract.failures import CULPRIT, GRACE_S, SOON_S, caught
 from bagua.testing.ranks import RankPool
 
@@ -81,7 +81,7 @@ def _finish(work: Any) -> None:
 
 def disagree(disagreement: str) -> tuple[BaguaError, str]:
     comm = communicator()
-    perform("allreduce", comm, Setting())
+    perform("allreduce", comm, CallSetting())
     call, name, tensor = other_call(comm, disagreement)
     error, seconds = caught(call)
     assert bool((tensor == 3.0).all()), "ranks that disagree got a result"
@@ -94,7 +94,7 @@ def disagree(disagreement: str) -> tuple[BaguaError, str]:
 def disagree_in_pairs(way: str, deadline_s: float) -> BaguaError | None:
     """Rank 0 and the culprit want different things of each other; the others may notice."""
     comm = communicator()
-    perform("allreduce", comm, Setting())
+    perform("allreduce", comm, CallSetting())
     tensor = torch.full((4,), 3.0, device=home(comm))
     dtype = torch.float64 if way == "message_type" else torch.float32
     other = torch.full((4 if way == "message_type" else 5,), 3.0, dtype=dtype, device=home(comm))

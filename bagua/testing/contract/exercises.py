@@ -16,7 +16,7 @@ import bagua.comm
 from bagua.comm import Communicator, ReduceOp, Work
 from bagua.testing.reference import LEGAL, assert_rounded_once, assert_same, garbage, reduced, values
 
-__all__ = ["EXERCISES", "TENSOR_KINDS", "Exercise", "Setting", "communicator", "home", "perform", "several"]
+__all__ = ["EXERCISES", "TENSOR_KINDS", "CallSetting", "Exercise", "communicator", "home", "perform", "several"]
 
 
 def communicator() -> Communicator:
@@ -37,7 +37,7 @@ def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Setting:
+class CallSetting:
     """How an exercise is done.
 
     Attributes:
@@ -81,7 +81,7 @@ class Setting:
         else:
             assert_same(actual, expected, message, rounding_steps=len(inputs))
 
-    def with_options(self, **options: Any) -> Setting:
+    def with_options(self, **options: Any) -> CallSetting:
         """The same with other options of the call."""
         return replace(self, options={**self.options, **options})
 
@@ -102,10 +102,10 @@ class Exercise(NamedTuple):
     touched: list[torch.Tensor]
 
 
-Begin = Callable[[Communicator, Setting], Exercise]
+Begin = Callable[[Communicator, CallSetting], Exercise]
 
 
-def perform(kind: str, comm: Communicator, setting: Setting) -> Exercise:
+def perform(kind: str, comm: Communicator, setting: CallSetting) -> Exercise:
     """Do the exercise ``kind``, wait for it, and check the result."""
     exercise = EXERCISES[kind](comm, setting)
     for work in exercise.works:
@@ -115,12 +115,12 @@ def perform(kind: str, comm: Communicator, setting: Setting) -> Exercise:
     return exercise
 
 
-def _describe(kind: str, comm: Communicator, s: Setting) -> str:
+def _describe(kind: str, comm: Communicator, s: CallSetting) -> str:
     what = f"{kind} of {tuple(s.shape)} {s.dtype} {s.op} root {s.root}"
     return f"{what} {s.present.__name__} on rank {comm.rank} of {comm.size}"
 
 
-def _allreduce(comm: Communicator, s: Setting) -> Exercise:
+def _allreduce(comm: Communicator, s: CallSetting) -> Exercise:
     inputs = [s.own(rank) for rank in range(comm.size)]
     tensor = s.place(inputs[comm.rank], comm)
     work = comm.allreduce(tensor, s.op, **s.options)
@@ -131,7 +131,7 @@ def _allreduce(comm: Communicator, s: Setting) -> Exercise:
     return Exercise([work], check, [tensor], [tensor])
 
 
-def _reduce(comm: Communicator, s: Setting) -> Exercise:
+def _reduce(comm: Communicator, s: CallSetting) -> Exercise:
     inputs = [s.own(rank) for rank in range(comm.size)]
     tensor = s.place(inputs[comm.rank], comm)
     work = comm.reduce(tensor, s.root, s.op, **s.options)
@@ -146,7 +146,7 @@ def _reduce(comm: Communicator, s: Setting) -> Exercise:
     return Exercise([work], check, [], [tensor])
 
 
-def _broadcast(comm: Communicator, s: Setting) -> Exercise:
+def _broadcast(comm: Communicator, s: CallSetting) -> Exercise:
     tensor = s.place(s.own(comm.rank), comm)
     work = comm.broadcast(tensor, s.root, **s.options)
 
@@ -156,7 +156,7 @@ def _broadcast(comm: Communicator, s: Setting) -> Exercise:
     return Exercise([work], check, [tensor], [tensor])
 
 
-def _allgather(comm: Communicator, s: Setting) -> Exercise:
+def _allgather(comm: Communicator, s: CallSetting) -> Exercise:
     output = s.room((comm.size, *s.shape), comm)
     tensor = s.place(s.own(comm.rank), comm)
     work = comm.allgather(output, tensor, **s.options)
@@ -169,7 +169,7 @@ def _allgather(comm: Communicator, s: Setting) -> Exercise:
     return Exercise([work], check, [output], [output, tensor])
 
 
-def _gather(comm: Communicator, s: Setting) -> Exercise:
+def _gather(comm: Communicator, s: CallSetting) -> Exercise:
     receives = comm.rank == s.root
     output = s.room((comm.size, *s.shape), comm) if receives else None
     tensor = s.place(s.own(comm.rank), comm)
@@ -184,7 +184,7 @@ def _gather(comm: Communicator, s: Setting) -> Exercise:
     return Exercise([work], check, [], [tensor] if output is None else [output, tensor])
 
 
-def _scatter(comm: Communicator, s: Setting) -> Exercise:
+def _scatter(comm: Communicator, s: CallSetting) -> Exercise:
     output = s.room(s.shape, comm)
     sends = comm.rank == s.root
     tensor = s.place(s.own(s.root, comm.size), comm) if sends else None
@@ -199,7 +199,7 @@ def _scatter(comm: Communicator, s: Setting) -> Exercise:
     return Exercise([work], check, [], [output] if tensor is None else [output, tensor])
 
 
-def _reduce_scatter(comm: Communicator, s: Setting) -> Exercise:
+def _reduce_scatter(comm: Communicator, s: CallSetting) -> Exercise:
     inputs = [s.own(rank, comm.size) for rank in range(comm.size)]
     output = s.room(s.shape, comm)
     tensor = s.place(inputs[comm.rank], comm)
@@ -213,7 +213,7 @@ def _reduce_scatter(comm: Communicator, s: Setting) -> Exercise:
     return Exercise([work], check, [], [output, tensor])
 
 
-def _alltoall(comm: Communicator, s: Setting) -> Exercise:
+def _alltoall(comm: Communicator, s: CallSetting) -> Exercise:
     inputs = [s.own(rank, comm.size) for rank in range(comm.size)]
     output = s.room((comm.size, *s.shape), comm)
     tensor = s.place(inputs[comm.rank], comm)
@@ -227,7 +227,7 @@ def _alltoall(comm: Communicator, s: Setting) -> Exercise:
     return Exercise([work], check, [], [output, tensor])
 
 
-def _alltoall_v(comm: Communicator, s: Setting) -> Exercise:
+def _alltoall_v(comm: Communicator, s: CallSetting) -> Exercise:
     """Shares of 0 to 3 elements, so that some ranks send nothing to some."""
     counts = [[(i + 2 * j + s.seed) % 4 if s.shape != (0,) else 0 for j in range(comm.size)] for i in range(comm.size)]
     inputs = [replace(s, shape=(sum(row),)).own(rank) for rank, row in enumerate(counts)]
@@ -245,7 +245,7 @@ def _alltoall_v(comm: Communicator, s: Setting) -> Exercise:
     return Exercise([work], check, [], [output, tensor])
 
 
-def _sendrecv(comm: Communicator, s: Setting) -> Exercise:
+def _sendrecv(comm: Communicator, s: CallSetting) -> Exercise:
     """Around a ring."""
     before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
     output = s.room(s.shape, comm)
@@ -260,7 +260,7 @@ def _sendrecv(comm: Communicator, s: Setting) -> Exercise:
     return Exercise([work], check, [], [output, tensor])
 
 
-def _send_and_recv(comm: Communicator, s: Setting) -> Exercise:
+def _send_and_recv(comm: Communicator, s: CallSetting) -> Exercise:
     """Along a line: each rank receives from the one before it, then sends to the next, twice."""
     works: list[Work | None] = []
     received: list[torch.Tensor] = []
@@ -283,11 +283,11 @@ def _send_and_recv(comm: Communicator, s: Setting) -> Exercise:
     return Exercise(works, check, [], [*received, *sent])
 
 
-def _barrier(comm: Communicator, s: Setting) -> Exercise:
+def _barrier(comm: Communicator, s: CallSetting) -> Exercise:
     return Exercise([comm.barrier(**s.options)], lambda: None, [], [])
 
 
-def several(s: Setting) -> list[Setting]:
+def several(s: CallSetting) -> list[CallSetting]:
     """Four settings with two dtypes, in an order that mixes them; two of them differ in their numbers only."""
     dtypes = next(dtypes for op, dtypes in LEGAL if op == s.op)
     other = dtypes[(dtypes.index(s.dtype) + 1) % len(dtypes)] if s.dtype in dtypes else torch.int32
@@ -295,7 +295,7 @@ def several(s: Setting) -> list[Setting]:
     return [s, replace(s, dtype=other, shape=(4,), seed=s.seed + 1), *again]
 
 
-def _allreduce_coalesced(comm: Communicator, s: Setting) -> Exercise:
+def _allreduce_coalesced(comm: Communicator, s: CallSetting) -> Exercise:
     parts = several(s)
     tensors = [part.place(part.own(comm.rank), comm) for part in parts]
     work = comm.allreduce_coalesced(tensors, s.op, **s.options)
@@ -308,7 +308,7 @@ def _allreduce_coalesced(comm: Communicator, s: Setting) -> Exercise:
     return Exercise([work], check, tensors, tensors)
 
 
-def _broadcast_coalesced(comm: Communicator, s: Setting) -> Exercise:
+def _broadcast_coalesced(comm: Communicator, s: CallSetting) -> Exercise:
     parts = several(s)
     tensors = [part.place(part.own(comm.rank), comm) for part in parts]
     work = comm.broadcast_coalesced(tensors, s.root, **s.options)

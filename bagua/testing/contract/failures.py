@@ -22,7 +22,7 @@ from bagua.errors import (
     PeerLostError,
 )
 from bagua.testing.contract.base import ContractBase
-from bagua.testing.contract.exercises import EXERCISES, Setting, communicator, home, perform
+from bagua.testing.contract.exercises import EXERCISES, CallSetting, communicator, home, perform
 from bagua.testing.ranks import RankPool, die, fall_silent
 
 __all__ = ["FailuresContract", "caught"]
@@ -188,7 +188,7 @@ class FailuresContract(ContractBase):
 def lose_a_rank(kind: str, way: str, deadline_s: float) -> tuple[Caught, Caught]:
     """The survivors' errors: of the call in which a rank is missing (or the one after it), and of the next."""
     comm = communicator()
-    setting = Setting(shape=(1000,), root=CULPRIT)
+    setting = CallSetting(shape=(1000,), root=CULPRIT)
     perform("allreduce", comm, setting)
     perform(kind, comm, setting)
     comm.barrier()
@@ -202,7 +202,7 @@ def lose_a_rank(kind: str, way: str, deadline_s: float) -> tuple[Caught, Caught]
         assert kind in NEEDS_SOME, f"{kind} succeeded without rank {CULPRIT}"
         first = caught(lambda: comm.barrier(timeout=deadline_s))
     assert not comm.usable
-    return first, caught(lambda: perform("allreduce", comm, Setting()))
+    return first, caught(lambda: perform("allreduce", comm, CallSetting()))
 
 
 def lose_a_rank_asynchronously(deadline_s: float) -> None:
@@ -233,7 +233,7 @@ def lose_a_rank_asynchronously(deadline_s: float) -> None:
 
 def come_late(kind: str, deadline_s: float) -> Caught:
     comm = communicator()
-    perform("allreduce", comm, Setting())
+    perform("allreduce", comm, CallSetting())
     late = comm.rank == CULPRIT
     if late:
         wait_until_said("gave up", 1)
@@ -254,13 +254,13 @@ def come_just_in_time() -> None:
     for kind in ("allreduce", "broadcast", "barrier"):
         if comm.rank == CULPRIT:
             time.sleep(0.4)
-        perform(kind, comm, Setting(options={"timeout": 20.0}))
+        perform(kind, comm, CallSetting(options={"timeout": 20.0}))
 
 
 def time_out_with_facts(deadline_s: float) -> BaguaError:
     comm = communicator()
     for kind in ("broadcast", "barrier", "allreduce"):
-        perform(kind, comm, Setting())
+        perform(kind, comm, CallSetting())
     if comm.rank == CULPRIT:
         wait_until_said("gave up", 1)
     tensor = torch.ones(3, dtype=torch.float64, device=home(comm))
@@ -272,7 +272,7 @@ def time_out_with_facts(deadline_s: float) -> BaguaError:
 def wait_with_timeout() -> Caught:
     """Rank 0 loses patience; the others would have waited for much longer."""
     comm = communicator()
-    perform("allreduce", comm, Setting())
+    perform("allreduce", comm, CallSetting())
     if comm.rank == CULPRIT:
         wait_until_said("gave up", 1)
     work = comm.allreduce(torch.ones(3, device=home(comm)), async_op=True, timeout=PATIENT_S)
@@ -289,7 +289,7 @@ def wait_with_timeout() -> Caught:
 def abort_from_thread() -> Caught:
     """All wait for the culprit, until a thread of rank 0 ends that."""
     comm = communicator()
-    perform("allreduce", comm, Setting())
+    perform("allreduce", comm, CallSetting())
     if comm.rank == CULPRIT:
         wait_until_said("gave up", 1)
     if comm.rank == 0:
@@ -326,12 +326,12 @@ def use_from_two_threads() -> None:
         signals.recv(flag, 0)
         comm.send(tensor + 7.0, 0)
     assert comm.usable
-    perform("allreduce", comm, Setting())
+    perform("allreduce", comm, CallSetting())
 
 
 def close_twice() -> None:
     comm = bagua.comm.get_default_group().duplicate().global_communicator
-    perform("allreduce", comm, Setting())
+    perform("allreduce", comm, CallSetting())
     comm.barrier()
     comm.close()
     comm.close()
@@ -339,20 +339,20 @@ def close_twice() -> None:
     for kind in EXERCISES:
         if kind == "send_and_recv" and comm.size == 1:
             continue  # a line of one rank has no messages
-        error = caught(partial(EXERCISES[kind], comm, Setting())).error
+        error = caught(partial(EXERCISES[kind], comm, CallSetting())).error
         assert isinstance(error, CommunicatorClosedError), f"{kind} on a closed communicator: {error!r}"
     assert isinstance(caught(lambda: comm.broadcast_object(1)).error, CommunicatorClosedError)
     comm.abort("after the end")
-    perform("allreduce", communicator(), Setting())
+    perform("allreduce", communicator(), CallSetting())
 
 
 def break_one_of_two() -> None:
     comm = bagua.comm.get_default_group().duplicate().global_communicator
-    perform("allreduce", comm, Setting())
+    perform("allreduce", comm, CallSetting())
     communicator().barrier()
     comm.abort("to see what happens to the other")
     assert isinstance(caught(comm.barrier).error, CommunicatorClosedError)
-    perform("allreduce", communicator(), Setting())
+    perform("allreduce", communicator(), CallSetting())
     comm.close()
 
 

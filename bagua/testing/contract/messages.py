@@ -8,7 +8,7 @@ import bagua.comm
 from bagua.comm import Communicator
 from bagua.errors import CollectiveTimeoutError, CommunicationError, InvalidRankError, TransportUnavailableError
 from bagua.testing.contract.base import ContractBase
-from bagua.testing.contract.exercises import Setting, communicator, home, perform
+from bagua.testing.contract.exercises import CallSetting, communicator, home, perform
 from bagua.testing.contract.failures import GRACE_S, caught, say, wait_until_said
 from bagua.testing.ranks import RankPool
 from bagua.testing.reference import assert_same
@@ -59,7 +59,7 @@ def receive_from_all() -> None:
         else:
             comm.send(torch.full((3,), float(comm.rank), device=home(comm)), 0)
         comm.barrier()
-    perform("allreduce", comm, Setting())
+    perform("allreduce", comm, CallSetting())
 
 
 def receive_one(comm: Communicator, async_op: bool) -> int:
@@ -73,8 +73,8 @@ def receive_one(comm: Communicator, async_op: bool) -> int:
 def receive_every_kind() -> None:
     """Sizes, dtypes and layouts; all but rank 0 send."""
     comm = communicator()
-    settings = [Setting(shape=(LARGE,)), Setting(shape=()), Setting(shape=(0,))]
-    settings += [Setting(dtype=dtype) for dtype in DTYPES]
+    settings = [CallSetting(shape=(LARGE,)), CallSetting(shape=()), CallSetting(shape=(0,))]
+    settings += [CallSetting(dtype=dtype) for dtype in DTYPES]
     for setting in settings:
         if comm.rank:
             comm.send(setting.place(setting.own(comm.rank), comm), 0)

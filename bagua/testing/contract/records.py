@@ -13,7 +13,7 @@ import torch
 from bagua.comm import Communicator
 from bagua.errors import ConfigurationError
 from bagua.testing.contract.base import ContractBase
-from bagua.testing.contract.exercises import Setting, communicator, home, perform
+from bagua.testing.contract.exercises import CallSetting, communicator, home, perform
 from bagua.testing.contract.failures import caught
 from bagua.testing.ranks import RankPool
 from bagua.testing.reference import assert_same
@@ -149,7 +149,7 @@ def send_unsafe_objects() -> None:
         assert comm.gather_object("harmless") is None
     error = caught(lambda: comm.allgather_object(Fraction(rank + 1, 3))).error
     assert "Fraction" in str(error), str(error)
-    perform("allreduce", comm, Setting())
+    perform("allreduce", comm, CallSetting())
 
 
 def object_calls(mine: object, root: int) -> list[Callable[[Communicator], Any]]:
@@ -174,7 +174,7 @@ def refuse_pickle() -> None:
         assert isinstance(error, ConfigurationError), f"{error!r}"
         assert "pickle" in str(error)
     assert comm.usable
-    perform("allreduce", comm, Setting())
+    perform("allreduce", comm, CallSetting())
 
 
 def misplace_objects() -> None:
@@ -192,7 +192,7 @@ def misplace_objects() -> None:
     else:
         assert comm.scatter_object(everything if comm.rank == 0 else None) == comm.rank
     assert comm.usable
-    perform("allreduce", comm, Setting())
+    perform("allreduce", comm, CallSetting())
 
 
 def coalesce_nothing() -> None:
@@ -202,7 +202,7 @@ def coalesce_nothing() -> None:
     work = comm.allreduce_coalesced([], async_op=True)
     assert work is not None
     assert work.result() == []
-    perform("allreduce", comm, Setting())
+    perform("allreduce", comm, CallSetting())
 
 
 def count_calls() -> None:

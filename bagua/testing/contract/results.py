@@ -9,7 +9,7 @@ import torch
 import bagua.comm
 from bagua.comm import ReduceOp
 from bagua.testing.contract.base import ContractBase
-from bagua.testing.contract.exercises import TENSOR_KINDS, Setting, communicator, home, perform
+from bagua.testing.contract.exercises import TENSOR_KINDS, CallSetting, communicator, home, perform
 from bagua.testing.ranks import RankPool
 from bagua.testing.reference import COPIED, FLOATS, LEGAL, assert_same, values
 
@@ -35,13 +35,13 @@ class ResultsContract(ContractBase):
         self.on_every_size(pool, use_every_root)
 
     def test_large_tensors(self, pool: RankPool) -> None:
-        self.on_every_size(pool, exercise_all, Setting(shape=(LARGE,)))
+        self.on_every_size(pool, exercise_all, CallSetting(shape=(LARGE,)))
 
     def test_scalars(self, pool: RankPool) -> None:
-        self.on_every_size(pool, exercise_all, Setting(shape=()))
+        self.on_every_size(pool, exercise_all, CallSetting(shape=()))
 
     def test_empty_tensors(self, pool: RankPool) -> None:
-        self.on_every_size(pool, exercise_all, Setting(shape=(0,)))
+        self.on_every_size(pool, exercise_all, CallSetting(shape=(0,)))
 
     def test_every_layout(self, pool: RankPool) -> None:
         self.on_every_size(pool, use_every_layout)
@@ -79,7 +79,7 @@ class ResultsContract(ContractBase):
         pool.run(exercise_in_subgroups, size=self.size)
 
 
-def exercise_all(setting: Setting) -> None:
+def exercise_all(setting: CallSetting) -> None:
     for kind in TENSOR_KINDS:
         perform(kind, communicator(), setting)
 
@@ -89,20 +89,20 @@ def reduce_everything() -> None:
     for op, dtypes in LEGAL:
         for dtype in dtypes:
             for kind in REDUCING:
-                perform(kind, comm, Setting(shape=(7,), dtype=dtype, op=op, root=comm.size - 1))
+                perform(kind, comm, CallSetting(shape=(7,), dtype=dtype, op=op, root=comm.size - 1))
 
 
 def carry_everything() -> None:
     for dtype in COPIED:
         for kind in COPYING:
-            perform(kind, communicator(), Setting(dtype=dtype))
+            perform(kind, communicator(), CallSetting(dtype=dtype))
 
 
 def use_every_root() -> None:
     comm = communicator()
     for root in range(comm.size):
         for kind in ROOTED:
-            perform(kind, comm, Setting(root=root, seed=root + 1))
+            perform(kind, comm, CallSetting(root=root, seed=root + 1))
 
 
 # Layouts: each gives a tensor of the same values.
@@ -145,12 +145,12 @@ def use_every_layout() -> None:
     comm = communicator()
     for kind in TENSOR_KINDS:
         for present in (transposed, with_offset, negated):
-            perform(kind, comm, Setting(present=present))
-        perform(kind, comm, Setting(dtype=torch.complex64, present=conjugated))
+            perform(kind, comm, CallSetting(present=present))
+        perform(kind, comm, CallSetting(dtype=torch.complex64, present=conjugated))
         # A single element is "contiguous" whatever its stride; each dtype may take another path.
         for shape in ((2, 3), (1,), ()):
             for dtype in (torch.float32, torch.int16, torch.bool, torch.complex64):
-                exercise = perform(kind, comm, Setting(shape=shape, dtype=dtype, present=strided))
+                exercise = perform(kind, comm, CallSetting(shape=shape, dtype=dtype, present=strided))
                 for tensor in exercise.touched:
                     between = tensor._base[..., 1]  # type: ignore[index]  # noqa: SLF001
                     assert not between.any(), f"{kind} wrote between the elements of its tensor"
@@ -159,7 +159,7 @@ def use_every_layout() -> None:
 def use_tensors_with_history() -> None:
     for present in (as_leaf, with_history):
         for kind in TENSOR_KINDS:
-            exercise = perform(kind, communicator(), Setting(present=present))
+            exercise = perform(kind, communicator(), CallSetting(present=present))
             for tensor in exercise.touched:
                 assert tensor.requires_grad, f"{kind} made a tensor forget that it requires gradients"
 
@@ -167,8 +167,8 @@ def use_tensors_with_history() -> None:
 def exercise_in_inference_mode() -> None:
     with torch.inference_mode():
         for kind in TENSOR_KINDS:
-            perform(kind, communicator(), Setting())
-            perform(kind, communicator(), Setting(present=strided))
+            perform(kind, communicator(), CallSetting())
+            perform(kind, communicator(), CallSetting(present=strided))
 
 
 def made_in_inference_mode(tensor: torch.Tensor) -> torch.Tensor:
@@ -186,11 +186,11 @@ def exercise_on_inference_tensors() -> None:
     """Outside of inference mode, with results that are written by the thread that completes the call."""
     for kind in TENSOR_KINDS:
         for shape, async_op in (((2, 3), False), ((2, 3), True), ((LARGE,), True)):
-            setting = Setting(shape=shape, options={"async_op": async_op})
+            setting = CallSetting(shape=shape, options={"async_op": async_op})
             perform(kind, communicator(), replace(setting, present=made_in_inference_mode))
-        perform(kind, communicator(), Setting(present=strided_in_inference_mode))
+        perform(kind, communicator(), CallSetting(present=strided_in_inference_mode))
         dtype = torch.int16 if kind in REDUCING else torch.float8_e4m3fn
-        perform(kind, communicator(), Setting(dtype=dtype, present=made_in_inference_mode))
+        perform(kind, communicator(), CallSetting(dtype=dtype, present=made_in_inference_mode))
     work = communicator().allreduce_coalesced(
         [made_in_inference_mode(torch.ones(3, dtype=dtype, device=home(communicator()))) for dtype in FLOATS],
         async_op=True,
@@ -250,13 +250,13 @@ def return_results() -> list[torch.Tensor]:
     """Everything that must be the same bits on all ranks, on numbers where order and rounding matter."""
     comm = communicator()
     results: list[torch.Tensor] = []
-    results += perform("allreduce", comm, Setting(shape=(LARGE,))).results
+    results += perform("allreduce", comm, CallSetting(shape=(LARGE,))).results
     for shape in ((5,), (1023,), (40_001,)):
         for dtype in FLOATS:
             for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT):
-                results += perform("allreduce", comm, Setting(shape=shape, dtype=dtype, op=op)).results
+                results += perform("allreduce", comm, CallSetting(shape=shape, dtype=dtype, op=op)).results
         for kind in ("broadcast", "allgather", "allreduce_coalesced", "broadcast_coalesced"):
-            results += perform(kind, comm, Setting(shape=shape)).results
+            results += perform(kind, comm, CallSetting(shape=shape)).results
     return [result.cpu() if result.numel() < 10_000 else _digest(result) for result in results]
 
 
@@ -310,5 +310,5 @@ def exercise_in_subgroups() -> None:
             continue
         comm = group.global_communicator
         for kind in TENSOR_KINDS:
-            perform(kind, comm, replace(Setting(seed=number + 1), root=comm.size - 1))
-    perform("allreduce", communicator(), Setting())
+            perform(kind, comm, replace(CallSetting(seed=number + 1), root=comm.size - 1))
+    perform("allreduce", communicator(), CallSetting())
