@@ -31,6 +31,7 @@ from bagua.comm.functional import (
 )
 from bagua.comm.group import ProcessGroup, solo_group
 from bagua.comm.non_member import NON_MEMBER, NonMember
+from bagua.comm.records.statistics import KindStatistics
 from bagua.comm.reduction import ReduceOp
 from bagua.comm.startup.adoption import Group
 from bagua.comm.startup.default_group import (
@@ -47,7 +48,6 @@ from bagua.comm.startup.default_group import (
     stats,
 )
 from bagua.comm.startup.initialization import init_process_group
-from bagua.comm.statistics import KindStatistics
 from bagua.comm.torch_backend.group import TorchBackendOptions, create_torch_group
 from bagua.comm.transports.base import DONE, Handle, Membership, Transport
 from bagua.comm.transports.lowering import LoweredTransport
@@ -67,7 +67,7 @@ from bagua.comm.lifetime.wake import Wake as Wake
 from bagua.comm.long_wait import LongWait as LongWait
 from bagua.comm.objects import as_bytes as as_bytes
 from bagua.comm.operands import as_seconds as as_seconds, check_rank as check_rank, check_tensor as check_tensor
-from bagua.comm.recorder import (
+from bagua.comm.records.recorder import (
     CallRecord as CallRecord,
     CallTimes as CallTimes,
     Place as Place,

@@ -11,9 +11,9 @@ from torch.distributed import Store
 from bagua.comm import composed, messages
 from bagua.comm.operands import Intake, apart, check_counts, check_rank, readable
 from bagua.comm.pipeline import CallPipeline, Timeout
-from bagua.comm.recorder import Recorder
+from bagua.comm.records.recorder import Recorder
+from bagua.comm.records.statistics import KindStatistics
 from bagua.comm.reduction import ReduceOp, bytes_reduction, reduction_name
-from bagua.comm.statistics import KindStatistics
 from bagua.comm.transports.base import Transport
 from bagua.comm.work import Work
 from bagua.errors import InvalidTensorError

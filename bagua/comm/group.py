@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from bagua import env
 from bagua.comm.communicator import Communicator
-from bagua.comm.ledger import Ledger
 from bagua.comm.lifetime.closing import run_all
 from bagua.comm.lifetime.forks import family, forked_error, leak
 from bagua.comm.non_member import NON_MEMBER, NonMember
 from bagua.comm.operands import check_rank
-from bagua.comm.recorder import Recorder
+from bagua.comm.records.ledger import Ledger
+from bagua.comm.records.recorder import Recorder
 from bagua.comm.store.asking import gather_values, raise_refusals
 from bagua.comm.store.board import Board
 from bagua.comm.transports.base import Membership

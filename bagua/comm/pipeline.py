@@ -16,8 +16,8 @@ from bagua.comm.call import COLLECTIVES, KINDS, Call
 from bagua.comm.lifetime.forks import family, forked_error
 from bagua.comm.lifetime.turns import Turns
 from bagua.comm.operands import as_seconds
-from bagua.comm.recorder import CallRecord, Place, Recorder, observers
-from bagua.comm.statistics import Statistics
+from bagua.comm.records.recorder import CallRecord, Place, Recorder, observers
+from bagua.comm.records.statistics import Statistics
 from bagua.comm.transports.base import DONE, Handle, Transport
 from bagua.comm.work import CompositeWork, PendingWork, Steps, Work
 from bagua.errors import (

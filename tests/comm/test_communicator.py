@@ -7,7 +7,7 @@ import torch
 
 from bagua.comm import Communicator, Membership
 from bagua.comm.call import COLLECTIVES, POINT_TO_POINT, Call
-from bagua.comm.statistics import HISTORY_LENGTH, Statistics, merge
+from bagua.comm.records.statistics import HISTORY_LENGTH, Statistics, merge
 from bagua.comm.store.serving import thread_store
 from bagua.comm.transports.base import DONE, Handle, Transport
 from bagua.errors import (

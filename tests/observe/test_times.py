@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bagua.comm import Call, CallTimes, Place, Recorder, in_background
-from bagua.comm.statistics import Statistics
+from bagua.comm.records.statistics import Statistics
 from bagua.engine.executor import ThreadExecutor
 
 

@@ -17,14 +17,14 @@ import torch.distributed as dist
 from bagua import env
 from bagua.comm.communicator import Communicator
 from bagua.comm.group import ProcessGroup
-from bagua.comm.ledger import Ledger
 from bagua.comm.lifetime.closing import run_all, uncaught_error
 from bagua.comm.lifetime.forks import family, leak
 from bagua.comm.non_member import NonMember, is_non_member
 from bagua.comm.operands import as_seconds
-from bagua.comm.recorder import observers
+from bagua.comm.records.ledger import Ledger
+from bagua.comm.records.recorder import observers
+from bagua.comm.records.statistics import KindStatistics
 from bagua.comm.startup.choice import unwrapped
-from bagua.comm.statistics import KindStatistics
 from bagua.comm.store.asking import refuse_together
 from bagua.comm.torch_private import all_groups, store_of
 from bagua.comm.transports.registry import backend_refusal

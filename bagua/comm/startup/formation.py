@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from bagua import env
 from bagua.comm.group import ProcessGroup
-from bagua.comm.ledger import Ledger
+from bagua.comm.records.ledger import Ledger
 from bagua.comm.startup.choice import ASKED_FOR, abilities, candidates
 from bagua.comm.startup.hosts import host_identity, nodes_from_identities, nodes_from_local_size
 from bagua.comm.store.asking import gather_values, raise_refusals

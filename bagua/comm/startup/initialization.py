@@ -8,9 +8,9 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from bagua import env
-from bagua.comm.ledger import Ledger
 from bagua.comm.operands import as_seconds
-from bagua.comm.recorder import Place, observers
+from bagua.comm.records.ledger import Ledger
+from bagua.comm.records.recorder import Place, observers
 from bagua.comm.startup.choice import unwrapped
 from bagua.comm.startup.default_group import World, holder, is_initialized
 from bagua.comm.startup.formation import configure_log, connect_first, fresh, plan

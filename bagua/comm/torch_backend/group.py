@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from bagua.comm.group import ProcessGroup
-from bagua.comm.ledger import Ledger
 from bagua.comm.lifetime.closer import close_with
 from bagua.comm.lifetime.forks import family, leak
 from bagua.comm.operands import as_seconds
+from bagua.comm.records.ledger import Ledger
 from bagua.comm.startup.choice import TORCH_NAME
 from bagua.comm.startup.formation import configure_log, connect_first, fresh, plan
 from bagua.comm.torch_backend.calls import TorchCalls

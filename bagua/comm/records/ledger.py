@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from bagua.comm.recorder import Recorder
-from bagua.comm.statistics import KindStatistics, Statistics, merge
+from bagua.comm.records.recorder import Recorder
+from bagua.comm.records.statistics import KindStatistics, Statistics, merge
 
 __all__ = ["Ledger"]
 

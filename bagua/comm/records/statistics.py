@@ -6,7 +6,7 @@ from collections import deque
 from typing import NamedTuple
 
 from bagua.comm.call import POINT_TO_POINT, Call
-from bagua.comm.recorder import CallRecord, CallTimes, Place, Recorder, is_background
+from bagua.comm.records.recorder import CallRecord, CallTimes, Place, Recorder, is_background
 
 __all__ = ["KindStatistics", "Statistics", "merge"]
 

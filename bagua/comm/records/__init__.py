@@ -1,0 +1,1 @@
+"""What one rank did: the record of its calls, and counters of them by communicator and in sum."""
