@@ -103,7 +103,7 @@ def check_kind(kind: type | tuple[type, ...], expected: str, **values: object) -
             raise wrong_type(argument, expected, value)
 
 
-def check_whole(minimum: int, **numbers: object) -> None:
+def check_whole(minimum: int, /, **numbers: object) -> None:
     """Each of ``numbers`` must be an integer, and at least ``minimum``.
 
     Raises:

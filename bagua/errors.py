@@ -23,10 +23,13 @@ __all__ = [
     "InvalidReduceOpError",
     "InvalidTensorError",
     "InvalidTypeError",
+    "LeftOutError",
     "NonFiniteError",
     "NotInitializedError",
     "PeerLostError",
     "RepeatedInitializationError",
+    "StoreLostError",
+    "TooFewMembersError",
     "TransportUnavailableError",
     "UnsupportedAlgorithmException",
 ]
@@ -314,3 +317,21 @@ class ConcurrentUseError(CommunicationError):
 
 class TransportUnavailableError(CommunicationError):
     """The requested transport cannot run here; the message says why."""
+
+
+class StoreLostError(CommunicationError, ConnectionError):
+    """The store through which islands meet does not answer."""
+
+    _advice = "Look at the process or the servers that keep it, and whether this host reaches them."
+
+
+class TooFewMembersError(CommunicationError, TimeoutError):
+    """Too few islands are there to begin or to go on; ``peers`` names the seats that are missed."""
+
+    _shown = _facts("missing seats")
+
+
+class LeftOutError(CommunicationError, ConnectionError):
+    """The other islands went on without this one, which they took for dead."""
+
+    _advice = "The model of this process is intact. Start the process again to join as a newcomer."

@@ -62,10 +62,10 @@ from bagua.comm.lifetime.background import (
     stand_by as stand_by,
 )
 from bagua.comm.lifetime.closer import close_with as close_with
-from bagua.comm.lifetime.forks import family as family
+from bagua.comm.lifetime.forks import family as family, forked_error as forked_error
 from bagua.comm.lifetime.wake import Wake as Wake
 from bagua.comm.long_wait import LongWait as LongWait
-from bagua.comm.objects import as_bytes as as_bytes
+from bagua.comm.objects import as_bytes as as_bytes, decode as decode, encode as encode
 from bagua.comm.operands import as_seconds as as_seconds, check_rank as check_rank, check_tensor as check_tensor
 from bagua.comm.records.recorder import (
     CallRecord as CallRecord,
@@ -88,9 +88,18 @@ from bagua.comm.startup.adoption import (
     size_of_all as size_of_all,
 )
 from bagua.comm.startup.default_group import become_rank as become_rank
+from bagua.comm.startup.initialization import DEFAULT_TIMEOUT_S as DEFAULT_TIMEOUT_S
+from bagua.comm.startup.seats import group_of_seats as group_of_seats
 from bagua.comm.store.asking import consult as consult, gather_values as gather_values
 from bagua.comm.store.beats import Beats as Beats, connect_beats as connect_beats
 from bagua.comm.store.board import Board as Board
+from bagua.comm.store.cells import Cells as Cells
+from bagua.comm.store.islands import (
+    KeyStore as KeyStore,
+    open_store as open_store,
+    part_of as part_of,
+    serve_store_at as serve_store_at,
+)
 from bagua.comm.store.serving import (
     connect_store as connect_store,
     serve_store as serve_store,

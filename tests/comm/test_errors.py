@@ -18,10 +18,13 @@ from bagua.errors import (
     InvalidReduceOpError,
     InvalidTensorError,
     InvalidTypeError,
+    LeftOutError,
     NonFiniteError,
     NotInitializedError,
     PeerLostError,
     RepeatedInitializationError,
+    StoreLostError,
+    TooFewMembersError,
     TransportUnavailableError,
     UnsupportedAlgorithmException,
 )
@@ -44,6 +47,9 @@ PARENTS = {
     CommunicatorClosedError: (CommunicationError,),
     ConcurrentUseError: (CommunicationError,),
     TransportUnavailableError: (CommunicationError,),
+    StoreLostError: (CommunicationError, ConnectionError),
+    TooFewMembersError: (CommunicationError, TimeoutError),
+    LeftOutError: (CommunicationError, ConnectionError),
 }
 FACTS = {
     "rank": 1,

@@ -13,7 +13,7 @@ from bagua import env
 from bagua.comm.lifetime.forks import family, leak
 from bagua.errors import CollectiveTimeoutError, ConfigurationError
 
-__all__ = ["connect", "resolve_rank"]
+__all__ = ["connect", "resolve_rank", "wait_for_listener"]
 
 _COMMAND = "baguarun --nproc 2 train.py (or: torchrun --nproc_per_node 2 train.py)"
 
@@ -114,7 +114,7 @@ def _host_store(address: str, port: int, world_size: int, timeout_s: float) -> d
 def _join_store(address: str, port: int, rank: int, world_size: int, timeout_s: float, *, by_agent: bool) -> dist.Store:
     started = time.monotonic()
     try:
-        left_s = _wait_for_listener(address, port, timeout_s)
+        left_s = wait_for_listener(address, port, timeout_s)
         return dist.TCPStore(
             address, port, world_size, is_master=False, timeout=timedelta(seconds=left_s), wait_for_workers=False
         )
@@ -131,10 +131,13 @@ def _join_store(address: str, port: int, rank: int, world_size: int, timeout_s: 
         ) from error
 
 
-def _wait_for_listener(address: str, port: int, timeout_s: float) -> float:
-    """Wait until somebody listens there; the seconds that are left.
+def wait_for_listener(address: str, port: int, timeout_s: float) -> float:
+    """Wait until somebody listens at ``address``; the seconds that are left.
 
     TCPStore would do the same, but goes on for long after its timeout, and prints a stack trace for each attempt.
+
+    Raises:
+        OSError: nobody does.
     """
     deadline = time.monotonic() + timeout_s
     pause_s = 0.02

@@ -1,0 +1,47 @@
+"""Groups of processes that no launcher numbered: each has a seat, and a group is some of the seats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.distributed import PrefixStore, Store
+
+from bagua.comm.group import ProcessGroup
+from bagua.comm.ledger import Ledger
+
+__all__ = ["group_of_seats"]
+
+
+def group_of_seats(
+    store: Store, seats: Sequence[int], own: int, name: str, *, backend: str, timeout_s: float, meet_s: float
+) -> ProcessGroup:
+    """A group of the processes on ``seats``, each on a host of its own. Collective among them, and nobody else.
+
+    Messages and errors number the members by their seats.
+
+    Args:
+        store: of all; somebody keeps a reference to it as long as the group lives.
+        seats: members, in ascending order.
+        own: seat of this process.
+        name: used once for each store.
+        backend: as for ``init_process_group``.
+        timeout_s: default deadline of every call, in seconds.
+        meet_s: how long to wait for all members to come, in seconds.
+
+    Raises:
+        CollectiveTimeoutError: some did not come.
+        TransportUnavailableError: they cannot be connected.
+
+    Example:
+        >>> from bagua.comm.store.serving import thread_store
+        >>> group = group_of_seats(thread_store(), [7], 7, "epoch1", backend="gloo", timeout_s=60.0, meet_s=5.0)
+        >>> group.ranks
+        (7,)
+    """
+    group = ProcessGroup(
+        PrefixStore(name, store), list(seats).index(own), seats, range(len(seats)), backend, meet_s, name, Ledger()
+    )
+    group.timeout_s = timeout_s
+    for communicator in {id(one): one for one in (group.global_communicator, group.intra_node_communicator)}.values():
+        communicator.pipeline.timeout_s = timeout_s
+    return group
