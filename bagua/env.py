@@ -24,6 +24,7 @@ __all__ = [
     "get_rank_or_local_rank",
     "get_world_size",
     "gloo_interface",
+    "islands",
     "launcher_variables",
     "log_level",
     "overlay",
@@ -42,6 +43,7 @@ _OURS = (
     "BAGUA_AUTOTUNE_WARMUP_TIME_S",
     "BAGUA_DEBUG",
     "BAGUA_FLIGHT_DIR",
+    "BAGUA_ISLANDS",
     "BAGUA_IS_OUTPUT_AUTOTUNE_LOG",
     "BAGUA_LOG",
     "BAGUA_SHM_STAGING_BYTES",
@@ -140,6 +142,11 @@ def _seconds(name: str, *, zero: bool = False) -> float | None:
 def gloo_interface() -> str | None:
     """``GLOO_SOCKET_IFNAME``: the first of the network devices that Gloo is told to take, or None."""
     return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip() or None
+
+
+def islands() -> str | None:
+    """``BAGUA_ISLANDS``: address of the store where islands meet, or None."""
+    return os.environ.get("BAGUA_ISLANDS") or None
 
 
 def timeout_s() -> float | None:

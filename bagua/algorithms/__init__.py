@@ -6,6 +6,7 @@ from bagua.algorithms.async_model_average import (
     AveragingStatus,
 )
 from bagua.algorithms.base import Algorithm, AlgorithmImpl, Plane, around, as_algorithm, bound_form, registry
+from bagua.algorithms.between_islands import BetweenIslands, LetIn, OverIslands
 from bagua.algorithms.bytegrad import ByteGradAlgorithm, ByteGradAlgorithmImpl
 from bagua.algorithms.choco import ChocoAlgorithm, ChocoAlgorithmImpl
 from bagua.algorithms.decentralized import DecentralizedAlgorithm, DecentralizedAlgorithmImpl
@@ -58,6 +59,7 @@ __all__ = [
     "AsyncModelAverageAlgorithm",
     "AsyncModelAverageAlgorithmImpl",
     "AveragingStatus",
+    "BetweenIslands",
     "Blend",
     "ByteGradAlgorithm",
     "ByteGradAlgorithmImpl",
@@ -77,6 +79,7 @@ __all__ = [
     "GradientAllReduceAlgorithmImpl",
     "Gradients",
     "How",
+    "LetIn",
     "LocalSGDAlgorithm",
     "LocalSGDAlgorithmImpl",
     "LocalUpdates",
@@ -92,6 +95,7 @@ __all__ = [
     "OneBitAdamAlgorithmImpl",
     "Outer",
     "OuterStep",
+    "OverIslands",
     "Parts",
     "Plane",
     "PowerSGDAlgorithm",

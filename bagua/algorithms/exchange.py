@@ -72,10 +72,12 @@ class How(ABC):
         lockstep: all ranks take part in each round, at the same step. Otherwise exchanges go on in the background, and
             the bound form of the algorithm has a ``Plane``.
         chunked: buckets are padded so that they split evenly over the ranks.
+        alone: does something on a group of one rank, too, as who communicates with others than its group does.
     """
 
     lockstep: ClassVar[bool] = True
     chunked: ClassVar[bool] = False
+    alone: ClassVar[bool] = False
 
     @property
     def uniform(self) -> bool:
@@ -291,6 +293,11 @@ class Exchange:
     def at_once(self) -> bool:
         """Whether it goes from start to fold without anything in between."""
         return self.how is None or (self.lag == 0 and self.at == self.until)
+
+    @property
+    def alone(self) -> bool:
+        """Whether it does something on a group of one rank."""
+        return self.then.alone or (self.how is not None and self.how.alone)
 
     @property
     def needs(self) -> frozenset[str]:

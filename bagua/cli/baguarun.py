@@ -1,11 +1,15 @@
 """The command ``baguarun``: torchrun under a name that stands beside ``bagua``.
 
-Every flag is torchrun's and means what it means there. Three things differ: ``--nproc`` is short for
-``--nproc-per-node``, ``--version`` prints bagua's version, and ``--help`` begins with how a script is started.
+Every flag is torchrun's and means what it means there. Four things differ: ``--nproc`` is short for
+``--nproc-per-node``, ``--version`` prints bagua's version, ``--help`` begins with how a script is started, and
+``--serve-islands`` starts no script but keeps the store where islands meet.
 """
 
 import re
+import signal
+import socket
 import sys
+import threading
 from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Sequence
 
@@ -19,8 +23,10 @@ baguarun starts a training script on several processes. It is torchrun: all of i
   baguarun --nproc 2 train.py --epochs 3                         on this machine
   baguarun --nnodes 2 --nproc 8 --rdzv_backend c10d \\
            --rdzv_endpoint host0:29400 train.py                  the same command on each of two machines
+  baguarun --serve-islands host0:29600                           keep the store where islands meet, until Ctrl-C
 
 """
+_ISLANDS = "--serve-islands"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given[:1] == ["--version"]:
         print(f"baguarun (bagua {__version__})")
         return 0
+
+    if given and given[0].partition("=")[0] == _ISLANDS:
+        return _serve_islands(given)
 
     from torch.distributed import run  # takes seconds to import
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -54,6 +63,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except SignalException as stopped:
         return 128 + stopped.sigval
+    return 0
+
+
+def _serve_islands(given: list[str]) -> int:
+    """Keep the store of islands until somebody ends this process."""
+    from bagua.comm import serve_store_at
+    from bagua.errors import ConfigurationError
+
+    address = given[0].partition("=")[2] or "".join(given[1:2]) or f"{socket.gethostname()}:0"
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or len(given) > 2:
+        print(f"baguarun {_ISLANDS} takes host:port, as {socket.gethostname()}:29600; not {address}", file=sys.stderr)
+        return 2
+    try:
+        store, where = serve_store_at(host.strip("[]"), int(port))
+    except ConfigurationError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"Islands meet at {where}.", flush=True)
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    ended.wait()
+    del store
     return 0
 
 

@@ -112,7 +112,7 @@ class BucketFormation:
 
     def _agree(self, refusal: BaguaError | None = None) -> None:
         """Make sure that all ranks mean the same, and form the buckets that the user wants."""
-        facts = self._facts() if refusal is None else []
+        facts = self.facts if refusal is None else []
         compare_or_refuse(facts, self.group.global_communicator, "models", refusal)
         if self.options.buckets:
             self._form(positions_of(self.registration, self.options.buckets))
@@ -121,7 +121,9 @@ class BucketFormation:
             self._order = list(reversed(range(len(self.registration.names))))
             self._form(self.layout(self.options.bucket_bytes))
 
-    def _facts(self) -> list[str]:
+    @property
+    def facts(self) -> list[str]:
+        """What must be equal on all ranks: the algorithm, the options, and the parameters."""
         wanted = [[name_of(self.registration, member) for member in bucket] for bucket in self.options.buckets]
         return [f"algorithm {self.declaration!r}", *self.options.facts, f"buckets={wanted}", *self.registration.facts]
 
@@ -130,7 +132,7 @@ class BucketFormation:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do, as on a group of one rank."""
-        return self.group.size == 1 and not any(one.then.alone for one in self.declaration.every_exchange())
+        return self.group.size == 1 and not any(one.alone for one in self.declaration.every_exchange())
 
     @property
     def initialized(self) -> bool:
@@ -240,7 +242,7 @@ class BucketFormation:
     def exchanges_of(self, phase: Hashable) -> tuple[Exchange, ...]:
         """What is exchanged in this phase on a group of this size."""
         found = self.declaration.exchanges(phase)
-        return tuple(one for one in found if self.group.size > 1 or one.then.alone)
+        return tuple(one for one in found if self.group.size > 1 or one.alone)
 
     def register_bagua_buckets(self) -> None:
         """Give the buckets their flat memory and state, and schedule them."""

@@ -168,7 +168,7 @@ class Course:
         if what is not None and not what.in_place and flight.scale != 1.0:
             flight.flat.mul_(flight.scale)
         then.start(flight)
-        if how is not None and self.lane is not None and self._ranks > 1:
+        if how is not None and self.lane is not None and (self._ranks > 1 or how.alone):
             run = functools.partial(how.run, flight, self.lane.group)
             name = f"{self.exchange.label} of bucket {track.bucket.index}"
             executor = self.lane.executors[track.bucket.device]

@@ -28,6 +28,8 @@ from bagua.engine import (
     replace_engine,
 )
 from bagua.errors import ConfigurationError
+from bagua.membership import Islands
+from bagua.parallel.islands import come_in, group_of_island, over_islands, refuse_to_switch
 
 _log = logging.getLogger("bagua")
 
@@ -146,6 +148,7 @@ def with_bagua(
     autotune: bool | AutotuneSettings | None = None,
     check_every: int | None = None,
     on_difference: OnDifference = "raise",
+    between: Islands | None = None,
     **unknown: Never,
 ) -> AnyModule:
     """Make this module a distributed one, in place. Collective.
@@ -174,6 +177,8 @@ def with_bagua(
             step alone; None for 50 where ranks hold equal weights, and what suits the algorithm elsewhere.
         on_difference: ``raise`` a ``CollectiveMismatchError`` that names the first difference and the ranks, or
             ``repair``: give all ranks rank 0's weights, optimizer state and settings, and warn.
+        between: what ``join_islands`` returned: this process trains with others that come and go, by ``diloco``,
+            ``local_sgd`` or ``slowmo``. Waits until it takes part; a newcomer starts from the state of the others.
         unknown: anything else is a ``TypeError`` that names the above.
 
     Returns:
@@ -215,7 +220,8 @@ def with_bagua(
         check_every=check_every,
         on_difference=on_difference,
     )
-    _start(self, optimizers, algorithm, process_group, options, broadcast_buffers=broadcast_buffers, warn=True)
+    group, over = group_of_island(process_group, between), over_islands(algorithm, between)
+    come_in(_start(self, optimizers, over, group, options, broadcast_buffers=broadcast_buffers, warn=True), between)
     plain: torch.nn.Module = self
     if not isinstance(plain, BaguaModule):
         plain.__class__ = _bagua_class(type(plain))
@@ -231,9 +237,10 @@ def _start(
     *,
     broadcast_buffers: bool,
     warn: bool = False,
-) -> None:
+) -> BackwardHooks:
     """Put an engine on ``module``, after the one before it, if there is one, has ended. Collective."""
     before: BackwardHooks | None = module.__dict__.get(_ENGINE)
+    refuse_to_switch(before)
     reducer = Reducer.of(module, optimizers, algorithm, process_group, options)
     engine = replace_engine(before, reducer)
     average = before is not None and not before.closed
@@ -241,6 +248,7 @@ def _start(
         _warn_of_repetition(reducer)
     make_equal(reducer, average=average, broadcast_buffers=broadcast_buffers)
     module.__dict__[_ENGINE] = engine
+    return engine
 
 
 def _warn_of_repetition(reducer: Reducer) -> None:

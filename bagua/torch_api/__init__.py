@@ -12,6 +12,7 @@ from typing import NoReturn
 from bagua.algorithms import DistributedAlgorithm
 from bagua.checks import did_you_mean
 from bagua.comm import TorchBackendOptions, install_torch_backend
+from bagua.membership import Islands, Members, join_islands
 from bagua.observe import install as install_observers
 from bagua.observe import metrics
 from bagua.parallel import AutotuneSettings, BaguaModule, bagua_init, install_with_bagua, with_bagua
@@ -76,6 +77,8 @@ __all__ = [
     "BaguaModule",
     "Communicator",
     "DistributedAlgorithm",
+    "Islands",
+    "Members",
     "ProcessGroup",
     "ReduceOp",
     "TorchBackendOptions",
@@ -118,6 +121,7 @@ __all__ = [
     "get_world_size",
     "init_process_group",
     "is_initialized",
+    "join_islands",
     "metrics",
     "new_group",
     "recv",

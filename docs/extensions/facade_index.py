@@ -16,6 +16,7 @@ from sphinx.util.docutils import SphinxDirective
 HOMES = (
     "bagua.comm",
     "bagua.errors",
+    "bagua.membership",
     "bagua.algorithms",
     "bagua.optim",
     "bagua.parallel",

@@ -20,6 +20,7 @@ DOORS = (
     "bagua.compression",
     "bagua.distributed",
     "bagua.errors",
+    "bagua.membership",
     "bagua.observe",
     "bagua.optim",
     "bagua.parallel",

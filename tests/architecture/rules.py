@@ -27,6 +27,7 @@ LAYERS = {
     "bagua.buckets": 3,
     "bagua.primitives": 3,
     "bagua.averaging": 3,
+    "bagua.membership": 3,
     "bagua.algorithms": 4,
     "bagua.optim": 4,
     "bagua.engine": 5,

@@ -29,6 +29,8 @@ RUN = (
 WITH_SCRIPT = ("use_accelerate", "use_ddp", "use_lightning", "use_ray", "use_torchft", "use_transformers")
 #: What must not be run: a mistake, shown as one.
 MISTAKES = ("save_and_resume",)
+#: What needs a store that somebody serves; `tests/membership` does the same.
+WITH_STORE = ("use_islands",)
 
 
 def fragments(page: str) -> list[str]:
@@ -83,7 +85,7 @@ def test_fragments_run_in_their_order(page, alone):
 def test_every_page_with_fragments_says_who_runs_them():
     pages = {str(path.relative_to(DOCS).with_suffix("")) for path in DOCS.rglob("*.md")}
     with_fragments = {page for page in pages if fragments(page)}
-    assert with_fragments == {*RUN, *WITH_SCRIPT, *MISTAKES}
+    assert with_fragments == {*RUN, *WITH_SCRIPT, *MISTAKES, *WITH_STORE}
 
 
 @pytest.mark.parametrize("page", WITH_SCRIPT)
@@ -92,7 +94,7 @@ def test_pages_that_rely_on_a_script_show_it(page):
     assert (REPOSITORY / "examples" / f"{page}.py").exists()
 
 
-@pytest.mark.parametrize("page", [*WITH_SCRIPT, *MISTAKES])
+@pytest.mark.parametrize("page", [*WITH_SCRIPT, *MISTAKES, *WITH_STORE])
 def test_fragments_that_are_not_run_are_python(page):
     for number, fragment in enumerate(fragments(page)):
         compile(fragment, f"{page}.md, fragment {number}", "exec")

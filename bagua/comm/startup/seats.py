@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch.distributed import PrefixStore, Store
 
 from bagua.comm.group import ProcessGroup
-from bagua.comm.ledger import Ledger
+from bagua.comm.records.ledger import Ledger
 
 __all__ = ["group_of_seats"]
 

@@ -1,0 +1,172 @@
+"""Exchanges between islands: those of another algorithm, over whoever takes part."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from bagua.algorithms.base import Algorithm
+from bagua.algorithms.exchange import Every, Exchange, Flight, How, Then
+from bagua.algorithms.model import Model
+from bagua.algorithms.parts import Parts
+from bagua.algorithms.values import Sum
+from bagua.checks import check_kind
+from bagua.comm import ProcessGroup
+from bagua.errors import ConfigurationError
+from bagua.membership import Islands
+from bagua.primitives import State
+
+__all__ = ["BetweenIslands", "LetIn", "OverIslands"]
+
+
+@dataclass(frozen=True)
+class BetweenIslands(How):
+    """Sums or means over the islands of the epoch. A result counts for all of them, or for nobody.
+
+    An exchange that fails is repeated by those who are left, from the same contributions.
+
+    Args:
+        inner: how they communicate.
+        islands: who may take part.
+
+    Raises:
+        ConfigurationError: islands cannot communicate like that.
+    """
+
+    inner: Sum
+    islands: Islands
+
+    alone: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_kind(Islands, "what join_islands returned", islands=self.islands)
+        if not isinstance(self.inner, Sum):
+            raise _refused("members that come and go have no neighbours: only sums and means", self.inner)
+
+    @property
+    def exact(self) -> bool:
+        """As between ranks."""
+        return self.inner.exact
+
+    def state(self) -> tuple[State, ...]:
+        """As between ranks."""
+        return self.inner.state()
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """As between ranks."""
+        self.inner.check_dtype(dtype)
+
+    def run(self, flight: Flight, group: ProcessGroup) -> None:
+        """Exchange what lies in the flight with the islands; ``group`` is this one alone."""
+        contribution = flight.flat.clone()
+
+        def attempt(members: ProcessGroup) -> None:
+            # A call that failed may still write to the memory that it was given.
+            flight.flat = contribution.clone()
+            flight.memory.forget_proposals()
+            scale = self.inner.scale(members.size)
+            if scale != 1.0:
+                flight.flat.mul_(scale)
+            work = self.inner.run(flight, members)
+            if work is not None:
+                work.wait()
+
+        self.islands.exchange(attempt)
+
+
+@dataclass(frozen=True)
+class LetIn(Then):
+    """Between two steps, newcomers receive the state.
+
+    Args:
+        islands: that they join.
+    """
+
+    islands: Islands
+
+    alone: ClassVar[bool] = True
+
+    def fold(self, flight: Flight) -> None:
+        """Let them in, if there are any."""
+        self.islands.rest()
+
+
+@dataclass(frozen=True, repr=False)
+class OverIslands(Algorithm):
+    """Another algorithm, whose ranks are islands. Made by ``with_bagua(..., between=islands)``.
+
+    Args:
+        inner: lets its ranks train alone, and takes means every so often, as ``diloco`` does.
+        islands: that take part.
+
+    Raises:
+        ConfigurationError: an algorithm that cannot run between islands.
+    """
+
+    inner: Algorithm
+    islands: Islands
+
+    def __post_init__(self) -> None:
+        check_kind(Algorithm, "an Algorithm", inner=self.inner)
+        for one in self.inner.every_exchange():
+            _check(one)
+
+    @property
+    def phases(self) -> tuple[Hashable, ...]:
+        """Those of the inner algorithm."""
+        return self.inner.phases
+
+    def phase(self, step: int, model: Model) -> Hashable:
+        """That of the inner algorithm."""
+        return self.inner.phase(step, model)
+
+    def exchanges(self, phase: Hashable = 0) -> tuple[Exchange, ...]:
+        """Those of the inner algorithm, over the islands."""
+        found = [
+            one if one.how is None else dataclasses.replace(one, how=self._between(one.how))
+            for one in self.inner.exchanges(phase)
+        ]
+        let_in = Exchange(None, Every(), None, LetIn(self.islands), at="safe", parts=Parts(1, "strided"))
+        return (*found, let_in.labelled("newcomers"))
+
+    def _between(self, how: How) -> How:
+        assert isinstance(how, Sum)
+        return BetweenIslands(how, self.islands)
+
+    @property
+    def optimizer_class(self) -> Callable[..., torch.optim.Optimizer] | None:  # type: ignore[override]
+        """That of the inner algorithm."""
+        return self.inner.optimizer_class
+
+    def check(self, model: Model) -> None:
+        """What the inner algorithm refuses."""
+        self.inner.check(model)
+
+    def __repr__(self) -> str:
+        return f"{self.inner!r} between {self.islands!r}"
+
+
+def _check(exchange: Exchange) -> None:
+    how = exchange.how
+    if how is None:
+        return
+    if not how.lockstep or not isinstance(how, Sum):
+        raise _refused("members that come and go have no neighbours: only sums and means", how)
+    if "gradients" in exchange.needs:
+        raise _refused("gradients would be exchanged in each step", exchange, "Without start_after, use diloco.")
+    if exchange.lag:
+        raise _refused("newcomers come in when nothing is on its way", exchange, "Use overlap=0.")
+
+
+def _refused(problem: str, seen: object, advice: str = "") -> ConfigurationError:
+    return ConfigurationError(
+        f"this cannot run between islands: {problem}",
+        argument="algorithm",
+        expected="diloco, local_sgd or slowmo",
+        seen=repr(seen),
+        advice=advice,
+    )

@@ -1,0 +1,5 @@
+"""Who takes part, by epochs, while members come and go."""
+
+from bagua.membership.islands import Islands, Members, join_islands
+
+__all__ = ["Islands", "Members", "join_islands"]

@@ -1,0 +1,158 @@
+"""Who is there: the seats that were taken, what each says of itself, and how long it has been silent."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bagua.comm import Cells
+from bagua.membership.epochs import StopReport
+
+__all__ = ["Deadlines", "Roster", "SeatRecord", "record_name", "seat_name"]
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """How long a process waits for what, in seconds.
+
+    Attributes:
+        beat_s: between two signs of life.
+        silence_s: without a sign of life before it counts as gone.
+        suspect_s: the same for one whose connections refused somebody.
+        meet_s: for the members of an epoch to connect.
+        poll_s: between two looks at what is about to be decided.
+    """
+
+    beat_s: float = 0.25
+    silence_s: float = 3.0
+    suspect_s: float = 0.6
+    meet_s: float = 10.0
+    poll_s: float = 0.02
+
+
+@dataclass(frozen=True)
+class SeatRecord:
+    """What a process says of itself.
+
+    Attributes:
+        beat: grows as long as it lives.
+        epoch: number of the epoch that it takes part in, or has read last.
+        report: that it has made; None while it takes part.
+        waiting: it wants to join, and has no state.
+        left: why it went; empty as long as it is here.
+        host: its host and process, for people.
+    """
+
+    beat: int = 0
+    epoch: int = 0
+    report: StopReport | None = None
+    waiting: bool = False
+    left: str = ""
+    host: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """As the store keeps it."""
+        return {**vars(self), "report": None if self.report is None else self.report._asdict()}
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> SeatRecord:
+        """From what the store keeps."""
+        said = found["report"]
+        report = None if said is None else StopReport(**{**said, "lost": tuple(said["lost"])})
+        return cls(**{**found, "report": report})
+
+
+def seat_name(seat: int) -> str:
+    """The cell by which a process takes a seat, for ever."""
+    return f"seat/{seat}"
+
+
+def record_name(seat: int) -> str:
+    """Where the process on a seat says how it is."""
+    return f"record/{seat}"
+
+
+class Roster:
+    """All processes that ever took a seat, as one of them sees them.
+
+    Only time during which this process itself was awake counts as silence of another: after a machine has slept,
+    everybody must have a chance to show up first.
+
+    Args:
+        cells: of the store.
+        own: seat of this process; None for one that only looks.
+        deadlines: how long silence may last.
+
+    Attributes:
+        records: latest record of each process, by seat.
+    """
+
+    def __init__(self, cells: Cells, own: int | None, deadlines: Deadlines) -> None:
+        self.records: dict[int, SeatRecord] = {}
+        self._cells = cells
+        self._own = own
+        self._deadlines = deadlines
+        self._taken = 0
+        self._silent_s: dict[int, float] = {}
+        self._looked: float | None = None
+
+    def look(self, now: float) -> None:
+        """Read all records.
+
+        Args:
+            now: seconds on this process's clock.
+
+        Raises:
+            StoreLostError: the store does not answer.
+        """
+        while self._cells.read([seat_name(self._taken)])[0] is not None:
+            self._taken += 1
+        seats = [seat for seat in range(self._taken) if not self.records.get(seat, SeatRecord()).left]
+        found = self._cells.read([record_name(seat) for seat in seats])
+        awake_s = 0.0 if self._looked is None else min(now - self._looked, 2 * self._deadlines.beat_s)
+        self._looked = now
+        for seat, said in zip(seats, found, strict=True):
+            before, record = self.records.get(seat), SeatRecord() if said is None else SeatRecord.from_json(said)
+            heard = before is None or record.beat != before.beat
+            self._silent_s[seat] = 0.0 if heard else self._silent_s[seat] + awake_s
+            self.records[seat] = record
+
+    def reports(self, epoch: int) -> dict[int, StopReport]:
+        """What was reported in ``epoch``, by seat."""
+        said = {seat: record.report for seat, record in self.records.items()}
+        return {seat: report for seat, report in said.items() if report is not None and report.epoch == epoch}
+
+    def gone(self, epoch: int, suspects: Collection[int] = ()) -> dict[int, str]:
+        """Why nobody need wait for a process, by seat.
+
+        Args:
+            epoch: number of the epoch that ends.
+            suspects: whose connections refused this process.
+        """
+        reports = self.reports(epoch)
+        refused = {*suspects, *(seat for report in reports.values() for seat in report.lost)}
+        found = {}
+        for seat, record in self.records.items():
+            silent_s = self._silent_s[seat]
+            suspect = seat in refused and seat not in reports
+            limit_s = self._deadlines.suspect_s if suspect else self._deadlines.silence_s
+            if record.left:
+                found[seat] = record.left
+            elif silent_s > limit_s and seat != self._own:
+                found[seat] = f"it was silent for {silent_s:.1f} s{', and refused connections' if suspect else ''}"
+        return found
+
+    def waiting(self) -> list[int]:
+        """Seats of those who are here and want to join."""
+        away = self.gone(-1)
+        return [seat for seat, record in self.records.items() if record.waiting and seat not in away]
+
+    def left(self) -> frozenset[int]:
+        """Seats of those who said goodbye."""
+        return frozenset(seat for seat, record in self.records.items() if record.left)
+
+    def alive(self) -> tuple[int, ...]:
+        """Seats of those who are here, members or not."""
+        away = self.gone(-1)
+        return tuple(sorted(seat for seat in self.records if seat not in away))

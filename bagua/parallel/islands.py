@@ -1,0 +1,130 @@
+"""A wrapped model as one of several islands: what a newcomer receives, and what must be equal on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from bagua.algorithms import Algorithm, DistributedAlgorithm, OverIslands, as_algorithm
+from bagua.checks import check_kind
+from bagua.comm import Group, ProcessGroup, as_group, get_default_group, is_initialized, solo_group
+from bagua.engine import BackwardHooks, Reducer
+from bagua.errors import ConfigurationError
+from bagua.membership import Islands
+
+__all__ = ["come_in", "group_of_island", "over_islands", "refuse_to_switch"]
+
+
+def over_islands(
+    algorithm: Algorithm | DistributedAlgorithm | str, islands: Islands | None
+) -> Algorithm | DistributedAlgorithm | str:
+    """``algorithm`` between ``islands``, if there are any.
+
+    Raises:
+        ConfigurationError: it cannot run there.
+    """
+    if islands is None:
+        return algorithm
+    check_kind(Islands, "what join_islands returned, or None", between=islands)
+    return OverIslands(as_algorithm(algorithm), islands)
+
+
+def group_of_island(process_group: Group | None, islands: Islands | None) -> Group | None:
+    """The ranks of this island: this process alone.
+
+    Raises:
+        ConfigurationError: it has several.
+    """
+    if islands is None:
+        return process_group
+    if process_group is None and not is_initialized():
+        return solo_group()
+    group: ProcessGroup = get_default_group() if process_group is None else as_group(process_group, "process_group")
+    if group.size > 1:
+        raise ConfigurationError(
+            "an island is one process so far",
+            argument="process_group",
+            expected="a group of one rank",
+            seen=repr(group),
+            advice="Start each process by itself, without a launcher that connects them.",
+        )
+    return group
+
+
+def refuse_to_switch(before: BackwardHooks | None) -> None:
+    """Refuse another engine for a model that trains between islands: the other islands would wait for this one.
+
+    Raises:
+        ConfigurationError: ``before`` is such an engine, and is in use.
+    """
+    if before is not None and not before.closed and isinstance(before.reducer.declaration, OverIslands):
+        raise ConfigurationError(
+            "this model trains between islands",
+            argument="algorithm",
+            expected="the one that all islands have agreed on",
+            seen="another one, or the same once more",
+            advice="Leave the islands and call bagua_close() first.",
+        )
+
+
+def come_in(engine: BackwardHooks, islands: Islands | None) -> None:
+    """Come in with the model of ``engine``: wait until this process takes part, and has the state of the others."""
+    if islands is None:
+        return
+    state = _State(engine.reducer)
+    try:
+        islands.bind(engine.reducer.facts, state.give, state.take)
+    except BaseException:
+        engine.close()
+        raise
+
+
+class _State:
+    """All that a newcomer receives: weights, buffers, optimizers, and what the algorithm remembers."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+
+    def give(self) -> dict[str, Any]:
+        """The state between two steps."""
+        reducer = self._reducer
+        return {
+            "tensors": {name: tensor.detach() for name, tensor in _tensors(reducer.module).items()},
+            "optimizers": [optimizer.state_dict() for optimizer in reducer.optimizers],
+            "engine": self._shared(reducer.state_dict()),
+        }
+
+    def take(self, state: Any) -> None:
+        """Replace all of it, before training begins."""
+        reducer = self._reducer
+        here = _tensors(reducer.module)
+        with torch.no_grad():
+            for name, tensor in state["tensors"].items():
+                here[name].copy_(tensor)
+        for optimizer, found in zip(reducer.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(found)
+        reducer.load_state_dict(state["engine"])
+
+    def _shared(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """Without what belongs to one island, as what its own codec has lost."""
+        own = {
+            f"{one.label}.{state.name}" if one.label else state.name
+            for one in self._reducer.declaration.every_exchange()
+            for state in one.states()
+            if state.scope == "local"
+        }
+        return {
+            **saved,
+            "parameters": {name: _without(own, kept) for name, kept in saved["parameters"].items()},
+            "others": [{**other, "state": _without(own, other["state"])} for other in saved["others"]],
+        }
+
+
+def _without(names: set[str], state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in state.items() if name not in names and name.rpartition(".")[0] not in names}
+
+
+def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}

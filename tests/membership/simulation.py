@@ -1,0 +1,262 @@
+"""Every order of events: members, a store, and what can go wrong, run through without time, threads or sockets.
+
+The steps of members are those of ``bagua.membership.epochs``; what is simulated is who makes the next step, and who
+dies, stops, wakes, is taken for dead while it is well, or comes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from bagua.membership.epochs import Epoch, Standing, StopReport, next_epoch
+
+UP, STOPPED, DEAD, OUT, DONE = "up", "stopped", "dead", "out", "done"
+
+
+class Actor(NamedTuple):
+    """One process. ``standing`` is None while it has no state; ``at`` is then the epoch that it waits in."""
+
+    how: str
+    standing: Standing | None
+    at: int  # number of the epoch whose cell it has read last
+    lineage: tuple[int, ...] = ()  # for each applied exchange the epoch whose members made the sum
+    made_in: int = 0  # epoch in which the result that it holds was made
+    failed_in: int = 0  # of a newcomer: epoch in which it reported that it got no state
+
+
+class World(NamedTuple):
+    """The store, all processes, and what has been sent."""
+
+    actors: tuple[Actor, ...]
+    cells: tuple[Epoch, ...]
+    faults: int
+    sent: frozenset[tuple[int, int, int]]  # (epoch, seat, exchange): its contribution is with the others
+    held: frozenset[tuple[int, int, int]]  # (epoch, seat, exchange): it holds the result
+    calls: frozenset[tuple[int, int]]  # (epoch, exchange): the barrier has told that somebody waits
+    silent: frozenset[tuple[int, int]]  # (epoch, exchange): the barrier has told that nobody does
+
+
+class Rules(NamedTuple):
+    """What is tried: members at the start, processes that come later, exchanges, faults; and the rule."""
+
+    members: int
+    exchanges: int
+    faults: int
+    comers: int = 0
+    barrier: bool = True
+    minimum: int | None = 1
+
+
+Move = tuple[str, World]
+
+
+class ViolationError(Exception):
+    """Two processes hold different histories, or a process has applied what does not count."""
+
+
+def start(rules: Rules) -> World:
+    seats = tuple(range(rules.members))
+    first = Epoch(1, seats)
+    actors = [Actor(UP, Standing(seat, first), 1) for seat in seats] + [Actor(UP, None, 0)] * rules.comers
+    nothing: frozenset = frozenset()
+    return World(tuple(actors), (first,), rules.faults, nothing, nothing, nothing, nothing)
+
+
+def moves(world: World, rules: Rules) -> Iterator[Move]:
+    """All that can happen next."""
+    for seat, actor in enumerate(world.actors):
+        if actor.how == STOPPED:
+            yield f"wake {seat}", _with(world, seat, actor._replace(how=UP))
+        if actor.how != UP:
+            continue
+        if world.faults:
+            lesser = world._replace(faults=world.faults - 1)
+            yield f"kill {seat}", _with(lesser, seat, actor._replace(how=DEAD))
+            yield f"stop {seat}", _with(lesser, seat, actor._replace(how=STOPPED))
+        if actor.standing is None:
+            yield from _as_newcomer(world, seat, actor)
+        elif actor.standing.report is None:
+            yield from _taking_part(world, seat, actor, actor.standing, rules)
+        else:
+            yield from _between_epochs(world, seat, actor, actor.standing, rules)
+
+
+def _with(world: World, seat: int, actor: Actor) -> World:
+    return world._replace(actors=(*world.actors[:seat], actor, *world.actors[seat + 1 :]))
+
+
+def _as_newcomer(world: World, seat: int, actor: Actor) -> Iterator[Move]:
+    number = max((cell.number for cell in world.cells if seat in cell.members), default=0)
+    if number <= actor.failed_in:
+        return
+    epoch = world.cells[number - 1]
+    donor = world.actors[epoch.donor_of(seat)]
+    giving = donor.how == UP and donor.standing is not None and donor.standing.epoch.number == number
+    if giving and donor.standing.report is None and donor.standing.applied == epoch.base:
+        received = Standing.of_newcomer(seat, epoch)
+        yield f"receive {seat}", _with(world, seat, actor._replace(standing=received, at=number, lineage=donor.lineage))
+    if not giving or donor.standing.report is not None or donor.standing.applied > epoch.base:
+        yield f"miss {seat}", _with(world, seat, actor._replace(failed_in=number))
+
+
+def _taking_part(world: World, seat: int, actor: Actor, standing: Standing, rules: Rules) -> Iterator[Move]:
+    epoch, number = standing.epoch, standing.epoch.number
+    mine = (number, seat, standing.entered)
+    others = [world.actors[other] for other in epoch.members if other != seat]
+    served = [one for one in epoch.newcomers if epoch.donor_of(one) == seat and not _served(world, one, number)]
+    if standing.entered == standing.applied:
+        if (number, standing.applied) in world.calls:
+            yield f"rest {seat}", _with(world, seat, actor._replace(standing=standing.stop(resting=True)))
+        elif standing.applied < rules.exchanges and not served:
+            entered = standing.enter()
+            sent = world.sent | {(number, seat, entered.entered)}
+            yield f"enter {seat}", _with(world, seat, actor._replace(standing=entered))._replace(sent=sent)
+    elif standing.held < standing.entered:
+        if all((number, other, standing.entered) in world.sent for other in epoch.members):
+            after = actor._replace(standing=standing.hold(), made_in=number)
+            if not rules.barrier:
+                after = _applied(after)
+            yield f"reduce {seat}", _with(world, seat, after)._replace(held=world.held | {mine})
+    elif all((number, other, standing.held) in world.held for other in epoch.members):
+        yield from _pass_barrier(world, seat, actor, number, standing.held)
+    broken = _with(world, seat, actor._replace(standing=standing.stop()))
+    if any(_has_failed(other, number) for other in others) or any(_gone(world, one, number) for one in served):
+        yield f"break {seat}", broken
+    elif world.faults and len(epoch.members) > 1:
+        yield f"cut {seat}", broken._replace(faults=world.faults - 1)
+
+
+def _pass_barrier(world: World, seat: int, actor: Actor, number: int, exchange: int) -> Iterator[Move]:
+    """All who pass one barrier hear the same of those who wait."""
+    place, after = (number, exchange), _with(world, seat, _applied(actor))
+    somebody = any(other.standing is None and other.how == UP for other in world.actors)
+    if place not in world.calls:
+        yield f"apply {seat}", after._replace(silent=world.silent | {place})
+    if place in world.calls or (somebody and place not in world.silent):
+        yield f"apply {seat} (called)", after._replace(calls=world.calls | {place})
+
+
+def _applied(actor: Actor) -> Actor:
+    return actor._replace(standing=actor.standing.apply(), lineage=(*actor.lineage, actor.made_in))
+
+
+def _served(world: World, newcomer: int, number: int) -> bool:
+    standing = world.actors[newcomer].standing
+    return standing is not None and standing.epoch.number >= number
+
+
+def _gone(world: World, newcomer: int, number: int) -> bool:
+    actor = world.actors[newcomer]
+    return actor.how != UP or actor.failed_in >= number
+
+
+def _has_failed(other: Actor, number: int) -> bool:
+    """Whether a connection to ``other`` breaks, sooner or later."""
+    if other.how != UP or other.failed_in >= number:
+        return True
+    standing = other.standing
+    return standing is not None and (standing.epoch.number > number or _has_stopped(standing, number))
+
+
+def _has_stopped(standing: Standing, number: int) -> bool:
+    return standing.epoch.number == number and standing.report is not None
+
+
+def _between_epochs(world: World, seat: int, actor: Actor, standing: Standing, rules: Rules) -> Iterator[Move]:
+    number = standing.epoch.number
+    if len(world.cells) > number:
+        yield _follow(world, seat, actor, standing, world.cells[number], rules)
+        return
+    reports = {other: report for other in standing.epoch.members if (report := _report(world, other, number))}
+    unheard = [other for other in standing.epoch.members if other not in reports]
+    well = [other for other in unheard if world.actors[other].how == UP]
+    if len(well) > world.faults:
+        return
+    waiting = [other for other, one in enumerate(world.actors) if one.standing is None and one.how == UP]
+    ended = [other for other in reports if world.actors[other].how != UP]
+    for gone in [unheard, [*unheard, *ended]] if ended else [unheard]:
+        proposal = next_epoch(standing.epoch, reports, dict.fromkeys(gone, "gone"), waiting, rules.minimum)
+        if isinstance(proposal, Epoch):
+            cells = (*world.cells, proposal._replace(why=""))
+            yield f"propose {seat} {proposal.members}", world._replace(cells=cells, faults=world.faults - len(well))
+
+
+def _report(world: World, seat: int, number: int) -> StopReport | None:
+    actor = world.actors[seat]
+    if actor.standing is None:
+        return StopReport(number, complete=False) if actor.failed_in == number else None
+    report = actor.standing.report
+    return report if report is not None and report.epoch == number else None
+
+
+def _follow(world: World, seat: int, actor: Actor, standing: Standing, cell: Epoch, rules: Rules) -> Move:
+    if seat not in cell.members:
+        return f"out {seat}", _with(world, seat, actor._replace(how=OUT))
+    if not rules.barrier and standing.applied > cell.base:  # It cannot undo, so it goes on from where it is.
+        after = actor._replace(standing=Standing(seat, cell, *[standing.applied] * 3), at=cell.number)
+        sent = world.sent | {(cell.number, seat, done) for done in range(cell.base + 1, standing.applied + 1)}
+        return f"follow {seat}", _with(world, seat, after)._replace(sent=sent)
+    if standing.applied > cell.base:
+        raise ViolationError(f"seat {seat} has applied {standing.applied}, and {cell.base} counts")
+    missed = (actor.made_in,) * (cell.base - standing.applied)
+    return f"follow {seat}", _with(
+        world, seat, actor._replace(standing=standing.follow(cell), at=cell.number, lineage=actor.lineage + missed)
+    )
+
+
+def check(world: World) -> None:
+    """No two processes differ in what made any exchange, those included that were killed, stopped or left out."""
+    made: dict[int, tuple[int, int]] = {}
+    for seat, actor in enumerate(world.actors):
+        for exchange, epoch in enumerate(actor.lineage, start=1):
+            other, elsewhere = made.setdefault(exchange, (seat, epoch))
+            if elsewhere != epoch:
+                raise ViolationError(
+                    f"exchange {exchange}: seat {seat} has epoch {epoch}'s, seat {other} {elsewhere}'s"
+                )
+
+
+def explore(rules: Rules, most: int = 10_000_000) -> int:
+    """Run through all orders of events; the number of worlds.
+
+    Raises:
+        ViolationError: with the events that lead there.
+    """
+    first = start(rules)
+    came_from: dict[World, tuple[World, str] | None] = {first: None}
+    todo = deque([first])
+    while todo and len(came_from) < most:
+        world = todo.popleft()
+        try:
+            check(world)
+            found = list(moves(world, rules))
+            _check_goes_on(world, found, rules)
+        except ViolationError as violation:
+            raise ViolationError(f"{violation}; after: {_story(world, came_from)}") from violation
+        for name, after in found:
+            if after not in came_from:
+                came_from[after] = (world, name)
+                todo.append(after)
+    return len(came_from)
+
+
+def _check_goes_on(world: World, found: list[Move], rules: Rules) -> None:
+    """Nobody waits for ever: without another fault, who has the state comes to its end, or is out."""
+    if any(not name.startswith(("kill", "stop", "wake", "cut")) for name, _ in found):
+        return
+    if any(actor.how == STOPPED for actor in world.actors):
+        return
+    for seat, actor in enumerate(world.actors):
+        behind = actor.standing is not None and actor.standing.applied < rules.exchanges
+        if actor.how == UP and behind:
+            raise ViolationError(f"seat {seat} waits for ever")
+
+
+def _story(world: World, came_from: dict[World, tuple[World, str] | None]) -> str:
+    names = []
+    while (step := came_from[world]) is not None:
+        world, name = step
+        names.append(name)
+    return ", ".join(reversed(names))

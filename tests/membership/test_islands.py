@@ -1,0 +1,338 @@
+"""Islands that are threads: who dies, stops or comes at any step, and what the others have then."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+
+import pytest
+import torch
+
+from bagua.algorithms import Algorithm
+from bagua.comm.transports.threads import inject_fault
+from bagua.errors import CollectiveMismatchError, ConfigurationError, LeftOutError, TooFewMembersError
+from bagua.parallel import with_bagua
+from bagua.testing import ThreadRanks
+from bagua.testing.ranks import RankDiedError
+from tests.membership.training import (
+    ALGORITHMS,
+    PERIOD,
+    Deadlines,
+    check_rows,
+    joined,
+    new_model,
+    new_store,
+    run,
+    train,
+    vanish,
+    wrapped,
+)
+
+pytestmark = pytest.mark.threads
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_islands_train_as_plain_torch_does(algorithm):
+    def island(store):
+        with joined(store, 3) as islands:
+            return train(islands, wrapped(islands, algorithm), 3 * PERIOD)
+
+    rows = run(3, island, new_store())
+    assert check_rows(algorithm, 0, rows) == [(0, 1, 2)] * 3
+
+
+def test_several_buckets_are_exchanged_one_after_the_other():
+    class Mixed(torch.nn.Sequential):
+        def forward(self, data):
+            return self[1](self[0](data).double())
+
+    def mixed(store):
+        with joined(store, 2) as islands:
+            torch.manual_seed(islands.seat)
+            model = Mixed(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4).double())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            algorithm = Algorithm.init("local_sgd", sync_every=1)
+            with_bagua(model, optimizer, algorithm, between=islands, bucket_bytes=20)
+            for _ in range(2):
+                optimizer.zero_grad()
+                (model(torch.full((1, 4), islands.seat + 1.0)).square().sum()).backward()
+                optimizer.step()
+            return [parameter.detach().clone() for parameter in model.parameters()]
+
+    first, second = run(2, mixed, new_store())
+    assert all(torch.equal(here, there) for here, there in zip(first, second, strict=True))
+
+
+def _steps_of_an_exchange() -> list[tuple[str, int]]:
+    """The places in the second exchange at which an island can die, as the first island passes them."""
+    passed: list[tuple[str, int]] = []
+
+    def island(store):
+        with joined(store, 3) as islands, inject_fault(_noting(islands.seat, passed)):
+            train(islands, wrapped(islands, "local_sgd"), 2 * PERIOD)
+
+    run(3, island, new_store())
+    return passed
+
+
+def _noting(seat, passed):
+    def fault(step):
+        if seat == 0 and step.call.kind == "allreduce":
+            passed.append((step.name, step.number))
+
+    return fault
+
+
+def test_an_island_that_dies_at_any_step_of_an_exchange_costs_the_others_nothing():
+    """They all have the exchange with it, or all without it; then they go on."""
+    places = _steps_of_an_exchange()
+    assert len(places) > 8
+    seen = set()
+    for place in places:
+
+        def island(store, place=place):
+            with joined(store, 3) as islands:
+
+                def fault(step):
+                    if islands.seat == 1 and (step.name, step.number) == place and step.call.kind == "allreduce":
+                        vanish(islands)
+
+                with inject_fault(fault):
+                    model = wrapped(islands, "local_sgd")
+                return train(islands, model, 4 * PERIOD)
+
+        ends = run(3, island, new_store())
+        rows = [end for end in ends if not isinstance(end, BaseException)]
+        assert sum(isinstance(end, RankDiedError) for end in ends) == 1, ends
+        contributed = check_rows("local_sgd", 0, rows)
+        assert contributed[-1] == (0, 2)
+        seen.add(tuple(contributed[:2]))
+    assert len(seen) > 1
+
+
+def test_an_island_that_dies_between_exchanges_is_left_out_of_the_next_one():
+    def island(store):
+        with joined(store, 3) as islands:
+            model = wrapped(islands, "diloco")
+            return train(islands, model, 3 * PERIOD, lambda step: _die(islands, step)), islands.why()
+
+    def _die(islands, step):
+        if islands.seat == 2 and step == PERIOD + 1:
+            vanish(islands)
+
+    ends = [end for end in run(3, island, new_store()) if not isinstance(end, BaseException)]
+    assert check_rows("diloco", 0, [rows for rows, _ in ends]) == [(0, 1, 2), (0, 1), (0, 1)]
+    assert all("epoch 2 of seats [0, 1], from exchange 1: seat 2 is not in it: it was silent" in why for _, why in ends)
+
+
+def test_who_says_goodbye_is_not_missed_although_half_is_left():
+    def island(store):
+        with joined(store, 2, minimum=None) as islands:
+            return train(islands, wrapped(islands, "diloco"), PERIOD * (1 if islands.seat else 3))
+
+    rows = run(2, island, new_store())
+    assert check_rows("diloco", 0, rows) == [(0, 1), (0,), (0,)]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_newcomer_starts_from_the_state_of_the_others_and_contributes(algorithm):
+    came, seen = threading.Event(), threading.Event()
+
+    def island(store, number):
+        if number == 2:
+            assert seen.wait(30)
+        with joined(store, 2) as islands:
+            if number == 2:
+                came.set()
+            model = wrapped(islands, algorithm)
+
+            def pace(step):
+                if step == PERIOD + 1:
+                    seen.set()
+                if step == 2 * PERIOD:  # The next exchange has to see it.
+                    assert came.wait(30)
+                    _until(lambda: 2 in islands.members().alive and islands._presence.roster.records[2].waiting)
+
+            return train(islands, model, 5 * PERIOD, pace if number < 2 else lambda step: None)
+
+    store = new_store()
+    rows = _numbered(3, island, store)
+    assert [row[0].step for row in rows] == [PERIOD, PERIOD, 3 * PERIOD]
+    assert check_rows(algorithm, 0, rows) == [(0, 1), (0, 1), (0, 1, 2), (0, 1, 2), (0, 1, 2)]
+
+
+def _numbered(count, job, store):
+    """Like ``run``, with the number of the thread as the last argument."""
+    lock, numbers = threading.Lock(), iter(range(count))
+
+    def numbered():
+        with lock:
+            number = next(numbers)
+        return job(store, number)
+
+    return run(count, numbered)
+
+
+def _until(true):
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_an_island_that_was_stopped_is_told_that_the_others_went_on():
+    deadlines = Deadlines(beat_s=0.01, silence_s=0.3, suspect_s=0.1, meet_s=5.0, poll_s=0.002)
+    over = threading.Event()
+
+    def island(store):
+        with joined(store, 3, deadlines=deadlines) as islands:
+            model = wrapped(islands, "diloco")
+            presence = islands._presence
+
+            def stop(step):
+                if islands.seat == 1 and step == PERIOD + 1:
+                    presence._ended.set()
+                    assert over.wait(30)
+
+            rows = train(islands, model, 2 * PERIOD, stop)
+            over.set()
+            return rows
+
+    ends = run(3, island, new_store())
+    rows = [end for end in ends if isinstance(end, list)]
+    (error,) = [end for end in ends if isinstance(end, BaseException)]
+    assert isinstance(error, LeftOutError)
+    assert "seat 1 is not in epoch 2 of seats [0, 2]" in str(error)
+    assert check_rows("diloco", 0, rows) == [(0, 1, 2), (0, 2)]
+
+
+def test_a_minority_stops_and_names_whom_it_misses():
+    deadlines = Deadlines(beat_s=0.01, silence_s=0.3, suspect_s=0.05, meet_s=5.0, poll_s=0.002)
+
+    def island(store):
+        with joined(store, 2, minimum=None, timeout_s=0.5, deadlines=deadlines) as islands:
+            model = wrapped(islands, "diloco")
+            train(islands, model, PERIOD, lambda step: islands.seat == 1 and vanish(islands))
+
+    error = next(end for end in run(2, island, new_store()) if not isinstance(end, RankDiedError))
+    assert isinstance(error, TooFewMembersError)
+    assert error.peers == (1,)
+    assert "seat 0 are not more than half of seats 0, 1" in str(error)
+
+
+def test_too_few_at_the_beginning_is_an_error_that_says_how_many():
+    def island(store):
+        with joined(store, 3, timeout_s=0.1) as islands:
+            wrapped(islands, "diloco")
+
+    for error in run(2, island, new_store()):
+        assert isinstance(error, TooFewMembersError)
+        assert re.fullmatch("[12] of 3 that begin are here", error.problem)
+
+
+def test_a_run_that_is_over_takes_no_newcomer():
+    store = new_store()
+    with joined(store, 1) as islands:
+        train(islands, wrapped(islands, "diloco"), PERIOD)
+    with joined(store, 1) as late, pytest.raises(TooFewMembersError, match="the run is over: all members of epoch 1"):
+        wrapped(late, "diloco")
+    with joined(store, 1, name="another run") as islands:
+        assert train(islands, wrapped(islands, "diloco"), PERIOD)[0].contributed == (0,)
+
+
+def test_another_run_is_refused_with_both_sides_named():
+    store = new_store()
+    with joined(store, 1), pytest.raises(CollectiveMismatchError) as caught, joined(store, 2):
+        pass
+    assert (caught.value.expected, caught.value.seen) == ("size=1", "size=2")
+
+
+def test_another_model_is_refused_with_both_sides_named():
+    store = new_store()
+    with joined(store, 1) as first, joined(store, 1) as second:
+        wrapped(first, "diloco")
+        with pytest.raises(CollectiveMismatchError) as caught:
+            wrapped(second, Algorithm.init("diloco", sync_every=9))
+    assert "sync_every=2" in caught.value.expected
+    assert "sync_every=9" in caught.value.seen
+
+
+def test_islands_train_one_model():
+    with joined(new_store(), 1) as islands:
+        wrapped(islands, "diloco")
+        with pytest.raises(ConfigurationError, match="train another model already"):
+            wrapped(islands, "diloco")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "why"),
+    [
+        (Algorithm.init("gradient_allreduce"), "gradients would be exchanged in each step"),
+        (Algorithm.init("diloco", start_after=3), "gradients would be exchanged in each step"),
+        (Algorithm.init("diloco", overlap=1), "newcomers come in when nothing is on its way"),
+        (Algorithm.init("decentralized"), "only sums and means"),
+        (Algorithm.init("async"), "only sums and means"),
+    ],
+    ids=repr,
+)
+def test_what_cannot_run_between_islands_is_refused(algorithm, why):
+    with joined(new_store(), 1) as islands, pytest.raises(ConfigurationError, match=why):
+        wrapped(islands, algorithm)
+
+
+def test_an_island_of_several_ranks_is_refused():
+    def rank():
+        with joined(new_store(), 1) as islands, pytest.raises(ConfigurationError, match="one process so far"):
+            wrapped(islands, "diloco")
+
+    ThreadRanks(2).run(rank)
+
+
+def test_something_else_than_islands_is_refused():
+    with pytest.raises(ConfigurationError, match="argument between"):
+        wrapped(type("Fake", (), {"seat": 0})(), "diloco")
+
+
+def test_changes_are_told():
+    told = []
+    with joined(new_store(), 1) as islands:
+        islands.on_change(lambda members, why: told.append((members.in_epoch, why)))
+        wrapped(islands, "diloco")
+        assert told == [((0,), "seat 0 began together")]
+        assert islands.members() == ((0,), (0,), ())
+    assert "this process left: it left" in islands.why()
+
+
+def test_a_codec_with_error_feedback_runs_between_islands():
+    from bagua.compression import Float16
+
+    algorithm = Algorithm.init("diloco", sync_every=PERIOD, codec=Float16(), error_feedback=True)
+
+    def island(store):
+        with joined(store, 2) as islands:
+            return train(islands, wrapped(islands, algorithm), 3 * PERIOD)
+
+    first, second = run(2, island, new_store())
+    assert all(torch.equal(here.weights, there.weights) for here, there in zip(first, second, strict=True))
+
+
+def test_a_model_that_trains_between_islands_is_not_switched():
+    with joined(new_store(), 1) as islands:
+        model = wrapped(islands, "diloco")
+        for switch in (lambda: model.switch_to("local_sgd"), lambda: with_bagua(model, [], "local_sgd")):
+            with pytest.raises(ConfigurationError, match="this model trains between islands"):
+                switch()
+        assert train(islands, model, PERIOD)[0].contributed == (0,)
+
+
+def test_a_model_that_could_not_come_in_is_as_it_was():
+    store = new_store()
+    with joined(store, 2, timeout_s=0.05) as islands:
+        model = new_model(0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(TooFewMembersError):
+            with_bagua(model, optimizer, "diloco", between=islands)
+    assert type(model) is torch.nn.Linear
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()

@@ -1,0 +1,139 @@
+"""Islands that are threads of this process, what they train, and what must come of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from bagua.algorithms import Algorithm
+from bagua.comm.store.serving import thread_store
+from bagua.comm.transports.threads import RankKilled
+from bagua.membership import Islands
+from bagua.membership.roster import Deadlines
+from bagua.parallel import with_bagua
+from bagua.testing import ThreadRanks
+
+PERIOD = 2
+RATE = 0.05
+#: Silence is not looked for here, but in the tests that wait for it: this machine may be busy.
+QUICK = Deadlines(beat_s=0.01, silence_s=8.0, suspect_s=0.05, meet_s=5.0, poll_s=0.002)
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "diloco": {"sync_every": PERIOD},
+    "local_sgd": {"sync_every": PERIOD},
+    "slowmo": {"sync_every": PERIOD, "beta": 0.5},
+}
+
+
+class Outer(NamedTuple):
+    """What an island has after an outer step: the number of its inner step, its weights, and whose they are."""
+
+    step: int
+    weights: torch.Tensor
+    contributed: tuple[int, ...]
+
+
+def new_store():
+    return thread_store()
+
+
+@contextlib.contextmanager
+def joined(store, size: int, *, deadlines: Deadlines = QUICK, **options: Any) -> Iterator[Islands]:
+    """One of the islands that meet at ``store``."""
+    wanted: dict[str, Any] = {"minimum": 1, "name": "a run", "timeout_s": 20.0, **options}
+    with Islands(store, "the store", size=size, backend="threads", deadlines=deadlines, **wanted) as islands:
+        yield islands
+
+
+def new_model(seat: int) -> torch.nn.Module:
+    torch.manual_seed(seat)
+    return torch.nn.Linear(3, 1, bias=False)
+
+
+def batch(seat: int) -> torch.Tensor:
+    """What the island on this seat learns from, in each step."""
+    return torch.eye(3)[[seat % 3, (seat + 1) % 3]] * (1 + seat / 4)
+
+
+def wrapped(islands: Islands, algorithm: str | Algorithm, **options: Any) -> torch.nn.Module:
+    chosen = Algorithm.init(algorithm, **ALGORITHMS[algorithm]) if isinstance(algorithm, str) else algorithm
+    model = new_model(islands.seat)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    return with_bagua(model, optimizer, chosen, between=islands, **options)
+
+
+def train(
+    islands: Islands, model: torch.nn.Module, steps: int, before: Callable[[int], object] = lambda step: None
+) -> list[Outer]:
+    """Train up to step number ``steps``; what there was after each outer step."""
+    (optimizer,) = model.bagua_optimizers
+    found = []
+    for step in range(model.bagua_state_dict()["step"] + 1, steps + 1):
+        before(step)
+        optimizer.zero_grad()
+        model(batch(islands.seat)).square().sum().backward()
+        optimizer.step()
+        if step % PERIOD == 0:
+            found.append(Outer(step, model.weight.detach().clone(), islands.members().contributed))
+    return found
+
+
+def vanish(islands: Islands) -> None:
+    """End this thread as ``kill -9`` ends a process: no goodbye, no sign of life."""
+    islands._presence._ended.set()
+    raise RankKilled
+
+
+def run(count: int, job: Callable[..., Any], *arguments: Any, deadline_s: float = 60.0) -> list[Any]:
+    """What ``job(*arguments)`` returned on each of ``count`` threads; its error where it raised one."""
+    outcomes = ThreadRanks(count, backend=None, deadline_s=deadline_s).outcomes(job, *arguments)
+    return [outcome.value if outcome.error is None else outcome.error for outcome in outcomes]
+
+
+def expected(algorithm: str, founder: int, contributed: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+    """The weights after each outer step, in plain torch: inner steps of each, and one step of the anchor."""
+    anchor = new_model(founder).weight.detach().clone()
+    slow = torch.zeros_like(anchor)
+    outer = torch.nn.Parameter(anchor.clone())
+    optimizer = torch.optim.SGD([outer], lr=0.7, momentum=0.9, nesterov=True)
+    found = []
+    for seats in contributed:
+        ends = [_inner(anchor, seat) for seat in seats]
+        difference = torch.stack([anchor - end for end in ends]).mean(0)
+        if algorithm == "diloco":
+            outer.grad = difference
+            optimizer.step()
+            anchor = outer.detach().clone()
+        elif algorithm == "slowmo":
+            slow = 0.5 * slow + difference / RATE
+            anchor = anchor - RATE * slow
+        else:
+            anchor = torch.stack(ends).mean(0)
+        found.append(anchor)
+    return found
+
+
+def _inner(anchor: torch.Tensor, seat: int) -> torch.Tensor:
+    weights = anchor.clone()
+    data = batch(seat)
+    for _ in range(PERIOD):
+        weights = weights - RATE * 2 * (data @ weights.T).T @ data
+    return weights
+
+
+def check_rows(algorithm: str, founder: int, rows: Sequence[Sequence[Outer]]) -> list[tuple[int, ...]]:
+    """All islands agree bit by bit, and their weights are those of plain torch; who contributed to each outer step."""
+    by_step: dict[int, Outer] = {}
+    for row in rows:
+        for one in row:
+            other = by_step.setdefault(one.step, one)
+            assert torch.equal(one.weights, other.weights), (one, other)
+            assert one.contributed == other.contributed
+    contributed = [by_step[step].contributed for step in sorted(by_step)]
+    assert sorted(by_step) == [PERIOD * (number + 1) for number in range(len(by_step))]
+    for step, weights in zip(sorted(by_step), expected(algorithm, founder, contributed), strict=True):
+        torch.testing.assert_close(by_step[step].weights, weights)
+    return contributed
