@@ -13,9 +13,10 @@ from bagua.comm import ProcessGroup
 from bagua.engine.belongings import Belongings
 from bagua.engine.executor import create_executor
 from bagua.engine.options import EngineOptions
-from bagua.engine.saving import cut
+from bagua.engine.saving import Remembered, collect, cut, key_of, restore
 from bagua.engine.scheduler import Scheduler
 from bagua.engine.tracks import Course, Lane, Track, memory_for
+from bagua.primitives import State
 
 __all__ = [
     "Courses",
@@ -62,7 +63,7 @@ class Courses:
 
     Attributes:
         places: what is remembered now, once for each label and bucket.
-        fresh: places that want to start from weights.
+        fresh: what wants to start from the weights: for a place and the name of a state, the names of parameters.
     """
 
     def __init__(self, group: ProcessGroup, belongings: Belongings) -> None:
@@ -73,7 +74,7 @@ class Courses:
         self._parts: dict[Parts, list[tuple[int, Bucket]]] = {}
         self._places: dict[tuple[str, int], Track] = {}
         self.courses: list[Course] = []
-        self.fresh: list[Track] = []
+        self.fresh: dict[tuple[Track, str], list[str]] = {}
 
     @property
     def groups(self) -> list[ProcessGroup]:
@@ -89,33 +90,53 @@ class Courses:
         """Buckets are formed anew, and everything begins from its start."""
         self._parts.clear()
         self._places.clear()
-        self.fresh = []
+        self.fresh = {}
 
     @property
-    def fresh_is_shared(self) -> bool:
-        """Whether something that starts from the weights must be equal on all ranks."""
-        return any(
-            one.start == "weights" and one.scope == "shared"
-            for track in self.fresh
-            for one in track.memory.declared.values()
-        )
+    def fresh_and_shared(self) -> list[str]:
+        """Names of the parameters of which something starts from the weights that must be equal on all ranks."""
+        found = [
+            names for (track, state), names in self.fresh.items() if track.memory.declared[state].scope == "shared"
+        ]
+        return list(dict.fromkeys(name for names in found for name in names))
 
     def begin_from_weights(self) -> None:
         """Make what starts from weights: when it is new, and when the weights were replaced from outside."""
-        fresh, self.fresh = self.fresh, []
-        for track in fresh:
-            memory = track.memory
-            weights = track.bucket.read_weights(track.bucket.empty())
-            for one in memory.declared.values():
-                if one.start == "weights":
-                    memory.state[one.name].copy_(weights)
+        fresh, self.fresh = self.fresh, {}
+        for (track, state), names in fresh.items():
+            weights = track.views(track.bucket.read_weights(track.bucket.empty()))
+            for name, begun, weight in zip(track.names, track.views(track.memory.state[state]), weights, strict=True):
+                if name in names:
+                    begun.copy_(weight)
+
+    def remembered(self) -> Remembered:
+        """Copies of everything that is remembered, but for what has yet to start from the weights."""
+        found = collect(self.places)
+        for (track, state), names in self.fresh.items():
+            for name in names:
+                found["parameters"][name].pop(key_of(track, state))
+        return found
+
+    def restore(self, remembered: Remembered) -> None:
+        """Put what was remembered back. Only the rest starts from the weights."""
+        restore(self.places, remembered)
+        known = remembered["parameters"]
+        lacking = {
+            place: [name for name in names if key_of(*place) not in known.get(name, {})]
+            for place, names in self.fresh.items()
+        }
+        self.fresh = {place: names for place, names in lacking.items() if names}
+
+    def _note_fresh(self, track: Track, states: Iterable[State]) -> None:
+        self.fresh.update({(track, one.name): list(track.names) for one in states if one.start == "weights"})
 
     def weights_were_replaced(self) -> None:
         """Begin again from the weights: what was remembered of others, and flights from them, say nothing of these."""
         for track in self.places:
-            if any(one.start == "weights" for one in track.memory.declared.values()):
+            declared = track.memory.declared.values()
+            if any(one.start == "weights" for one in declared):
                 track.memory.begin_again()
-                self.fresh.append(track)
+                self._note_fresh(track, declared)
         for course in self.courses:
             if "weights" in course.exchange.writes:
                 for track in course.tracks:
@@ -131,6 +152,7 @@ class Courses:
         executed = [one for one in exchanges if one.how is None or one.how.lockstep]
         labels = {one.label for one in executed}
         self._places = {key: track for key, track in self._places.items() if key[0] in labels}
+        self.fresh = {place: names for place, names in self.fresh.items() if place[0].label in labels}
         lanes = self._lanes(executed, {bucket.device for bucket in buckets})
         self.courses = [
             self._course(one, self._buckets_of(one.parts, buckets, model, options), model, lanes.get(one.label))
@@ -154,8 +176,7 @@ class Courses:
         self._places.setdefault(key, track)
         new = [one for one in exchange.states() if one.name not in track.memory.declared]
         track.memory.declare(new)
-        if any(one.start == "weights" for one in new):
-            self.fresh.append(track)
+        self._note_fresh(track, new)
         return track
 
     def prepare(self, exchanges: Sequence[Exchange]) -> None:

@@ -23,7 +23,7 @@ from bagua.engine.layout import agreed_order, bucket_lists, cut, foreign, name_o
 from bagua.engine.meeting import meet
 from bagua.engine.options import EngineOptions, check_bucket_bytes, check_leader, check_optional_flag
 from bagua.engine.registration import Registration, buffers_of
-from bagua.engine.saving import Remembered, collect, restore
+from bagua.engine.saving import Remembered
 from bagua.engine.scheduler import Scheduler
 from bagua.engine.state import make_weights_equal
 from bagua.engine.tracks import Clock
@@ -255,14 +255,11 @@ class BucketFormation:
             self.group.abort(told, culprit)
             raise
         self.registration.remember_storages()
-        scheduler, places = self._scheduler, self._courses.places
+        scheduler = self._scheduler
         assert scheduler is not None
         remembered, self._remembered = self._remembered, None
         if remembered is not None:
-            restore(places, remembered)
-            self._courses.fresh = [
-                track for track in self._courses.fresh if track.names[0] not in remembered["parameters"]
-            ]
+            self._courses.restore(remembered)
             self._courses.board(scheduler, self._flights)
             self._flights = []
         if self.algorithm.plane is not None:
@@ -287,10 +284,11 @@ class BucketFormation:
         """Make what starts from the weights, once they are what training begins with. Collective if it is shared."""
         if not self._courses.fresh:
             return
-        if self.group.size > 1 and self._courses.fresh_is_shared:
+        shared = self._courses.fresh_and_shared
+        if self.group.size > 1 and shared:
             if loads := self.equality.unmet_loads():
                 meet(self.group, f"load{loads}", "weights were loaded")
-            make_weights_equal(self.registration.parameters, self.communicator)
+            make_weights_equal([self.model.parameters[name] for name in shared], self.communicator)
         self._courses.begin_from_weights()
 
     def weights_will_be_replaced(self) -> None:
@@ -363,7 +361,7 @@ class BucketFormation:
         if self._scheduler is not None:
             self._scheduler.flush()
             self._scheduler.dissolve()
-            self._remembered = collect(self._courses.places)
+            self._remembered = self._courses.remembered()
         self._scheduler = None
         self.buckets = []
         self.forget_arrivals()

@@ -384,7 +384,7 @@ class Reducer(BucketFormation):
         if self._scheduler is not None:
             self.after_optimizers()
             flights = saved_flights(self._scheduler.settle())
-            remembered = collect(self._courses.places)
+            remembered = self._courses.remembered()
         return {
             "algorithm": repr(self.declaration),
             "rank": self.group.rank,

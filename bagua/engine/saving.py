@@ -24,6 +24,7 @@ __all__ = [
     "digest_of",
     "from_checkpoint",
     "is_of_one_rank",
+    "key_of",
     "merged",
     "renamed",
     "restore",
@@ -68,7 +69,8 @@ class Remembered(TypedDict):
     others: list[dict[str, Any]]
 
 
-def _key(place: Holder, name: str) -> str:
+def key_of(place: Holder, name: str) -> str:
+    """Under which name the state ``name`` of ``place`` is saved."""
     return f"{place.label}.{name}" if place.label else name
 
 
@@ -80,7 +82,7 @@ def collect(places: Iterable[Holder]) -> Remembered:
         elementwise = {name: value for name, value in memory.state.items() if memory.is_elementwise(name)}
         for name, parts in cut(place, elementwise).items():
             remembered["parameters"].setdefault(name, {}).update(parts)
-        whole = {_key(place, name): value.clone() for name, value in memory.state.items() if name not in elementwise}
+        whole = {key_of(place, name): value.clone() for name, value in memory.state.items() if name not in elementwise}
         if whole:
             remembered["others"].append({"label": place.label, "names": list(place.names), "state": whole})
     return remembered
@@ -88,7 +90,7 @@ def collect(places: Iterable[Holder]) -> Remembered:
 
 def cut(place: Holder, flats: Mapping[str, torch.Tensor]) -> dict[str, Tensors]:
     """Each parameter's part of each flat tensor, by name of the parameter."""
-    parts = {_key(place, name): place.views(flat) for name, flat in flats.items()}
+    parts = {key_of(place, name): place.views(flat) for name, flat in flats.items()}
     return {
         name: {key: views[position].clone() for key, views in parts.items()}
         for position, name in enumerate(place.names)
@@ -130,7 +132,7 @@ def restore(places: Iterable[Holder], remembered: Remembered) -> None:
 
     Args:
         places: in the same layout or another one. Then, what belonged to a flat tensor as a whole goes to where its
-            first parameter is now, if it fits.
+            first parameter is now, if it fits; that of a family to wherever one of its parameters is.
         remembered: from ``collect``.
 
     Raises:
@@ -142,15 +144,20 @@ def restore(places: Iterable[Holder], remembered: Remembered) -> None:
         for name, flat in memory.state.items():
             if memory.is_elementwise(name):
                 paste(place, name, flat, remembered["parameters"])
-        whole: Tensors = next((other["state"] for other in remembered["others"] if _moves_to(place, other)), {})
-        for name, value in memory.state.items():
-            found = whole.get(_key(place, name))
-            if not memory.is_elementwise(name) and found is not None and found.shape == value.shape:
-                value.copy_(found)
+            else:
+                found = _whole_of(place, name, remembered["others"])
+                if found is not None and found.shape == flat.shape:
+                    flat.copy_(found)
 
 
-def _moves_to(place: Holder, other: Mapping[str, Any]) -> bool:
-    return bool(other["label"] == place.label and other["names"][0] in place.names)
+def _whole_of(place: Holder, name: str, others: Iterable[Mapping[str, Any]]) -> torch.Tensor | None:
+    key, of_family = key_of(place, name), name not in place.memory.declared
+    for other in others:
+        owners = other["names"] if of_family else other["names"][:1]
+        if other["label"] == place.label and key in other["state"] and not set(owners).isdisjoint(place.names):
+            found: torch.Tensor = other["state"][key]
+            return found
+    return None
 
 
 def _restore_families(place: Holder, remembered: Remembered) -> None:
@@ -158,13 +165,15 @@ def _restore_families(place: Holder, remembered: Remembered) -> None:
     memory = place.memory
     families = [one.name for one in memory.declared.values() if one.per == "family"]
     for family in families:
-        prefix = _key(place, f"{family}.")
+        prefix = key_of(place, f"{family}.")
         skipped = len(prefix) - len(family) - 1
-        for key, value in remembered["parameters"].get(place.names[0], {}).items():
+        of_each = {key: value for name in place.names for key, value in remembered["parameters"].get(name, {}).items()}
+        for key, value in of_each.items():
             if key.startswith(prefix):
                 memory.state[key[skipped:]] = torch.zeros(memory.numel, dtype=value.dtype, device=memory.device)
         for other in remembered["others"]:
-            for key, value in other["state"].items() if _moves_to(place, other) else ():
+            here = other["label"] == place.label and not set(other["names"]).isdisjoint(place.names)
+            for key, value in other["state"].items() if here else ():
                 if key.startswith(prefix):
                     memory.state[key[skipped:]] = torch.zeros_like(value)
 
@@ -175,7 +184,7 @@ def paste(place: Holder, name: str, flat: torch.Tensor, source: Mapping[str, Ten
     Raises:
         ConfigurationError: it has another shape.
     """
-    key = _key(place, name)
+    key = key_of(place, name)
     for parameter, view in zip(place.names, place.views(flat), strict=True):
         part = source.get(parameter, {}).get(key)
         if part is None:
@@ -197,7 +206,7 @@ def shared_tensors(places: Iterable[Holder]) -> Iterator[tuple[str, torch.Tensor
         for name in sorted(memory.state):
             declared = memory.declared.get(name) or memory.declared[name.partition(".")[0]]
             if declared.scope == "shared":
-                yield f"{_key(place, name)} of {place.names[0]}", memory.state[name]
+                yield f"{key_of(place, name)} of {place.names[0]}", memory.state[name]
 
 
 def compare_states(

@@ -489,6 +489,103 @@ def test_what_a_later_phase_remembers_starts_with_it_and_its_steps_are_counted_a
         assert_close(state, snapshot(model))
 
 
+@dataclass(frozen=True)
+class LossyThenOuter(LateDiLoCo):
+    """The gradients' residual is remembered under the label that outer steps have later."""
+
+    def exchanges(self, phase: Hashable = "local") -> tuple[Exchange, ...]:
+        return (gradients(Mean(ErrorFeedback(BYTES))),) if phase == "warm-up" else DILOCO.exchanges()
+
+
+def rest(algorithm: Algorithm) -> tuple[Snapshot, Snapshot]:
+    """Weights before and after training at rate 0."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    wrapped = with_bagua(model, [optimizer], algorithm)
+    before = snapshot(model)
+    train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(14))
+    return before, snapshot(model)
+
+
+@pytest.mark.threads
+def test_what_an_earlier_phase_remembers_is_no_anchor(thread_ranks):
+    for before, after in thread_ranks(2, rest, LossyThenOuter()):
+        assert_close(after, before)
+
+
+def freeze(model: nn.Module, layer: str) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name[0] != layer)
+
+
+def step_anchors(outer: torch.optim.Optimizer, ranks: Ranks) -> None:
+    """An outer step of whatever is not frozen; ``outer`` has a copy of the weights."""
+    trained = [[one for one in model.parameters() if one.requires_grad] for model in ranks.models]
+    frozen = [not one.requires_grad for one in ranks.models[0].parameters()]
+    anchors = [one for one, left in zip(outer.param_groups[0]["params"], frozen, strict=True) if not left]
+    outer.zero_grad()
+    for one, replicas in zip(anchors, zip(*trained, strict=True), strict=True):
+        one.grad = one.detach() - sum(replica.detach() for replica in replicas) / len(replicas)
+    outer.step()
+    with torch.no_grad():
+        for parameters in trained:
+            torch._foreach_copy_(parameters, anchors)
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    ("kind", "options", "first", "later"),
+    [
+        (torch.optim.SGD, {"lr": 0.7, "momentum": 0.9}, "0", ""),
+        (torch.optim.SGD, {"lr": 0.7, "momentum": 0.9}, "4", ""),
+        (torch.optim.Adam, {"lr": 0.01}, "", "4"),
+    ],
+    ids=["first", "last", "freeze"],
+)
+def test_no_layer_loses_its_anchor_when_others_are_frozen_or_unfrozen(thread_ranks, kind, options, first, later):
+    """The layer ``first`` is frozen until step 5, in the middle of a period, and the layer ``later`` from there on."""
+    ranks = Ranks(2)
+    outer = kind([nn.Parameter(one.detach().clone()) for one in ranks.models[0].parameters()], **options)
+    for number in range(14):
+        for model in ranks.models:
+            freeze(model, first if number < 5 else later)
+        ranks.step(number)
+        if number % 4 == 3:
+            step_anchors(outer, ranks)
+
+    def train() -> Snapshot:
+        model = mlp()
+        freeze(model, first)
+        optimizer = plain_sgd(model.parameters())
+        then = OuterStep(Outer(kind, **options))
+        wrapped = with_bagua(model, [optimizer], Algorithm.of(Exchange(Difference(), Every(4), Mean(), then)))
+        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(5))
+        freeze(model, later)
+        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(5, 14))
+        return snapshot(model)
+
+    for state, model in zip(thread_ranks(2, train), ranks.models, strict=True):
+        assert_close(state, snapshot(model))
+
+
+@pytest.mark.threads
+def test_what_has_yet_to_start_from_weights_is_not_saved(thread_ranks):
+    loaded = {name: value + 10 for name, value in snapshot(mlp()).items()}
+
+    def load_and_save() -> Snapshot:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        wrapped: Any = with_bagua(model, [optimizer], DILOCO)
+        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(6))
+        wrapped.load_state_dict(loaded)
+        wrapped.load_bagua_state_dict(wrapped.bagua_state_dict())
+        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(6, 9))
+        return snapshot(model)
+
+    for state in thread_ranks(2, load_and_save):
+        assert_close(state, loaded)
+
+
 def test_what_goes_on_between_steps_cannot_be_put_inside():
     outer = Exchange(Weights(), Every(4), Mean(), Replace(), label="outer")
     with pytest.raises(ConfigurationError, match="between steps"):
