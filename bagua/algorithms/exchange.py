@@ -352,10 +352,14 @@ def _check_lag(exchange: Exchange) -> None:
     if exchange.how is None or exchange.what is None:
         return
     limit, why = None, ""
+    folds_first = POINTS.index(exchange.folds_at) <= POINTS.index(exchange.starts_at)
     if exchange.what.max_lag is not None:
         limit, why = exchange.what.max_lag, f"{exchange.what!r} is needed in the same step"
+    elif "gradients" in exchange.writes & exchange.needs and folds_first:
+        limit, why = 0, "late gradients would take the place of those that are to be sent"
     elif (exchange.writes & exchange.needs) - {"gradients"} or exchange.states():
-        limit, why = exchange.when.steps, "a flight has to come back before the next one of the same part starts"
+        limit = exchange.when.steps - (0 if folds_first else 1)
+        why = "a flight has to come back before the next one of the same part starts"
     loses = exchange.then.replaces and "weights" in exchange.writes and _spans_an_update(exchange)
     if loses and exchange.when.steps == 1:
         limit, why = 0, "weights that replace those of a later step would undo every update"
@@ -365,7 +369,7 @@ def _check_lag(exchange: Exchange) -> None:
             argument="lag",
             expected=f"at most {limit}",
             seen=exchange.lag,
-            advice="Use a longer period, or Add() where results come late.",
+            advice="Use a longer period, Add() where results come late, or other points.",
         )
 
 

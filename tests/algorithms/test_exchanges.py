@@ -133,7 +133,10 @@ def gradients(how: Any = Mean(), **options: Any) -> Exchange:  # noqa: B008 - a 
     [
         (lambda: Exchange(Weights(), Every(3), Mean(), Add(), lag=4), "at most 3"),
         (lambda: Exchange(Difference(), Every(3), Mean(), NESTEROV, lag=4), "at most 3"),
-        (lambda: gradients(Mean(ErrorFeedback(BYTES)), lag=2), "at most 1"),
+        (lambda: gradients(Mean(ErrorFeedback(BYTES)), lag=1), "at most 0"),
+        (lambda: gradients(Mean(ErrorFeedback(BYTES)), when=Every(3), lag=3), "at most 2"),
+        (lambda: gradients(lag=1, until="bucket ready"), "take the place"),
+        (lambda: gradients(lag=1, until="safe"), "take the place"),
         (lambda: Exchange(Weights(), Every(), Mean(), Replace(), lag=1), "undo every update"),
         (lambda: Exchange(Weights(), Every(), Mean(), Replace(), at="stepped", until="safe"), "comes before"),
         (lambda: Exchange(Weights(), Every(), Mean(), Replace(), at="soon"), "at"),
@@ -175,6 +178,7 @@ def test_contradictions_are_refused_when_the_value_is_made(make: Callable[[], ob
     "make",
     [
         lambda: gradients(lag=5),
+        lambda: gradients(Mean(ErrorFeedback(BYTES)), when=Every(3), lag=2),
         lambda: gradients(Sum(), lag=2),
         lambda: Exchange(Weights(), Every(3), Mean(), Add(), lag=3),
         lambda: Algorithm.of(gradients(when=Every(2)), gradients(when=Every(2, 1), label="b")),
