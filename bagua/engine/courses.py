@@ -272,7 +272,17 @@ def saved_flights(flights: Sequence[tuple[Track, Flight]]) -> list[dict[str, Any
     """Copies of flights that are over and not folded, for a checkpoint."""
     saved = []
     for track, flight in flights:
+        memory = flight.memory
         flats = {"flat": flight.flat} if flight.sent is None else {"flat": flight.flat, "sent": flight.sent}
-        numbers = {name: getattr(flight, name) for name in ("step", "t", "round", "loss_scale")}
-        saved.append({"label": track.label, "names": list(track.names), **numbers, "parameters": cut(track, flats)})
+        next_ones = {name: value for name, value in memory.proposed.items() if memory.is_elementwise(name)}
+        flats |= {f"next.{name}": value for name, value in next_ones.items()}
+        saved.append(
+            {
+                "label": track.label,
+                "names": list(track.names),
+                **{name: getattr(flight, name) for name in ("step", "t", "round", "loss_scale")},
+                "parameters": cut(track, flats),
+                "proposed": {name: one.clone() for name, one in memory.proposed.items() if name not in next_ones},
+            }
+        )
     return saved

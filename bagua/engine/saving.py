@@ -26,6 +26,8 @@ __all__ = [
     "is_of_one_rank",
     "key_of",
     "merged",
+    "paste",
+    "propose_again",
     "renamed",
     "restore",
     "shared_tensors",
@@ -197,6 +199,23 @@ def paste(place: Holder, name: str, flat: torch.Tensor, source: Mapping[str, Ten
                 seen=list(part.shape),
             )
         view.copy_(part)
+
+
+def propose_again(place: Holder, saved: Mapping[str, Any]) -> None:
+    """Have ``place`` remember what a saved flight proposed, once the flight is folded.
+
+    Args:
+        place: with the parameters of the flight.
+        saved: under ``parameters`` each parameter's part of ``next.`` and the name of a state; under ``proposed``, by
+            name, what belongs to the flat tensor as a whole.
+    """
+    memory = place.memory
+    for name, state in list(memory.state.items()):
+        whole = saved["proposed"].get(name)
+        if any(key_of(place, f"next.{name}") in parts for parts in saved["parameters"].values()):
+            paste(place, f"next.{name}", memory.propose(name).zero_(), saved["parameters"])
+        elif whole is not None and whole.shape == state.shape:
+            memory.propose(name).copy_(whole)
 
 
 def shared_tensors(places: Iterable[Holder]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -15,7 +15,7 @@ from bagua.buckets import Bucket
 from bagua.comm import ProcessGroup
 from bagua.engine.executor import Executor, nothing
 from bagua.engine.gauges import Gauges
-from bagua.engine.saving import paste
+from bagua.engine.saving import paste, propose_again
 from bagua.engine.spans import shown
 from bagua.primitives import MatrixBlock, ReducerMemory
 
@@ -204,6 +204,7 @@ class Course:
         if self.exchange.then.keeps_sent:
             flight.sent = track.take_buffer()
             paste(track, "sent", flight.sent, saved["parameters"])
+        propose_again(track, saved)
         return flight
 
     def is_back(self, track: Track, clock: Clock) -> bool:

@@ -42,7 +42,7 @@ from bagua.comm import ProcessGroup, Work
 from bagua.compression import Codec, MinMaxUInt8, registry
 from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTypeError
 from bagua.parallel import DistributedDataParallel, bagua_init, with_bagua
-from bagua.primitives import ErrorFeedback, ScatterGatherReducer
+from bagua.primitives import ErrorFeedback, PowerSGDReducer, ScatterGatherReducer
 from bagua.testing.algorithm_contract import AlgorithmContract, spread, train_and_rest
 from bagua.testing.training import State as Snapshot
 from bagua.testing.training import (
@@ -411,8 +411,10 @@ def _stop_and_go_on(algorithm: Algorithm, stops: list[int], steps: int) -> list[
         STREAMING,
         Algorithm.of(gradients(lag=2)),
         around("decentralized", Exchange(Difference(), Every(6), Mean(), NESTEROV, lag=4, label="outer")),
+        Algorithm.of(Exchange(Difference(), Every(4), Mean(ErrorFeedback(BYTES)), NESTEROV, lag=2)),
+        Algorithm.of(Exchange(Difference(), Every(4), Mean(ErrorFeedback(PowerSGDReducer(1))), NESTEROV, lag=2)),
     ],
-    ids=["streaming", "late gradients", "around gossip"],
+    ids=["streaming", "late gradients", "around gossip", "residuals", "residuals and factors"],
 )
 def test_training_goes_on_in_the_middle_of_flights(thread_ranks, algorithm):
     for ends in thread_ranks(2, _stop_and_go_on, algorithm, [2, 5, 6, 9, 11], 16):
