@@ -148,7 +148,7 @@ class Scheduler:
         self._begun = not self._agendas["backward begins"]
         for course in self.courses:
             course.begin(clock)
-        factor = next((course.scale for course in self._gathering if course.due), 1.0)
+        factor = next((course.scale for course in self._gathering if course.due and course.scales_gathering), 1.0)
         for arrival in self._arrivals:
             arrival.pending = len(arrival.slots)
             arrival.scale = arrival.factor(factor)

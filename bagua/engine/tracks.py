@@ -143,6 +143,12 @@ class Course:
         return (0 if self._of_arrival else track.part) in self.due
 
     @property
+    def scales_gathering(self) -> bool:
+        """Whether gradients are multiplied by ``scale`` when they are gathered, and not what is made of them."""
+        what, how = self.exchange.what, self.exchange.how
+        return what is not None and what.in_place and how is not None
+
+    @property
     def scale(self) -> float:
         """Factor on what is sent."""
         how = self.exchange.how

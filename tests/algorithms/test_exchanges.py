@@ -7,7 +7,7 @@ import pickle
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -35,7 +35,9 @@ from bagua.algorithms import (
     Replace,
     SlowStep,
     Sum,
+    Then,
     Weights,
+    What,
     around,
 )
 from bagua.comm import ProcessGroup, Work
@@ -51,6 +53,7 @@ from bagua.testing.training import (
     loss_of,
     mean_gradients,
     mlp,
+    reference,
     snapshot,
     train_steps,
 )
@@ -377,6 +380,43 @@ def test_weights_may_come_late_and_in_parts(thread_ranks, period, lag, parts):
     algorithm = Algorithm.of(Exchange(Weights(), Every(period), Mean(), Add(), lag=lag, parts=parts))
     for state, model in zip(thread_ranks(2, train_for, algorithm, steps), ranks.models, strict=True):
         assert_close(state, snapshot(model))
+
+
+@dataclass(frozen=True)
+class CopiedGradients(What):
+    """Gradients, sent from a copy."""
+
+    reads: ClassVar[frozenset[str]] = frozenset({"gradients"})
+    at: ClassVar[str] = "bucket ready"
+
+    def fill(self, flight: Flight) -> None:
+        flight.flat.copy_(flight.bucket.allocate_gradients())
+
+
+@dataclass(frozen=True)
+class Look(Then):
+    """A local action that changes nothing."""
+
+    def writes(self, what: What | None) -> frozenset[str]:
+        return frozenset()
+
+    def fold(self, flight: Flight) -> None:
+        assert flight.bucket.gradients is not None
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        Algorithm.of(Exchange(CopiedGradients(), Every(), Mean(), Replace())),
+        Algorithm.of(Exchange(Gradients(), Every(), None, Look(), label="look"), gradients()),
+    ],
+    ids=["copied", "looked at"],
+)
+def test_gradients_are_divided_once(thread_ranks, algorithm):
+    expected = reference(mlp(), plain_sgd, 2, range(3))
+    for state in thread_ranks(2, train_for, algorithm, 3):
+        assert_close(state, expected)
 
 
 def _stop_and_go_on(algorithm: Algorithm, stops: list[int], steps: int) -> list[Snapshot]:
