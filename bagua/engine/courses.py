@@ -23,6 +23,7 @@ __all__ = [
     "gathers",
     "is_between_steps",
     "is_chunked",
+    "lag_of_gradients",
     "layout_of",
     "saved_flights",
     "waits_for_optimizers",
@@ -32,6 +33,11 @@ __all__ = [
 def gathers(exchanges: Iterable[Exchange]) -> bool:
     """Whether gradients are gathered in flat memory."""
     return any("gradients" in one.needs for one in exchanges)
+
+
+def lag_of_gradients(exchanges: Iterable[Exchange]) -> int:
+    """How many steps late gradients come at most."""
+    return max((one.lag for one in exchanges if "gradients" in one.needs), default=0)
 
 
 def is_chunked(exchanges: Iterable[Exchange]) -> bool:

@@ -19,6 +19,7 @@ from bagua.engine.autotune.search import Setting
 from bagua.engine.belongings import Belongings
 from bagua.engine.courses import Courses, gathers, is_between_steps, is_chunked, layout_of
 from bagua.engine.equality import EqualityCheck, digest_of_gradients, warn_of_equal_gradients
+from bagua.engine.gradients import Unused
 from bagua.engine.layout import agreed_order, bucket_lists, cut, foreign, name_of, positions_of, twice
 from bagua.engine.meeting import meet
 from bagua.engine.options import EngineOptions, check_bucket_bytes, check_leader, check_optional_flag
@@ -64,6 +65,7 @@ class BucketFormation:
         self._order: list[int] = []
         self.arrival: list[torch.nn.Parameter] = []
         self._arrived: set[int] = set()
+        self._unused = Unused()
         self._scheduler: Scheduler | None = None
         self._courses = Courses(self.group, self.belongings)
         self._remembered: Remembered | None = None
@@ -363,6 +365,7 @@ class BucketFormation:
             self._scheduler.dissolve()
             self._remembered = self._courses.remembered()
         self._scheduler = None
+        self._unused = Unused()
         self.buckets = []
         self.forget_arrivals()
 

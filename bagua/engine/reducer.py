@@ -14,7 +14,7 @@ from bagua.buckets import Bucket
 from bagua.comm import Group
 from bagua.engine.agreement import compare_or_refuse
 from bagua.engine.autotune.settings import AutotuneSettings
-from bagua.engine.courses import gathers, is_between_steps, saved_flights
+from bagua.engine.courses import gathers, is_between_steps, lag_of_gradients, saved_flights
 from bagua.engine.equality import Belief
 from bagua.engine.formation import BucketFormation
 from bagua.engine.gradients import restore_unused
@@ -262,10 +262,11 @@ class Reducer(BucketFormation):
             if len(missing) == len(scheduler.slots):
                 return
             raise unused({self.group.rank: [slot.name for slot in missing]})
-        without = scheduler.fill_missing(missing)
+        without = {slot.name for slot in scheduler.fill_missing(missing)}
         scheduler.complete()
-        if self.find_unused_parameters and gathers(self.exchanges_of(self._phase)) and self.group.size > 1:
-            restore_unused({slot.name for slot in without}, self.model.parameters, self.communicator)
+        if self.find_unused_parameters and self.group.size > 1 and gathers(self.exchanges_of(self._phase)):
+            unused_here = self._unused.after(without, steps=1 + lag_of_gradients(self.exchanges_of(self._phase)))
+            restore_unused(unused_here, self.model.parameters, self.communicator)
         if self.equality.concerns(self.step):
             self.end_exchanges()
             belief = Belief(self.module, self.model, self.buckets, self._courses.places)

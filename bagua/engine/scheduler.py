@@ -124,6 +124,7 @@ class Scheduler:
         self.launched = 0
         self.active = False
         self.clock = Clock()
+        self._was_safe = -1
         self._launching = threading.Lock()
         self._backward = 0
         self._begun = True
@@ -133,8 +134,9 @@ class Scheduler:
     # One backward pass.
 
     def safe_point(self, clock: Clock) -> None:
-        """The first training forward of a step begins."""
-        if self._agendas["safe"]:
+        """A training forward begins; later ones of the same step change nothing: graphs need the weights."""
+        if self._agendas["safe"] and clock.step != self._was_safe:
+            self._was_safe = clock.step
             for course in self.courses:
                 course.begin(clock)
             self._reach("safe", clock)

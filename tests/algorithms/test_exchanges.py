@@ -349,6 +349,79 @@ def test_gradients_may_come_late_and_several_at_a_time(thread_ranks, lag):
     assert_close(results[0], snapshot(model))
 
 
+class Halves(nn.Module):
+    """A model whose second half is used in every other step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = mlp()[0], mlp()[2]
+
+    def forward(self, rows: torch.Tensor, number: int) -> torch.Tensor:
+        hidden = self.first(rows)
+        return self.second(hidden) if number % 2 == 0 else hidden
+
+
+@pytest.mark.threads
+def test_late_gradients_of_what_is_unused_by_now_are_not_lost(thread_ranks):
+    def loss(model: nn.Module, rank: int, number: int) -> torch.Tensor:
+        return model(torch.full((2, 8), 1.0 + rank), number).square().mean()
+
+    def train() -> Snapshot:
+        model = Halves()
+        optimizer = plain_sgd(model.parameters())
+        wrapped = with_bagua(model, [optimizer], Algorithm.of(gradients(lag=1)), find_unused_parameters=True)
+        for number in range(6):
+            optimizer.zero_grad()
+            loss(wrapped, bagua.comm.get_rank(), number).backward()
+            optimizer.step()
+        return snapshot(model)
+
+    expected = Halves()
+    late = [torch.zeros_like(one) for one in expected.parameters()]
+    for number in range(6):
+        total = loss(expected, 0, number) + loss(expected, 1, number)
+        found = torch.autograd.grad(total / 2, list(expected.parameters()), allow_unused=True, materialize_grads=True)
+        with torch.no_grad():
+            torch._foreach_add_(list(expected.parameters()), late, alpha=-0.1)
+        late = list(found)
+    for state in thread_ranks(2, train):
+        assert_close(state, snapshot(expected))
+
+
+@pytest.mark.threads
+def test_a_safe_point_comes_once_in_each_step(thread_ranks):
+    """At the first training forward, whatever others follow before the step is over."""
+
+    def train() -> Snapshot:
+        rank, model = bagua.comm.get_rank(), mlp()
+        optimizer = plain_sgd(model.parameters())
+        exchange = Exchange(Weights(), Every(), Mean(), Replace(), at="safe", parts=Parts(1, "strided"))
+        wrapped = with_bagua(model, [optimizer], Algorithm.of(exchange))
+        for number in range(4):
+            optimizer.zero_grad()
+            with wrapped.no_sync():
+                loss_of(wrapped, rank, number).backward()
+            with torch.no_grad():  # A mean in the next forward would spread it.
+                model[4].bias.add_(rank)
+            (loss_of(wrapped, rank, number) + loss_of(wrapped, rank, number + 1)).backward()
+            optimizer.step()
+        return snapshot(model)
+
+    ranks = Ranks(2)
+    for number in range(4):
+        if number:  # In the first forward, there is nothing to exchange yet.
+            ranks.put(ranks.mean())
+        for rank, (model, optimizer) in enumerate(zip(ranks.models, ranks.optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss_of(model, rank, number).backward()
+            with torch.no_grad():
+                model[4].bias.add_(rank)
+            (loss_of(model, rank, number) + loss_of(model, rank, number + 1)).backward()
+            optimizer.step()
+    for state, model in zip(thread_ranks(2, train), ranks.models, strict=True):
+        assert_close(state, snapshot(model))
+
+
 @pytest.mark.threads
 @pytest.mark.parametrize(("period", "lag"), [(1, 1), (3, 0), (3, 2), (3, 3), (6, 5)])
 @pytest.mark.parametrize(
