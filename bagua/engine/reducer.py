@@ -427,6 +427,7 @@ class Reducer(BucketFormation):
         except ConfigurationError as error:
             refusal = error
         compare_or_refuse(facts, self.communicator, "checkpoints", refusal)
+        self.suspend_exchanges()  # Results of what was there before must not be folded into weights that are loaded.
         self._put_aside()
         self.step, self._began = saved["step"], saved["began"]
         self.restored_at = self.step

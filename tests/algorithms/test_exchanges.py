@@ -507,11 +507,12 @@ def _stop_and_go_on(algorithm: Algorithm, stops: list[int], steps: int) -> list[
         model = mlp(5)
         optimizer = plain_sgd(model.parameters())
         wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=10**9)
-        if number % 2:  # In either order.
-            wrapped.load_state_dict(weights)
-        wrapped.load_bagua_state_dict(remembered)
-        if not number % 2:
-            wrapped.load_state_dict(weights)
+        for _ in range(2):  # Once more changes nothing.
+            if number % 2:  # In either order.
+                wrapped.load_state_dict(weights)
+            wrapped.load_bagua_state_dict(remembered)
+            if not number % 2:
+                wrapped.load_state_dict(weights)
         train_steps(wrapped, optimizer, rank, range(at, steps))
         ends.append(snapshot(model))
     return ends
