@@ -78,6 +78,11 @@ class Flight:
         """What is remembered, by name."""
         return self.memory.state
 
+    def is_finite(self) -> bool:
+        """Whether ``flat`` has no Inf or NaN; waits for the device."""
+        total = self.flat.sum(dtype=torch.promote_types(self.flat.dtype, torch.float32))
+        return bool(total.isfinite()) or bool(self.flat.isfinite().all())  # A sum may overflow.
+
     def scratch(self, name: str) -> torch.Tensor:
         """Memory like ``flat``, whose contents do not matter."""
         return self.memory.buffer(name, self.flat.numel(), self.flat.dtype)

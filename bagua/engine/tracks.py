@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -130,6 +131,13 @@ class Course:
         self._shifts = [parts.shift(part, exchange.when.steps) for part in range(parts.n)]
         self._in_place = exchange.what is not None and exchange.what.in_place and exchange.lag == 0
         self._gauges = None if lane is None or exchange.how is None else Gauges(exchange, lane.group)
+        self._all_drop = self._ranks > 1 and self._is_dropped_by_all()
+
+    def _is_dropped_by_all(self) -> bool:
+        """Whether weights that are not finite on one rank would end the exchange between all, where a look is cheap."""
+        one = self.exchange
+        uniform = one.how is not None and one.how.uniform and "weights" in one.writes and not one.then.whole
+        return uniform and (one.when.steps > 1 or all(track.bucket.device.type == "cpu" for track in self.tracks))
 
     # When.
 
@@ -223,7 +231,9 @@ class Course:
         for flight in flights:
             flight.wait()
         then = self.exchange.then
-        finite = not then.whole or all(bool(torch.isfinite(flight.flat).all()) for flight in flights)
+        finite = not (then.whole or self._all_drop) or all(flight.is_finite() for flight in flights)
+        if not finite and self._all_drop:
+            self._warn(tracks)
         for track, flight in zip(tracks, flights, strict=True):
             flight.finite = finite
             flight.rescale = clock.loss_scale / flight.loss_scale
@@ -233,6 +243,18 @@ class Course:
                 self._gauges.look(flight, clock.t)
             then.fold(flight)
             track.give_back(flight)
+
+    def _warn(self, tracks: Sequence[Track]) -> None:
+        """Say whose weights are not finite. Collective: all ranks have the same result, and drop it."""
+        assert self.lane is not None
+        communicator, everyone = self.lane.group.global_communicator, list[bool]()
+        own = all(bool(one.isfinite().all()) for track in tracks for one in track.bucket.parameters)
+        self.lane.executors[tracks[0].bucket.device].run(lambda: everyone.extend(communicator.allgather_object(own)))()
+        spoilt = [str(rank) for rank, fine in zip(communicator.ranks, everyone, strict=True) if not fine]
+        whose = f"the weights of rank {', '.join(spoilt)} are not finite" if spoilt else "values became too large"
+        told = f"the result of {self.exchange!r} is not finite, and each rank keeps its own weights: {whose}. "
+        advice = "Go on from a checkpoint; with DiLoCoAlgorithm, such a rank goes back to the last outer step."
+        warnings.warn(told + advice, RuntimeWarning, stacklevel=2)
 
     def drop(self, track: Track) -> None:
         """Wait for all flights of ``track``, and take none of them in."""

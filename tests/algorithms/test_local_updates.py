@@ -300,6 +300,16 @@ def test_a_rank_that_diverged_goes_back_to_the_anchor_and_harms_nobody(thread_ra
     assert_close(diverged, anchor)
 
 
+@pytest.mark.threads
+@pytest.mark.parametrize("every", [1, 4])
+def test_who_spoils_a_mean_of_weights_is_named_on_all_ranks(thread_ranks, every):
+    with pytest.warns(RuntimeWarning, match="weights of rank 1 are not finite") as caught:
+        (_, first), (_, spoilt), (_, third) = thread_ranks(3, train_with_nan, LocalSGDAlgorithm(every))
+    assert len(caught) == 3
+    assert all(torch.isfinite(value).all() for state in (first, third) for value in state.values())
+    assert not all(torch.isfinite(value).all() for value in spoilt.values())
+
+
 class Branches(nn.Module):
     """A model, one half of which is not used in each step."""
 
