@@ -267,6 +267,7 @@ class Exchange:
         self.then.check(self.what)
         self._settle_points()
         _check_places(self)
+        _check_scopes(self)
         _check_lag(self)
 
     def _settle_points(self) -> None:
@@ -310,8 +311,12 @@ class Exchange:
         return self.then.writes(self.what)
 
     def states(self) -> tuple[State, ...]:
-        """All that it remembers."""
-        found = [one for value in (self.what, self.how, self.then) if value is not None for one in value.state()]
+        """All that it remembers. What follows an anchor of one rank belongs to that rank as well."""
+        sent = () if self.what is None else self.what.state()
+        taken_in = self.then.state()
+        if any(one.start == "weights" and one.scope == "local" for one in sent):
+            taken_in = tuple(dataclasses.replace(one, scope="local") for one in taken_in)
+        found = [*sent, *(() if self.how is None else self.how.state()), *taken_in]
         return tuple({one.name: one for one in found}.values())
 
     def labelled(self, label: str) -> Exchange:
@@ -345,6 +350,17 @@ def _check_places(exchange: Exchange) -> None:
         )
     if exchange.how is not None and exchange.what is None:
         raise ConfigurationError("nothing would be sent", argument="what", expected="as Weights()", seen=None)
+
+
+def _check_scopes(exchange: Exchange) -> None:
+    shared = [one.name for one in exchange.states() if one.scope == "shared"]
+    if shared and exchange.how is not None and not exchange.how.uniform:
+        raise ConfigurationError(
+            f"ranks end with different results, so {', '.join(map(repr, shared))} would not be equal on all of them",
+            argument="how",
+            expected='one with the same result for all, as Mean(), or Difference(scope="local")',
+            seen=repr(exchange.how),
+        )
 
 
 def _check_lag(exchange: Exchange) -> None:

@@ -151,6 +151,8 @@ def gradients(how: Any = Mean(), **options: Any) -> Exchange:  # noqa: B008 - a 
         (lambda: Exchange(None, Every(), Mean(), NESTEROV), "anchor"),
         (lambda: Exchange(Difference(), Every(), Mean(), Replace()), "OuterStep"),
         (lambda: Exchange(Weights(), Every(), Mean(), NESTEROV), "anchor"),
+        (lambda: Exchange(Difference(), Every(3), Mix("ring"), NESTEROV), "would not be equal"),
+        (lambda: Exchange(Difference(), Every(3), Mix("ring"), SlowStep()), "would not be equal"),
         (lambda: Exchange(Weights(), 8, Mean(), Replace()), "when"),
         (lambda: Exchange("weights", Every(), Mean(), Replace()), "what"),
         (lambda: Every(0), "steps"),
@@ -764,6 +766,35 @@ def test_shared_state_first_makes_weights_equal(thread_ranks):
     (first, digest), (second, other) = thread_ranks(2, train)
     assert_same_on_all_ranks([first, second])
     assert digest == other
+
+
+@pytest.mark.threads
+def test_ranks_that_mix_with_neighbours_have_anchors_and_momenta_of_their_own(thread_ranks):
+    """Each rank steps its anchor with the mean of its own difference and those of its neighbours on a ring."""
+    ranks = Ranks(4)
+    anchors = [nn.Parameter(ranks.mean()) for _ in ranks.models]
+    outer = torch.optim.SGD(anchors, lr=0.7, momentum=0.9, nesterov=True)
+    for number in range(9):
+        ranks.step(number)
+        if number % 3 == 2:
+            apart = [one.detach() - flat_of(model) for one, model in zip(anchors, ranks.models, strict=True)]
+            for rank, one in enumerate(anchors):
+                one.grad = (apart[rank - 1] + apart[rank] + apart[(rank + 1) % 4]) / 3
+            outer.step()
+            for one, model in zip(anchors, ranks.models, strict=True):
+                put(model, one.detach())
+
+    def train() -> Snapshot:
+        model = mlp()
+        optimizer = plain_sgd(model.parameters())
+        exchange = Exchange(Difference(scope="local"), Every(3), Mix("ring"), NESTEROV)
+        wrapped: Any = with_bagua(model, [optimizer], Algorithm.of(exchange))
+        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(9))
+        wrapped.bagua_state_digest()
+        return snapshot(model)
+
+    for state, model in zip(thread_ranks(4, train), ranks.models, strict=True):
+        assert_close(state, snapshot(model))
 
 
 @pytest.mark.threads
