@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import torch
 
 from bagua.algorithms.exchange import Flight, How, Point, Then, What
-from bagua.checks import check_flags, check_kind, check_numbers
+from bagua.checks import check_choice, check_flags, check_kind, check_numbers
 from bagua.comm import ProcessGroup, Work
 from bagua.errors import ConfigurationError
 from bagua.primitives import State, SumReducer, allreduce_sum, reducer_sum
@@ -57,25 +57,23 @@ class Difference(What):
     Points uphill, as a gradient does.
 
     Args:
-        anchor: name of the anchor among what is remembered.
         scope: ``shared`` if it is equal on all ranks, which makes weights equal when it is made; or ``local``.
     """
 
-    anchor: str = "anchor"
     scope: Literal["shared", "local"] = "shared"
 
     reads: ClassVar[frozenset[str]] = frozenset({"weights", "anchor"})
 
     def __post_init__(self) -> None:
-        check_kind(str, "a word", anchor=self.anchor)
+        check_choice(("shared", "local"), scope=self.scope)
 
     def state(self) -> tuple[State, ...]:
         """The anchor."""
-        return (State(self.anchor, "weights", scope=self.scope),)
+        return (State("anchor", "weights", scope=self.scope),)
 
     def fill(self, flight: Flight) -> None:
         """Subtract."""
-        anchor = flight.state[self.anchor]
+        anchor = flight.state["anchor"]
         weights = flight.bucket.read_weights(flight.flat)
         if anchor.dtype == weights.dtype:
             torch.sub(anchor, weights, out=flight.flat)

@@ -184,6 +184,7 @@ def gradients(how: Any = Mean(), **options: Any) -> Exchange:  # noqa: B008 - a 
         (lambda: Parts(3, "size"), "by"),
         (lambda: Outer(lambda parameters: None), "name"),
         (lambda: Add(0.0), "gain"),
+        (lambda: Difference("anchor"), "scope"),
         (lambda: Blend(2.0), "keep"),
         (lambda: Mix("nowhere"), "nowhere"),
         (lambda: Algorithm.of(gradients(), gradients(label="b")), "both replace gradients"),
