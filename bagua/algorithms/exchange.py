@@ -169,6 +169,14 @@ class Then(ABC):
         """What is remembered."""
         return ()
 
+    def check_parameters(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Refuse parameters that it cannot work on, before training begins.
+
+        Raises:
+            ConfigurationError: it cannot.
+        """
+        return
+
     def enter(self, buckets: Sequence[Bucket], model: Model) -> None:
         """The buckets were formed, or the exchange has become part of the algorithm."""
         return

@@ -109,8 +109,8 @@ class BucketFormation:
             for dtype in {parameter.dtype for parameter in named.values()}:
                 if one.how is not None:
                     one.how.check_dtype(dtype)
-            if one.parts.by != "arrival":
-                one.parts.cut(named)
+            parts = [list(named)] if one.parts.by == "arrival" else one.parts.cut(named)
+            one.then.check_parameters([named[name] for part in parts for name in part])
 
     def _agree(self, refusal: BaguaError | None = None) -> None:
         """Make sure that all ranks mean the same, and form the buckets that the user wants."""

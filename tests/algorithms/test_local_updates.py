@@ -18,6 +18,7 @@ from bagua.algorithms import (
     LocalSGDAlgorithm,
     LocalUpdates,
     Outer,
+    OuterStep,
     SlowMoAlgorithm,
 )
 from bagua.compression import Float16, MinMaxUInt8
@@ -298,6 +299,35 @@ def test_a_rank_that_diverged_goes_back_to_the_anchor_and_harms_nobody(thread_ra
     (_, well), (anchor, diverged) = thread_ranks(2, train_with_nan, algorithm)
     assert all(torch.isfinite(value).all() for value in well.values())
     assert_close(diverged, anchor)
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        (torch.optim.Adafactor, "'row_var', which is neither|'col_var', which is neither"),
+        (torch.optim.Muon, "only supports 2D parameters"),
+        (torch.optim.LBFGS, "closure"),
+        (torch.optim.SparseAdam, "dense gradients"),
+    ],
+)
+def test_an_outer_optimizer_that_cannot_step_the_model_is_refused_when_it_is_wrapped(thread_ranks, kind, problem):
+    def wrap() -> None:
+        model = mlp()
+        with pytest.raises(ConfigurationError, match=problem):
+            with_bagua(model, [optimizer_of(model)], DiLoCoAlgorithm(2, outer=Outer(kind, lr=0.1)))
+
+    thread_ranks(2, wrap)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.NAdam, torch.optim.Rprop, torch.optim.ASGD])
+def test_other_outer_optimizers_are_not_refused(kind):
+    DiLoCoAlgorithm(outer=Outer(kind)).outer_exchange.then.check_parameters(list(mlp().parameters()))
+
+
+def test_an_outer_optimizer_has_to_step_the_selected_parameters_only():
+    matrices = [one for one in mlp().parameters() if one.dim() == 2]
+    OuterStep(Outer(torch.optim.Muon, lr=0.1)).check_parameters(matrices)
 
 
 @pytest.mark.threads
