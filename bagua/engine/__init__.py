@@ -4,6 +4,7 @@ from bagua.engine.access import EngineAccess
 from bagua.engine.agreement import compare
 from bagua.engine.autotune.search import Setting
 from bagua.engine.autotune.settings import AutotuneSettings
+from bagua.engine.checkpoints import check_owner
 from bagua.engine.executor import Executor, create_executor
 from bagua.engine.hooks import BackwardHooks
 from bagua.engine.keywords import InitOptions, ReducerOptions, SwitchOptions
@@ -21,7 +22,7 @@ from bagua.engine.options import (
     refuse_unknown,
 )
 from bagua.engine.reducer import Reducer
-from bagua.engine.saving import Remembered, check_owner, collect, merged, renamed, restore
+from bagua.engine.saving import Remembered, collect, merged, renamed, restore
 from bagua.engine.start import make_equal, replace_engine
 from bagua.engine.state import (
     allreduce_optimizer_state,

@@ -14,6 +14,7 @@ from bagua.buckets import Bucket
 from bagua.comm import Group
 from bagua.engine.agreement import compare_or_refuse
 from bagua.engine.autotune.settings import AutotuneSettings
+from bagua.engine.checkpoints import check_owner, from_checkpoint, is_of_one_rank
 from bagua.engine.courses import gathers, is_between_steps, lag_of_gradients, saved_flights
 from bagua.engine.equality import Belief
 from bagua.engine.formation import BucketFormation
@@ -29,14 +30,7 @@ from bagua.engine.options import (
     optimizer_list,
     refuse_unknown,
 )
-from bagua.engine.saving import (
-    Remembered,
-    check_owner,
-    collect,
-    compare_states,
-    from_checkpoint,
-    is_of_one_rank,
-)
+from bagua.engine.saving import Remembered, collect, compare_states
 from bagua.engine.tracks import Track
 from bagua.errors import CommunicationError, CommunicatorClosedError, ConfigurationError, blame
 
