@@ -5,37 +5,60 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from bagua.algorithms import Algorithm
 from bagua.checks import check_kind
+from bagua.engine.saving import other_shape
 from bagua.errors import ConfigurationError
 
 __all__ = ["check_owner", "from_checkpoint", "is_of_one_rank"]
 
-_STATE = {"algorithm": str, "step": int, "rank": int, "world_size": int, "began": int}
-_LISTS = {"buckets": list, "parameters": dict, "others": list, "flights": list}
+#: A dictionary of anything: its keys are names.
+_ANY = "any name"
+_TENSORS = {_ANY: torch.Tensor}
+_PARAMETERS = {_ANY: _TENSORS}
+_OTHER = {"label": str, "names": [str], "state": _TENSORS}
+_FLIGHT = {
+    "label": str,
+    "names": [str],
+    "step": int,
+    "t": int,
+    "round": int,
+    "loss_scale": float,
+    "parameters": _PARAMETERS,
+    "proposed": _TENSORS,
+}
+_STATE = {
+    "algorithm": str,
+    "step": int,
+    "rank": int,
+    "world_size": int,
+    "began": int,
+    "buckets": [[str]],
+    "parameters": _PARAMETERS,
+    "others": [_OTHER],
+    "flights": [_FLIGHT],
+}
 
 
-def from_checkpoint(state_dict: Any, algorithm: Algorithm) -> dict[str, Any]:
+def from_checkpoint(
+    state_dict: Any, algorithm: Algorithm, parameters: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, Any]:
     """A saved state, which may come from anywhere.
 
     Args:
         state_dict: of the engine.
         algorithm: that it should belong to; its options may be others.
+        parameters: of the model, by name.
 
     Raises:
-        ConfigurationError: it is no such state, or not a whole one, or one of another algorithm.
+        ConfigurationError: it is no such state, or not a whole one, or one of another algorithm, or of parameters of
+            other shapes.
     """
-    wanted = {**_STATE, **_LISTS}
-    lacking = [key for key in wanted if key not in state_dict] if isinstance(state_dict, Mapping) else list(wanted)
-    if lacking:
-        raise ConfigurationError(
-            "this is no state of an algorithm",
-            argument="state_dict",
-            expected="what bagua_state_dict() returned",
-            seen=f"no {', '.join(lacking)}",
-        )
-    for key, kind in wanted.items():
-        check_kind(kind, f"a {kind.__name__} as {key}", state_dict=state_dict[key])
+    if not isinstance(state_dict, Mapping):
+        raise _incomplete(list(_STATE), "it")
+    _check(dict(state_dict), _STATE, "")
     if state_dict["algorithm"].partition("(")[0] != repr(algorithm).partition("(")[0]:
         raise ConfigurationError(
             "this state belongs to another algorithm",
@@ -43,7 +66,47 @@ def from_checkpoint(state_dict: Any, algorithm: Algorithm) -> dict[str, Any]:
             expected=repr(algorithm),
             seen=state_dict["algorithm"],
         )
+    for number, flight in enumerate(state_dict["flights"]):
+        lacking = [name for name in flight["names"] if name not in flight["parameters"]]
+        if lacking:
+            raise _incomplete(lacking, f"flights[{number}].parameters")
+    for source in (state_dict["parameters"], *(flight["parameters"] for flight in state_dict["flights"])):
+        _check_shapes(source, parameters or {})
     return dict(state_dict)
+
+
+def _check(value: Any, wanted: Any, place: str) -> None:
+    """``wanted`` is a class, or a list or dictionary of what is wanted inside."""
+    kind = wanted if isinstance(wanted, type) else type(wanted)
+    check_kind(kind, f"a {kind.__name__} as {place or 'state'}", state_dict=value)
+    if isinstance(wanted, list):
+        for number, one in enumerate(value):
+            _check(one, wanted[0], f"{place}[{number}]")
+    elif isinstance(wanted, dict) and _ANY in wanted:
+        for name, one in value.items():
+            _check(one, wanted[_ANY], f"{place}[{name!r}]")
+    elif isinstance(wanted, dict):
+        lacking = [key for key in wanted if key not in value]
+        if lacking:
+            raise _incomplete(lacking, place or "it")
+        for key, inside in wanted.items():
+            _check(value[key], inside, f"{place}.{key}".removeprefix("."))
+
+
+def _incomplete(lacking: list[str], place: str) -> ConfigurationError:
+    return ConfigurationError(
+        "this is no state of an algorithm",
+        argument="state_dict",
+        expected="what bagua_state_dict() returned",
+        seen=f"no {', '.join(lacking)} in {place}",
+    )
+
+
+def _check_shapes(saved: Mapping[str, Mapping[str, torch.Tensor]], parameters: Mapping[str, torch.Tensor]) -> None:
+    for name in saved.keys() & parameters.keys():
+        for key, part in saved[name].items():
+            if part.shape != parameters[name].shape:
+                raise other_shape(key, name, expected=parameters[name], seen=part)
 
 
 def is_of_one_rank(state_dict: Mapping[str, Any]) -> bool:

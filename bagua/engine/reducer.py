@@ -412,7 +412,7 @@ class Reducer(BucketFormation):
         refusal: ConfigurationError | None = None
         facts: list[str] = []
         try:
-            saved = from_checkpoint(state_dict, self.declaration)
+            saved = from_checkpoint(state_dict, self.declaration, self.model.parameters)
             # Neighbours have replicas of the weights that a rank of theirs had: the layout is not all that counts.
             if is_of_one_rank(saved) or (self.declaration.ranks_differ and self.algorithm.plane is None):
                 check_owner(saved, self.group.rank, self.group.size)

@@ -21,6 +21,7 @@ __all__ = [
     "digest_of",
     "key_of",
     "merged",
+    "other_shape",
     "paste",
     "propose_again",
     "renamed",
@@ -187,13 +188,18 @@ def paste(place: Holder, name: str, flat: torch.Tensor, source: Mapping[str, Ten
         if part is None:
             continue
         if part.shape != view.shape:
-            raise ConfigurationError(
-                f"the saved state {key} of {parameter} has another shape",
-                argument="state_dict",
-                expected=list(view.shape),
-                seen=list(part.shape),
-            )
+            raise other_shape(key, parameter, expected=view, seen=part)
         view.copy_(part)
+
+
+def other_shape(key: str, parameter: str, *, expected: torch.Tensor, seen: torch.Tensor) -> ConfigurationError:
+    """The error if what was saved under ``key`` for ``parameter`` has another shape than here."""
+    return ConfigurationError(
+        f"the saved state {key} of {parameter} has another shape",
+        argument="state_dict",
+        expected=list(expected.shape),
+        seen=list(seen.shape),
+    )
 
 
 def propose_again(place: Holder, saved: Mapping[str, Any]) -> None:

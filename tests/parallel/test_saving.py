@@ -119,12 +119,32 @@ def test_state_of_another_shape_is_refused():
         (lambda saved: {**saved, "rank": 1}, "rank 0 of 2 was given the state of rank 1 of 2"),
         (lambda saved: {**saved, "world_size": 3}, "rank 0 of 2 was given the state of rank 0 of 3"),
         (lambda saved: {**saved, "others": None}, "a list as others"),
+        (lambda saved: {**saved, "others": [1]}, r"a dict as others\[0\]"),
+        (lambda saved: {**saved, "flights": [{}]}, r"no label, names, step.* in flights\[0\]"),
+        (lambda saved: {**saved, "parameters": {"0.bias": 3}}, r"a dict as parameters\['0.bias'\]"),
+        (
+            lambda saved: {**saved, "parameters": {"0.bias": {"residual": torch.ones(3)}}},
+            r"residual of 0.bias has another shape",
+        ),
         (lambda saved: {**saved, "algorithm": 3}, "state_dict has the wrong type"),
         (lambda saved: {**saved, "step": "x"}, "state_dict has the wrong type"),
         (lambda saved: {**saved, "algorithm": "TopKAlgorithm()"}, "another algorithm"),
         (lambda saved: {**saved, "buckets": [["nobody"]] * len(saved["buckets"])}, "nobody"),
     ],
-    ids=["nothing", "rank", "size", "cut", "number", "step", "algorithm", "names"],
+    ids=[
+        "nothing",
+        "rank",
+        "size",
+        "cut",
+        "other",
+        "flight",
+        "no tensors",
+        "shape",
+        "number",
+        "step",
+        "algorithm",
+        "names",
+    ],
 )
 def test_ranks_do_not_wait_for_one_that_cannot_load_its_checkpoint(thread_ranks, change, words):
     def load() -> None:
