@@ -17,7 +17,7 @@ from bagua.comm import Communicator, Group, ProcessGroup, as_group, close_with, 
 from bagua.engine.agreement import compare_or_refuse
 from bagua.engine.autotune.search import Setting
 from bagua.engine.belongings import Belongings
-from bagua.engine.courses import Courses, gathers, is_between_steps, is_chunked, layout_of
+from bagua.engine.courses import Courses, gathers, is_between_steps, is_chunked, layout_of, saved_flights
 from bagua.engine.equality import EqualityCheck, digest_of_gradients, warn_of_equal_gradients
 from bagua.engine.gradients import Unused
 from bagua.engine.layout import agreed_order, bucket_lists, cut, foreign, name_of, positions_of, twice
@@ -339,12 +339,15 @@ class BucketFormation:
     def recut(self, setting: Setting) -> None:
         """Go on at once with another setting, which all ranks chose together in the same step.
 
-        Parameters keep their order, and what the algorithm remembers is carried over.
+        Parameters keep their order, and what the algorithm remembers is carried over, as are flights of parts, which
+        are no buckets.
         """
         declaration, algorithm = self.declaration, self.algorithm
         if setting.hierarchical != self.setting.hierarchical:
             declaration = declaration.in_form(hierarchical=setting.hierarchical)
             algorithm = self._bind(declaration)
+        if self._scheduler is not None:
+            self._flights = saved_flights(self._scheduler.withdraw_parts())
         self._put_aside()
         self.declaration, self.algorithm = declaration, algorithm
         self.options = dataclasses.replace(self.options, bucket_bytes=setting.bucket_bytes)

@@ -296,6 +296,14 @@ class Scheduler:
             flight.wait = nothing
         return flights
 
+    def withdraw_parts(self) -> list[tuple[Track, Flight]]:
+        """Take out the flights of parts, which go on when buckets are formed anew, once what is owed has started."""
+        self.after_optimizers()
+        flights = [(track, flight) for track, flight in self.settle() if not track.bucket.by_arrival]
+        for track, _ in flights:
+            track.flights.clear()
+        return flights
+
     def resume(self, flights: Sequence[tuple[Track, Flight]]) -> None:
         """Fold flights when their time comes, after all, as ``settle`` returned them."""
         here = {id(track) for track in self.tracks}

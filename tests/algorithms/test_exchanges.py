@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import threading
 from collections.abc import Callable, Hashable
@@ -42,6 +43,7 @@ from bagua.algorithms import (
 )
 from bagua.comm import ProcessGroup, Work
 from bagua.compression import Codec, MinMaxUInt8, registry
+from bagua.engine import Setting
 from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTypeError
 from bagua.parallel import DistributedDataParallel, bagua_init, with_bagua
 from bagua.primitives import ErrorFeedback, PowerSGDReducer, ScatterGatherReducer
@@ -147,8 +149,10 @@ def test_parts_are_cut_by_layer_by_bytes_and_by_choice():
     assert Parts(1, "bytes", Matrices()).cut(named) == [["0.weight", "2.weight", "4.weight"]]
     assert Parts(1, "bytes", Not(Matrices())).cut(named) == [["0.bias", "2.bias", "4.bias"]]
     assert Parts(1, "bytes", Named("2.*")).cut(named) == [["2.weight", "2.bias"]]
-    with pytest.raises(ConfigurationError, match="no parameter"):
+    with pytest.raises(ConfigurationError, match="at most as many parts as there are layers"):
         Parts(4, "strided").cut(named)
+    with pytest.raises(ConfigurationError, match=r"Named\(pattern='zzz'\) takes no parameter .* 0.weight, 0.bias"):
+        Parts(1, "bytes", Named("zzz")).cut(named)
 
 
 def gradients(how: Any = Mean(), **options: Any) -> Exchange:  # noqa: B008 - a value
@@ -561,6 +565,26 @@ def test_training_goes_on_in_the_middle_of_flights(thread_ranks, algorithm):
     for ends in thread_ranks(2, _stop_and_go_on, algorithm, [2, 5, 6, 9, 11], 16):
         for end in ends[1:]:
             assert_same_on_all_ranks([ends[0], end])
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("how", [Mean(), Mean(ErrorFeedback(BYTES))], ids=["exact", "residuals"])
+def test_tuning_leaves_flights_of_parts_alone(thread_ranks, how):
+    exchange = dataclasses.replace(STREAMING.exchanges()[0], how=how)
+
+    def train(tuned: bool) -> Snapshot:
+        rank, model = bagua.comm.get_rank(), mlp()
+        optimizer = plain_sgd(model.parameters())
+        wrapped: Any = with_bagua(model, [optimizer], Algorithm.of(exchange), bucket_bytes=1000)
+        for number in range(14):
+            train_steps(wrapped, optimizer, rank, [number])
+            if tuned:
+                reducer = wrapped._bagua_engine.reducer
+                reducer.recut(Setting(1000 + 1000 * (number % 2), reducer.setting.hierarchical))
+        return snapshot(model)
+
+    for plain, tuned in zip(thread_ranks(2, train, False), thread_ranks(2, train, True), strict=True):
+        assert_same_on_all_ranks([plain, tuned])
 
 
 # What is remembered.
