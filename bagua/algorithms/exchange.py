@@ -141,6 +141,7 @@ class Then(ABC):
         alone: does something on a group of one rank, too.
         whole: needs to know whether the results of a whole part are finite.
         replaces: what was there before is lost.
+        reads_rates: needs learning rates.
         cut: what happens to flights when training is interrupted: their results are folded early, or dropped.
     """
 
@@ -148,6 +149,7 @@ class Then(ABC):
     alone: ClassVar[bool] = False
     whole: ClassVar[bool] = False
     replaces: ClassVar[bool] = False
+    reads_rates: ClassVar[bool] = False
 
     def check(self, what: What | None) -> None:
         """Refuse what it cannot take in.

@@ -96,6 +96,8 @@ class Flight:
         return self.bucket.views(flat)
 
     def learning_rates(self) -> list[float]:
-        """For each parameter the learning rate of its optimizer; 0.0 where there is none."""
-        owners = [self.model.owner_of(parameter) for parameter in self.bucket.parameters]
-        return [0.0 if owner is None else float(owner[1]["lr"]) for owner in owners]
+        """For each parameter the learning rate of its optimizer in the step that the exchange follows.
+
+        Only for ``Then.reads_rates``. 0.0 where there is no optimizer.
+        """
+        return [self.model.rate_of(parameter) for parameter in self.bucket.parameters]

@@ -415,7 +415,7 @@ class BackwardHooks:
         self._stepped = True
         self._waiting_for.discard(id(optimizer))
         if not self._waiting_for:
-            self.reducer.after_optimizers()
+            self.reducer.after_optimizers(late=False)
 
 
 def _engines_of(parameter: torch.nn.Parameter) -> list[BackwardHooks]:

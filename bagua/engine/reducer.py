@@ -276,11 +276,12 @@ class Reducer(BucketFormation):
         """Whether an exchange waits for the optimizers."""
         return self._scheduler is not None and self._scheduler.owes
 
-    def after_optimizers(self, *, stepped: bool = True) -> None:
+    def after_optimizers(self, *, stepped: bool = True, late: bool = True) -> None:
         """Exchange what waited for the optimizers.
 
         Args:
             stepped: False if none of them has told of a step since the last backward pass.
+            late: False if the last of them has told of its step just now.
 
         Raises:
             ConfigurationError: none has, and the weights are others than at the end of that pass.
@@ -292,6 +293,8 @@ class Reducer(BucketFormation):
             self.give_up(error)
             raise error
         self._versions = []
+        if not late:
+            self.model.forget_rates()
         try:
             self._scheduler.after_optimizers()
         except BaseException as error:

@@ -262,6 +262,8 @@ class Scheduler:
             self._owed.update(id(track) for track in course.tracks if course.is_due(track))
         back = any(course.is_back(track, self.clock) for course in agenda.folds for track in course.tracks)
         self.owes = bool(self._owed) or back
+        for course in self.courses if self.owes else ():
+            course.note_rates()
 
     def after_optimizers(self) -> None:
         """The optimizers have stepped, or it is known that they will not: exchange what waited for that."""

@@ -162,6 +162,11 @@ class Course:
         how = self.exchange.how
         return 1.0 if how is None else how.scale(self._ranks)
 
+    def note_rates(self) -> None:
+        """Keep the learning rates of this step, if its exchange reads them: it may come after the next schedule."""
+        if self.exchange.then.reads_rates:
+            self._model.note_rates()
+
     # From start to fold.
 
     def set_off(self, tracks: Sequence[Track], clock: Clock) -> None:

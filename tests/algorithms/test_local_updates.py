@@ -179,6 +179,30 @@ def train_on_a_schedule(algorithm: Algorithm) -> State:
     return snapshot(model)
 
 
+@pytest.mark.threads
+def test_a_rank_that_skips_an_update_steps_the_anchor_with_the_rate_of_all(thread_ranks):
+    """It exchanges in its next forward pass, when its schedule has gone on."""
+
+    def skip() -> tuple[State, str]:
+        rank, model = bagua.comm.get_rank(), mlp()
+        optimizer = optimizer_of(model)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        wrapped: Any = with_bagua(model, [optimizer], SlowMoAlgorithm(2, beta=0.5))
+        for number in range(4):
+            optimizer.zero_grad()
+            loss_of(wrapped, rank, number).backward()
+            if (rank, number) != (1, 1):
+                optimizer.step()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # That the schedule goes on without an update.
+                schedule.step()
+        return snapshot(model), wrapped.bagua_state_digest()
+
+    (one, digest), (other, same) = thread_ranks(2, skip)
+    assert_same_on_all_ranks([one, other])
+    assert digest == same
+
+
 class Streaming:
     """R4 on all ranks in one process: fragments with an anchor and an outer optimizer each."""
 
