@@ -40,20 +40,18 @@ class Arrival:
 
     Attributes:
         bucket: the bucket.
-        index: its place among the buckets.
         slots: one for each parameter.
         pending: gradients that are still missing in this backward pass.
         fusion: whether parameters get their part of the flat gradients.
         scale: factor on gradients that are gathered in this step; None for 1.
     """
 
-    __slots__ = ("_factor", "_factor_tensor", "bucket", "fusion", "index", "pending", "scale", "slots")
+    __slots__ = ("_factor", "_factor_tensor", "bucket", "fusion", "pending", "scale", "slots")
 
-    def __init__(self, index: int, bucket: Bucket, *, gathers: bool) -> None:
+    def __init__(self, bucket: Bucket, *, gathers: bool) -> None:
         gathers = gathers and bucket.gradients is not None
         views: Sequence[torch.Tensor | None] = bucket.gradient_views if gathers else [None] * len(bucket.names)
         self.bucket = bucket
-        self.index = index
         self.slots = [
             Slot(name, parameter, self, view)
             for name, parameter, view in zip(bucket.names, bucket.parameters, views, strict=True)
@@ -119,7 +117,7 @@ class Scheduler:
         self._gathering = [
             course for course in courses if course.exchange.what is not None and "gradients" in course.exchange.needs
         ]
-        self._arrivals = [Arrival(index, bucket, gathers=bool(self._gathering)) for index, bucket in enumerate(buckets)]
+        self._arrivals = [Arrival(bucket, gathers=bool(self._gathering)) for bucket in buckets]
         self.slots = {id(slot.parameter): slot for arrival in self._arrivals for slot in arrival.slots}
         self.launched = 0
         self.active = False
