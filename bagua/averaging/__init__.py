@@ -28,16 +28,16 @@ Who is dead is judged by the beats of the records, each rank by its own clock; w
 """
 
 from bagua.averaging.averager import Averager
-from bagua.averaging.company import Patience
-from bagua.averaging.desk import Desk, Parcel, Stage
-from bagua.averaging.member import Member
+from bagua.averaging.handoff import Desk, Parcel, Stage
+from bagua.averaging.link import Channel, Courier, GroupCourier, Transfer, host_backend
+from bagua.averaging.membership import Patience
 from bagua.averaging.parts import Buffers, Part, parts_of_buffers
 from bagua.averaging.records import MemberState, Record
 from bagua.averaging.roll import Roll
-from bagua.averaging.schedule import Schedule, topology_of
+from bagua.averaging.round_protocol import Member
+from bagua.averaging.rounds import Schedule, topology_of
 from bagua.averaging.session import Session
 from bagua.averaging.status import AveragingStatus, Progress
-from bagua.averaging.transfer import Channel, Courier, GroupCourier, Transfer, host_backend
 
 __all__ = [
     "Averager",

@@ -9,15 +9,15 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from bagua.averaging.company import Patience
-from bagua.averaging.desk import Desk, Stage
-from bagua.averaging.member import Member
+from bagua.averaging.handoff import Desk, Stage
+from bagua.averaging.link import GroupCourier
+from bagua.averaging.membership import Patience
 from bagua.averaging.parts import Part
 from bagua.averaging.roll import Roll
-from bagua.averaging.schedule import Schedule
+from bagua.averaging.round_protocol import Member
+from bagua.averaging.rounds import Schedule
 from bagua.averaging.session import EXIT_S, Session, sign_off_at_exit
 from bagua.averaging.status import AveragingStatus
-from bagua.averaging.transfer import GroupCourier
 from bagua.comm import ProcessGroup, bounded
 from bagua.errors import CollectiveTimeoutError, CommunicationError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bagua.averaging.transfer import Channel, Courier
+from bagua.averaging.link import Channel, Courier
 
 __all__ = ["Channels"]
 

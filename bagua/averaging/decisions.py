@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bagua.averaging.company import Company
+from bagua.averaging.membership import Company
 from bagua.comm import Board
 
 __all__ = ["Decisions"]

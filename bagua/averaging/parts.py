@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 
-from bagua.averaging.desk import Parcel
+from bagua.averaging.handoff import Parcel
 from bagua.buckets import Bucket, form_buckets
 from bagua.comm import Communicator, copy_flat
 from bagua.errors import ConfigurationError

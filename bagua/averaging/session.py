@@ -10,10 +10,10 @@ import time
 import weakref
 from typing import Protocol
 
-from bagua.averaging.desk import Desk
-from bagua.averaging.member import Member
+from bagua.averaging.handoff import Desk
+from bagua.averaging.link import Courier
 from bagua.averaging.records import MemberState
-from bagua.averaging.transfer import Courier
+from bagua.averaging.round_protocol import Member
 from bagua.comm import bounded, family, in_background, stand_by
 from bagua.errors import CommunicationError
 

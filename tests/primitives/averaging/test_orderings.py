@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bagua.averaging import MemberState, Stage
-from bagua.averaging.member import FINAL
+from bagua.averaging.round_protocol import FINAL
 from bagua.errors import CommunicatorClosedError, NonFiniteError, PeerLostError
 from tests.primitives.averaging.world import PATIENCE, World
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bagua.averaging.desk import Desk
+from bagua.averaging.handoff import Desk
 from bagua.averaging.session import Session
 from bagua.comm.lifetime import background
 from bagua.comm.lifetime.background import BackgroundThread, stand_by

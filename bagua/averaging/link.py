@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bagua.averaging.desk import Parcel
+from bagua.averaging.handoff import Parcel
 from bagua.comm import Communicator, ProcessGroup, ReduceOp, Work
 
 __all__ = ["Channel", "Courier", "GroupCourier", "Transfer", "host_backend"]

@@ -14,14 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 from bagua.averaging.channels import Channels
-from bagua.averaging.company import Company, Patience
 from bagua.averaging.decisions import Decisions
-from bagua.averaging.desk import Desk, Stage
+from bagua.averaging.handoff import Desk, Stage
+from bagua.averaging.link import Channel, Courier, Transfer
+from bagua.averaging.membership import Company, Patience
 from bagua.averaging.records import MemberState, Record
 from bagua.averaging.roll import Roll
-from bagua.averaging.schedule import Looks, Schedule
+from bagua.averaging.rounds import Looks, Schedule
 from bagua.averaging.status import Progress
-from bagua.averaging.transfer import Channel, Courier, Transfer
 from bagua.comm import Board
 from bagua.errors import CommunicationError, PeerLostError
 
