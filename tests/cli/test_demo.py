@@ -58,8 +58,9 @@ def all_gone(process_ids: list[int], within_s: float = 10.0) -> bool:
 
 @pytest.mark.gloo
 def test_two_ranks_learn_and_say_how_it_went(tmp_path):
+    few, plot, file = ("--steps", "40", "--batch-per-rank", "2"), tmp_path / "loss.svg", tmp_path / "numbers.json"
     done = subprocess.run(
-        demo_command("--steps", "40", "--plot", str(tmp_path / "loss.svg"), "--json", str(tmp_path / "numbers.json")),
+        demo_command(*few, "--plot", str(plot), "--json", str(file)),
         capture_output=True,
         text=True,
         timeout=110,
@@ -67,7 +68,7 @@ def test_two_ranks_learn_and_say_how_it_went(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    numbers = json.loads((tmp_path / "numbers.json").read_text())
+    numbers = json.loads(file.read_text())
     assert numbers["last_loss"] < 0.7 * numbers["first_loss"]
     assert numbers["held_out_loss"] < 0.7 * numbers["first_loss"]
     assert numbers["disagreement"] == 0
@@ -79,7 +80,7 @@ def test_two_ranks_learn_and_say_how_it_went(tmp_path):
     if importlib.util.find_spec("matplotlib") is None:
         assert "matplotlib is not installed" in done.stdout
     else:
-        assert "<svg" in (tmp_path / "loss.svg").read_text()
+        assert "<svg" in plot.read_text()
 
 
 @pytest.mark.gloo
