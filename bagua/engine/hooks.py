@@ -157,17 +157,15 @@ class BackwardHooks:
         self.reducer = reducer
         self.tuner = Autotuner(reducer)
         self._passes = Passes(reducer.group.recorder)
-        self.synchronize = True
-        self.accumulates = self.closed = False
+        self.synchronize, self.accumulates, self.closed = True, False, False
         self._handles: list[Any] = []
         weakref.finalize(self, _remove, self._handles).atexit = False
         self.current: weakref.ref[_Pass] | None = None
         self.take: Callable[[torch.nn.Parameter], None] | None = None
         self._armed, self._silent = True, False
         self._listening: list[Any] = []
-        self._retired = False
         self._waiting_for: set[int] = set()
-        self._stepped = False
+        self._retired = self._stepped = False
 
     def create_hooks(self) -> None:
         """Attach to the parameters and optimizers of the reducer. On one rank there is nothing to attach.
@@ -268,8 +266,7 @@ class BackwardHooks:
         reducer.check_usable()
         self._passes.enter("forward pass")
         reducer.after_optimizers(stepped=self._stepped)
-        difference = reducer.registration.difference()
-        if difference is not None:
+        if (difference := reducer.registration.difference()) is not None:
             self.remove_hooks()
             reducer.rebuild(difference)
             self.create_hooks()
@@ -420,8 +417,7 @@ class BackwardHooks:
 
 def _engines_of(parameter: torch.nn.Parameter) -> list[BackwardHooks]:
     """Engines that listen to ``parameter``: none or one."""
-    hooks = hooks_after_accumulation(parameter)
-    engines = [hook.engine() for hook in hooks if isinstance(hook, _ParameterHook)]
+    engines = [hook.engine() for hook in hooks_after_accumulation(parameter) if isinstance(hook, _ParameterHook)]
     return [engine for engine in engines if engine is not None]
 
 
