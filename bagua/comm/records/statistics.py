@@ -66,12 +66,12 @@ class Statistics:
     Args:
         rank: rank of this process in the communicator.
         size: number of ranks.
-        place: where its calls are made.
-        recorder: of the rank; None for one of its own.
+        place: communicator and rank that make the calls.
+        recorder: record of the calls of the rank; None for one of its own.
 
     Attributes:
         recent: the last calls, oldest first.
-        times: what its calls took.
+        times: seconds that its calls took.
         waits: seconds that this rank has waited for each other one that came last, by global rank.
     """
 
@@ -103,7 +103,7 @@ class Statistics:
         """Its result is there.
 
         Args:
-            record: of the call.
+            record: record of the call.
             ended: since when, by the clock of the recorder.
             blocked_s: for how long the thread that made it has stood still for it.
         """

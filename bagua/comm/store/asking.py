@@ -21,10 +21,10 @@ def gather_values(
     """What every member posted under ``topic``, in rank order. A barrier that names who is missing.
 
     Args:
-        store: of the group.
+        store: key-value store of the group.
         topic: used once per store.
         rank: this member's rank in the group.
-        ranks: what messages call the members.
+        ranks: global rank of each member, for messages.
         value: anything JSON can hold.
         timeout_s: how long to wait for the others, in seconds.
 
@@ -54,11 +54,11 @@ def consult(
     """What the group's rank 0 decides from the values that all members post.
 
     Args:
-        store: of the group.
-        topic: what it is about.
+        store: key-value store of the group.
+        topic: subject of the question, a part of its keys.
         number: 1 the first time, then one more each time; what the time before left in the store is deleted.
         rank: this member's rank in the group.
-        ranks: what messages call the members.
+        ranks: global rank of each member, for messages.
         value: anything JSON can hold.
         decide: called on rank 0 with the values in rank order; returns anything JSON can hold.
             It must not raise: the others would wait for an answer.
@@ -141,7 +141,7 @@ def raise_refusals(reasons: Sequence[str], rank: int, ranks: Sequence[int], refu
     Args:
         reasons: reason of each member, empty where there is none.
         rank: this member's rank in the group.
-        ranks: what messages call the members.
+        ranks: global rank of each member, for messages.
         refusal: error of this member, behind its own reason.
 
     Raises:

@@ -49,8 +49,8 @@ class C10dHandle(Handle):
     """What all started calls share: their clock, and that they complete once.
 
     Args:
-        transport: whose call it is.
-        works: of torch.
+        transport: transport that started the call.
+        works: torch's works, which make up the call.
         finish: completes the call after the works.
         timeout_s: its deadline, from now.
         kept: tensors that must live until the call is complete.
@@ -305,8 +305,8 @@ class StreamWatch:
     """What the monitor watches: the works themselves, for the host does not wait for their end.
 
     Args:
-        transport: whose works they are.
-        works: of one call.
+        transport: transport that started the works.
+        works: torch's works of one call.
         timeout_s: deadline of the call, from now.
     """
 

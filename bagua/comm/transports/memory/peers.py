@@ -50,9 +50,9 @@ class Peers(ABC):
 
     Args:
         lines: one per rank; the own one is written.
-        rank: whose view this is.
+        rank: number of the rank whose view this is.
         ranks: global rank of each member, for errors.
-        label: what messages call the communicator.
+        label: name of the communicator in messages.
         fault: called at every step.
     """
 
@@ -87,10 +87,10 @@ class Peers(ABC):
         """Show ``call`` and the first piece of ``source`` in the own line, in ``slot``.
 
         Args:
-            slot: where; nobody reads it any more.
-            call: what this rank does.
-            source: what others may read; None if this rank gives nothing.
-            private: whether the data must stay as it is when the caller changes ``source``.
+            slot: number of the slot; nobody reads it any more.
+            call: call of this rank.
+            source: data that others may read; None if this rank gives nothing.
+            private: True if the data must stay as it is when the caller changes ``source``.
                 It is small then.
         """
 
@@ -120,7 +120,7 @@ class Peers(ABC):
         the counter) that announces the piece. The piece before may still be read.
 
         Args:
-            slot: where.
+            slot: number of the slot.
             start: first column.
             stop: the one behind the last.
             kept: bounds of what need not be shown, and must stay where it lay in earlier pieces: peers may still
@@ -215,8 +215,8 @@ class Peers(ABC):
 
         Args:
             call: for the fault hook.
-            mine: what ``arrive`` returned.
-            deadline: of the call.
+            mine: number of the barrier, from ``arrive``.
+            deadline: moment at which the call must be over.
             spin_s: seconds of busy waiting.
             suspect: the error, if this rank and another one wait for each other in vain.
         """
@@ -342,7 +342,7 @@ class Peers(ABC):
         Args:
             state: a value of ``LineState``.
             culprit: global rank to blame.
-            reason: what it did; begins with "it".
+            reason: deed of the culprit; begins with "it".
         """
         state, culprit, reason = self._left.setdefault("first", (state, culprit, reason))
         self.set_reason(reason)

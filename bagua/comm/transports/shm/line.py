@@ -81,11 +81,11 @@ class Location(NamedTuple):
 
     Attributes:
         where: a value of ``Where``.
-        dtype: of the stored elements; bytes for the reduction of a bool, for example.
+        dtype: dtype of the stored elements; bytes for the reduction of a bool, for example.
         segment: number of the owner's segment; 0 where there is none.
-        offset: of the data in the segment, or of the first area; in bytes.
+        offset: bytes before the data in the segment, or before the first area.
         piece: elements of each row that can be seen at once.
-        first: which area holds the first piece.
+        first: number of the area that holds the first piece.
         area_bytes: distance of the areas.
     """
 
@@ -126,7 +126,7 @@ class ControlLine(Line):
 
     Args:
         memory: the control memory of the rank.
-        size: of the communicator.
+        size: number of ranks of the communicator.
     """
 
     def __init__(self, memory: SharedMemory, size: int) -> None:
@@ -251,11 +251,11 @@ class OwnLine(ControlLine):
         """Publish ``call``.
 
         Args:
-            slot: where.
-            call: what this rank does.
-            place: of its data.
+            slot: number of the slot.
+            call: call of this rank.
+            place: location of its data.
             lent: the data, if it is the caller's.
-            area: where the data was copied, if not into the control memory.
+            area: memory into which the data was copied, if not into the control memory.
         """
         before, known = self._calls[slot], self._places[slot]
         if (place is known or place == known) and call[0] == before[0] and call[2:] == before[2:]:
@@ -328,7 +328,7 @@ class PeerLine(ControlLine):
 
     Args:
         memory: its control memory.
-        size: of the communicator.
+        size: number of ranks of the communicator.
         own: the line of this rank; peers that agree share its objects.
         segments: maps the segment with a given number.
     """
