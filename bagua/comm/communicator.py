@@ -44,6 +44,7 @@ class Communicator:
         store: store that the members of this communicator alone write to.
         backend: name of the transport, for example ``gloo``.
         label: name of this communicator in messages.
+        activity: what its calls are made for, for messages.
         device_types: types of the devices whose tensors can be communicated.
         executor: place in which background exchanges run best, by measurement; see ``Transport``.
         statistics: counters, and the latest calls.
@@ -68,6 +69,7 @@ class Communicator:
         self.store: Store = membership.store
         self.backend: str = transport.name
         self.label: str = membership.label
+        self.activity = membership.activity
         self.device_types: frozenset[str] = transport.device_types
         self.executor: Literal["caller", "thread", "stream"] = transport.executor
         self.pipeline = CallPipeline(transport, timeout_s, recorder)

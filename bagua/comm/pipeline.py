@@ -329,6 +329,8 @@ class CallPipeline:
     def _complete_facts(self, error: CommunicationError, call: Call, started: float) -> None:
         if error.call is None:
             error.call = str(call)
+        if error.activity is None:
+            error.activity = str(self._transport.membership.activity) or None
         if error.sequence is None:
             error.sequence = call.sequence
         if error.communicator is None:

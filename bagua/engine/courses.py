@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from bagua.algorithms import Exchange, Flight, How, Model, Parts
 from bagua.buckets import Bucket, form_buckets
-from bagua.comm import ProcessGroup
+from bagua.comm import Communicator, ProcessGroup
 from bagua.engine.belongings import Belongings
 from bagua.engine.executor import create_executor
 from bagua.engine.options import EngineOptions
@@ -20,6 +20,7 @@ from bagua.primitives import State
 
 __all__ = [
     "Courses",
+    "describe",
     "gathers",
     "is_between_steps",
     "is_chunked",
@@ -28,6 +29,13 @@ __all__ = [
     "saved_flights",
     "waits_for_optimizers",
 ]
+
+
+def describe(group: ProcessGroup, activity: Callable[[], str] | None) -> None:
+    """Have messages about calls on ``group`` say what they were made for: what ``activity`` returns then."""
+    for communicator in (group.global_communicator, group.intra_node_communicator, group.inter_node_communicator):
+        if isinstance(communicator, Communicator):
+            communicator.activity.describe = activity
 
 
 def gathers(exchanges: Iterable[Exchange]) -> bool:
@@ -250,7 +258,8 @@ class Courses:
 
     def _group_of(self, label: str) -> ProcessGroup:
         if label not in self._groups:
-            self._groups[label] = self._group.duplicate(f"lane-{label}")
+            self._groups[label] = made = self._group.duplicate(f"lane-{label}")
+            describe(made, self._group.global_communicator.activity.describe)
             self._belongings.groups.append(self._groups[label])
         return self._groups[label]
 

@@ -17,7 +17,7 @@ from bagua.comm import Communicator, Group, ProcessGroup, as_group, close_with, 
 from bagua.engine.agreement import compare_or_refuse
 from bagua.engine.autotune.search import Setting
 from bagua.engine.belongings import Belongings
-from bagua.engine.courses import Courses, gathers, is_between_steps, is_chunked, layout_of, saved_flights
+from bagua.engine.courses import Courses, describe, gathers, is_between_steps, is_chunked, layout_of, saved_flights
 from bagua.engine.equality import EqualityCheck, digest_of_gradients, warn_of_equal_gradients
 from bagua.engine.gradients import Unused
 from bagua.engine.layout import agreed_order, bucket_lists, cut, foreign, name_of, positions_of, twice
@@ -53,6 +53,7 @@ class BucketFormation:
         leader = check_leader(options.intra_comm_root_rank, user_group)
         refusal = self._register()
         self.group = user_group.duplicate("model", leader=leader)
+        describe(self.group, partial(_whereabouts, weakref.ref(self)))
         self.belongings = self._own(self.group)
         self.step = 0
         self.equality = EqualityCheck(declaration, options)
@@ -425,6 +426,17 @@ class BucketFormation:
         self.algorithm = self._bind(declaration)
         self.options = dataclasses.replace(self.options, buckets=wanted, bucket_bytes=size)
         self._agree()
+
+
+def _whereabouts(reference: weakref.ref[BucketFormation]) -> str:
+    """The step that is under way, and the bucket that is waited for: for messages."""
+    formation = reference()
+    if formation is None:
+        return ""
+    scheduler = formation._scheduler  # noqa: SLF001 - of this class
+    bucket = None if scheduler is None else scheduler.waits_for
+    names = "" if bucket is None else f", bucket {bucket.index} ({bucket.names[0]} to {bucket.names[-1]})"
+    return f"step {formation.step}{names}"
 
 
 def _end_exchanges(reference: weakref.ref[BucketFormation], belongings: Belongings) -> None:

@@ -316,6 +316,11 @@ class Scheduler:
         """Of all exchanges."""
         return [track for course in self.courses for track in course.tracks]
 
+    @property
+    def waits_for(self) -> Bucket | None:
+        """The bucket that the thread which trains exchanges, or waits for; None if there is none."""
+        return next((course.at_work for course in self.courses if course.at_work is not None), None)
+
     def dissolve(self) -> None:
         """Give back threads, and the buckets now: arrivals and slots know each other, and their memory is large."""
         for course in self.courses:

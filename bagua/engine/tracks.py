@@ -114,6 +114,7 @@ class Course:
 
     Attributes:
         due: parts that start in this step.
+        at_work: the bucket that is being exchanged, or waited for; None if there is none.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Course:
         self.tracks = list(tracks)
         self.lane = lane
         self.due: frozenset[int] = frozenset()
+        self.at_work: Bucket | None = None
         self._model = model
         self._prepared = prepared
         self._ranks = 1 if lane is None else lane.group.size
@@ -191,7 +193,9 @@ class Course:
             run = functools.partial(how.run, flight, self.lane.group)
             name = f"{self.exchange.label} of bucket {track.bucket.index}"
             executor = self.lane.executors[track.bucket.device]
+            self.at_work = track.bucket
             flight.wait = shown(name, self.lane.group, lambda: executor.run(run))
+            self.at_work = None
         track.flights.append(flight)
 
     def _flight(self, track: Track, clock: Clock) -> Flight:
@@ -234,7 +238,9 @@ class Course:
         """Take in the first flight of each of ``tracks``."""
         flights = [track.flights.popleft() for track in tracks]
         for flight in flights:
+            self.at_work = flight.bucket
             flight.wait()
+        self.at_work = None
         then = self.exchange.then
         finite = not (then.whole or self._all_drop) or all(flight.is_finite() for flight in flights)
         if not finite and self._all_drop:

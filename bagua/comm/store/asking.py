@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from bagua.comm.long_wait import LongWait
 from bagua.comm.store.keys import read_all, wait_for_keys
 from bagua.errors import CollectiveTimeoutError, PeerLostError, TransportUnavailableError
 
@@ -89,9 +90,17 @@ def _collect(
     store: dist.Store, topic: str, rank: int, ranks: Sequence[int], keys: list[str], started: float, timeout_s: float
 ) -> None:
     """Wait until every member's key is there."""
-    if not wait_for_keys(store, keys, started + timeout_s):
-        missing = [ranks[i] for i, key in enumerate(keys) if not store.check([key])]
-        raise _not_come(topic, rank, ranks, missing, started, timeout_s)
+    wait = LongWait()
+
+    def missing() -> list[int]:
+        return [ranks[i] for i, key in enumerate(keys) if not store.check([key])]
+
+    def tell() -> None:
+        if wait.is_over():
+            wait.warn(ranks[rank], missing(), f"to come to {topic}")
+
+    if not wait_for_keys(store, keys, started + timeout_s, tell):
+        raise _not_come(topic, rank, ranks, missing(), started, timeout_s)
 
 
 def _not_come(

@@ -40,13 +40,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch.distributed import Store
 
 from bagua.comm.call import Call
+from bagua.comm.long_wait import Activity
 
 __all__ = ["DONE", "Arrivals", "Done", "Handle", "Membership", "Transport"]
 
@@ -122,6 +123,7 @@ class Membership:
         nodes: index of the host of each member, by rank in the communicator.
         timeout_s: default deadline of every call, in seconds.
         label: name of this communicator in messages (``world``, ``world/intra``, ...).
+        activity: what its calls are made for, for messages.
     """
 
     store: Store
@@ -130,6 +132,7 @@ class Membership:
     nodes: tuple[int, ...]
     timeout_s: float
     label: str = "world"
+    activity: Activity = field(default_factory=Activity, compare=False)
 
     @property
     def size(self) -> int:

@@ -136,6 +136,15 @@ class Line(ABC):
     def notice(self, slot: int) -> Notice:
         """What was published last in ``slot``."""
 
+    def latest(self) -> str:
+        """The collective that was published last, for messages: it may be about to change."""
+        calls = [call for call in map(self.published, (0, 1)) if call is not None]
+        return str(max(calls, key=lambda call: call.sequence)) if calls else "no collective yet"
+
+    @abstractmethod
+    def published(self, slot: int) -> Call | None:
+        """The call in ``slot``, without its data; None if there was none, or it is being written."""
+
     @abstractmethod
     def view(self, slot: int, start: int, stop: int) -> torch.Tensor:
         """Elements ``start`` to ``stop`` of the flat source published in ``slot``.

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from bagua.comm.call import Call
+from bagua.comm.long_wait import Activity, LongWait
 from bagua.comm.transports.memory.lanes import Lanes
 from bagua.comm.transports.memory.line import (
     Deadline,
@@ -77,6 +78,7 @@ class Peers(ABC):
         self.places = Words(self.size)
         self.lanes = Lanes(f"bagua-{label}-{rank}")
         self.fault = fault
+        self.activity = Activity()
         self._left: dict[str, tuple[int, int, str]] = {}
         self._steps = itertools.count(1)
         self._words = [line.words for line in lines]
@@ -259,6 +261,7 @@ class Peers(ABC):
 
         spin_until = time.perf_counter() + spin_s if spin_s else 0.0
         last: tuple[int, ...] = ()
+        wait: LongWait | None = None
         while waited := missing():
             last = waited
             now = time.perf_counter()
@@ -277,8 +280,24 @@ class Peers(ABC):
                 trouble = suspect()
                 if trouble is not None:
                     raise trouble
-            self.pause(ready, min(SLICE_S, max(deadline.at - now, 0.0)))
+            wait = self._sleep(wait, ready, waited, max(deadline.at - now, 0.0))
         return last
+
+    def _sleep(
+        self, wait: LongWait | None, ready: Callable[[], bool], waited: tuple[int, ...], left_s: float
+    ) -> LongWait:
+        if wait is None:
+            wait = LongWait()
+        elif wait.is_over():
+            wait.warn(self.global_rank, self.named(waited), self._told_of(waited))
+        self.pause(ready, min(SLICE_S, left_s))
+        return wait
+
+    def _told_of(self, waited: Sequence[int]) -> str:
+        """Where this rank waits, and where those are that it waits for, as far as their lines show."""
+        own = [text for text in (str(self.activity), self.own.latest(), f"on {self.label}") if text]
+        others = [f"rank {self.ranks[other]} was last in {self.lines[other].latest()}" for other in waited]
+        return f"in {', '.join(own)}; {'; '.join(others)}"
 
     def require_open(self, needed: Sequence[int]) -> None:
         """Raise if a rank in ``needed`` has left, or if any rank broke the communicator."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import struct
 from collections.abc import Callable, Collection
 from ctypes import memmove
@@ -178,6 +179,23 @@ class ControlLine(Line):
         shown = self._shown[slot]
         assert shown is not None
         return shown.address + self._offset(slot, place, start)
+
+    def published(self, slot: int) -> Call | None:
+        """See ``Line.published``."""
+        record = _RECORD.unpack_from(self._bytes, self._record(slot))
+        if not record[_SEQUENCE]:
+            return None
+        with contextlib.suppress(IndexError, struct.error):
+            return self._decode(slot, record)
+        return None
+
+    def _decode(self, slot: int, record: tuple[int, ...]) -> Call:
+        kind, dtype, _, reduction, root, numel, source, sends, receives = record[:_PLACE]
+        counts = struct.unpack_from(f"{sends + receives}q", self._bytes, self._record(slot) + _RECORD.size)
+        return Call(
+            KINDS[kind], record[_SEQUENCE], DTYPES[dtype], numel, REDUCTIONS[reduction], root, source,
+            counts[:sends], counts[sends:],
+        )  # fmt: skip
 
     def _offset(self, slot: int, place: Location, start: int) -> int:
         itemsize = place.dtype.itemsize
@@ -381,11 +399,3 @@ class PeerLine(ControlLine):
         """Numbers of the segments that the peer named and this rank has yet to read."""
         pairs = zip(self._numbers, self._concluded, strict=True)
         return {numbers[_SEGMENT] for numbers, concluded in pairs if numbers[_SEQUENCE] != concluded}
-
-    def _decode(self, slot: int, record: tuple[int, ...]) -> Call:
-        kind, dtype, _, reduction, root, numel, source, sends, receives = record[:_PLACE]
-        counts = struct.unpack_from(f"{sends + receives}q", self._bytes, self._record(slot) + _RECORD.size)
-        return Call(
-            KINDS[kind], record[_SEQUENCE], DTYPES[dtype], numel, REDUCTIONS[reduction], root, source,
-            counts[:sends], counts[sends:],
-        )  # fmt: skip
