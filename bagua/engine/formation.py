@@ -20,7 +20,7 @@ from bagua.engine.belongings import Belongings
 from bagua.engine.courses import Courses, describe, gathers, is_between_steps, is_chunked, layout_of, saved_flights
 from bagua.engine.equality import EqualityCheck, digest_of_gradients, warn_of_equal_gradients
 from bagua.engine.gradients import Unused
-from bagua.engine.layout import agreed_order, bucket_lists, cut, foreign, name_of, positions_of, twice
+from bagua.engine.layout import agreed_order, bucket_lists, cut, foreign, log_buckets, name_of, positions_of, twice
 from bagua.engine.meeting import meet
 from bagua.engine.options import EngineOptions, check_bucket_bytes, check_leader, check_optional_flag
 from bagua.engine.registration import Registration, buffers_of
@@ -231,6 +231,7 @@ class BucketFormation:
             )
             for index, positions in enumerate(members)
         ]
+        log_buckets(self.group.rank, self.step, self.declaration, self.buckets)
         self._courses.forget()
         self.register_bagua_buckets()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -19,6 +20,7 @@ __all__ = [
     "check_place",
     "cut",
     "foreign",
+    "log_buckets",
     "name_of",
     "not_formed",
     "positions_of",
@@ -26,6 +28,9 @@ __all__ = [
     "unusable",
     "unused",
 ]
+
+
+_log = logging.getLogger("bagua")
 
 
 def agreed_order(
@@ -224,6 +229,13 @@ def unusable(name: str, gradient: torch.Tensor | None) -> ConfigurationError:
         seen=seen,
         advice=advice,
     )
+
+
+def log_buckets(rank: int, step: int, algorithm: object, buckets: Sequence[Bucket]) -> None:
+    """Say at level ``debug`` what is exchanged from ``step`` on."""
+    if _log.isEnabledFor(logging.DEBUG):
+        told = "; ".join(f"{one.nbytes:,} bytes, {one.names[0]} to {one.names[-1]}" for one in buckets)
+        _log.debug("rank %d: from step %d on %r, buckets of %s", rank, step, algorithm, told)
 
 
 def not_formed() -> ConfigurationError:

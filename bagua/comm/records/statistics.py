@@ -8,7 +8,7 @@ from typing import NamedTuple
 from bagua.comm.call import POINT_TO_POINT, Call
 from bagua.comm.records.recorder import CallRecord, CallTimes, Place, Recorder, is_background
 
-__all__ = ["KindStatistics", "Statistics", "merge"]
+__all__ = ["KindStatistics", "Statistics", "merge", "sent_bytes"]
 
 #: Calls remembered of each communicator, and how many of them the message of a failure shows.
 RECORDS_LENGTH = 64
@@ -58,6 +58,11 @@ def _sent_by(call: Call, rank: int, size: int) -> int:
         "sendrecv": int(call.root != rank),
     }
     return share * times.get(call.kind, 0)
+
+
+def sent_bytes(call: Call, rank: int, size: int) -> int:
+    """Bytes that ``rank`` of ``size`` must send for ``call``; see ``KindStatistics.sent_bytes``."""
+    return _sent_evenly(call.kind, call.nbytes, size) if call.kind in _EVEN else _sent_by(call, rank, size)
 
 
 class Statistics:
