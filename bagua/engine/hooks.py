@@ -14,6 +14,7 @@ import torch
 from bagua.engine.autotune.tuner import Autotuner
 from bagua.engine.courses import waits_for_optimizers
 from bagua.engine.gradients import has_finite_gradients, refuse_graph
+from bagua.engine.layout import shared
 from bagua.engine.outputs import tensors_in
 from bagua.engine.reducer import Reducer
 from bagua.engine.spans import Passes
@@ -204,13 +205,7 @@ class BackwardHooks:
         for name, parameter in zip(registration.names, registration.parameters, strict=True):
             for earlier in (*_engines_of(parameter), *without_hooks.get(id(parameter), ())):
                 if not here.issuperset(map(id, earlier.reducer.registration.parameters)):
-                    raise ConfigurationError(
-                        f"{name} is exchanged by the engine of another model, which has other parameters besides",
-                        argument="module",
-                        expected="parameters of one model",
-                        seen="parameters that two wrapped models share",
-                        advice="Wrap one module that contains both.",
-                    )
+                    raise shared(name)
                 earlier.retire()
                 if self.reducer.group.rank == 0:
                     _log.warning("the model was wrapped before: the earlier wrapper exchanges nothing from now on")

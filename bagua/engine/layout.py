@@ -24,6 +24,7 @@ __all__ = [
     "name_of",
     "not_formed",
     "positions_of",
+    "shared",
     "twice",
     "unusable",
     "unused",
@@ -201,6 +202,17 @@ def unused(lacking: dict[int, list[str]]) -> ConfigurationError:
         expected="a gradient for every trainable parameter, or True",
         seen=False,
         advice="Pass find_unused_parameters=True, or freeze them with requires_grad_(False) on every rank.",
+    )
+
+
+def shared(name: str) -> ConfigurationError:
+    """The error for a parameter of two wrapped models that are not one and the same."""
+    return ConfigurationError(
+        f"{name} is exchanged by the engine of another model, which has other parameters besides",
+        argument="module",
+        expected="parameters of one model",
+        seen="parameters that two wrapped models share",
+        advice="Wrap one module that contains both.",
     )
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from bagua.algorithms import Exchange, Flight, Model
+from bagua.algorithms import Exchange, Flight, How, Model
 from bagua.buckets import Bucket
-from bagua.comm import ProcessGroup
+from bagua.comm import ProcessGroup, Work
 from bagua.engine.executor import Executor, nothing
 from bagua.engine.gauges import Gauges
 from bagua.engine.saving import paste, propose_again
@@ -190,13 +190,16 @@ class Course:
             flight.flat.mul_(flight.scale)
         then.start(flight)
         if how is not None and self.lane is not None and (self._ranks > 1 or how.alone):
-            run = functools.partial(how.run, flight, self.lane.group)
+            run = functools.partial(self._run, how, flight, self.lane.group)
             name = f"{self.exchange.label} of bucket {track.bucket.index}"
             executor = self.lane.executors[track.bucket.device]
-            self.at_work = track.bucket
             flight.wait = shown(name, self.lane.group, lambda: executor.run(run))
-            self.at_work = None
         track.flights.append(flight)
+
+    def _run(self, how: How, flight: Flight, group: ProcessGroup) -> Work | None:
+        """Communicate, in whatever thread that happens."""
+        self.at_work = flight.bucket
+        return how.run(flight, group)
 
     def _flight(self, track: Track, clock: Clock) -> Flight:
         shift = 0 if self._of_arrival else self._shifts[track.part]
