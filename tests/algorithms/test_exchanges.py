@@ -848,7 +848,7 @@ def test_ranks_that_mix_with_neighbours_have_anchors_and_momenta_of_their_own(th
 
 @pytest.mark.threads
 @pytest.mark.parametrize(
-    "algorithm", [DILOCO, Algorithm.init("power_sgd", hierarchical=False), Algorithm.init("sign_sgd")]
+    "algorithm", [DILOCO, Algorithm.init("power_sgd", hierarchical=False), Algorithm.init("sign_sgd", warmup_steps=0)]
 )
 def test_a_digest_names_what_differs(thread_ranks, algorithm):
     def train() -> str:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import bagua.comm
+from bagua.algorithms import Algorithm
 from bagua.buckets import Bucket
 from bagua.comm import solo_group
 from bagua.engine.saving import collect, restore
@@ -20,6 +21,8 @@ from bagua.parallel import with_bagua
 from bagua.primitives import ReducerMemory, State
 from bagua.testing.training import mlp, sgd, train_steps
 
+#: Remembers residuals from the first step on.
+SIGNS = Algorithm.init("sign_sgd", warmup_steps=0)
 SHAPES = {"a": (3, 2), "b": (), "c": (5,), "d": (0,), "e": (2, 3, 1), "f": (7,)}
 layouts = st.permutations(list(SHAPES)).flatmap(
     lambda names: st.lists(st.integers(1, len(names) - 1), unique=True).map(
@@ -150,7 +153,7 @@ def test_ranks_do_not_wait_for_one_that_cannot_load_its_checkpoint(thread_ranks,
     def load() -> None:
         rank, model = bagua.comm.get_rank(), mlp()
         optimizer = sgd(model.parameters())
-        wrapped = with_bagua(model, [optimizer], "sign_sgd")
+        wrapped = with_bagua(model, [optimizer], SIGNS)
         train_steps(wrapped, optimizer, rank, range(2))
         saved = wrapped.bagua_state_dict()
         expected = (ConfigurationError, words) if rank == 0 else (CollectiveMismatchError, "cannot be used")
@@ -161,7 +164,7 @@ def test_ranks_do_not_wait_for_one_that_cannot_load_its_checkpoint(thread_ranks,
     thread_ranks(2, load)
 
 
-def _remembered(algorithm: str) -> dict:
+def _remembered(algorithm: Algorithm | str) -> dict:
     rank, model = bagua.comm.get_rank(), mlp()
     optimizer = sgd(model.parameters())
     wrapped = with_bagua(model, [optimizer], algorithm)
@@ -169,14 +172,14 @@ def _remembered(algorithm: str) -> dict:
     return wrapped.bagua_state_dict()
 
 
-def _load(algorithm: str, saved: list[dict]) -> None:
+def _load(algorithm: Algorithm | str, saved: list[dict]) -> None:
     model = mlp()
     wrapped = with_bagua(model, [sgd(model.parameters())], algorithm)
     wrapped.load_bagua_state_dict(saved[bagua.comm.get_rank()])
 
 
 @pytest.mark.threads
-@pytest.mark.parametrize("algorithm", ["sign_sgd", "power_sgd", "decentralized", "low_precision_decentralized"])
+@pytest.mark.parametrize("algorithm", [SIGNS, "power_sgd", "decentralized", "low_precision_decentralized"], ids=str)
 def test_files_that_were_swapped_between_ranks_are_noticed(thread_ranks, algorithm):
     first, second = thread_ranks(2, _remembered, algorithm)
     assert [(saved["rank"], saved["world_size"]) for saved in (first, second)] == [(0, 2), (1, 2)]
