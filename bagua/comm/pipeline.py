@@ -65,8 +65,9 @@ class CallPipeline:
         collectives, others = [0], [0]
         self._numbers = {kind: collectives if kind in COLLECTIVES else others for kind in KINDS}
         self._composite: CompositeWork | None = None
-        #: Started calls whose transport does not note when they are complete, for those that look now and then.
+        #: Started calls that nobody has seen complete. Not on CUDA streams: to ask spoils a graph that is captured.
         self._unseen: deque[tuple[CallRecord, Handle]] = deque(maxlen=64)
+        self._looks = transport.executor != "stream"
         self._label = membership.label
         self._global_rank = membership.ranks[transport.rank]
         place = Place(membership.label, transport.name, transport.rank, membership.ranks)
@@ -220,14 +221,15 @@ class CallPipeline:
     ) -> Work:
         clock = self._recorder.clock
         spent = clock() - record.begun
-        unseen = handle is not DONE and self._arrivals is None
-        if unseen:
+        if handle is DONE:
+            record.ended = record.begun + spent
+        elif self._looks:
             self._unseen.append((record, handle))
 
         def complete(timeout_s: float | None) -> Any:
             waiting = clock()
-            if unseen and not record.ended and handle.is_completed():
-                record.ended = waiting
+            if self._looks and not record.ended and handle.is_completed():
+                record.ended = handle.ended_at or waiting
             end_range = profiler_range(f"wait for {self._label}: {record.call}") if profiling() else None
             try:
                 handle.wait(timeout_s)
@@ -239,7 +241,7 @@ class CallPipeline:
                 if end_range is not None:
                     end_range()
             now = clock()
-            ended = handle.ended_at or record.ended or now
+            ended = record.ended or handle.ended_at or now
             self._end(record, ended, spent + now - waiting, spent + max(ended - waiting, 0.0))
             return kept[-1] if found is None else found
 
@@ -250,10 +252,14 @@ class CallPipeline:
 
     def _look(self, now: float) -> None:
         """Note which of the started calls are complete by now."""
-        with contextlib.suppress(IndexError):  # Another thread looked, too.
-            while self._unseen[0][0].ended or self._unseen[0][1].is_completed():
-                record, _ = self._unseen.popleft()
-                record.ended = record.ended or now
+        with contextlib.suppress(IndexError, ValueError):  # Another thread looked, too.
+            while True:
+                record, handle = first = self._unseen[0]
+                if not record.ended:
+                    if not handle.is_completed():
+                        return
+                    record.ended = handle.ended_at or now
+                self._unseen.remove(first)
 
     def _end(self, record: CallRecord, ended: float, spent: float, blocked_s: float) -> None:
         """Count a call that took until ``ended``, inside of which and of its ``wait`` the caller ``spent`` seconds."""

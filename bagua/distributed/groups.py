@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+import bagua.observe  # noqa: F401 - ranks are watched from here on
 from bagua import comm
 from bagua.checks import check_kind
 from bagua.comm import (

@@ -6,18 +6,18 @@ Everything is estimated from a sample of the elements, at most once in a second 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 
 from bagua.algorithms import Difference, DifferenceMix, Exchange, Flight, Mix, Replace, Weights
 from bagua.comm import ProcessGroup, Recorder
+from bagua.errors import ConfigurationError
 from bagua.topology import consensus_rate, create
 
 __all__ = ["Gauges"]
 
-#: Elements that are looked at in a bucket, and at least in each of its parameters.
-_SAMPLE, _LEAST = 4096, 16
+#: Elements of a bucket that are looked at, at most.
+_SAMPLE = 4096
 #: Buckets whose last mean difference is remembered: 16 KiB each.
 _REMEMBERED = 64
 #: Seconds between two looks.
@@ -32,9 +32,6 @@ class Gauges:
     Args:
         exchange: whose results.
         group: whose ranks exchange.
-
-    Attributes:
-        wanted: whether there is anything to see at ``lag`` 0 in results that lose nothing.
     """
 
     def __init__(self, exchange: Exchange, group: ProcessGroup) -> None:
@@ -68,16 +65,15 @@ class Gauges:
         if flight.round != self._round:  # All buckets of a round are looked at, or none.
             return
         if self._factor and self._exchange.lag == 0:
-            self._distances[key] = sum(_squares(flight))
+            self._distances[key] = _squared(_distance_from_mean(flight), flight.flat.numel())
             gauges["comm/consensus_distance"] = self._factor * math.sqrt(sum(self._distances.values()))
         if self._has_residual:
-            residual = flight.state["residual"]
-            self._residuals[key] = _squared(residual[:: _stride(residual.numel())], residual.numel())
+            self._residuals[key] = _squared(_sampled(flight.state["residual"]), flight.flat.numel())
             gauges["comm/residual_norm"] = math.sqrt(sum(self._residuals.values()))
 
     def _turn(self, key: int, difference: torch.Tensor) -> None:
         """Compare the direction of a mean difference with that of the one before."""
-        sample = difference[:: _stride(difference.numel())].double()
+        sample = _sampled(difference)
         before = self._samples.get(key)
         if before is None and len(self._samples) >= _REMEMBERED:
             return
@@ -105,31 +101,29 @@ def _distance_factor(exchange: Exchange, group: ProcessGroup) -> float:
         return 1.0
     if size > _MOST_RANKS:
         return 0.0
-    rate = consensus_rate(create(how.topology), size, group.nodes)
+    try:
+        rate = consensus_rate(create(how.topology), size, group.nodes)
+    except ConfigurationError:  # It is meant for hosts, and does not exist for so many ranks.
+        return 0.0
     return 1.0 / (1.0 - rate) if rate < 1.0 else 0.0
 
 
-def _stride(numel: int, sample: int = _SAMPLE) -> int:
-    return max(1, numel // sample)
+def _sampled(flat: torch.Tensor) -> torch.Tensor:
+    """Some elements, at odd distances: even ones might always hit the same column of a matrix."""
+    return flat[:: max(1, flat.numel() // _SAMPLE) | 1].double()
 
 
 def _squared(sample: torch.Tensor, numel: int) -> float:
-    """The squared length of ``numel`` elements of which ``sample`` is a part; 0.0 if it is not finite."""
-    if not sample.numel():
-        return 0.0
-    squared = float(sample.double().square().sum()) * numel / sample.numel()
+    """The squared length of ``numel`` elements, by a sample of them; 0.0 if that is not finite."""
+    squared = float(sample.square().sum()) * numel / sample.numel()
     return squared if math.isfinite(squared) else 0.0
 
 
-def _squares(flight: Flight) -> Iterator[float]:
-    """For each parameter the squared distance of its weights from what the ranks have agreed on."""
+def _distance_from_mean(flight: Flight) -> torch.Tensor:
+    """A sample of the difference between the weights and what the ranks have agreed on."""
     bucket, flat = flight.bucket, flight.flat
-    anchor = flight.state.get("anchor") if "anchor" in flight.reads else None
-    share = max(_SAMPLE // len(bucket.parameters), _LEAST)
-    for offset, parameter in zip(bucket.offsets, bucket.parameters, strict=True):
-        numel = parameter.numel()
-        stride = _stride(numel, share)
-        part = slice(offset, offset + numel, stride)
-        target = flat[part] if anchor is None else anchor[part] - flat[part]
-        weights = torch.as_strided(parameter.detach(), (numel,), (1,))[::stride]
-        yield _squared(weights.double() - target.double(), numel)
+    weights = bucket.read_weights(torch.zeros_like(flat)) if bucket.weights is None else bucket.weights
+    agreed = _sampled(flat)
+    if "anchor" in flight.reads:  # What came back is the mean of the anchor minus the weights.
+        agreed = _sampled(flight.state["anchor"]) - agreed
+    return _sampled(weights) - agreed

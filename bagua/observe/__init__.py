@@ -4,7 +4,6 @@ from bagua.observe.explain import explain, read_flight_records
 from bagua.observe.metrics import metrics
 from bagua.observe.straggler import latest_of
 from bagua.observe.timeline import clock_offsets, timeline, write_timeline
-from bagua.observe.watch import install
 from bagua.observe.writers import CsvWriter, MetricWriter, PrometheusWriter, TensorBoardWriter, WandbWriter
 
 __all__ = [
@@ -15,7 +14,6 @@ __all__ = [
     "WandbWriter",
     "clock_offsets",
     "explain",
-    "install",
     "latest_of",
     "metrics",
     "read_flight_records",

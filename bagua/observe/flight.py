@@ -80,19 +80,20 @@ class FlightRecord:
         recorder: of the rank.
         place: of all ranks.
         folder: where to write.
+        listens: write on a signal, too, if this is the main thread and nobody else wants the signal.
 
     Raises:
         ConfigurationError: the folder cannot be written to.
     """
 
-    def __init__(self, recorder: Recorder, place: Place, folder: str) -> None:
+    def __init__(self, recorder: Recorder, place: Place, folder: str, *, listens: bool = True) -> None:
         self._recorder = recorder
         self._place = place
         self._folder = usable_folder(folder, "BAGUA_FLIGHT_DIR")
         self._epoch_s = time.time() - recorder.clock()
         self._process = os.getpid()
         self._numbers = itertools.count()
-        self._handles = self._listen()
+        self._handles = listens and self._listen()
 
     def _listen(self) -> bool:
         """Write on a signal, unless somebody else wants it. Signals belong to the main thread."""
@@ -122,7 +123,7 @@ class FlightRecord:
             reason: why.
         """
         rank = self._place.ranks[self._place.rank]
-        records = self._recorder.records()
+        records = [record for record in self._recorder.records() if record.state != "refused"]
         stacks = _stacks()
         try:
             self._put(f"{PREFIX}{rank}", pickle.dumps(self._dump(records, reason, stacks)))
@@ -178,8 +179,8 @@ class FlightRecord:
             "output_sizes": [taken],
             "input_dtypes": [str(call.dtype)],
             "output_dtypes": [str(call.dtype)],
-            "state": _STATES[record.state],
-            "retired": record.state == "completed",
+            "state": _STATES[_state(record)],
+            "retired": _state(record) == "completed",
             "timeout_ms": 0,
             "is_p2p": False,
             "frames": [],
@@ -195,7 +196,7 @@ class FlightRecord:
             "sequence": call.sequence,
             "agreement": [str(fact) for fact in call.agreement()],
             "text": str(call),
-            "state": record.state,
+            "state": _state(record),
             "begun_s": record.begun + self._epoch_s,
             "ended_s": record.ended + self._epoch_s if record.ended else None,
         }
@@ -213,6 +214,11 @@ class FlightRecord:
         for name, frames in stacks.items():
             lines += ["", f"thread {name}, innermost call last:", *(f"  {frame}" for frame in frames)]
         return "\n".join(lines) + "\n"
+
+
+def _state(record: CallRecord) -> str:
+    """The state; a call may be complete although nobody has waited for it."""
+    return "completed" if record.state == "started" and record.ended else record.state
 
 
 def _sizes(record: CallRecord) -> tuple[list[int], list[int]]:

@@ -17,8 +17,8 @@ __all__ = ["TRACE_PREFIX", "TraceFile"]
 TRACE_PREFIX = "trace_rank_"
 #: Lines of one rank, at most: about 50 MB.
 MOST_LINES = 250_000
-#: Lines that wait in memory.
-_BATCH = 512
+#: Lines that wait in memory, and for how many seconds at most: a process may be killed.
+_BATCH, _PAUSE_S = 512, 2.0
 
 
 class TraceFile:
@@ -39,6 +39,7 @@ class TraceFile:
         self._epoch_s = time.time() - recorder.clock()
         self._process = os.getpid()
         self._left = MOST_LINES
+        self._flush_at = time.monotonic() + _PAUSE_S
         self._lock = threading.Lock()
         first = {"rank": rank, "ranks": list(place.ranks), "host": socket.gethostname(), "pid": os.getpid()}
         self._waiting: list[dict[str, Any]] = []
@@ -74,12 +75,14 @@ class TraceFile:
             return
         self._left -= 1
         self._waiting.append(line if self._left else {"cut": MOST_LINES})
-        if len(self._waiting) >= _BATCH or not self._left:
+        now = time.monotonic()
+        if len(self._waiting) >= _BATCH or now > self._flush_at or not self._left:
+            self._flush_at = now + _PAUSE_S
             self.flush()
 
     def flush(self) -> None:
         """Write what waits, unless another thread, or the code that a signal has interrupted, is at it."""
-        if not self._lock.acquire(blocking=False):
+        if os.getpid() != self._process or not self._lock.acquire(blocking=False):
             return
         try:
             lines, self._waiting = self._waiting, []

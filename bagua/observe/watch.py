@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -14,7 +15,7 @@ from bagua.observe.flight import FlightRecord
 from bagua.observe.straggler import Reading, Window
 from bagua.observe.trace import TraceFile
 
-__all__ = ["RankWatch", "install", "watch_of"]
+__all__ = ["RankWatch", "watch_of"]
 
 #: Seconds between two beats, and after how many a rank counts as silent.
 BEAT_S, SILENT_S = 1.0, 10.0
@@ -52,10 +53,13 @@ class RankWatch:
             recorder.beat_at = self._began + BEAT_S
 
     def _beat(self) -> None:
-        """Post a beat, and read those of the others, both beside what the caller does."""
+        """Post a beat, and read those of the others, both beside what the caller does. Raises nothing."""
         recorder = self._recorder()
-        if recorder is None:
-            return
+        if recorder is not None:
+            with contextlib.suppress(Exception):  # No beat is worth a step.
+                self._post(recorder)
+
+    def _post(self, recorder: Recorder) -> None:
         now = Reading.of(recorder)
         self._pause_s = now.at - recorder.beat_at + BEAT_S
         recorder.beat_at = now.at + BEAT_S
@@ -124,9 +128,11 @@ class _Watches:
 
     def failed(self, recorder: Recorder, error: BaseException) -> None:
         """See ``Observer``."""
-        watch = self.of.get(recorder)
+        watch, folder = self.of.get(recorder), env.flight_dir()
         if watch is not None and watch.flight is not None:
             watch.flight.write(str(error))
+        elif folder is not None and recorder.open:  # A group that torch made, of backend ``bagua``.
+            FlightRecord(recorder, recorder.open[0].place, folder, listens=False).write(str(error))
 
     def ended(self, recorder: Recorder) -> None:
         """See ``Observer``."""
@@ -136,14 +142,10 @@ class _Watches:
 
 
 _watches = _Watches()
-
-
-def install() -> None:
-    """RankWatch the ranks that this process will initialize. Idempotent."""
-    if _watches not in observers.all:
-        observers.all.append(_watches)
+#: From the import of this module on, ranks that are initialized are watched.
+observers.all.append(_watches)
 
 
 def watch_of(recorder: Recorder) -> RankWatch | None:
-    """The watch on a rank; None if it was initialized before ``install``."""
+    """The watch on a rank; None if it was initialized before this module was imported."""
     return _watches.of.get(recorder)

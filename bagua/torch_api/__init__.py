@@ -13,7 +13,6 @@ from bagua.algorithms import DistributedAlgorithm
 from bagua.checks import did_you_mean
 from bagua.comm import TorchBackendOptions, install_torch_backend
 from bagua.membership import Islands, Members, join_islands
-from bagua.observe import install as install_observers
 from bagua.observe import metrics
 from bagua.parallel import AutotuneSettings, BaguaModule, bagua_init, install_with_bagua, with_bagua
 from bagua.torch_api import (
@@ -152,6 +151,5 @@ _ELSEWHERE = {
     "local_rank": "get_local_rank",
 }
 
-install_observers()
 install_with_bagua()
 install_torch_backend()

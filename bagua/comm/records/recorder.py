@@ -125,6 +125,10 @@ class Counters(Protocol):
         recent: its last calls.
     """
 
+    @property
+    def place(self) -> Place:
+        """Where its calls are made."""
+
     times: CallTimes
     waits: dict[int, float]
     recent: deque[CallRecord]
@@ -206,7 +210,7 @@ class Recorder:
         if entry in self.open:
             self.open.remove(entry)
             self._closed = self._closed.plus(entry.times)
-            _add_to(self._closed_waits, entry.waits)
+            _add_to(self._closed_waits, dict(entry.waits))
             self._closed_bytes += entry.sent_bytes()
 
     def times(self) -> CallTimes:

@@ -8,11 +8,12 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from bagua import env
+from bagua.comm.group import ProcessGroup
 from bagua.comm.operands import as_seconds
 from bagua.comm.records.ledger import Ledger
 from bagua.comm.records.recorder import Place, observers
 from bagua.comm.startup.choice import unwrapped
-from bagua.comm.startup.default_group import World, holder, is_initialized
+from bagua.comm.startup.default_group import World, destroy_process_group, holder, is_initialized
 from bagua.comm.startup.formation import configure_log, connect_first, fresh, plan
 from bagua.comm.startup.rendezvous import connect, resolve_rank
 from bagua.comm.store.beats import Beats
@@ -106,8 +107,17 @@ def init_process_group(
             dist.destroy_process_group()
         raise
     holder.put(World(group, ledger, owns_torch), group.backend)
+    _tell_observers(group, store)
+
+
+def _tell_observers(group: ProcessGroup, store: dist.Store) -> None:
+    """Have the rank watched; if an observer refuses, the rank is not initialized."""
     place = Place(group.label, group.backend, group.rank, group.ranks)
-    observers.started(ledger.recorder, place, Beats(store, group.rank))
+    try:
+        observers.started(group.recorder, place, Beats(store, group.rank))
+    except BaseException:
+        destroy_process_group()
+        raise
 
 
 def _init_torch(store: dist.Store, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
