@@ -18,6 +18,7 @@ HOMES = (
     "bagua.errors",
     "bagua.membership",
     "bagua.algorithms",
+    "bagua.observe",
     "bagua.optim",
     "bagua.parallel",
     "bagua.parallel.decentralized",

@@ -16,9 +16,10 @@ from torch.distributed.flight_recorder import fr_trace
 
 import bagua.comm
 import bagua.torch_api
+from bagua.comm.statistics import Statistics
 from bagua.errors import CommunicationError, ConfigurationError
 from bagua.observe import explain
-from bagua.observe.flight import PREFIX
+from bagua.observe.flight import PREFIX, FlightRecord
 from bagua.testing import ThreadRanks
 
 pytestmark = pytest.mark.threads
@@ -107,6 +108,19 @@ def test_a_rank_without_a_record_is_named(folder, caplog):
     (folder / f"{PREFIX}2").unlink()
     assert "Rank 2 has written no record: killed, stopped, or still busy with something else." in explain(folder)
     assert "we missed FR dumps from ranks ({2})" in analyzed(folder, caplog, "--allow-incomplete-ranks")
+
+
+def test_calls_that_were_refused_or_that_nobody_has_waited_for_confuse_nobody(folder, tmp_path):
+    recorder = bagua.comm.Recorder()
+    place = bagua.comm.Place("world", "threads", 0, (0,))
+    statistics = Statistics(0, 1, place, recorder)
+    for number in (1, 2, 3):
+        statistics.begin(bagua.comm.Call("barrier", number, torch.uint8), recorder.clock())
+    refused, done, _ = statistics.recent
+    refused.state, done.ended = "refused", recorder.clock()
+    FlightRecord(recorder, place, str(tmp_path), listens=False).write("a test")
+    record = pickle.loads((tmp_path / f"{PREFIX}0").read_bytes())
+    assert [(one["collective_seq_id"], one["state"]) for one in record["entries"]] == [(2, "completed"), (3, "started")]
 
 
 def test_a_job_without_errors_leaves_nothing(folder):

@@ -97,6 +97,15 @@ def test_the_size_is_bounded(tmp_path, monkeypatch):
     assert len(timeline(tmp_path)["traceEvents"]) > 999
 
 
+def test_a_forked_child_writes_nothing_into_the_trace_of_its_parent(tmp_path, file, monkeypatch):
+    file.call(record(1))
+    with monkeypatch.context() as child:
+        child.setattr("os.getpid", lambda: -1)
+        file.call(record(2))
+        file.close()
+    assert len((tmp_path / "trace_rank_0.jsonl").read_text().splitlines()) == 1
+
+
 def test_a_file_that_ends_in_the_middle_of_a_line_is_read_up_to_there(tmp_path, file):
     file.call(record(1))
     file.close()

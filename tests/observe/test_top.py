@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 
@@ -55,6 +56,10 @@ def test_a_store_without_ranks_and_no_store_at_all_are_said(capsys):
     assert main.main(["top", f"127.0.0.1:{port}", "--once"]) == 1
     assert "no rank has said anything" in capsys.readouterr().out
     del store
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # Nobody listens there.
+        assert main.main(["top", f"127.0.0.1:{free.getsockname()[1]}", "--once"]) == 1
+    assert "no job answers" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main.main(["top", "nowhere"])
     assert "HOST:PORT" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
@@ -108,7 +109,9 @@ def connect_beats(host: str, port: int) -> Beats:
         port: port of the store, the ``MASTER_PORT`` of the job.
 
     Raises:
-        RuntimeError: nobody answers there.
+        OSError: nobody answers there.
+        RuntimeError: who answers is no store.
     """
+    socket.create_connection((host, port), _CONNECT_TIMEOUT_S).close()  # Torch would print a page before it gives up.
     store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_TIMEOUT_S))
     return Beats(store, -1)

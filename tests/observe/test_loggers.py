@@ -1,0 +1,78 @@
+"""Loggers of Lightning and of Hugging Face get the metrics without code."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import bagua.comm
+from bagua.integrations import transformers
+from bagua.integrations._lightning_strategy import StrategyMixin
+
+
+@pytest.fixture(autouse=True)
+def world():
+    bagua.comm.init_process_group()
+    yield
+    bagua.comm.destroy_process_group()
+
+
+class Logger:
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def log_metrics(self, values: dict[str, float], step: int) -> None:
+        assert "comm/overlap" in values
+        self.steps.append(step)
+
+
+class Base:
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.called = True
+
+
+class Strategy(StrategyMixin, Base):
+    def __init__(self, logger: Logger) -> None:
+        self.trainer = SimpleNamespace(global_step=0, log_every_n_steps=4, loggers=[logger])
+        self.lightning_module = SimpleNamespace(trainer=self.trainer)
+
+
+def test_lightning_logs_as_often_as_it_does_otherwise():
+    logger = Logger()
+    strategy = Strategy(logger)
+    for batch in range(24):
+        strategy.trainer.global_step = batch // 2  # Gradients are accumulated over two batches.
+        strategy.on_train_batch_start(None, batch)
+    assert strategy.called
+    assert logger.steps == [4, 8]
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.callback_handler = SimpleNamespace(callbacks=["reports"])
+
+    def add_callback(self, callback: object) -> None:
+        self.callback_handler.callbacks.append(callback)
+
+    def train(self) -> None: ...
+
+
+def test_what_a_trainer_reports_has_the_metrics_before_anybody_reports_it(monkeypatch):
+    monkeypatch.setattr(transformers, "_module_of_transformers", lambda: SimpleNamespace(TrainerCallback=object))
+
+    class Exchange:
+        def __init__(self, trainer: Trainer) -> None: ...
+
+    trainer = Trainer()
+    transformers._attach(trainer, Exchange)
+    first, second, third = trainer.callback_handler.callbacks
+    assert second == "reports"
+    assert type(third).__name__ == "Exchange"
+    logs = {"loss": 0.5}
+    first.on_log(None, None, None, logs=logs)
+    assert "comm/overlap" in logs
+    evaluated = {"eval_loss": 0.5}
+    first.on_log(None, None, None, logs=evaluated)
+    assert evaluated == {"eval_loss": 0.5}
