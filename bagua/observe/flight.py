@@ -39,7 +39,7 @@ _NAMES = {
     "alltoall_v": "all_to_all",
 }
 _MESSAGES = ("send", "recv", "sendrecv")
-_STATES = {"started": "started", "failed": "started", "late": "scheduled", "completed": "completed"}
+_STATES = {"started": "started", "failed": "started", "completed": "completed"}
 _log = logging.getLogger("bagua")
 
 
@@ -140,7 +140,9 @@ class FlightRecord:
     def _dump(self, records: list[CallRecord], reason: str, stacks: dict[str, list[str]]) -> dict[str, Any]:
         places = [self._place, *(record.place for record in records)]
         first = self._complete_from()
-        torch_reads = [one for one in records if one.number >= first and one.call.kind not in _MESSAGES]
+        # Without the call to which this rank came late, the analyzer names it, whichever file it reads first.
+        window = [one for one in records if one.number >= first and one.state != "late"]
+        torch_reads = [one for one in window if one.call.kind not in _MESSAGES]
         return {
             "version": _VERSION,
             "pg_config": {one.label: {"desc": one.backend, "ranks": str(list(one.ranks))} for one in places},

@@ -16,7 +16,7 @@ from torch.distributed.flight_recorder import fr_trace
 
 import bagua.comm
 import bagua.torch_api
-from bagua.comm.statistics import Statistics
+from bagua.comm.records.statistics import Statistics
 from bagua.errors import CommunicationError, ConfigurationError
 from bagua.observe import explain
 from bagua.observe.flight import PREFIX, FlightRecord
@@ -31,10 +31,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "flights"
 
 
-def analyzed(folder: Path, caplog: pytest.LogCaptureFixture, *flags: str) -> str:
+def analyzed(folder: Path, caplog: pytest.LogCaptureFixture, *flags: str, last_first: bool = False) -> str:
     """What torch's analyzer says."""
     # It takes the first file that it finds for the truth: here that of rank 0.
-    files = sorted(path.name for path in folder.iterdir())
+    files = sorted((path.name for path in folder.iterdir()), reverse=last_first)
     with caplog.at_level(logging.INFO), mock.patch("os.walk", return_value=[(str(folder), [], files)]):
         fr_trace.main([str(folder), "--prefix", PREFIX, *flags])
     return caplog.text
@@ -92,11 +92,13 @@ def stop_one_rank() -> None:
 given_up = threading.Event()
 
 
-def test_the_rank_that_is_stopped_is_named(folder, caplog):
+@pytest.mark.parametrize("last_first", [False, True])
+def test_the_rank_that_is_stopped_is_named_whatever_file_comes_first(folder, caplog, last_first):
     given_up.clear()
     run_into_an_error(stop_one_rank)
-    said = analyzed(folder, caplog)
-    assert "error msg: Culprit rank 2; Error type: COLLECTIVE_STATE_MISMATCH" in said
+    said = analyzed(folder, caplog, last_first=last_first)
+    assert "Not all ranks joining collective, sequence number: 71" in said
+    assert "missing ranks: {2}" in said
     sentences = explain(folder)
     assert sentences[0] == "Ranks 0 and 1 came to call #71 on world, barrier(), and Rank 2 did not."
     assert sentences[1] == "Rank 2 came to it when the others had given up."
