@@ -97,6 +97,7 @@ from bagua.comm.store.board import Board as Board
 from bagua.comm.store.cells import Cells as Cells
 from bagua.comm.store.islands import (
     KeyStore as KeyStore,
+    close_store as close_store,
     open_store as open_store,
     part_of as part_of,
     serve_store_at as serve_store_at,

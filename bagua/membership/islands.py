@@ -23,6 +23,7 @@ from bagua.comm import (
     KeyStore,
     ProcessGroup,
     as_seconds,
+    close_store,
     group_of_seats,
     open_store,
     part_of,
@@ -138,6 +139,7 @@ class Islands:
             self._left = reason
             self._presence.leave(reason)
             self._participant.close()
+            close_store(self._whole_store)
             _living.discard(self)
 
     def __enter__(self) -> Self:
@@ -258,7 +260,8 @@ def join_islands(
     beginning, or as a newcomer, which receives the state.
 
     Args:
-        where: ``tcp://host:port``, as ``baguarun --serve-islands`` prints it; None for ``BAGUA_ISLANDS``.
+        where: ``tcp://host:port``, as ``baguarun --serve-islands`` prints it, or ``etcd://host:port,host:port,...``
+            with the servers of an etcd cluster; None for ``BAGUA_ISLANDS``.
         size: processes that begin together; None for ``minimum``, or for one, which others may join.
         minimum: processes that may go on when others are lost; None for more than half.
         name: of the run; another run over the same store needs another one. None for ``default``.
@@ -297,9 +300,12 @@ def join_islands(
     chosen = env.timeout_s() if timeout is None else timeout
     timeout_s = DEFAULT_TIMEOUT_S if chosen is None else as_seconds(chosen)
     store = open_store(found, timeout_s)
-    return Islands(
-        store, found, size=size or minimum or 1, minimum=minimum, name=name or "default", timeout_s=timeout_s
-    )
+    begin = size or minimum or 1
+    try:
+        return Islands(store, found, size=begin, minimum=minimum, name=name or "default", timeout_s=timeout_s)
+    except BaseException:
+        close_store(store)
+        raise
 
 
 _living: weakref.WeakSet[Islands] = weakref.WeakSet()

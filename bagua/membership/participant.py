@@ -48,7 +48,6 @@ class Participant:
 
     Attributes:
         standing: how far it has come; None before it has the state.
-        epoch: that it takes part in; None before the first.
         contributed: seats whose contributions are part of the last result.
         waiting_for: why nothing goes on; empty if something does.
     """
@@ -71,13 +70,23 @@ class Participant:
         self._timeout_s = timeout_s
         self._deadlines = deadlines
         self._tell = tell
-        self._group: ProcessGroup | None = None
+        #: One value, because the thread that gives signs of life reads both.
+        self._link: tuple[Epoch, ProcessGroup] | None = None
         self._called = False
         self._busy = False
         self.standing: Standing | None = None
-        self.epoch: Epoch | None = None
         self.contributed: tuple[int, ...] = ()
         self.waiting_for = ""
+
+    @property
+    def epoch(self) -> Epoch | None:
+        """That it takes part in; None before the first."""
+        return None if self._link is None else self._link[0]
+
+    @property
+    def _group(self) -> ProcessGroup:
+        assert self._link is not None
+        return self._link[1]
 
     # Coming in.
 
@@ -134,7 +143,6 @@ class Participant:
             return
         try:
             self._enter(epoch)
-            assert self._group is not None
             donor = epoch.members.index(epoch.donor_of(seat))
             self._busy = True
             take(receive_state(self._group.global_communicator, donor))
@@ -172,12 +180,12 @@ class Participant:
     def _attempt(self, attempt: Attempt) -> bool:
         """Whether the exchange has happened, for all members."""
         assert self.standing is not None
-        assert self._group is not None
+        group = self._group
         self._busy = True
         try:
-            attempt(self._group)
+            attempt(group)
             self.standing = self.standing.hold()
-            self._called = self._pass_barrier(self._group)
+            self._called = self._pass_barrier(group)
         except _LOSSES as error:
             self._stop(error)
             return False
@@ -211,9 +219,8 @@ class Participant:
 
     def _serve(self, give: Callable[[], object]) -> None:
         """Give newcomers the state, where it is this process's turn."""
-        assert self.standing is not None
-        assert self._group is not None
-        epoch, group = self.standing.epoch, self._group
+        assert self._link is not None
+        epoch, group = self._link
         mine = [seat for seat in epoch.newcomers if epoch.donor_of(seat) == self._presence.seat]
         if not mine:
             return
@@ -328,11 +335,10 @@ class Participant:
 
         Who closes them refuses others that still ask who is lost.
         """
-        group = self._connect(epoch)
-        before, self._group = self._group, group
-        self.epoch, self.waiting_for = epoch, ""
+        before, self._link = self._link, (epoch, self._connect(epoch))
+        self.waiting_for = ""
         if before is not None:
-            before.close()
+            before[1].close()
         _log.info("islands: epoch %d of seats %s: %s", epoch.number, list(epoch.members), epoch.why)
         self._tell(epoch)
 
@@ -347,9 +353,10 @@ class Participant:
 
     def watch(self) -> None:
         """End a call that waits for somebody who is gone, or who has stopped."""
-        epoch, group = self.epoch, self._group
-        if not self._busy or epoch is None or group is None:
+        link = self._link
+        if not self._busy or link is None:
             return
+        epoch, group = link
         roster = self._presence.roster
         gone = {seat: why for seat, why in roster.gone(epoch.number).items() if seat in epoch.members}
         stopped = [seat for seat, report in roster.reports(epoch.number).items() if not report.resting]
@@ -361,5 +368,5 @@ class Participant:
 
     def close(self) -> None:
         """Close the connections. Idempotent."""
-        if self._group is not None:
-            self._group.close()
+        if self._link is not None:
+            self._link[1].close()

@@ -112,11 +112,14 @@ class Roster:
         found = self._cells.read([record_name(seat) for seat in seats])
         awake_s = 0.0 if self._looked is None else min(now - self._looked, 2 * self._deadlines.beat_s)
         self._looked = now
+        records, silences = dict(self.records), dict(self._silent_s)
         for seat, said in zip(seats, found, strict=True):
-            before, record = self.records.get(seat), SeatRecord() if said is None else SeatRecord.from_json(said)
+            before, record = records.get(seat), SeatRecord() if said is None else SeatRecord.from_json(said)
             heard = before is None or record.beat != before.beat
-            self._silent_s[seat] = 0.0 if heard else self._silent_s[seat] + awake_s
-            self.records[seat] = record
+            silences[seat] = 0.0 if heard else silences[seat] + awake_s
+            records[seat] = record
+        # Another thread may be reading: it has the old ones, or the new ones.
+        self._silent_s, self.records = silences, records
 
     def reports(self, epoch: int) -> dict[int, StopReport]:
         """What was reported in ``epoch``, by seat."""

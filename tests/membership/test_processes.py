@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 
 import pytest
 
+from tests.interpreters import interpreter
 from tests.membership.forked_islands import PERIOD
 
 pytestmark = pytest.mark.gloo
 
 
 def test_a_killed_island_costs_the_others_nothing_and_a_new_one_takes_part():
-    command = [sys.executable, "-m", "tests.membership.forked_islands"]
+    command = [*interpreter(), "-m", "tests.membership.forked_islands"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)

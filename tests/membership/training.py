@@ -49,8 +49,10 @@ def joined(store, size: int, *, deadlines: Deadlines = QUICK, **options: Any) ->
 
 
 def new_model(seat: int) -> torch.nn.Module:
-    torch.manual_seed(seat)
-    return torch.nn.Linear(3, 1, bias=False)
+    model = torch.nn.Linear(3, 1, bias=False)
+    with torch.no_grad():  # The seed of torch belongs to all threads.
+        model.weight.copy_(torch.randn(1, 3, generator=torch.Generator().manual_seed(seat)))
+    return model
 
 
 def batch(seat: int) -> torch.Tensor:

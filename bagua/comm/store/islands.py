@@ -7,17 +7,22 @@ import socket
 import time
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import DistNetworkError, PrefixStore, TCPStore
 from torch.distributed import Store as KeyStore
 
 from bagua.checks import check_kind
 from bagua.comm.startup.rendezvous import wait_for_listener
-from bagua.comm.store.polled import BoundedStore
+from bagua.comm.store.etcd import EtcdStore
+from bagua.comm.store.polled import BoundedStore, PolledStore
 from bagua.errors import ConfigurationError, StoreLostError
 
-__all__ = ["KeyStore", "open_store", "part_of", "serve_store_at"]
+__all__ = ["KeyStore", "close_store", "open_store", "part_of", "serve_store_at"]
 
-_FORMS = "tcp://host:port"
+_FORMS = "tcp://host:port, or etcd://host:port,host:port,..."
+_ETCD = re.compile(r"etcd://(?P<servers>[^/]+)/?")
+_ETCD_PORT = 2379
+#: Of one request, over all servers. An election takes up to 3 s with the default settings of etcd.
+_ETCD_LIMIT_S = 5.0
 _TCP = re.compile(r"tcp://(?P<host>\[[^]]+\]|[^:/,]+):(?P<port>\d+)/?")
 
 
@@ -25,7 +30,8 @@ def open_store(where: str, timeout_s: float) -> KeyStore:
     """The store at ``where``; every call to it ends within seconds, whatever becomes of the store.
 
     Args:
-        where: ``tcp://host:port``, as ``baguarun --serve-islands`` prints it.
+        where: ``tcp://host:port``, as ``baguarun --serve-islands`` prints it, or ``etcd://host:port,host:port,...``
+            with the servers of an etcd cluster.
         timeout_s: how long to wait until somebody listens there, and later for keys, in seconds.
 
     Raises:
@@ -33,7 +39,11 @@ def open_store(where: str, timeout_s: float) -> KeyStore:
         StoreLostError: nobody listens there.
     """
     check_kind(str, _FORMS, where=where)
-    tcp = _TCP.fullmatch(where)
+    tcp, etcd = _TCP.fullmatch(where), _ETCD.fullmatch(where)
+    servers = [_server(text) for text in etcd["servers"].split(",")] if etcd is not None else []
+    if servers and None not in servers:
+        known = [one for one in servers if one is not None]
+        return _reached(EtcdStore(known, timeout_s, min(_ETCD_LIMIT_S, max(timeout_s, 0.1))), where, timeout_s)
     if tcp is None:
         raise ConfigurationError(
             "not the address of a store where islands meet",
@@ -44,6 +54,27 @@ def open_store(where: str, timeout_s: float) -> KeyStore:
         )
     host, port = tcp["host"].strip("[]"), int(tcp["port"])
     return BoundedStore(_connected(where, host, port, timeout_s), timeout_s)
+
+
+def _server(text: str) -> tuple[str, int] | None:
+    host, colon, port = text.rpartition(":") if ":" in text else (text, ":", str(_ETCD_PORT))
+    return (host.strip("[]"), int(port)) if host and colon and port.isdigit() else None
+
+
+def _reached(store: EtcdStore, where: str, timeout_s: float) -> KeyStore:
+    """The store, once it has answered."""
+    started = time.monotonic()
+    while True:
+        try:
+            store.check(["any"])
+        except DistNetworkError as error:
+            elapsed_s = time.monotonic() - started
+            if elapsed_s < timeout_s:
+                time.sleep(0.1)
+                continue
+            store.close()
+            raise StoreLostError(f"no server answers at {where}", elapsed_s=elapsed_s, timeout_s=timeout_s) from error
+        return store
 
 
 def _connected(where: str, host: str, port: int, timeout_s: float) -> KeyStore:
@@ -81,6 +112,12 @@ def serve_store_at(host: str, port: int) -> tuple[KeyStore, str]:
             seen=f"{host}:{port}",
         ) from error
     return store, f"tcp://{host}:{store.port}"
+
+
+def close_store(store: KeyStore) -> None:
+    """Give back what ``open_store`` took. Idempotent."""
+    if isinstance(store, PolledStore):
+        store.close()
 
 
 def part_of(store: KeyStore, name: str) -> KeyStore:

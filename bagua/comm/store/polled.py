@@ -52,12 +52,16 @@ class PolledStore(Store):
         """Replace the value of ``key``."""
 
     @abstractmethod
-    def swap(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Write ``desired`` if the value is ``expected``, empty for none; the value afterwards."""
+    def swap(self, key: str, expected: bytes, desired: bytes) -> tuple[bool, bytes]:
+        """Write ``desired`` if the value is ``expected``, empty for none; whether it was, and the value afterwards."""
 
     @abstractmethod
     def remove(self, key: str) -> bool:
         """Whether there was such a key."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back threads and connections. Idempotent."""
 
     # What torch calls.
 
@@ -94,7 +98,7 @@ class PolledStore(Store):
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         """Write if the value is the expected one; the value afterwards."""
-        return self.swap(key, _bytes(expected_value), _bytes(desired_value))
+        return self.swap(key, _bytes(expected_value), _bytes(desired_value))[1]
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number under ``key``; the sum."""
@@ -108,7 +112,7 @@ class PolledStore(Store):
         while True:
             before = self.read([key])[0] or b""
             after = change(before)
-            if self.swap(key, before, after) == after:
+            if self.swap(key, before, after)[0]:
                 return after
 
     def delete_key(self, key: str) -> bool:
@@ -164,9 +168,10 @@ class BoundedStore(PolledStore):
         """See ``PolledStore``."""
         self._bounded(lambda: self._inner.set(key, value))  # type: ignore[arg-type]  # torch takes bytes as well
 
-    def swap(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """See ``PolledStore``."""
-        return self._bounded(lambda: self._inner.compare_set(key, expected.decode(), desired.decode()))
+    def swap(self, key: str, expected: bytes, desired: bytes) -> tuple[bool, bytes]:
+        """See ``PolledStore``; that another wrote the same is not told apart."""
+        found = self._bounded(lambda: self._inner.compare_set(key, expected.decode(), desired.decode()))
+        return found == desired, found
 
     def remove(self, key: str) -> bool:
         """See ``PolledStore``."""
@@ -175,6 +180,10 @@ class BoundedStore(PolledStore):
     def add(self, key: str, amount: int) -> int:
         """Add to the number under ``key``; the sum."""
         return self._bounded(lambda: self._inner.add(key, amount))
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Append to the value of ``key``."""
+        self._bounded(lambda: self._inner.append(key, _bytes(value).decode()))  # type: ignore[attr-defined]  # it has it
 
     def _bounded(self, ask: Callable[[], T]) -> T:
         with self._asking:
