@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
+import json
 import os
 import shutil
 import signal
@@ -21,6 +23,7 @@ from bagua.comm import Cells, group_of_seats, open_store, serve_store_at
 from bagua.comm.store.etcd import EtcdStore
 from bagua.comm.store.polled import BoundedStore, PolledStore
 from bagua.errors import ConfigurationError, StoreLostError
+from tests.membership.training import PERIOD, check_rows, joined, run, train, vanish, wrapped
 
 ETCD = shutil.which("etcd")
 needs_etcd = pytest.mark.skipif(ETCD is None, reason="etcd is not installed: apt-get install etcd-server")
@@ -181,3 +184,43 @@ def test_a_served_store_is_found_at_the_address_that_it_says():
     port = int(where.rpartition(":")[2])
     with pytest.raises(ConfigurationError, match="no store can be served there"):
         serve_store_at("127.0.0.1", port)
+
+
+@needs_etcd
+@pytest.mark.threads
+def test_islands_train_on_while_the_leader_of_etcd_is_killed(tmp_path):
+    with cluster(3, tmp_path) as (servers, processes):
+        where = "etcd://" + ",".join(f"{host}:{port}" for host, port in servers)
+        killed = threading.Event()
+
+        def island():
+            store = open_store(where, 20.0)
+            with joined(store, 2) as islands:
+                model = wrapped(islands, "diloco")
+
+                def pace(step):
+                    if step == PERIOD + 1 and islands.seat == 0:
+                        leader(servers, processes).kill()
+                        killed.set()
+                    if step == PERIOD + 2:
+                        assert killed.wait(30)
+                        if islands.seat == 1:
+                            vanish(islands)
+
+                return train(islands, model, 3 * PERIOD, pace)
+
+        ends = run(2, island)
+    rows = [end for end in ends if not isinstance(end, BaseException)]
+    assert check_rows("diloco", 0, rows) == [(0, 1), (0,), (0,)]
+
+
+def leader(servers: list[tuple[str, int]], processes: list[subprocess.Popen]) -> subprocess.Popen:
+    """The process of the server that leads."""
+    found = {}
+    for (host, port), process in zip(servers, processes, strict=True):
+        connection = http.client.HTTPConnection(host, port, timeout=5)
+        connection.request("POST", "/v3/maintenance/status", "{}")
+        status = json.loads(connection.getresponse().read())
+        connection.close()
+        found[status["header"]["member_id"]] = process
+    return found[status["leader"]]
