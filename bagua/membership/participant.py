@@ -171,11 +171,14 @@ class Participant:
         assert self.standing is not None
         self.standing = self.standing.enter()
         number = self.standing.entered
+        members = self.standing.epoch.members
         while not self._attempt(attempt):
             self._change()
-            if self.standing.applied >= number:  # All who stay hold the result.
-                return
+            if self.standing.applied >= number:  # All who stay hold the result, which those before have made.
+                break
+            members = self.standing.epoch.members
             self.standing = self.standing.enter()
+        self.contributed = members
 
     def _attempt(self, attempt: Attempt) -> bool:
         """Whether the exchange has happened, for all members."""
@@ -192,7 +195,6 @@ class Participant:
         finally:
             self._busy = False
         self.standing = self.standing.apply()
-        self.contributed = self.standing.epoch.members
         return True
 
     def _pass_barrier(self, group: ProcessGroup) -> bool:

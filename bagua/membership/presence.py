@@ -82,8 +82,7 @@ class Presence:
             while not self._ended.wait(self._deadlines.beat_s):
                 self.tell()
                 self.look()
-                with self._noting():
-                    watch()
+                watch()
 
         self._thread = threading.Thread(target=live, name="bagua-islands", daemon=True)
         self._thread.start()

@@ -8,10 +8,12 @@ import time
 
 import pytest
 import torch
+from torch.distributed import DistNetworkError
 
 from bagua.algorithms import Algorithm
+from bagua.comm.store.polled import PolledStore
 from bagua.comm.transports.threads import inject_fault
-from bagua.errors import CollectiveMismatchError, ConfigurationError, LeftOutError, TooFewMembersError
+from bagua.errors import CollectiveMismatchError, ConfigurationError, LeftOutError, StoreLostError, TooFewMembersError
 from bagua.parallel import with_bagua
 from bagua.testing import ThreadRanks
 from bagua.testing.ranks import RankDiedError
@@ -336,3 +338,104 @@ def test_a_model_that_could_not_come_in_is_as_it_was():
     assert type(model) is torch.nn.Linear
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
+
+
+class Unsteady(PolledStore):
+    """A store that answers while ``on`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(timeout_s=5.0)
+        self.on = threading.Event()
+        self.on.set()
+        self._values: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def _check(self) -> None:
+        if not self.on.is_set():
+            raise DistNetworkError("nobody is there")
+
+    def read(self, keys):
+        self._check()
+        return [self._values.get(key) for key in keys]
+
+    def write(self, key, value):
+        self._check()
+        self._values[key] = value
+
+    def swap(self, key, expected, desired):
+        self._check()
+        with self._lock:
+            same = self._values.get(key, b"") == expected
+            if same:
+                self._values[key] = desired
+            return same, self._values.get(key, expected)
+
+    def remove(self, key):
+        self._check()
+        return self._values.pop(key, None) is not None
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def test_without_the_store_islands_train_on():
+    store = Unsteady()
+
+    def island():
+        with joined(store, 2) as islands:
+            model = wrapped(islands, "diloco")
+
+            def lose_store(step):
+                if step == PERIOD + 1:
+                    store.on.clear()
+
+            rows = train(islands, model, 4 * PERIOD, lose_store)
+            _until(lambda: "nobody is there" in islands.why())
+            return rows
+
+    assert check_rows("diloco", 0, run(2, island)) == [(0, 1)] * 4
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_without_the_store_nobody_is_replaced_until_it_is_back(returns):
+    store = Unsteady()
+
+    def island():
+        with joined(store, 2, timeout_s=20.0 if returns else 0.3) as islands:
+            model = wrapped(islands, "diloco")
+
+            def fail(step):
+                if step == PERIOD + 1 and islands.seat == 1:
+                    store.on.clear()
+                    if returns:
+                        threading.Timer(0.3, store.on.set).start()
+                    vanish(islands)
+
+            return train(islands, model, 3 * PERIOD, fail)
+
+    (end,) = [end for end in run(2, island) if not isinstance(end, RankDiedError)]
+    if returns:
+        assert check_rows("diloco", 0, [end]) == [(0, 1), (0,), (0,)]
+    else:
+        assert isinstance(end, StoreLostError)
+        assert "the store does not answer: nobody is there" in str(end)
+
+
+def test_a_result_that_all_hold_counts_although_the_barrier_failed():
+    """The island dies in the barrier, before the others can pass it; they hold the result that it took part in."""
+
+    def island():
+        with joined(store, 3) as islands:
+
+            def fault(step):
+                first_barrier = step.call.kind == "allreduce" and step.call.dtype is torch.int64
+                if islands.seat == 1 and first_barrier and step.name == "publish":
+                    vanish(islands)
+
+            with inject_fault(fault):
+                model = wrapped(islands, "diloco")
+            return train(islands, model, 2 * PERIOD)
+
+    store = new_store()
+    rows = [end for end in run(3, island) if not isinstance(end, BaseException)]
+    assert check_rows("diloco", 0, rows) == [(0, 1, 2), (0, 2)]
