@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from bagua.comm.long_wait import LongWait
-from bagua.comm.store.keys import read_all, wait_for_keys
+from bagua.comm.store.keys import missing_keys, read_all, wait_for_keys
 from bagua.errors import CollectiveTimeoutError, PeerLostError, TransportUnavailableError
 
 __all__ = ["consult", "gather_values", "raise_refusals", "refuse_together"]
@@ -93,7 +93,7 @@ def _collect(
     wait = LongWait()
 
     def missing() -> list[int]:
-        return [ranks[i] for i, key in enumerate(keys) if not store.check([key])]
+        return [ranks[member] for member in missing_keys(store, keys)]
 
     def tell() -> None:
         if wait.is_over():

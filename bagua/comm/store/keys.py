@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torch.distributed import Store
 
-__all__ = ["read_all", "wait_for_keys"]
+__all__ = ["missing_keys", "read_all", "wait_for_keys"]
 
 _FIRST_PAUSE_S = 0.0005
 _LONGEST_PAUSE_S = 0.02
@@ -43,6 +43,19 @@ def wait_for_keys(
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     return True
+
+
+def missing_keys(store: Store, keys: Sequence[str]) -> list[int]:
+    """The places in ``keys`` of those that are not there.
+
+    Example:
+        >>> from torch.distributed import HashStore
+        >>> store = HashStore()
+        >>> store.set("first", "")
+        >>> missing_keys(store, ["first", "second"])
+        [1]
+    """
+    return [place for place, key in enumerate(keys) if not store.check([key])]
 
 
 def read_all(store: Store, keys: Sequence[str]) -> list[bytes]:

@@ -6,7 +6,6 @@ import contextlib
 import contextvars
 import os
 import threading
-import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,13 +14,13 @@ from typing import ClassVar
 import torch
 
 from bagua.comm.call import Call
-from bagua.comm.store.keys import wait_for_keys
+from bagua.comm.store.asking import gather_values
 from bagua.comm.transports.base import Handle, Membership
 from bagua.comm.transports.memory.lanes import Lanes
 from bagua.comm.transports.memory.line import FaultHook, Line, Notice, RankKilled, Slots, Step, Words
 from bagua.comm.transports.memory.peers import Peers
 from bagua.comm.transports.memory.transport import MemoryTransport
-from bagua.errors import CollectiveTimeoutError, TransportUnavailableError
+from bagua.errors import TransportUnavailableError
 
 __all__ = ["FaultHook", "RankKilled", "Step", "ThreadPeers", "ThreadsTransport", "current_fault", "inject_fault"]
 
@@ -191,42 +190,26 @@ class ThreadsTransport(MemoryTransport):
         return super().start(call, source, target, timeout_s, asynchronous)
 
 
-_ATTACHED = "attached"
-
-
 def _attach(membership: Membership) -> _World:
     """Meet the other ranks in this process, or refuse together with them."""
-    store, rank, size = membership.store, membership.rank, membership.size
     world: _World | None = None
-    if rank == 0:
-        world, key = _World(size), uuid.uuid4().hex
+    key = ""
+    if membership.rank == 0:
+        world, key = _World(membership.size), uuid.uuid4().hex
         _worlds[key] = world
-        store.set("threads/world", key)
-    else:
-        _await(membership, "threads/world", 0)
-        world = _worlds.get(store.get("threads/world").decode())
-    verdict = _ATTACHED if world is not None else f"rank {rank} is in process {os.getpid()}"
-    store.set(f"threads/{rank}", verdict)
-    for other in range(size):
-        _await(membership, f"threads/{other}", other)
-    verdicts = [store.get(f"threads/{other}").decode() for other in range(size)]
-    refusals = [text for text in verdicts if text != _ATTACHED]
-    if refusals or world is None:
+    key = _ask(membership, "threads/world", key)[0]
+    world = world or _worlds.get(key)
+    own = "" if world is not None else f"rank {membership.rank} is in process {os.getpid()}"
+    refusals = _ask(membership, "threads/refusal", own)
+    if world is None or any(refusals):
         raise TransportUnavailableError(
-            f"threads needs all ranks in one process, but {'; '.join(refusals)}",
-            rank=membership.ranks[rank],
-            peers=[membership.ranks[other] for other, text in enumerate(verdicts) if text != _ATTACHED],
+            f"threads needs all ranks in one process, but {'; '.join(filter(None, refusals))}",
+            rank=membership.ranks[membership.rank],
+            peers=[rank for rank, text in zip(membership.ranks, refusals, strict=True) if text],
             advice="Use backend='gloo' for ranks that are processes.",
         )
     return world
 
 
-def _await(membership: Membership, key: str, other: int) -> None:
-    if not wait_for_keys(membership.store, [key], time.monotonic() + membership.timeout_s):
-        missing = [rank for rank in range(membership.size) if not membership.store.check([f"threads/{rank}"])]
-        raise CollectiveTimeoutError(
-            f"not all threads came to build {membership.label}",
-            rank=membership.ranks[membership.rank],
-            peers=[membership.ranks[rank] for rank in missing if rank != membership.rank] or [membership.ranks[other]],
-            timeout_s=membership.timeout_s,
-        )
+def _ask(membership: Membership, topic: str, own: str) -> list[str]:
+    return gather_values(membership.store, topic, membership.rank, membership.ranks, own, membership.timeout_s)

@@ -31,7 +31,7 @@ from torch.distributed import Store
 
 from bagua import env
 from bagua.comm.lifetime.forks import family
-from bagua.comm.store.keys import read_all, wait_for_keys
+from bagua.comm.store.keys import missing_keys, read_all, wait_for_keys
 from bagua.comm.transports.base import Membership
 from bagua.errors import TransportUnavailableError
 
@@ -344,4 +344,4 @@ def meet(store: Store, rank: int, size: int, timeout_s: float, value: str = "") 
     store.set(keys[rank], value)
     if wait_for_keys(store, keys, time.monotonic() + timeout_s):
         return ()
-    return tuple(other for other, key in enumerate(keys) if not store.check([key]))
+    return tuple(missing_keys(store, keys))
