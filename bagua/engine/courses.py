@@ -118,9 +118,10 @@ class Courses:
         """Make what starts from weights: when it is new, and when the weights were replaced from outside."""
         fresh, self.fresh = self.fresh, {}
         for (track, state), names in fresh.items():
+            chosen = set(names)
             weights = track.views(track.bucket.read_weights(track.bucket.empty()))
             for name, begun, weight in zip(track.names, track.views(track.memory.state[state]), weights, strict=True):
-                if name in names:
+                if name in chosen:
                     begun.copy_(weight)
 
     def remembered(self) -> Remembered:
@@ -128,7 +129,7 @@ class Courses:
         found = collect(self.places)
         for (track, state), names in self.fresh.items():
             for name in names:
-                found["parameters"][name].pop(key_of(track, state))
+                found["parameters"][name].pop(key_of(track, state), None)
         return found
 
     def restore(self, remembered: Remembered) -> None:

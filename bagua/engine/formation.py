@@ -309,7 +309,7 @@ class BucketFormation:
     def clock(self) -> Clock:
         """The training step that comes next, or is under way."""
         scaler = self.options.grad_scaler
-        loss_scale = 1.0 if scaler is None else scaler.get_scale()
+        loss_scale = 1.0 if scaler is None else float(scaler.get_scale())
         return Clock(self.step, self.step - self._began + 1, loss_scale)
 
     # Starting over.
