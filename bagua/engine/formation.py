@@ -432,12 +432,10 @@ class BucketFormation:
 def _whereabouts(reference: weakref.ref[BucketFormation]) -> str:
     """The step that is under way, and the bucket that is waited for: for messages."""
     formation = reference()
-    if formation is None:
-        return ""
-    scheduler = formation._scheduler  # noqa: SLF001 - of this class
+    scheduler = None if formation is None else formation._scheduler  # noqa: SLF001 - of this class
     bucket = None if scheduler is None else scheduler.waits_for
     names = "" if bucket is None else f", bucket {bucket.index} ({bucket.names[0]} to {bucket.names[-1]})"
-    return f"step {formation.step}{names}"
+    return "" if formation is None else f"step {formation.step}{names}"
 
 
 def _end_exchanges(reference: weakref.ref[BucketFormation], belongings: Belongings) -> None:
