@@ -17,7 +17,6 @@ HOMES = (
     "bagua.comm",
     "bagua.errors",
     "bagua.membership",
-    "bagua.observe",
     "bagua.algorithms",
     "bagua.observe",
     "bagua.optim",
