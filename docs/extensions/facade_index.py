@@ -18,7 +18,6 @@ HOMES = (
     "bagua.errors",
     "bagua.membership",
     "bagua.algorithms",
-    "bagua.observe",
     "bagua.optim",
     "bagua.parallel",
     "bagua.parallel.decentralized",
