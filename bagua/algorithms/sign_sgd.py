@@ -34,12 +34,12 @@ class SignSGDAlgorithm(ReducedGradients):
 
     Example:
         >>> SignSGDAlgorithm(block_numel=256)
-        SignSGDAlgorithm(hierarchical=True, average=True, warmup_steps=100, block_numel=256)
+        SignSGDAlgorithm(hierarchical=True, average=True, warmup_steps=150, block_numel=256)
 
     Paper: Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019.
     """
 
-    warmup_steps: int = field(default=100, kw_only=True)
+    warmup_steps: int = field(default=150, kw_only=True)
     block_numel: int = 64
 
     @property

@@ -76,6 +76,11 @@ class ContributorsReducer(SumReducer):
     Raises:
         ConfigurationError: ``codec`` is none.
 
+    Example:
+        >>> from bagua.compression import TopK
+        >>> ContributorsReducer(TopK(0.1))
+        ContributorsReducer(codec=TopK(ratio=0.1))
+
     Source: the repositories of CCLoco and DeMo.
     """
 
