@@ -4,6 +4,7 @@ from bagua.engine.access import EngineAccess
 from bagua.engine.agreement import compare
 from bagua.engine.autotune.search import Setting
 from bagua.engine.autotune.settings import AutotuneSettings
+from bagua.engine.average import FLOAT_BUFFERS, GlobalAverage
 from bagua.engine.executor import Executor, create_executor
 from bagua.engine.hooks import BackwardHooks
 from bagua.engine.keywords import InitOptions, ReducerOptions, SwitchOptions
@@ -33,12 +34,14 @@ from bagua.engine.state import (
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
+    "FLOAT_BUFFERS",
     "AutotuneSettings",
     "BackwardHooks",
     "BucketType",
     "EngineAccess",
     "EngineOptions",
     "Executor",
+    "GlobalAverage",
     "InitOptions",
     "OnDifference",
     "Reducer",

@@ -9,7 +9,7 @@ from typing_extensions import Self
 
 from bagua.buckets import form_buckets
 from bagua.comm import ReduceOp
-from bagua.engine import Reducer
+from bagua.engine.reducer import Reducer
 from bagua.errors import ConfigurationError
 
 __all__ = ["FLOAT_BUFFERS", "GlobalAverage"]
