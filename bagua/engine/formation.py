@@ -57,17 +57,17 @@ class BucketFormation:
         self.equality = EqualityCheck(declaration, options)
         self.restored_at = -1
         self._versions: list[int] = []
-        self._began = 0
+        self.began = 0
         self._phase: Hashable = None
         self.between_steps = False
         self.buckets: list[Bucket] = []
         self._order: list[int] = []
         self.arrival: list[torch.nn.Parameter] = []
         self._arrived: set[int] = set()
-        self._scheduler: Scheduler | None = None
-        self._courses = Courses(self.group, self.belongings)
-        self._remembered: Remembered | None = None
-        self._flights: list[dict[str, Any]] = []
+        self.scheduler: Scheduler | None = None
+        self.courses = Courses(self.group, self.belongings)
+        self.remembered: Remembered | None = None
+        self.flights: list[dict[str, Any]] = []
         self._rebuilt = 0
         self._failure = ""
         try:
@@ -115,11 +115,11 @@ class BucketFormation:
         facts = self.facts if refusal is None else []
         compare_or_refuse(facts, self.group.global_communicator, "models", refusal)
         if self.options.buckets:
-            self._form(positions_of(self.registration, self.options.buckets))
+            self.form(positions_of(self.registration, self.options.buckets))
         elif self.algorithm.plane is not None and not self.idle:
             # Ranks need not come to the end of a first step together. Gradients appear about in this order.
             self._order = list(reversed(range(len(self.registration.names))))
-            self._form(self.layout(self.options.bucket_bytes))
+            self.form(self.layout(self.options.bucket_bytes))
 
     @property
     def facts(self) -> list[str]:
@@ -137,7 +137,7 @@ class BucketFormation:
     @property
     def initialized(self) -> bool:
         """Whether buckets have been formed."""
-        return self._scheduler is not None
+        return self.scheduler is not None
 
     bucket_initialized = initialized
 
@@ -148,8 +148,8 @@ class BucketFormation:
 
     def end_exchanges(self) -> None:
         """Wait for what is under way, and apply nothing."""
-        if self._scheduler is not None:
-            self._scheduler.settle()
+        if self.scheduler is not None:
+            self.scheduler.settle()
 
     @property
     def communicator(self) -> Communicator:
@@ -199,7 +199,7 @@ class BucketFormation:
         )
         warn_of_equal_gradients(digests, self.group.rank)
         self._order = order
-        self._form(self.layout(self.options.bucket_bytes))
+        self.form(self.layout(self.options.bucket_bytes))
         return [list(bucket.parameters) for bucket in self.buckets]
 
     def layout(self, bucket_bytes: int) -> list[list[int]]:
@@ -211,7 +211,7 @@ class BucketFormation:
             return positions_of(self.registration, self.options.buckets)
         return cut(self.registration, self._order, bucket_bytes)
 
-    def _form(self, members: Sequence[Sequence[int]]) -> None:
+    def form(self, members: Sequence[Sequence[int]]) -> None:
         if not self._order:
             self._order = [position for positions in members for position in positions]
         phase = self._note_phase()
@@ -228,16 +228,23 @@ class BucketFormation:
             )
             for index, positions in enumerate(members)
         ]
-        self._courses.forget()
+        self.courses.forget()
         self.register_bagua_buckets()
 
     def _note_phase(self) -> Hashable:
         phase = self.declaration.phase(self.step, self.model)
         if phase != self._phase:
-            self._began = 0 if self._phase is None else self.step
+            self.began = 0 if self._phase is None else self.step
             self._phase = phase
             self.between_steps = is_between_steps(self.exchanges_of(phase))
         return phase
+
+    def go_to(self, step: int, began: int) -> None:
+        """Go on with step ``step``, of a phase that began with step ``began``: both come from a checkpoint."""
+        self.step, self.began = step, began
+        self.restored_at = step
+        self._phase = self.declaration.phase(step, self.model)
+        self.between_steps = is_between_steps(self.exchanges_of(self._phase))
 
     def exchanges_of(self, phase: Hashable) -> tuple[Exchange, ...]:
         """What is exchanged in this phase on a group of this size."""
@@ -255,16 +262,16 @@ class BucketFormation:
             self.group.abort(told, culprit)
             raise
         self.registration.remember_storages()
-        scheduler, places = self._scheduler, self._courses.places
+        scheduler, places = self.scheduler, self.courses.places
         assert scheduler is not None
-        remembered, self._remembered = self._remembered, None
+        remembered, self.remembered = self.remembered, None
         if remembered is not None:
             restore(places, remembered)
-            self._courses.fresh = [
-                track for track in self._courses.fresh if track.names[0] not in remembered["parameters"]
+            self.courses.fresh = [
+                track for track in self.courses.fresh if track.names[0] not in remembered["parameters"]
             ]
-            self._courses.board(scheduler, self._flights)
-            self._flights = []
+            self.courses.board(scheduler, self.flights)
+            self.flights = []
         if self.algorithm.plane is not None:
             self.algorithm.plane.attach(self.buckets, partial(buffers_of, self.module), self.group, self.step)
 
@@ -278,20 +285,20 @@ class BucketFormation:
 
     def _enter(self) -> None:
         """Have the exchanges of the phase executed."""
-        courses = self._courses.of(self.exchanges_of(self._phase), self.buckets, self.model, self.options)
-        self._scheduler = Scheduler(self.buckets, courses, delay=self.options.delay_reduce)
+        courses = self.courses.of(self.exchanges_of(self._phase), self.buckets, self.model, self.options)
+        self.scheduler = Scheduler(self.buckets, courses, delay=self.options.delay_reduce)
 
     # What starts from weights.
 
     def begin_from_weights(self) -> None:
         """Make what starts from the weights, once they are what training begins with. Collective if it is shared."""
-        if not self._courses.fresh:
+        if not self.courses.fresh:
             return
-        if self.group.size > 1 and self._courses.fresh_is_shared:
+        if self.group.size > 1 and self.courses.fresh_is_shared:
             if loads := self.equality.unmet_loads():
                 meet(self.group, f"load{loads}", "weights were loaded")
             make_weights_equal(self.registration.parameters, self.communicator)
-        self._courses.begin_from_weights()
+        self.courses.begin_from_weights()
 
     def weights_will_be_replaced(self) -> None:
         """Wait for what is sent from where the weights lie."""
@@ -301,14 +308,14 @@ class BucketFormation:
         """Begin again from them, unless what belongs to them was restored in the same step."""
         self._versions = []
         if self.restored_at != self.step:
-            self._courses.weights_were_replaced()
+            self.courses.weights_were_replaced()
 
     @property
     def clock(self) -> Clock:
         """The training step that comes next, or is under way."""
         scaler = self.options.grad_scaler
         loss_scale = 1.0 if scaler is None else scaler.get_scale()
-        return Clock(self.step, self.step - self._began + 1, loss_scale)
+        return Clock(self.step, self.step - self.began + 1, loss_scale)
 
     # Starting over.
 
@@ -320,14 +327,14 @@ class BucketFormation:
 
     def _change_phase(self) -> None:
         """The algorithm has changed its ways: other exchanges, in other buckets only if they need such."""
-        assert self._scheduler is not None
+        assert self.scheduler is not None
         before, after = self.exchanges_of(self._phase), self.exchanges_of(self.declaration.phase(self.step, self.model))
         if layout_of(before) != layout_of(after):
-            self._put_aside(settle=False)
-            self._form(self.layout(self.options.bucket_bytes))
+            self.put_aside(settle=False)
+            self.form(self.layout(self.options.bucket_bytes))
             return
-        self._scheduler.flush()
-        self._scheduler.dissolve()
+        self.scheduler.flush()
+        self.scheduler.dissolve()
         self._note_phase()
         self._enter()
 
@@ -345,10 +352,10 @@ class BucketFormation:
         if setting.hierarchical != self.setting.hierarchical:
             declaration = declaration.in_form(hierarchical=setting.hierarchical)
             algorithm = self._bind(declaration)
-        self._put_aside()
+        self.put_aside()
         self.declaration, self.algorithm = declaration, algorithm
         self.options = dataclasses.replace(self.options, bucket_bytes=setting.bucket_bytes)
-        self._form(self.layout(setting.bucket_bytes))
+        self.form(self.layout(setting.bucket_bytes))
 
     def _bind(self, declaration: Algorithm) -> AlgorithmImpl:
         """Another declaration on the same ranks, for the same model."""
@@ -356,15 +363,15 @@ class BucketFormation:
         declaration.check(self.model)
         return algorithm
 
-    def _put_aside(self, *, settle: bool = True) -> None:
+    def put_aside(self, *, settle: bool = True) -> None:
         """Take the buckets apart, and keep what the algorithm remembers for those to come."""
         if settle and self.algorithm.plane is not None:
             self.algorithm.plane.settle()
-        if self._scheduler is not None:
-            self._scheduler.flush()
-            self._scheduler.dissolve()
-            self._remembered = collect(self._courses.places)
-        self._scheduler = None
+        if self.scheduler is not None:
+            self.scheduler.flush()
+            self.scheduler.dissolve()
+            self.remembered = collect(self.courses.places)
+        self.scheduler = None
         self.buckets = []
         self.forget_arrivals()
 
@@ -385,7 +392,7 @@ class BucketFormation:
         if self.algorithm.plane is not None:
             self.algorithm.plane.settle()  # This rank serves the others in the background until they are here.
         meet(self.group, f"rebuild{self._rebuilt}", difference)
-        self._put_aside(settle=False)
+        self.put_aside(settle=False)
         self._order = []
         refusal = self._register()
         self.options = dataclasses.replace(self.options, buckets=())
@@ -416,7 +423,7 @@ class BucketFormation:
         if wanted:
             positions_of(self.registration, wanted)
         size = self.options.bucket_bytes if bucket_bytes is None else check_bucket_bytes(bucket_bytes)
-        self._put_aside()
+        self.put_aside()
         self.declaration = declaration
         self.algorithm = self._bind(declaration)
         self.options = dataclasses.replace(self.options, buckets=wanted, bucket_bytes=size)
