@@ -25,6 +25,7 @@ class Flight:
         loss_scale: what the loss was multiplied by in that step; 1.0 without a ``GradScaler``.
         scale: factor on what is sent; see ``How.scale``.
         rescale: at the fold, what brings gradients of that step to the loss scale of this one.
+        early: at the fold, whether training was interrupted before its time.
         finite: at the fold, whether the results of the whole part are finite. Only for ``Then.whole``.
         bucket: whose parameters they are.
         memory: what is remembered of them, and buffers.
@@ -37,7 +38,7 @@ class Flight:
     """
 
     __slots__ = (
-        *("bucket", "finite", "flat", "loss_scale", "memory", "model", "prepared", "ranks", "reads"),
+        *("bucket", "early", "finite", "flat", "loss_scale", "memory", "model", "prepared", "ranks", "reads"),
         *("rescale", "round", "scale", "sent", "step", "t", "wait"),
     )
 
@@ -63,6 +64,7 @@ class Flight:
         self.loss_scale = loss_scale
         self.scale = scale
         self.rescale = 1.0
+        self.early = False
         self.finite = True
         self.bucket = bucket
         self.memory = memory

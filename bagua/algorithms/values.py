@@ -9,12 +9,29 @@ from typing import ClassVar, Literal
 import torch
 
 from bagua.algorithms.exchange import Flight, How, Point, Then, What
+from bagua.algorithms.parts import Parts
 from bagua.checks import check_flags, check_kind, check_numbers
 from bagua.comm import ProcessGroup, Work
 from bagua.errors import ConfigurationError
 from bagua.primitives import State, SumReducer, allreduce_sum, reducer_sum
 
-__all__ = ["Add", "Blend", "Difference", "Gradients", "Mean", "Replace", "Sum", "Weights", "write_if_finite"]
+__all__ = [
+    "WHOLE",
+    "Add",
+    "Blend",
+    "Buffers",
+    "Difference",
+    "Gradients",
+    "Mean",
+    "Replace",
+    "Sum",
+    "Weights",
+    "write_if_finite",
+]
+
+
+#: All parameters at once: their results are taken in together, or not at all.
+WHOLE = Parts(1, "strided")
 
 
 # What.
@@ -47,6 +64,18 @@ class Weights(What):
 
     def fill(self, flight: Flight) -> None:
         """Copy them."""
+        flight.bucket.read_weights(flight.flat)
+
+
+@dataclass(frozen=True)
+class Buffers(What):
+    """The floating-point buffers of the module, as running means; with ``Parts(1, "strided")`` all at once."""
+
+    reads: ClassVar[frozenset[str]] = frozenset({"buffers"})
+
+    def fill(self, flight: Flight) -> None:
+        """Copy them, as they are now: a module may have put others in their places."""
+        flight.bucket.follow(flight.model.buffers())
         flight.bucket.read_weights(flight.flat)
 
 

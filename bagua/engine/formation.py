@@ -22,7 +22,7 @@ from bagua.engine.equality import EqualityCheck, digest_of_gradients, warn_of_eq
 from bagua.engine.layout import agreed_order, bucket_lists, cut, foreign, name_of, positions_of, twice
 from bagua.engine.meeting import meet
 from bagua.engine.options import EngineOptions, check_bucket_bytes, check_leader, check_optional_flag
-from bagua.engine.registration import Registration, buffers_of
+from bagua.engine.registration import Registration, buffers_of, floating_buffers_of
 from bagua.engine.saving import Remembered, collect, restore
 from bagua.engine.scheduler import Scheduler
 from bagua.engine.state import make_weights_equal
@@ -101,13 +101,13 @@ class BucketFormation:
 
     def _check_model(self) -> None:
         named = dict(zip(self.registration.names, self.registration.parameters, strict=True))
-        self.model = Model(named, self.optimizers)
+        self.model = Model(named, self.optimizers, partial(floating_buffers_of, self.module))
         self.declaration.check(self.model)
         for one in self.declaration.every_exchange():
             for dtype in {parameter.dtype for parameter in named.values()}:
                 if one.how is not None:
                     one.how.check_dtype(dtype)
-            if one.parts.by != "arrival":
+            if one.parts.by != "arrival" and "buffers" not in one.needs:
                 one.parts.cut(named)
 
     def _agree(self, refusal: BaguaError | None = None) -> None:

@@ -56,6 +56,7 @@ class AlgorithmOptions(TypedDict, total=False):
     blend: float
     codec: Codec | None
     communication_interval: int
+    eager: bool
     error_feedback: bool
     fragment_order: Literal["strided", "bytes"]
     fragments: int

@@ -32,6 +32,7 @@ from bagua.engine.options import (
 from bagua.engine.saving import (
     compare_states,
 )
+from bagua.engine.state import are_equal
 from bagua.engine.tracks import Track
 from bagua.errors import CommunicationError, CommunicatorClosedError, blame
 
@@ -304,6 +305,22 @@ class Reducer(BucketFormation):
             self.algorithm.plane.settle()
         if self.scheduler is not None:
             self.scheduler.flush()
+
+    def finish(self) -> None:
+        """See ``EngineAccess.bagua_finish``."""
+        self.check_usable()
+        self.flush()
+        closing = self.declaration.closing() if self.group.size > 1 else ()
+        if not closing:
+            return
+        equal = are_equal(self.registration.parameters, self.communicator)
+        try:
+            self.courses.once(closing, self.buckets, self.model, self.options, self.clock)
+        except BaseException as error:
+            self.give_up(error)
+            raise
+        if not equal:
+            self.courses.weights_were_replaced()
 
     def suspend_exchanges(self) -> list[tuple[Track, Flight]]:
         """Wait for exchanges under way, and set their results aside; later steps do not fold them.

@@ -219,6 +219,7 @@ class Course:
         finite = not then.whole or all(bool(torch.isfinite(flight.flat).all()) for flight in flights)
         for track, flight in zip(tracks, flights, strict=True):
             flight.finite = finite
+            flight.early = clock.t < flight.t + self.exchange.lag
             flight.rescale = clock.loss_scale / flight.loss_scale
             if self.exchange.how is not None:
                 flight.memory.settle(flight.flat)

@@ -258,8 +258,10 @@ class _Engine(_Exchange):
         self.on_step_end(args, state, control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        """Take the engine off the model, which stays."""
+        """Take the engine off the model, which stays, with equal weights on all ranks."""
         self._settle()
+        if self._averaging() is None:
+            self._model.bagua_finish()
         self._model.bagua_close()
 
     def _averaging(self) -> AsyncModelAverageAlgorithmImpl | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,9 +15,13 @@ import bagua.comm
 import bagua.torch_api
 from bagua.algorithms import (
     Algorithm,
+    Difference,
     DiLoCoAlgorithm,
+    EagerStep,
+    Every,
+    Exchange,
     LocalSGDAlgorithm,
-    LocalUpdates,
+    Mean,
     Outer,
     SlowMoAlgorithm,
 )
@@ -24,10 +29,21 @@ from bagua.compression import Float16, MinMaxUInt8
 from bagua.errors import ConfigurationError
 from bagua.parallel import with_bagua
 from bagua.testing.algorithm_contract import AlgorithmContract, spread
-from bagua.testing.training import State, assert_close, assert_same_on_all_ranks, loss_of, mlp, snapshot, train_steps
+from bagua.testing.training import (
+    State,
+    assert_close,
+    assert_same_on_all_ranks,
+    batch,
+    loss_of,
+    mlp,
+    seeded,
+    snapshot,
+    train_steps,
+)
 
 STEPS = 13
 RATE = 0.1
+SGD = Outer(torch.optim.SGD, lr=0.5)
 
 
 @pytest.fixture
@@ -44,8 +60,9 @@ class TestLocalUpdates(AlgorithmContract):
             LocalSGDAlgorithm(3),
             SlowMoAlgorithm(4),
             DiLoCoAlgorithm(4, fragments=2, overlap=1, codec=MinMaxUInt8(), error_feedback=True),
+            DiLoCoAlgorithm(3, eager=True, average_buffers=True),
         ],
-        ids=["local_sgd", "slowmo", "diloco"],
+        ids=["local_sgd", "slowmo", "diloco", "eager"],
     )
     def algorithm(self, request):
         return request.param
@@ -366,9 +383,17 @@ def test_other_doors_take_them(thread_ranks):
         (lambda: DiLoCoAlgorithm(4, overlap=1, blend=0.5, mix="add"), "blend"),
         (lambda: DiLoCoAlgorithm(4, error_feedback=True), "error_feedback"),
         (lambda: DiLoCoAlgorithm(4, codec="nothing"), "codec"),
+        (lambda: DiLoCoAlgorithm(4, eager=True, overlap=1), "overlap"),
+        (lambda: DiLoCoAlgorithm(4, eager=True, mix="add"), "mix"),
+        (lambda: DiLoCoAlgorithm(4, average_buffers=1), "average_buffers"),
+        (lambda: Exchange(Difference(), Every(4), Mean(), EagerStep(SGD), lag=4), "local"),
+        (
+            lambda: Exchange(Difference(scope="local"), Every(4), Mean(), EagerStep(SGD), lag=3),
+            "the period, which is 4",
+        ),
     ],
 )
-def test_options_are_checked_where_they_are_given(make: Callable[[], LocalUpdates], said: str) -> None:
+def test_options_are_checked_where_they_are_given(make: Callable[[], object], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         make()
 
@@ -386,3 +411,197 @@ def train_at_rate_zero() -> None:
 @pytest.mark.threads
 def test_slow_momentum_needs_a_learning_rate(thread_ranks):
     thread_ranks(2, train_at_rate_zero)
+
+
+# Eager.
+
+
+class Eager:
+    """R5 on all ranks in one process, with an anchor and an outer optimizer for each."""
+
+    def __init__(self, size: int, momentum: float) -> None:
+        self.replicas = Replicas(size)
+        self.anchors = [{name: nn.Parameter(one) for name, one in each.items()} for each in self.replicas.weights()]
+        self.outer = [torch.optim.SGD(each.values(), lr=0.7, momentum=momentum) for each in self.anchors]
+        self.last: list[dict[str, torch.Tensor]] | None = None
+
+    @torch.no_grad()
+    def end_period(self) -> None:
+        size, weights = len(self.anchors), self.replicas.weights()
+        now = [
+            {name: one.detach() - theirs[name] for name, one in anchor.items()}
+            for anchor, theirs in zip(self.anchors, weights, strict=True)
+        ]
+        for rank, anchor in enumerate(self.anchors):
+            for name, one in anchor.items():
+                late = 0.0 if self.last is None else mean_of(self.last, name) - self.last[rank][name] / size
+                one.grad = now[rank][name] / size + late
+            self.outer[rank].step()
+            for name, one in anchor.items():
+                self.replicas.named[rank][name].copy_(one)
+        self.last = now
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_eager_steps_take_the_others_in_a_period_later(thread_ranks, momentum):
+    expected = Eager(3, momentum)
+    algorithm = DiLoCoAlgorithm(4, outer="sgd", outer_lr=0.7, outer_momentum=momentum, eager=True)
+    watched = thread_ranks(3, train_and_watch, algorithm)
+    for number in range(STEPS):
+        expected.replicas.step(number)
+        if number % 4 == 3:
+            expected.end_period()
+        for rank, model in enumerate(expected.replicas.models):
+            assert_close(watched[rank][number], snapshot(model))
+
+
+def double_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, number: int) -> None:
+    """``train_steps`` in double precision."""
+    optimizer.zero_grad()
+    inputs, targets = (one.double() for one in batch(rank, number))
+    nn.functional.mse_loss(model(inputs), targets).backward()
+    optimizer.step()
+
+
+def train_and_finish(algorithm: Algorithm, steps: int) -> tuple[State, State]:
+    """The weights after the last step, and after the closing exchange; in double precision."""
+    rank, model = bagua.comm.get_rank(), mlp().double()
+    optimizer = optimizer_of(model)
+    wrapped = with_bagua(model, [optimizer], algorithm)
+    for number in range(steps):
+        double_step(wrapped, optimizer, rank, number)
+    last = snapshot(model)
+    wrapped.bagua_finish()
+    return last, snapshot(model)
+
+
+@pytest.mark.threads
+def test_eager_steps_telescope(thread_ranks):
+    """Without momentum, ranks differ by what each learned in the last period; the closing exchange takes all of it in.
+
+    ``Theta_i = Theta - rate (D^1 + ... + D^(T-1) + D_i^T / n)``.
+    """
+    rate, size, every = 0.5, 3, 4
+    start, replicas = {name: one.double() for name, one in snapshot(mlp()).items()}, Replicas(size)
+    for model in replicas.models:
+        model.double()
+    total = {name: torch.zeros_like(one) for name, one in start.items()}
+    anchors = [start] * size
+    own = [start] * size
+    for number in range(3 * every):
+        for rank in range(size):
+            double_step(replicas.models[rank], replicas.optimizers[rank], rank, number)
+        if number % every == every - 1:
+            own = [
+                {name: anchor[name] - one for name, one in weights.items()}
+                for anchor, weights in zip(anchors, replicas.weights(), strict=True)
+            ]
+            anchors = [{name: start[name] - rate * (total[name] + mine[name] / size) for name in start} for mine in own]
+            total = {name: one + mean_of(own, name) for name, one in total.items()}
+            for model, anchor in zip(replicas.models, anchors, strict=True):
+                model.load_state_dict(anchor)
+    algorithm = DiLoCoAlgorithm(every, outer="sgd", outer_lr=rate, outer_momentum=0.0, eager=True)
+    results = thread_ranks(size, train_and_finish, algorithm, 3 * every)
+    assert_same_on_all_ranks([closed for _, closed in results])
+    for rank, (last, closed) in enumerate(results):
+        for name, one in last.items():
+            apart = -rate * (own[rank][name] - own[0][name]) / size
+            assert torch.allclose(one - results[0][0][name], apart, rtol=0, atol=1e-12)
+            assert torch.allclose(closed[name], start[name] - rate * total[name], rtol=0, atol=1e-12)
+
+
+# The end.
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        LocalSGDAlgorithm(4),
+        DiLoCoAlgorithm(4, fragments=2, overlap=3),
+        DiLoCoAlgorithm(4, eager=True),
+        Algorithm.init("decentralized", peer_selection_mode="shift_one"),
+        Algorithm.init("gradient_allreduce"),
+    ],
+    ids=["local_sgd", "diloco", "eager", "decentralized", "gradient_allreduce"],
+)
+def test_finish_makes_one_model_with_which_training_goes_on(thread_ranks, algorithm):
+    before, after, later = zip(*thread_ranks(2, finish_and_go_on, algorithm), strict=True)
+    assert_same_on_all_ranks(after)
+    if not algorithm.ranks_differ:
+        assert all(torch.equal(one, after[0][name]) for name, one in before[0].items())
+    if isinstance(algorithm, LocalSGDAlgorithm):
+        assert_close(after[0], {name: mean_of(list(before), name) for name in before[0]})
+        assert_same_on_all_ranks(later)  # The twelfth step is one with an exchange.
+
+
+def finish_and_go_on(algorithm: Algorithm) -> tuple[State, State, State]:
+    rank, model = bagua.comm.get_rank(), mlp()
+    optimizer = optimizer_of(model)
+    wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=1000)
+    train_steps(wrapped, optimizer, rank, range(7))
+    before = snapshot(model)
+    wrapped.bagua_finish()
+    after = snapshot(model)
+    train_steps(wrapped, optimizer, rank, range(7, 12))
+    return before, after, snapshot(model)
+
+
+def average_and_go_on(algorithm: Algorithm, *, look: bool) -> tuple[State, State]:
+    rank, model = bagua.comm.get_rank(), mlp(bagua.comm.get_rank())
+    optimizer = optimizer_of(model)
+    wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=1000)
+    inside: State = {}
+    for number in range(STEPS):
+        train_steps(wrapped, optimizer, rank, [number])
+        if look and number in (4, 7, 9):
+            with wrapped.global_average():
+                inside = snapshot(model)
+    return inside, snapshot(model)
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    "algorithm",
+    [LocalSGDAlgorithm(4), DiLoCoAlgorithm(4, fragments=2, overlap=3), DiLoCoAlgorithm(4, eager=True)],
+    ids=["local_sgd", "diloco", "eager"],
+)
+def test_a_look_at_the_mean_of_all_ranks_changes_nothing(thread_ranks, algorithm):
+    watched = thread_ranks(2, train_and_watch, algorithm)
+    looked = thread_ranks(2, functools.partial(average_and_go_on, look=True), algorithm)
+    assert_same_on_all_ranks([inside for inside, _ in looked])
+    assert_close(looked[0][0], {name: mean_of([one[9] for one in watched], name) for name in watched[0][9]})
+    for (_, end), steps in zip(looked, watched, strict=True):
+        assert all(torch.equal(one, steps[-1][name]) for name, one in end.items())
+
+
+def train_normalized(*, average_buffers: bool) -> list[State]:
+    rank = bagua.comm.get_rank()
+    with seeded():
+        model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+    optimizer = optimizer_of(model)
+    wrapped = with_bagua(model, [optimizer], DiLoCoAlgorithm(3, overlap=1, average_buffers=average_buffers))
+    watched = []
+    for number in range(3):
+        if number == 1:
+            model[1].running_mean = model[1].running_mean.clone()  # as load_state_dict(assign=True)
+        train_steps(wrapped, optimizer, rank, [number])
+        watched.append({name: one.detach().clone() for name, one in model.named_buffers()})
+    wrapped.bagua_finish()
+    return [*watched, {name: one.detach().clone() for name, one in model.named_buffers()}]
+
+
+@pytest.mark.threads
+def test_running_means_become_the_mean_of_all_ranks_if_wanted(thread_ranks):
+    apart = thread_ranks(2, functools.partial(train_normalized, average_buffers=False))
+    together = thread_ranks(2, functools.partial(train_normalized, average_buffers=True))
+    for states in zip(*apart, strict=True):
+        assert (spread(states) > 1e-4) == (states[0] is not apart[0][-1])
+    assert_same_on_all_ranks([states[2] for states in together])
+    names = ("1.running_mean", "1.running_var")
+    assert_close(
+        {name: together[0][2][name] for name in names},
+        {name: mean_of([states[2] for states in apart], name) for name in names},
+    )
+    assert spread([states[1] for states in together]) > 1e-4
