@@ -62,3 +62,5 @@ def load(reducer: BucketFormation, state_dict: dict[str, Any]) -> None:
     reducer.flights = saved["flights"]
     if members and not reducer.idle:
         reducer.form(members)
+    else:
+        reducer.form_at_once()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bagua.algorithms import Exchange, Flight, How, Model, Parts
+from bagua.algorithms import OF_BUCKETS, Exchange, Flight, How, Model, Parts
 from bagua.buckets import Bucket, form_buckets
 from bagua.comm import ProcessGroup
 from bagua.engine.belongings import Belongings
@@ -19,6 +19,7 @@ from bagua.engine.tracks import Clock, Course, Lane, Track, memory_for
 
 __all__ = [
     "Courses",
+    "follows_gradients",
     "gathers",
     "is_between_steps",
     "is_chunked",
@@ -41,6 +42,13 @@ def is_chunked(exchanges: Iterable[Exchange]) -> bool:
 def is_between_steps(exchanges: Iterable[Exchange]) -> bool:
     """Whether ranks exchange between steps, each at its own pace, and not in them."""
     return any(one.how is not None and not one.how.lockstep for one in exchanges)
+
+
+def follows_gradients(exchanges: Iterable[Exchange]) -> bool:
+    """Whether something happens as gradients arrive; otherwise a backward pass only counts as a step."""
+    return any(
+        "gradients" in one.needs | one.writes or not {one.at, one.until}.isdisjoint(OF_BUCKETS) for one in exchanges
+    )
 
 
 def layout_of(exchanges: Sequence[Exchange]) -> Hashable:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import weakref
 from collections.abc import Hashable, Sequence
@@ -17,7 +16,7 @@ from bagua.comm import Communicator, Group, ProcessGroup, as_group, close_with, 
 from bagua.engine.agreement import compare_or_refuse
 from bagua.engine.autotune.search import Setting
 from bagua.engine.belongings import Belongings
-from bagua.engine.courses import Courses, gathers, is_between_steps, is_chunked, layout_of
+from bagua.engine.courses import Courses, follows_gradients, gathers, is_between_steps, is_chunked, layout_of
 from bagua.engine.equality import EqualityCheck, digest_of_gradients, warn_of_equal_gradients
 from bagua.engine.layout import agreed_order, bucket_lists, cut, foreign, name_of, positions_of, twice
 from bagua.engine.meeting import meet
@@ -27,7 +26,7 @@ from bagua.engine.saving import Remembered, collect, restore
 from bagua.engine.scheduler import Scheduler
 from bagua.engine.state import make_weights_equal
 from bagua.engine.tracks import Clock
-from bagua.errors import BaguaError, CommunicationError, blame
+from bagua.errors import BaguaError, blame
 
 __all__ = ["BucketFormation"]
 
@@ -60,6 +59,7 @@ class BucketFormation:
         self.began = 0
         self._phase: Hashable = None
         self.between_steps = False
+        self.follows_gradients = True
         self.buckets: list[Bucket] = []
         self._order: list[int] = []
         self.arrival: list[torch.nn.Parameter] = []
@@ -79,7 +79,7 @@ class BucketFormation:
     def _own(self, group: ProcessGroup) -> Belongings:
         """Have ``group`` closed when this object is garbage, and not before exchanges have ended."""
         belongings = Belongings(group)
-        group.when_closing(partial(_end_exchanges, weakref.ref(self), belongings))
+        group.when_closing(partial(belongings.end, weakref.WeakMethod(self.end_exchanges)))
         self._close_soon = close_with(self, belongings)
         return belongings
 
@@ -116,9 +116,14 @@ class BucketFormation:
         compare_or_refuse(facts, self.group.global_communicator, "models", refusal)
         if self.options.buckets:
             self.form(positions_of(self.registration, self.options.buckets))
-        elif self.algorithm.plane is not None and not self.idle:
-            # Ranks need not come to the end of a first step together. Gradients appear about in this order.
-            self._order = list(reversed(range(len(self.registration.names))))
+        else:
+            self.form_at_once()
+
+    def form_at_once(self) -> None:
+        """Form buckets where nothing depends on the order of gradients: a rank may have none of some parameters."""
+        now = self.exchanges_of(self.declaration.phase(self.step, self.model))
+        if not self.idle and (self.algorithm.plane is not None or not follows_gradients(now)):
+            self._order = list(reversed(range(len(self.registration.names))))  # About the order of gradients.
             self.form(self.layout(self.options.bucket_bytes))
 
     @property
@@ -189,6 +194,8 @@ class BucketFormation:
         """
         arrival = self.arrival
         self.forget_arrivals()
+        if self.scheduler is not None and not self.follows_gradients:
+            return [list(bucket.parameters) for bucket in self.buckets]
         order, digests = agreed_order(
             self.registration,
             arrival,
@@ -235,16 +242,20 @@ class BucketFormation:
         phase = self.declaration.phase(self.step, self.model)
         if phase != self._phase:
             self.began = 0 if self._phase is None else self.step
-            self._phase = phase
-            self.between_steps = is_between_steps(self.exchanges_of(phase))
+            self._enter_phase(phase)
         return phase
+
+    def _enter_phase(self, phase: Hashable) -> None:
+        exchanges = self.exchanges_of(phase)
+        self._phase = phase
+        self.between_steps = is_between_steps(exchanges)
+        self.follows_gradients = follows_gradients(exchanges)
 
     def go_to(self, step: int, began: int) -> None:
         """Go on with step ``step``, of a phase that began with step ``began``: both come from a checkpoint."""
         self.step, self.began = step, began
         self.restored_at = step
-        self._phase = self.declaration.phase(step, self.model)
-        self.between_steps = is_between_steps(self.exchanges_of(self._phase))
+        self._enter_phase(self.declaration.phase(step, self.model))
 
     def exchanges_of(self, phase: Hashable) -> tuple[Exchange, ...]:
         """What is exchanged in this phase on a group of this size."""
@@ -428,14 +439,3 @@ class BucketFormation:
         self.algorithm = self._bind(declaration)
         self.options = dataclasses.replace(self.options, buckets=wanted, bucket_bytes=size)
         self._agree()
-
-
-def _end_exchanges(reference: weakref.ref[BucketFormation], belongings: Belongings) -> None:
-    """The group is closing: a slower rank may still need what this one sends in its last step."""
-    formation = reference()
-    if formation is not None:
-        with contextlib.suppress(CommunicationError):  # Nobody will use what this rank would have received.
-            formation.end_exchanges()
-    else:
-        belongings.wait_until_idle()
-    belongings.groups.clear()

@@ -180,7 +180,7 @@ class Reducer(BucketFormation):
     @property
     def taker(self) -> Callable[[torch.nn.Parameter], None]:
         """What hooks call for each gradient of this backward pass: ``add_param`` or ``mark_tensor_ready``."""
-        if self.between_steps:
+        if not self.follows_gradients:
             return _leave_alone
         return self.add_param if self.scheduler is None else self.scheduler.take
 
@@ -188,12 +188,12 @@ class Reducer(BucketFormation):
         """A training forward begins: a safe point. Whether hooks on parameters must come or go."""
         if self.scheduler is None:
             return False
-        plane, between = self.algorithm.plane, self.between_steps
+        plane, before = self.algorithm.plane, (self.between_steps, self.follows_gradients)
         self._follow_phase()
         if plane is not None:
             plane.safe_point(self.step)
         self.scheduler.safe_point(self.clock)
-        return between != self.between_steps
+        return before != (self.between_steps, self.follows_gradients)
 
     def begin_step(self) -> None:
         """A synchronized backward pass starts."""
@@ -205,6 +205,8 @@ class Reducer(BucketFormation):
         else:
             self._follow_phase()  # For those who drive a reducer by hand, without forward passes.
         self.scheduler.begin(self.clock)
+        if not self.follows_gradients:
+            self.scheduler.launch_ready()
 
     def mark_tensor_ready(self, param: torch.Tensor) -> None:
         """Take the gradient of ``param``; start the exchange of its bucket if it was the last one.
@@ -241,7 +243,8 @@ class Reducer(BucketFormation):
         """End the step: start what has not started, and wait for what this step needs.
 
         A backward pass that brought no gradient at all, as that of ``torch.autograd.grad``
-        for the inputs, is no step, unless ``find_unused_parameters`` is on.
+        for the inputs, is no step, unless ``find_unused_parameters`` is on. Where no gradients are exchanged, hooks
+        tell such a pass from a step, and a parameter may lack a gradient.
 
         Raises:
             ConfigurationError: parameters without a gradient, and ``find_unused_parameters`` is off.
@@ -253,7 +256,7 @@ class Reducer(BucketFormation):
         if self.between_steps:
             self.step += 1
             return
-        missing = scheduler.missing()
+        missing = scheduler.missing() if self.follows_gradients else []
         if missing and not self.find_unused_parameters:
             if len(missing) == len(scheduler.slots):
                 return

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import bagua.comm
 import bagua.torch_api
@@ -328,21 +329,75 @@ class Branches(nn.Module):
         return (self.left if left else self.right)(rows)
 
 
-def train_branches() -> State:
-    torch.manual_seed(0)
-    rank, model = bagua.comm.get_rank(), Branches()
+def train_branches(algorithm: Algorithm) -> tuple[State, int]:
+    """The weights after eight steps; rank 1 never uses the right half, and has no gradient of it."""
+    rank = bagua.comm.get_rank()
+    with seeded():
+        model = Branches()
     optimizer = optimizer_of(model)
-    wrapped: Any = with_bagua(model, [optimizer], LocalSGDAlgorithm(4), find_unused_parameters=True)
+    wrapped: Any = with_bagua(model, [optimizer], algorithm)
     for number in range(8):
         optimizer.zero_grad()
-        wrapped(torch.full((2, 4), 1.0 + rank), left=(number + rank) % 2 == 0).square().mean().backward()
+        left = rank == 1 or number % 2 == 0
+        wrapped(torch.full((2, 4), 1.0 + rank), left=left).square().mean().backward()
+        assert (model.right.weight.grad is None) == left
         optimizer.step()
+    hooks = sum(len(one._post_accumulate_grad_hooks or ()) for one in model.parameters())
+    return snapshot(model), hooks
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    "algorithm",
+    [LocalSGDAlgorithm(4), SlowMoAlgorithm(4), DiLoCoAlgorithm(4), Algorithm.init("decentralized")],
+    ids=["local_sgd", "slowmo", "diloco", "decentralized"],
+)
+def test_parameters_may_be_unused_where_no_gradients_are_exchanged(thread_ranks, algorithm):
+    (first, hooks), (second, _) = thread_ranks(2, train_branches, algorithm)
+    assert hooks == 1
+    if "decentralized" not in repr(algorithm).lower():
+        assert_same_on_all_ranks([first, second])
+
+
+class Encoder(nn.Module):
+    """A model that is used by a method of its own, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.layers(rows)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.encode(rows)
+
+
+def train_in_uncommon_ways() -> State:
+    """Four steps: by a method, in a reentrant checkpoint, through ``autograd.grad`` besides, and by two passes."""
+    rank, model = bagua.comm.get_rank(), Encoder()
+    optimizer = optimizer_of(model)
+    wrapped: Any = with_bagua(model, [optimizer], LocalSGDAlgorithm(4))
+    rows = torch.full((2, 8), 1.0 + rank)
+    for forward in (wrapped.encode, lambda rows: checkpoint(wrapped, rows.requires_grad_(), use_reentrant=True)):
+        optimizer.zero_grad()
+        forward(rows).square().mean().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    if rank == 0:  # No step: the penalty has no gradient of a parameter.
+        torch.autograd.grad(wrapped(rows).sum(), rows)
+    wrapped(rows).square().mean().backward(create_graph=True)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    wrapped(rows).square().mean().backward()
+    optimizer.step()
     return snapshot(model)
 
 
 @pytest.mark.threads
-def test_parameters_may_be_unused_between_exchanges(thread_ranks):
-    assert_same_on_all_ranks(thread_ranks(2, train_branches))
+@pytest.mark.filterwarnings("ignore")  # Torch warns of create_graph, and of reentrant checkpoints.
+def test_every_pass_that_brings_a_gradient_is_one_step(thread_ranks):
+    assert_same_on_all_ranks(thread_ranks(2, train_in_uncommon_ways))
 
 
 def through_other_doors() -> list[State]:
