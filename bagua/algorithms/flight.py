@@ -26,7 +26,8 @@ class Flight:
         scale: factor on what is sent; see ``How.scale``.
         rescale: at the fold, what brings gradients of that step to the loss scale of this one.
         early: at the fold, whether training was interrupted before its time.
-        finite: at the fold, whether the results of the whole part are finite. Only for ``Then.whole``.
+        finite: at the fold, whether the results of the whole part are finite; looked at for ``Then.whole``, and where
+            all ranks get the same weights.
         bucket: whose parameters they are.
         memory: what is remembered of them, and buffers.
         reads: what the exchange sends; see ``What.reads``.

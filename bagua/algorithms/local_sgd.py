@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from bagua.algorithms.base import bound_form
 from bagua.algorithms.exchange import Every, Exchange
 from bagua.algorithms.local_updates import LocalUpdates
-from bagua.algorithms.values import Mean, Replace, Weights
+from bagua.algorithms.values import WHOLE, Mean, Replace, Weights
 
 __all__ = ["LocalSGDAlgorithm", "LocalSGDAlgorithmImpl"]
 
@@ -39,7 +39,8 @@ class LocalSGDAlgorithm(LocalUpdates):
     @property
     def outer_exchange(self) -> Exchange:
         """The mean of the weights takes their place."""
-        return Exchange(Weights(), Every(self.sync_every), Mean(hierarchical=self.hierarchical), Replace())
+        how = Mean(hierarchical=self.hierarchical)
+        return Exchange(Weights(), Every(self.sync_every), how, Replace(), parts=WHOLE)
 
 
 LocalSGDAlgorithmImpl = bound_form(LocalSGDAlgorithm)

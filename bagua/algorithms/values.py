@@ -260,7 +260,7 @@ class Blend(Then):
 
     def fold(self, flight: Flight) -> None:
         """Blend, if the result is finite."""
-        now = flight.weights(flight.scratch("now"))
+        now = flight.weights(torch.empty_like(flight.flat))
         _add(flight, flight.flat.sub_(now).mul_(1.0 - self.keep))
 
 
@@ -272,6 +272,8 @@ def _refuse_all_but_weights(then: Then, what: What | None) -> None:
 
 
 def _add(flight: Flight, change: torch.Tensor) -> None:
+    if not flight.finite:
+        return
     finite = _is_finite(change)
     if change.device.type != "cpu":  # Reading the flag would wait for the device.
         change = torch.where(finite, change, torch.zeros_like(change))
@@ -291,6 +293,8 @@ def write_if_finite(flight: Flight) -> None:
     A neighbour whose weights are spoilt must not spoil these.
     """
     bucket, weights = flight.bucket, flight.flat
+    if not flight.finite:
+        return
     finite = _is_finite(weights)
     if weights.device.type != "cpu":  # Reading the flag would wait for the device.
         kept = bucket.read_weights(torch.empty_like(weights))

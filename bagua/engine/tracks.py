@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,12 +13,14 @@ import torch
 
 from bagua.algorithms import Exchange, Flight, Model
 from bagua.buckets import Bucket
-from bagua.comm import ProcessGroup
+from bagua.comm import Communicator, ProcessGroup
 from bagua.engine.executor import Executor, nothing
 from bagua.engine.gauges import Gauges
 from bagua.engine.saving import paste
 from bagua.engine.spans import shown
 from bagua.primitives import MatrixBlock, ReducerMemory
+
+_log = logging.getLogger("bagua")
 
 __all__ = ["Clock", "Course", "Lane", "Track"]
 
@@ -128,6 +131,9 @@ class Course:
         parts = exchange.parts
         self._of_arrival = parts.by == "arrival"
         self._shifts = [parts.shift(part, exchange.when.steps) for part in range(parts.n)]
+        how = exchange.how
+        self._uniform = how is not None and how.uniform
+        self._checks = exchange.then.whole or (self._uniform and "weights" in exchange.writes)
         self._in_place = exchange.what is not None and exchange.what.in_place and exchange.lag == 0
         self._gauges = None if lane is None or exchange.how is None else Gauges(exchange, lane.group)
 
@@ -216,7 +222,9 @@ class Course:
         for flight in flights:
             flight.wait()
         then = self.exchange.then
-        finite = not then.whole or all(bool(torch.isfinite(flight.flat).all()) for flight in flights)
+        finite = not self._checks or all(bool(torch.isfinite(flight.flat).all()) for flight in flights)
+        if not finite:
+            self._tell_why(flights)
         for track, flight in zip(tracks, flights, strict=True):
             flight.finite = finite
             flight.early = clock.t < flight.t + self.exchange.lag
@@ -227,6 +235,20 @@ class Course:
                 self._gauges.look(flight, clock.t)
             then.fold(flight)
             track.give_back(flight)
+
+    def _tell_why(self, flights: Sequence[Flight]) -> None:
+        """No rank takes in a result that is not finite, and all say whose weights are to blame. Collective."""
+        own = [one.weights(torch.empty_like(one.flat)) if one.sent is None else one.sent for one in flights]
+        spoilt = [not all(bool(torch.isfinite(weights).all()) for weights in own)]
+        group = None if self.lane is None else self.lane.group
+        ranks: Sequence[int] = [0 if group is None else group.ranks[group.rank]]
+        if self._uniform and self.lane is not None and self._ranks > 1:  # Then all ranks are here.
+            ranks = self.lane.group.ranks
+            run = functools.partial(_ask, self.lane.group.global_communicator, spoilt)
+            self.lane.executors[flights[0].bucket.device].run(run)()
+        guilty = ", ".join(str(rank) for rank, flag in zip(ranks, spoilt, strict=True) if flag)
+        reason = f"weights that are not finite on rank {guilty}" if guilty else "what was sent overflowed"
+        _log.warning("The exchange that started in step %d was dropped on all ranks: %s", flights[0].step, reason)
 
     def drop(self, track: Track) -> None:
         """Wait for all flights of ``track``, and take none of them in."""
@@ -253,6 +275,11 @@ class Course:
         for track in self.tracks:
             parts.setdefault(track.part, []).append(track)
         return list(parts.values())
+
+
+def _ask(communicator: Communicator, flags: list[bool]) -> None:
+    """Replace the flag of this rank by those of all."""
+    flags[:] = communicator.allgather_object(flags[0])
 
 
 _NOTHING = torch.empty(0)

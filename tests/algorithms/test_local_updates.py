@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterable
@@ -296,7 +297,7 @@ def test_ranks_train_together_first(thread_ranks):
     assert_same_on_all_ranks([watched[8] for watched in later])  # 4 steps after the fifth
 
 
-def train_with_nan(algorithm: Algorithm) -> tuple[State, State]:
+def train_with_nan(algorithm: Algorithm, *, settle: bool = False) -> tuple[State, State]:
     rank, model = bagua.comm.get_rank(), mlp()
     optimizer = optimizer_of(model)
     wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=1000)
@@ -307,6 +308,8 @@ def train_with_nan(algorithm: Algorithm) -> tuple[State, State]:
         with torch.no_grad():
             next(model.parameters())[0, 0] = float("nan")
     optimizer.step()
+    if settle:  # What is under way comes in.
+        wrapped._bagua_engine.reducer.flush()
     return before, snapshot(model)
 
 
@@ -398,6 +401,50 @@ def train_in_uncommon_ways() -> State:
 @pytest.mark.filterwarnings("ignore")  # Torch warns of create_graph, and of reentrant checkpoints.
 def test_every_pass_that_brings_a_gradient_is_one_step(thread_ranks):
     assert_same_on_all_ranks(thread_ranks(2, train_in_uncommon_ways))
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    "algorithm",
+    [LocalSGDAlgorithm(4), SlowMoAlgorithm(4), DiLoCoAlgorithm(4), DiLoCoAlgorithm(4, eager=True)],
+    ids=["local_sgd", "slowmo", "diloco", "eager"],
+)
+def test_all_ranks_say_whose_weights_are_not_finite(thread_ranks, caplog, algorithm):
+    (_, well), _ = thread_ranks(2, functools.partial(train_with_nan, settle=True), algorithm)
+    said = [record.getMessage() for record in caplog.records if "not finite" in record.getMessage()]
+    assert len(said) == 2
+    assert all("not finite on rank 1" in one and "dropped on all ranks" in one for one in said)
+    assert all(torch.isfinite(value).all() for value in well.values())
+
+
+def train_as_people_do(algorithm: Algorithm | None, rank: int, model: nn.Module) -> None:
+    """With a warm-up of the rate, clipping, and two passes for each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5)
+    wrapped = model if algorithm is None else with_bagua(model, [optimizer], algorithm)
+    for number in range(3):
+        optimizer.zero_grad()
+        with contextlib.nullcontext() if algorithm is None else wrapped.no_sync():
+            loss_of(wrapped, rank, 2 * number).backward()
+        loss_of(wrapped, rank, 2 * number + 1).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        schedule.step()
+
+
+@pytest.mark.threads
+def test_everything_but_the_exchange_is_ordinary_local_training(thread_ranks):
+    def train_here() -> State:
+        model = mlp()
+        train_as_people_do(LocalSGDAlgorithm(3), bagua.comm.get_rank(), model)
+        return snapshot(model)
+
+    models = [mlp() for _ in range(2)]
+    for rank, model in enumerate(models):
+        train_as_people_do(None, rank, model)
+    expected = {name: mean_of([snapshot(model) for model in models], name) for name in snapshot(models[0])}
+    for state in thread_ranks(2, train_here):
+        assert_close(state, expected)
 
 
 def through_other_doors() -> list[State]:
