@@ -1,17 +1,30 @@
-"""Checkpoints of the engine: what exchanges remember on this rank, and how training goes on from there."""
+"""Checkpoints of the engine: what exchanges remember, and how training goes on from there."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bagua.engine.agreement import compare_or_refuse
 from bagua.engine.courses import saved_flights
 from bagua.engine.formation import BucketFormation
 from bagua.engine.layout import positions_of
-from bagua.engine.saving import Remembered, check_owner, collect, from_checkpoint, is_of_one_rank
+from bagua.engine.saving import (
+    Remembered,
+    check_owner,
+    collect,
+    divided,
+    from_checkpoint,
+    name_of_rank,
+    scopes_of,
+    united,
+)
 from bagua.errors import ConfigurationError
 
 __all__ = ["load", "save"]
+
+_log = logging.getLogger("bagua")
 
 
 def save(reducer: BucketFormation) -> dict[str, Any]:
@@ -25,6 +38,7 @@ def save(reducer: BucketFormation) -> dict[str, Any]:
     if reducer.scheduler is not None:
         flights = saved_flights(reducer.scheduler.settle())
         remembered = collect(reducer.courses.places)
+    shared, own = divided(remembered, scopes_of(reducer.declaration))
     return {
         "algorithm": repr(reducer.declaration),
         "rank": reducer.group.rank,
@@ -32,8 +46,8 @@ def save(reducer: BucketFormation) -> dict[str, Any]:
         "step": reducer.step,
         "began": reducer.began,
         "buckets": buckets,
-        "flights": flights,
-        **remembered,
+        **shared,
+        name_of_rank(reducer.group.rank): {**own, "flights": flights},
     }
 
 
@@ -48,19 +62,52 @@ def load(reducer: BucketFormation, state_dict: dict[str, Any]) -> None:
     facts: list[str] = []
     try:
         saved = from_checkpoint(state_dict, reducer.declaration)
-        # Neighbours have replicas of the weights that a rank of theirs had: the layout is not all that counts.
-        if is_of_one_rank(saved) or (reducer.declaration.ranks_differ and reducer.algorithm.plane is None):
-            check_owner(saved, reducer.group.rank, reducer.group.size)
         members = positions_of(reducer.registration, saved["buckets"]) if saved["buckets"] else []
         facts = [f"step {saved['step']}", *(f"bucket {names}" for names in saved["buckets"])]
     except ConfigurationError as error:
         refusal = error
     compare_or_refuse(facts, reducer.communicator, "checkpoints", refusal)
+    own = _own_part(reducer, saved)
     reducer.put_aside()
     reducer.go_to(saved["step"], saved["began"])
-    reducer.remembered = Remembered(parameters=saved["parameters"], others=saved["others"])
-    reducer.flights = saved["flights"]
+    reducer.remembered = united(Remembered(parameters=saved["parameters"], others=saved["others"]), own)
+    reducer.flights = own["flights"]
     if members and not reducer.idle:
         reducer.form(members)
     else:
         reducer.form_at_once()
+
+
+def _own_part(reducer: BucketFormation, saved: Mapping[str, Any]) -> Any:
+    """What was this rank's own, if every rank was given what it saved itself; else nothing. Collective.
+
+    Raises:
+        ConfigurationError: on all ranks, if each was given a file of its own, but some that of another.
+    """
+    part = saved[name_of_rank(saved["rank"])]
+    differs = reducer.declaration.ranks_differ and reducer.algorithm.plane is None
+    matters = bool(part["parameters"] or part["others"] or part["flights"])
+    mine = {"rank": saved["rank"], "world_size": saved["world_size"], "matters": matters or differs}
+    owners = reducer.communicator.allgather_object(mine)
+    if _is_own(owners):
+        return part
+    if matters:
+        _log.warning(
+            "Rank %d goes on from what all ranks had in common in the state of rank %d of %d. "
+            "Residuals and other things of its own begin anew.",
+            *(reducer.group.ranks[reducer.group.rank], saved["rank"], saved["world_size"]),
+        )
+    return {"parameters": {}, "others": [], "flights": []}
+
+
+def _is_own(owners: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether each rank was given what it saved; False for one file for all, and for another number of ranks."""
+    size = len(owners)
+    own = [owner["rank"] == rank and owner["world_size"] == size for rank, owner in enumerate(owners)]
+    of_one = all(owner["rank"] == owners[0]["rank"] for owner in owners)
+    resized = any(owner["world_size"] != size for owner in owners)
+    matters = any(owner["matters"] for owner in owners)
+    if matters and not (all(own) or of_one or resized):
+        wrong = own.index(False)
+        check_owner(owners[wrong], wrong, size)
+    return all(own)

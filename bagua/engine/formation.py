@@ -22,7 +22,7 @@ from bagua.engine.layout import agreed_order, bucket_lists, cut, foreign, name_o
 from bagua.engine.meeting import meet
 from bagua.engine.options import EngineOptions, check_bucket_bytes, check_leader, check_optional_flag
 from bagua.engine.registration import Registration, buffers_of, floating_buffers_of
-from bagua.engine.saving import Remembered, collect, restore
+from bagua.engine.saving import Remembered, collect, has_start, restore
 from bagua.engine.scheduler import Scheduler
 from bagua.engine.state import make_weights_equal
 from bagua.engine.tracks import Clock
@@ -278,9 +278,7 @@ class BucketFormation:
         remembered, self.remembered = self.remembered, None
         if remembered is not None:
             restore(places, remembered)
-            self.courses.fresh = [
-                track for track in self.courses.fresh if track.names[0] not in remembered["parameters"]
-            ]
+            self.courses.fresh = [track for track in self.courses.fresh if not has_start(track, remembered)]
             self.courses.board(scheduler, self.flights)
             self.flights = []
         if self.algorithm.plane is not None:

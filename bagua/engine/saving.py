@@ -22,12 +22,16 @@ __all__ = [
     "collect",
     "compare_states",
     "digest_of",
+    "divided",
     "from_checkpoint",
-    "is_of_one_rank",
+    "has_start",
     "merged",
+    "name_of_rank",
     "renamed",
     "restore",
+    "scopes_of",
     "shared_tensors",
+    "united",
 ]
 
 Tensors = dict[str, torch.Tensor]
@@ -149,6 +153,12 @@ def restore(places: Iterable[Holder], remembered: Remembered) -> None:
                 value.copy_(found)
 
 
+def has_start(place: Holder, remembered: Remembered) -> bool:
+    """Whether what starts from the weights in ``place`` is among what is remembered."""
+    found = remembered["parameters"].get(place.names[0], {})
+    return any(_key(place, one.name) in found for one in place.memory.declared.values() if one.start == "weights")
+
+
 def _moves_to(place: Holder, other: Mapping[str, Any]) -> bool:
     return bool(other["label"] == place.label and other["names"][0] in place.names)
 
@@ -231,8 +241,8 @@ def digest_of(tensor: torch.Tensor) -> str:
 
 # Checkpoints of the engine.
 
-_STATE = {"algorithm": str, "step": int, "rank": int, "world_size": int, "began": int}
-_LISTS = {"buckets": list, "parameters": dict, "others": list, "flights": list}
+_STATE = {"algorithm": str, "step": int, "rank": int, "world_size": int, "began": int, "buckets": list}
+_REMEMBERED = {"parameters": dict, "others": list}
 
 
 def from_checkpoint(state_dict: Any, algorithm: Algorithm) -> dict[str, Any]:
@@ -245,17 +255,10 @@ def from_checkpoint(state_dict: Any, algorithm: Algorithm) -> dict[str, Any]:
     Raises:
         ConfigurationError: it is no such state, or not a whole one, or one of another algorithm.
     """
-    wanted = {**_STATE, **_LISTS}
-    lacking = [key for key in wanted if key not in state_dict] if isinstance(state_dict, Mapping) else list(wanted)
-    if lacking:
-        raise ConfigurationError(
-            "this is no state of an algorithm",
-            argument="state_dict",
-            expected="what bagua_state_dict() returned",
-            seen=f"no {', '.join(lacking)}",
-        )
-    for key, kind in wanted.items():
-        check_kind(kind, f"a {kind.__name__} as {key}", state_dict=state_dict[key])
+    _check_keys(state_dict, {**_STATE, **_REMEMBERED})
+    own = name_of_rank(state_dict["rank"])
+    _check_keys(state_dict, {own: dict})
+    _check_keys(state_dict[own], {**_REMEMBERED, "flights": list})
     if state_dict["algorithm"].partition("(")[0] != repr(algorithm).partition("(")[0]:
         raise ConfigurationError(
             "this state belongs to another algorithm",
@@ -266,9 +269,70 @@ def from_checkpoint(state_dict: Any, algorithm: Algorithm) -> dict[str, Any]:
     return dict(state_dict)
 
 
-def is_of_one_rank(state_dict: Mapping[str, Any]) -> bool:
-    """Whether there is more in it than what all ranks have in common: the layout."""
-    return bool(any(state_dict["parameters"].values()) or state_dict["others"] or state_dict["flights"])
+def _check_keys(state_dict: Any, wanted: Mapping[str, type]) -> None:
+    lacking = [key for key in wanted if key not in state_dict] if isinstance(state_dict, Mapping) else list(wanted)
+    if lacking:
+        raise ConfigurationError(
+            "this is no state of an algorithm",
+            argument="state_dict",
+            expected="what bagua_state_dict() returned",
+            seen=f"no {', '.join(lacking)}",
+        )
+    for key, kind in wanted.items():
+        check_kind(kind, f"a {kind.__name__} as {key}", state_dict=state_dict[key])
+
+
+def name_of_rank(rank: int) -> str:
+    """What is under this key in a saved state is that rank's own; all else is equal on all ranks."""
+    return f"rank{rank}"
+
+
+def scopes_of(algorithm: Algorithm) -> dict[str, str]:
+    """Whether all that an algorithm remembers is ``shared`` or ``local``, by the key under which it is saved."""
+    return {
+        (f"{one.label}.{state.name}" if one.label else state.name): state.scope
+        for one in algorithm.every_exchange()
+        for state in one.states()
+    }
+
+
+def divided(remembered: Remembered, scopes: Mapping[str, str]) -> tuple[Remembered, Remembered]:
+    """What is equal on all ranks, and what is one rank's own.
+
+    Args:
+        remembered: all of it.
+        scopes: from ``scopes_of``.
+    """
+    shared = {key for key, scope in scopes.items() if scope == "shared"}
+
+    def is_shared(key: str) -> bool:
+        # A family of states has keys that begin with its own and a dot.
+        return key in shared or (key not in scopes and key.rpartition(".")[0] in shared)
+
+    def chosen(wanted: bool) -> Remembered:
+        parameters = {
+            name: {key: value for key, value in state.items() if is_shared(key) == wanted}
+            for name, state in remembered["parameters"].items()
+        }
+        others = [
+            {**other, "state": {key: value for key, value in other["state"].items() if is_shared(key) == wanted}}
+            for other in remembered["others"]
+        ]
+        return Remembered(
+            parameters={name: state for name, state in parameters.items() if state},
+            others=[other for other in others if other["state"]],
+        )
+
+    return chosen(True), chosen(False)
+
+
+def united(one: Remembered, other: Remembered) -> Remembered:
+    """Both parts that ``divided`` returned, or those of one rank."""
+    names = [*one["parameters"], *(name for name in other["parameters"] if name not in one["parameters"])]
+    return Remembered(
+        parameters={name: {**one["parameters"].get(name, {}), **other["parameters"].get(name, {})} for name in names},
+        others=[*one["others"], *other["others"]],
+    )
 
 
 def check_owner(state_dict: Mapping[str, Any], rank: int, size: int) -> None:
@@ -289,5 +353,5 @@ def check_owner(state_dict: Mapping[str, Any], rank: int, size: int) -> None:
             argument="state_dict",
             expected=expected,
             seen=seen,
-            advice="Each rank loads what it saved itself. Another number of ranks goes on from the weights alone.",
+            advice="Let each rank load what it saved itself, or all of them the file of one.",
         )

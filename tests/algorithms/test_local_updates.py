@@ -707,3 +707,48 @@ def test_running_means_become_the_mean_of_all_ranks_if_wanted(thread_ranks):
         {name: mean_of([states[2] for states in apart], name) for name in names},
     )
     assert spread([states[1] for states in together]) > 1e-4
+
+
+# Checkpoints.
+
+
+def save_on_the_way(algorithm: Algorithm) -> dict[str, Any]:
+    rank, model = bagua.comm.get_rank(), mlp()
+    optimizer = optimizer_of(model)
+    wrapped = with_bagua(model, [optimizer], algorithm)
+    train_steps(wrapped, optimizer, rank, range(7))
+    return {"model": snapshot(model), "algorithm": wrapped.bagua_state_dict()}
+
+
+def go_on_from(algorithm: Algorithm, saved: dict[str, Any]) -> tuple[str, State]:
+    rank, model = bagua.comm.get_rank(), mlp(5)
+    optimizer = optimizer_of(model)
+    wrapped = with_bagua(model, [optimizer], algorithm)
+    wrapped.load_bagua_state_dict(saved["algorithm"])
+    model.load_state_dict(saved["model"])
+    train_steps(wrapped, optimizer, rank, range(7, 12))
+    return wrapped.bagua_state_digest(), snapshot(model)
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("size", [1, 3])
+def test_one_file_goes_on_with_any_number_of_ranks(thread_ranks, size):
+    """From the anchor and the momentum of the last outer step, and the weights of the rank that saved."""
+    algorithm = DiLoCoAlgorithm(4, overlap=2)  # The second exchange started after step 6.
+    saved = thread_ranks(2, save_on_the_way, algorithm)[1]
+    assert len(saved["algorithm"]["rank1"]["flights"]) == 1
+    anchor = {name: one["anchor"] for name, one in saved["algorithm"]["parameters"].items()}
+    momentum = {name: one["outer.momentum_buffer"] for name, one in saved["algorithm"]["parameters"].items()}
+    digests, ends = zip(*thread_ranks(size, go_on_from, algorithm, saved), strict=True)
+    assert len(set(digests)) == 1
+    replicas = Replicas(size)
+    for model in replicas.models:
+        model.load_state_dict(saved["model"])
+    for number in range(7, 10):  # The flight is gone: nothing is applied after step 8.
+        replicas.step(number)
+    sent = replicas.weights()
+    for name, value in anchor.items():
+        difference = value - mean_of(sent, name)
+        slow = 0.9 * momentum[name] + difference
+        for end in ends:
+            assert torch.allclose(end[name], value - 0.7 * (difference + 0.9 * slow), rtol=1e-4, atol=1e-6)
