@@ -56,6 +56,9 @@ class DiLoCoAlgorithm(LocalUpdates):
             ``bagua_finish()``.
         codec: what differences are sent in, as ``Float16()``, or its name, as ``"int4"``; None for all bits.
         error_feedback: what the codec loses is added to the next difference; a number for that part of it, as 0.9.
+        anchor_dtype: ``float32``, or ``weights`` for the dtype of the weights: half the memory where that is bfloat16.
+        anchor_device: ``cpu`` for an anchor, and an outer optimizer, in the memory of the host; None for where the
+            weights are.
         start_after: so many steps at the beginning exchange gradients instead.
         average_buffers: take the mean of floating-point buffers, too, after each ``sync_every``-th step.
         hierarchical: sum inside each host first, with all bits.
@@ -85,6 +88,8 @@ class DiLoCoAlgorithm(LocalUpdates):
     eager: bool = False
     codec: Codec | str | None = None
     error_feedback: bool | float = False
+    anchor_dtype: Literal["float32", "weights"] = "float32"
+    anchor_device: Literal["cpu"] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.outer, Outer):
@@ -96,6 +101,8 @@ class DiLoCoAlgorithm(LocalUpdates):
         check_whole(0, overlap=self.overlap)
         check_numbers(lambda part: 0 <= part <= 1, "a number from 0 to 1", blend=self.blend)
         check_choice(get_args(Mix), mix=self.mix)
+        check_choice(("float32", "weights"), anchor_dtype=self.anchor_dtype)
+        check_choice(("cpu", None), anchor_device=self.anchor_device)
         check_flags(eager=self.eager)
         object.__setattr__(self, "codec", as_codec(self.codec))
         expected = "True, False, or a number above 0 and at most 1"
@@ -129,12 +136,14 @@ class DiLoCoAlgorithm(LocalUpdates):
         """Differences, each part by itself, and a step of the anchor."""
         how = Mean(self._reducer, self.hierarchical)
         parts = Parts(self.fragments, self.fragment_order)
+        scope: Literal["local", "shared"] = "local" if self.eager else "shared"
+        what = Difference(scope=scope, dtype=self.anchor_dtype, device=self.anchor_device)
         if self.eager:
-            what, step = Difference(scope="local"), EagerStep(self._optimizer)
+            step = EagerStep(self._optimizer)
             return Exchange(what, Every(self.sync_every), how, step, lag=self.sync_every, parts=parts)
         when = Every(self.sync_every, offset=-self.overlap)
         then = OuterStep(self._optimizer, self._land)
-        return Exchange(Difference(), when, how, then, lag=self.overlap, parts=parts)
+        return Exchange(what, when, how, then, lag=self.overlap, parts=parts)
 
     @property
     def _optimizer(self) -> Outer:

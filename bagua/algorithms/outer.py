@@ -160,7 +160,7 @@ class OuterStep(Then):
         """What the weights become when the anchor becomes ``stepped``."""
         if isinstance(self.land, Replace):
             return stepped
-        now = flight.weights(torch.empty_like(flight.flat)).to(stepped.dtype)
+        now = flight.weights(torch.empty_like(flight.flat)).to(stepped)
         if isinstance(self.land, Blend):
             return torch.lerp(stepped, now, self.land.keep)
         return now.add(stepped - anchor, alpha=self.land.gain)
@@ -171,12 +171,14 @@ def _stepped(optimizer: Outer, flight: Flight, difference: torch.Tensor) -> torc
     anchor = flight.state["anchor"]
     stepped = anchor.clone()
     parameters = [torch.nn.Parameter(view) for view in flight.views(stepped)]
-    for parameter, gradient in zip(parameters, flight.views(difference.to(anchor.dtype)), strict=True):
+    for parameter, gradient in zip(parameters, flight.views(difference.to(anchor)), strict=True):
         parameter.grad = gradient
     made = optimizer.make(parameters)
     remembered = {key: value for key, value in flight.state.items() if key.startswith("outer.")}
     for key, value in remembered.items():
         elementwise = value.shape == anchor.shape
+        if elementwise and value.device != anchor.device:  # It comes from a checkpoint.
+            value = flight.state[key] = value.to(anchor.device)  # noqa: PLW2901
         parts = flight.views(value) if elementwise else [value.clone() for _ in parameters]
         for parameter, part in zip(parameters, parts, strict=True):
             made.state[parameter][key.removeprefix("outer.")] = part
@@ -266,7 +268,7 @@ class EagerStep(Then):
         before = anchor.clone()
         self._step(flight, others)
         now = flight.weights(torch.empty_like(flight.flat))
-        flight.bucket.write_weights(now.to(anchor.dtype).add_(anchor - before))
+        flight.bucket.write_weights(now.to(anchor).add_(anchor - before))
 
     def _step(self, flight: Flight, difference: torch.Tensor) -> None:
         flight.state["anchor"].copy_(_stepped(self.optimizer, flight, difference))

@@ -10,7 +10,7 @@ import torch
 
 from bagua.algorithms.exchange import Flight, How, Point, Then, What
 from bagua.algorithms.parts import Parts
-from bagua.checks import check_flags, check_kind, check_numbers
+from bagua.checks import check_choice, check_flags, check_kind, check_numbers
 from bagua.comm import ProcessGroup, Work
 from bagua.errors import ConfigurationError
 from bagua.primitives import State, SumReducer, allreduce_sum, reducer_sum
@@ -88,28 +88,36 @@ class Difference(What):
     Args:
         anchor: name of the anchor among what is remembered.
         scope: ``shared`` if it is equal on all ranks, which makes weights equal when it is made; or ``local``.
+        dtype: of the anchor: ``float32``, or wider where weights are; or ``weights`` for theirs.
+        device: where the anchor lies, and what steps it: ``cpu``, in pinned memory where weights are on a GPU; None
+            for where the weights are.
     """
 
     anchor: str = "anchor"
     scope: Literal["shared", "local"] = "shared"
+    dtype: Literal["float32", "weights"] = "float32"
+    device: Literal["cpu"] | None = None
 
     reads: ClassVar[frozenset[str]] = frozenset({"weights", "anchor"})
 
     def __post_init__(self) -> None:
         check_kind(str, "a word", anchor=self.anchor)
+        check_choice(("float32", "weights"), dtype=self.dtype)
+        check_choice(("cpu", None), device=self.device)
 
     def state(self) -> tuple[State, ...]:
         """The anchor."""
-        return (State(self.anchor, "weights", scope=self.scope),)
+        narrow = self.dtype == "weights"
+        return (State(self.anchor, "weights", scope=self.scope, narrow=narrow, device=self.device),)
 
     def fill(self, flight: Flight) -> None:
         """Subtract."""
         anchor = flight.state[self.anchor]
         weights = flight.bucket.read_weights(flight.flat)
-        if anchor.dtype == weights.dtype:
+        if anchor.dtype == weights.dtype and anchor.device == weights.device:
             torch.sub(anchor, weights, out=flight.flat)
         else:
-            flight.flat.copy_(anchor - weights)
+            flight.flat.copy_(anchor.to(weights.device) - weights)
 
 
 # How.

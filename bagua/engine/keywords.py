@@ -50,6 +50,8 @@ class AlgorithmOptions(TypedDict, total=False):
     """Options of the algorithms of this package, where one is given by its name."""
 
     alpha: float
+    anchor_device: Literal["cpu"] | None
+    anchor_dtype: Literal["float32", "weights"]
     average: bool
     average_buffers: bool
     beta: float

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -488,6 +489,8 @@ def test_other_doors_take_them(thread_ranks):
         (lambda: DiLoCoAlgorithm(4, eager=True, overlap=1), "overlap"),
         (lambda: DiLoCoAlgorithm(4, eager=True, mix="add"), "mix"),
         (lambda: DiLoCoAlgorithm(4, average_buffers=1), "average_buffers"),
+        (lambda: DiLoCoAlgorithm(4, anchor_dtype="float16"), "anchor_dtype"),
+        (lambda: DiLoCoAlgorithm(4, anchor_device="cuda"), "anchor_device"),
         (lambda: Exchange(Difference(), Every(4), Mean(), EagerStep(SGD), lag=4), "local"),
         (
             lambda: Exchange(Difference(scope="local"), Every(4), Mean(), EagerStep(SGD), lag=3),
@@ -752,3 +755,60 @@ def test_one_file_goes_on_with_any_number_of_ranks(thread_ranks, size):
         slow = 0.9 * momentum[name] + difference
         for end in ends:
             assert torch.allclose(end[name], value - 0.7 * (difference + 0.9 * slow), rtol=1e-4, atol=1e-6)
+
+
+# Memory.
+
+
+def live_bytes() -> int:
+    """Of all tensors of this process; memory that several share counts once."""
+    gc.collect()
+    found = [one.untyped_storage() for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)]
+    total = end = 0
+    for start, length in sorted((storage.data_ptr(), storage.nbytes()) for storage in found):
+        total += max(0, start + length - max(start, end))
+        end = max(end, start + length)
+    return total
+
+
+def copies_of_the_weights(algorithm: Algorithm, dtype: torch.dtype, steps: int) -> float:
+    """How much more there is after some steps of ``algorithm``, than a model and its gradients take."""
+    with seeded():
+        model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False)).to(dtype)
+    size = sum(one.nbytes for one in model.parameters())
+    rows = torch.ones(2, 256, dtype=dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    before = live_bytes()
+    wrapped = with_bagua(model, [optimizer], algorithm)
+    for _ in range(steps):
+        wrapped(rows).square().mean().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    return (live_bytes() - before) / size
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    ("algorithm", "dtype", "steps", "expected"),
+    [
+        (DiLoCoAlgorithm(2), torch.float32, 4, 2.0),  # the anchor and the momentum
+        (DiLoCoAlgorithm(2, outer="sgd", outer_momentum=0.0), torch.float32, 4, 1.0),
+        (DiLoCoAlgorithm(4, overlap=2, outer="sgd", outer_momentum=0.0), torch.float32, 6, 2.0),  # and a flight
+        (DiLoCoAlgorithm(2), torch.bfloat16, 4, 4.0),  # in single precision
+        (DiLoCoAlgorithm(2, anchor_dtype="weights", anchor_device="cpu"), torch.bfloat16, 4, 2.0),
+        (SlowMoAlgorithm(2), torch.float32, 4, 2.0),
+        (DiLoCoAlgorithm(2, eager=True, outer="sgd", outer_momentum=0.0), torch.float32, 4, 3.0),  # sent, on its way
+    ],
+    ids=["momentum", "plain", "overlap", "bfloat16", "narrow", "slowmo", "eager"],
+)
+def test_nothing_is_kept_but_the_anchor_the_outer_state_and_flights(thread_ranks, algorithm, dtype, steps, expected):
+    (found,) = thread_ranks(1, copies_of_the_weights, algorithm, dtype, steps)
+    assert found == pytest.approx(expected, abs=0.2)
+
+
+@pytest.mark.threads
+def test_the_anchor_may_be_kept_narrow_or_on_the_host(thread_ranks):
+    plain = thread_ranks(2, train, DiLoCoAlgorithm(4))
+    hosted = thread_ranks(2, train, DiLoCoAlgorithm(4, anchor_device="cpu", anchor_dtype="weights"))
+    for state, expected in zip(hosted, plain, strict=True):
+        assert all(torch.equal(one, expected[name]) for name, one in state.items())
