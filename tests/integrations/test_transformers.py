@@ -102,7 +102,7 @@ NAMES = [
 
 
 def test_training_goes_on_from_a_checkpoint_bit_by_bit(tmp_path: Path) -> None:
-    results = ProcessRanks(2).run(stop_and_go_on, NAMES, str(tmp_path), {})
+    results = ProcessRanks(2, deadline_s=120).run(stop_and_go_on, NAMES, str(tmp_path), {})
     for rank in results:
         for name, (whole, resumed, wrapped) in zip(NAMES, rank, strict=True):
             assert all(torch.equal(whole[key], resumed[key]) for key in whole), name
