@@ -196,6 +196,7 @@ class NonFiniteError(BaguaError, ArithmeticError):
 def _facts(peers: str) -> tuple[tuple[str, str], ...]:
     """What messages of communication errors show; ``peers`` under that label, or not at all if it is empty."""
     facts = (
+        ("activity", "in"),
         ("call", "in"),
         ("rank", "on rank"),
         ("communicator", "of communicator"),
@@ -217,6 +218,7 @@ class CommunicationError(BaguaError, RuntimeError):
     Args:
         problem: what happened.
         rank: rank that raises.
+        activity: what the call was made for: the step, the bucket and its parameters.
         call: description of the collective that was running; roots and peers in it count inside the communicator.
         sequence: its number on this communicator.
         communicator: label of the communicator, ``world/intra`` for example.
@@ -241,6 +243,7 @@ class CommunicationError(BaguaError, RuntimeError):
         problem: str,
         *,
         rank: int | None = None,
+        activity: str | None = None,
         call: str | None = None,
         sequence: int | None = None,
         communicator: str | None = None,
@@ -256,6 +259,7 @@ class CommunicationError(BaguaError, RuntimeError):
     ) -> None:
         super().__init__(problem, advice=advice or self._advice)
         self.rank = rank
+        self.activity = activity
         self.call = call
         self.sequence = sequence
         self.communicator = communicator

@@ -15,6 +15,7 @@ be at the top level of its module. What a rank raises is raised here, the likeli
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 
@@ -22,7 +23,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from bagua.testing import ProcessRanks, RankPool, ThreadRanks
+from bagua.cli import launch
+from bagua.testing import ProcessRanks, RankPool, ThreadRanks, worker
 
 # A deadline per example is a wall-clock assertion, and these tests run beside other work.
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -108,6 +110,14 @@ def rank_pool(request: pytest.FixtureRequest) -> RankPool:
     if request.param == "nccl":
         return ProcessRanks(torch.cuda.device_count(), backend="nccl")
     return request.getfixturevalue("process_pool")
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of ``bagua.cli.launch`` come from the fork server of the pools; without this they start as users' do."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([worker.__name__])
+    monkeypatch.setattr(launch.multiprocessing, "get_context", lambda _: context)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -21,7 +21,7 @@ from bagua.primitives import ErrorFeedback, ScatterGatherReducer, SumReducer
 __all__ = ["DiLoCoAlgorithm", "DiLoCoAlgorithmImpl"]
 
 FragmentOrder = Literal["strided", "bytes"]
-Mix = Literal["blend", "add"]
+Landing = Literal["blend", "add"]
 _NAMES = ("nesterov", "sgd")
 #: What a codec must keep at least of the square of any block, where nothing feeds back what it loses.
 _LEAST_CONTRACTION = 0.05
@@ -84,7 +84,7 @@ class DiLoCoAlgorithm(LocalUpdates):
     fragment_order: FragmentOrder = "strided"
     overlap: int = 0
     blend: float = 0.0
-    mix: Mix = "blend"
+    mix: Landing = "blend"
     eager: bool = False
     codec: Codec | str | None = None
     error_feedback: bool | float = False
@@ -100,7 +100,7 @@ class DiLoCoAlgorithm(LocalUpdates):
         check_choice(get_args(FragmentOrder), fragment_order=self.fragment_order)
         check_whole(0, overlap=self.overlap)
         check_numbers(lambda part: 0 <= part <= 1, "a number from 0 to 1", blend=self.blend)
-        check_choice(get_args(Mix), mix=self.mix)
+        check_choice(get_args(Landing), mix=self.mix)
         check_choice(("float32", "weights"), anchor_dtype=self.anchor_dtype)
         check_choice(("cpu", None), anchor_device=self.anchor_device)
         check_flags(eager=self.eager)

@@ -142,6 +142,7 @@ class Then(ABC):
         whole: needs to know whether the results of a whole part are finite.
         replaces: what was there before is lost.
         lag_is_period: a flight is folded right before the next one starts, and not at any other time.
+        reads_rates: needs learning rates.
         cut: what happens to flights when training is interrupted: their results are folded early, or dropped.
     """
 
@@ -150,6 +151,7 @@ class Then(ABC):
     whole: ClassVar[bool] = False
     replaces: ClassVar[bool] = False
     lag_is_period: ClassVar[bool] = False
+    reads_rates: ClassVar[bool] = False
 
     def check(self, what: What | None) -> None:
         """Refuse what it cannot take in.
@@ -171,6 +173,14 @@ class Then(ABC):
         """What is remembered."""
         return ()
 
+    def check_parameters(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Refuse parameters that it cannot work on, before training begins.
+
+        Raises:
+            ConfigurationError: it cannot.
+        """
+        return
+
     def enter(self, buckets: Sequence[Bucket], model: Model) -> None:
         """The buckets were formed, or the exchange has become part of the algorithm."""
         return
@@ -188,7 +198,8 @@ class Then(ABC):
 class Every:
     """In every ``steps``-th step: those whose number in the phase, from 1, is ``offset`` more than a multiple of it.
 
-    Subclasses may have other intervals; then ``steps`` is the shortest one.
+    Subclasses may have other intervals: they override ``due``, and ``steps`` is the shortest one. ``round`` then asks
+    ``due`` for every step so far; where that takes too long, they override it as well.
 
     Args:
         steps: from one start to the next.
@@ -210,8 +221,15 @@ class Every:
         """Whether it starts in step ``t`` of the phase, from 1; ``shift`` steps later for some parts."""
         return (t - self.offset - shift) % self.steps == 0
 
+    @property
+    def regular(self) -> bool:
+        """Whether it is due by ``steps`` and ``offset`` alone."""
+        return type(self).due is Every.due
+
     def round(self, t: int, shift: int = 0) -> int:
         """How many times it has started in the phase up to step ``t``."""
+        if not self.regular:
+            return sum(self.due(step, shift) for step in range(1, t + 1))
         begin = -self.offset - shift
         return (t + begin) // self.steps - begin // self.steps
 
@@ -269,6 +287,7 @@ class Exchange:
         self.then.check(self.what)
         self._settle_points()
         _check_places(self)
+        _check_scopes(self)
         _check_lag(self)
 
     def _settle_points(self) -> None:
@@ -312,8 +331,12 @@ class Exchange:
         return self.then.writes(self.what)
 
     def states(self) -> tuple[State, ...]:
-        """All that it remembers."""
-        found = [one for value in (self.what, self.how, self.then) if value is not None for one in value.state()]
+        """All that it remembers. What follows an anchor of one rank belongs to that rank as well."""
+        sent = () if self.what is None else self.what.state()
+        taken_in = self.then.state()
+        if any(one.start == "weights" and one.scope == "local" for one in sent):
+            taken_in = tuple(dataclasses.replace(one, scope="local") for one in taken_in)
+        found = [*sent, *(() if self.how is None else self.how.state()), *taken_in]
         return tuple({one.name: one for one in found}.values())
 
     def labelled(self, label: str) -> Exchange:
@@ -349,6 +372,17 @@ def _check_places(exchange: Exchange) -> None:
         raise ConfigurationError("nothing would be sent", argument="what", expected="as Weights()", seen=None)
 
 
+def _check_scopes(exchange: Exchange) -> None:
+    shared = [one.name for one in exchange.states() if one.scope == "shared"]
+    if shared and exchange.how is not None and not exchange.how.uniform:
+        raise ConfigurationError(
+            f"ranks end with different results, so {', '.join(map(repr, shared))} would not be equal on all of them",
+            argument="how",
+            expected='one with the same result for all, as Mean(), or Difference(scope="local")',
+            seen=repr(exchange.how),
+        )
+
+
 def _check_lag(exchange: Exchange) -> None:
     """Feedback with a delay beyond the period does not converge, and residuals of overlapping flights are lost."""
     if exchange.how is None or exchange.what is None:
@@ -361,10 +395,14 @@ def _check_lag(exchange: Exchange) -> None:
             seen=exchange.lag,
         )
     limit, why = None, ""
+    folds_first = POINTS.index(exchange.folds_at) <= POINTS.index(exchange.starts_at)
     if exchange.what.max_lag is not None:
         limit, why = exchange.what.max_lag, f"{exchange.what!r} is needed in the same step"
+    elif "gradients" in exchange.writes & exchange.needs and folds_first:
+        limit, why = 0, "late gradients would take the place of those that are to be sent"
     elif (exchange.writes & exchange.needs) - {"gradients"} or exchange.states():
-        limit, why = exchange.when.steps, "a flight has to come back before the next one of the same part starts"
+        limit = exchange.when.steps - (0 if folds_first else 1)
+        why = "a flight has to come back before the next one of the same part starts"
     loses = exchange.then.replaces and "weights" in exchange.writes and _spans_an_update(exchange)
     if loses and exchange.when.steps == 1:
         limit, why = 0, "weights that replace those of a later step would undo every update"
@@ -374,7 +412,7 @@ def _check_lag(exchange: Exchange) -> None:
             argument="lag",
             expected=f"at most {limit}",
             seen=exchange.lag,
-            advice="Use a longer period, or Add() where results come late.",
+            advice="Use a longer period, Add() where results come late, or other points.",
         )
 
 

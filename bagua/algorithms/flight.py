@@ -81,6 +81,11 @@ class Flight:
         """What is remembered, by name."""
         return self.memory.state
 
+    def is_finite(self) -> bool:
+        """Whether ``flat`` has no Inf or NaN; waits for the device."""
+        total = self.flat.sum(dtype=torch.promote_types(self.flat.dtype, torch.float32))
+        return bool(total.isfinite()) or bool(self.flat.isfinite().all())  # A sum may overflow.
+
     def scratch(self, name: str) -> torch.Tensor:
         """Memory like ``flat``, whose contents do not matter."""
         return self.memory.buffer(name, self.flat.numel(), self.flat.dtype)
@@ -94,6 +99,8 @@ class Flight:
         return self.bucket.views(flat)
 
     def learning_rates(self) -> list[float]:
-        """For each parameter the learning rate of its optimizer; 0.0 where there is none."""
-        owners = [self.model.owner_of(parameter) for parameter in self.bucket.parameters]
-        return [0.0 if owner is None else float(owner[1]["lr"]) for owner in owners]
+        """For each parameter the learning rate of its optimizer in the step that the exchange follows.
+
+        Only for ``Then.reads_rates``. 0.0 where there is no optimizer.
+        """
+        return [self.model.rate_of(parameter) for parameter in self.bucket.parameters]

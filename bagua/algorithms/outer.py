@@ -110,6 +110,16 @@ def _name_of(kind: object) -> str:
     return ""
 
 
+def _can_be_kept(values: Sequence[Any], parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether one flat tensor, or one number, can stand for what an optimizer remembers of each parameter."""
+    if all(value is None for value in values):
+        return True
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        return False
+    alike = all(value.shape == one.shape for value, one in zip(values, parameters, strict=True))
+    return alike or all(value.dim() == 0 and value.item() == values[0].item() for value in values)
+
+
 @dataclass(frozen=True)
 class OuterStep(Then):
     """The outer optimizer steps the anchor with the mean difference as its gradient; the weights follow.
@@ -145,6 +155,35 @@ class OuterStep(Then):
     def state(self) -> tuple[State, ...]:
         """What the optimizer remembers."""
         return (State("outer", per="family", scope="shared"),)
+
+    def check_parameters(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Refuse an optimizer that cannot step such parameters, or whose state cannot be kept; tried on small ones."""
+        kinds = {(one.dim(), torch.promote_types(one.dtype, torch.float32), one.device) for one in parameters}
+        small = [
+            torch.nn.Parameter(torch.zeros(tuple(range(2, 2 + dims)), dtype=dtype, device=device))
+            for dims, dtype, device in kinds
+        ]
+        if not small:
+            return
+        for one in small:
+            one.grad = torch.zeros_like(one)
+        try:
+            optimizer = self.optimizer.make(small)
+            optimizer.step()
+        except Exception as error:
+            raise self._refused(f"it fails: {error}") from error
+        states = [optimizer.state[one] for one in small]
+        for key in sorted({key for state in states for key in state}):
+            if not _can_be_kept([state.get(key) for state in states], small):
+                raise self._refused(f"it remembers {key!r}, which is neither like its parameter nor equal for all")
+
+    def _refused(self, problem: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"{self.optimizer!r} cannot step the anchor of this model: {problem}",
+            argument="optimizer",
+            expected="an optimizer that steps without a closure, as torch.optim.SGD, Adam, AdamW or Adagrad",
+            seen=repr(self.optimizer),
+        )
 
     @torch.no_grad()
     def fold(self, flight: Flight) -> None:

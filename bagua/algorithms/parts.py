@@ -127,6 +127,13 @@ class Parts:
             ConfigurationError: there are fewer layers, or parameters, than parts.
         """
         taken = {name: one for name, one in parameters.items() if self.select is None or self.select.takes(name, one)}
+        if self.select is not None and not taken:
+            raise ConfigurationError(
+                f"{self.select!r} takes no parameter of this model",
+                argument="select",
+                expected=f"one that takes some of {', '.join(list(parameters)[:4])}, ...",
+                seen=repr(self.select),
+            )
         parts = self._strided(taken) if self.by == "strided" else self._balanced(taken)
         if not all(parts):
             raise ConfigurationError(

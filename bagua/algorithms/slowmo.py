@@ -39,6 +39,7 @@ class SlowStep(Then):
 
     alone: ClassVar[bool] = True
     whole: ClassVar[bool] = True
+    reads_rates: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_numbers(lambda beta: 0 <= beta < 1, "a number from 0 and less than 1", beta=self.beta)

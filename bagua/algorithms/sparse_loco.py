@@ -27,8 +27,11 @@ class SparseLoCoAlgorithm(LocalUpdates):
 
     After every ``sync_every``-th step, with ``b`` = ``error_feedback``: ``e_i <- b e_i + Theta - x_i``;
     ``q_i = Q(e_i)``; ``e_i <- e_i - q_i``; ``Theta <- Theta - outer_lr A``; the weights then become the anchor
-    ``Theta``. ``Q`` keeps ``kept`` of each ``block_numel`` elements, in few bits; ``A`` is the mean of all ``q_i``.
+    ``Theta``. ``Q`` keeps ``kept`` of each ``block_numel`` elements, in few bits; ``A`` is a mean of ``q_i``.
     Between these steps nothing is sent. Error feedback takes the place of an outer momentum.
+
+    The paper has ``sync_every=30``, ``kept=32`` and ``average="all"``, for runs of many thousand steps. The defaults
+    suit some hundred.
 
     Blocks are elements that follow each other in flat memory; in the paper they are tiles of 64 x 64 of each matrix.
 
@@ -39,8 +42,8 @@ class SparseLoCoAlgorithm(LocalUpdates):
         block_numel: elements among which the largest are chosen, a multiple of 8.
         kept: how many of them.
         value_bits: bits of each kept value: 8, 2, or None for the values as they are.
-        average: ``all``: elements that a rank does not send count as zero. ``contributors``: each element is the mean
-            over those ranks that sent it, up to ``n`` times as much; then ``outer_lr`` has to be lower.
+        average: ``contributors``: each element is the mean over those ranks that sent it. ``all``: elements that a rank
+            does not send count as zero, as in the paper; steps are up to ``n`` times shorter then.
         start_after: so many steps at the beginning exchange gradients instead.
         average_buffers: take the mean of floating-point buffers, too, after each ``sync_every``-th step.
         hierarchical: sum inside each host first, with all bits.
@@ -55,14 +58,15 @@ class SparseLoCoAlgorithm(LocalUpdates):
     Paper: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025.
     """
 
-    sync_every: int = 30
+    sync_every: int = 10
     _: KW_ONLY
+    start_after: int = 100
     outer_lr: float = 1.0
     error_feedback: float = 0.95
     block_numel: int = 4096
-    kept: int = 32
+    kept: int = 256
     value_bits: int | None = 2
-    average: Average = "all"
+    average: Average = "contributors"
 
     def __post_init__(self) -> None:
         check_numbers(lambda rate: rate > 0, "a number above 0", outer_lr=self.outer_lr)

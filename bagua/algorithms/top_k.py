@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bagua.algorithms.base import bound_form
 from bagua.algorithms.model import Model
@@ -27,6 +27,9 @@ class TopKAlgorithm(ReducedGradients):
     ``x_i = g_i + e_i``; ``g_i <- (1 / n) sum_j TopK(x_j)``; ``e_i <- x_i - TopK(x_i)``, where ``TopK`` keeps the part
     ``ratio`` of a bucket's elements that is largest in magnitude, and makes the others zero.
 
+    With the defaults it keeps the loss of full gradients at their learning rate, after some hundred steps in which it
+    sends more. A lower ``ratio`` sends less, and loses more; so does a shorter beginning.
+
     With ``momentum`` (deep gradient compression) momenta are accumulated in place of gradients, and that of an element
     is zero again when it was sent; see ``bagua.primitives.MomentumCorrection``. Use an optimizer without momentum then.
 
@@ -45,16 +48,17 @@ class TopKAlgorithm(ReducedGradients):
 
     Example:
         >>> TopKAlgorithm(ratio=0.25 / 4**4, momentum=0.9, density_steps=400).phases
-        (0.25, 0.0625, 0.015625, 0.00390625, 'reduced')
+        ('warm-up', 0.25, 0.0625, 0.015625, 0.00390625, 'reduced')
 
     Papers: Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory", NeurIPS 2018; Lin et al., "Deep Gradient
     Compression: Reducing the Communication Bandwidth for Distributed Training", ICLR 2018.
     """
 
-    ratio: float = 0.01
+    warmup_steps: int = field(default=100, kw_only=True)
+    ratio: float = 0.02
     momentum: float | None = None
     clip_norm: float | None = None
-    density_steps: int = 0
+    density_steps: int = 300
 
     def __post_init__(self) -> None:
         check_whole(0, density_steps=self.density_steps)

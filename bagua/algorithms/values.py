@@ -86,14 +86,12 @@ class Difference(What):
     Points uphill, as a gradient does.
 
     Args:
-        anchor: name of the anchor among what is remembered.
         scope: ``shared`` if it is equal on all ranks, which makes weights equal when it is made; or ``local``.
         dtype: of the anchor: ``float32``, or wider where weights are; or ``weights`` for theirs.
         device: where the anchor lies, and what steps it: ``cpu``, in pinned memory where weights are on a GPU; None
             for where the weights are.
     """
 
-    anchor: str = "anchor"
     scope: Literal["shared", "local"] = "shared"
     dtype: Literal["float32", "weights"] = "float32"
     device: Literal["cpu"] | None = None
@@ -101,18 +99,18 @@ class Difference(What):
     reads: ClassVar[frozenset[str]] = frozenset({"weights", "anchor"})
 
     def __post_init__(self) -> None:
-        check_kind(str, "a word", anchor=self.anchor)
+        check_choice(("shared", "local"), scope=self.scope)
         check_choice(("float32", "weights"), dtype=self.dtype)
         check_choice(("cpu", None), device=self.device)
 
     def state(self) -> tuple[State, ...]:
         """The anchor."""
         narrow = self.dtype == "weights"
-        return (State(self.anchor, "weights", scope=self.scope, narrow=narrow, device=self.device),)
+        return (State("anchor", "weights", scope=self.scope, narrow=narrow, device=self.device),)
 
     def fill(self, flight: Flight) -> None:
         """Subtract."""
-        anchor = flight.state[self.anchor]
+        anchor = flight.state["anchor"]
         weights = flight.bucket.read_weights(flight.flat)
         if anchor.dtype == weights.dtype and anchor.device == weights.device:
             torch.sub(anchor, weights, out=flight.flat)

@@ -20,46 +20,37 @@
 an exchange begins there. When one breaks off, whatever the reason, the connection is dropped, the weights are as
 they were, and the next round makes a new connection with the members that are left.
 
-**The model** belongs to the training thread. It puts a snapshot on the desk and adds what it finds there; the
-background thread knows the desk and not the model. After ``abort`` its weights are at rest, and it keeps putting them
-on the desk, for those who still train, until all have agreed to stop. A last exchange of all then makes them equal.
+**The model** belongs to the training thread. It puts a snapshot into the handoff buffer and adds what it finds
+there; the background thread knows the buffer and not the model. After ``abort`` its weights are at rest, and it keeps
+putting them there, for those who still train, until all have agreed to stop. A last exchange of all then makes them
+equal.
 
 Who is dead is judged by the beats of the records, each rank by its own clock; who is dead for one is dead for all.
 """
 
 from bagua.averaging.averager import Averager
-from bagua.averaging.company import Patience
-from bagua.averaging.desk import Desk, Parcel, Stage
-from bagua.averaging.member import Member
-from bagua.averaging.parts import Buffers, Part, parts_of_buffers
-from bagua.averaging.records import MemberState, Record
-from bagua.averaging.roll import Roll
-from bagua.averaging.schedule import Schedule, topology_of
-from bagua.averaging.session import Session
-from bagua.averaging.status import AveragingStatus, Progress
-from bagua.averaging.transfer import Channel, Courier, GroupCourier, Transfer, host_backend
+from bagua.averaging.handoff import Buffers, Contribution, HandoffBuffer, Part, Stage, parts_of_buffers
+from bagua.averaging.link import Connection, DataLink, Transfer
+from bagua.averaging.membership import Departures, MemberState, Patience
+from bagua.averaging.round_protocol import Member
+from bagua.averaging.rounds import AveragingStatus, Schedule, topology_of
 
 __all__ = [
     "Averager",
     "AveragingStatus",
     "Buffers",
-    "Channel",
-    "Courier",
-    "Desk",
-    "GroupCourier",
+    "Connection",
+    "Contribution",
+    "DataLink",
+    "Departures",
+    "HandoffBuffer",
     "Member",
     "MemberState",
-    "Parcel",
     "Part",
     "Patience",
-    "Progress",
-    "Record",
-    "Roll",
     "Schedule",
-    "Session",
     "Stage",
     "Transfer",
-    "host_backend",
     "parts_of_buffers",
     "topology_of",
 ]

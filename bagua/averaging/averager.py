@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-from bagua.averaging.company import Patience
-from bagua.averaging.desk import Desk, Stage
-from bagua.averaging.member import Member
-from bagua.averaging.parts import Part
-from bagua.averaging.roll import Roll
-from bagua.averaging.schedule import Schedule
+from bagua.averaging.handoff import HandoffBuffer, Part, Stage
+from bagua.averaging.link import GroupDataLink
+from bagua.averaging.membership import Departures, Patience
+from bagua.averaging.round_protocol import Member
+from bagua.averaging.rounds import AveragingStatus, Schedule
 from bagua.averaging.session import EXIT_S, Session, sign_off_at_exit
-from bagua.averaging.status import AveragingStatus
-from bagua.averaging.transfer import GroupCourier
 from bagua.comm import ProcessGroup, bounded
 from bagua.errors import CollectiveTimeoutError, CommunicationError
-
-__all__ = ["Averager"]
 
 #: How long those who agreed on a round may take to connect, the first time that they meet: at most, and as a part of
 #: the time after which others take them for dead.
@@ -69,7 +65,7 @@ class Averager:
         self._make_parts: Callable[[], list[Part]] = list
         self._parts: list[Part] = []
         self._session: Session | None = None
-        self._roll = Roll(group.board("averaging-roll"))
+        self._departures = Departures(group.board("averaging-departures"))
         self._process = os.getpid()
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._paused = False
@@ -102,7 +98,7 @@ class Averager:
         self._fresh = True
         session = self._session
         if session is not None and not self._paused and not session.member.warming:
-            # Resumed after the last step of warm-up, whose buckets it began with. Nothing is on its desk yet.
+            # Resumed after the last step of warm-up, whose buckets it began with. It has handed in nothing yet.
             self._end_warm_up(session)
 
     def begin_warm_up_step(self, step: int) -> None:
@@ -122,7 +118,7 @@ class Averager:
         if self._paused:
             return
         session = self._session or self._begin()
-        member, desk = session.member, session.desk
+        member, handoff = session.member, session.handoff
         if member.error is not None:
             self._raised = member.error
             raise member.error
@@ -134,10 +130,10 @@ class Averager:
             return
         if member.warming:
             self._end_warm_up(session)
-        if desk.stage is Stage.AVERAGE:
-            self._take_average(desk)
-        if desk.stage is Stage.EMPTY and time.monotonic() >= self._due:
-            self._put_snapshot(desk, at_rest=False)
+        if handoff.stage is Stage.AVERAGE:
+            self._take_average(handoff)
+        if handoff.stage is Stage.EMPTY and time.monotonic() >= self._due:
+            self._put_snapshot(handoff, at_rest=False)
 
     def stop(self, limit_s: float | None) -> bool:
         """Take part in rounds until all have agreed to stop, or leave when the time is up.
@@ -152,7 +148,7 @@ class Averager:
             self._end_warm_up(session)
         until = None if limit_s is None else time.monotonic() + limit_s
         session.member.pausing = True
-        session.desk.wake.set()
+        session.handoff.wake.set()
         try:
             self._wait_for_the_end(session, until)
         except BaseException as error:  # Ctrl-C, for example: a rank that trains on must not be taken to be at rest.
@@ -208,7 +204,7 @@ class Averager:
         """End without waiting for anybody; what went wrong in the session is not raised any more.
 
         Args:
-            reason: what the others are told.
+            reason: cause that the others are told.
             for_good: this rank will not resume.
         """
         self._paused = True
@@ -222,15 +218,15 @@ class Averager:
         """If no session is under way here, others need not wait for this rank in the next one, to which it never comes.
 
         Args:
-            reason: what the others are told.
+            reason: cause that the others are told.
         """
 
-        def strike() -> None:
+        def note() -> None:
             with contextlib.suppress(CommunicationError):
-                self._roll.strike({self._group.rank: reason})
+                self._departures.note({self._group.rank: reason})
 
         if self._session is None and os.getpid() == self._process:
-            bounded(strike, EXIT_S / 2)
+            bounded(note, EXIT_S / 2)
 
     def raise_news(self) -> None:
         """Raise what went wrong in the session, unless that was done before."""
@@ -244,24 +240,18 @@ class Averager:
         session = self._session
         if session is None:
             return AveragingStatus()
-        progress, averaged = session.member.progress, self._averaged
+        averaged = self._averaged
         if self._paused:
             state = "paused"
         elif session.over or not session.member.remaining:
             state = "alone"
         else:
             state = "warming up" if session.member.warming else "averaging"
-        return AveragingStatus(
+        return dataclasses.replace(
+            session.member.progress,
             state=state,  # type: ignore[arg-type]  # one of the four
-            rounds=progress.rounds,
             age_steps=None if averaged is None else self._step - averaged[0],
             age_ms=None if averaged is None else 1e3 * (time.monotonic() - averaged[1]),
-            sent_bytes=progress.nbytes,
-            round_ms=1e3 * progress.round_s,
-            distance=progress.distance,
-            members=progress.members,
-            failed=progress.failed,
-            overflowed=progress.overflowed,
         )
 
     # The beginning of a session.
@@ -269,20 +259,20 @@ class Averager:
     def _begin(self) -> Session:
         group, before = self._group, self._session
         if before is not None and not before.join(1.0):
-            self._parts = []  # A thread that hangs may still write what is on its desk.
+            self._parts = []  # A thread that hangs may still write into its buffers.
         board = group.board("averaging")
-        desk = Desk()
-        courier = GroupCourier(
+        handoff = HandoffBuffer()
+        link = GroupDataLink(
             group,
             board.name,
             connect_timeout_s=self._connect_timeout_s,
             transfer_timeout_s=lambda nbytes: min(group.timeout_s, TRANSFER_GRACE_S + nbytes / SLOWEST_BYTES_PER_S),
         )
         member = Member(
-            board, self._roll, self._schedule, desk, courier, self._patience, time.monotonic,
+            board, self._departures, self._schedule, handoff, link, self._patience, time.monotonic,
             continue_alone=self._continue_alone, hosts_store=group.hosts_store, strand=group.abort,
         )  # fmt: skip
-        session = Session(member, desk, courier, f"bagua-{group.label}-averaging", hosts_store=group.hosts_store)
+        session = Session(member, handoff, link, f"bagua-{group.label}-averaging", hosts_store=group.hosts_store)
         member.begun, member.fresh, member.warming = self._begun, self._fresh, True
         if self._begun >= self._warmup_steps:
             self._end_warm_up(session)
@@ -294,10 +284,10 @@ class Averager:
         return session
 
     def _end_warm_up(self, session: Session) -> None:
-        """From now on snapshots are put on the desk."""
+        """From now on snapshots are handed in."""
         if not self._parts:
             self._parts = self._make_parts()
-        session.desk.parcels = [part.parcel for part in self._parts]
+        session.handoff.contributions = [part.contribution for part in self._parts]
         session.member.warming = False
 
     def _end_with_its_owners(self, session: Session) -> None:
@@ -315,25 +305,25 @@ class Averager:
 
         self._group.when_closing(leave)
 
-    # At the desk.
+    # Snapshots and averages.
 
     def _serve(self, session: Session) -> bool:
-        """Be at the desk while training rests; whether the session is over, and everything taken from the desk."""
-        over, desk = session.over, session.desk  # In this order: the last average comes before the end.
-        if desk.stage is Stage.AVERAGE:
-            self._take_average(desk)
-        if desk.stage is Stage.EMPTY and not over and not session.member.warming:
-            self._put_snapshot(desk, at_rest=True)
+        """Hand in and take while training rests; whether the session is over, and all was taken."""
+        over, handoff = session.over, session.handoff  # In this order: the last average comes before the end.
+        if handoff.stage is Stage.AVERAGE:
+            self._take_average(handoff)
+        if handoff.stage is Stage.EMPTY and not over and not session.member.warming:
+            self._put_snapshot(handoff, at_rest=True)
         return over
 
-    def _take_average(self, desk: Desk) -> None:
-        desk.clear()  # First: after an error half-way, the same average must not be taken in twice.
+    def _take_average(self, handoff: HandoffBuffer) -> None:
+        handoff.clear()  # First: after an error half-way, the same average must not be taken in twice.
         for part in self._parts:
-            part.take_average(replace=desk.replace)
+            part.take_average(replace=handoff.replace)
         self._averaged = (self._step, time.monotonic())
 
-    def _put_snapshot(self, desk: Desk, *, at_rest: bool) -> None:
+    def _put_snapshot(self, handoff: HandoffBuffer, *, at_rest: bool) -> None:
         for part in self._parts:
             part.take_snapshot()
         self._due = time.monotonic() + self._interval_s
-        desk.hand_in(at_rest=at_rest)
+        handoff.hand_in(at_rest=at_rest)

@@ -10,14 +10,12 @@ import time
 import weakref
 from typing import Protocol
 
-from bagua.averaging.desk import Desk
-from bagua.averaging.member import Member
-from bagua.averaging.records import MemberState
-from bagua.averaging.transfer import Courier
+from bagua.averaging.handoff import HandoffBuffer
+from bagua.averaging.link import DataLink
+from bagua.averaging.membership import MemberState
+from bagua.averaging.round_protocol import Member
 from bagua.comm import bounded, family, in_background, stand_by
 from bagua.errors import CommunicationError
-
-__all__ = ["EXIT_S", "Session", "sign_off_at_exit"]
 
 #: An interpreter that ends without a word to the others takes at most about so long for it.
 EXIT_S = 1.0
@@ -35,19 +33,21 @@ class Newcomer(Protocol):
 class Session:
     """A daemon thread that polls a member until it is over.
 
-    It holds the desk, but neither the model nor the algorithm: who forgets those ends it.
+    It holds the handoff buffer, but neither the model nor the algorithm: who forgets those ends it.
 
     Args:
-        member: what is polled; hands over attributes, which are read and written whole.
-        desk: of the member.
-        courier: of the member.
-        name: of the thread.
+        member: member to poll; its attributes are read and written whole.
+        handoff: buffer of the member.
+        link: data link of the member.
+        name: name of the thread.
     """
 
-    def __init__(self, member: Member, desk: Desk, courier: Courier, name: str, *, hosts_store: bool = False) -> None:
+    def __init__(
+        self, member: Member, handoff: HandoffBuffer, link: DataLink, name: str, *, hosts_store: bool = False
+    ) -> None:
         self.member = member
-        self.desk = desk
-        self._courier = courier
+        self.handoff = handoff
+        self._link = link
         self._hosts_store = hosts_store
         self._process = os.getpid()
         self._asked_to_leave: float | None = None
@@ -59,7 +59,7 @@ class Session:
         self._thread.start()
 
     def _run(self) -> None:
-        member, wake = self.member, self.desk.wake
+        member, wake = self.member, self.handoff.wake
         try:
             while not member.over:
                 wake.wait(member.poll())
@@ -69,9 +69,9 @@ class Session:
             member.error = error
             member.over = True
         finally:
-            self._courier.interrupt("averaging has ended")
-            self.desk.parcels = []  # Where the store is hosted, this outlives the model.
-            self.desk.tell()
+            self._link.interrupt("averaging has ended")
+            self.handoff.contributions = []  # Where the store is hosted, this outlives the model.
+            self.handoff.tell()
 
     @property
     def over(self) -> bool:
@@ -90,9 +90,9 @@ class Session:
 
     def wait_for_change(self, limit_s: float) -> None:
         """Sleep until the background thread has changed something, at most ``limit_s``."""
-        with self.desk.changed:
+        with self.handoff.changed:
             if not self.over:
-                self.desk.changed.wait(limit_s)
+                self.handoff.changed.wait(limit_s)
 
     def join(self, limit_s: float) -> bool:
         """Wait for the end of the thread, and say whether it has ended."""
@@ -107,7 +107,7 @@ class Session:
         the others survive.
 
         Args:
-            reason: what the others are told.
+            reason: cause that the others are told.
             limit_s: how long this may take.
             for_good: later sessions need not wait for this rank.
         """
@@ -115,14 +115,14 @@ class Session:
             return True  # Threads stay with the parent of a fork.
         self.member.for_good = self.member.for_good or for_good
         self.member.leaving = self.member.leaving or reason
-        self.desk.wake.set()
+        self.handoff.wake.set()
         if self._asked_to_leave is None:
             self._asked_to_leave = time.monotonic()
         else:  # It had its time already.
             limit_s = max(0.1, limit_s - (time.monotonic() - self._asked_to_leave))
         if not self.join(limit_s / 2):
-            self._courier.interrupt(reason)
-            self.desk.wake.set()
+            self._link.interrupt(reason)
+            self.handoff.wake.set()
             return self.join(limit_s / 2)
         if for_good and self.member.state is MemberState.LEFT:
             self._sign_off(limit_s / 2)
@@ -137,7 +137,7 @@ class Session:
         if os.getpid() == self._process:
             self.member.for_good = True
             self.member.leaving = self.member.leaving or "the model was dropped"
-            self.desk.wake.set()
+            self.handoff.wake.set()
 
     @property
     def may_be_outlasted(self) -> bool:

@@ -90,6 +90,7 @@ from bagua.comm.startup.adoption import (
 from bagua.comm.startup.default_group import become_rank as become_rank
 from bagua.comm.startup.initialization import DEFAULT_TIMEOUT_S as DEFAULT_TIMEOUT_S
 from bagua.comm.startup.seats import group_of_seats as group_of_seats
+from bagua.comm.records.statistics import sent_bytes as sent_bytes
 from bagua.comm.store.asking import consult as consult, gather_values as gather_values
 from bagua.comm.store.beats import Beats as Beats, connect_beats as connect_beats
 from bagua.comm.store.board import Board as Board
@@ -109,7 +110,7 @@ from bagua.comm.torch_backend.futures import CallbackThread as CallbackThread
 from bagua.comm.torch_backend.group import install_torch_backend as install_torch_backend
 from bagua.comm.torch_backend.work import BackwardWatch as BackwardWatch, TorchWork as TorchWork
 from bagua.comm.transports.memory.copying import copy_flat as copy_flat
-from bagua.comm.transports.registry import backend_refusal as backend_refusal
+from bagua.comm.transports.registry import backend_refusal as backend_refusal, create_transport as create_transport
 from bagua.comm.transports.threads import FaultHook as FaultHook, RankKilled as RankKilled, inject_fault as inject_fault
 from bagua.comm.work import JoinedWork as JoinedWork, PendingWork as PendingWork
 # isort: on

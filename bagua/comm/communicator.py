@@ -35,7 +35,7 @@ class Communicator:
     Args:
         transport: transport that moves the bytes.
         timeout_s: deadline of calls that do not bring their own, in seconds.
-        recorder: of this rank; None for one of its own.
+        recorder: record of the calls of this rank; None for one of its own.
 
     Attributes:
         rank: rank of this process.
@@ -44,8 +44,9 @@ class Communicator:
         store: store that the members of this communicator alone write to.
         backend: name of the transport, for example ``gloo``.
         label: name of this communicator in messages.
+        activity: what its calls are made for, for messages.
         device_types: types of the devices whose tensors can be communicated.
-        executor: where background exchanges run best, by measurement; see ``Transport``.
+        executor: place in which background exchanges run best, by measurement; see ``Transport``.
         statistics: counters, and the latest calls.
         pipeline: path of the calls to the transport.
         intake: checks of the arguments.
@@ -68,6 +69,7 @@ class Communicator:
         self.store: Store = membership.store
         self.backend: str = transport.name
         self.label: str = membership.label
+        self.activity = membership.activity
         self.device_types: frozenset[str] = transport.device_types
         self.executor: Literal["caller", "thread", "stream"] = transport.executor
         self.pipeline = CallPipeline(transport, timeout_s, recorder)

@@ -78,7 +78,7 @@ def allgather_object(
 
     Args:
         communicator: communicator whose ranks take part.
-        obj: what this rank contributes; see ``broadcast_object``.
+        obj: contribution of this rank; see ``broadcast_object``.
         async_op: return a ``Work`` whose ``result()`` is the list.
         timeout: deadline of each message.
         allow_pickle: see ``broadcast_object``.
@@ -113,7 +113,7 @@ def gather_object(
 
     Args:
         communicator: communicator whose ranks take part.
-        obj: what this rank contributes; see ``broadcast_object``.
+        obj: contribution of this rank; see ``broadcast_object``.
         dst: the rank that receives.
         async_op: return a ``Work`` whose ``result()`` is the list or None.
         timeout: deadline of each message.
@@ -188,7 +188,7 @@ def send_object(
 
     Args:
         communicator: communicator whose ranks take part.
-        obj: what to send; see ``broadcast_object``.
+        obj: object to send; see ``broadcast_object``.
         dst: another rank.
         async_op: return a ``Work`` at once.
         timeout: deadline of each message.

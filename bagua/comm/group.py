@@ -43,8 +43,8 @@ class ProcessGroup:
         nodes: index of the host of each member.
         backend: name of the transport.
         timeout_s: default deadline of every call, in seconds.
-        label: what messages call the group.
-        ledger: where the counters go, and who was lost.
+        label: name of the group in messages.
+        ledger: counters of this rank, and the ranks that were lost.
         leader: the local rank that speaks for its host, on every host.
 
     Attributes:
@@ -205,7 +205,7 @@ class ProcessGroup:
         """A group of the same ranks with communicators of its own. Collective.
 
         Args:
-            label: what messages call it.
+            label: name of the new group in messages.
             leader: the local rank that speaks for its host; None means as in this group.
 
         Raises:
@@ -228,9 +228,9 @@ class ProcessGroup:
 
         Args:
             ranks: ranks in this group; their order does not matter.
-            backend: of the new group; None means this group's.
+            backend: name of the new group's backend; None means this group's.
             timeout_s: default deadline of the new group; None means this group's.
-            label: what messages call it.
+            label: name of the new group in messages.
 
         Returns:
             The group on its members, ``NON_MEMBER`` elsewhere.

@@ -4,14 +4,40 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-__all__ = ["FIRST_WARNING_S", "LongWait"]
+__all__ = ["Activity", "LongWait", "naming"]
 
 _log = logging.getLogger("bagua")
 
 #: Seconds of waiting before the first warning; each further one comes after twice the time.
 FIRST_WARNING_S = 30.0
+
+
+def naming(ranks: Sequence[int]) -> str:
+    """Ranks in words.
+
+    Example:
+        >>> naming([1]), naming([0, 2])
+        ('rank 1', 'ranks 0, 2')
+    """
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
+
+
+class Activity:
+    """What the calls of a communicator are made for, in words: for the messages of those who wait, and of errors.
+
+    Attributes:
+        describe: returns the words; None as long as nobody has said any.
+    """
+
+    __slots__ = ("describe",)
+
+    def __init__(self) -> None:
+        self.describe: Callable[[], str] | None = None
+
+    def __str__(self) -> str:
+        return "" if self.describe is None else self.describe()
 
 
 class LongWait:
@@ -46,6 +72,6 @@ class LongWait:
         self._next_s *= 2
         return True
 
-    def warn(self, rank: int, what: str) -> None:
-        """Log that ``rank`` waits for ``what``."""
-        _log.warning("rank %d has waited %.0f s for %s", rank, self.waited_s(), what)
+    def warn(self, rank: int, others: Sequence[int], where: str) -> None:
+        """Log that ``rank`` waits for ``others``, and where."""
+        _log.warning("rank %d has waited %.0f s for %s %s", rank, self.waited_s(), naming(others), where)

@@ -28,7 +28,7 @@ def send(
 
     Args:
         communicator: communicator whose ranks take part.
-        tensor: what to send.
+        tensor: elements to send.
         dst: another rank.
         async_op: return a ``Work`` at once.
         timeout: deadline.

@@ -112,7 +112,7 @@ def writable(tensor: torch.Tensor, argument: str, *, keep: bool) -> tuple[torch.
     Args:
         tensor: the user's tensor.
         argument: its name, for the error.
-        keep: whether the call also reads it.
+        keep: True if the call also reads it.
 
     Raises:
         InvalidTensorError: several elements of ``tensor`` share memory.

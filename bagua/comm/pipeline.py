@@ -43,13 +43,13 @@ class CallPipeline:
     Args:
         transport: transport that moves the bytes.
         timeout_s: deadline of calls that do not bring their own, in seconds.
-        recorder: of this rank; None for one of its own.
+        recorder: record of the calls of this rank; None for one of its own.
 
     Attributes:
         timeout_s: deadline of calls that do not bring their own, in seconds.
         statistics: counters, and the latest calls.
         in_use: lock that is held while a call is started, and while a synchronous one runs.
-        closed: whether the communicator was closed here.
+        closed: True once the communicator was closed here.
     """
 
     def __init__(self, transport: Transport, timeout_s: float, recorder: Recorder | None = None) -> None:
@@ -329,6 +329,8 @@ class CallPipeline:
     def _complete_facts(self, error: CommunicationError, call: Call, started: float) -> None:
         if error.call is None:
             error.call = str(call)
+        if error.activity is None:
+            error.activity = str(self._transport.membership.activity) or None
         if error.sequence is None:
             error.sequence = call.sequence
         if error.communicator is None:

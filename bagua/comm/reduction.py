@@ -170,7 +170,7 @@ def fold(parts: list[torch.Tensor], name: str, out: torch.Tensor) -> torch.Tenso
     Args:
         parts: one tensor per rank, equal in shape and dtype.
         name: the reduction, as ``reduction_name`` returns it.
-        out: where the result goes; it may be one of the parts.
+        out: tensor that receives the result; it may be one of the parts.
 
     Example:
         >>> parts = [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0])]
@@ -217,7 +217,7 @@ def divide(total: torch.Tensor, by: int) -> torch.Tensor:
     The bits are those of ``total.div_(by)``. Where the reciprocal is exact it takes a third of the time.
 
     Args:
-        total: of a floating or complex dtype.
+        total: tensor of a floating or complex dtype.
         by: at least one.
 
     Example:

@@ -55,7 +55,7 @@ class Work(ABC):
             True.
 
         Raises:
-            CommunicationError: what went wrong. Also a ``timeout`` that passes breaks the
+            CommunicationError: the call failed. Also a ``timeout`` that passes breaks the
                 communicator, because the ranks no longer agree on what has happened.
         """
         if self._inherited() and not self._finished:
@@ -169,7 +169,7 @@ class PendingWork(Work):
 
     Args:
         complete: waits for it, at most the given seconds, and returns the result.
-        poll: whether it is complete.
+        poll: function that says whether it is complete.
         notify: see ``Handle.notify``.
         give_up: breaks the communicator because of the given error.
     """

@@ -22,7 +22,8 @@ from bagua.engine.options import (
     refuse_unknown,
 )
 from bagua.engine.reducer import Reducer
-from bagua.engine.saving import Remembered, check_owner, collect, merged, renamed, restore
+from bagua.engine.saved_states import check_owner
+from bagua.engine.saving import Remembered, collect, merged, renamed, restore
 from bagua.engine.start import make_equal, replace_engine
 from bagua.engine.state import (
     allreduce_optimizer_state,

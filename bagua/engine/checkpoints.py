@@ -10,16 +10,8 @@ from bagua.engine.agreement import compare_or_refuse
 from bagua.engine.courses import saved_flights
 from bagua.engine.formation import BucketFormation
 from bagua.engine.layout import positions_of
-from bagua.engine.saving import (
-    Remembered,
-    check_owner,
-    collect,
-    divided,
-    from_checkpoint,
-    name_of_rank,
-    scopes_of,
-    united,
-)
+from bagua.engine.saved_states import check_owner, from_checkpoint, name_of_rank
+from bagua.engine.saving import Remembered, collect, divided, scopes_of, united
 from bagua.errors import ConfigurationError
 
 __all__ = ["load", "save"]
@@ -37,7 +29,7 @@ def save(reducer: BucketFormation) -> dict[str, Any]:
     remembered = reducer.remembered or collect(())
     if reducer.scheduler is not None:
         flights = saved_flights(reducer.scheduler.settle())
-        remembered = collect(reducer.courses.places)
+        remembered = reducer.courses.remembered()
     shared, own = divided(remembered, scopes_of(reducer.declaration))
     return {
         "algorithm": repr(reducer.declaration),
@@ -61,13 +53,16 @@ def load(reducer: BucketFormation, state_dict: dict[str, Any]) -> None:
     refusal: ConfigurationError | None = None
     facts: list[str] = []
     try:
-        saved = from_checkpoint(state_dict, reducer.declaration)
+        saved = from_checkpoint(state_dict, reducer.declaration, reducer.model.parameters)
         members = positions_of(reducer.registration, saved["buckets"]) if saved["buckets"] else []
         facts = [f"step {saved['step']}", *(f"bucket {names}" for names in saved["buckets"])]
     except ConfigurationError as error:
         refusal = error
     compare_or_refuse(facts, reducer.communicator, "checkpoints", refusal)
     own = _own_part(reducer, saved)
+    if reducer.scheduler is not None:
+        reducer.scheduler.settle()
+        reducer.scheduler.forget()  # Results of what was there before must not be folded into weights that are loaded.
     reducer.put_aside()
     reducer.go_to(saved["step"], saved["began"])
     reducer.remembered = united(Remembered(parameters=saved["parameters"], others=saved["others"]), own)

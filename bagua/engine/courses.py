@@ -2,36 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from bagua.algorithms import OF_BUCKETS, Exchange, Flight, How, Model, Parts
 from bagua.buckets import Bucket, form_buckets
-from bagua.comm import ProcessGroup
+from bagua.comm import Communicator, ProcessGroup
 from bagua.engine.belongings import Belongings
 from bagua.engine.executor import CallerExecutor, create_executor
 from bagua.engine.options import EngineOptions
-from bagua.engine.saving import cut
+from bagua.engine.saving import Remembered, collect, cut, key_of, restore
 from bagua.engine.scheduler import Scheduler
 from bagua.engine.tracks import Clock, Course, Lane, Track, memory_for
+from bagua.primitives import State
 
 __all__ = [
     "Courses",
+    "describe",
     "follows_gradients",
     "gathers",
     "is_between_steps",
     "is_chunked",
+    "lag_of_gradients",
     "layout_of",
     "saved_flights",
     "waits_for_optimizers",
 ]
 
 
+def describe(group: ProcessGroup, activity: Callable[[], str] | None) -> None:
+    """Have messages about calls on ``group`` say what they were made for: what ``activity`` returns then."""
+    for communicator in (group.global_communicator, group.intra_node_communicator, group.inter_node_communicator):
+        if isinstance(communicator, Communicator):
+            communicator.activity.describe = activity
+
+
 def gathers(exchanges: Iterable[Exchange]) -> bool:
     """Whether gradients are gathered in flat memory."""
     return any("gradients" in one.needs for one in exchanges)
+
+
+def lag_of_gradients(exchanges: Iterable[Exchange]) -> int:
+    """How many steps late gradients come at most."""
+    return max((one.lag for one in exchanges if "gradients" in one.needs), default=0)
 
 
 def is_chunked(exchanges: Iterable[Exchange]) -> bool:
@@ -70,7 +85,7 @@ class Courses:
 
     Attributes:
         places: what is remembered now, once for each label and bucket.
-        fresh: places that want to start from weights.
+        fresh: what wants to start from the weights: for a place and the name of a state, the names of parameters.
     """
 
     def __init__(self, group: ProcessGroup, belongings: Belongings) -> None:
@@ -81,7 +96,7 @@ class Courses:
         self._parts: dict[tuple[Parts, bool], list[tuple[int, Bucket]]] = {}
         self._places: dict[tuple[str, int], Track] = {}
         self.courses: list[Course] = []
-        self.fresh: list[Track] = []
+        self.fresh: dict[tuple[Track, str], list[str]] = {}
 
     @property
     def groups(self) -> list[ProcessGroup]:
@@ -97,33 +112,53 @@ class Courses:
         """Buckets are formed anew, and everything begins from its start."""
         self._parts.clear()
         self._places.clear()
-        self.fresh = []
+        self.fresh = {}
 
     @property
-    def fresh_is_shared(self) -> bool:
-        """Whether something that starts from the weights must be equal on all ranks."""
-        return any(
-            one.start == "weights" and one.scope == "shared"
-            for track in self.fresh
-            for one in track.memory.declared.values()
-        )
+    def fresh_and_shared(self) -> list[str]:
+        """Names of the parameters of which something starts from the weights that must be equal on all ranks."""
+        found = [
+            names for (track, state), names in self.fresh.items() if track.memory.declared[state].scope == "shared"
+        ]
+        return list(dict.fromkeys(name for names in found for name in names))
 
     def begin_from_weights(self) -> None:
         """Make what starts from weights: when it is new, and when the weights were replaced from outside."""
-        fresh, self.fresh = self.fresh, []
-        for track in fresh:
-            memory = track.memory
-            weights = track.bucket.read_weights(track.bucket.empty())
-            for one in memory.declared.values():
-                if one.start == "weights":
-                    memory.state[one.name].copy_(weights)
+        fresh, self.fresh = self.fresh, {}
+        for (track, state), names in fresh.items():
+            weights = track.views(track.bucket.read_weights(track.bucket.empty()))
+            for name, begun, weight in zip(track.names, track.views(track.memory.state[state]), weights, strict=True):
+                if name in names:
+                    begun.copy_(weight)
+
+    def remembered(self) -> Remembered:
+        """Copies of everything that is remembered, but for what has yet to start from the weights."""
+        found = collect(self.places)
+        for (track, state), names in self.fresh.items():
+            for name in names:
+                found["parameters"][name].pop(key_of(track, state))
+        return found
+
+    def restore(self, remembered: Remembered) -> None:
+        """Put what was remembered back. Only the rest starts from the weights."""
+        restore(self.places, remembered)
+        known = remembered["parameters"]
+        lacking = {
+            place: [name for name in names if key_of(*place) not in known.get(name, {})]
+            for place, names in self.fresh.items()
+        }
+        self.fresh = {place: names for place, names in lacking.items() if names}
+
+    def _note_fresh(self, track: Track, states: Iterable[State]) -> None:
+        self.fresh.update({(track, one.name): list(track.names) for one in states if one.start == "weights"})
 
     def weights_were_replaced(self) -> None:
         """Begin again from the weights: what was remembered of others, and flights from them, say nothing of these."""
         for track in self.places:
-            if any(one.start == "weights" for one in track.memory.declared.values()):
+            declared = track.memory.declared.values()
+            if any(one.start == "weights" for one in declared):
                 track.memory.begin_again()
-                self.fresh.append(track)
+                self._note_fresh(track, declared)
         for course in self.courses:
             if "weights" in course.exchange.writes:
                 for track in course.tracks:
@@ -139,6 +174,7 @@ class Courses:
         executed = [one for one in exchanges if one.how is None or one.how.lockstep]
         labels = {one.label for one in executed}
         self._places = {key: track for key, track in self._places.items() if key[0] in labels}
+        self.fresh = {place: names for place, names in self.fresh.items() if place[0].label in labels}
         lanes = self._lanes(executed, {bucket.device for bucket in buckets})
         self.courses = [
             self._course(one, self._buckets_of(one, buckets, model, options), model, lanes.get(one.label))
@@ -181,8 +217,7 @@ class Courses:
         self._places.setdefault(key, track)
         new = [one for one in exchange.states() if one.name not in track.memory.declared]
         track.memory.declare(new)
-        if any(one.start == "weights" for one in new):
-            self.fresh.append(track)
+        self._note_fresh(track, new)
         return track
 
     def prepare(self, exchanges: Sequence[Exchange]) -> None:
@@ -251,7 +286,8 @@ class Courses:
 
     def _group_of(self, label: str) -> ProcessGroup:
         if label not in self._groups:
-            self._groups[label] = self._group.duplicate(f"lane-{label}")
+            self._groups[label] = made = self._group.duplicate(f"lane-{label}")
+            describe(made, self._group.global_communicator.activity.describe)
             self._belongings.groups.append(self._groups[label])
         return self._groups[label]
 
@@ -279,7 +315,17 @@ def saved_flights(flights: Sequence[tuple[Track, Flight]]) -> list[dict[str, Any
     """Copies of flights that are over and not folded, for a checkpoint."""
     saved = []
     for track, flight in flights:
+        memory = flight.memory
         flats = {"flat": flight.flat} if flight.sent is None else {"flat": flight.flat, "sent": flight.sent}
-        numbers = {name: getattr(flight, name) for name in ("step", "t", "round", "loss_scale")}
-        saved.append({"label": track.label, "names": list(track.names), **numbers, "parameters": cut(track, flats)})
+        next_ones = {name: value for name, value in memory.proposed.items() if memory.is_elementwise(name)}
+        flats |= {f"next.{name}": value for name, value in next_ones.items()}
+        saved.append(
+            {
+                "label": track.label,
+                "names": list(track.names),
+                **{name: getattr(flight, name) for name in ("step", "t", "round", "loss_scale")},
+                "parameters": cut(track, flats),
+                "proposed": {name: one.clone() for name, one in memory.proposed.items() if name not in next_ones},
+            }
+        )
     return saved

@@ -29,7 +29,7 @@ __all__ = [
 _log = logging.getLogger("bagua")
 
 #: Steps from one look to the next where ranks hold equal weights after each step.
-DEFAULT_CHECK_EVERY = 50
+DEFAULT_CHECK_EVERY = 100
 #: Sums of a digest: what changes several words must cancel out in one of them to be overlooked.
 _SUMS = 256
 _SETTINGS = "settings of optimizers"

@@ -16,16 +16,27 @@ from bagua.comm import Communicator, Group, ProcessGroup, as_group, close_with, 
 from bagua.engine.agreement import compare_or_refuse
 from bagua.engine.autotune.search import Setting
 from bagua.engine.belongings import Belongings
-from bagua.engine.courses import Courses, follows_gradients, gathers, is_between_steps, is_chunked, layout_of
+from bagua.engine.courses import (
+    Courses,
+    describe,
+    follows_gradients,
+    gathers,
+    is_between_steps,
+    is_chunked,
+    layout_of,
+    saved_flights,
+)
 from bagua.engine.equality import EqualityCheck, digest_of_gradients, warn_of_equal_gradients
-from bagua.engine.layout import agreed_order, bucket_lists, cut, foreign, name_of, positions_of, twice
+from bagua.engine.gradients import Unused
+from bagua.engine.layout import agreed_order, bucket_lists, cut, foreign, log_buckets, name_of, positions_of, twice
 from bagua.engine.meeting import meet
 from bagua.engine.options import EngineOptions, check_bucket_bytes, check_leader, check_optional_flag
 from bagua.engine.registration import Registration, buffers_of, floating_buffers_of
-from bagua.engine.saving import Remembered, collect, has_start, restore
+from bagua.engine.saving import Remembered
 from bagua.engine.scheduler import Scheduler
 from bagua.engine.state import make_weights_equal
 from bagua.engine.tracks import Clock
+from bagua.engine.whereabouts import whereabouts
 from bagua.errors import BaguaError, blame
 
 __all__ = ["BucketFormation"]
@@ -51,6 +62,7 @@ class BucketFormation:
         leader = check_leader(options.intra_comm_root_rank, user_group)
         refusal = self._register()
         self.group = user_group.duplicate("model", leader=leader)
+        describe(self.group, partial(whereabouts, weakref.ref(self)))
         self.belongings = self._own(self.group)
         self.step = 0
         self.equality = EqualityCheck(declaration, options)
@@ -64,6 +76,7 @@ class BucketFormation:
         self._order: list[int] = []
         self.arrival: list[torch.nn.Parameter] = []
         self._arrived: set[int] = set()
+        self._unused = Unused()
         self.scheduler: Scheduler | None = None
         self.courses = Courses(self.group, self.belongings)
         self.remembered: Remembered | None = None
@@ -107,8 +120,9 @@ class BucketFormation:
             for dtype in {parameter.dtype for parameter in named.values()}:
                 if one.how is not None:
                     one.how.check_dtype(dtype)
-            if one.parts.by != "arrival" and "buffers" not in one.needs:
-                one.parts.cut(named)
+            if "buffers" not in one.needs:
+                parts = [list(named)] if one.parts.by == "arrival" else one.parts.cut(named)
+                one.then.check_parameters([named[name] for part in parts for name in part])
 
     def _agree(self, refusal: BaguaError | None = None) -> None:
         """Make sure that all ranks mean the same, and form the buckets that the user wants."""
@@ -145,11 +159,6 @@ class BucketFormation:
         return self.scheduler is not None
 
     bucket_initialized = initialized
-
-    @property
-    def find_unused_parameters(self) -> bool:
-        """Whether a parameter without a gradient counts as zero."""
-        return self.options.find_unused_parameters
 
     def end_exchanges(self) -> None:
         """Wait for what is under way, and apply nothing."""
@@ -235,6 +244,7 @@ class BucketFormation:
             )
             for index, positions in enumerate(members)
         ]
+        log_buckets(self.group.rank, self.step, self.declaration, self.buckets)
         self.courses.forget()
         self.register_bagua_buckets()
 
@@ -246,15 +256,13 @@ class BucketFormation:
         return phase
 
     def _enter_phase(self, phase: Hashable) -> None:
-        exchanges = self.exchanges_of(phase)
-        self._phase = phase
+        self._phase, exchanges = phase, self.exchanges_of(phase)
         self.between_steps = is_between_steps(exchanges)
         self.follows_gradients = follows_gradients(exchanges)
 
     def go_to(self, step: int, began: int) -> None:
         """Go on with step ``step``, of a phase that began with step ``began``: both come from a checkpoint."""
-        self.step, self.began = step, began
-        self.restored_at = step
+        self.step, self.began, self.restored_at = step, began, step
         self._enter_phase(self.declaration.phase(step, self.model))
 
     def exchanges_of(self, phase: Hashable) -> tuple[Exchange, ...]:
@@ -273,12 +281,11 @@ class BucketFormation:
             self.group.abort(told, culprit)
             raise
         self.registration.remember_storages()
-        scheduler, places = self.scheduler, self.courses.places
+        scheduler = self.scheduler
         assert scheduler is not None
         remembered, self.remembered = self.remembered, None
         if remembered is not None:
-            restore(places, remembered)
-            self.courses.fresh = [track for track in self.courses.fresh if not has_start(track, remembered)]
+            self.courses.restore(remembered)
             self.courses.board(scheduler, self.flights)
             self.flights = []
         if self.algorithm.plane is not None:
@@ -303,10 +310,11 @@ class BucketFormation:
         """Make what starts from the weights, once they are what training begins with. Collective if it is shared."""
         if not self.courses.fresh:
             return
-        if self.group.size > 1 and self.courses.fresh_is_shared:
+        shared = self.courses.fresh_and_shared
+        if self.group.size > 1 and shared:
             if loads := self.equality.unmet_loads():
                 meet(self.group, f"load{loads}", "weights were loaded")
-            make_weights_equal(self.registration.parameters, self.communicator)
+            make_weights_equal([self.model.parameters[name] for name in shared], self.communicator)
         self.courses.begin_from_weights()
 
     def weights_will_be_replaced(self) -> None:
@@ -355,12 +363,15 @@ class BucketFormation:
     def recut(self, setting: Setting) -> None:
         """Go on at once with another setting, which all ranks chose together in the same step.
 
-        Parameters keep their order, and what the algorithm remembers is carried over.
+        Parameters keep their order, and what the algorithm remembers is carried over, as are flights of parts, which
+        are no buckets.
         """
         declaration, algorithm = self.declaration, self.algorithm
         if setting.hierarchical != self.setting.hierarchical:
             declaration = declaration.in_form(hierarchical=setting.hierarchical)
             algorithm = self._bind(declaration)
+        if self.scheduler is not None:
+            self.flights = saved_flights(self.scheduler.withdraw_parts())
         self.put_aside()
         self.declaration, self.algorithm = declaration, algorithm
         self.options = dataclasses.replace(self.options, bucket_bytes=setting.bucket_bytes)
@@ -379,8 +390,9 @@ class BucketFormation:
         if self.scheduler is not None:
             self.scheduler.flush()
             self.scheduler.dissolve()
-            self.remembered = collect(self.courses.places)
+            self.remembered = self.courses.remembered()
         self.scheduler = None
+        self._unused = Unused()
         self.buckets = []
         self.forget_arrivals()
 

@@ -9,7 +9,7 @@ import torch
 from bagua.comm import Communicator, ReduceOp
 from bagua.errors import ConfigurationError
 
-__all__ = ["has_finite_gradients", "refuse_graph", "restore_unused"]
+__all__ = ["Unused", "has_finite_gradients", "refuse_graph", "restore_unused"]
 
 
 def has_finite_gradients(optimizer: torch.optim.Optimizer) -> bool:
@@ -39,6 +39,22 @@ def refuse_graph(_: torch.nn.Parameter) -> None:
         seen=True,
         advice="Use torch.autograd.grad(create_graph=True) for the inner derivative.",
     )
+
+
+class Unused:
+    """Which parameters got no gradient on this rank in the last steps."""
+
+    def __init__(self) -> None:
+        self._steps: list[set[str]] = []
+
+    def after(self, without: set[str], *, steps: int) -> set[str]:
+        """A step is over in which the parameters ``without`` got none.
+
+        Returns:
+            Those that got none in the last ``steps`` steps, whose gradients may be there now; none if these are fewer.
+        """
+        self._steps = [*self._steps, without][-steps:]
+        return set.intersection(*self._steps) if len(self._steps) == steps else set()
 
 
 def restore_unused(

@@ -13,6 +13,7 @@ import torch
 from bagua.engine.autotune.tuner import Autotuner
 from bagua.engine.courses import waits_for_optimizers
 from bagua.engine.gradients import has_finite_gradients, refuse_graph
+from bagua.engine.layout import shared
 from bagua.engine.outputs import tensors_in
 from bagua.engine.reducer import Reducer
 from bagua.engine.spans import Passes
@@ -157,17 +158,15 @@ class BackwardHooks:
         self.reducer = reducer
         self.tuner = Autotuner(reducer)
         self._passes = Passes(reducer.group.recorder)
-        self.synchronize = True
-        self.accumulates = self.closed = False
+        self.synchronize, self.accumulates, self.closed = True, False, False
         self._handles: list[Any] = []
         weakref.finalize(self, _remove, self._handles).atexit = False
         self.current: weakref.ref[_Pass] | None = None
         self.take: Callable[[torch.nn.Parameter], None] | None = None
         self._armed, self._silent = True, False
         self._listening: list[Any] = []
-        self._retired = False
         self._waiting_for: set[int] = set()
-        self._stepped = False
+        self._retired = self._stepped = False
 
     def create_hooks(self) -> None:
         """Attach to the parameters and optimizers of the reducer. On one rank there is nothing to attach.
@@ -211,13 +210,7 @@ class BackwardHooks:
         for name, parameter in zip(registration.names, registration.parameters, strict=True):
             for earlier in (*_engines_of(parameter), *without_hooks.get(id(parameter), ())):
                 if not here.issuperset(map(id, earlier.reducer.registration.parameters)):
-                    raise ConfigurationError(
-                        f"{name} is exchanged by the engine of another model, which has other parameters besides",
-                        argument="module",
-                        expected="parameters of one model",
-                        seen="parameters that two wrapped models share",
-                        advice="Wrap one module that contains both.",
-                    )
+                    raise shared(name)
                 earlier.retire()
                 if self.reducer.group.rank == 0:
                     _log.warning("the model was wrapped before: the earlier wrapper exchanges nothing from now on")
@@ -273,8 +266,7 @@ class BackwardHooks:
         reducer.check_usable()
         self._passes.enter("forward pass")
         reducer.after_optimizers(stepped=self._stepped)
-        difference = reducer.registration.difference()
-        if difference is not None:
+        if (difference := reducer.registration.difference()) is not None:
             self.remove_hooks()
             reducer.rebuild(difference)
             self.create_hooks()
@@ -366,7 +358,7 @@ class BackwardHooks:
         """After the first backward pass: form buckets, and take the gradients that arrived in it."""
         reducer = self.reducer
         arrived = self._with_gradients() if reducer.group.size == 1 else reducer.arrival
-        if not arrived and not reducer.find_unused_parameters:
+        if not arrived and not reducer.options.find_unused_parameters:
             return False
         reducer.arrival = arrived
         reducer.initialize_buckets()
@@ -421,13 +413,12 @@ class BackwardHooks:
         self._stepped = True
         self._waiting_for.discard(id(optimizer))
         if not self._waiting_for:
-            self.reducer.after_optimizers()
+            self.reducer.after_optimizers(late=False)
 
 
 def _engines_of(parameter: torch.nn.Parameter) -> list[BackwardHooks]:
     """Engines that listen to ``parameter``: none or one."""
-    hooks = hooks_after_accumulation(parameter)
-    engines = [hook.engine() for hook in hooks if isinstance(hook, _ParameterHook)]
+    engines = [hook.engine() for hook in hooks_after_accumulation(parameter) if isinstance(hook, _ParameterHook)]
     return [engine for engine in engines if engine is not None]
 
 

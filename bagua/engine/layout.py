@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -19,13 +20,18 @@ __all__ = [
     "check_place",
     "cut",
     "foreign",
+    "log_buckets",
     "name_of",
     "not_formed",
     "positions_of",
+    "shared",
     "twice",
     "unusable",
     "unused",
 ]
+
+
+_log = logging.getLogger("bagua")
 
 
 def agreed_order(
@@ -199,6 +205,17 @@ def unused(lacking: dict[int, list[str]]) -> ConfigurationError:
     )
 
 
+def shared(name: str) -> ConfigurationError:
+    """The error for a parameter of two wrapped models that are not one and the same."""
+    return ConfigurationError(
+        f"{name} is exchanged by the engine of another model, which has other parameters besides",
+        argument="module",
+        expected="parameters of one model",
+        seen="parameters that two wrapped models share",
+        advice="Wrap one module that contains both.",
+    )
+
+
 def twice(name: str) -> ConfigurationError:
     """The error for a parameter whose gradient was accumulated twice in one backward pass."""
     return ConfigurationError(
@@ -224,6 +241,13 @@ def unusable(name: str, gradient: torch.Tensor | None) -> ConfigurationError:
         seen=seen,
         advice=advice,
     )
+
+
+def log_buckets(rank: int, step: int, algorithm: object, buckets: Sequence[Bucket]) -> None:
+    """Say at level ``debug`` what is exchanged from ``step`` on."""
+    if _log.isEnabledFor(logging.DEBUG):
+        told = "; ".join(f"{one.nbytes:,} bytes, {one.names[0]} to {one.names[-1]}" for one in buckets)
+        _log.debug("rank %d: from step %d on %r, buckets of %s", rank, step, algorithm, told)
 
 
 def not_formed() -> ConfigurationError:

@@ -53,8 +53,7 @@ def _meet(group: ProcessGroup, topic: str, change: str) -> None:
             raise _stuck(group, stuck, change)
         suspects = waiting
         if wait.is_over():
-            names = ", ".join(map(str, sorted(missing)))
-            wait.warn(group.ranks[group.rank], f"rank {names} to change the model, too: {change}. {_ADVICE}")
+            wait.warn(group.ranks[group.rank], sorted(missing), f"to change the model, too: {change}. {_ADVICE}")
 
 
 def _stuck(group: ProcessGroup, stuck: list[int], change: str) -> CollectiveMismatchError:

@@ -14,7 +14,7 @@ from bagua.buckets import Bucket
 from bagua.comm import Group
 from bagua.engine import checkpoints
 from bagua.engine.autotune.settings import AutotuneSettings
-from bagua.engine.courses import gathers
+from bagua.engine.courses import gathers, lag_of_gradients
 from bagua.engine.equality import Belief
 from bagua.engine.formation import BucketFormation
 from bagua.engine.gradients import restore_unused
@@ -29,9 +29,7 @@ from bagua.engine.options import (
     optimizer_list,
     refuse_unknown,
 )
-from bagua.engine.saving import (
-    compare_states,
-)
+from bagua.engine.saving import compare_states
 from bagua.engine.state import are_equal
 from bagua.engine.tracks import Track
 from bagua.errors import CommunicationError, CommunicatorClosedError, blame
@@ -257,14 +255,15 @@ class Reducer(BucketFormation):
             self.step += 1
             return
         missing = scheduler.missing() if self.follows_gradients else []
-        if missing and not self.find_unused_parameters:
+        if missing and not self.options.find_unused_parameters:
             if len(missing) == len(scheduler.slots):
                 return
             raise unused({self.group.rank: [slot.name for slot in missing]})
-        without = scheduler.fill_missing(missing)
+        without = {slot.name for slot in scheduler.fill_missing(missing)}
         scheduler.complete()
-        if self.find_unused_parameters and gathers(self.exchanges_of(self._phase)) and self.group.size > 1:
-            restore_unused({slot.name for slot in without}, self.model.parameters, self.communicator)
+        if self.options.find_unused_parameters and self.group.size > 1 and gathers(self.exchanges_of(self._phase)):
+            unused_here = self._unused.after(without, steps=1 + lag_of_gradients(self.exchanges_of(self._phase)))
+            restore_unused(unused_here, self.model.parameters, self.communicator)
         if self.equality.concerns(self.step):
             self.end_exchanges()
             belief = Belief(self.module, self.model, self.buckets, self.courses.places)
@@ -280,11 +279,12 @@ class Reducer(BucketFormation):
         """Whether an exchange waits for the optimizers."""
         return self.scheduler is not None and self.scheduler.owes
 
-    def after_optimizers(self, *, stepped: bool = True) -> None:
+    def after_optimizers(self, *, stepped: bool = True, late: bool = True) -> None:
         """Exchange what waited for the optimizers.
 
         Args:
             stepped: False if none of them has told of a step since the last backward pass.
+            late: False if the last of them has told of its step just now.
 
         Raises:
             ConfigurationError: none has, and the weights are others than at the end of that pass.
@@ -296,6 +296,8 @@ class Reducer(BucketFormation):
             self.give_up(error)
             raise error
         self._versions = []
+        if not late:
+            self.model.forget_rates()
         try:
             self.scheduler.after_optimizers()
         except BaseException as error:

@@ -9,7 +9,6 @@ from typing import Any, Protocol, TypedDict
 import torch
 
 from bagua.algorithms import Algorithm
-from bagua.checks import check_kind
 from bagua.comm import Communicator, as_bytes
 from bagua.engine.agreement import compare
 from bagua.errors import ConfigurationError
@@ -18,15 +17,15 @@ from bagua.primitives import ReducerMemory
 __all__ = [
     "Holder",
     "Remembered",
-    "check_owner",
     "collect",
     "compare_states",
     "digest_of",
     "divided",
-    "from_checkpoint",
-    "has_start",
+    "key_of",
     "merged",
-    "name_of_rank",
+    "other_shape",
+    "paste",
+    "propose_again",
     "renamed",
     "restore",
     "scopes_of",
@@ -72,7 +71,8 @@ class Remembered(TypedDict):
     others: list[dict[str, Any]]
 
 
-def _key(place: Holder, name: str) -> str:
+def key_of(place: Holder, name: str) -> str:
+    """Under which name the state ``name`` of ``place`` is saved."""
     return f"{place.label}.{name}" if place.label else name
 
 
@@ -84,7 +84,7 @@ def collect(places: Iterable[Holder]) -> Remembered:
         elementwise = {name: value for name, value in memory.state.items() if memory.is_elementwise(name)}
         for name, parts in cut(place, elementwise).items():
             remembered["parameters"].setdefault(name, {}).update(parts)
-        whole = {_key(place, name): value.clone() for name, value in memory.state.items() if name not in elementwise}
+        whole = {key_of(place, name): value.clone() for name, value in memory.state.items() if name not in elementwise}
         if whole:
             remembered["others"].append({"label": place.label, "names": list(place.names), "state": whole})
     return remembered
@@ -92,7 +92,7 @@ def collect(places: Iterable[Holder]) -> Remembered:
 
 def cut(place: Holder, flats: Mapping[str, torch.Tensor]) -> dict[str, Tensors]:
     """Each parameter's part of each flat tensor, by name of the parameter."""
-    parts = {_key(place, name): place.views(flat) for name, flat in flats.items()}
+    parts = {key_of(place, name): place.views(flat) for name, flat in flats.items()}
     return {
         name: {key: views[position].clone() for key, views in parts.items()}
         for position, name in enumerate(place.names)
@@ -134,7 +134,7 @@ def restore(places: Iterable[Holder], remembered: Remembered) -> None:
 
     Args:
         places: in the same layout or another one. Then, what belonged to a flat tensor as a whole goes to where its
-            first parameter is now, if it fits.
+            first parameter is now, if it fits; that of a family to wherever one of its parameters is.
         remembered: from ``collect``.
 
     Raises:
@@ -146,21 +146,20 @@ def restore(places: Iterable[Holder], remembered: Remembered) -> None:
         for name, flat in memory.state.items():
             if memory.is_elementwise(name):
                 paste(place, name, flat, remembered["parameters"])
-        whole: Tensors = next((other["state"] for other in remembered["others"] if _moves_to(place, other)), {})
-        for name, value in memory.state.items():
-            found = whole.get(_key(place, name))
-            if not memory.is_elementwise(name) and found is not None and found.shape == value.shape:
-                value.copy_(found)
+            else:
+                found = _whole_of(place, name, remembered["others"])
+                if found is not None and found.shape == flat.shape:
+                    flat.copy_(found)
 
 
-def has_start(place: Holder, remembered: Remembered) -> bool:
-    """Whether what starts from the weights in ``place`` is among what is remembered."""
-    found = remembered["parameters"].get(place.names[0], {})
-    return any(_key(place, one.name) in found for one in place.memory.declared.values() if one.start == "weights")
-
-
-def _moves_to(place: Holder, other: Mapping[str, Any]) -> bool:
-    return bool(other["label"] == place.label and other["names"][0] in place.names)
+def _whole_of(place: Holder, name: str, others: Iterable[Mapping[str, Any]]) -> torch.Tensor | None:
+    key, of_family = key_of(place, name), name not in place.memory.declared
+    for other in others:
+        owners = other["names"] if of_family else other["names"][:1]
+        if other["label"] == place.label and key in other["state"] and not set(owners).isdisjoint(place.names):
+            found: torch.Tensor = other["state"][key]
+            return found
+    return None
 
 
 def _restore_families(place: Holder, remembered: Remembered) -> None:
@@ -168,13 +167,15 @@ def _restore_families(place: Holder, remembered: Remembered) -> None:
     memory = place.memory
     families = [one.name for one in memory.declared.values() if one.per == "family"]
     for family in families:
-        prefix = _key(place, f"{family}.")
+        prefix = key_of(place, f"{family}.")
         skipped = len(prefix) - len(family) - 1
-        for key, value in remembered["parameters"].get(place.names[0], {}).items():
+        of_each = {key: value for name in place.names for key, value in remembered["parameters"].get(name, {}).items()}
+        for key, value in of_each.items():
             if key.startswith(prefix):
                 memory.state[key[skipped:]] = torch.zeros(memory.numel, dtype=value.dtype, device=memory.device)
         for other in remembered["others"]:
-            for key, value in other["state"].items() if _moves_to(place, other) else ():
+            here = other["label"] == place.label and not set(other["names"]).isdisjoint(place.names)
+            for key, value in other["state"].items() if here else ():
                 if key.startswith(prefix):
                     memory.state[key[skipped:]] = torch.zeros_like(value)
 
@@ -185,19 +186,41 @@ def paste(place: Holder, name: str, flat: torch.Tensor, source: Mapping[str, Ten
     Raises:
         ConfigurationError: it has another shape.
     """
-    key = _key(place, name)
+    key = key_of(place, name)
     for parameter, view in zip(place.names, place.views(flat), strict=True):
         part = source.get(parameter, {}).get(key)
         if part is None:
             continue
         if part.shape != view.shape:
-            raise ConfigurationError(
-                f"the saved state {key} of {parameter} has another shape",
-                argument="state_dict",
-                expected=list(view.shape),
-                seen=list(part.shape),
-            )
+            raise other_shape(key, parameter, expected=view, seen=part)
         view.copy_(part)
+
+
+def other_shape(key: str, parameter: str, *, expected: torch.Tensor, seen: torch.Tensor) -> ConfigurationError:
+    """The error if what was saved under ``key`` for ``parameter`` has another shape than here."""
+    return ConfigurationError(
+        f"the saved state {key} of {parameter} has another shape",
+        argument="state_dict",
+        expected=list(expected.shape),
+        seen=list(seen.shape),
+    )
+
+
+def propose_again(place: Holder, saved: Mapping[str, Any]) -> None:
+    """Have ``place`` remember what a saved flight proposed, once the flight is folded.
+
+    Args:
+        place: with the parameters of the flight.
+        saved: under ``parameters`` each parameter's part of ``next.`` and the name of a state; under ``proposed``, by
+            name, what belongs to the flat tensor as a whole.
+    """
+    memory = place.memory
+    for name, state in list(memory.state.items()):
+        whole = saved["proposed"].get(name)
+        if any(key_of(place, f"next.{name}") in parts for parts in saved["parameters"].values()):
+            paste(place, f"next.{name}", memory.propose(name).zero_(), saved["parameters"])
+        elif whole is not None and whole.shape == state.shape:
+            memory.propose(name).copy_(whole)
 
 
 def shared_tensors(places: Iterable[Holder]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -207,7 +230,7 @@ def shared_tensors(places: Iterable[Holder]) -> Iterator[tuple[str, torch.Tensor
         for name in sorted(memory.state):
             declared = memory.declared.get(name) or memory.declared[name.partition(".")[0]]
             if declared.scope == "shared":
-                yield f"{_key(place, name)} of {place.names[0]}", memory.state[name]
+                yield f"{key_of(place, name)} of {place.names[0]}", memory.state[name]
 
 
 def compare_states(
@@ -237,54 +260,6 @@ def digest_of(tensor: torch.Tensor) -> str:
     """A digest of the bytes of ``tensor``."""
     contents = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     return hashlib.sha256(as_bytes(contents)).hexdigest()[:16]
-
-
-# Checkpoints of the engine.
-
-_STATE = {"algorithm": str, "step": int, "rank": int, "world_size": int, "began": int, "buckets": list}
-_REMEMBERED = {"parameters": dict, "others": list}
-
-
-def from_checkpoint(state_dict: Any, algorithm: Algorithm) -> dict[str, Any]:
-    """A saved state, which may come from anywhere.
-
-    Args:
-        state_dict: of the engine.
-        algorithm: that it should belong to; its options may be others.
-
-    Raises:
-        ConfigurationError: it is no such state, or not a whole one, or one of another algorithm.
-    """
-    _check_keys(state_dict, {**_STATE, **_REMEMBERED})
-    own = name_of_rank(state_dict["rank"])
-    _check_keys(state_dict, {own: dict})
-    _check_keys(state_dict[own], {**_REMEMBERED, "flights": list})
-    if state_dict["algorithm"].partition("(")[0] != repr(algorithm).partition("(")[0]:
-        raise ConfigurationError(
-            "this state belongs to another algorithm",
-            argument="state_dict",
-            expected=repr(algorithm),
-            seen=state_dict["algorithm"],
-        )
-    return dict(state_dict)
-
-
-def _check_keys(state_dict: Any, wanted: Mapping[str, type]) -> None:
-    lacking = [key for key in wanted if key not in state_dict] if isinstance(state_dict, Mapping) else list(wanted)
-    if lacking:
-        raise ConfigurationError(
-            "this is no state of an algorithm",
-            argument="state_dict",
-            expected="what bagua_state_dict() returned",
-            seen=f"no {', '.join(lacking)}",
-        )
-    for key, kind in wanted.items():
-        check_kind(kind, f"a {kind.__name__} as {key}", state_dict=state_dict[key])
-
-
-def name_of_rank(rank: int) -> str:
-    """What is under this key in a saved state is that rank's own; all else is equal on all ranks."""
-    return f"rank{rank}"
 
 
 def scopes_of(algorithm: Algorithm) -> dict[str, str]:
@@ -333,25 +308,3 @@ def united(one: Remembered, other: Remembered) -> Remembered:
         parameters={name: {**one["parameters"].get(name, {}), **other["parameters"].get(name, {})} for name in names},
         others=[*one["others"], *other["others"]],
     )
-
-
-def check_owner(state_dict: Mapping[str, Any], rank: int, size: int) -> None:
-    """Check that a saved state is that of this rank, of as many ranks.
-
-    Args:
-        state_dict: names its ``rank`` and ``world_size``.
-        rank: this rank.
-        size: number of ranks.
-
-    Raises:
-        ConfigurationError: naming both ranks.
-    """
-    expected, seen = f"rank {rank} of {size}", f"rank {state_dict['rank']} of {state_dict['world_size']}"
-    if seen != expected:
-        raise ConfigurationError(
-            f"{expected} was given the state of {seen}",
-            argument="state_dict",
-            expected=expected,
-            seen=seen,
-            advice="Let each rank load what it saved itself, or all of them the file of one.",
-        )

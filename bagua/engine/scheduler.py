@@ -40,20 +40,18 @@ class Arrival:
 
     Attributes:
         bucket: the bucket.
-        index: its place among the buckets.
         slots: one for each parameter.
         pending: gradients that are still missing in this backward pass.
         fusion: whether parameters get their part of the flat gradients.
         scale: factor on gradients that are gathered in this step; None for 1.
     """
 
-    __slots__ = ("_factor", "_factor_tensor", "bucket", "fusion", "index", "pending", "scale", "slots")
+    __slots__ = ("_factor", "_factor_tensor", "bucket", "fusion", "pending", "scale", "slots")
 
-    def __init__(self, index: int, bucket: Bucket, *, gathers: bool) -> None:
+    def __init__(self, bucket: Bucket, *, gathers: bool) -> None:
         gathers = gathers and bucket.gradients is not None
         views: Sequence[torch.Tensor | None] = bucket.gradient_views if gathers else [None] * len(bucket.names)
         self.bucket = bucket
-        self.index = index
         self.slots = [
             Slot(name, parameter, self, view)
             for name, parameter, view in zip(bucket.names, bucket.parameters, views, strict=True)
@@ -119,11 +117,12 @@ class Scheduler:
         self._gathering = [
             course for course in courses if course.exchange.what is not None and "gradients" in course.exchange.needs
         ]
-        self._arrivals = [Arrival(index, bucket, gathers=bool(self._gathering)) for index, bucket in enumerate(buckets)]
+        self._arrivals = [Arrival(bucket, gathers=bool(self._gathering)) for bucket in buckets]
         self.slots = {id(slot.parameter): slot for arrival in self._arrivals for slot in arrival.slots}
         self.launched = 0
         self.active = False
         self.clock = Clock()
+        self._was_safe = -1
         self._launching = threading.Lock()
         self._backward = 0
         self._begun = True
@@ -133,8 +132,9 @@ class Scheduler:
     # One backward pass.
 
     def safe_point(self, clock: Clock) -> None:
-        """The first training forward of a step begins."""
-        if self._agendas["safe"]:
+        """A training forward begins; later ones of the same step change nothing: graphs need the weights."""
+        if self._agendas["safe"] and clock.step != self._was_safe:
+            self._was_safe = clock.step
             for course in self.courses:
                 course.begin(clock)
             self._reach("safe", clock)
@@ -148,7 +148,7 @@ class Scheduler:
         self._begun = not self._agendas["backward begins"]
         for course in self.courses:
             course.begin(clock)
-        factor = next((course.scale for course in self._gathering if course.due), 1.0)
+        factor = next((course.scale for course in self._gathering if course.due and course.scales_gathering), 1.0)
         for arrival in self._arrivals:
             arrival.pending = len(arrival.slots)
             arrival.scale = arrival.factor(factor)
@@ -260,6 +260,8 @@ class Scheduler:
             self._owed.update(id(track) for track in course.tracks if course.is_due(track))
         back = any(course.is_back(track, self.clock) for course in agenda.folds for track in course.tracks)
         self.owes = bool(self._owed) or back
+        for course in self.courses if self.owes else ():
+            course.note_rates()
 
     def after_optimizers(self) -> None:
         """The optimizers have stepped, or it is known that they will not: exchange what waited for that."""
@@ -294,6 +296,14 @@ class Scheduler:
             flight.wait = nothing
         return flights
 
+    def withdraw_parts(self) -> list[tuple[Track, Flight]]:
+        """Take out the flights of parts, which go on when buckets are formed anew, once what is owed has started."""
+        self.after_optimizers()
+        flights = [(track, flight) for track, flight in self.settle() if not track.bucket.by_arrival]
+        for track, _ in flights:
+            track.flights.clear()
+        return flights
+
     def resume(self, flights: Sequence[tuple[Track, Flight]]) -> None:
         """Fold flights when their time comes, after all, as ``settle`` returned them."""
         here = {id(track) for track in self.tracks}
@@ -305,6 +315,11 @@ class Scheduler:
     def tracks(self) -> list[Track]:
         """Of all exchanges."""
         return [track for course in self.courses for track in course.tracks]
+
+    @property
+    def waits_for(self) -> Bucket | None:
+        """The bucket that the thread which trains exchanges, or waits for; None if there is none."""
+        return next((course.at_work for course in self.courses if course.at_work is not None), None)
 
     def dissolve(self) -> None:
         """Give back threads, and the buckets now: arrivals and slots know each other, and their memory is large."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +12,12 @@ from typing import Any
 
 import torch
 
-from bagua.algorithms import Exchange, Flight, Model
+from bagua.algorithms import Exchange, Flight, How, Model
 from bagua.buckets import Bucket
-from bagua.comm import Communicator, ProcessGroup
+from bagua.comm import Communicator, ProcessGroup, Work
 from bagua.engine.executor import Executor, nothing
 from bagua.engine.gauges import Gauges
-from bagua.engine.saving import paste
+from bagua.engine.saving import paste, propose_again
 from bagua.engine.spans import shown
 from bagua.primitives import MatrixBlock, ReducerMemory
 
@@ -116,6 +117,7 @@ class Course:
 
     Attributes:
         due: parts that start in this step.
+        at_work: the bucket that is being exchanged, or waited for; None if there is none.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class Course:
         self.tracks = list(tracks)
         self.lane = lane
         self.due: frozenset[int] = frozenset()
+        self.at_work: Bucket | None = None
         self._model = model
         self._prepared = prepared
         self._ranks = 1 if lane is None else lane.group.size
@@ -133,9 +136,15 @@ class Course:
         self._shifts = [parts.shift(part, exchange.when.steps) for part in range(parts.n)]
         how = exchange.how
         self._uniform = how is not None and how.uniform
-        self._checks = exchange.then.whole or (self._uniform and "weights" in exchange.writes)
         self._in_place = exchange.what is not None and exchange.what.in_place and exchange.lag == 0
         self._gauges = None if lane is None or exchange.how is None else Gauges(exchange, lane.group)
+        self._all_drop = self._ranks > 1 and self._is_dropped_by_all()
+
+    def _is_dropped_by_all(self) -> bool:
+        """Whether weights that are not finite on one rank would end the exchange between all, where a look is cheap."""
+        one = self.exchange
+        uniform = one.how is not None and one.how.uniform and "weights" in one.writes and not one.then.whole
+        return uniform and (one.when.steps > 1 or all(track.bucket.device.type == "cpu" for track in self.tracks))
 
     # When.
 
@@ -149,10 +158,21 @@ class Course:
         return (0 if self._of_arrival else track.part) in self.due
 
     @property
+    def scales_gathering(self) -> bool:
+        """Whether gradients are multiplied by ``scale`` when they are gathered, and not what is made of them."""
+        what, how = self.exchange.what, self.exchange.how
+        return what is not None and what.in_place and how is not None
+
+    @property
     def scale(self) -> float:
         """Factor on what is sent."""
         how = self.exchange.how
         return 1.0 if how is None else how.scale(self._ranks)
+
+    def note_rates(self) -> None:
+        """Keep the learning rates of this step, if its exchange reads them: it may come after the next schedule."""
+        if self.exchange.then.reads_rates:
+            self._model.note_rates()
 
     # From start to fold.
 
@@ -175,11 +195,16 @@ class Course:
             flight.flat.mul_(flight.scale)
         then.start(flight)
         if how is not None and self.lane is not None and (self._ranks > 1 or how.alone):
-            run = functools.partial(how.run, flight, self.lane.group)
+            run = functools.partial(self._run, how, flight, self.lane.group)
             name = f"{self.exchange.label} of bucket {track.bucket.index}"
             executor = self.lane.executors[track.bucket.device]
             flight.wait = shown(name, self.lane.group, lambda: executor.run(run))
         track.flights.append(flight)
+
+    def _run(self, how: How, flight: Flight, group: ProcessGroup) -> Work | None:
+        """Communicate, in whatever thread that happens."""
+        self.at_work = flight.bucket
+        return how.run(flight, group)
 
     def _flight(self, track: Track, clock: Clock) -> Flight:
         shift = 0 if self._of_arrival else self._shifts[track.part]
@@ -210,6 +235,7 @@ class Course:
         if self.exchange.then.keeps_sent:
             flight.sent = track.take_buffer()
             paste(track, "sent", flight.sent, saved["parameters"])
+        propose_again(track, saved)
         return flight
 
     def is_back(self, track: Track, clock: Clock) -> bool:
@@ -220,10 +246,14 @@ class Course:
         """Take in the first flight of each of ``tracks``."""
         flights = [track.flights.popleft() for track in tracks]
         for flight in flights:
+            self.at_work = flight.bucket
             flight.wait()
+        self.at_work = None
         then = self.exchange.then
-        finite = not self._checks or all(bool(torch.isfinite(flight.flat).all()) for flight in flights)
-        if not finite:
+        finite = not (then.whole or self._all_drop) or all(flight.is_finite() for flight in flights)
+        if not finite and self._all_drop:
+            self._warn(tracks)
+        elif not finite:
             self._tell_why(flights)
         for track, flight in zip(tracks, flights, strict=True):
             flight.finite = finite
@@ -249,6 +279,18 @@ class Course:
         guilty = ", ".join(str(rank) for rank, flag in zip(ranks, spoilt, strict=True) if flag)
         reason = f"weights that are not finite on rank {guilty}" if guilty else "what was sent overflowed"
         _log.warning("The exchange that started in step %d was dropped on all ranks: %s", flights[0].step, reason)
+
+    def _warn(self, tracks: Sequence[Track]) -> None:
+        """Say whose weights are not finite. Collective: all ranks have the same result, and drop it."""
+        assert self.lane is not None
+        communicator, everyone = self.lane.group.global_communicator, list[bool]()
+        own = all(bool(one.isfinite().all()) for track in tracks for one in track.bucket.parameters)
+        self.lane.executors[tracks[0].bucket.device].run(lambda: everyone.extend(communicator.allgather_object(own)))()
+        spoilt = [str(rank) for rank, fine in zip(communicator.ranks, everyone, strict=True) if not fine]
+        whose = f"the weights of rank {', '.join(spoilt)} are not finite" if spoilt else "values became too large"
+        told = f"the result of {self.exchange!r} is not finite, and each rank keeps its own weights: {whose}. "
+        advice = "Go on from a checkpoint; with DiLoCoAlgorithm, such a rank goes back to the last outer step."
+        warnings.warn(told + advice, RuntimeWarning, stacklevel=2)
 
     def drop(self, track: Track) -> None:
         """Wait for all flights of ``track``, and take none of them in."""

@@ -174,7 +174,7 @@ def with_bagua(
             should be and whether to exchange hierarchically; None leaves that to
             ``BAGUA_AUTOTUNE``.
         check_every: compare what must be equal on all ranks in the first step, and then after so many; 0 for the first
-            step alone; None for 50 where ranks hold equal weights, and what suits the algorithm elsewhere.
+            step alone; None for 100 where ranks hold equal weights, and what suits the algorithm elsewhere.
         on_difference: ``raise`` a ``CollectiveMismatchError`` that names the first difference and the ranks, or
             ``repair``: give all ranks rank 0's weights, optimizer state and settings, and warn.
         between: what ``join_islands`` returned: this process trains with others that come and go, by ``diloco``,

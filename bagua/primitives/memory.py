@@ -176,6 +176,11 @@ class ReducerMemory:
         """Drop what was proposed."""
         self._proposed = {}
 
+    @property
+    def proposed(self) -> dict[str, torch.Tensor]:
+        """What was proposed since the last ``settle``, by name."""
+        return dict(self._proposed)
+
     def propose(self, name: str) -> torch.Tensor:
         """Where to write the next value of ``state[name]``."""
         if name not in self._spare:

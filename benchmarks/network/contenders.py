@@ -172,7 +172,13 @@ FORMS: dict[str, tuple[str, ...]] = {
     "decentralized": ("decentralized:peer_selection_mode='all'", "decentralized:peer_selection_mode='shift_one'"),
 }
 #: More of them where few steps are taken: compression has to begin before the first step that is timed.
-TIMED_FORMS = {**FORMS, "qadam": ("qadam:warmup_steps=3",), "one_bit_adam": ("one_bit_adam:warmup_steps=3",)}
+TIMED_FORMS = {
+    **FORMS,
+    "sign_sgd": ("sign_sgd:warmup_steps=0",),
+    "top_k": ("top_k:warmup_steps=0,density_steps=0",),
+    "qadam": ("qadam:warmup_steps=3",),
+    "one_bit_adam": ("one_bit_adam:warmup_steps=3",),
+}
 
 
 def every_algorithm(forms: Mapping[str, tuple[str, ...]] = FORMS) -> list[str]:

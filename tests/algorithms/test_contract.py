@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from bagua.algorithms import Algorithm, LocalUpdates, registry
+from bagua.algorithms import Algorithm, LocalUpdates, SignSGDAlgorithm, TopKAlgorithm, registry
 from bagua.testing.algorithm_contract import (
     ONE_BUCKET_BYTES,
     AlgorithmContract,
@@ -25,9 +26,14 @@ def pool(thread_pool):
 
 
 #: Two runs of an algorithm that exchanges in the background are never alike; such have tests of their own.
-#: The warm-up of QAdam is longer than a test; quicker ones stand in for it and its like. Ranks that train alone for
-#: long have tests of their own, too: test_local_updates.py.
-QUICK = {"qadam": QuickQAdam, "one_bit_adam": QuickOneBitAdam}
+#: The warm-up of some is longer than a test; quicker ones stand in for them. Ranks that train alone for long have tests
+#: of their own, too: test_local_updates.py.
+QUICK = {
+    "qadam": QuickQAdam,
+    "one_bit_adam": QuickOneBitAdam,
+    "sign_sgd": partial(SignSGDAlgorithm, warmup_steps=0),
+    "top_k": partial(TopKAlgorithm, warmup_steps=2, density_steps=4),
+}
 SYNCHRONOUS = [
     QUICK[name]() if name in QUICK else Algorithm.init(name)
     for name in registry

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -35,14 +36,17 @@ from bagua.algorithms import (
     Replace,
     SlowStep,
     Sum,
+    Then,
     Weights,
+    What,
     around,
 )
 from bagua.comm import ProcessGroup, Work
 from bagua.compression import Codec, MinMaxUInt8, registry
+from bagua.engine import Setting
 from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTypeError
 from bagua.parallel import DistributedDataParallel, bagua_init, with_bagua
-from bagua.primitives import ErrorFeedback, ScatterGatherReducer
+from bagua.primitives import ErrorFeedback, PowerSGDReducer, ScatterGatherReducer
 from bagua.testing.algorithm_contract import AlgorithmContract, spread, train_and_rest
 from bagua.testing.training import State as Snapshot
 from bagua.testing.training import (
@@ -51,6 +55,7 @@ from bagua.testing.training import (
     loss_of,
     mean_gradients,
     mlp,
+    reference,
     snapshot,
     train_steps,
 )
@@ -103,6 +108,30 @@ def test_rounds_are_counted_by_starts():
         assert [when.round(t) for t in due] == list(range(1, len(due) + 1))
 
 
+@dataclass(frozen=True)
+class Growing(Every):
+    """In steps 2, 4, 8, 16, ..."""
+
+    steps: int = 2
+
+    def due(self, t: int, shift: int = 0) -> bool:
+        return t > 1 and t & (t - 1) == 0
+
+
+def test_growing_intervals_promise_no_more_than_they_keep():
+    assert [Growing().round(t) for t in (1, 2, 3, 4, 8, 17)] == [0, 1, 1, 2, 3, 4]
+    seldom = Growing(1)
+    assert Algorithm.of(gradients(when=seldom)).promise == "consensus"
+    assert Algorithm.of(gradients(when=seldom)).ranks_differ
+    with pytest.raises(ConfigurationError, match="both replace gradients"):
+        Algorithm.of(gradients(when=Growing()), gradients(when=Every(2, 1), label="b"))
+    with pytest.raises(ConfigurationError, match="replaces what the second one writes"):
+        Algorithm.of(
+            Exchange(Weights(), Growing(4), Mix("ring"), Replace(), lag=2),
+            Exchange(Weights(), Every(4, 2), Mean(), Replace(), label="b"),
+        )
+
+
 def test_parts_are_due_one_after_the_other():
     """As streaming DiLoCo has it: applied after steps (p + 1) H / P, started so much earlier."""
     parts, when = Parts(5, "strided"), Every(12)
@@ -120,8 +149,10 @@ def test_parts_are_cut_by_layer_by_bytes_and_by_choice():
     assert Parts(1, "bytes", Matrices()).cut(named) == [["0.weight", "2.weight", "4.weight"]]
     assert Parts(1, "bytes", Not(Matrices())).cut(named) == [["0.bias", "2.bias", "4.bias"]]
     assert Parts(1, "bytes", Named("2.*")).cut(named) == [["2.weight", "2.bias"]]
-    with pytest.raises(ConfigurationError, match="no parameter"):
+    with pytest.raises(ConfigurationError, match="at most as many parts as there are layers"):
         Parts(4, "strided").cut(named)
+    with pytest.raises(ConfigurationError, match=r"Named\(pattern='zzz'\) takes no parameter .* 0.weight, 0.bias"):
+        Parts(1, "bytes", Named("zzz")).cut(named)
 
 
 def gradients(how: Any = Mean(), **options: Any) -> Exchange:  # noqa: B008 - a value
@@ -133,7 +164,10 @@ def gradients(how: Any = Mean(), **options: Any) -> Exchange:  # noqa: B008 - a 
     [
         (lambda: Exchange(Weights(), Every(3), Mean(), Add(), lag=4), "at most 3"),
         (lambda: Exchange(Difference(), Every(3), Mean(), NESTEROV, lag=4), "at most 3"),
-        (lambda: gradients(Mean(ErrorFeedback(BYTES)), lag=2), "at most 1"),
+        (lambda: gradients(Mean(ErrorFeedback(BYTES)), lag=1), "at most 0"),
+        (lambda: gradients(Mean(ErrorFeedback(BYTES)), when=Every(3), lag=3), "at most 2"),
+        (lambda: gradients(lag=1, until="bucket ready"), "take the place"),
+        (lambda: gradients(lag=1, until="safe"), "take the place"),
         (lambda: Exchange(Weights(), Every(), Mean(), Replace(), lag=1), "undo every update"),
         (lambda: Exchange(Weights(), Every(), Mean(), Replace(), at="stepped", until="safe"), "comes before"),
         (lambda: Exchange(Weights(), Every(), Mean(), Replace(), at="soon"), "at"),
@@ -145,6 +179,8 @@ def gradients(how: Any = Mean(), **options: Any) -> Exchange:  # noqa: B008 - a 
         (lambda: Exchange(None, Every(), Mean(), NESTEROV), "anchor"),
         (lambda: Exchange(Difference(), Every(), Mean(), Replace()), "OuterStep"),
         (lambda: Exchange(Weights(), Every(), Mean(), NESTEROV), "anchor"),
+        (lambda: Exchange(Difference(), Every(3), Mix("ring"), NESTEROV), "would not be equal"),
+        (lambda: Exchange(Difference(), Every(3), Mix("ring"), SlowStep()), "would not be equal"),
         (lambda: Exchange(Weights(), 8, Mean(), Replace()), "when"),
         (lambda: Exchange("weights", Every(), Mean(), Replace()), "what"),
         (lambda: Every(0), "steps"),
@@ -152,6 +188,7 @@ def gradients(how: Any = Mean(), **options: Any) -> Exchange:  # noqa: B008 - a 
         (lambda: Parts(3, "size"), "by"),
         (lambda: Outer(lambda parameters: None), "name"),
         (lambda: Add(0.0), "gain"),
+        (lambda: Difference("anchor"), "scope"),
         (lambda: Blend(2.0), "keep"),
         (lambda: Mix("nowhere"), "nowhere"),
         (lambda: Algorithm.of(gradients(), gradients(label="b")), "both replace gradients"),
@@ -175,6 +212,7 @@ def test_contradictions_are_refused_when_the_value_is_made(make: Callable[[], ob
     "make",
     [
         lambda: gradients(lag=5),
+        lambda: gradients(Mean(ErrorFeedback(BYTES)), when=Every(3), lag=2),
         lambda: gradients(Sum(), lag=2),
         lambda: Exchange(Weights(), Every(3), Mean(), Add(), lag=3),
         lambda: Algorithm.of(gradients(when=Every(2)), gradients(when=Every(2, 1), label="b")),
@@ -342,6 +380,79 @@ def test_gradients_may_come_late_and_several_at_a_time(thread_ranks, lag):
     assert_close(results[0], snapshot(model))
 
 
+class Halves(nn.Module):
+    """A model whose second half is used in every other step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = mlp()[0], mlp()[2]
+
+    def forward(self, rows: torch.Tensor, number: int) -> torch.Tensor:
+        hidden = self.first(rows)
+        return self.second(hidden) if number % 2 == 0 else hidden
+
+
+@pytest.mark.threads
+def test_late_gradients_of_what_is_unused_by_now_are_not_lost(thread_ranks):
+    def loss(model: nn.Module, rank: int, number: int) -> torch.Tensor:
+        return model(torch.full((2, 8), 1.0 + rank), number).square().mean()
+
+    def train() -> Snapshot:
+        model = Halves()
+        optimizer = plain_sgd(model.parameters())
+        wrapped = with_bagua(model, [optimizer], Algorithm.of(gradients(lag=1)), find_unused_parameters=True)
+        for number in range(6):
+            optimizer.zero_grad()
+            loss(wrapped, bagua.comm.get_rank(), number).backward()
+            optimizer.step()
+        return snapshot(model)
+
+    expected = Halves()
+    late = [torch.zeros_like(one) for one in expected.parameters()]
+    for number in range(6):
+        total = loss(expected, 0, number) + loss(expected, 1, number)
+        found = torch.autograd.grad(total / 2, list(expected.parameters()), allow_unused=True, materialize_grads=True)
+        with torch.no_grad():
+            torch._foreach_add_(list(expected.parameters()), late, alpha=-0.1)
+        late = list(found)
+    for state in thread_ranks(2, train):
+        assert_close(state, snapshot(expected))
+
+
+@pytest.mark.threads
+def test_a_safe_point_comes_once_in_each_step(thread_ranks):
+    """At the first training forward, whatever others follow before the step is over."""
+
+    def train() -> Snapshot:
+        rank, model = bagua.comm.get_rank(), mlp()
+        optimizer = plain_sgd(model.parameters())
+        exchange = Exchange(Weights(), Every(), Mean(), Replace(), at="safe", parts=Parts(1, "strided"))
+        wrapped = with_bagua(model, [optimizer], Algorithm.of(exchange))
+        for number in range(4):
+            optimizer.zero_grad()
+            with wrapped.no_sync():
+                loss_of(wrapped, rank, number).backward()
+            with torch.no_grad():  # A mean in the next forward would spread it.
+                model[4].bias.add_(rank)
+            (loss_of(wrapped, rank, number) + loss_of(wrapped, rank, number + 1)).backward()
+            optimizer.step()
+        return snapshot(model)
+
+    ranks = Ranks(2)
+    for number in range(4):
+        if number:  # In the first forward, there is nothing to exchange yet.
+            ranks.put(ranks.mean())
+        for rank, (model, optimizer) in enumerate(zip(ranks.models, ranks.optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss_of(model, rank, number).backward()
+            with torch.no_grad():
+                model[4].bias.add_(rank)
+            (loss_of(model, rank, number) + loss_of(model, rank, number + 1)).backward()
+            optimizer.step()
+    for state, model in zip(thread_ranks(2, train), ranks.models, strict=True):
+        assert_close(state, snapshot(model))
+
+
 @pytest.mark.threads
 @pytest.mark.parametrize(("period", "lag"), [(1, 1), (3, 0), (3, 2), (3, 3), (6, 5)])
 @pytest.mark.parametrize(
@@ -375,6 +486,43 @@ def test_weights_may_come_late_and_in_parts(thread_ranks, period, lag, parts):
         assert_close(state, snapshot(model))
 
 
+@dataclass(frozen=True)
+class CopiedGradients(What):
+    """Gradients, sent from a copy."""
+
+    reads: ClassVar[frozenset[str]] = frozenset({"gradients"})
+    at: ClassVar[str] = "bucket ready"
+
+    def fill(self, flight: Flight) -> None:
+        flight.flat.copy_(flight.bucket.allocate_gradients())
+
+
+@dataclass(frozen=True)
+class Look(Then):
+    """A local action that changes nothing."""
+
+    def writes(self, what: What | None) -> frozenset[str]:
+        return frozenset()
+
+    def fold(self, flight: Flight) -> None:
+        assert flight.bucket.gradients is not None
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        Algorithm.of(Exchange(CopiedGradients(), Every(), Mean(), Replace())),
+        Algorithm.of(Exchange(Gradients(), Every(), None, Look(), label="look"), gradients()),
+    ],
+    ids=["copied", "looked at"],
+)
+def test_gradients_are_divided_once(thread_ranks, algorithm):
+    expected = reference(mlp(), plain_sgd, 2, range(3))
+    for state in thread_ranks(2, train_for, algorithm, 3):
+        assert_close(state, expected)
+
+
 def _stop_and_go_on(algorithm: Algorithm, stops: list[int], steps: int) -> list[Snapshot]:
     """The weights in the end, from each checkpoint; the first is of training without a stop."""
     rank, model = bagua.comm.get_rank(), mlp()
@@ -390,11 +538,12 @@ def _stop_and_go_on(algorithm: Algorithm, stops: list[int], steps: int) -> list[
         model = mlp(5)
         optimizer = plain_sgd(model.parameters())
         wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=10**9)
-        if number % 2:  # In either order.
-            wrapped.load_state_dict(weights)
-        wrapped.load_bagua_state_dict(remembered)
-        if not number % 2:
-            wrapped.load_state_dict(weights)
+        for _ in range(2):  # Once more changes nothing.
+            if number % 2:  # In either order.
+                wrapped.load_state_dict(weights)
+            wrapped.load_bagua_state_dict(remembered)
+            if not number % 2:
+                wrapped.load_state_dict(weights)
         train_steps(wrapped, optimizer, rank, range(at, steps))
         ends.append(snapshot(model))
     return ends
@@ -407,13 +556,35 @@ def _stop_and_go_on(algorithm: Algorithm, stops: list[int], steps: int) -> list[
         STREAMING,
         Algorithm.of(gradients(lag=2)),
         around("decentralized", Exchange(Difference(), Every(6), Mean(), NESTEROV, lag=4, label="outer")),
+        Algorithm.of(Exchange(Difference(), Every(4), Mean(ErrorFeedback(BYTES)), NESTEROV, lag=2)),
+        Algorithm.of(Exchange(Difference(), Every(4), Mean(ErrorFeedback(PowerSGDReducer(1))), NESTEROV, lag=2)),
     ],
-    ids=["streaming", "late gradients", "around gossip"],
+    ids=["streaming", "late gradients", "around gossip", "residuals", "residuals and factors"],
 )
 def test_training_goes_on_in_the_middle_of_flights(thread_ranks, algorithm):
     for ends in thread_ranks(2, _stop_and_go_on, algorithm, [2, 5, 6, 9, 11], 16):
         for end in ends[1:]:
             assert_same_on_all_ranks([ends[0], end])
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("how", [Mean(), Mean(ErrorFeedback(BYTES))], ids=["exact", "residuals"])
+def test_tuning_leaves_flights_of_parts_alone(thread_ranks, how):
+    exchange = dataclasses.replace(STREAMING.exchanges()[0], how=how)
+
+    def train(tuned: bool) -> Snapshot:
+        rank, model = bagua.comm.get_rank(), mlp()
+        optimizer = plain_sgd(model.parameters())
+        wrapped: Any = with_bagua(model, [optimizer], Algorithm.of(exchange), bucket_bytes=1000)
+        for number in range(14):
+            train_steps(wrapped, optimizer, rank, [number])
+            if tuned:
+                reducer = wrapped._bagua_engine.reducer
+                reducer.recut(Setting(1000 + 1000 * (number % 2), reducer.setting.hierarchical))
+        return snapshot(model)
+
+    for plain, tuned in zip(thread_ranks(2, train, False), thread_ranks(2, train, True), strict=True):
+        assert_same_on_all_ranks([plain, tuned])
 
 
 # What is remembered.
@@ -489,6 +660,103 @@ def test_what_a_later_phase_remembers_starts_with_it_and_its_steps_are_counted_a
         assert_close(state, snapshot(model))
 
 
+@dataclass(frozen=True)
+class LossyThenOuter(LateDiLoCo):
+    """The gradients' residual is remembered under the label that outer steps have later."""
+
+    def exchanges(self, phase: Hashable = "local") -> tuple[Exchange, ...]:
+        return (gradients(Mean(ErrorFeedback(BYTES))),) if phase == "warm-up" else DILOCO.exchanges()
+
+
+def rest(algorithm: Algorithm) -> tuple[Snapshot, Snapshot]:
+    """Weights before and after training at rate 0."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    wrapped = with_bagua(model, [optimizer], algorithm)
+    before = snapshot(model)
+    train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(14))
+    return before, snapshot(model)
+
+
+@pytest.mark.threads
+def test_what_an_earlier_phase_remembers_is_no_anchor(thread_ranks):
+    for before, after in thread_ranks(2, rest, LossyThenOuter()):
+        assert_close(after, before)
+
+
+def freeze(model: nn.Module, layer: str) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name[0] != layer)
+
+
+def step_anchors(outer: torch.optim.Optimizer, ranks: Ranks) -> None:
+    """An outer step of whatever is not frozen; ``outer`` has a copy of the weights."""
+    trained = [[one for one in model.parameters() if one.requires_grad] for model in ranks.models]
+    frozen = [not one.requires_grad for one in ranks.models[0].parameters()]
+    anchors = [one for one, left in zip(outer.param_groups[0]["params"], frozen, strict=True) if not left]
+    outer.zero_grad()
+    for one, replicas in zip(anchors, zip(*trained, strict=True), strict=True):
+        one.grad = one.detach() - sum(replica.detach() for replica in replicas) / len(replicas)
+    outer.step()
+    with torch.no_grad():
+        for parameters in trained:
+            torch._foreach_copy_(parameters, anchors)
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    ("kind", "options", "first", "later"),
+    [
+        (torch.optim.SGD, {"lr": 0.7, "momentum": 0.9}, "0", ""),
+        (torch.optim.SGD, {"lr": 0.7, "momentum": 0.9}, "4", ""),
+        (torch.optim.Adam, {"lr": 0.01}, "", "4"),
+    ],
+    ids=["first", "last", "freeze"],
+)
+def test_no_layer_loses_its_anchor_when_others_are_frozen_or_unfrozen(thread_ranks, kind, options, first, later):
+    """The layer ``first`` is frozen until step 5, in the middle of a period, and the layer ``later`` from there on."""
+    ranks = Ranks(2)
+    outer = kind([nn.Parameter(one.detach().clone()) for one in ranks.models[0].parameters()], **options)
+    for number in range(14):
+        for model in ranks.models:
+            freeze(model, first if number < 5 else later)
+        ranks.step(number)
+        if number % 4 == 3:
+            step_anchors(outer, ranks)
+
+    def train() -> Snapshot:
+        model = mlp()
+        freeze(model, first)
+        optimizer = plain_sgd(model.parameters())
+        then = OuterStep(Outer(kind, **options))
+        wrapped = with_bagua(model, [optimizer], Algorithm.of(Exchange(Difference(), Every(4), Mean(), then)))
+        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(5))
+        freeze(model, later)
+        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(5, 14))
+        return snapshot(model)
+
+    for state, model in zip(thread_ranks(2, train), ranks.models, strict=True):
+        assert_close(state, snapshot(model))
+
+
+@pytest.mark.threads
+def test_what_has_yet_to_start_from_weights_is_not_saved(thread_ranks):
+    loaded = {name: value + 10 for name, value in snapshot(mlp()).items()}
+
+    def load_and_save() -> Snapshot:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        wrapped: Any = with_bagua(model, [optimizer], DILOCO)
+        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(6))
+        wrapped.load_state_dict(loaded)
+        wrapped.load_bagua_state_dict(wrapped.bagua_state_dict())
+        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(6, 9))
+        return snapshot(model)
+
+    for state in thread_ranks(2, load_and_save):
+        assert_close(state, loaded)
+
+
 def test_what_goes_on_between_steps_cannot_be_put_inside():
     outer = Exchange(Weights(), Every(4), Mean(), Replace(), label="outer")
     with pytest.raises(ConfigurationError, match="between steps"):
@@ -550,8 +818,37 @@ def test_shared_state_first_makes_weights_equal(thread_ranks):
 
 
 @pytest.mark.threads
+def test_ranks_that_mix_with_neighbours_have_anchors_and_momenta_of_their_own(thread_ranks):
+    """Each rank steps its anchor with the mean of its own difference and those of its neighbours on a ring."""
+    ranks = Ranks(4)
+    anchors = [nn.Parameter(ranks.mean()) for _ in ranks.models]
+    outer = torch.optim.SGD(anchors, lr=0.7, momentum=0.9, nesterov=True)
+    for number in range(9):
+        ranks.step(number)
+        if number % 3 == 2:
+            apart = [one.detach() - flat_of(model) for one, model in zip(anchors, ranks.models, strict=True)]
+            for rank, one in enumerate(anchors):
+                one.grad = (apart[rank - 1] + apart[rank] + apart[(rank + 1) % 4]) / 3
+            outer.step()
+            for one, model in zip(anchors, ranks.models, strict=True):
+                put(model, one.detach())
+
+    def train() -> Snapshot:
+        model = mlp()
+        optimizer = plain_sgd(model.parameters())
+        exchange = Exchange(Difference(scope="local"), Every(3), Mix("ring"), NESTEROV)
+        wrapped: Any = with_bagua(model, [optimizer], Algorithm.of(exchange))
+        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(9))
+        wrapped.bagua_state_digest()
+        return snapshot(model)
+
+    for state, model in zip(thread_ranks(4, train), ranks.models, strict=True):
+        assert_close(state, snapshot(model))
+
+
+@pytest.mark.threads
 @pytest.mark.parametrize(
-    "algorithm", [DILOCO, Algorithm.init("power_sgd", hierarchical=False), Algorithm.init("sign_sgd")]
+    "algorithm", [DILOCO, Algorithm.init("power_sgd", hierarchical=False), Algorithm.init("sign_sgd", warmup_steps=0)]
 )
 def test_a_digest_names_what_differs(thread_ranks, algorithm):
     def train() -> str:

@@ -82,7 +82,7 @@ class DeepGradientCompression:
 
 
 def test_top_k_with_momentum_is_deep_gradient_compression(thread_ranks):
-    algorithm = TopKAlgorithm(ratio=0.1, momentum=0.8, clip_norm=0.05)
+    algorithm = TopKAlgorithm(ratio=0.1, momentum=0.8, clip_norm=0.05, warmup_steps=0, density_steps=0)
     results = thread_ranks(SIZE, train, algorithm, plain_sgd)
     assert_same_on_all_ranks([state for state, _ in results])
     state, layout = results[0]
@@ -224,7 +224,7 @@ class SparseOuter:
 
 @pytest.mark.parametrize("average", ["all", "contributors"])
 def test_sparse_loco_steps_along_the_largest_elements(thread_ranks, average):
-    options = {"outer_lr": 0.5, "error_feedback": 0.9, "block_numel": 64, "kept": 8}
+    options = {"outer_lr": 0.5, "error_feedback": 0.9, "block_numel": 64, "kept": 8, "start_after": 0}
     algorithm = SparseLoCoAlgorithm(5, average=average, **options)
     results = thread_ranks(SIZE, train, algorithm, sgd)
     states = [state for state, _ in results]

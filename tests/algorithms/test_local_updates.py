@@ -26,6 +26,7 @@ from bagua.algorithms import (
     LocalSGDAlgorithm,
     Mean,
     Outer,
+    OuterStep,
     SlowMoAlgorithm,
 )
 from bagua.compression import Float16, MinMaxUInt8
@@ -198,6 +199,30 @@ def train_on_a_schedule(algorithm: Algorithm) -> State:
     return snapshot(model)
 
 
+@pytest.mark.threads
+def test_a_rank_that_skips_an_update_steps_the_anchor_with_the_rate_of_all(thread_ranks):
+    """It exchanges in its next forward pass, when its schedule has gone on."""
+
+    def skip() -> tuple[State, str]:
+        rank, model = bagua.comm.get_rank(), mlp()
+        optimizer = optimizer_of(model)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        wrapped: Any = with_bagua(model, [optimizer], SlowMoAlgorithm(2, beta=0.5))
+        for number in range(4):
+            optimizer.zero_grad()
+            loss_of(wrapped, rank, number).backward()
+            if (rank, number) != (1, 1):
+                optimizer.step()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # That the schedule goes on without an update.
+                schedule.step()
+        return snapshot(model), wrapped.bagua_state_digest()
+
+    (one, digest), (other, same) = thread_ranks(2, skip)
+    assert_same_on_all_ranks([one, other])
+    assert digest == same
+
+
 class Streaming:
     """R4 on all ranks in one process: fragments with an anchor and an outer optimizer each."""
 
@@ -322,6 +347,45 @@ def test_a_rank_that_diverged_goes_back_to_the_anchor_and_harms_nobody(thread_ra
     assert_close(diverged, anchor)
 
 
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        (torch.optim.Adafactor, "'row_var', which is neither|'col_var', which is neither"),
+        (torch.optim.Muon, "only supports 2D parameters"),
+        (torch.optim.LBFGS, "closure"),
+        (torch.optim.SparseAdam, "dense gradients"),
+    ],
+)
+def test_an_outer_optimizer_that_cannot_step_the_model_is_refused_when_it_is_wrapped(thread_ranks, kind, problem):
+    def wrap() -> None:
+        model = mlp()
+        with pytest.raises(ConfigurationError, match=problem):
+            with_bagua(model, [optimizer_of(model)], DiLoCoAlgorithm(2, outer=Outer(kind, lr=0.1)))
+
+    thread_ranks(2, wrap)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.NAdam, torch.optim.Rprop, torch.optim.ASGD])
+def test_other_outer_optimizers_are_not_refused(kind):
+    DiLoCoAlgorithm(outer=Outer(kind)).outer_exchange.then.check_parameters(list(mlp().parameters()))
+
+
+def test_an_outer_optimizer_has_to_step_the_selected_parameters_only():
+    matrices = [one for one in mlp().parameters() if one.dim() == 2]
+    OuterStep(Outer(torch.optim.Muon, lr=0.1)).check_parameters(matrices)
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("every", [1, 4])
+def test_who_spoils_a_mean_of_weights_is_named_on_all_ranks(thread_ranks, every):
+    with pytest.warns(RuntimeWarning, match="weights of rank 1 are not finite") as caught:
+        (_, first), (_, spoilt), (_, third) = thread_ranks(3, train_with_nan, LocalSGDAlgorithm(every))
+    assert len(caught) == 3
+    assert all(torch.isfinite(value).all() for state in (first, third) for value in state.values())
+    assert not all(torch.isfinite(value).all() for value in spoilt.values())
+
+
 class Branches(nn.Module):
     """A model, one half of which is not used in each step."""
 
@@ -407,8 +471,8 @@ def test_every_pass_that_brings_a_gradient_is_one_step(thread_ranks):
 @pytest.mark.threads
 @pytest.mark.parametrize(
     "algorithm",
-    [LocalSGDAlgorithm(4), SlowMoAlgorithm(4), DiLoCoAlgorithm(4), DiLoCoAlgorithm(4, eager=True)],
-    ids=["local_sgd", "slowmo", "diloco", "eager"],
+    [SlowMoAlgorithm(4), DiLoCoAlgorithm(4), DiLoCoAlgorithm(4, eager=True)],
+    ids=["slowmo", "diloco", "eager"],
 )
 def test_all_ranks_say_whose_weights_are_not_finite(thread_ranks, caplog, algorithm):
     (_, well), _ = thread_ranks(2, functools.partial(train_with_nan, settle=True), algorithm)

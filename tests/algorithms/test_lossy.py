@@ -46,8 +46,11 @@ Formula = Callable[[Layout], Combine]
 CASES: dict[str, tuple[Algorithm, Formula]] = {
     "scatter_gather_allreduce": (ScatterGatherAllReduceAlgorithm(), lambda _: exact),
     "bytegrad": (ByteGradAlgorithm(), lambda _: byte_grad),
-    "top_k": (TopKAlgorithm(ratio=0.1), lambda layout: WithFeedback(layout, partial(top_k, ratio=0.1))),
-    "sign_sgd": (SignSGDAlgorithm(), lambda layout: WithFeedback(layout, sign)),
+    "top_k": (
+        TopKAlgorithm(ratio=0.1, warmup_steps=0, density_steps=0),
+        lambda layout: WithFeedback(layout, partial(top_k, ratio=0.1)),
+    ),
+    "sign_sgd": (SignSGDAlgorithm(warmup_steps=0, block_numel=2048), lambda layout: WithFeedback(layout, sign)),
     "power_sgd": (PowerSGDAlgorithm(matrix_rank=2), lambda layout: PowerSgd(layout, 2)),
 }
 LOSSY = [name for name in CASES if name != "scatter_gather_allreduce"]
@@ -180,6 +183,7 @@ def test_ranks_with_different_options_notice_before_they_exchange(thread_ranks):
         lambda: PowerSGDAlgorithm(matrix_rank=0),
         lambda: ByteGradAlgorithm(warmup_steps=-1),
         lambda: SignSGDAlgorithm(warmup_steps=1.5),
+        lambda: SignSGDAlgorithm(block_numel=12),
     ],
 )
 def test_options_out_of_range_are_refused_at_once(make):

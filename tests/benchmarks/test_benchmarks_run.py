@@ -1,6 +1,7 @@
 """Each benchmark runs and writes its lines; with so few rounds it does not judge."""
 
 import json
+import subprocess
 
 import pytest
 
@@ -8,8 +9,9 @@ from benchmarks import collectives, compression, decentralized, import_time, ope
 from benchmarks.collectives_plot import lines
 from benchmarks.paired import Comparison, Interval
 from benchmarks.shared_memory import Case
+from tests.interpreters import interpreter
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("forked_ranks")]
 
 
 @pytest.fixture
@@ -63,7 +65,11 @@ def test_training_step(numbers_file, monkeypatch):
     assert "2 ranks, batch 2: bagua : bagua, silent" in names(numbers_file)
 
 
-def test_import_time(numbers_file):
+def test_import_time(numbers_file, monkeypatch):
+    def run_python(code, _):
+        subprocess.run([*interpreter(), "-c", code], check=True)
+
+    monkeypatch.setattr(import_time, "run_python", run_python)
     assert import_time.main(["--rounds", "1", "--json", str(numbers_file)]) == 0
     assert names(numbers_file) == ["import bagua.torch_api : import torch"]
 

@@ -10,6 +10,7 @@ from benchmarks.convergence import BASELINE, MUTANT, Ended, everyone, make_lines
 
 
 @pytest.mark.gloo
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_few_steps(tmp_path, capsys):
     numbers = tmp_path / "numbers.json"
     few = ["--ranks", "2", "--steps", "3", "--seeds", "1", "--batch-per-rank", "1", "--json", str(numbers)]

@@ -107,6 +107,7 @@ def test_without_root_it_says_what_it_needs(monkeypatch, capsys):
 
 
 @pytest.mark.gloo
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_run_times_counts_and_trains(needs_lab, tmp_path, capsys):
     numbers, plot = tmp_path / "numbers.json", tmp_path / "plot.svg"
     few = ["--rates", "1000", "unlimited", "--rounds", "2", "--hidden", "32", "--batch", "4", "--steps", "2"]

@@ -1,5 +1,6 @@
 """The demo learns, reports what it measured, and ends cleanly whatever happens to it."""
 
+import argparse
 import importlib.util
 import json
 import os
@@ -13,8 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from bagua.cli.demo.command import named
+from bagua.cli.demo.link import Link, PacedTransport
 from bagua.cli.demo.model import ByteTransformer, Shape
 from bagua.cli.demo.text import read_standard_library, windows
+from bagua.comm import Communicator, get_default_group
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -23,11 +27,65 @@ def demo_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "bagua.cli.main", "demo", "--timeout", "30", *arguments]
 
 
+@pytest.mark.shm
+def test_without_a_name_three_algorithms_are_compared_on_a_slow_link(tmp_path):
+    arguments = ("--steps", "8", "--batch-per-rank", "1", "--link", "200", "--no-plot", "--json", str(tmp_path / "all"))
+    done = subprocess.run(
+        demo_command(*arguments), capture_output=True, text=True, timeout=110, cwd=REPOSITORY, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    contests = json.loads((tmp_path / "all").read_text())["contests"]
+    assert [one["algorithm"] for one in contests] == ["gradient_allreduce", "bytegrad", "local_sgd"]
+    sent = [one["result"]["sent_bytes_per_step"] for one in contests]
+    assert sent[0] / sent[1] == pytest.approx(4, rel=0.1)
+    assert sent[0] / sent[2] == pytest.approx(8, rel=0.1)
+    # The link carries 25 bytes in a microsecond: nobody can be faster.
+    assert all(seconds > 0.9 * sent[0] / 25e6 for seconds in contests[0]["seconds"])
+    assert "links of 200 Mbit/s, paced inside the processes" in done.stdout
+    assert all(f"  {name} " in done.stdout for name in ("gradient_allreduce", "bytegrad", "local_sgd"))
+
+
+def test_a_link_carries_one_message_after_the_other():
+    now: list[float] = [0.0]
+    slept: list[float] = []
+    link = Link(8.0, clock=lambda: now[0], sleep=slept.append)
+    link.carry(1_000_000)
+    link.carry(500_000)
+    now[0] = 10.0
+    link.carry(1_000_000)
+    link.carry(0)
+    assert slept == [1.0, 1.5, 1.0, 1.0]
+
+
+@pytest.mark.threads
+def test_a_paced_transport_gives_the_same_results_and_takes_its_time(thread_ranks):
+    def call() -> tuple[list[float], list[float]]:
+        world = get_default_group().global_communicator._transport
+        slept: list[float] = []
+        paced = Communicator(PacedTransport(world, Link(8e-6, clock=lambda: 0.0, sleep=slept.append)), 20.0)
+        tensor = torch.full((4,), paced.rank + 1.0)
+        paced.allreduce(tensor)
+        work = paced.allgather(torch.empty(3), torch.ones(1), async_op=True)
+        work.wait()
+        work.wait()
+        return tensor.tolist(), slept
+
+    # Among three ranks, an allreduce of 16 bytes sends 21, an allgather of 4 bytes 8. One byte takes a second.
+    assert thread_ranks(3, call) == [([6.0] * 4, [21.0, 29.0])] * 3
+
+
+def test_the_demo_takes_every_name_of_the_tables():
+    assert [named(text) for text in ("allreduce", "quantize", "async")] == ["gradient_allreduce", "bytegrad", "async"]
+    assert named("DecentralizedDataParallel") == named("decentralized_data_parallel") == "decentralized_data_parallel"
+    with pytest.raises(argparse.ArgumentTypeError, match="Did you mean 'bytegrad'"):
+        named("bytgrad")
+
+
 @pytest.fixture
 def endless_demo(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A demo of two ranks that is in the middle of training."""
     with subprocess.Popen(
-        demo_command("--steps", "100000", "--batch-per-rank", "1", "--no-plot"),
+        demo_command("--algorithm", "allreduce", "--steps", "100000", "--batch-per-rank", "1", "--no-plot"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -58,8 +116,9 @@ def all_gone(process_ids: list[int], within_s: float = 10.0) -> bool:
 
 @pytest.mark.gloo
 def test_two_ranks_learn_and_say_how_it_went(tmp_path):
+    few, plot, file = ("--steps", "40", "--batch-per-rank", "2"), tmp_path / "loss.svg", tmp_path / "numbers.json"
     done = subprocess.run(
-        demo_command("--steps", "40", "--plot", str(tmp_path / "loss.svg"), "--json", str(tmp_path / "numbers.json")),
+        demo_command("--algorithm", "gradient_allreduce", *few, "--plot", str(plot), "--json", str(file)),
         capture_output=True,
         text=True,
         timeout=110,
@@ -67,7 +126,7 @@ def test_two_ranks_learn_and_say_how_it_went(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    numbers = json.loads((tmp_path / "numbers.json").read_text())
+    numbers = json.loads(file.read_text())
     assert numbers["last_loss"] < 0.7 * numbers["first_loss"]
     assert numbers["held_out_loss"] < 0.7 * numbers["first_loss"]
     assert numbers["disagreement"] == 0
@@ -79,7 +138,7 @@ def test_two_ranks_learn_and_say_how_it_went(tmp_path):
     if importlib.util.find_spec("matplotlib") is None:
         assert "matplotlib is not installed" in done.stdout
     else:
-        assert "<svg" in (tmp_path / "loss.svg").read_text()
+        assert "<svg" in plot.read_text()
 
 
 @pytest.mark.gloo

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import bagua.comm
-from bagua.algorithms import Algorithm
+from bagua.algorithms import Algorithm, TopKAlgorithm
 from bagua.compression import Codec, Identity, MinMaxUInt8
 from bagua.compression import registry as codecs
 from bagua.errors import ConfigurationError, PeerLostError
@@ -94,7 +94,7 @@ def _every_kind() -> dict[str, State]:
         "low rank": _train(PowerSGDState(2)),
         "random": _train(ReducerState(ErrorFeedback(RandomKReducer(0.5)))),
         "largest": _train(TopKState(0.02), ONE),
-        "largest, engine": _engine(Algorithm.init("top_k", ratio=0.02, hierarchical=False)),
+        "largest, engine": _engine(TopKAlgorithm(ratio=0.02, hierarchical=False, warmup_steps=0, density_steps=0)),
     }
 
 

@@ -330,7 +330,7 @@ def test_an_average_that_was_taken_in_half_is_not_taken_in_again(thread_ranks):
             for parameter in model.parameters():
                 parameter.fill_(2.0 * rank)  # Wrapping made them equal.
         model(torch.zeros(1, 4))
-        while averager._session.desk.stage is not Stage.AVERAGE:
+        while averager._session.handoff.stage is not Stage.AVERAGE:
             time.sleep(0.001)
         parts = averager._parts
         assert len(parts) == 2
@@ -425,8 +425,8 @@ def test_only_training_forwards_take_an_average_in(thread_ranks):
         model, optimizer = build(seed=rank)
         algorithm = model.bagua_algorithm
         train_steps(model, optimizer, rank, [0])
-        desk, until = algorithm._averager._session.desk, time.monotonic() + 60
-        while desk.stage is not Stage.AVERAGE:
+        handoff, until = algorithm._averager._session.handoff, time.monotonic() + 60
+        while handoff.stage is not Stage.AVERAGE:
             assert time.monotonic() < until
             time.sleep(0.001)
         before = snapshot(model)
@@ -435,7 +435,7 @@ def test_only_training_forwards_take_an_average_in(thread_ranks):
         model.train()
         with torch.no_grad():
             model(torch.ones(1, 8))
-        assert desk.stage is Stage.AVERAGE
+        assert handoff.stage is Stage.AVERAGE
         assert_same_on_all_ranks([before, snapshot(model)])
         model(torch.ones(1, 8))
         assert algorithm.status().age_steps == 0
@@ -450,12 +450,16 @@ def test_a_rank_holds_two_buffers_of_the_models_size_also_after_resume(thread_ra
         seen = set()
         for _ in range(2):
             model(torch.ones(1, 64)).sum().backward()
-            parcels = model.bagua_algorithm._averager._session.desk.parcels
-            seen |= {tensor.data_ptr() for parcel in parcels for tensor in (parcel.snapshot, parcel.average)}
+            contributions = model.bagua_algorithm._averager._session.handoff.contributions
+            seen |= {
+                tensor.data_ptr()
+                for contribution in contributions
+                for tensor in (contribution.snapshot, contribution.average)
+            }
             model.bagua_algorithm.abort(model)
             model.bagua_algorithm.resume(model)
-        assert len(seen) == 2 * len(parcels), "another session has other buffers"
-        return sum(2 * parcel.nbytes for parcel in parcels), sum(p.nbytes for p in model.parameters())
+        assert len(seen) == 2 * len(contributions), "another session has other buffers"
+        return sum(2 * contribution.nbytes for contribution in contributions), sum(p.nbytes for p in model.parameters())
 
     for held, model_bytes in thread_ranks(2, train):
         assert 2 * model_bytes <= held <= 2 * model_bytes + 1024  # padding
@@ -605,7 +609,7 @@ def _train_until_killed(victim: int, on_peer_loss: str) -> tuple[str, tuple[int,
         train_until_averaged(model, optimizer, rank, rounds=2)
         if rank == victim:
             model.bagua_algorithm._averager._session.member.poll = testing.die
-            model.bagua_algorithm._averager._session.desk.wake.set()
+            model.bagua_algorithm._averager._session.handoff.wake.set()
             testing.die()
         while (victim in model.bagua_algorithm.status().members) or on_peer_loss == "raise":
             train_steps(model, optimizer, rank, [0])
@@ -633,7 +637,7 @@ def _train_in_epochs_until_killed(victim: int) -> tuple[bool, tuple[int, ...]]:
         train_until_averaged(model, optimizer, rank, rounds=1)
         if rank == victim:
             model.bagua_algorithm._averager._session.member.poll = testing.die
-            model.bagua_algorithm._averager._session.desk.wake.set()
+            model.bagua_algorithm._averager._session.handoff.wake.set()
             testing.die()
     model.bagua_algorithm.resume(model)
     train_until_averaged(model, optimizer, rank)

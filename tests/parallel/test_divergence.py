@@ -103,10 +103,10 @@ def test_a_checkpoint_on_rank_0_alone_is_found_in_the_first_step_by_default(thre
         assert step == 0
 
 
-def test_later_steps_are_compared_after_50_and_a_lone_load_is_told_at_once(thread_ranks, caplog):
+def test_later_steps_are_compared_after_100_and_a_lone_load_is_told_at_once(thread_ranks, caplog):
     with caplog.at_level(logging.WARNING, "bagua"):
-        ends = thread_ranks(2, partial(train, steps=55), load_on_first, 3)
-    assert [(type(error), step) for error, step, _ in ends] == [(CollectiveMismatchError, 50)] * 2
+        ends = thread_ranks(2, partial(train, steps=105), load_on_first, 3)
+    assert [(type(error), step) for error, step, _ in ends] == [(CollectiveMismatchError, 100)] * 2
     assert caplog.text.count("rank 0 loaded weights before step 3, and rank 1 did not") == 1
 
 

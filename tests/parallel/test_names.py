@@ -61,3 +61,18 @@ def test_a_class_in_the_place_of_an_algorithm_is_named_whole():
     layer = torch.nn.Linear(1, 1)
     with pytest.raises(InvalidTypeError, match=r"class GradientAllReduceAlgorithm\)\. Make one: GradientAll\w+\(\)\."):
         bagua.with_bagua(layer, [], GradientAllReduceAlgorithm, solo_group())
+
+
+def test_debug_says_what_is_exchanged_and_info_does_not(thread_ranks, caplog):
+    def train() -> None:
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        train_steps(bagua.with_bagua(model, optimizer, "bytegrad", bucket_bytes=600), optimizer, get_rank(), range(1))
+
+    for level, times in (("INFO", 0), ("DEBUG", 1)):
+        caplog.clear()
+        with caplog.at_level(level, "bagua"):
+            thread_ranks(2, train)
+        assert caplog.text.count("rank 1: from step 0 on ByteGradAlgorithm(") == times
+    assert "buckets of " in caplog.text
+    assert "0.weight" in caplog.text

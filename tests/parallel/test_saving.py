@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import bagua.comm
+from bagua.algorithms import Algorithm
 from bagua.buckets import Bucket
 from bagua.comm import solo_group
 from bagua.engine.saving import collect, restore
@@ -20,6 +21,8 @@ from bagua.parallel import with_bagua
 from bagua.primitives import ReducerMemory, State
 from bagua.testing.training import mlp, sgd, train_steps
 
+#: Remembers residuals from the first step on.
+SIGNS = Algorithm.init("sign_sgd", warmup_steps=0)
 SHAPES = {"a": (3, 2), "b": (), "c": (5,), "d": (0,), "e": (2, 3, 1), "f": (7,)}
 layouts = st.permutations(list(SHAPES)).flatmap(
     lambda names: st.lists(st.integers(1, len(names) - 1), unique=True).map(
@@ -119,18 +122,41 @@ def test_state_of_another_shape_is_refused():
         (lambda saved: {**saved, "rank": 1}, "no rank1"),
         (lambda saved: {**saved, "rank0": {}}, "no parameters, others, flights"),
         (lambda saved: {**saved, "others": None}, "a list as others"),
+        (lambda saved: {**saved, "others": [1]}, r"a dict as others\[0\]"),
+        (
+            lambda saved: {**saved, "rank0": {**saved["rank0"], "flights": [{}]}},
+            "no label, names, step",
+        ),
+        (lambda saved: {**saved, "parameters": {"0.bias": 3}}, r"a dict as parameters\['0.bias'\]"),
+        (
+            lambda saved: {**saved, "parameters": {"0.bias": {"residual": torch.ones(3)}}},
+            r"residual of 0.bias has another shape",
+        ),
         (lambda saved: {**saved, "algorithm": 3}, "state_dict has the wrong type"),
         (lambda saved: {**saved, "step": "x"}, "state_dict has the wrong type"),
         (lambda saved: {**saved, "algorithm": "TopKAlgorithm()"}, "another algorithm"),
         (lambda saved: {**saved, "buckets": [["nobody"]] * len(saved["buckets"])}, "nobody"),
     ],
-    ids=["nothing", "rank", "own", "cut", "number", "step", "algorithm", "names"],
+    ids=[
+        "nothing",
+        "rank",
+        "own",
+        "cut",
+        "other",
+        "flight",
+        "no tensors",
+        "shape",
+        "number",
+        "step",
+        "algorithm",
+        "names",
+    ],
 )
 def test_ranks_do_not_wait_for_one_that_cannot_load_its_checkpoint(thread_ranks, change, words):
     def load() -> None:
         rank, model = bagua.comm.get_rank(), mlp()
         optimizer = sgd(model.parameters())
-        wrapped = with_bagua(model, [optimizer], "sign_sgd")
+        wrapped = with_bagua(model, [optimizer], SIGNS)
         train_steps(wrapped, optimizer, rank, range(2))
         saved = wrapped.bagua_state_dict()
         expected = (ConfigurationError, words) if rank == 0 else (CollectiveMismatchError, "cannot be used")
@@ -141,7 +167,7 @@ def test_ranks_do_not_wait_for_one_that_cannot_load_its_checkpoint(thread_ranks,
     thread_ranks(2, load)
 
 
-def _remembered(algorithm: str) -> dict:
+def _remembered(algorithm: Algorithm | str) -> dict:
     rank, model = bagua.comm.get_rank(), mlp()
     optimizer = sgd(model.parameters())
     wrapped = with_bagua(model, [optimizer], algorithm)
@@ -149,14 +175,14 @@ def _remembered(algorithm: str) -> dict:
     return wrapped.bagua_state_dict()
 
 
-def _load(algorithm: str, saved: list[dict]) -> None:
+def _load(algorithm: Algorithm | str, saved: list[dict]) -> None:
     model = mlp()
     wrapped = with_bagua(model, [sgd(model.parameters())], algorithm)
     wrapped.load_bagua_state_dict(saved[bagua.comm.get_rank()])
 
 
 @pytest.mark.threads
-@pytest.mark.parametrize("algorithm", ["sign_sgd", "power_sgd", "decentralized", "low_precision_decentralized"])
+@pytest.mark.parametrize("algorithm", [SIGNS, "power_sgd", "decentralized", "low_precision_decentralized"], ids=str)
 def test_files_that_were_swapped_between_ranks_are_noticed(thread_ranks, algorithm):
     first, second = thread_ranks(2, _remembered, algorithm)
     assert [(saved["rank"], saved["world_size"]) for saved in (first, second)] == [(0, 2), (1, 2)]

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -13,10 +14,12 @@ import torch
 from bagua.algorithms import registry
 from bagua.checks import install_command
 from bagua.cli.arguments import positive
-from bagua.cli.demo.report import choose_display, draw_losses, table
+from bagua.cli.demo.comparison import CONTESTANTS, MOST_STEPS, Contest, compare
+from bagua.cli.demo.report import choose_display, comparison_table, draw_comparison, draw_losses, table
 from bagua.cli.demo.training import DECENTRALIZED, Result, Settings, train
 from bagua.cli.launch import RanksFailedError, run_ranks
-from bagua.errors import BaguaError
+from bagua.comm import backend_refusal
+from bagua.errors import BaguaError, UnsupportedAlgorithmException
 
 __all__ = ["main"]
 
@@ -37,16 +40,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = make_settings(parser, options)
     print(f"starting {options.nproc} processes", flush=True)
     try:
-        with choose_display(settings.steps) as display:
-            results: list[Result] = run_ranks(train, options.nproc, (settings,), display.show)
+        if options.algorithm is None:
+            show_comparison(settings, options)
+        else:
+            show_training(settings, options)
     except KeyboardInterrupt:
         print("interrupted; all processes have ended", file=sys.stderr)
         return 130
     except RanksFailedError as failed:
         print(explain(failed), file=sys.stderr)
         return 1
-    conclude(results[0], settings, options)
     return 0
+
+
+def show_training(settings: Settings, options: argparse.Namespace) -> None:
+    """Train with one algorithm."""
+    with choose_display(settings.steps) as display:
+        results: list[Result] = run_ranks(train, options.nproc, (settings,), display.show)
+    conclude(results[0], settings, options)
+
+
+def show_comparison(settings: Settings, options: argparse.Namespace) -> None:
+    """Train with several algorithms over a slow link, and compare them."""
+    backend = settings.backend or ("shm" if backend_refusal("shm") is None else "gloo")
+    arguments = (settings, backend, options.link, options.steps)
+    with choose_display(options.steps or MOST_STEPS) as display:
+        contests: list[Contest] = run_ranks(compare, options.nproc, arguments, display.show)[0]
+    print(comparison_table(contests, options.nproc, options.link))
+    if options.plot is not None:
+        drawn = draw_comparison(contests, options.link, options.plot)
+        print(f"picture: {options.plot}" if drawn else f"picture: not drawn; {install_command('plot')} adds it")
+    if options.json is not None:
+        found = [dataclasses.asdict(contest) for contest in contests]
+        numbers = {**dataclasses.asdict(settings), "world_size": options.nproc, "link_mbit_per_s": options.link}
+        options.json.write_text(json.dumps({**numbers, "contests": found}, indent=2) + "\n")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -59,9 +86,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--nproc", type=positive, default=2, metavar="N", help="processes to start")
-    add("--algorithm", choices=[*registry, DECENTRALIZED], default=defaults.algorithm, help="how they communicate")
+    add("--algorithm", type=named, metavar="NAME", help="train with this one only; without it, three are compared")
+    add("--link", type=float, default=100.0, metavar="X", help="Mbit/s of each process when algorithms are compared")
     add("--backend", metavar="NAME", help="what they communicate through: gloo, nccl, ...; None is the best there is")
-    add("--steps", type=positive, default=defaults.steps, metavar="N", help="optimizer steps")
+    add("--steps", type=positive, metavar="N", help=f"optimizer steps; {defaults.steps}, or what fits into a minute")
     add("--batch-per-rank", type=positive, default=defaults.batch_per_rank, metavar="N", help="windows of text")
     add("--learning-rate", type=float, default=defaults.learning_rate, metavar="X", help="the highest in the schedule")
     add("--seed", type=int, default=defaults.seed, metavar="N", help="of weights and batches")
@@ -74,6 +102,19 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def named(text: str) -> str:
+    """The name of an algorithm, by any of its names."""
+    if text in (DECENTRALIZED, "DecentralizedDataParallel"):
+        return DECENTRALIZED
+    try:
+        found = registry.get(text)
+    except UnsupportedAlgorithmException as error:
+        raise argparse.ArgumentTypeError(
+            f"invalid choice: {text!r} (choose from {', '.join([*registry, DECENTRALIZED])}). {error.advice}"
+        ) from None
+    return next(name for name in registry if registry.get(name) is found)
+
+
 def make_settings(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Settings:
     """Check what argparse cannot check by itself; ends the program with a message where something is wrong."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -84,6 +125,8 @@ def make_settings(parser: argparse.ArgumentParser, options: argparse.Namespace) 
         parser.error(f"--backend nccl: --nproc {options.nproc} needs as many GPUs, this machine has {gpus}")
     if options.timeout <= 0:
         parser.error(f"--timeout {options.timeout}: expected more than 0 seconds")
+    if not 0 < options.link < math.inf:
+        parser.error(f"--link {options.link}: expected more than 0 Mbit/s")
     if options.learning_rate <= 0:
         parser.error(f"--learning-rate {options.learning_rate}: expected more than 0")
     for path in (options.plot, options.json):
@@ -91,14 +134,15 @@ def make_settings(parser: argparse.ArgumentParser, options: argparse.Namespace) 
             parser.error(f"{path}: there is no such folder")
     on_gpu = options.backend == "nccl" or (options.backend is None and gpus >= options.nproc)
     return Settings(
-        algorithm=options.algorithm,
+        algorithm=options.algorithm or CONTESTANTS[0][0],
         backend="gloo" if options.backend is None and gpus and not on_gpu else options.backend,
         device="cuda" if on_gpu else "cpu",
-        steps=options.steps,
+        steps=options.steps or Settings.steps,
         batch_per_rank=options.batch_per_rank,
         learning_rate=options.learning_rate,
         seed=options.seed,
         timeout_s=options.timeout,
+        clip_norm=0.0 if options.algorithm == "qadam" else 1.0,  # qadam brings momenta into the gradients.
     )
 
 

@@ -1,7 +1,9 @@
 """What the demo shows: progress while it trains, a table and a picture at the end."""
 
 import importlib.util
+import itertools
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -9,9 +11,19 @@ from typing import Protocol
 from typing_extensions import Self
 
 from bagua.checks import install_command
+from bagua.cli.demo.comparison import Contest
 from bagua.cli.demo.training import LAST_STEPS, Phase, Result, TrainingProgress
 
-__all__ = ["Display", "PlainDisplay", "RichDisplay", "choose_display", "draw_losses", "table"]
+__all__ = [
+    "Display",
+    "PlainDisplay",
+    "RichDisplay",
+    "choose_display",
+    "comparison_table",
+    "draw_comparison",
+    "draw_losses",
+    "table",
+]
 
 PLAIN_LINES = 20
 
@@ -137,6 +149,52 @@ def table(result: Result, world_size: int, algorithm: str) -> str:
     ]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
+
+
+def comparison_table(contests: Sequence[Contest], world_size: int, mbit_per_s: float) -> str:
+    """A line for each algorithm, and what it means."""
+    first = contests[0]
+    rows = [("", "time", "step", "sent per step", "loss at the end", "held-out loss")]
+    for contest in contests:
+        result = contest.result
+        rows.append(
+            (
+                contest.algorithm,
+                f"{sum(contest.seconds):.1f} s",
+                f"{contest.step_s * 1e3:.0f} ms",
+                f"{result.sent_bytes_per_step / 1e6:.2f} MB",
+                f"{result.last_loss:.3f}",
+                f"{result.held_out_loss:.3f}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    faster = [f"{one.algorithm} in {one.step_s / first.step_s:.0%} of the time" for one in contests[1:]]
+    link = f"links of {mbit_per_s:g} Mbit/s, paced inside the processes"
+    return "\n".join(
+        [
+            f"the same {len(first.seconds)} steps of {world_size} processes through {link}:",
+            *(f"  {line}" for line in lines),
+            f"{first.algorithm} does what torch DDP does; {', '.join(faster)}",
+        ]
+    )
+
+
+def draw_comparison(contests: Sequence[Contest], mbit_per_s: float, path: Path) -> bool:
+    """Draw the losses of all algorithms against the seconds that they took; see ``draw_losses``."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return False
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for contest in contests:
+        axes.plot(list(itertools.accumulate(contest.seconds)), contest.result.losses, label=contest.algorithm)
+    axes.set(xlabel="seconds", ylabel="training loss, nats per byte", title=f"The same steps at {mbit_per_s:g} Mbit/s")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    return True
 
 
 def draw_losses(result: Result, path: Path) -> bool:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -20,7 +20,18 @@ from bagua.cli.launch import Rank
 from bagua.parallel import BaguaModule
 from bagua.parallel.decentralized import DecentralizedDataParallel
 
-__all__ = ["DECENTRALIZED", "Phase", "Result", "Settings", "TrainingProgress", "train"]
+__all__ = [
+    "DECENTRALIZED",
+    "Phase",
+    "Result",
+    "Settings",
+    "TrainingProgress",
+    "all_sent_bytes",
+    "evaluate",
+    "train",
+    "train_together",
+    "trainer_class",
+]
 
 #: Not an algorithm of the engine but a wrapper of its own, under a name like theirs.
 DECENTRALIZED = "decentralized_data_parallel"
@@ -38,6 +49,7 @@ class Settings:
 
     Args:
         algorithm: a name in the registry of algorithms, or ``decentralized_data_parallel``.
+        options: of the algorithm.
         backend: as for ``init_process_group``.
         device: ``cpu`` or ``cuda``.
         steps: optimizer steps.
@@ -45,10 +57,12 @@ class Settings:
         learning_rate: the highest one, reached after a tenth of the steps.
         seed: of the weights and of the choice of windows.
         timeout_s: longest wait for another process in one call.
+        clip_norm: the largest norm of the gradients; 0 does not clip.
         shape: of the model.
     """
 
     algorithm: str = "gradient_allreduce"
+    options: Mapping[str, object] = dataclasses.field(default_factory=dict)
     backend: str | None = None
     device: str = "cpu"
     steps: int = 400
@@ -56,6 +70,7 @@ class Settings:
     learning_rate: float = 2e-3
     seed: int = 0
     timeout_s: float = 60.0
+    clip_norm: float = 0.0
     shape: Shape = dataclasses.field(default_factory=Shape)
 
 
@@ -149,8 +164,7 @@ class Trainer:
 
     def distribute(self) -> None:
         """From now on, train together with the other ranks. Collective."""
-        algorithm = Algorithm.init(self.settings.algorithm)
-        self.model.with_bagua([self.optimizer], algorithm)  # type: ignore[operator]  # the import put it on all modules
+        bagua.with_bagua(self.model, self.optimizer, Algorithm.init(self.settings.algorithm, **self.settings.options))
 
     def finish(self) -> None:
         """Training is over. Collective."""
@@ -176,6 +190,8 @@ class Trainer:
         loss = self.loss()
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
+        if self.settings.clip_norm:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_norm)
         self.optimizer.step()
         self.schedule.step()
         return float(loss.item())

@@ -43,7 +43,7 @@ class BackgroundThread:
     """Runs functions one after the other in a thread that starts with the first of them.
 
     Args:
-        name: of the thread, for debuggers.
+        name: name of the thread, for debuggers.
     """
 
     def __init__(self, name: str) -> None:

@@ -45,7 +45,7 @@ class Family:
 
         Args:
             member: an object with locks, threads or connections.
-            first: whether it comes before all others, which may drop what it has to find.
+            first: True for one that must come before all others, which may drop what it has to find.
         """
         (self._first if first else self._members).add(member)
 

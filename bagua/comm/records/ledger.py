@@ -19,7 +19,7 @@ class Ledger:
         open: counters of those that are open.
         closed: sums of the counters of all others.
         lost: global rank of the first peer that was lost, and what it did; None if none was.
-        recorder: of the rank.
+        recorder: record of the calls of the rank.
     """
 
     open: list[Statistics] = field(default_factory=list)

@@ -39,7 +39,7 @@ class Place(NamedTuple):
     """Where a call is made.
 
     Attributes:
-        label: of the communicator.
+        label: name of the communicator.
         backend: name of the transport.
         rank: rank of this process in the communicator.
         ranks: global rank of each member.
@@ -55,8 +55,8 @@ class CallRecord:
     """One call of one rank, from its beginning to its end.
 
     Attributes:
-        call: what was asked for.
-        place: where.
+        call: description of the call.
+        place: communicator and rank that made it.
         number: counts the calls of this rank on all communicators, from 0.
         begun: when it was made, by ``Recorder.clock``, in seconds.
         ended: when its result was there; 0.0 before that.
@@ -120,7 +120,7 @@ class Counters(Protocol):
     """What one communicator did.
 
     Attributes:
-        times: what its calls took.
+        times: seconds that its calls took.
         waits: seconds that this rank has waited for each other one that came last, by global rank.
         recent: its last calls.
     """

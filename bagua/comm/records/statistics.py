@@ -8,7 +8,7 @@ from typing import NamedTuple
 from bagua.comm.call import POINT_TO_POINT, Call
 from bagua.comm.records.recorder import CallRecord, CallTimes, Place, Recorder, is_background
 
-__all__ = ["KindStatistics", "Statistics", "merge"]
+__all__ = ["KindStatistics", "Statistics", "merge", "sent_bytes"]
 
 #: Calls remembered of each communicator, and how many of them the message of a failure shows.
 RECORDS_LENGTH = 64
@@ -60,18 +60,23 @@ def _sent_by(call: Call, rank: int, size: int) -> int:
     return share * times.get(call.kind, 0)
 
 
+def sent_bytes(call: Call, rank: int, size: int) -> int:
+    """Bytes that ``rank`` of ``size`` must send for ``call``; see ``KindStatistics.sent_bytes``."""
+    return _sent_evenly(call.kind, call.nbytes, size) if call.kind in _EVEN else _sent_by(call, rank, size)
+
+
 class Statistics:
     """What one communicator did. Written by one thread at a time, read by any.
 
     Args:
         rank: rank of this process in the communicator.
         size: number of ranks.
-        place: where its calls are made.
-        recorder: of the rank; None for one of its own.
+        place: communicator and rank that make the calls.
+        recorder: record of the calls of the rank; None for one of its own.
 
     Attributes:
         recent: the last calls, oldest first.
-        times: what its calls took.
+        times: seconds that its calls took.
         waits: seconds that this rank has waited for each other one that came last, by global rank.
     """
 
@@ -103,7 +108,7 @@ class Statistics:
         """Its result is there.
 
         Args:
-            record: of the call.
+            record: record of the call.
             ended: since when, by the clock of the recorder.
             blocked_s: for how long the thread that made it has stood still for it.
         """

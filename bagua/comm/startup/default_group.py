@@ -198,9 +198,9 @@ def new_group(
 
     Args:
         ranks: its members; None means all.
-        backend: of the new group; None means the default group's.
+        backend: name of the new group's backend; None means the default group's.
         timeout: default deadline of its calls; None means the default group's.
-        label: what messages call the group, with a number after it; None means ``group``.
+        label: name of the group in messages, which put a number after it; None means ``group``.
 
     Returns:
         The group on its members, ``NON_MEMBER`` on other ranks, whose calls on it return at once.
@@ -231,7 +231,7 @@ def from_torch_group(
 
     Args:
         group: torch's group; None means torch's default one.
-        backend: of the new group; None means the one that ``init_process_group`` chose.
+        backend: name of the new group's backend; None means the one that ``init_process_group`` chose.
         timeout: default deadline of its calls; None means the default group's.
 
     Raises:

@@ -106,7 +106,7 @@ def plan(
         timeout_s: seconds to wait for the others.
         nodes: index of the host of each rank, if that shall not be found out.
         local_world_size: number of ranks on each host, if hosts hold consecutive blocks of ranks.
-        use_cuda: whether the backend shall serve CUDA tensors where all ranks have CUDA.
+        use_cuda: True if the backend shall serve CUDA tensors where all ranks have CUDA.
 
     Raises:
         CollectiveTimeoutError: some ranks did not come; ``peers`` names them.
@@ -164,8 +164,8 @@ def connect_first(
         ranks: global rank of each member.
         planned: hosts of the members, and the backends to try, as ``plan`` found them.
         timeout_s: default deadline of every call, in seconds.
-        ledger: where the counters go.
-        label: what messages call the group.
+        ledger: counters of this rank.
+        label: name of the group in messages.
     """
     refused = ""
     nodes, choices = planned

@@ -50,7 +50,7 @@ def init_process_group(
         timeout: default deadline of every call, in seconds or as a ``timedelta``; else
             ``BAGUA_TIMEOUT_S``, else 30 minutes.
         store: a ``torch.distributed`` store to meet at, with ``rank`` and ``world_size``.
-        rank: of this process; else from the launcher.
+        rank: number of this process; by default from the launcher.
         world_size: number of processes; else from the launcher.
         local_world_size: processes per host, if hosts hold consecutive blocks of ranks
             and shall not be found out.

@@ -20,7 +20,7 @@ def group_of_seats(
     Messages and errors number the members by their seats.
 
     Args:
-        store: of all; somebody keeps a reference to it as long as the group lives.
+        store: key-value store of all; somebody keeps a reference to it as long as the group lives.
         seats: members, in ascending order.
         own: seat of this process.
         name: used once for each store.

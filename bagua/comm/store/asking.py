@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from bagua.comm.long_wait import LongWait
 from bagua.comm.store.keys import read_all, wait_for_keys
 from bagua.errors import CollectiveTimeoutError, PeerLostError, TransportUnavailableError
 
@@ -21,10 +22,10 @@ def gather_values(
     """What every member posted under ``topic``, in rank order. A barrier that names who is missing.
 
     Args:
-        store: of the group.
+        store: key-value store of the group.
         topic: used once per store.
         rank: this member's rank in the group.
-        ranks: what messages call the members.
+        ranks: global rank of each member, for messages.
         value: anything JSON can hold.
         timeout_s: how long to wait for the others, in seconds.
 
@@ -54,11 +55,11 @@ def consult(
     """What the group's rank 0 decides from the values that all members post.
 
     Args:
-        store: of the group.
-        topic: what it is about.
+        store: key-value store of the group.
+        topic: subject of the question, a part of its keys.
         number: 1 the first time, then one more each time; what the time before left in the store is deleted.
         rank: this member's rank in the group.
-        ranks: what messages call the members.
+        ranks: global rank of each member, for messages.
         value: anything JSON can hold.
         decide: called on rank 0 with the values in rank order; returns anything JSON can hold.
             It must not raise: the others would wait for an answer.
@@ -89,9 +90,17 @@ def _collect(
     store: dist.Store, topic: str, rank: int, ranks: Sequence[int], keys: list[str], started: float, timeout_s: float
 ) -> None:
     """Wait until every member's key is there."""
-    if not wait_for_keys(store, keys, started + timeout_s):
-        missing = [ranks[i] for i, key in enumerate(keys) if not store.check([key])]
-        raise _not_come(topic, rank, ranks, missing, started, timeout_s)
+    wait = LongWait()
+
+    def missing() -> list[int]:
+        return [ranks[i] for i, key in enumerate(keys) if not store.check([key])]
+
+    def tell() -> None:
+        if wait.is_over():
+            wait.warn(ranks[rank], missing(), f"to come to {topic}")
+
+    if not wait_for_keys(store, keys, started + timeout_s, tell):
+        raise _not_come(topic, rank, ranks, missing(), started, timeout_s)
 
 
 def _not_come(
@@ -141,7 +150,7 @@ def raise_refusals(reasons: Sequence[str], rank: int, ranks: Sequence[int], refu
     Args:
         reasons: reason of each member, empty where there is none.
         rank: this member's rank in the group.
-        ranks: what messages call the members.
+        ranks: global rank of each member, for messages.
         refusal: error of this member, behind its own reason.
 
     Raises:

@@ -27,7 +27,7 @@ class Beats:
 
     Args:
         store: any store of the job; its server is what counts.
-        rank: whose beats are posted; -1 for who only reads.
+        rank: number of the process that posts; -1 for one that only reads.
 
     Example:
         >>> from torch.distributed import HashStore
@@ -49,7 +49,7 @@ class Beats:
         """Post ``beat`` beside what the caller does; drop it if the one before has not arrived. Raises nothing.
 
         Args:
-            beat: what JSON can hold.
+            beat: anything JSON can hold.
             then: is called when it is there, in the thread that posted it.
         """
         if self._busy:
@@ -68,7 +68,7 @@ class Beats:
         """Post ``beat`` and wait until it is there.
 
         Args:
-            beat: what JSON can hold; it holds ``world_size``.
+            beat: anything JSON can hold, with ``world_size``.
         """
         self._connection().set(f"bagua/beat/{self._rank}", json.dumps(beat))
 
@@ -104,8 +104,8 @@ def connect_beats(host: str, port: int) -> Beats:
     """The beats of a running job, for reading.
 
     Args:
-        host: where the store is: the ``MASTER_ADDR`` of the job.
-        port: of the store: the ``MASTER_PORT`` of the job.
+        host: address of the store, the ``MASTER_ADDR`` of the job.
+        port: port of the store, the ``MASTER_PORT`` of the job.
 
     Raises:
         RuntimeError: nobody answers there.

@@ -20,8 +20,8 @@ class Cells:
     """Values that JSON can hold, under names.
 
     Args:
-        store: whose calls do not block for long.
-        where: what messages call the store.
+        store: key-value store whose calls do not block for long.
+        where: name of the store in messages.
 
     Example:
         >>> from bagua.comm.store.serving import thread_store

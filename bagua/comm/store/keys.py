@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch.distributed import Store
 
@@ -13,7 +13,9 @@ _FIRST_PAUSE_S = 0.0005
 _LONGEST_PAUSE_S = 0.02
 
 
-def wait_for_keys(store: Store, keys: Sequence[str], deadline: float) -> bool:
+def wait_for_keys(
+    store: Store, keys: Sequence[str], deadline: float, meanwhile: Callable[[], None] | None = None
+) -> bool:
     """Poll until all keys are there, or the deadline has passed.
 
     ``Store.wait`` would hold the only connection of the store, ignore Ctrl-C, and print a warning when its time is up.
@@ -22,6 +24,7 @@ def wait_for_keys(store: Store, keys: Sequence[str], deadline: float) -> bool:
         store: key-value store.
         keys: names of the keys.
         deadline: value of ``time.monotonic()`` at which to give up.
+        meanwhile: called whenever a key is missing.
 
     Returns:
         Whether all keys are there.
@@ -35,6 +38,8 @@ def wait_for_keys(store: Store, keys: Sequence[str], deadline: float) -> bool:
     while not store.check(list(keys)):
         if time.monotonic() > deadline:
             return False
+        if meanwhile is not None:
+            meanwhile()
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     return True

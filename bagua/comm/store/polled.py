@@ -137,9 +137,9 @@ class BoundedStore(PolledStore):
     The clients of torch then ignore their own timeouts.
 
     Args:
-        store: of torch; used by this object only.
+        store: store of torch; used by this object only.
         timeout_s: how long ``get`` and ``wait`` wait for a key, in seconds.
-        limit_s: of each request.
+        limit_s: seconds that each request may take.
     """
 
     def __init__(self, store: Store, timeout_s: float, limit_s: float = 3.0) -> None:

@@ -61,8 +61,8 @@ class TorchCalls:
         members: our group of the same ranks.
         stand_in: registered with torch for CPU tensors.
         backends: who serves the tensors of other devices, by device type.
-        raise_in_backward: whether the end of a backward pass raises what went wrong in its allreduces.
-        ordered_callbacks: whether callbacks of futures run in the order of the calls, in a thread of their own.
+        raise_in_backward: True if the end of a backward pass raises the errors of its allreduces.
+        ordered_callbacks: True if callbacks of futures run in the order of the calls, in a thread of their own.
     """
 
     def __init__(

@@ -149,7 +149,7 @@ class CallbackThread:
     No lock here is held while anything runs or waits.
 
     Args:
-        name: of the thread, for debuggers.
+        name: name of the thread, for debuggers.
     """
 
     def __init__(self, name: str) -> None:
@@ -179,7 +179,7 @@ class CallbackThread:
         Args:
             work: the call; None if it is complete.
             outcome: waits for it; returns the value of the future or raises.
-            in_order: whether callbacks run in the order of these calls; else in that in which they complete.
+            in_order: True if callbacks run in the order of these calls; else in that in which they complete.
         """
         future = CallFuture(self)
         settle = partial(future.settle, outcome)

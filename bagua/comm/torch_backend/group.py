@@ -48,9 +48,9 @@ class TorchBackendOptions:
     """What ``pg_options`` of ``torch.distributed.init_process_group("bagua")`` and ``new_group`` take.
 
     Args:
-        raise_in_backward: whether the end of a backward pass raises what went wrong in its allreduces. Without, the
+        raise_in_backward: True if the end of a backward pass raises the errors of its allreduces. Without, the
             errors are left to the code that handles the futures of these calls, such as a communication hook.
-        ordered_callbacks: whether callbacks of futures run in a thread of their own, in the order of the calls, so that
+        ordered_callbacks: True if callbacks of futures run in a thread of their own, in the order of the calls, so that
             they may communicate and wait. Without, they run where torch runs them: in the thread that adds them, if the
             call is complete, and else in one that completes calls, where they must not communicate.
 
@@ -67,11 +67,11 @@ class TorchGroup(TorchCalls, dist.ProcessGroup):  # type: ignore[misc]  # the st
     """What ``torch.distributed`` holds for a group whose backend is ``bagua``.
 
     Args:
-        store: what torch gave to this group.
+        store: key-value store that torch gave to this group.
         members: our group of the same ranks, which this one owns.
         stand_in: registered with torch for CPU tensors.
         backends: who serves the tensors of other devices, by device type.
-        options: of this group.
+        options: options of this group.
     """
 
     def __init__(
@@ -216,12 +216,12 @@ def create_torch_group(
 
     Args:
         store: the ranks of this group share it, and no other group has it: a ``PrefixStore`` for each.
-        rank: of this process in the group.
+        rank: number of this process in the group.
         size: number of ranks.
         timeout: default deadline of every call, and of this one, in seconds or as a ``timedelta``.
         ranks: the global rank of each; its number in the group if left out.
-        name: of the group, for logs.
-        options: of the group, or those of NCCL where there is CUDA.
+        name: name of the group, for logs.
+        options: options of the group, or those of NCCL where there is CUDA.
 
     Raises:
         CollectiveTimeoutError: ranks that did not come in time.
@@ -251,7 +251,7 @@ def _create(request: Any, options: Any) -> TorchGroup:
 
     Args:
         request: torch's ``_DistributedBackendOptions``.
-        options: what the user passed as ``pg_options``.
+        options: the user's ``pg_options``.
     """
     _check_nothing_is_dropped(requested_backends())
     return create_torch_group(
@@ -303,7 +303,7 @@ def _check_nothing_is_dropped(asked_for: c10d.BackendConfig | None) -> None:
     """Refuse a string of several backends that torch would silently not build.
 
     Args:
-        asked_for: what torch made of the string; None if that is not known.
+        asked_for: devices and backends that torch read out of the string; None if that is not known.
     """
     if asked_for is None:
         return

@@ -19,8 +19,8 @@ class CpuStandIn(dist.ProcessGroupGloo):
     connects when it is first used, so it costs nothing until then.
 
     Args:
-        store: of its group alone.
-        rank: of this process.
+        store: key-value store of its group alone.
+        rank: number of this process.
         size: number of ranks.
         timeout: default deadline of the calls of its group.
     """

@@ -29,7 +29,7 @@ class TorchWork(torch_private.Work):
         work: the call; None if it is complete.
         outputs: the tensors that receive its result.
         callbacks: makes its future, and runs the callbacks of that.
-        is_message: whether it is for one other rank.
+        is_message: True if it is for one other rank.
     """
 
     __slots__ = ("_callbacks", "_is_message", "_outputs", "pending")
@@ -55,7 +55,7 @@ class TorchWork(torch_private.Work):
             timeout: zero means the deadline of the call, as in torch.
 
         Raises:
-            CommunicationError: what went wrong.
+            CommunicationError: the call failed.
         """
         if self.pending is not None:
             self.pending.wait(timeout or None)

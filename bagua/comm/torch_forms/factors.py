@@ -25,8 +25,8 @@ def scaled(op: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Each tensor times the factor of ``op``, in new memory.
 
     Args:
-        op: what ``make_premul_sum`` returned.
-        tensors: of floating dtypes, as on NCCL.
+        op: result of ``make_premul_sum``.
+        tensors: tensors of floating dtypes, as on NCCL.
 
     Raises:
         InvalidTypeError: something else than a tensor.

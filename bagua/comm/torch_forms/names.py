@@ -56,7 +56,7 @@ def meet_at(url: str, rank: int, world_size: int, timeout: timedelta) -> tuple[S
 
     Args:
         url: ``tcp://host:port`` or ``file:///path``.
-        rank: of this process; -1 if the URL says it.
+        rank: number of this process; -1 if the URL says it.
         world_size: number of processes; -1 if the URL says it.
         timeout: how long to wait for the store.
     """

@@ -45,8 +45,8 @@ class Mail:
     """Tagged messages of one rank in one communicator.
 
     Args:
-        communicator: whose ranks they travel between.
-        store: of these ranks only.
+        communicator: communicator of the ranks between which they travel.
+        store: key-value store of these ranks only.
     """
 
     def __init__(self, communicator: Communicator, store: dist.Store) -> None:
@@ -139,10 +139,10 @@ class TaggedReceive(Work):
     """A message that is awaited. Its tensor is written by the thread that waits.
 
     Args:
-        mail: of this rank.
+        mail: tagged messages of this rank.
         tensor: receives it.
         src: the sender; None means any other rank.
-        tag: of the message.
+        tag: number that tells the messages of a sender apart.
 
     Attributes:
         source: the sender, once it is known.

@@ -40,13 +40,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch.distributed import Store
 
 from bagua.comm.call import Call
+from bagua.comm.long_wait import Activity
 
 __all__ = ["DONE", "Arrivals", "Done", "Handle", "Membership", "Transport"]
 
@@ -69,7 +70,7 @@ class Handle(ABC):
             timeout_s: at most so long; None means until the call's own deadline.
 
         Raises:
-            CommunicationError: what went wrong, already translated and chained. A
+            CommunicationError: the call failed; the error is translated and chained. A
                 deadline that passes is a ``CollectiveTimeoutError``; the transport is
                 unusable after any of these.
         """
@@ -121,7 +122,8 @@ class Membership:
         ranks: global rank of each member, by rank in the communicator.
         nodes: index of the host of each member, by rank in the communicator.
         timeout_s: default deadline of every call, in seconds.
-        label: what messages call this communicator (``world``, ``world/intra``, ...).
+        label: name of this communicator in messages (``world``, ``world/intra``, ...).
+        activity: what its calls are made for, for messages.
     """
 
     store: Store
@@ -130,6 +132,7 @@ class Membership:
     nodes: tuple[int, ...]
     timeout_s: float
     label: str = "world"
+    activity: Activity = field(default_factory=Activity, compare=False)
 
     @property
     def size(self) -> int:
@@ -162,11 +165,11 @@ class Transport(ABC):
         membership: the ranks served. Building a transport is collective among them.
 
     Attributes:
-        name: what logs and ``ProcessGroup.backend`` show, ``gloo`` for example.
+        name: name in logs and ``ProcessGroup.backend``, ``gloo`` for example.
         device_types: ``torch.device.type`` of the tensors it can take.
-        compares_calls: whether ``start`` itself detects ranks that disagree. If not,
+        compares_calls: True if ``start`` itself detects ranks that disagree. If not,
             the communicator puts ``comm/checked.py`` in front when debugging is on.
-        executor: where the engine should run an exchange on this transport, by
+        executor: place in which the engine should run an exchange on this transport, by
             measurement: started in the calling thread, because calls go on by themselves;
             in one background thread, in order; or on a communication stream.
         arrivals: for which peers the last collectives waited; None where the transport cannot see who comes when.
@@ -220,7 +223,7 @@ class Transport(ABC):
         culprit and the reason. Idempotent, never raises, returns quickly.
 
         Args:
-            reason: what the culprit did; begins with "it".
+            reason: deed of the culprit; begins with "it".
             culprit: global rank to blame, which need not be a member; None means this one.
         """
 

@@ -196,7 +196,7 @@ class MessageFingerprints:
     """The fingerprint of a message, and the one that must fit.
 
     Args:
-        messages: of the communicator.
+        messages: fingerprints of messages of the communicator.
         call: a send, or a receive from a rank that is named.
         timeout_s: until its deadline.
     """

@@ -36,7 +36,7 @@ class MessageLink:
 
     Args:
         transport: moves the bytes.
-        failures: what is known of the failures of the communicator.
+        failures: knowledge of the failures of the communicator.
     """
 
     def __init__(self, transport: Transport, failures: FailureFinder) -> None:
@@ -90,7 +90,7 @@ class LinkMessages:
 
     Args:
         link: carries nothing else.
-        name: of the threads that expect announcements, for debuggers.
+        name: name of the threads that expect announcements, for debuggers.
     """
 
     def __init__(self, link: MessageLink, name: str) -> None:

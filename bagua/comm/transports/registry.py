@@ -42,7 +42,7 @@ def register_transport(
     with ``LoweredTransport``. ``bagua.testing.transport_contract`` holds it to what a transport promises.
 
     Args:
-        name: of the backend; neither one of ours nor one that ``torch.distributed`` knows.
+        name: name of the backend; neither one of ours nor one that ``torch.distributed`` knows.
         factory: makes the transport of one communicator with several ranks; collective among its members. It
             raises ``TransportUnavailableError`` on all of them if it cannot connect.
         refusal: the reason why this process cannot serve the backend, or None if it can; quick, without side

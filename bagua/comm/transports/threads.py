@@ -76,6 +76,10 @@ class ThreadLine(Line):
         assert notice is not None
         return notice
 
+    def published(self, slot: int) -> Call | None:
+        notice = self.notices[slot]
+        return None if notice is None else notice.call
+
     def view(self, slot: int, start: int, stop: int) -> torch.Tensor:
         data = self.data[slot]
         assert data is not None

@@ -292,7 +292,6 @@ class DecentralizedDataParallel(OverlappingWrapper):
                 seen=seen,
                 advice="Load the weights and the optimizers only, after averaging or from one rank.",
             )
-        self.reducer.suspend_exchanges()
         self.reducer.load_state_dict(state_dict)
         self._stepping.mixing_factor = state_dict.get("adaptive_factor", 1.0)
 

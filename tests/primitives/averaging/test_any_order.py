@@ -111,14 +111,14 @@ class AnyOrder(RuleBasedStateMachine):
         for rank in self.world.living():
             if rank.transfer is None:
                 continue
-            _, channel, _ = rank.transfer
-            wire = self.world.wires[channel.name]
-            for number in channel.members:
+            _, connection, _ = rank.transfer
+            wire = self.world.wires[connection.name]
+            for number in connection.members:
                 member = self.world.ranks[number].member
                 came = any(number in exchange and rank.rank in exchange for exchange in wire.exchanges)
                 behind = member._round <= rank.member._round and not member.over
                 will_be_noticed = number in self.world.dead or wire.broken or wire.cut
-                has_said_so = member._company._last.broke == rank.member._round
+                has_said_so = member._view._last.broke == rank.member._round
                 assert came or behind or will_be_noticed or has_said_so
 
     @invariant()

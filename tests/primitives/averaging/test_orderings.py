@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bagua.averaging import MemberState, Stage
-from bagua.averaging.member import FINAL
+from bagua.averaging.round_protocol import FINAL
 from bagua.errors import CommunicatorClosedError, NonFiniteError, PeerLostError
 from tests.primitives.averaging.world import PATIENCE, World
 
@@ -37,7 +37,7 @@ def test_a_round_waits_for_the_slowest_but_no_training_thread_does():
         world.ranks[0].train(1.0)
         world.run(2)
     assert world.ranks[0].member.progress.rounds == 0
-    assert world.ranks[0].desk.stage is Stage.SNAPSHOT
+    assert world.ranks[0].handoff.stage is Stage.SNAPSHOT
     world.ranks[1].train(0.0)
     world.run(6)
     world.ranks[0].at_safe_point()
@@ -442,7 +442,7 @@ def test_a_rank_that_goes_after_warm_up_does_no_harm_to_one_that_is_about_to_end
     else:
         world.ranks[0].member.leaving = "its process ends"
     world.run(30, seconds_per_turn=1.0)
-    assert world.ranks[1].member._company.gone(0)
+    assert world.ranks[1].member._view.gone(0)
     assert world.ranks[1].member.error is None
     assert not world.ranks[1].member.over
 
@@ -450,7 +450,7 @@ def test_a_rank_that_goes_after_warm_up_does_no_harm_to_one_that_is_about_to_end
 def test_a_rank_that_will_never_come_is_missed_in_warm_up():
     world = World(2, warming=True)
     world.dead.add(0)
-    world.ranks[1].member._company._roll.strike({0: "its process ends"})
+    world.ranks[1].member._view._departures.note({0: "its process ends"})
     world.run(3)
     assert "rank 0 left during warm-up" in str(world.ranks[1].member.error)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bagua.averaging.desk import Desk
+from bagua.averaging.handoff import HandoffBuffer
 from bagua.averaging.session import Session
 from bagua.comm.lifetime import background
 from bagua.comm.lifetime.background import BackgroundThread, stand_by
@@ -41,8 +41,8 @@ def test_a_farewell_that_nobody_answers_does_not_hold_the_interpreter(monkeypatc
 
     really_start = threading.Thread.start
     member: Any = Silent()
-    courier: Any = None
-    session = Session(member, Desk(), courier, "test")
+    link: Any = None
+    session = Session(member, HandoffBuffer(), link, "test")
     monkeypatch.setattr(background, "STARTS_AT_EXIT", False)
     monkeypatch.setattr(background, "_standby", BackgroundThread("test"))
     stand_by()

@@ -11,13 +11,13 @@ from collections.abc import Callable
 import torch
 
 from bagua.averaging import (
-    Channel,
-    Courier,
-    Desk,
+    Connection,
+    Contribution,
+    DataLink,
+    Departures,
+    HandoffBuffer,
     Member,
-    Parcel,
     Patience,
-    Roll,
     Schedule,
     Stage,
     Transfer,
@@ -31,7 +31,7 @@ PATIENCE = Patience(beat_s=1.0, silence_s=15.0, suspect_s=3.0, join_s=30.0)
 
 
 class Wire:
-    """What goes over one channel: for each exchange the snapshots of those who have come."""
+    """What goes over one connection: for each exchange the snapshots of those who have come."""
 
     def __init__(self, members: tuple[int, ...]) -> None:
         self.members = members
@@ -40,36 +40,36 @@ class Wire:
         self.cut = False
 
 
-class Wires(Courier):
-    """The courier of one rank."""
+class Wires(DataLink):
+    """The link of one rank."""
 
     def __init__(self, world: World, rank: int) -> None:
         self.world = world
         self.rank = rank
         self.turns: dict[str, int] = {}
 
-    def open(self, channel: Channel) -> None:
+    def open(self, connection: Connection) -> None:
         self.world.while_opening.pop(self.rank, lambda: None)()
         if self.world.refuse_to_open > 0:
             self.world.refuse_to_open -= 1
             raise CommunicatorClosedError("it cannot be opened")
-        wire = self.world.wires.setdefault(channel.name, Wire(channel.members))
-        assert wire.members == channel.members, "two ranks mean different members by one channel"
-        assert self.rank in channel.members
+        wire = self.world.wires.setdefault(connection.name, Wire(connection.members))
+        assert wire.members == connection.members, "two ranks mean different members by one connection"
+        assert self.rank in connection.members
 
-    def start(self, channel, parcels) -> Transfer:
-        wire = self.world.wires[channel.name]
-        turn = self.turns.get(channel.name, 0)
-        self.turns[channel.name] = turn + 1
+    def start(self, connection, contributions) -> Transfer:
+        wire = self.world.wires[connection.name]
+        turn = self.turns.get(connection.name, 0)
+        self.turns[connection.name] = turn + 1
         if turn == len(wire.exchanges):
             wire.exchanges.append({})
         exchange = wire.exchanges[turn]
         assert self.rank not in exchange
-        exchange[self.rank] = parcels[0].snapshot.clone()
-        return UnderWay(self.world, wire, exchange, parcels[0])
+        exchange[self.rank] = contributions[0].snapshot.clone()
+        return UnderWay(self.world, wire, exchange, contributions[0])
 
-    def close(self, channel: Channel) -> None:
-        self.interrupt("closed", channel.name)
+    def close(self, connection: Connection) -> None:
+        self.interrupt("closed", connection.name)
 
     def interrupt(self, reason: str, name: str | None = None) -> None:
         for wire_name in [name] if name else list(self.turns):
@@ -78,14 +78,16 @@ class Wires(Courier):
 
 
 class UnderWay(Transfer):
-    def __init__(self, world, wire, exchange, parcel) -> None:
-        self.world, self.wire, self.exchange, self.parcel = world, wire, exchange, parcel
+    def __init__(self, world, wire, exchange, contribution) -> None:
+        self.world, self.wire, self.exchange, self.contribution = world, wire, exchange, contribution
 
     def poll(self) -> bool:
         if self.wire.cut:  # Whoever has not looked yet gets nothing.
             raise PeerLostError("the connection was cut")
         if len(self.exchange) == len(self.wire.members):  # Who had come has come, even if it is gone by now.
-            torch.mean(torch.stack([self.exchange[rank] for rank in sorted(self.exchange)]), 0, out=self.parcel.average)
+            torch.mean(
+                torch.stack([self.exchange[rank] for rank in sorted(self.exchange)]), 0, out=self.contribution.average
+            )
             return True
         dead = [p for p, rank in enumerate(self.wire.members) if rank in self.world.dead and rank not in self.exchange]
         if self.wire.broken or dead:
@@ -100,15 +102,15 @@ class Rank:
         self.rank = rank
         self.weights = torch.full((4,), float(rank + 1), dtype=torch.float64)
         self.added = 0.0
-        self.desk = Desk([Parcel(torch.zeros_like(self.weights), torch.zeros_like(self.weights))])
-        self.courier = Wires(world, rank)
+        self.handoff = HandoffBuffer([Contribution(torch.zeros_like(self.weights), torch.zeros_like(self.weights))])
+        self.link = Wires(world, rank)
         self.stranded = ""
         self.member = Member(
             Board(world.store, rank, range(world.size), world.session),
-            Roll(Board(world.roll_store, rank, range(world.size))),
+            Departures(Board(world.departures_store, rank, range(world.size))),
             Schedule(topology_of(mode), rank, [0] * world.size),
-            self.desk,
-            self.courier,
+            self.handoff,
+            self.link,
             PATIENCE,
             lambda: world.now,
             continue_alone=continue_alone,
@@ -127,16 +129,16 @@ class Rank:
 
     def at_safe_point(self, *, at_rest: bool = False) -> None:
         """What the training thread does at its safe point, or in ``abort``."""
-        parcel = self.desk.parcels[0]
-        if self.desk.stage is Stage.AVERAGE:
-            if self.desk.replace:
-                self.weights.copy_(parcel.average)
+        contribution = self.handoff.contributions[0]
+        if self.handoff.stage is Stage.AVERAGE:
+            if self.handoff.replace:
+                self.weights.copy_(contribution.average)
             else:
-                self.weights += parcel.average
-            self.desk.clear()
-        if self.desk.stage is Stage.EMPTY and not self.member.warming and not self.member.over:
-            parcel.snapshot.copy_(self.weights)
-            self.desk.hand_in(at_rest=at_rest)
+                self.weights += contribution.average
+            self.handoff.clear()
+        if self.handoff.stage is Stage.EMPTY and not self.member.warming and not self.member.over:
+            contribution.snapshot.copy_(self.weights)
+            self.handoff.hand_in(at_rest=at_rest)
 
     def train(self, step: float) -> None:
         self.at_safe_point()
@@ -158,7 +160,7 @@ class World:
         self.size = size
         self.now = 0.0
         self.store = thread_store()
-        self.roll_store = thread_store() if after is None else after.roll_store
+        self.departures_store = thread_store() if after is None else after.departures_store
         self.wires: dict[str, Wire] = {}
         self.session = "first" if after is None else f"after {after.session}"
         self.dead: set[int] = set() if after is None else after.dead
@@ -192,7 +194,7 @@ class World:
         self.now += seconds
 
     def run(self, turns: int, seconds_per_turn: float = 0.01) -> None:
-        """Everybody polls; those in ``abort`` serve the desk."""
+        """Everybody polls; those in ``abort`` hand in and take."""
         for _ in range(turns):
             for rank in self.living():
                 self.poll(rank.rank)
@@ -207,7 +209,7 @@ class World:
             self.run(1, seconds_per_turn=0.2)
             if all(rank.member.over for rank in self.living()):
                 break
-        hanging = {rank.rank: rank.member._company._last for rank in self.living() if not rank.member.over}
+        hanging = {rank.rank: rank.member._view._last for rank in self.living() if not rank.member.over}
         assert not hanging, hanging
-        for rank in self.living():  # What came last is still on the desk.
+        for rank in self.living():  # What came last is still in the handoff buffer.
             rank.at_safe_point(at_rest=True)

@@ -45,8 +45,8 @@ class BackendGroup(ABC):
     """One backend object of torch, serving the tensors of one or more devices.
 
     Attributes:
-        abilities: what the backend does without help.
-        device_types: of the tensors that it takes.
+        abilities: operations and dtypes that the backend serves without help.
+        device_types: types of the devices whose tensors it takes.
         executor: see ``Transport``.
         on_stream: works complete on the device's stream instead of in a host thread.
     """

@@ -20,6 +20,7 @@ import torch
 
 from bagua.comm.lifetime.background import BackgroundThread
 from bagua.comm.lifetime.forks import leak
+from bagua.comm.long_wait import LongWait
 from bagua.comm.transports.base import Handle
 from bagua.comm.transports.c10d.lowering import Finish, as_timedelta
 from bagua.comm.transports.failure.finder import FailureFinder
@@ -49,8 +50,8 @@ class C10dHandle(Handle):
     """What all started calls share: their clock, and that they complete once.
 
     Args:
-        transport: whose call it is.
-        works: of torch.
+        transport: transport that started the call.
+        works: torch's works, which make up the call.
         finish: completes the call after the works.
         timeout_s: its deadline, from now.
         kept: tensors that must live until the call is complete.
@@ -162,7 +163,10 @@ class CollectiveHandle(C10dHandle):
 
     def _wait_on(self, work: Any, until: float | None, error: RuntimeError) -> None:
         """Go on waiting after ``error``, which may be nothing but the end of a slice."""
+        wait = LongWait()
         while True:
+            if wait.is_over():
+                self._transport.failures.warn_of(wait)
             if work.is_completed():
                 # The slice may have ended just before the work: only its own word counts.
                 try:
@@ -246,7 +250,10 @@ class MessageHandle(C10dHandle):
             raise self._transport.failures.failed(error, self.elapsed_s(), self._timeout_s) from error
 
     def _wait_in_slices(self, future: Future[None], until: float | None) -> None:
+        wait = LongWait()
         while True:
+            if wait.is_over():
+                self._transport.failures.warn_of(wait)
             left_s = max(self._left_s(until), 0.0)
             try:
                 future.result(min(SLICE_S, left_s))
@@ -305,8 +312,8 @@ class StreamWatch:
     """What the monitor watches: the works themselves, for the host does not wait for their end.
 
     Args:
-        transport: whose works they are.
-        works: of one call.
+        transport: transport that started the works.
+        works: torch's works of one call.
         timeout_s: deadline of the call, from now.
     """
 

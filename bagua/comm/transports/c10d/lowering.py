@@ -61,7 +61,7 @@ class Abilities:
         reduce_scatters: it has a reduce-scatter of its own, for the same pairs, that can be polled.
         grouped_messages: several messages must be started as one group (NCCL).
         any_source: it can receive from whichever rank sends first.
-        device_type: where barriers run.
+        device_type: type of the device on which barriers run.
         messages_from_bytes: from this size of a share on, alltoall and allgather are better made of messages; None
             where never.
     """
@@ -82,7 +82,7 @@ class Lowering:
         group: the backend object of torch.
         rank: this rank.
         size: number of ranks.
-        abilities: what the backend does by itself.
+        abilities: operations and dtypes that the backend serves by itself.
     """
 
     def __init__(self, group: Any, rank: int, size: int, abilities: Abilities) -> None:

@@ -44,7 +44,7 @@ def opened_since(before: frozenset[OpenSocket], count: int) -> tuple[OpenSocket,
     """The sockets opened since ``before``, none inheritable by other programs from now on.
 
     Args:
-        before: what ``open_sockets`` returned then.
+        before: result of ``open_sockets`` then.
         count: how many they must be.
 
     Returns:

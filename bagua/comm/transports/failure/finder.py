@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from bagua.comm.long_wait import LongWait
 from bagua.comm.transports.base import Membership
 from bagua.comm.transports.failure.errors import ENDED, ended_error, lost_error, timeout_error
 from bagua.comm.transports.failure.notices import Cause, Findings, Mailbox
@@ -77,6 +78,14 @@ class FailureFinder:
     def peers_left(self) -> bool:
         """Whether a peer sent a notice of why it left."""
         return self._mailbox.cause() is not None
+
+    def warn_of(self, wait: LongWait) -> None:
+        """Say for whom this rank waits. Which of them has not come is not known."""
+        members = self._membership
+        others = [rank for rank in members.ranks if rank != self._global_rank]
+        where = ", ".join(text for text in (str(members.activity), f"on {members.label}") if text)
+        which = "; which of them is late is not known" if len(others) > 1 else ""
+        wait.warn(self._global_rank, others, f"in {where}{which}")
 
     # What a call has met.
 

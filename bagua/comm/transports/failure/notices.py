@@ -55,7 +55,7 @@ class Cause(NamedTuple):
         rank: who says so.
         culprit: the rank to blame.
         kind: ``aborted``, ``timed out``, ``closed``, ``failed`` or ``lost``.
-        reason: what the culprit did; begins with "it".
+        reason: deed of the culprit; begins with "it".
     """
 
     rank: int
@@ -68,7 +68,7 @@ class Findings(NamedTuple):
     """What a rank found out about the others. All ranks are global ranks.
 
     Attributes:
-        cause: what the first notice says, if one came.
+        cause: content of the first notice, if one came.
         lost: ranks that ended, or closed the communicator.
         silent: ranks that sent no notice and are not known to be lost.
     """

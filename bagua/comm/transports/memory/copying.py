@@ -44,7 +44,7 @@ def copy_pieces(outputs: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor])
     """Bring each piece to its output, which may have been made in inference mode.
 
     Args:
-        outputs: of any layout and shape.
+        outputs: tensors of any layout and shape.
         pieces: as many, each of as many elements as its output, and contiguous.
     """
     # Torch lets such tensors be written in that mode only; and this may be another thread than the one that called.

@@ -73,8 +73,8 @@ def compare(ranks: Sequence[int], rank: int, notices: list[Notice]) -> None:
 
     Args:
         ranks: global rank of each member, for the error.
-        rank: of this process in the communicator.
-        notices: what each member published.
+        rank: number of this process in the communicator.
+        notices: notice of each member.
     """
     mine = notices[rank].agreement
     for notice in notices:  # In each call: a comprehension takes twice as long.
@@ -118,7 +118,7 @@ def reduce_copies(peers: Peers, slot: int, call: Call, target: torch.Tensor) -> 
 
     Args:
         peers: the ranks, which have agreed on ``call``.
-        slot: where they published.
+        slot: number of the slot in which they published.
         call: an allreduce.
         target: source and target of this rank.
     """
@@ -134,11 +134,11 @@ class MemoryExchange:
 
     Args:
         peers: the ranks.
-        slot: where they published.
-        call: what they agreed on.
-        target: what this rank writes.
-        notices: what each rank published.
-        deadline: of the call.
+        slot: number of the slot in which they published.
+        call: call on which they agreed.
+        target: tensor that this rank writes.
+        notices: notice of each rank.
+        deadline: moment at which the call must be over.
         spin_s: seconds of busy waiting at each barrier.
     """
 

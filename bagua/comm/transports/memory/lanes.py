@@ -32,7 +32,7 @@ class LaneTask:
     interrupts a wait would keep it, and the lane could not go on to what the handler waits for.
 
     Args:
-        task: what is to be done; raises what went wrong.
+        task: function that makes the call, or raises its error.
     """
 
     def __init__(self, task: Callable[[], None]) -> None:
@@ -83,7 +83,7 @@ class LaneTask:
 
         Args:
             callback: runs once, in the lane or here.
-            first: whether it comes before the others, which may wait for a thread that this one wakes.
+            first: True for one that comes before the others, which may wait for a thread that this one wakes.
         """
         self._callbacks.insert(0 if first else len(self._callbacks), callback)
         if self._done:
@@ -101,11 +101,11 @@ class Lanes:
     start with ``async_op`` in the same order do not wait for each other in vain.
 
     Args:
-        name: of the threads, for debuggers.
+        name: name of the threads, for debuggers.
 
     Attributes:
-        shared: whether several threads make calls; see ``Transport.share``.
-        used: whether there was ever a call in a lane.
+        shared: True if several threads make calls; see ``Transport.share``.
+        used: True once there was a call in a lane.
     """
 
     def __init__(self, name: str) -> None:
@@ -147,11 +147,11 @@ class Lanes:
         """Run ``task`` in the calling thread if it may wait there, else behind the earlier calls of its lane.
 
         Args:
-            lane: where it belongs.
+            lane: lane of the call.
             task: does the call; raises what went wrong.
-            deadline: of the call.
+            deadline: moment at which the call must be over.
             abandoned: told why, when a wait is given up.
-            asynchronous: whether the caller goes on at once.
+            asynchronous: True if the caller goes on at once.
             grace_s: see ``Pending``.
         """
         if not asynchronous and self.idle(lane):
@@ -251,8 +251,8 @@ class Pending(Handle):
     """A call that runs in one lane, or ``sendrecv`` in two.
 
     Args:
-        parts: what each lane does.
-        deadline: of the call.
+        parts: task of each lane.
+        deadline: moment at which the call must be over.
         abandoned: told why, when a wait is given up.
         grace_s: seconds that a lane may take after the deadline to find out what to say.
     """

@@ -27,7 +27,7 @@ class Step(NamedTuple):
     Attributes:
         rank: the rank that has come here.
         label: the communicator, ``Membership.label``.
-        call: what the rank is doing.
+        call: call that the rank is making.
         name: ``publish``, ``arrive`` or ``pass`` (a barrier), ``offer``, ``settle``,
             ``want`` or ``take`` (a message).
         number: how many steps this rank has taken on this communicator, from 1.
@@ -109,9 +109,9 @@ class Notice(NamedTuple):
     """One published call.
 
     Attributes:
-        call: what the rank does.
+        call: call of the rank.
         agreement: ``call.agreement()``, computed once.
-        lent: whether the data lies in the caller's tensor, which the caller may change as
+        lent: True if the data lies in the caller's tensor, which the caller may change as
             soon as its call ends. If not, it stays as it is until the slot is used again.
         piece: how many elements of each row can be seen at once.
     """
@@ -135,6 +135,15 @@ class Line(ABC):
     @abstractmethod
     def notice(self, slot: int) -> Notice:
         """What was published last in ``slot``."""
+
+    def latest(self) -> str:
+        """The collective that was published last, for messages: it may be about to change."""
+        calls = [call for call in map(self.published, (0, 1)) if call is not None]
+        return str(max(calls, key=lambda call: call.sequence)) if calls else "no collective yet"
+
+    @abstractmethod
+    def published(self, slot: int) -> Call | None:
+        """The call in ``slot``, without its data; None if there was none, or it is being written."""
 
     @abstractmethod
     def view(self, slot: int, start: int, stop: int) -> torch.Tensor:

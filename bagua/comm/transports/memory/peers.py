@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from bagua.comm.call import Call
+from bagua.comm.long_wait import Activity, LongWait
 from bagua.comm.transports.memory.lanes import Lanes
 from bagua.comm.transports.memory.line import (
     Deadline,
@@ -50,9 +51,9 @@ class Peers(ABC):
 
     Args:
         lines: one per rank; the own one is written.
-        rank: whose view this is.
+        rank: number of the rank whose view this is.
         ranks: global rank of each member, for errors.
-        label: what messages call the communicator.
+        label: name of the communicator in messages.
         fault: called at every step.
     """
 
@@ -77,6 +78,7 @@ class Peers(ABC):
         self.places = Words(self.size)
         self.lanes = Lanes(f"bagua-{label}-{rank}")
         self.fault = fault
+        self.activity = Activity()
         self._left: dict[str, tuple[int, int, str]] = {}
         self._steps = itertools.count(1)
         self._words = [line.words for line in lines]
@@ -87,10 +89,10 @@ class Peers(ABC):
         """Show ``call`` and the first piece of ``source`` in the own line, in ``slot``.
 
         Args:
-            slot: where; nobody reads it any more.
-            call: what this rank does.
-            source: what others may read; None if this rank gives nothing.
-            private: whether the data must stay as it is when the caller changes ``source``.
+            slot: number of the slot; nobody reads it any more.
+            call: call of this rank.
+            source: data that others may read; None if this rank gives nothing.
+            private: True if the data must stay as it is when the caller changes ``source``.
                 It is small then.
         """
 
@@ -120,7 +122,7 @@ class Peers(ABC):
         the counter) that announces the piece. The piece before may still be read.
 
         Args:
-            slot: where.
+            slot: number of the slot.
             start: first column.
             stop: the one behind the last.
             kept: bounds of what need not be shown, and must stay where it lay in earlier pieces: peers may still
@@ -215,8 +217,8 @@ class Peers(ABC):
 
         Args:
             call: for the fault hook.
-            mine: what ``arrive`` returned.
-            deadline: of the call.
+            mine: number of the barrier, from ``arrive``.
+            deadline: moment at which the call must be over.
             spin_s: seconds of busy waiting.
             suspect: the error, if this rank and another one wait for each other in vain.
         """
@@ -259,6 +261,7 @@ class Peers(ABC):
 
         spin_until = time.perf_counter() + spin_s if spin_s else 0.0
         last: tuple[int, ...] = ()
+        wait: LongWait | None = None
         while waited := missing():
             last = waited
             now = time.perf_counter()
@@ -277,8 +280,24 @@ class Peers(ABC):
                 trouble = suspect()
                 if trouble is not None:
                     raise trouble
-            self.pause(ready, min(SLICE_S, max(deadline.at - now, 0.0)))
+            wait = self._sleep(wait, ready, waited, max(deadline.at - now, 0.0))
         return last
+
+    def _sleep(
+        self, wait: LongWait | None, ready: Callable[[], bool], waited: tuple[int, ...], left_s: float
+    ) -> LongWait:
+        if wait is None:
+            wait = LongWait()
+        elif wait.is_over():
+            wait.warn(self.global_rank, self.named(waited), self._told_of(waited))
+        self.pause(ready, min(SLICE_S, left_s))
+        return wait
+
+    def _told_of(self, waited: Sequence[int]) -> str:
+        """Where this rank waits, and where those are that it waits for, as far as their lines show."""
+        own = [text for text in (str(self.activity), self.own.latest(), f"on {self.label}") if text]
+        others = [f"rank {self.ranks[other]} was last in {self.lines[other].latest()}" for other in waited]
+        return f"in {', '.join(own)}; {'; '.join(others)}"
 
     def require_open(self, needed: Sequence[int]) -> None:
         """Raise if a rank in ``needed`` has left, or if any rank broke the communicator."""
@@ -342,7 +361,7 @@ class Peers(ABC):
         Args:
             state: a value of ``LineState``.
             culprit: global rank to blame.
-            reason: what it did; begins with "it".
+            reason: deed of the culprit; begins with "it".
         """
         state, culprit, reason = self._left.setdefault("first", (state, culprit, reason))
         self.set_reason(reason)

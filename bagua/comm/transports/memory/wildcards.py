@@ -42,7 +42,7 @@ class Wildcards:
     """The receives from any rank of one communicator that are not over.
 
     Args:
-        lanes: where receives from one rank run.
+        lanes: lanes of receives from one rank.
         peers: the other ranks.
     """
 

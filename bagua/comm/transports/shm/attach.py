@@ -48,7 +48,7 @@ class Peer(NamedTuple):
     """Another rank, as seen from here.
 
     Attributes:
-        connection: to its process; not blocking.
+        connection: socket to its process; not blocking.
         process: descriptor of its process, readable when it has ended.
         bell: its eventfd.
         memory: its control memory.
@@ -73,7 +73,7 @@ def attach(membership: Membership, control_bytes: int, settings: Mapping[str, in
 
     Args:
         membership: the ranks.
-        control_bytes: of control memory for each rank.
+        control_bytes: size of the control memory of each rank.
         settings: on which all ranks must agree, by name.
 
     Raises:

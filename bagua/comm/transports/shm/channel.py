@@ -26,7 +26,7 @@ class DescriptorChannel:
     finds the descriptor there. Nobody ever waits for an answer, and no thread serves.
 
     Args:
-        connection: to the peer; not blocking.
+        connection: socket to the peer; not blocking.
         peer: its rank, for messages.
     """
 
@@ -66,7 +66,7 @@ class DescriptorChannel:
         """The peer's segment ``number``, which it has announced.
 
         Args:
-            number: of the segment.
+            number: number of the segment.
             named: see ``drop_gone``.
 
         Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import struct
 from collections.abc import Callable, Collection
 from ctypes import memmove
@@ -81,11 +82,11 @@ class Location(NamedTuple):
 
     Attributes:
         where: a value of ``Where``.
-        dtype: of the stored elements; bytes for the reduction of a bool, for example.
+        dtype: dtype of the stored elements; bytes for the reduction of a bool, for example.
         segment: number of the owner's segment; 0 where there is none.
-        offset: of the data in the segment, or of the first area; in bytes.
+        offset: bytes before the data in the segment, or before the first area.
         piece: elements of each row that can be seen at once.
-        first: which area holds the first piece.
+        first: number of the area that holds the first piece.
         area_bytes: distance of the areas.
     """
 
@@ -126,7 +127,7 @@ class ControlLine(Line):
 
     Args:
         memory: the control memory of the rank.
-        size: of the communicator.
+        size: number of ranks of the communicator.
     """
 
     def __init__(self, memory: SharedMemory, size: int) -> None:
@@ -178,6 +179,23 @@ class ControlLine(Line):
         shown = self._shown[slot]
         assert shown is not None
         return shown.address + self._offset(slot, place, start)
+
+    def published(self, slot: int) -> Call | None:
+        """See ``Line.published``."""
+        record = _RECORD.unpack_from(self._bytes, self._record(slot))
+        if not record[_SEQUENCE]:
+            return None
+        with contextlib.suppress(IndexError, struct.error):
+            return self._decode(slot, record)
+        return None
+
+    def _decode(self, slot: int, record: tuple[int, ...]) -> Call:
+        kind, dtype, _, reduction, root, numel, source, sends, receives = record[:_PLACE]
+        counts = struct.unpack_from(f"{sends + receives}q", self._bytes, self._record(slot) + _RECORD.size)
+        return Call(
+            KINDS[kind], record[_SEQUENCE], DTYPES[dtype], numel, REDUCTIONS[reduction], root, source,
+            counts[:sends], counts[sends:],
+        )  # fmt: skip
 
     def _offset(self, slot: int, place: Location, start: int) -> int:
         itemsize = place.dtype.itemsize
@@ -251,11 +269,11 @@ class OwnLine(ControlLine):
         """Publish ``call``.
 
         Args:
-            slot: where.
-            call: what this rank does.
-            place: of its data.
+            slot: number of the slot.
+            call: call of this rank.
+            place: location of its data.
             lent: the data, if it is the caller's.
-            area: where the data was copied, if not into the control memory.
+            area: memory into which the data was copied, if not into the control memory.
         """
         before, known = self._calls[slot], self._places[slot]
         if (place is known or place == known) and call[0] == before[0] and call[2:] == before[2:]:
@@ -328,7 +346,7 @@ class PeerLine(ControlLine):
 
     Args:
         memory: its control memory.
-        size: of the communicator.
+        size: number of ranks of the communicator.
         own: the line of this rank; peers that agree share its objects.
         segments: maps the segment with a given number.
     """
@@ -381,11 +399,3 @@ class PeerLine(ControlLine):
         """Numbers of the segments that the peer named and this rank has yet to read."""
         pairs = zip(self._numbers, self._concluded, strict=True)
         return {numbers[_SEGMENT] for numbers, concluded in pairs if numbers[_SEQUENCE] != concluded}
-
-    def _decode(self, slot: int, record: tuple[int, ...]) -> Call:
-        kind, dtype, _, reduction, root, numel, source, sends, receives = record[:_PLACE]
-        counts = struct.unpack_from(f"{sends + receives}q", self._bytes, self._record(slot) + _RECORD.size)
-        return Call(
-            KINDS[kind], record[_SEQUENCE], DTYPES[dtype], numel, REDUCTIONS[reduction], root, source,
-            counts[:sends], counts[sends:],
-        )  # fmt: skip

@@ -54,9 +54,9 @@ class SharedMemory:
     """One mapping. It ends with its last reference, tensors and memory views included.
 
     Attributes:
-        address: of the first byte.
+        address: address of the first byte.
         nbytes: its length, whole pages.
-        writable: whether this process owns it.
+        writable: True if this process owns it.
     """
 
     def __init__(self, address: int, nbytes: int, writable: bool, in_children: bool) -> None:
@@ -94,7 +94,7 @@ def create_memory(nbytes: int, *, in_children: bool) -> tuple[SharedMemory, int]
 
     Args:
         nbytes: at least so many; at least one.
-        in_children: whether forked children can read it. What they must not see has no
+        in_children: True if forked children can read it. What they must not see has no
             place in their address space.
 
     Returns:
@@ -121,7 +121,7 @@ def map_memory(descriptor: int) -> SharedMemory:
     """The memory of another process, for reading; forked children do not see it.
 
     Args:
-        descriptor: of the memory; it may be closed afterwards.
+        descriptor: file descriptor of the memory; it may be closed afterwards.
     """
     return _map(descriptor, os.fstat(descriptor).st_size, False, False)
 
@@ -130,9 +130,9 @@ def make_private(address: int, nbytes: int, descriptor: int) -> None:
     """In a forked child: keep what it writes from its parent. What it has not written it sees as its parent does.
 
     Args:
-        address: of memory that this process has inherited.
+        address: address of memory that this process has inherited.
         nbytes: its length.
-        descriptor: of the same memory.
+        descriptor: file descriptor of the same memory.
     """
     library = _CLibrary.load()
     flags = _MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE

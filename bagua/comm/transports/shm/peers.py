@@ -36,7 +36,7 @@ class ShmPeers(Peers):
 
     Args:
         membership: the ranks.
-        staging_bytes: of each of the two areas for data in ordinary memory.
+        staging_bytes: size of each of the two areas for data in ordinary memory.
         fault: called at every step.
     """
 

@@ -33,10 +33,10 @@ class Segment:
 
     Attributes:
         number: names the segment in notices; never used again in this process.
-        descriptor: of the memory, to pass on; open as long as the segment lives.
-        address: of the first byte.
+        descriptor: file descriptor of the memory, to pass on; open as long as the segment lives.
+        address: address of the first byte.
         end: address behind the last byte.
-        gone: whether its last tensor has died.
+        gone: True once its last tensor has died.
     """
 
     __slots__ = ("__weakref__", "_in_children", "_process", "address", "descriptor", "end", "gone", "number")
@@ -121,8 +121,8 @@ def allocate(nbytes: int, *, in_children: bool) -> tuple[SharedMemory, Segment]:
     """A new segment with room for ``nbytes`` behind its header.
 
     Args:
-        nbytes: of data.
-        in_children: whether forked children have it, too: as memory of their own, from their first write to it.
+        nbytes: number of bytes of data.
+        in_children: True if forked children have it, too: as memory of their own, from their first write to it.
 
     Raises:
         OSError: there is not so much memory, or there are too many open files.
@@ -140,7 +140,7 @@ class Views:
     """Typed parts of one memory; the latest ones are kept, since a training step repeats them.
 
     Attributes:
-        address: of the first byte.
+        address: address of the first byte.
     """
 
     __slots__ = ("_bytes", "_kept", "address")
@@ -170,7 +170,7 @@ class MappedSegment:
         descriptor: as the peer passed it on; it may be closed afterwards.
 
     Attributes:
-        views: of all of it, header included.
+        views: typed parts of all of it, header included.
     """
 
     __slots__ = ("_header", "views")

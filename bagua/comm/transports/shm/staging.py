@@ -31,7 +31,7 @@ class _Area:
 
     Attributes:
         segment: the memory.
-        views: of it.
+        views: typed parts of the memory.
         nbytes: its size.
     """
 
@@ -58,9 +58,9 @@ class Staging(_Area):
     rank reads stays where it is: its own row, or of an allreduce its own slice.
 
     Args:
-        area_bytes: of each area; the same on all ranks.
-        rank: of this process.
-        size: of the communicator.
+        area_bytes: size of each area; the same on all ranks.
+        rank: number of this process.
+        size: number of ranks of the communicator.
     """
 
     def __init__(self, area_bytes: int, rank: int, size: int) -> None:
@@ -133,7 +133,7 @@ class Outbox(_Area):
     """One area for the messages to one rank; the next piece comes when the last was taken.
 
     Args:
-        nbytes: of the area.
+        nbytes: size of the area.
     """
 
     def open(self, source: torch.Tensor) -> Location:

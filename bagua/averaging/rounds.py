@@ -1,13 +1,15 @@
-"""Who meets in which round."""
+"""Rounds: who meets in each, what was decided about it, and how they went."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
+from bagua.averaging.membership import MembershipView
+from bagua.comm import Board
 from bagua.topology import Complete, RandomMatching, Round, Topology, resolve
-
-__all__ = ["Looks", "Schedule", "topology_of"]
 
 
 def topology_of(peer_selection_mode: str) -> Topology:
@@ -33,7 +35,7 @@ class Schedule:
     wait for more than one other.
 
     Args:
-        topology: of the ranks.
+        topology: graph of the ranks.
         rank: this rank.
         nodes: index of the host of each rank.
 
@@ -101,11 +103,89 @@ class Looks:
         """Seconds until the next look; while waiting, about a third of the time that was waited already.
 
         Args:
-            waiting: whether something is waited for.
-            moved: whether something has happened in this look.
+            waiting: True while something is waited for.
+            moved: True if something has happened in this look.
         """
         if moved or not waiting:
             self._pause_s = self._SHORTEST_S
         else:
             self._pause_s = min(1.5 * self._pause_s, self._LONGEST_S)
         return min(self._pause_s if waiting else self._beat_s, self._beat_s)
+
+
+class Decisions:
+    """Cells of the board, one for each round and those who meet in it.
+
+    Args:
+        board: records and decisions of the session.
+        view: who has read what.
+    """
+
+    def __init__(self, board: Board, view: MembershipView) -> None:
+        self._board = board
+        self._view = view
+        self._passed: list[tuple[int, tuple[int, ...]]] = []
+
+    def topic(self, number: int, meeting: tuple[int, ...]) -> str:
+        """What round ``number`` of those who meet is called."""
+        everyone = len(meeting) == len(self._view.names)
+        return f"{number}/{'all' if everyone else '-'.join(map(str, meeting))}"
+
+    def made(self, number: int, meeting: tuple[int, ...]) -> dict[str, Any] | None:
+        """What was decided, or None."""
+        found: dict[str, Any] | None = self._board.decided(self.topic(number, meeting))
+        return found
+
+    def make(self, number: int, meeting: tuple[int, ...], proposal: dict[str, Any]) -> dict[str, Any]:
+        """What is decided: ``proposal``, unless somebody was first."""
+        found: dict[str, Any] = self._board.decide(self.topic(number, meeting), proposal)
+        return found
+
+    def done_with(self, number: int, meeting: tuple[int, ...]) -> None:
+        """This member has read the decision, and will not look at it again."""
+        if len(meeting) > 1:
+            self._passed.append((number, meeting))
+
+    def forget(self) -> None:
+        """Keep the board small: the first of those who met deletes what all have read."""
+        view, kept = self._view, []
+        for number, meeting in self._passed:
+            others = [rank for rank in meeting if rank != view.rank and not view.gone(rank)]
+            if others and others[0] < view.rank:
+                continue  # Another one does it.
+            if all(view.record(rank).round > number for rank in others):
+                self._board.forget(self.topic(number, meeting))
+            else:
+                kept.append((number, meeting))
+        self._passed = kept
+
+
+@dataclass(frozen=True)
+class AveragingStatus:
+    """What a user watches to know that averaging works.
+
+    Attributes:
+        state: ``idle`` (before the first step, or on one rank), ``warming up``, ``averaging``,
+            ``paused`` (after ``abort``), or ``alone`` (no other rank is left to average with).
+        rounds: averages that this rank has received since averaging began or was resumed.
+        age_steps: steps since this rank last took in an average; None if it never did.
+        age_ms: the same in milliseconds.
+        sent_bytes: bytes of the weights that went into exchanges.
+        round_ms: from the agreement to the average, in the last round.
+        distance: Euclidean norm of the difference between the average and this rank's weights,
+            in the last round.
+        members: ranks that took part in the last round.
+        failed: exchanges that broke off, and were left out.
+        overflowed: averages that were dropped because they were not finite.
+    """
+
+    state: Literal["idle", "warming up", "averaging", "paused", "alone"] = "idle"
+    rounds: int = 0
+    age_steps: int | None = None
+    age_ms: float | None = None
+    sent_bytes: int = 0
+    round_ms: float = 0.0
+    distance: float = 0.0
+    members: tuple[int, ...] = ()
+    failed: int = 0
+    overflowed: int = 0

@@ -1,6 +1,6 @@
 """One rank's part in a session of averaging: what it looks at, what it decides, when it exchanges.
 
-Nothing in here blocks, except opening a channel, which has a deadline of its own: ``poll`` looks at
+Nothing in here blocks, except opening a connection, which has a deadline of its own: ``poll`` looks at
 the board, does what can be done, and says when to look again. So a test can run the members
 of a session in any order, with any clock.
 """
@@ -8,24 +8,18 @@ of a session in any order, with any clock.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 from collections.abc import Callable
 from typing import Any
 
-from bagua.averaging.channels import Channels
-from bagua.averaging.company import Company, Patience
-from bagua.averaging.decisions import Decisions
-from bagua.averaging.desk import Desk, Stage
-from bagua.averaging.records import MemberState, Record
-from bagua.averaging.roll import Roll
-from bagua.averaging.schedule import Looks, Schedule
-from bagua.averaging.status import Progress
-from bagua.averaging.transfer import Channel, Courier, Transfer
+from bagua.averaging.handoff import HandoffBuffer, Stage
+from bagua.averaging.link import Connection, Connections, DataLink, Transfer
+from bagua.averaging.membership import Departures, MembershipView, MemberState, Patience, Record
+from bagua.averaging.rounds import AveragingStatus, Decisions, Looks, Schedule
 from bagua.comm import Board
 from bagua.errors import CommunicationError, PeerLostError
-
-__all__ = ["Member"]
 
 _log = logging.getLogger("bagua")
 
@@ -41,11 +35,11 @@ class Member:
     """One rank in a session.
 
     Args:
-        board: of this session alone.
-        roll: of all sessions.
+        board: records and decisions of this session.
+        departures: members that come to no further session.
         schedule: who meets in which round.
-        desk: where snapshots come from and averages go.
-        courier: moves parcels.
+        handoff: buffer from which snapshots come and to which averages go.
+        link: moves contributions.
         patience: how long to wait for what.
         clock: seconds.
         continue_alone: go on without members that are lost or diverged, instead of failing.
@@ -59,20 +53,20 @@ class Member:
         warming: set by the training thread: it still trains synchronously.
         begun: set by the training thread: synchronous steps that it has begun.
         fresh: set by the training thread: it has not trained since weights were made equal, or loaded.
-        state: what this member is doing.
-        over: whether there is nothing left to do.
+        state: activity of this member.
+        over: True when there is nothing left to do.
         apart: why it missed the last average, with which others may have ended; None if it did not.
-        error: what the training thread has to know.
-        progress: rounds and bytes so far, for ``status()``.
+        error: error that the training thread must raise.
+        progress: counts so far; the training thread adds the rest of the status.
     """
 
     def __init__(
         self,
         board: Board,
-        roll: Roll,
+        departures: Departures,
         schedule: Schedule,
-        desk: Desk,
-        courier: Courier,
+        handoff: HandoffBuffer,
+        link: DataLink,
         patience: Patience,
         clock: Callable[[], float],
         *,
@@ -91,13 +85,13 @@ class Member:
         self.over = False
         self.apart: PeerLostError | None = None
         self.error: BaseException | None = None
-        self.progress = Progress()
-        self._company = Company(board, roll, patience)
-        self._decisions = Decisions(board, self._company)
+        self.progress = AveragingStatus()
+        self._view = MembershipView(board, departures, patience)
+        self._decisions = Decisions(board, self._view)
         self._schedule = schedule
-        self._desk = desk
-        self._courier = courier
-        self._channels = Channels(courier)
+        self._handoff = handoff
+        self._link = link
+        self._connections = Connections(link)
         self._patience = patience
         self._clock = clock
         self._continue_alone = continue_alone
@@ -106,12 +100,12 @@ class Member:
         self._round = 0
         self._meeting = schedule.members(0)
         self._ready = False
-        self._transfer: tuple[Transfer, Channel, float] | None = None
+        self._transfer: tuple[Transfer, Connection, float] | None = None
         self._failures = 0
         self._abandoned = False
         self._broke = -1
         self._looks = Looks(patience.beat_s)
-        self._name = self._company.names[self.rank]
+        self._name = self._view.names[self.rank]
 
     # One look.
 
@@ -123,7 +117,7 @@ class Member:
         """
         now = self._clock()
         before = (self._ready, self._transfer is None, self.state)
-        if self._transfer is None or now - self._company.looked >= self._patience.beat_s:
+        if self._transfer is None or now - self._view.looked >= self._patience.beat_s:
             self._look(now)
         if self.state.gone:
             self._linger()
@@ -142,7 +136,7 @@ class Member:
         return self._looks.pause_s(waiting=meets or self.pausing or self.state.gone or bool(self.leaving), moved=moved)
 
     def _look(self, now: float) -> None:
-        self._company.look(now)
+        self._view.look(now)
         self._decisions.forget()
 
     def _publish(self, now: float, *, at_once: bool = False, connecting: bool = False) -> None:
@@ -154,24 +148,24 @@ class Member:
             fresh=self.fresh,
             round=self._round,
             ready=self._ready,
-            channel=self._channels.name(self._meeting),
+            connection=self._connections.name(self._meeting),
             connecting=connecting,
             broke=self._broke,
             reason=self.leaving,
         )
-        self._company.tell(record, now, at_once=at_once)
+        self._view.tell(record, now, at_once=at_once)
 
     # Is everybody well?
 
     def _is_sound(self) -> bool:
         """Whether this member can go on; otherwise ``error`` or ``leaving`` says why not."""
-        excluded, bereaved = self._company.exclusion(), self._company.bereavement()
+        excluded, loss = self._view.exclusion(), self._view.loss()
         if excluded is not None:
             self._be_excluded(excluded)
-        elif bereaved is not None and self._continue_alone:
-            _log.warning("rank %d goes on: %s", self._name, bereaved)
-        elif bereaved is not None:
-            self._fail(bereaved)
+        elif loss is not None and self._continue_alone:
+            _log.warning("rank %d goes on: %s", self._name, loss)
+        elif loss is not None:
+            self._fail(loss)
         if self.warming and not self.leaving:
             self._watch_warm_up()
         if self.leaving:
@@ -193,12 +187,12 @@ class Member:
     def _watch_warm_up(self) -> None:
         """Synchronous training needs everyone in every step."""
         if self.pausing:
-            if self._company.begun_beyond(self.begun):
+            if self._view.begun_beyond(self.begun):
                 self._release(f"called abort() after {self.begun} steps, in warm-up")
             return
-        deserted = self._company.desertion()
-        if deserted is not None:
-            self._fail(deserted)
+        early = self._view.early_departure()
+        if early is not None:
+            self._fail(early)
 
     def _release(self, reason: str) -> None:
         """Break, once, what others wait on for this member."""
@@ -225,47 +219,44 @@ class Member:
         self._follow(decision)
 
     def _take_snapshot(self) -> None:
-        """Make the snapshot on the desk this member's contribution, if it is fit for that."""
-        desk = self._desk
-        if self._ready or self.warming or desk.stage is not Stage.SNAPSHOT:
+        """Contribute the snapshot that was handed in, if it is fit for that."""
+        handoff = self._handoff
+        if self._ready or self.warming or handoff.stage is not Stage.SNAPSHOT:
             return
-        if self._round >= FINAL and not desk.at_rest:
-            desk.discard()
+        if self._round >= FINAL and not handoff.at_rest:
+            handoff.discard()
             return
-        for parcel in desk.parcels:
-            parcel.arrived()
-        if all(parcel.fill() for parcel in desk.parcels):
+        for contribution in handoff.contributions:
+            contribution.arrived()
+        if all(contribution.fill() for contribution in handoff.contributions):
             self._ready = True
             return
-        desk.discard()
-        self._fail(self._company.divergence(self.rank))
+        handoff.discard()
+        self._fail(self._view.divergence(self.rank))
         self._end(MemberState.DIVERGED)
-
-    def _all_rest(self) -> bool:
-        return self.pausing and self._company.all_others_rest()
 
     def _proposal(self) -> dict[str, Any] | None:
         """What could be decided about this round, as far as this member can see."""
-        company = self._company
-        if self._round < FINAL and self._all_rest():
-            trained = not (self.fresh or self.warming) or company.have_trained()
+        view = self._view
+        if self._round < FINAL and self.pausing and view.all_others_rest():
+            trained = not (self.fresh or self.warming) or view.have_trained()
             return {"kind": "stop", "average": trained}
-        alive = tuple(rank for rank in self._meeting if rank == self.rank or not company.gone(rank))
+        alive = tuple(rank for rank in self._meeting if rank == self.rank or not view.gone(rank))
         if not self._ready or not all(rank == self.rank or self._is_ready(rank) for rank in alive):
             return None
-        if alive == (self.rank,) and self._round < FINAL and not company.present():
+        if alive == (self.rank,) and self._round < FINAL and not view.present():
             return None  # Nobody is left: there will be no more rounds.
-        own = self._channels.name(self._meeting)
-        names = [own if rank == self.rank else company.record(rank).channel for rank in alive]
+        own = self._connections.name(self._meeting)
+        names = [own if rank == self.rank else view.record(rank).connection for rank in alive]
         fresh = self._decisions.topic(self._round, self._meeting)
         return {
             "kind": "go",
             "members": list(alive),
-            "channel": self._channels.common(self._meeting, alive, names, fresh),
+            "connection": self._connections.common(self._meeting, alive, names, fresh),
         }
 
     def _is_ready(self, rank: int) -> bool:
-        record = self._company.record(rank)
+        record = self._view.record(rank)
         return record.ready and record.round == self._round
 
     def _follow(self, decision: dict[str, Any]) -> None:
@@ -279,10 +270,10 @@ class Member:
             if members and self._round > FINAL:  # Nobody is left with whom weights could be made equal.
                 self._finish()
         elif self.rank not in members:
-            self._be_excluded(self._company.exclusion(certain=True))
+            self._be_excluded(self._view.exclusion(certain=True))
             self._leave()
         else:
-            self._start(members, decision["channel"])
+            self._start(members, decision["connection"])
 
     def _next_round(self) -> None:
         """Go on with the round after this one; a snapshot that was not used is kept for it."""
@@ -294,10 +285,10 @@ class Member:
     def _stop(self, *, average: bool) -> None:
         """All have agreed to end: a last exchange of all, then nothing more."""
         if not self.pausing:
-            self._be_excluded(self._company.exclusion(certain=True))
+            self._be_excluded(self._view.exclusion(certain=True))
             self._leave()
             return
-        if self.warming or not average or not self._company.present():
+        if self.warming or not average or not self._view.present():
             self._end(MemberState.STOPPED)
             return
         self._ready = False
@@ -308,69 +299,76 @@ class Member:
     # One exchange.
 
     def _start(self, members: tuple[int, ...], name: str) -> None:
-        channel = Channel(name, members)
-        if name != self._channels.name(self._meeting):
+        connection = Connection(name, members)
+        if name != self._connections.name(self._meeting):
             self._publish(self._clock(), at_once=True, connecting=True)
         try:
-            channel = self._channels.require(self._meeting, members, name)
-            transfer = self._courier.start(channel, self._desk.parcels)
+            connection = self._connections.require(self._meeting, members, name)
+            transfer = self._link.start(connection, self._handoff.contributions)
         except CommunicationError as error:
-            self._broke_off(error, channel)
+            self._broke_off(error, connection)
             return
-        self._transfer = (transfer, channel, self._clock())
+        self._transfer = (transfer, connection, self._clock())
 
     def _attend(self) -> None:
         assert self._transfer is not None
-        transfer, channel, started = self._transfer
-        gone = [rank for rank in channel.members if rank != self.rank and self._will_not_come(rank)]
+        transfer, connection, started = self._transfer
+        gone = [rank for rank in connection.members if rank != self.rank and self._will_not_come(rank)]
         try:
             complete = transfer.poll()
             if not complete and gone:
                 raise PeerLostError(
-                    f"rank {self._company.names[gone[0]]} left in the middle of an exchange",
-                    rank=self._company.names[self.rank],
-                    peers=[self._company.names[rank] for rank in gone],
+                    f"rank {self._view.names[gone[0]]} left in the middle of an exchange",
+                    rank=self._view.names[self.rank],
+                    peers=[self._view.names[rank] for rank in gone],
                 )
         except CommunicationError as error:
             self._transfer = None
-            self._broke_off(error, channel)
+            self._broke_off(error, connection)
             return
         if complete:
             self._transfer = None
-            self._deliver(channel, self._clock() - started)
+            self._deliver(connection, self._clock() - started)
 
     def _will_not_come(self, rank: int) -> bool:
         """Whether ``rank`` has given up the exchange that is under way here."""
-        return self._company.gone(rank) or self._company.record(rank).broke == self._round
+        return self._view.gone(rank) or self._view.record(rank).broke == self._round
 
-    def _deliver(self, channel: Channel, seconds: float) -> None:
-        desk, progress, final = self._desk, self.progress, self._round >= FINAL
-        distance = math.hypot(*(parcel.make_difference(keep_mean=final) for parcel in desk.parcels))
-        progress.nbytes += sum(parcel.nbytes for parcel in desk.parcels)
-        progress.round_s, progress.members = seconds, channel.members
+    def _deliver(self, connection: Connection, seconds: float) -> None:
+        handoff, before, final = self._handoff, self.progress, self._round >= FINAL
+        distance = math.hypot(
+            *(contribution.make_difference(keep_mean=final) for contribution in handoff.contributions)
+        )
+        finite = math.isfinite(distance)
+        self.progress = dataclasses.replace(
+            before,
+            rounds=before.rounds + finite,
+            overflowed=before.overflowed + (not finite),
+            sent_bytes=before.sent_bytes + sum(contribution.nbytes for contribution in handoff.contributions),
+            round_ms=1e3 * seconds,
+            distance=distance if finite else before.distance,
+            members=connection.members,
+        )
         self._failures = 0
         self._ready = False
-        if math.isfinite(distance):
-            progress.rounds += 1
-            progress.distance = distance
-            desk.deliver(replace=final)
+        if finite:
+            handoff.deliver(replace=final)
         else:
-            progress.overflowed += 1
             _log.warning("rank %d: an average of finite weights is not finite; it was dropped", self._name)
-            desk.discard()
+            handoff.discard()
         if final:
             self._end(MemberState.STOPPED)
         else:
             self._next_round()
 
-    def _broke_off(self, error: CommunicationError, channel: Channel) -> None:
+    def _broke_off(self, error: CommunicationError, connection: Connection) -> None:
         """An exchange failed: this member's weights are as they were; try again with who is left, in the next round."""
-        self._channels.drop(self._meeting)
-        self._company.suspect(self._company.members_of(error.peers))
-        self.progress.failed += 1
+        self._connections.drop(self._meeting)
+        self._view.suspect(self._view.members_of(error.peers))
+        self.progress = dataclasses.replace(self.progress, failed=self.progress.failed + 1)
         self._failures += 1
         self._broke = self._round
-        _log.info("rank %d: averaging with ranks %s broke off: %s", self._name, channel.members, error)
+        _log.info("rank %d: averaging with ranks %s broke off: %s", self._name, connection.members, error)
         self._next_round()
         if self._round > FINAL and self._failures >= _FINAL_ATTEMPTS:
             self._finish()
@@ -381,8 +379,8 @@ class Member:
 
     def _finish(self) -> None:
         """End with the others, but without a last average."""
-        if self._failures and (self._company.present() or self._company.some_have_stopped()):
-            self.apart = self._company.parting()
+        if self._failures and (self._view.present() or self._view.some_have_stopped()):
+            self.apart = self._view.broken_end()
             if self._continue_alone:
                 _log.warning("rank %d: %s", self._name, self.apart)
             else:
@@ -404,36 +402,36 @@ class Member:
             self.state = state
         self._ready = False
         self._publish(self._clock(), at_once=True)
-        self._channels.close()
+        self._connections.close()
         if self.for_good:
-            self._company.leave_for_good(self.leaving)
+            self._view.leave_for_good(self.leaving)
         if state is MemberState.LEFT and self.warming:
             self._release(f"left in warm-up: {self.leaving}")
         self.over = not self._hosts_store or state is not MemberState.STOPPED
-        self._desk.tell()
+        self._handoff.tell()
 
     def _linger(self) -> None:
         """The store is here: stay until the others have ended, too."""
-        self.over = self.over or bool(self.leaving) or not self._company.present()
+        self.over = self.over or bool(self.leaving) or not self._view.present()
         if self.over:
-            self._desk.tell()
+            self._handoff.tell()
 
     @property
     def others_remain(self) -> bool:
         """Whether some other member has not ended, as far as this one knows. Looks at the board once more."""
         self._look(self._clock())
-        return bool(self._company.present())
+        return bool(self._view.present())
 
     @property
     def remaining(self) -> list[int]:
         """Global ranks of the others that had not ended when this one last looked."""
-        return [self._company.names[rank] for rank in self._company.present()]
+        return [self._view.names[rank] for rank in self._view.present()]
 
     def sign_off(self) -> None:
         """Say that no later session need wait for this member, unless that was said."""
         with contextlib.suppress(CommunicationError):
             if not self._abandoned:
-                self._company.leave_for_good(self.leaving)
+                self._view.leave_for_good(self.leaving)
 
     def abandon(self, error: CommunicationError) -> None:
         """The board is gone: end here, with ``error`` unless this member may go on alone."""
@@ -445,6 +443,6 @@ class Member:
                 self.error = self.error or error
         self._transfer = None
         self._abandoned = True
-        self._channels.close()
+        self._connections.close()
         self.over = True
-        self._desk.tell()
+        self._handoff.tell()
