@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -220,6 +220,10 @@ class Bucket:
             for parameter, view in zip(self.parameters, self.views(self.weights), strict=True):
                 view.copy_(parameter)
                 parameter.data = view
+
+    def follow(self, tensors: Mapping[str, Any]) -> None:
+        """Read and write these from now on, which have taken the places of those that the bucket was made of."""
+        self.parameters = tuple(tensors[name] for name in self.names)
 
     @torch.no_grad()
     def read_weights(self, flat: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ from bagua.algorithms.low_precision_decentralized import (
 )
 from bagua.algorithms.model import Model
 from bagua.algorithms.one_bit_adam import OneBitAdamAlgorithm, OneBitAdamAlgorithmImpl
-from bagua.algorithms.outer import Outer, OuterStep
+from bagua.algorithms.outer import EagerStep, Outer, OuterStep
 from bagua.algorithms.parts import Matrices, Named, Not, Parts, Select
 from bagua.algorithms.power_sgd import PowerSGDAlgorithm, PowerSGDAlgorithmImpl
 from bagua.algorithms.q_adam import QAdamAlgorithm, QAdamAlgorithmImpl
@@ -50,7 +50,7 @@ from bagua.algorithms.slowmo import SlowMoAlgorithm, SlowMoAlgorithmImpl, SlowSt
 from bagua.algorithms.sparse_loco import SparseLoCoAlgorithm, SparseLoCoAlgorithmImpl
 from bagua.algorithms.top_k import TopKAlgorithm, TopKAlgorithmImpl
 from bagua.algorithms.tuples import Promise as Promise
-from bagua.algorithms.values import Add, Blend, Difference, Gradients, Mean, Replace, Sum, Weights
+from bagua.algorithms.values import Add, Blend, Buffers, Difference, Gradients, Mean, Replace, Sum, Weights
 
 __all__ = [
     "Add",
@@ -61,6 +61,7 @@ __all__ = [
     "AveragingStatus",
     "BetweenIslands",
     "Blend",
+    "Buffers",
     "ByteGradAlgorithm",
     "ByteGradAlgorithmImpl",
     "ChocoAlgorithm",
@@ -72,6 +73,7 @@ __all__ = [
     "Difference",
     "DifferenceMix",
     "DistributedAlgorithm",
+    "EagerStep",
     "Every",
     "Exchange",
     "Flight",

@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from bagua.algorithms.exchange import Exchange
+from bagua.algorithms.exchange import Every, Exchange
 from bagua.algorithms.model import Model
 from bagua.algorithms.registry import DistributedAlgorithm, Registry
 from bagua.algorithms.tuples import Promise, check_exchanges, differ_between_ranks, promise_of
+from bagua.algorithms.values import WHOLE, Buffers, Mean, Replace, Weights
 from bagua.buckets import Bucket
 from bagua.checks import check_kind, did_you_mean, wrong_type
 from bagua.comm import Group, ProcessGroup, as_group
@@ -49,6 +50,18 @@ class Algorithm(ABC):
     @abstractmethod
     def exchanges(self, phase: Hashable = 0) -> tuple[Exchange, ...]:
         """What ranks exchange in this phase."""
+
+    def closing(self) -> tuple[Exchange, ...]:
+        """What makes one model of those of all ranks when training ends: means, where ranks may differ.
+
+        Made once, in the order of the tuple, from the weights of that moment; ``when`` and ``lag`` do not count.
+        """
+        if not self.ranks_differ:
+            return ()
+        return tuple(
+            Exchange(what, Every(), Mean(), Replace(), parts=WHOLE, label=label)
+            for what, label in ((Weights(), "weights"), (Buffers(), "buffers"))
+        )
 
     def check(self, model: Model) -> None:
         """Refuse a model that cannot be trained this way; called when it is wrapped.

@@ -10,10 +10,10 @@ import torch
 from bagua.algorithms.base import bound_form
 from bagua.algorithms.exchange import Every, Exchange
 from bagua.algorithms.local_updates import LocalUpdates
-from bagua.algorithms.outer import Outer, OuterStep
+from bagua.algorithms.outer import EagerStep, Outer, OuterStep
 from bagua.algorithms.parts import Parts
 from bagua.algorithms.values import Add, Blend, Difference, Mean, Replace
-from bagua.checks import check_choice, check_kind, check_numbers, check_whole
+from bagua.checks import check_choice, check_flags, check_kind, check_numbers, check_whole
 from bagua.compression import Codec, as_codec
 from bagua.errors import ConfigurationError
 from bagua.primitives import ErrorFeedback, ScatterGatherReducer, SumReducer
@@ -51,9 +51,16 @@ class DiLoCoAlgorithm(LocalUpdates):
         overlap: steps from the start of an exchange to its end; less than ``sync_every``.
         blend: the share of what a rank has learned meanwhile that it keeps, from 0 to 1.
         mix: ``blend``, or ``add``: weights move as the anchor does, so that nothing that was learned meanwhile is lost.
+        eager: each rank steps with its own part of ``D`` at once, and with those of the others ``sync_every`` steps
+            later, so that an exchange has a whole period of time; see ``EagerStep``. Ranks differ until
+            ``bagua_finish()``.
         codec: what differences are sent in, as ``Float16()``, or its name, as ``"int4"``; None for all bits.
         error_feedback: what the codec loses is added to the next difference; a number for that part of it, as 0.9.
+        anchor_dtype: ``float32``, or ``weights`` for the dtype of the weights: half the memory where that is bfloat16.
+        anchor_device: ``cpu`` for an anchor, and an outer optimizer, in the memory of the host; None for where the
+            weights are.
         start_after: so many steps at the beginning exchange gradients instead.
+        average_buffers: take the mean of floating-point buffers, too, after each ``sync_every``-th step.
         hierarchical: sum inside each host first, with all bits.
 
     Raises:
@@ -64,7 +71,8 @@ class DiLoCoAlgorithm(LocalUpdates):
         5
 
     Papers: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; "Streaming
-    DiLoCo with overlapping communication", 2025.
+    DiLoCo with overlapping communication", 2025. Kale et al., "Eager Updates For Overlapped Communication and
+    Computation in DiLoCo", 2025.
     """
 
     sync_every: int = 100
@@ -77,8 +85,11 @@ class DiLoCoAlgorithm(LocalUpdates):
     overlap: int = 0
     blend: float = 0.0
     mix: Landing = "blend"
+    eager: bool = False
     codec: Codec | str | None = None
     error_feedback: bool | float = False
+    anchor_dtype: Literal["float32", "weights"] = "float32"
+    anchor_device: Literal["cpu"] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.outer, Outer):
@@ -90,6 +101,9 @@ class DiLoCoAlgorithm(LocalUpdates):
         check_whole(0, overlap=self.overlap)
         check_numbers(lambda part: 0 <= part <= 1, "a number from 0 to 1", blend=self.blend)
         check_choice(get_args(Landing), mix=self.mix)
+        check_choice(("float32", "weights"), anchor_dtype=self.anchor_dtype)
+        check_choice(("cpu", None), anchor_device=self.anchor_device)
+        check_flags(eager=self.eager)
         object.__setattr__(self, "codec", as_codec(self.codec))
         expected = "True, False, or a number above 0 and at most 1"
         check_kind((bool, float), expected, error_feedback=self.error_feedback)
@@ -105,6 +119,9 @@ class DiLoCoAlgorithm(LocalUpdates):
                 raise _refused(name, "an option of the Outer that is given", value)
         if self.overlap >= self.sync_every:
             raise _refused("overlap", f"less than sync_every, which is {self.sync_every}", self.overlap)
+        if self.eager and (self.overlap or self.mix != "blend"):
+            name = "overlap" if self.overlap else "mix"
+            raise _refused(name, "not given: with eager, exchanges take a period", getattr(self, name))
         if self.fragments > self.sync_every:
             raise _refused("fragments", f"at most sync_every, which is {self.sync_every}", self.fragments)
         if self.blend and (self.mix == "add" or not self.overlap):
@@ -117,14 +134,16 @@ class DiLoCoAlgorithm(LocalUpdates):
     @property
     def outer_exchange(self) -> Exchange:
         """Differences, each part by itself, and a step of the anchor."""
-        return Exchange(
-            Difference(),
-            Every(self.sync_every, offset=-self.overlap),
-            Mean(self._reducer, self.hierarchical),
-            OuterStep(self._optimizer, self._land),
-            lag=self.overlap,
-            parts=Parts(self.fragments, self.fragment_order),
-        )
+        how = Mean(self._reducer, self.hierarchical)
+        parts = Parts(self.fragments, self.fragment_order)
+        scope: Literal["local", "shared"] = "local" if self.eager else "shared"
+        what = Difference(scope=scope, dtype=self.anchor_dtype, device=self.anchor_device)
+        if self.eager:
+            step = EagerStep(self._optimizer)
+            return Exchange(what, Every(self.sync_every), how, step, lag=self.sync_every, parts=parts)
+        when = Every(self.sync_every, offset=-self.overlap)
+        then = OuterStep(self._optimizer, self._land)
+        return Exchange(what, when, how, then, lag=self.overlap, parts=parts)
 
     @property
     def _optimizer(self) -> Outer:

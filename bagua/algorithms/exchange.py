@@ -141,6 +141,7 @@ class Then(ABC):
         alone: does something on a group of one rank, too.
         whole: needs to know whether the results of a whole part are finite.
         replaces: what was there before is lost.
+        lag_is_period: a flight is folded right before the next one starts, and not at any other time.
         reads_rates: needs learning rates.
         cut: what happens to flights when training is interrupted: their results are folded early, or dropped.
     """
@@ -149,6 +150,7 @@ class Then(ABC):
     alone: ClassVar[bool] = False
     whole: ClassVar[bool] = False
     replaces: ClassVar[bool] = False
+    lag_is_period: ClassVar[bool] = False
     reads_rates: ClassVar[bool] = False
 
     def check(self, what: What | None) -> None:
@@ -385,6 +387,13 @@ def _check_lag(exchange: Exchange) -> None:
     """Feedback with a delay beyond the period does not converge, and residuals of overlapping flights are lost."""
     if exchange.how is None or exchange.what is None:
         return
+    if exchange.then.lag_is_period and exchange.lag != exchange.when.steps:
+        raise ConfigurationError(
+            f"{exchange.then!r} ends one flight where the next one starts",
+            argument="lag",
+            expected=f"the period, which is {exchange.when.steps}",
+            seen=exchange.lag,
+        )
     limit, why = None, ""
     folds_first = POINTS.index(exchange.folds_at) <= POINTS.index(exchange.starts_at)
     if exchange.what.max_lag is not None:

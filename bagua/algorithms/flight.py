@@ -25,7 +25,9 @@ class Flight:
         loss_scale: what the loss was multiplied by in that step; 1.0 without a ``GradScaler``.
         scale: factor on what is sent; see ``How.scale``.
         rescale: at the fold, what brings gradients of that step to the loss scale of this one.
-        finite: at the fold, whether the results of the whole part are finite. Only for ``Then.whole``.
+        early: at the fold, whether training was interrupted before its time.
+        finite: at the fold, whether the results of the whole part are finite; looked at for ``Then.whole``, and where
+            all ranks get the same weights.
         bucket: whose parameters they are.
         memory: what is remembered of them, and buffers.
         reads: what the exchange sends; see ``What.reads``.
@@ -37,7 +39,7 @@ class Flight:
     """
 
     __slots__ = (
-        *("bucket", "finite", "flat", "loss_scale", "memory", "model", "prepared", "ranks", "reads"),
+        *("bucket", "early", "finite", "flat", "loss_scale", "memory", "model", "prepared", "ranks", "reads"),
         *("rescale", "round", "scale", "sent", "step", "t", "wait"),
     )
 
@@ -63,6 +65,7 @@ class Flight:
         self.loss_scale = loss_scale
         self.scale = scale
         self.rescale = 1.0
+        self.early = False
         self.finite = True
         self.bucket = bucket
         self.memory = memory

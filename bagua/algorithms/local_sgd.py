@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from bagua.algorithms.base import bound_form
 from bagua.algorithms.exchange import Every, Exchange
 from bagua.algorithms.local_updates import LocalUpdates
-from bagua.algorithms.values import Mean, Replace, Weights
+from bagua.algorithms.values import WHOLE, Mean, Replace, Weights
 
 __all__ = ["LocalSGDAlgorithm", "LocalSGDAlgorithmImpl"]
 
@@ -22,6 +22,7 @@ class LocalSGDAlgorithm(LocalUpdates):
     Args:
         sync_every: steps from one mean to the next.
         start_after: so many steps at the beginning exchange gradients instead.
+        average_buffers: take the mean of floating-point buffers, too, after each ``sync_every``-th step.
         hierarchical: sum inside each host first.
 
     Raises:
@@ -29,7 +30,7 @@ class LocalSGDAlgorithm(LocalUpdates):
 
     Example:
         >>> LocalSGDAlgorithm(sync_every=16)
-        LocalSGDAlgorithm(sync_every=16, start_after=0, hierarchical=True)
+        LocalSGDAlgorithm(sync_every=16, start_after=0, hierarchical=True, average_buffers=False)
 
     Papers: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019. Lin et al., "Don't Use Large
     Mini-Batches, Use Local SGD", ICLR 2020.
@@ -38,7 +39,8 @@ class LocalSGDAlgorithm(LocalUpdates):
     @property
     def outer_exchange(self) -> Exchange:
         """The mean of the weights takes their place."""
-        return Exchange(Weights(), Every(self.sync_every), Mean(hierarchical=self.hierarchical), Replace())
+        how = Mean(hierarchical=self.hierarchical)
+        return Exchange(Weights(), Every(self.sync_every), how, Replace(), parts=WHOLE)
 
 
 LocalSGDAlgorithmImpl = bound_form(LocalSGDAlgorithm)

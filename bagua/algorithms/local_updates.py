@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 from bagua.algorithms.base import Algorithm
 from bagua.algorithms.exchange import Every, Exchange
 from bagua.algorithms.model import Model
-from bagua.algorithms.values import Gradients, Mean, Replace
+from bagua.algorithms.values import WHOLE, Buffers, Gradients, Mean, Replace
 from bagua.checks import check_flags, check_whole
 
 __all__ = ["LocalUpdates"]
@@ -25,6 +25,7 @@ class LocalUpdates(Algorithm):
         sync_every: steps from one exchange to the next.
         start_after: so many steps at the beginning exchange gradients instead, as ``gradient_allreduce`` does.
         hierarchical: sum inside each host first, so that each link between hosts carries the weights once.
+        average_buffers: floating-point buffers, as running means, become their means after each ``sync_every``-th step.
 
     Raises:
         ConfigurationError: an option of a wrong type or out of its range.
@@ -34,11 +35,12 @@ class LocalUpdates(Algorithm):
     _: KW_ONLY
     start_after: int = 0
     hierarchical: bool = True
+    average_buffers: bool = False
 
     def __post_init__(self) -> None:
         check_whole(1, sync_every=self.sync_every)
         check_whole(0, start_after=self.start_after)
-        check_flags(hierarchical=self.hierarchical)
+        check_flags(hierarchical=self.hierarchical, average_buffers=self.average_buffers)
         _ = self.outer_exchange  # Refuses options that it cannot use.
 
     @property
@@ -59,4 +61,7 @@ class LocalUpdates(Algorithm):
         """Gradients in each step at the beginning; weights every so often after that."""
         if phase == _TOGETHER:
             return (Exchange(Gradients(), Every(), Mean(hierarchical=self.hierarchical), Replace(), label="gradients"),)
-        return (self.outer_exchange,)
+        if not self.average_buffers:
+            return (self.outer_exchange,)
+        when, how = Every(self.sync_every), Mean(hierarchical=self.hierarchical)
+        return (self.outer_exchange, Exchange(Buffers(), when, how, Replace(), parts=WHOLE, label="buffers"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,16 +11,21 @@ __all__ = ["Model"]
 
 
 class Model:
-    """The trainable parameters, and the optimizers that step them.
+    """The trainable parameters, the optimizers that step them, and the buffers.
 
     Args:
         parameters: by name.
         optimizers: of the model.
+        buffers: returns the floating-point buffers as they are now, by name.
     """
 
     def __init__(
-        self, parameters: Mapping[str, torch.nn.Parameter], optimizers: Sequence[torch.optim.Optimizer] = ()
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        buffers: Callable[[], Mapping[str, torch.Tensor]] = dict,
     ) -> None:
+        self.buffers = buffers
         self.parameters = dict(parameters)
         self.optimizers = list(optimizers)
         self._rates: dict[int, list[float]] = {}

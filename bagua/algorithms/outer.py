@@ -10,16 +10,13 @@ from typing import Any, ClassVar
 import torch
 
 from bagua.algorithms.exchange import Flight, Then, What
-from bagua.algorithms.parts import Parts
 from bagua.algorithms.values import Add, Blend, Difference, Replace
 from bagua.checks import check_kind
 from bagua.errors import ConfigurationError
 from bagua.primitives import State
 
-__all__ = ["WHOLE", "Outer", "OuterStep", "check_has_anchor", "restart_unless_finite"]
+__all__ = ["EagerStep", "Outer", "OuterStep", "check_has_anchor", "restart_unless_finite"]
 
-#: All parameters at once: they are stepped together, or not at all.
-WHOLE = Parts(1, "strided")
 _REPLACE = Replace()
 
 
@@ -39,13 +36,17 @@ def restart_unless_finite(flight: Flight, anchor: torch.Tensor) -> bool:
     """Whether the result is of no use. A rank whose own weights are not finite goes back to ``anchor`` then."""
     if flight.finite:
         return False
-    now = flight.weights(flight.scratch("now"))
-    if not torch.isfinite(now).all():
-        flight.bucket.write_weights(anchor)
-        for parameter in flight.bucket.parameters:  # Gradients of what was there before must not follow.
-            if parameter.grad is not None:
-                parameter.grad.zero_()
+    if not torch.isfinite(flight.weights(torch.empty_like(flight.flat))).all():
+        go_back(flight, anchor)
     return True
+
+
+def go_back(flight: Flight, anchor: torch.Tensor) -> None:
+    """Make ``anchor`` the weights of this rank."""
+    flight.bucket.write_weights(anchor)
+    for parameter in flight.bucket.parameters:  # Gradients of what was there before must not follow.
+        if parameter.grad is not None:
+            parameter.grad.zero_()
 
 
 class Outer:
@@ -190,7 +191,7 @@ class OuterStep(Then):
         anchor = flight.state["anchor"]
         if restart_unless_finite(flight, anchor):
             return
-        stepped = self._stepped(flight, anchor)
+        stepped = _stepped(self.optimizer, flight, flight.flat)
         flight.bucket.write_weights(self._landed(flight, anchor, stepped))
         anchor.copy_(stepped)
 
@@ -198,38 +199,118 @@ class OuterStep(Then):
         """What the weights become when the anchor becomes ``stepped``."""
         if isinstance(self.land, Replace):
             return stepped
-        now = flight.weights(flight.scratch("now")).to(stepped.dtype)
+        now = flight.weights(torch.empty_like(flight.flat)).to(stepped)
         if isinstance(self.land, Blend):
             return torch.lerp(stepped, now, self.land.keep)
         return now.add(stepped - anchor, alpha=self.land.gain)
 
-    def _stepped(self, flight: Flight, anchor: torch.Tensor) -> torch.Tensor:
-        """The anchor after a step; what the optimizer remembers is brought up to date."""
-        stepped = anchor.clone()
-        parameters = [torch.nn.Parameter(view) for view in flight.views(stepped)]
-        for parameter, gradient in zip(parameters, flight.views(flight.flat.to(anchor.dtype)), strict=True):
-            parameter.grad = gradient
-        optimizer = self.optimizer.make(parameters)
-        remembered = {key: value for key, value in flight.state.items() if key.startswith("outer.")}
-        for key, value in remembered.items():
-            elementwise = value.shape == anchor.shape
-            parts = flight.views(value) if elementwise else [value.clone() for _ in parameters]
-            for parameter, part in zip(parameters, parts, strict=True):
-                optimizer.state[parameter][key.removeprefix("outer.")] = part
-        optimizer.step()
-        for key in {key for parameter in parameters for key in optimizer.state[parameter]}:
-            self._remember(flight, f"outer.{key}", [optimizer.state[parameter].get(key) for parameter in parameters])
-        return stepped
 
-    def _remember(self, flight: Flight, key: str, values: list[Any]) -> None:
-        known = [value for value in values if isinstance(value, torch.Tensor)]
-        if not known:
-            return
-        views = flight.views(flight.state["anchor"])
-        if all(value.shape == view.shape for value, view in zip(values, views, strict=True)):
-            flat = flight.state.get(key)
-            if flat is None or flat.shape != flight.state["anchor"].shape:
-                flat = flight.state[key] = torch.zeros_like(flight.state["anchor"])
-            torch._foreach_copy_(flight.views(flat), values)
+def _stepped(optimizer: Outer, flight: Flight, difference: torch.Tensor) -> torch.Tensor:
+    """The anchor after a step against ``difference``; what the optimizer remembers is brought up to date."""
+    anchor = flight.state["anchor"]
+    stepped = anchor.clone()
+    parameters = [torch.nn.Parameter(view) for view in flight.views(stepped)]
+    for parameter, gradient in zip(parameters, flight.views(difference.to(anchor)), strict=True):
+        parameter.grad = gradient
+    made = optimizer.make(parameters)
+    remembered = {key: value for key, value in flight.state.items() if key.startswith("outer.")}
+    for key, value in remembered.items():
+        elementwise = value.shape == anchor.shape
+        if elementwise and value.device != anchor.device:  # It comes from a checkpoint.
+            value = flight.state[key] = value.to(anchor.device)  # noqa: PLW2901
+        parts = flight.views(value) if elementwise else [value.clone() for _ in parameters]
+        for parameter, part in zip(parameters, parts, strict=True):
+            made.state[parameter][key.removeprefix("outer.")] = part
+    made.step()
+    for key in {key for parameter in parameters for key in made.state[parameter]}:
+        _remember(flight, f"outer.{key}", [made.state[parameter].get(key) for parameter in parameters])
+    return stepped
+
+
+def _remember(flight: Flight, key: str, values: list[Any]) -> None:
+    known = [value for value in values if isinstance(value, torch.Tensor)]
+    if not known:
+        return
+    views = flight.views(flight.state["anchor"])
+    if all(value.shape == view.shape for value, view in zip(values, views, strict=True)):
+        flat = flight.state.get(key)
+        if flat is None or flat.shape != flight.state["anchor"].shape:
+            flat = flight.state[key] = torch.zeros_like(flight.state["anchor"])
+        torch._foreach_copy_(flight.views(flat), values)
+    else:
+        flight.state[key] = known[0].clone()
+
+
+@dataclass(frozen=True)
+class EagerStep(Then):
+    """The outer optimizer steps at once with this rank's part of the mean, and with those of the others a period later.
+
+    Rank ``i`` of ``n`` steps its own anchor with ``D_i / n + (D' - D_i' / n)``, where ``D_i`` is its difference, and
+    ``D_i'`` and ``D'`` are its own and the mean of the period before; the weights become the anchor. So ranks differ by
+    what the others have learned in the last period, and nobody waits.
+
+    Args:
+        optimizer: of the anchor.
+
+    Raises:
+        ConfigurationError: no ``Difference(scope="local")``, or another lag than the period.
+
+    Paper: Kale et al., "Eager Updates For Overlapped Communication and Computation in DiLoCo", 2025.
+    """
+
+    optimizer: Outer
+
+    alone: ClassVar[bool] = True
+    whole: ClassVar[bool] = True
+    keeps_sent: ClassVar[bool] = True
+    lag_is_period: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_kind(Outer, "as Outer(torch.optim.SGD, lr=0.7)", optimizer=self.optimizer)
+
+    def check(self, what: What | None) -> None:
+        """Refuse what has no anchor of its own on each rank."""
+        check_has_anchor(what)
+        if getattr(what, "scope", None) != "local":
+            raise ConfigurationError(
+                "ranks step anchors of their own", argument="what", expected='Difference(scope="local")', seen=what
+            )
+
+    def state(self) -> tuple[State, ...]:
+        """What the optimizer remembers; and, between the end of a flight and the next start, what the others bring."""
+        return State("outer", per="family"), State("others", per="family")
+
+    @torch.no_grad()
+    def start(self, flight: Flight) -> None:
+        """Step with this rank's part, and with what the others have learned in the period before."""
+        assert flight.sent is not None
+        others = flight.state.pop(_OTHERS, None)
+        if not torch.isfinite(flight.sent).all():
+            go_back(flight, flight.state["anchor"])
+            own = torch.zeros_like(flight.sent)
         else:
-            flight.state[key] = known[0].clone()
+            own = flight.sent / flight.ranks
+        self._step(flight, own if others is None else own.add_(others))
+        flight.bucket.write_weights(flight.state["anchor"])
+
+    @torch.no_grad()
+    def fold(self, flight: Flight) -> None:
+        """Keep what the others have learned for the start that follows; early, step with it alone."""
+        assert flight.sent is not None
+        others = flight.flat if flight.finite else torch.zeros_like(flight.flat)
+        if torch.isfinite(flight.sent).all():  # Else nothing of it was taken in at the start.
+            others = others.sub_(flight.sent, alpha=1.0 / flight.ranks)
+        if not flight.early:
+            flight.state[_OTHERS] = others
+            return
+        anchor = flight.state["anchor"]
+        before = anchor.clone()
+        self._step(flight, others)
+        now = flight.weights(torch.empty_like(flight.flat))
+        flight.bucket.write_weights(now.to(anchor).add_(anchor - before))
+
+    def _step(self, flight: Flight, difference: torch.Tensor) -> None:
+        flight.state["anchor"].copy_(_stepped(self.optimizer, flight, difference))
+
+
+_OTHERS = "others.difference"

@@ -10,8 +10,8 @@ import torch
 from bagua.algorithms.base import bound_form
 from bagua.algorithms.exchange import Every, Exchange, Flight, Then, What
 from bagua.algorithms.local_updates import LocalUpdates
-from bagua.algorithms.outer import WHOLE, check_has_anchor, restart_unless_finite
-from bagua.algorithms.values import Difference, Mean
+from bagua.algorithms.outer import check_has_anchor, restart_unless_finite
+from bagua.algorithms.values import WHOLE, Difference, Mean
 from bagua.checks import check_numbers
 from bagua.errors import ConfigurationError
 from bagua.primitives import State
@@ -91,6 +91,7 @@ class SlowMoAlgorithm(LocalUpdates):
         beta: slow momentum, from 0 and less than 1; 0 is local SGD.
         alpha: slow learning rate, above 0.
         start_after: so many steps at the beginning exchange gradients instead.
+        average_buffers: take the mean of floating-point buffers, too, after each ``sync_every``-th step.
         hierarchical: sum inside each host first.
 
     Raises:
@@ -98,7 +99,7 @@ class SlowMoAlgorithm(LocalUpdates):
 
     Example:
         >>> SlowMoAlgorithm(12, beta=0.5)
-        SlowMoAlgorithm(sync_every=12, start_after=0, hierarchical=True, beta=0.5, alpha=1.0)
+        SlowMoAlgorithm(sync_every=12, start_after=0, hierarchical=True, average_buffers=False, beta=0.5, alpha=1.0)
 
     Paper: Wang et al., "SlowMo: Improving Communication-Efficient Distributed SGD with Slow Momentum", ICLR 2020.
     """

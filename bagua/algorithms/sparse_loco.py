@@ -10,8 +10,8 @@ import torch
 from bagua.algorithms.base import bound_form
 from bagua.algorithms.exchange import Every, Exchange
 from bagua.algorithms.local_updates import LocalUpdates
-from bagua.algorithms.outer import WHOLE, Outer, OuterStep
-from bagua.algorithms.values import Difference, Mean
+from bagua.algorithms.outer import Outer, OuterStep
+from bagua.algorithms.values import WHOLE, Difference, Mean
 from bagua.checks import check_choice, check_numbers
 from bagua.compression import BlockTopK
 from bagua.primitives import AllGatherReducer, ContributorsReducer, ErrorFeedback, SumReducer
@@ -45,6 +45,7 @@ class SparseLoCoAlgorithm(LocalUpdates):
         average: ``contributors``: each element is the mean over those ranks that sent it. ``all``: elements that a rank
             does not send count as zero, as in the paper; steps are up to ``n`` times shorter then.
         start_after: so many steps at the beginning exchange gradients instead.
+        average_buffers: take the mean of floating-point buffers, too, after each ``sync_every``-th step.
         hierarchical: sum inside each host first, with all bits.
 
     Raises:

@@ -9,12 +9,29 @@ from typing import ClassVar, Literal
 import torch
 
 from bagua.algorithms.exchange import Flight, How, Point, Then, What
+from bagua.algorithms.parts import Parts
 from bagua.checks import check_choice, check_flags, check_kind, check_numbers
 from bagua.comm import ProcessGroup, Work
 from bagua.errors import ConfigurationError
 from bagua.primitives import State, SumReducer, allreduce_sum, reducer_sum
 
-__all__ = ["Add", "Blend", "Difference", "Gradients", "Mean", "Replace", "Sum", "Weights", "write_if_finite"]
+__all__ = [
+    "WHOLE",
+    "Add",
+    "Blend",
+    "Buffers",
+    "Difference",
+    "Gradients",
+    "Mean",
+    "Replace",
+    "Sum",
+    "Weights",
+    "write_if_finite",
+]
+
+
+#: All parameters at once: their results are taken in together, or not at all.
+WHOLE = Parts(1, "strided")
 
 
 # What.
@@ -51,6 +68,18 @@ class Weights(What):
 
 
 @dataclass(frozen=True)
+class Buffers(What):
+    """The floating-point buffers of the module, as running means; with ``Parts(1, "strided")`` all at once."""
+
+    reads: ClassVar[frozenset[str]] = frozenset({"buffers"})
+
+    def fill(self, flight: Flight) -> None:
+        """Copy them, as they are now: a module may have put others in their places."""
+        flight.bucket.follow(flight.model.buffers())
+        flight.bucket.read_weights(flight.flat)
+
+
+@dataclass(frozen=True)
 class Difference(What):
     """What has been learned since the last outer step: the anchor, which are the weights after it, minus the weights.
 
@@ -58,27 +87,35 @@ class Difference(What):
 
     Args:
         scope: ``shared`` if it is equal on all ranks, which makes weights equal when it is made; or ``local``.
+        dtype: of the anchor: ``float32``, or wider where weights are; or ``weights`` for theirs.
+        device: where the anchor lies, and what steps it: ``cpu``, in pinned memory where weights are on a GPU; None
+            for where the weights are.
     """
 
     scope: Literal["shared", "local"] = "shared"
+    dtype: Literal["float32", "weights"] = "float32"
+    device: Literal["cpu"] | None = None
 
     reads: ClassVar[frozenset[str]] = frozenset({"weights", "anchor"})
 
     def __post_init__(self) -> None:
         check_choice(("shared", "local"), scope=self.scope)
+        check_choice(("float32", "weights"), dtype=self.dtype)
+        check_choice(("cpu", None), device=self.device)
 
     def state(self) -> tuple[State, ...]:
         """The anchor."""
-        return (State("anchor", "weights", scope=self.scope),)
+        narrow = self.dtype == "weights"
+        return (State("anchor", "weights", scope=self.scope, narrow=narrow, device=self.device),)
 
     def fill(self, flight: Flight) -> None:
         """Subtract."""
         anchor = flight.state["anchor"]
         weights = flight.bucket.read_weights(flight.flat)
-        if anchor.dtype == weights.dtype:
+        if anchor.dtype == weights.dtype and anchor.device == weights.device:
             torch.sub(anchor, weights, out=flight.flat)
         else:
-            flight.flat.copy_(anchor - weights)
+            flight.flat.copy_(anchor.to(weights.device) - weights)
 
 
 # How.
@@ -229,7 +266,7 @@ class Blend(Then):
 
     def fold(self, flight: Flight) -> None:
         """Blend, if the result is finite."""
-        now = flight.weights(flight.scratch("now"))
+        now = flight.weights(torch.empty_like(flight.flat))
         _add(flight, flight.flat.sub_(now).mul_(1.0 - self.keep))
 
 
@@ -241,6 +278,8 @@ def _refuse_all_but_weights(then: Then, what: What | None) -> None:
 
 
 def _add(flight: Flight, change: torch.Tensor) -> None:
+    if not flight.finite:
+        return
     finite = _is_finite(change)
     if change.device.type != "cpu":  # Reading the flag would wait for the device.
         change = torch.where(finite, change, torch.zeros_like(change))
@@ -260,6 +299,8 @@ def write_if_finite(flight: Flight) -> None:
     A neighbour whose weights are spoilt must not spoil these.
     """
     bucket, weights = flight.bucket, flight.flat
+    if not flight.finite:
+        return
     finite = _is_finite(weights)
     if weights.device.type != "cpu":  # Reading the flag would wait for the device.
         kept = bucket.read_weights(torch.empty_like(weights))

@@ -4,7 +4,7 @@ from bagua.engine.access import EngineAccess
 from bagua.engine.agreement import compare
 from bagua.engine.autotune.search import Setting
 from bagua.engine.autotune.settings import AutotuneSettings
-from bagua.engine.checkpoints import check_owner
+from bagua.engine.average import FLOAT_BUFFERS, GlobalAverage
 from bagua.engine.executor import Executor, create_executor
 from bagua.engine.hooks import BackwardHooks
 from bagua.engine.keywords import InitOptions, ReducerOptions, SwitchOptions
@@ -22,6 +22,7 @@ from bagua.engine.options import (
     refuse_unknown,
 )
 from bagua.engine.reducer import Reducer
+from bagua.engine.saved_states import check_owner
 from bagua.engine.saving import Remembered, collect, merged, renamed, restore
 from bagua.engine.start import make_equal, replace_engine
 from bagua.engine.state import (
@@ -34,12 +35,14 @@ from bagua.engine.state import (
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
+    "FLOAT_BUFFERS",
     "AutotuneSettings",
     "BackwardHooks",
     "BucketType",
     "EngineAccess",
     "EngineOptions",
     "Executor",
+    "GlobalAverage",
     "InitOptions",
     "OnDifference",
     "Reducer",

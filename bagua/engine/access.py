@@ -11,6 +11,7 @@ import torch
 from bagua.algorithms import AlgorithmImpl
 from bagua.buckets import Bucket
 from bagua.engine.autotune.search import Setting
+from bagua.engine.average import GlobalAverage
 from bagua.engine.hooks import BackwardHooks
 
 __all__ = ["EngineAccess"]
@@ -44,6 +45,42 @@ class EngineAccess:
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes of forwards in this block only accumulate gradients."""
         return self._bagua_engine.no_sync()
+
+    def bagua_finish(self) -> None:
+        """Make one model of those of all ranks: the last call of training. Collective.
+
+        Exchanges under way come in early. Then weights and floating-point buffers become their means, where the
+        algorithm lets ranks differ; elsewhere nothing changes. Training can go on from there: what starts from
+        weights begins anew, unless all ranks were equal already.
+        """
+        self._bagua_engine.reducer.finish()
+
+    @contextmanager
+    def global_average(self) -> Iterator[None]:
+        """In this block, weights and floating-point buffers are their means over all ranks. Collective.
+
+        At its end each rank has its own again, and exchanges under way go on. Where all ranks are equal by what
+        they exchange, nothing changes, and nothing is sent.
+
+        Raises:
+            ConfigurationError: at the end of the block: the mean was trained on.
+
+        Example:
+            >>> import bagua.comm
+            >>> from bagua.parallel import with_bagua
+            >>> layer = torch.nn.Linear(2, 2)
+            >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+            >>> model = with_bagua(layer, [optimizer], "diloco", bagua.comm.solo_group())
+            >>> with model.global_average():
+            ...     loss = model(torch.ones(1, 2)).sum()
+        """
+        reducer = self._bagua_engine.reducer
+        reducer.after_optimizers()
+        if reducer.group.size == 1 or not reducer.declaration.ranks_differ:
+            yield
+            return
+        with GlobalAverage(reducer, buffers=True):
+            yield
 
     def bagua_close(self) -> None:
         """Give back the threads, connections and memory of the engine. Idempotent, and not collective.

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+import weakref
+from collections.abc import Callable
 
 from bagua.comm import ProcessGroup
 from bagua.engine.executor import Executor
+from bagua.errors import CommunicationError
 
 __all__ = ["Belongings"]
 
@@ -36,6 +40,20 @@ class Belongings:
         """Wait for the end of all exchanges. Each ends by its own deadline at the latest."""
         while not self.idle():
             time.sleep(_POLL_S)
+
+    def end(self, end_exchanges: weakref.WeakMethod[Callable[[], None]]) -> None:
+        """The group is closing: a slower rank may still need what this one sends in its last step.
+
+        Args:
+            end_exchanges: waits for what is under way, while the model is there.
+        """
+        wait = end_exchanges()
+        if wait is not None:
+            with contextlib.suppress(CommunicationError):  # Nobody will use what this rank would have received.
+                wait()
+        else:
+            self.wait_until_idle()
+        self.groups.clear()
 
     def close(self) -> None:
         """Give everything back. Idempotent."""

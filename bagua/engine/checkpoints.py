@@ -1,136 +1,108 @@
-"""A saved state of the engine, which may come from anywhere: whether it is one, and whose."""
+"""Checkpoints of the engine: what exchanges remember, and how training goes on from there."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
-from bagua.algorithms import Algorithm
-from bagua.checks import check_kind
-from bagua.engine.saving import other_shape
+from bagua.engine.agreement import compare_or_refuse
+from bagua.engine.courses import saved_flights
+from bagua.engine.formation import BucketFormation
+from bagua.engine.layout import positions_of
+from bagua.engine.saved_states import check_owner, from_checkpoint, name_of_rank
+from bagua.engine.saving import Remembered, collect, divided, scopes_of, united
 from bagua.errors import ConfigurationError
 
-__all__ = ["check_owner", "from_checkpoint", "is_of_one_rank"]
+__all__ = ["load", "save"]
 
-#: A dictionary of anything: its keys are names.
-_ANY = "any name"
-_TENSORS = {_ANY: torch.Tensor}
-_PARAMETERS = {_ANY: _TENSORS}
-_OTHER = {"label": str, "names": [str], "state": _TENSORS}
-_FLIGHT = {
-    "label": str,
-    "names": [str],
-    "step": int,
-    "t": int,
-    "round": int,
-    "loss_scale": float,
-    "parameters": _PARAMETERS,
-    "proposed": _TENSORS,
-}
-_STATE = {
-    "algorithm": str,
-    "step": int,
-    "rank": int,
-    "world_size": int,
-    "began": int,
-    "buckets": [[str]],
-    "parameters": _PARAMETERS,
-    "others": [_OTHER],
-    "flights": [_FLIGHT],
-}
+_log = logging.getLogger("bagua")
 
 
-def from_checkpoint(
-    state_dict: Any, algorithm: Algorithm, parameters: Mapping[str, torch.Tensor] | None = None
-) -> dict[str, Any]:
-    """A saved state, which may come from anywhere.
+def save(reducer: BucketFormation) -> dict[str, Any]:
+    """See ``Reducer.state_dict``. Nothing is owed to the optimizers.
 
     Args:
-        state_dict: of the engine.
-        algorithm: that it should belong to; its options may be others.
-        parameters: of the model, by name.
-
-    Raises:
-        ConfigurationError: it is no such state, or not a whole one, or one of another algorithm, or of parameters of
-            other shapes.
+        reducer: whose exchanges remember something.
     """
-    if not isinstance(state_dict, Mapping):
-        raise _incomplete(list(_STATE), "it")
-    _check(dict(state_dict), _STATE, "")
-    if state_dict["algorithm"].partition("(")[0] != repr(algorithm).partition("(")[0]:
-        raise ConfigurationError(
-            "this state belongs to another algorithm",
-            argument="state_dict",
-            expected=repr(algorithm),
-            seen=state_dict["algorithm"],
-        )
-    for number, flight in enumerate(state_dict["flights"]):
-        lacking = [name for name in flight["names"] if name not in flight["parameters"]]
-        if lacking:
-            raise _incomplete(lacking, f"flights[{number}].parameters")
-    for source in (state_dict["parameters"], *(flight["parameters"] for flight in state_dict["flights"])):
-        _check_shapes(source, parameters or {})
-    return dict(state_dict)
+    buckets, flights = [list(bucket.names) for bucket in reducer.buckets], reducer.flights
+    remembered = reducer.remembered or collect(())
+    if reducer.scheduler is not None:
+        flights = saved_flights(reducer.scheduler.settle())
+        remembered = reducer.courses.remembered()
+    shared, own = divided(remembered, scopes_of(reducer.declaration))
+    return {
+        "algorithm": repr(reducer.declaration),
+        "rank": reducer.group.rank,
+        "world_size": reducer.group.size,
+        "step": reducer.step,
+        "began": reducer.began,
+        "buckets": buckets,
+        **shared,
+        name_of_rank(reducer.group.rank): {**own, "flights": flights},
+    }
 
 
-def _check(value: Any, wanted: Any, place: str) -> None:
-    """``wanted`` is a class, or a list or dictionary of what is wanted inside."""
-    kind = wanted if isinstance(wanted, type) else type(wanted)
-    check_kind(kind, f"a {kind.__name__} as {place or 'state'}", state_dict=value)
-    if isinstance(wanted, list):
-        for number, one in enumerate(value):
-            _check(one, wanted[0], f"{place}[{number}]")
-    elif isinstance(wanted, dict) and _ANY in wanted:
-        for name, one in value.items():
-            _check(one, wanted[_ANY], f"{place}[{name!r}]")
-    elif isinstance(wanted, dict):
-        lacking = [key for key in wanted if key not in value]
-        if lacking:
-            raise _incomplete(lacking, place or "it")
-        for key, inside in wanted.items():
-            _check(value[key], inside, f"{place}.{key}".removeprefix("."))
-
-
-def _incomplete(lacking: list[str], place: str) -> ConfigurationError:
-    return ConfigurationError(
-        "this is no state of an algorithm",
-        argument="state_dict",
-        expected="what bagua_state_dict() returned",
-        seen=f"no {', '.join(lacking)} in {place}",
-    )
-
-
-def _check_shapes(saved: Mapping[str, Mapping[str, torch.Tensor]], parameters: Mapping[str, torch.Tensor]) -> None:
-    for name in saved.keys() & parameters.keys():
-        for key, part in saved[name].items():
-            if part.shape != parameters[name].shape:
-                raise other_shape(key, name, expected=parameters[name], seen=part)
-
-
-def is_of_one_rank(state_dict: Mapping[str, Any]) -> bool:
-    """Whether there is more in it than what all ranks have in common: the layout."""
-    return bool(any(state_dict["parameters"].values()) or state_dict["others"] or state_dict["flights"])
-
-
-def check_owner(state_dict: Mapping[str, Any], rank: int, size: int) -> None:
-    """Check that a saved state is that of this rank, of as many ranks.
+def load(reducer: BucketFormation, state_dict: dict[str, Any]) -> None:
+    """See ``Reducer.load_state_dict``. Collective.
 
     Args:
-        state_dict: names its ``rank`` and ``world_size``.
-        rank: this rank.
-        size: number of ranks.
+        reducer: whose exchanges go on.
+        state_dict: as ``save`` returned it.
+    """
+    refusal: ConfigurationError | None = None
+    facts: list[str] = []
+    try:
+        saved = from_checkpoint(state_dict, reducer.declaration, reducer.model.parameters)
+        members = positions_of(reducer.registration, saved["buckets"]) if saved["buckets"] else []
+        facts = [f"step {saved['step']}", *(f"bucket {names}" for names in saved["buckets"])]
+    except ConfigurationError as error:
+        refusal = error
+    compare_or_refuse(facts, reducer.communicator, "checkpoints", refusal)
+    own = _own_part(reducer, saved)
+    if reducer.scheduler is not None:
+        reducer.scheduler.settle()
+        reducer.scheduler.forget()  # Results of what was there before must not be folded into weights that are loaded.
+    reducer.put_aside()
+    reducer.go_to(saved["step"], saved["began"])
+    reducer.remembered = united(Remembered(parameters=saved["parameters"], others=saved["others"]), own)
+    reducer.flights = own["flights"]
+    if members and not reducer.idle:
+        reducer.form(members)
+    else:
+        reducer.form_at_once()
+
+
+def _own_part(reducer: BucketFormation, saved: Mapping[str, Any]) -> Any:
+    """What was this rank's own, if every rank was given what it saved itself; else nothing. Collective.
 
     Raises:
-        ConfigurationError: naming both ranks.
+        ConfigurationError: on all ranks, if each was given a file of its own, but some that of another.
     """
-    expected, seen = f"rank {rank} of {size}", f"rank {state_dict['rank']} of {state_dict['world_size']}"
-    if seen != expected:
-        raise ConfigurationError(
-            f"{expected} was given the state of {seen}",
-            argument="state_dict",
-            expected=expected,
-            seen=seen,
-            advice="Each rank loads what it saved itself. Another number of ranks goes on from the weights alone.",
+    part = saved[name_of_rank(saved["rank"])]
+    differs = reducer.declaration.ranks_differ and reducer.algorithm.plane is None
+    matters = bool(part["parameters"] or part["others"] or part["flights"])
+    mine = {"rank": saved["rank"], "world_size": saved["world_size"], "matters": matters or differs}
+    owners = reducer.communicator.allgather_object(mine)
+    if _is_own(owners):
+        return part
+    if matters:
+        _log.warning(
+            "Rank %d goes on from what all ranks had in common in the state of rank %d of %d. "
+            "Residuals and other things of its own begin anew.",
+            *(reducer.group.ranks[reducer.group.rank], saved["rank"], saved["world_size"]),
         )
+    return {"parameters": {}, "others": [], "flights": []}
+
+
+def _is_own(owners: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether each rank was given what it saved; False for one file for all, and for another number of ranks."""
+    size = len(owners)
+    own = [owner["rank"] == rank and owner["world_size"] == size for rank, owner in enumerate(owners)]
+    of_one = all(owner["rank"] == owners[0]["rank"] for owner in owners)
+    resized = any(owner["world_size"] != size for owner in owners)
+    matters = any(owner["matters"] for owner in owners)
+    if matters and not (all(own) or of_one or resized):
+        wrong = own.index(False)
+        check_owner(owners[wrong], wrong, size)
+    return all(own)

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from bagua.algorithms import Exchange, Flight, How, Model, Parts
+from bagua.algorithms import OF_BUCKETS, Exchange, Flight, How, Model, Parts
 from bagua.buckets import Bucket, form_buckets
 from bagua.comm import Communicator, ProcessGroup
 from bagua.engine.belongings import Belongings
-from bagua.engine.executor import create_executor
+from bagua.engine.executor import CallerExecutor, create_executor
 from bagua.engine.options import EngineOptions
 from bagua.engine.saving import Remembered, collect, cut, key_of, restore
 from bagua.engine.scheduler import Scheduler
-from bagua.engine.tracks import Course, Lane, Track, memory_for
+from bagua.engine.tracks import Clock, Course, Lane, Track, memory_for
 from bagua.primitives import State
 
 __all__ = [
     "Courses",
     "describe",
+    "follows_gradients",
     "gathers",
     "is_between_steps",
     "is_chunked",
@@ -58,6 +59,13 @@ def is_between_steps(exchanges: Iterable[Exchange]) -> bool:
     return any(one.how is not None and not one.how.lockstep for one in exchanges)
 
 
+def follows_gradients(exchanges: Iterable[Exchange]) -> bool:
+    """Whether something happens as gradients arrive; otherwise a backward pass only counts as a step."""
+    return any(
+        "gradients" in one.needs | one.writes or not {one.at, one.until}.isdisjoint(OF_BUCKETS) for one in exchanges
+    )
+
+
 def layout_of(exchanges: Sequence[Exchange]) -> Hashable:
     """What changes when buckets must be formed anew."""
     return is_chunked(exchanges), is_between_steps(exchanges), gathers(exchanges)
@@ -85,7 +93,7 @@ class Courses:
         self._belongings = belongings
         self._groups: dict[str, ProcessGroup] = {}
         self._prepared: dict[tuple[str, str], Any] = {}
-        self._parts: dict[Parts, list[tuple[int, Bucket]]] = {}
+        self._parts: dict[tuple[Parts, bool], list[tuple[int, Bucket]]] = {}
         self._places: dict[tuple[str, int], Track] = {}
         self.courses: list[Course] = []
         self.fresh: dict[tuple[Track, str], list[str]] = {}
@@ -170,10 +178,29 @@ class Courses:
         self.fresh = {place: names for place, names in self.fresh.items() if place[0].label in labels}
         lanes = self._lanes(executed, {bucket.device for bucket in buckets})
         self.courses = [
-            self._course(one, self._buckets_of(one.parts, buckets, model, options), model, lanes.get(one.label))
+            self._course(one, self._buckets_of(one, buckets, model, options), model, lanes.get(one.label))
             for one in executed
         ]
         return self.courses
+
+    def once(
+        self,
+        exchanges: Sequence[Exchange],
+        buckets: Sequence[Bucket],
+        model: Model,
+        options: EngineOptions,
+        clock: Clock,
+    ) -> None:
+        """Have ``exchanges`` made now, from start to fold, in this thread. They remember nothing. Collective."""
+        for one in exchanges:
+            found = self._buckets_of(one, buckets, model, options)
+            tracks = [Track(one.label, part, bucket, memory_for(bucket)) for part, bucket in found]
+            lane = Lane(self._group, {bucket.device: CallerExecutor() for _, bucket in found})
+            prepared = None if one.how is None else one.how.prepare(self._group)
+            course = Course(one, tracks, model, lane, prepared)
+            for together in course.by_part():
+                course.set_off(together, clock)
+            course.cut(clock)
 
     def _course(
         self, exchange: Exchange, buckets: Sequence[tuple[int, Bucket]], model: Model, lane: Lane | None
@@ -210,22 +237,23 @@ class Courses:
     # Buckets.
 
     def _buckets_of(
-        self, parts: Parts, buckets: Sequence[Bucket], model: Model, options: EngineOptions
+        self, exchange: Exchange, buckets: Sequence[Bucket], model: Model, options: EngineOptions
     ) -> list[tuple[int, Bucket]]:
+        parts, of_buffers = exchange.parts, "buffers" in exchange.needs
         if parts.by == "arrival":
             return list(enumerate(buckets))
-        if parts not in self._parts:
-            self._parts[parts] = list(self._cut(parts, model, options))
-        return self._parts[parts]
+        if (parts, of_buffers) not in self._parts:
+            named: Mapping[str, Any] = model.buffers() if of_buffers else model.parameters
+            self._parts[parts, of_buffers] = list(self._cut(parts, named, options)) if named else []
+        return self._parts[parts, of_buffers]
 
-    def _cut(self, parts: Parts, model: Model, options: EngineOptions) -> Iterable[tuple[int, Bucket]]:
-        """One bucket for each part, dtype and device; parameters stay where they are."""
-        named = model.parameters
+    def _cut(self, parts: Parts, named: Mapping[str, Any], options: EngineOptions) -> Iterable[tuple[int, Bucket]]:
+        """One bucket for each part, dtype and device; tensors stay where they are."""
         for part, names in enumerate(parts.cut(named)):
             kinds = form_buckets(
                 names,
                 key=lambda name: (named[name].dtype, named[name].device),
-                nbytes=lambda name: named[name].nbytes,
+                nbytes=lambda name: int(named[name].nbytes),
                 bucket_bytes=2**63,
             )
             for members in kinds:

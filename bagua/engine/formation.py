@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import weakref
 from collections.abc import Hashable, Sequence
@@ -17,20 +16,28 @@ from bagua.comm import Communicator, Group, ProcessGroup, as_group, close_with, 
 from bagua.engine.agreement import compare_or_refuse
 from bagua.engine.autotune.search import Setting
 from bagua.engine.belongings import Belongings
-from bagua.engine.courses import Courses, describe, gathers, is_between_steps, is_chunked, layout_of, saved_flights
+from bagua.engine.courses import (
+    Courses,
+    describe,
+    follows_gradients,
+    gathers,
+    is_between_steps,
+    is_chunked,
+    layout_of,
+    saved_flights,
+)
 from bagua.engine.equality import EqualityCheck, digest_of_gradients, warn_of_equal_gradients
 from bagua.engine.gradients import Unused
 from bagua.engine.layout import agreed_order, bucket_lists, cut, foreign, log_buckets, name_of, positions_of, twice
 from bagua.engine.meeting import meet
 from bagua.engine.options import EngineOptions, check_bucket_bytes, check_leader, check_optional_flag
-from bagua.engine.registration import Registration, buffers_of
+from bagua.engine.registration import Registration, buffers_of, floating_buffers_of
 from bagua.engine.saving import Remembered
 from bagua.engine.scheduler import Scheduler
 from bagua.engine.state import make_weights_equal
 from bagua.engine.tracks import Clock
-from bagua.errors import BaguaError, CommunicationError, blame
-
-__all__ = ["BucketFormation"]
+from bagua.engine.whereabouts import whereabouts
+from bagua.errors import BaguaError, blame
 
 
 class BucketFormation:
@@ -53,24 +60,25 @@ class BucketFormation:
         leader = check_leader(options.intra_comm_root_rank, user_group)
         refusal = self._register()
         self.group = user_group.duplicate("model", leader=leader)
-        describe(self.group, partial(_whereabouts, weakref.ref(self)))
+        describe(self.group, partial(whereabouts, weakref.ref(self)))
         self.belongings = self._own(self.group)
         self.step = 0
         self.equality = EqualityCheck(declaration, options)
         self.restored_at = -1
         self._versions: list[int] = []
-        self._began = 0
+        self.began = 0
         self._phase: Hashable = None
         self.between_steps = False
+        self.follows_gradients = True
         self.buckets: list[Bucket] = []
         self._order: list[int] = []
         self.arrival: list[torch.nn.Parameter] = []
         self._arrived: set[int] = set()
         self._unused = Unused()
-        self._scheduler: Scheduler | None = None
-        self._courses = Courses(self.group, self.belongings)
-        self._remembered: Remembered | None = None
-        self._flights: list[dict[str, Any]] = []
+        self.scheduler: Scheduler | None = None
+        self.courses = Courses(self.group, self.belongings)
+        self.remembered: Remembered | None = None
+        self.flights: list[dict[str, Any]] = []
         self._rebuilt = 0
         self._failure = ""
         try:
@@ -82,7 +90,7 @@ class BucketFormation:
     def _own(self, group: ProcessGroup) -> Belongings:
         """Have ``group`` closed when this object is garbage, and not before exchanges have ended."""
         belongings = Belongings(group)
-        group.when_closing(partial(_end_exchanges, weakref.ref(self), belongings))
+        group.when_closing(partial(belongings.end, weakref.WeakMethod(self.end_exchanges)))
         self._close_soon = close_with(self, belongings)
         return belongings
 
@@ -104,25 +112,31 @@ class BucketFormation:
 
     def _check_model(self) -> None:
         named = dict(zip(self.registration.names, self.registration.parameters, strict=True))
-        self.model = Model(named, self.optimizers)
+        self.model = Model(named, self.optimizers, partial(floating_buffers_of, self.module))
         self.declaration.check(self.model)
         for one in self.declaration.every_exchange():
             for dtype in {parameter.dtype for parameter in named.values()}:
                 if one.how is not None:
                     one.how.check_dtype(dtype)
-            parts = [list(named)] if one.parts.by == "arrival" else one.parts.cut(named)
-            one.then.check_parameters([named[name] for part in parts for name in part])
+            if "buffers" not in one.needs:
+                parts = [list(named)] if one.parts.by == "arrival" else one.parts.cut(named)
+                one.then.check_parameters([named[name] for part in parts for name in part])
 
     def _agree(self, refusal: BaguaError | None = None) -> None:
         """Make sure that all ranks mean the same, and form the buckets that the user wants."""
         facts = self.facts if refusal is None else []
         compare_or_refuse(facts, self.group.global_communicator, "models", refusal)
         if self.options.buckets:
-            self._form(positions_of(self.registration, self.options.buckets))
-        elif self.algorithm.plane is not None and not self.idle:
-            # Ranks need not come to the end of a first step together. Gradients appear about in this order.
-            self._order = list(reversed(range(len(self.registration.names))))
-            self._form(self.layout(self.options.bucket_bytes))
+            self.form(positions_of(self.registration, self.options.buckets))
+        else:
+            self.form_at_once()
+
+    def form_at_once(self) -> None:
+        """Form buckets where nothing depends on the order of gradients: a rank may have none of some parameters."""
+        now = self.exchanges_of(self.declaration.phase(self.step, self.model))
+        if not self.idle and (self.algorithm.plane is not None or not follows_gradients(now)):
+            self._order = list(reversed(range(len(self.registration.names))))  # About the order of gradients.
+            self.form(self.layout(self.options.bucket_bytes))
 
     @property
     def facts(self) -> list[str]:
@@ -140,19 +154,14 @@ class BucketFormation:
     @property
     def initialized(self) -> bool:
         """Whether buckets have been formed."""
-        return self._scheduler is not None
+        return self.scheduler is not None
 
     bucket_initialized = initialized
 
-    @property
-    def find_unused_parameters(self) -> bool:
-        """Whether a parameter without a gradient counts as zero."""
-        return self.options.find_unused_parameters
-
     def end_exchanges(self) -> None:
         """Wait for what is under way, and apply nothing."""
-        if self._scheduler is not None:
-            self._scheduler.settle()
+        if self.scheduler is not None:
+            self.scheduler.settle()
 
     @property
     def communicator(self) -> Communicator:
@@ -192,6 +201,8 @@ class BucketFormation:
         """
         arrival = self.arrival
         self.forget_arrivals()
+        if self.scheduler is not None and not self.follows_gradients:
+            return [list(bucket.parameters) for bucket in self.buckets]
         order, digests = agreed_order(
             self.registration,
             arrival,
@@ -202,7 +213,7 @@ class BucketFormation:
         )
         warn_of_equal_gradients(digests, self.group.rank)
         self._order = order
-        self._form(self.layout(self.options.bucket_bytes))
+        self.form(self.layout(self.options.bucket_bytes))
         return [list(bucket.parameters) for bucket in self.buckets]
 
     def layout(self, bucket_bytes: int) -> list[list[int]]:
@@ -214,7 +225,7 @@ class BucketFormation:
             return positions_of(self.registration, self.options.buckets)
         return cut(self.registration, self._order, bucket_bytes)
 
-    def _form(self, members: Sequence[Sequence[int]]) -> None:
+    def form(self, members: Sequence[Sequence[int]]) -> None:
         if not self._order:
             self._order = [position for positions in members for position in positions]
         phase = self._note_phase()
@@ -232,16 +243,25 @@ class BucketFormation:
             for index, positions in enumerate(members)
         ]
         log_buckets(self.group.rank, self.step, self.declaration, self.buckets)
-        self._courses.forget()
+        self.courses.forget()
         self.register_bagua_buckets()
 
     def _note_phase(self) -> Hashable:
         phase = self.declaration.phase(self.step, self.model)
         if phase != self._phase:
-            self._began = 0 if self._phase is None else self.step
-            self._phase = phase
-            self.between_steps = is_between_steps(self.exchanges_of(phase))
+            self.began = 0 if self._phase is None else self.step
+            self._enter_phase(phase)
         return phase
+
+    def _enter_phase(self, phase: Hashable) -> None:
+        self._phase, exchanges = phase, self.exchanges_of(phase)
+        self.between_steps = is_between_steps(exchanges)
+        self.follows_gradients = follows_gradients(exchanges)
+
+    def go_to(self, step: int, began: int) -> None:
+        """Go on with step ``step``, of a phase that began with step ``began``: both come from a checkpoint."""
+        self.step, self.began, self.restored_at = step, began, step
+        self._enter_phase(self.declaration.phase(step, self.model))
 
     def exchanges_of(self, phase: Hashable) -> tuple[Exchange, ...]:
         """What is exchanged in this phase on a group of this size."""
@@ -259,13 +279,13 @@ class BucketFormation:
             self.group.abort(told, culprit)
             raise
         self.registration.remember_storages()
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         assert scheduler is not None
-        remembered, self._remembered = self._remembered, None
+        remembered, self.remembered = self.remembered, None
         if remembered is not None:
-            self._courses.restore(remembered)
-            self._courses.board(scheduler, self._flights)
-            self._flights = []
+            self.courses.restore(remembered)
+            self.courses.board(scheduler, self.flights)
+            self.flights = []
         if self.algorithm.plane is not None:
             self.algorithm.plane.attach(self.buckets, partial(buffers_of, self.module), self.group, self.step)
 
@@ -279,21 +299,21 @@ class BucketFormation:
 
     def _enter(self) -> None:
         """Have the exchanges of the phase executed."""
-        courses = self._courses.of(self.exchanges_of(self._phase), self.buckets, self.model, self.options)
-        self._scheduler = Scheduler(self.buckets, courses, delay=self.options.delay_reduce)
+        courses = self.courses.of(self.exchanges_of(self._phase), self.buckets, self.model, self.options)
+        self.scheduler = Scheduler(self.buckets, courses, delay=self.options.delay_reduce)
 
     # What starts from weights.
 
     def begin_from_weights(self) -> None:
         """Make what starts from the weights, once they are what training begins with. Collective if it is shared."""
-        if not self._courses.fresh:
+        if not self.courses.fresh:
             return
-        shared = self._courses.fresh_and_shared
+        shared = self.courses.fresh_and_shared
         if self.group.size > 1 and shared:
             if loads := self.equality.unmet_loads():
                 meet(self.group, f"load{loads}", "weights were loaded")
             make_weights_equal([self.model.parameters[name] for name in shared], self.communicator)
-        self._courses.begin_from_weights()
+        self.courses.begin_from_weights()
 
     def weights_will_be_replaced(self) -> None:
         """Wait for what is sent from where the weights lie."""
@@ -303,14 +323,14 @@ class BucketFormation:
         """Begin again from them, unless what belongs to them was restored in the same step."""
         self._versions = []
         if self.restored_at != self.step:
-            self._courses.weights_were_replaced()
+            self.courses.weights_were_replaced()
 
     @property
     def clock(self) -> Clock:
         """The training step that comes next, or is under way."""
         scaler = self.options.grad_scaler
         loss_scale = 1.0 if scaler is None else float(scaler.get_scale())
-        return Clock(self.step, self.step - self._began + 1, loss_scale)
+        return Clock(self.step, self.step - self.began + 1, loss_scale)
 
     # Starting over.
 
@@ -322,14 +342,14 @@ class BucketFormation:
 
     def _change_phase(self) -> None:
         """The algorithm has changed its ways: other exchanges, in other buckets only if they need such."""
-        assert self._scheduler is not None
+        assert self.scheduler is not None
         before, after = self.exchanges_of(self._phase), self.exchanges_of(self.declaration.phase(self.step, self.model))
         if layout_of(before) != layout_of(after):
-            self._put_aside(settle=False)
-            self._form(self.layout(self.options.bucket_bytes))
+            self.put_aside(settle=False)
+            self.form(self.layout(self.options.bucket_bytes))
             return
-        self._scheduler.flush()
-        self._scheduler.dissolve()
+        self.scheduler.flush()
+        self.scheduler.dissolve()
         self._note_phase()
         self._enter()
 
@@ -348,12 +368,12 @@ class BucketFormation:
         if setting.hierarchical != self.setting.hierarchical:
             declaration = declaration.in_form(hierarchical=setting.hierarchical)
             algorithm = self._bind(declaration)
-        if self._scheduler is not None:
-            self._flights = saved_flights(self._scheduler.withdraw_parts())
-        self._put_aside()
+        if self.scheduler is not None:
+            self.flights = saved_flights(self.scheduler.withdraw_parts())
+        self.put_aside()
         self.declaration, self.algorithm = declaration, algorithm
         self.options = dataclasses.replace(self.options, bucket_bytes=setting.bucket_bytes)
-        self._form(self.layout(setting.bucket_bytes))
+        self.form(self.layout(setting.bucket_bytes))
 
     def _bind(self, declaration: Algorithm) -> AlgorithmImpl:
         """Another declaration on the same ranks, for the same model."""
@@ -361,15 +381,15 @@ class BucketFormation:
         declaration.check(self.model)
         return algorithm
 
-    def _put_aside(self, *, settle: bool = True) -> None:
+    def put_aside(self, *, settle: bool = True) -> None:
         """Take the buckets apart, and keep what the algorithm remembers for those to come."""
         if settle and self.algorithm.plane is not None:
             self.algorithm.plane.settle()
-        if self._scheduler is not None:
-            self._scheduler.flush()
-            self._scheduler.dissolve()
-            self._remembered = self._courses.remembered()
-        self._scheduler = None
+        if self.scheduler is not None:
+            self.scheduler.flush()
+            self.scheduler.dissolve()
+            self.remembered = self.courses.remembered()
+        self.scheduler = None
         self._unused = Unused()
         self.buckets = []
         self.forget_arrivals()
@@ -391,7 +411,7 @@ class BucketFormation:
         if self.algorithm.plane is not None:
             self.algorithm.plane.settle()  # This rank serves the others in the background until they are here.
         meet(self.group, f"rebuild{self._rebuilt}", difference)
-        self._put_aside(settle=False)
+        self.put_aside(settle=False)
         self._order = []
         refusal = self._register()
         self.options = dataclasses.replace(self.options, buckets=())
@@ -422,28 +442,8 @@ class BucketFormation:
         if wanted:
             positions_of(self.registration, wanted)
         size = self.options.bucket_bytes if bucket_bytes is None else check_bucket_bytes(bucket_bytes)
-        self._put_aside()
+        self.put_aside()
         self.declaration = declaration
         self.algorithm = self._bind(declaration)
         self.options = dataclasses.replace(self.options, buckets=wanted, bucket_bytes=size)
         self._agree()
-
-
-def _whereabouts(reference: weakref.ref[BucketFormation]) -> str:
-    """The step that is under way, and the bucket that is waited for: for messages."""
-    formation = reference()
-    scheduler = None if formation is None else formation._scheduler  # noqa: SLF001 - of this class
-    bucket = None if scheduler is None else scheduler.waits_for
-    names = "" if bucket is None else f", bucket {bucket.index} ({bucket.names[0]} to {bucket.names[-1]})"
-    return "" if formation is None else f"step {formation.step}{names}"
-
-
-def _end_exchanges(reference: weakref.ref[BucketFormation], belongings: Belongings) -> None:
-    """The group is closing: a slower rank may still need what this one sends in its last step."""
-    formation = reference()
-    if formation is not None:
-        with contextlib.suppress(CommunicationError):  # Nobody will use what this rank would have received.
-            formation.end_exchanges()
-    else:
-        belongings.wait_until_idle()
-    belongings.groups.clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from bagua.engine.layout import shared
 from bagua.engine.outputs import tensors_in
 from bagua.engine.reducer import Reducer
 from bagua.engine.spans import Passes
+from bagua.engine.unhooked import WithoutHooks
 from bagua.errors import BaguaError, ConfigurationError
 from bagua.torch_private import accumulates, active_ddp, hooks_after_accumulation, when_backward_ends
 
@@ -181,14 +181,7 @@ class BackwardHooks:
             return
         if reducer.group.size > 1:
             self._replace_earlier()
-            if reducer.between_steps:
-                _without_hooks.add(self)
-            else:
-                hook = _ParameterHook(self)
-                self._handles += [
-                    parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                    for parameter in reducer.registration.parameters
-                ]
+            self._listen_to_parameters()
         module: Any = reducer.module
         self._handles.append(module.register_load_state_dict_pre_hook(_LoadHook(self, after=False)))
         self._handles.append(module.register_load_state_dict_post_hook(_LoadHook(self, after=True)))
@@ -196,6 +189,18 @@ class BackwardHooks:
         if waits_for_optimizers(exchanges):
             stepped = _OptimizerHook(self)
             self._handles += [optimizer.register_step_post_hook(stepped) for optimizer in reducer.optimizers]
+
+    def _listen_to_parameters(self) -> None:
+        """To each, where its gradient is exchanged; else to one, for passes that begin behind the module's output."""
+        listened = self.reducer.registration.parameters
+        if not self.reducer.follows_gradients:
+            _without_hooks.add(self)
+            listened = listened[-1:]
+        hook = _ParameterHook(self)
+        self._handles += [
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            for parameter in listened
+        ]
 
     def _replace_earlier(self) -> None:
         registration = self.reducer.registration
@@ -308,12 +313,13 @@ class BackwardHooks:
         except BaseException as error:
             self.reducer.give_up(error)
             raise
-        self.take = refuse_graph if torch.is_grad_enabled() else self.reducer.taker
-        if self.reducer.between_steps and not accumulates(self.reducer.registration.parameters):
+        follows = self.reducer.follows_gradients
+        self.take = refuse_graph if follows and torch.is_grad_enabled() else self.reducer.taker
+        if not follows and not accumulates(self.reducer.registration.parameters):
             self._listen()
 
     def _listen(self) -> None:
-        """No hook will tell of a gradient, and it does not look as if one came: find out for this pass."""
+        """No hook tells of each gradient, and it does not look as if one came: find out for this pass."""
         self._silent = True
         self._listening = [
             parameter.register_post_accumulate_grad_hook(self._heard)  # type: ignore[no-untyped-call]
@@ -352,7 +358,7 @@ class BackwardHooks:
         """After the first backward pass: form buckets, and take the gradients that arrived in it."""
         reducer = self.reducer
         arrived = self._with_gradients() if reducer.group.size == 1 else reducer.arrival
-        if not arrived and not reducer.find_unused_parameters:
+        if not arrived and not reducer.options.find_unused_parameters:
             return False
         reducer.arrival = arrived
         reducer.initialize_buckets()
@@ -364,7 +370,7 @@ class BackwardHooks:
 
     def _complete_step(self) -> None:
         reducer = self.reducer
-        if reducer.group.size == 1:  # There are no hooks on parameters.
+        if reducer.group.size == 1 and reducer.follows_gradients:  # There are no hooks on parameters.
             for parameter in self._with_gradients():
                 reducer.mark_tensor_ready(parameter)
         reducer.mark_on_complete()
@@ -416,30 +422,4 @@ def _engines_of(parameter: torch.nn.Parameter) -> list[BackwardHooks]:
     return [engine for engine in engines if engine is not None]
 
 
-class _WithoutHooks:
-    """Engines that have parameters, but no hooks on them."""
-
-    def __init__(self) -> None:
-        self._engines: weakref.WeakSet[BackwardHooks] = weakref.WeakSet()
-        self._guard = threading.Lock()
-
-    def add(self, engine: BackwardHooks) -> None:
-        with self._guard:
-            self._engines.add(engine)
-
-    def discard(self, engine: BackwardHooks) -> None:
-        with self._guard:
-            self._engines.discard(engine)
-
-    def by_parameter(self) -> dict[int, list[BackwardHooks]]:
-        """The engines of each parameter, by its ``id``."""
-        with self._guard:
-            engines = list(self._engines)
-        found: dict[int, list[BackwardHooks]] = {}
-        for engine in engines:
-            for parameter in engine.reducer.registration.parameters:
-                found.setdefault(id(parameter), []).append(engine)
-        return found
-
-
-_without_hooks = _WithoutHooks()
+_without_hooks: WithoutHooks[BackwardHooks] = WithoutHooks(lambda engine: engine.reducer.registration.parameters)

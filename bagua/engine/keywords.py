@@ -50,12 +50,15 @@ class AlgorithmOptions(TypedDict, total=False):
     """Options of the algorithms of this package, where one is given by its name."""
 
     alpha: float
+    anchor_device: Literal["cpu"] | None
+    anchor_dtype: Literal["float32", "weights"]
     average: bool
     average_buffers: bool
     beta: float
     blend: float
     codec: Codec | None
     communication_interval: int
+    eager: bool
     error_feedback: bool
     fragment_order: Literal["strided", "bytes"]
     fragments: int

@@ -12,14 +12,13 @@ from typing_extensions import Never
 from bagua.algorithms import Algorithm, DistributedAlgorithm, Flight, as_algorithm
 from bagua.buckets import Bucket
 from bagua.comm import Group
-from bagua.engine.agreement import compare_or_refuse
+from bagua.engine import checkpoints
 from bagua.engine.autotune.settings import AutotuneSettings
-from bagua.engine.checkpoints import check_owner, from_checkpoint, is_of_one_rank
-from bagua.engine.courses import gathers, is_between_steps, lag_of_gradients, saved_flights
+from bagua.engine.courses import gathers, lag_of_gradients
 from bagua.engine.equality import Belief
 from bagua.engine.formation import BucketFormation
 from bagua.engine.gradients import restore_unused
-from bagua.engine.layout import changed_by_others, check_place, foreign, not_formed, positions_of, unused
+from bagua.engine.layout import changed_by_others, check_place, foreign, not_formed, unused
 from bagua.engine.options import (
     DEFAULT_BUCKET_BYTES,
     BucketType,
@@ -30,9 +29,10 @@ from bagua.engine.options import (
     optimizer_list,
     refuse_unknown,
 )
-from bagua.engine.saving import Remembered, collect, compare_states
+from bagua.engine.saving import compare_states
+from bagua.engine.state import are_equal
 from bagua.engine.tracks import Track
-from bagua.errors import CommunicationError, CommunicatorClosedError, ConfigurationError, blame
+from bagua.errors import CommunicationError, CommunicatorClosedError, blame
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "BucketType", "Reducer"]
 
@@ -165,12 +165,12 @@ class Reducer(BucketFormation):
         """
         if id(param) not in self._known:
             raise foreign(param)
-        if self._scheduler is None:
+        if self.scheduler is None:
             value = param.grad if gathers(self.declaration.every_exchange()) else param.detach()
             if value is None:
                 raise not_formed()
             return value
-        slot = self._scheduler.slots[id(param)]
+        slot = self.scheduler.slots[id(param)]
         if slot.view is not None:
             return slot.view
         return slot.parameter.detach()
@@ -178,31 +178,33 @@ class Reducer(BucketFormation):
     @property
     def taker(self) -> Callable[[torch.nn.Parameter], None]:
         """What hooks call for each gradient of this backward pass: ``add_param`` or ``mark_tensor_ready``."""
-        if self.between_steps:
+        if not self.follows_gradients:
             return _leave_alone
-        return self.add_param if self._scheduler is None else self._scheduler.take
+        return self.add_param if self.scheduler is None else self.scheduler.take
 
     def before_step(self) -> bool:
         """A training forward begins: a safe point. Whether hooks on parameters must come or go."""
-        if self._scheduler is None:
+        if self.scheduler is None:
             return False
-        plane, between = self.algorithm.plane, self.between_steps
+        plane, before = self.algorithm.plane, (self.between_steps, self.follows_gradients)
         self._follow_phase()
         if plane is not None:
             plane.safe_point(self.step)
-        self._scheduler.safe_point(self.clock)
-        return between != self.between_steps
+        self.scheduler.safe_point(self.clock)
+        return before != (self.between_steps, self.follows_gradients)
 
     def begin_step(self) -> None:
         """A synchronized backward pass starts."""
         self.check_usable()
-        if self._scheduler is None or self.between_steps:
+        if self.scheduler is None or self.between_steps:
             return
         if self.algorithm.plane is not None:
             self.algorithm.plane.begin_step(self.step)  # A phase between steps begins with a forward pass.
         else:
             self._follow_phase()  # For those who drive a reducer by hand, without forward passes.
-        self._scheduler.begin(self.clock)
+        self.scheduler.begin(self.clock)
+        if not self.follows_gradients:
+            self.scheduler.launch_ready()
 
     def mark_tensor_ready(self, param: torch.Tensor) -> None:
         """Take the gradient of ``param``; start the exchange of its bucket if it was the last one.
@@ -211,13 +213,13 @@ class Reducer(BucketFormation):
             ConfigurationError: its gradient was there before in the same backward pass, or it is no parameter of the
                 module.
         """
-        if self._scheduler is None:
+        if self.scheduler is None:
             raise not_formed()
-        if id(param) not in self._scheduler.slots:
+        if id(param) not in self.scheduler.slots:
             raise foreign(param)
-        if not self._scheduler.active:
+        if not self.scheduler.active:
             self.begin_step()
-        self._scheduler.take(param)
+        self.scheduler.take(param)
 
     def mark_bucket_ready(self, bucket: Bucket | Sequence[torch.Tensor], bucket_idx: int | None = None) -> None:
         """Take the gradients of all parameters of a bucket.
@@ -239,31 +241,32 @@ class Reducer(BucketFormation):
         """End the step: start what has not started, and wait for what this step needs.
 
         A backward pass that brought no gradient at all, as that of ``torch.autograd.grad``
-        for the inputs, is no step, unless ``find_unused_parameters`` is on.
+        for the inputs, is no step, unless ``find_unused_parameters`` is on. Where no gradients are exchanged, hooks
+        tell such a pass from a step, and a parameter may lack a gradient.
 
         Raises:
             ConfigurationError: parameters without a gradient, and ``find_unused_parameters`` is off.
             CommunicationError: what happened in an exchange, wherever it ran.
         """
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         if scheduler is None:
             raise not_formed()
         if self.between_steps:
             self.step += 1
             return
-        missing = scheduler.missing()
-        if missing and not self.find_unused_parameters:
+        missing = scheduler.missing() if self.follows_gradients else []
+        if missing and not self.options.find_unused_parameters:
             if len(missing) == len(scheduler.slots):
                 return
             raise unused({self.group.rank: [slot.name for slot in missing]})
         without = {slot.name for slot in scheduler.fill_missing(missing)}
         scheduler.complete()
-        if self.find_unused_parameters and self.group.size > 1 and gathers(self.exchanges_of(self._phase)):
+        if self.options.find_unused_parameters and self.group.size > 1 and gathers(self.exchanges_of(self._phase)):
             unused_here = self._unused.after(without, steps=1 + lag_of_gradients(self.exchanges_of(self._phase)))
             restore_unused(unused_here, self.model.parameters, self.communicator)
         if self.equality.concerns(self.step):
             self.end_exchanges()
-            belief = Belief(self.module, self.model, self.buckets, self._courses.places)
+            belief = Belief(self.module, self.model, self.buckets, self.courses.places)
             if self.equality.look(self.step, belief, self.group):
                 self.weights_were_replaced()
         self.step += 1
@@ -274,7 +277,7 @@ class Reducer(BucketFormation):
     @property
     def owes(self) -> bool:
         """Whether an exchange waits for the optimizers."""
-        return self._scheduler is not None and self._scheduler.owes
+        return self.scheduler is not None and self.scheduler.owes
 
     def after_optimizers(self, *, stepped: bool = True, late: bool = True) -> None:
         """Exchange what waited for the optimizers.
@@ -286,7 +289,7 @@ class Reducer(BucketFormation):
         Raises:
             ConfigurationError: none has, and the weights are others than at the end of that pass.
         """
-        if self._scheduler is None:
+        if self.scheduler is None:
             return
         if self.owes and not stepped and self.optimizers and self._versions not in ([], self.registration.versions):
             error = changed_by_others()
@@ -296,7 +299,7 @@ class Reducer(BucketFormation):
         if not late:
             self.model.forget_rates()
         try:
-            self._scheduler.after_optimizers()
+            self.scheduler.after_optimizers()
         except BaseException as error:
             self.give_up(error)
             raise
@@ -305,8 +308,24 @@ class Reducer(BucketFormation):
         """Leave no exchange owed or under way. Collective if the algorithm is."""
         if self.algorithm.plane is not None:
             self.algorithm.plane.settle()
-        if self._scheduler is not None:
-            self._scheduler.flush()
+        if self.scheduler is not None:
+            self.scheduler.flush()
+
+    def finish(self) -> None:
+        """See ``EngineAccess.bagua_finish``."""
+        self.check_usable()
+        self.flush()
+        closing = self.declaration.closing() if self.group.size > 1 else ()
+        if not closing:
+            return
+        equal = are_equal(self.registration.parameters, self.communicator)
+        try:
+            self.courses.once(closing, self.buckets, self.model, self.options, self.clock)
+        except BaseException as error:
+            self.give_up(error)
+            raise
+        if not equal:
+            self.courses.weights_were_replaced()
 
     def suspend_exchanges(self) -> list[tuple[Track, Flight]]:
         """Wait for exchanges under way, and set their results aside; later steps do not fold them.
@@ -314,16 +333,16 @@ class Reducer(BucketFormation):
         Returns:
             The flights; for ``resume_exchanges``.
         """
-        if self._scheduler is None:
+        if self.scheduler is None:
             return []
-        flights = self._scheduler.settle()
-        self._scheduler.forget()
+        flights = self.scheduler.settle()
+        self.scheduler.forget()
         return flights
 
     def resume_exchanges(self, flights: list[tuple[Track, Flight]]) -> None:
         """Fold the results that ``suspend_exchanges`` set aside when their time comes, after all."""
-        if self._scheduler is not None:
-            self._scheduler.resume(flights)
+        if self.scheduler is not None:
+            self.scheduler.resume(flights)
 
     def give_up(self, reason: BaseException | str) -> None:
         """End a step that cannot be finished here; ranks that wait for the rest of it get ``PeerLostError``."""
@@ -332,12 +351,12 @@ class Reducer(BucketFormation):
         culprit, told = (
             (rank, f"it gave up: {reason}") if isinstance(reason, str) else blame(reason, rank, "a training step")
         )
-        for group in (self.group, *self._courses.groups):
+        for group in (self.group, *self.courses.groups):
             group.abort(told, culprit)
         self._failure = self._failure or str(problem)
         self.close_plane()
-        if self._scheduler is not None:
-            self._scheduler.forget()
+        if self.scheduler is not None:
+            self.scheduler.forget()
         self._close_soon()
 
     def close_plane(self) -> None:
@@ -364,10 +383,10 @@ class Reducer(BucketFormation):
         Exchanges under way end first, and what is owed to other ranks is not sent any more.
         """
         self.close_plane()
-        if self._scheduler is not None:
+        if self.scheduler is not None:
             with contextlib.suppress(CommunicationError):  # Nobody will use what this rank would have received.
                 self.end_exchanges()
-            self._scheduler.owe_nothing()
+            self.scheduler.owe_nothing()
         self.belongings.close()
 
     # Checkpoints.
@@ -377,28 +396,14 @@ class Reducer(BucketFormation):
 
         Every rank saves its own. Made of numbers, strings, lists, dictionaries and tensors.
         """
-        buckets, flights = [list(bucket.names) for bucket in self.buckets], self._flights
-        remembered = self._remembered or collect(())
-        if self._scheduler is not None:
-            self.after_optimizers()
-            flights = saved_flights(self._scheduler.settle())
-            remembered = self._courses.remembered()
-        return {
-            "algorithm": repr(self.declaration),
-            "rank": self.group.rank,
-            "world_size": self.group.size,
-            "step": self.step,
-            "began": self._began,
-            "buckets": buckets,
-            "flights": flights,
-            **remembered,
-        }
+        self.after_optimizers()
+        return checkpoints.save(self)
 
     def state_digest(self) -> str:
         """See ``EngineAccess.bagua_state_digest``."""
         self.after_optimizers()
         weights = {} if self.declaration.ranks_differ else self.model.parameters
-        return compare_states(self.step, weights, self._courses.places, self.communicator)
+        return compare_states(self.step, weights, self.courses.places, self.communicator)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where ``state_dict`` was taken, in the same buckets. Collective.
@@ -412,37 +417,16 @@ class Reducer(BucketFormation):
                 rank, or number of ranks, and it matters.
             CollectiveMismatchError: ranks load different checkpoints.
         """
-        refusal: ConfigurationError | None = None
-        facts: list[str] = []
-        try:
-            saved = from_checkpoint(state_dict, self.declaration, self.model.parameters)
-            # Neighbours have replicas of the weights that a rank of theirs had: the layout is not all that counts.
-            if is_of_one_rank(saved) or (self.declaration.ranks_differ and self.algorithm.plane is None):
-                check_owner(saved, self.group.rank, self.group.size)
-            members = positions_of(self.registration, saved["buckets"]) if saved["buckets"] else []
-            facts = [f"step {saved['step']}", *(f"bucket {names}" for names in saved["buckets"])]
-        except ConfigurationError as error:
-            refusal = error
-        compare_or_refuse(facts, self.communicator, "checkpoints", refusal)
-        self.suspend_exchanges()  # Results of what was there before must not be folded into weights that are loaded.
-        self._put_aside()
-        self.step, self._began = saved["step"], saved["began"]
-        self.restored_at = self.step
-        self._phase = self.declaration.phase(self.step, self.model)
-        self.between_steps = is_between_steps(self.exchanges_of(self._phase))
-        self._remembered = Remembered(parameters=saved["parameters"], others=saved["others"])
-        self._flights = saved["flights"]
-        if members and not self.idle:
-            self._form(members)
+        checkpoints.load(self, state_dict)
 
     @property
     def remembers(self) -> bool:
         """Whether something is remembered from step to step."""
-        return any(place.memory.state for place in self._courses.places)
+        return any(place.memory.state for place in self.courses.places)
 
     def prepare(self) -> None:
         """Have all exchanges make what they need now, instead of in the first backward pass. Collective."""
-        self._courses.prepare(self.exchanges_of(self.declaration.phase(self.step, self.model)))
+        self.courses.prepare(self.exchanges_of(self.declaration.phase(self.step, self.model)))
 
 
 def _leave_alone(_: torch.nn.Parameter) -> None:

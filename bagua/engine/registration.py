@@ -9,7 +9,7 @@ import torch
 
 from bagua.errors import ConfigurationError, InvalidTensorError
 
-__all__ = ["Registration", "buffers_of", "ignored_names"]
+__all__ = ["Registration", "buffers_of", "floating_buffers_of", "ignored_names"]
 
 
 _SHARDED = (
@@ -38,6 +38,12 @@ def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The buffers of ``module`` by name, without those that it asks to leave alone."""
     ignored = ignored_names(module)
     return {name: buffer for name, buffer in module.named_buffers() if name not in ignored}
+
+
+def floating_buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Those of ``buffers_of`` that have a mean."""
+    floating = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    return {name: buffer for name, buffer in buffers_of(module).items() if buffer.dtype in floating}
 
 
 class Registration:

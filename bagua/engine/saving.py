@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypedDict
 
 import torch
 
+from bagua.algorithms import Algorithm
 from bagua.comm import Communicator, as_bytes
 from bagua.engine.agreement import compare
 from bagua.errors import ConfigurationError
@@ -19,6 +20,7 @@ __all__ = [
     "collect",
     "compare_states",
     "digest_of",
+    "divided",
     "key_of",
     "merged",
     "other_shape",
@@ -26,7 +28,9 @@ __all__ = [
     "propose_again",
     "renamed",
     "restore",
+    "scopes_of",
     "shared_tensors",
+    "united",
 ]
 
 Tensors = dict[str, torch.Tensor]
@@ -256,3 +260,51 @@ def digest_of(tensor: torch.Tensor) -> str:
     """A digest of the bytes of ``tensor``."""
     contents = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     return hashlib.sha256(as_bytes(contents)).hexdigest()[:16]
+
+
+def scopes_of(algorithm: Algorithm) -> dict[str, str]:
+    """Whether all that an algorithm remembers is ``shared`` or ``local``, by the key under which it is saved."""
+    return {
+        (f"{one.label}.{state.name}" if one.label else state.name): state.scope
+        for one in algorithm.every_exchange()
+        for state in one.states()
+    }
+
+
+def divided(remembered: Remembered, scopes: Mapping[str, str]) -> tuple[Remembered, Remembered]:
+    """What is equal on all ranks, and what is one rank's own.
+
+    Args:
+        remembered: all of it.
+        scopes: from ``scopes_of``.
+    """
+    shared = {key for key, scope in scopes.items() if scope == "shared"}
+
+    def is_shared(key: str) -> bool:
+        # A family of states has keys that begin with its own and a dot.
+        return key in shared or (key not in scopes and key.rpartition(".")[0] in shared)
+
+    def chosen(wanted: bool) -> Remembered:
+        parameters = {
+            name: {key: value for key, value in state.items() if is_shared(key) == wanted}
+            for name, state in remembered["parameters"].items()
+        }
+        others = [
+            {**other, "state": {key: value for key, value in other["state"].items() if is_shared(key) == wanted}}
+            for other in remembered["others"]
+        ]
+        return Remembered(
+            parameters={name: state for name, state in parameters.items() if state},
+            others=[other for other in others if other["state"]],
+        )
+
+    return chosen(True), chosen(False)
+
+
+def united(one: Remembered, other: Remembered) -> Remembered:
+    """Both parts that ``divided`` returned, or those of one rank."""
+    names = [*one["parameters"], *(name for name in other["parameters"] if name not in one["parameters"])]
+    return Remembered(
+        parameters={name: {**one["parameters"].get(name, {}), **other["parameters"].get(name, {})} for name in names},
+        others=[*one["others"], *other["others"]],
+    )

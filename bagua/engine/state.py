@@ -14,6 +14,7 @@ from bagua.engine.saving import digest_of
 __all__ = [
     "allreduce_optimizer_state",
     "allreduce_parameters",
+    "are_equal",
     "broadcast_buffers_of",
     "broadcast_optimizer_state",
     "broadcast_parameters",
@@ -90,10 +91,19 @@ def make_weights_equal(parameters: Sequence[torch.nn.Parameter], communicator: C
         parameters: equal in names, shapes and dtypes on all ranks.
         communicator: of the ranks.
     """
-    own = [digest_of(parameter) for parameter in parameters]
-    everyone = communicator.allgather_object(own)
-    if any(theirs != own for theirs in everyone):
+    if not are_equal(parameters, communicator):
         _average([parameter.detach() for parameter in parameters], communicator)
+
+
+def are_equal(tensors: Sequence[torch.Tensor], communicator: Communicator) -> bool:
+    """Whether all ranks hold the same. Collective.
+
+    Args:
+        tensors: equally many on all ranks.
+        communicator: of the ranks.
+    """
+    own = [digest_of(tensor) for tensor in tensors]
+    return all(theirs == own for theirs in communicator.allgather_object(own))
 
 
 def _facts(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:

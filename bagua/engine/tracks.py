@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -13,12 +14,14 @@ import torch
 
 from bagua.algorithms import Exchange, Flight, How, Model
 from bagua.buckets import Bucket
-from bagua.comm import ProcessGroup, Work
+from bagua.comm import Communicator, ProcessGroup, Work
 from bagua.engine.executor import Executor, nothing
 from bagua.engine.gauges import Gauges
 from bagua.engine.saving import paste, propose_again
 from bagua.engine.spans import shown
 from bagua.primitives import MatrixBlock, ReducerMemory
+
+_log = logging.getLogger("bagua")
 
 __all__ = ["Clock", "Course", "Lane", "Track"]
 
@@ -131,6 +134,8 @@ class Course:
         parts = exchange.parts
         self._of_arrival = parts.by == "arrival"
         self._shifts = [parts.shift(part, exchange.when.steps) for part in range(parts.n)]
+        how = exchange.how
+        self._uniform = how is not None and how.uniform
         self._in_place = exchange.what is not None and exchange.what.in_place and exchange.lag == 0
         self._gauges = None if lane is None or exchange.how is None else Gauges(exchange, lane.group)
         self._all_drop = self._ranks > 1 and self._is_dropped_by_all()
@@ -248,8 +253,11 @@ class Course:
         finite = not (then.whole or self._all_drop) or all(flight.is_finite() for flight in flights)
         if not finite and self._all_drop:
             self._warn(tracks)
+        elif not finite:
+            self._tell_why(flights)
         for track, flight in zip(tracks, flights, strict=True):
             flight.finite = finite
+            flight.early = clock.t < flight.t + self.exchange.lag
             flight.rescale = clock.loss_scale / flight.loss_scale
             if self.exchange.how is not None:
                 flight.memory.settle(flight.flat)
@@ -257,6 +265,20 @@ class Course:
                 self._gauges.look(flight, clock.t)
             then.fold(flight)
             track.give_back(flight)
+
+    def _tell_why(self, flights: Sequence[Flight]) -> None:
+        """No rank takes in a result that is not finite, and all say whose weights are to blame. Collective."""
+        own = [one.weights(torch.empty_like(one.flat)) if one.sent is None else one.sent for one in flights]
+        spoilt = [not all(bool(torch.isfinite(weights).all()) for weights in own)]
+        group = None if self.lane is None else self.lane.group
+        ranks: Sequence[int] = [0 if group is None else group.ranks[group.rank]]
+        if self._uniform and self.lane is not None and self._ranks > 1:  # Then all ranks are here.
+            ranks = self.lane.group.ranks
+            run = functools.partial(_ask, self.lane.group.global_communicator, spoilt)
+            self.lane.executors[flights[0].bucket.device].run(run)()
+        guilty = ", ".join(str(rank) for rank, flag in zip(ranks, spoilt, strict=True) if flag)
+        reason = f"weights that are not finite on rank {guilty}" if guilty else "what was sent overflowed"
+        _log.warning("The exchange that started in step %d was dropped on all ranks: %s", flights[0].step, reason)
 
     def _warn(self, tracks: Sequence[Track]) -> None:
         """Say whose weights are not finite. Collective: all ranks have the same result, and drop it."""
@@ -295,6 +317,11 @@ class Course:
         for track in self.tracks:
             parts.setdefault(track.part, []).append(track)
         return list(parts.values())
+
+
+def _ask(communicator: Communicator, flags: list[bool]) -> None:
+    """Replace the flag of this rank by those of all."""
+    flags[:] = communicator.allgather_object(flags[0])
 
 
 _NOTHING = torch.empty(0)

@@ -34,7 +34,7 @@ class RanksMixin:
         backend: str | None = None,
         bucket_bytes: int | None = None,
         find_unused_parameters: bool = False,
-        forward_sync_buffers: bool = True,
+        forward_sync_buffers: bool | None = None,
         autotune: bool | AutotuneSettings | None = None,
         **strategy_options: Any,
     ) -> None:
@@ -44,7 +44,10 @@ class RanksMixin:
         self._engine_options: dict[str, Any] = {
             "bucket_bytes": bucket_bytes,
             "find_unused_parameters": find_unused_parameters,
-            "forward_sync_buffers": forward_sync_buffers,
+            # Where ranks train alone for many steps, buffers must not meet in each.
+            "forward_sync_buffers": (
+                not self._algorithm.ranks_differ if forward_sync_buffers is None else forward_sync_buffers
+            ),
             "autotune": autotune,
         }
         self._bagua_timeout = strategy_options.get("timeout")

@@ -93,10 +93,12 @@ class StrategyMixin(RanksMixin):
             averaging.resume(self.model)
 
     def on_train_end(self) -> None:
-        """Ranks end what they owe each other; averages in the background end with equal weights."""
+        """Ranks end with equal weights, whatever the algorithm."""
         self._settle()
         if averaging := self._averaging():
             averaging.abort(self.model)
+        elif isinstance(self.model, DistributedDataParallel):
+            self.model.bagua_finish()
 
     def _settle(self) -> None:
         if isinstance(self.model, DistributedDataParallel):

@@ -46,7 +46,8 @@ class BaguaStrategy(RanksMixin, DDPStrategy):
         backend: as for ``bagua.comm.init_process_group``; None chooses.
         bucket_bytes: a bucket is closed when it holds so many bytes.
         find_unused_parameters: a parameter without a gradient counts as zero; otherwise it is an error.
-        forward_sync_buffers: take rank 0's buffers before each forward pass.
+        forward_sync_buffers: take rank 0's buffers before each forward pass; None does so where the algorithm keeps
+            weights equal.
         autotune: as for ``with_bagua``.
         strategy_options: of Fabric's ``DDPStrategy``, except those for torch's DDP.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import warnings
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bagua.algorithms import Algorithm, AsyncModelAverageAlgorithmImpl, DistributedAlgorithm, as_algorithm
+from bagua.algorithms import Algorithm, AsyncModelAverageAlgorithmImpl, DistributedAlgorithm, as_algorithm, registry
 from bagua.checks import install_command
 from bagua.comm import as_group, available, is_initialized, solo_group
 from bagua.errors import ConfigurationError, InvalidTypeError
@@ -22,7 +23,7 @@ from bagua.observe import metrics
 from bagua.parallel import BaguaModule, with_bagua
 from bagua.utilities.distributed import register_ddp_comm_hook
 
-__all__ = ["use_bagua", "use_comm_hook"]
+__all__ = ["attach", "use_bagua", "use_comm_hook"]
 
 DDP = torch.nn.parallel.DistributedDataParallel
 Hook = Callable[..., Any]
@@ -52,6 +53,23 @@ def use_bagua(trainer: Any, algorithm: Algorithm | DistributedAlgorithm | str, *
     # Everything that Accelerate does to a model but wrapping it.
     accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
     _attach(trainer, _Engine, algorithm, options)
+
+
+def attach(trainer: Any, algorithm: DistributedAlgorithm | str, **options: Any) -> None:
+    """``use_bagua`` with an algorithm by its name, and its options: ``attach(trainer, "diloco", sync_every=50)``.
+
+    Args:
+        trainer: a ``transformers.Trainer``.
+        algorithm: the name of what is exchanged, and when.
+        options: of the algorithm, and of ``with_bagua``.
+
+    Raises:
+        ConfigurationError: as for ``use_bagua``; or an option out of its range.
+        UnsupportedAlgorithmException: there is no such algorithm.
+    """
+    names = {field.name for field in dataclasses.fields(registry.get(algorithm))}  # type: ignore[arg-type]
+    own = {name: options.pop(name) for name in sorted(names.intersection(options))}
+    use_bagua(trainer, Algorithm.init(algorithm, **own), **options)
 
 
 def use_comm_hook(
@@ -258,8 +276,10 @@ class _Engine(_Exchange):
         self.on_step_end(args, state, control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        """Take the engine off the model, which stays."""
+        """Take the engine off the model, which stays, with equal weights on all ranks."""
         self._settle()
+        if self._averaging() is None:
+            self._model.bagua_finish()
         self._model.bagua_close()
 
     def _averaging(self) -> AsyncModelAverageAlgorithmImpl | None:

@@ -30,12 +30,16 @@ class State:
             element's parameter. ``flat``: anything that belongs to the flat tensor as a whole. ``family``: a set of
             states, each under a name that begins with this one and a dot, made while training.
         scope: ``shared``: equal on all ranks of the exchange after equally many exchanges. ``local``: of one rank.
+        narrow: in the dtype of the tensor, where that has fewer bits than single precision.
+        device: where it lies, as ``cpu``; None for where the tensor does.
     """
 
     name: str
     start: Literal["weights"] | float | Callable[[ReducerMemory], torch.Tensor] = 0.0
     per: Literal["element", "flat", "family"] = "element"
     scope: Literal["shared", "local"] = "local"
+    narrow: bool = False
+    device: Literal["cpu"] | None = None
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,9 @@ class ReducerMemory:
         if callable(one.start):
             return one.start(self)
         start = 0.0 if one.start == "weights" else one.start  # The weights are filled in by who knows them.
-        return torch.full((self.numel,), start, dtype=summing_dtype(self.dtype), device=self.device)
+        dtype = self.dtype if one.narrow else summing_dtype(self.dtype)
+        made = torch.full((self.numel,), start, dtype=dtype, device=one.device or self.device)
+        return made.pin_memory() if made.device.type == "cpu" and self.device.type == "cuda" else made
 
     def is_elementwise(self, name: str) -> bool:
         """Whether ``state[name]`` has one number for each element."""

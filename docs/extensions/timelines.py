@@ -21,6 +21,7 @@ FILLS = {
     "forward+backward": "#6baed6",
     "backward": "#6baed6",
     "optimizer": "#fdd0a2",
+    "step": "#6baed6",
     "wait": "none",
 }
 SENT = "#a1d99b"

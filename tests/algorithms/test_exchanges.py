@@ -857,7 +857,7 @@ def test_a_digest_names_what_differs(thread_ranks, algorithm):
         wrapped = with_bagua(model, [optimizer], algorithm)
         train_steps(wrapped, optimizer, rank, range(5))
         digest = wrapped.bagua_state_digest()
-        places = wrapped._bagua_engine.reducer._courses.places
+        places = wrapped._bagua_engine.reducer.courses.places
         shared = [
             one.name for one in places[0].memory.declared.values() if one.scope == "shared" and one.per != "family"
         ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,14 +12,19 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import bagua.comm
 import bagua.torch_api
 from bagua.algorithms import (
     Algorithm,
+    Difference,
     DiLoCoAlgorithm,
+    EagerStep,
+    Every,
+    Exchange,
     LocalSGDAlgorithm,
-    LocalUpdates,
+    Mean,
     Outer,
     OuterStep,
     SlowMoAlgorithm,
@@ -25,10 +33,21 @@ from bagua.compression import Float16, MinMaxUInt8
 from bagua.errors import ConfigurationError
 from bagua.parallel import with_bagua
 from bagua.testing.algorithm_contract import AlgorithmContract, spread
-from bagua.testing.training import State, assert_close, assert_same_on_all_ranks, loss_of, mlp, snapshot, train_steps
+from bagua.testing.training import (
+    State,
+    assert_close,
+    assert_same_on_all_ranks,
+    batch,
+    loss_of,
+    mlp,
+    seeded,
+    snapshot,
+    train_steps,
+)
 
 STEPS = 13
 RATE = 0.1
+SGD = Outer(torch.optim.SGD, lr=0.5)
 
 
 @pytest.fixture
@@ -45,8 +64,9 @@ class TestLocalUpdates(AlgorithmContract):
             LocalSGDAlgorithm(3),
             SlowMoAlgorithm(4),
             DiLoCoAlgorithm(4, fragments=2, overlap=1, codec=MinMaxUInt8(), error_feedback=True),
+            DiLoCoAlgorithm(3, eager=True, average_buffers=True),
         ],
-        ids=["local_sgd", "slowmo", "diloco"],
+        ids=["local_sgd", "slowmo", "diloco", "eager"],
     )
     def algorithm(self, request):
         return request.param
@@ -303,7 +323,7 @@ def test_ranks_train_together_first(thread_ranks):
     assert_same_on_all_ranks([watched[8] for watched in later])  # 4 steps after the fifth
 
 
-def train_with_nan(algorithm: Algorithm) -> tuple[State, State]:
+def train_with_nan(algorithm: Algorithm, *, settle: bool = False) -> tuple[State, State]:
     rank, model = bagua.comm.get_rank(), mlp()
     optimizer = optimizer_of(model)
     wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=1000)
@@ -314,6 +334,8 @@ def train_with_nan(algorithm: Algorithm) -> tuple[State, State]:
         with torch.no_grad():
             next(model.parameters())[0, 0] = float("nan")
     optimizer.step()
+    if settle:  # What is under way comes in.
+        wrapped._bagua_engine.reducer.flush()
     return before, snapshot(model)
 
 
@@ -375,21 +397,119 @@ class Branches(nn.Module):
         return (self.left if left else self.right)(rows)
 
 
-def train_branches() -> State:
-    torch.manual_seed(0)
-    rank, model = bagua.comm.get_rank(), Branches()
+def train_branches(algorithm: Algorithm) -> tuple[State, int]:
+    """The weights after eight steps; rank 1 never uses the right half, and has no gradient of it."""
+    rank = bagua.comm.get_rank()
+    with seeded():
+        model = Branches()
     optimizer = optimizer_of(model)
-    wrapped: Any = with_bagua(model, [optimizer], LocalSGDAlgorithm(4), find_unused_parameters=True)
+    wrapped: Any = with_bagua(model, [optimizer], algorithm)
     for number in range(8):
         optimizer.zero_grad()
-        wrapped(torch.full((2, 4), 1.0 + rank), left=(number + rank) % 2 == 0).square().mean().backward()
+        left = rank == 1 or number % 2 == 0
+        wrapped(torch.full((2, 4), 1.0 + rank), left=left).square().mean().backward()
+        assert (model.right.weight.grad is None) == left
         optimizer.step()
+    hooks = sum(len(one._post_accumulate_grad_hooks or ()) for one in model.parameters())
+    return snapshot(model), hooks
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    "algorithm",
+    [LocalSGDAlgorithm(4), SlowMoAlgorithm(4), DiLoCoAlgorithm(4), Algorithm.init("decentralized")],
+    ids=["local_sgd", "slowmo", "diloco", "decentralized"],
+)
+def test_parameters_may_be_unused_where_no_gradients_are_exchanged(thread_ranks, algorithm):
+    (first, hooks), (second, _) = thread_ranks(2, train_branches, algorithm)
+    assert hooks == 1
+    if "decentralized" not in repr(algorithm).lower():
+        assert_same_on_all_ranks([first, second])
+
+
+class Encoder(nn.Module):
+    """A model that is used by a method of its own, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.layers(rows)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.encode(rows)
+
+
+def train_in_uncommon_ways() -> State:
+    """Four steps: by a method, in a reentrant checkpoint, through ``autograd.grad`` besides, and by two passes."""
+    rank, model = bagua.comm.get_rank(), Encoder()
+    optimizer = optimizer_of(model)
+    wrapped: Any = with_bagua(model, [optimizer], LocalSGDAlgorithm(4))
+    rows = torch.full((2, 8), 1.0 + rank)
+    for forward in (wrapped.encode, lambda rows: checkpoint(wrapped, rows.requires_grad_(), use_reentrant=True)):
+        optimizer.zero_grad()
+        forward(rows).square().mean().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    if rank == 0:  # No step: the penalty has no gradient of a parameter.
+        torch.autograd.grad(wrapped(rows).sum(), rows)
+    wrapped(rows).square().mean().backward(create_graph=True)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    wrapped(rows).square().mean().backward()
+    optimizer.step()
     return snapshot(model)
 
 
 @pytest.mark.threads
-def test_parameters_may_be_unused_between_exchanges(thread_ranks):
-    assert_same_on_all_ranks(thread_ranks(2, train_branches))
+@pytest.mark.filterwarnings("ignore")  # Torch warns of create_graph, and of reentrant checkpoints.
+def test_every_pass_that_brings_a_gradient_is_one_step(thread_ranks):
+    assert_same_on_all_ranks(thread_ranks(2, train_in_uncommon_ways))
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    "algorithm",
+    [SlowMoAlgorithm(4), DiLoCoAlgorithm(4), DiLoCoAlgorithm(4, eager=True)],
+    ids=["slowmo", "diloco", "eager"],
+)
+def test_all_ranks_say_whose_weights_are_not_finite(thread_ranks, caplog, algorithm):
+    (_, well), _ = thread_ranks(2, functools.partial(train_with_nan, settle=True), algorithm)
+    said = [record.getMessage() for record in caplog.records if "not finite" in record.getMessage()]
+    assert len(said) == 2
+    assert all("not finite on rank 1" in one and "dropped on all ranks" in one for one in said)
+    assert all(torch.isfinite(value).all() for value in well.values())
+
+
+def train_as_people_do(algorithm: Algorithm | None, rank: int, model: nn.Module) -> None:
+    """With a warm-up of the rate, clipping, and two passes for each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5)
+    wrapped = model if algorithm is None else with_bagua(model, [optimizer], algorithm)
+    for number in range(3):
+        optimizer.zero_grad()
+        with contextlib.nullcontext() if algorithm is None else wrapped.no_sync():
+            loss_of(wrapped, rank, 2 * number).backward()
+        loss_of(wrapped, rank, 2 * number + 1).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        schedule.step()
+
+
+@pytest.mark.threads
+def test_everything_but_the_exchange_is_ordinary_local_training(thread_ranks):
+    def train_here() -> State:
+        model = mlp()
+        train_as_people_do(LocalSGDAlgorithm(3), bagua.comm.get_rank(), model)
+        return snapshot(model)
+
+    models = [mlp() for _ in range(2)]
+    for rank, model in enumerate(models):
+        train_as_people_do(None, rank, model)
+    expected = {name: mean_of([snapshot(model) for model in models], name) for name in snapshot(models[0])}
+    for state in thread_ranks(2, train_here):
+        assert_close(state, expected)
 
 
 def through_other_doors() -> list[State]:
@@ -430,9 +550,19 @@ def test_other_doors_take_them(thread_ranks):
         (lambda: DiLoCoAlgorithm(4, overlap=1, blend=0.5, mix="add"), "blend"),
         (lambda: DiLoCoAlgorithm(4, error_feedback=True), "error_feedback"),
         (lambda: DiLoCoAlgorithm(4, codec="nothing"), "codec"),
+        (lambda: DiLoCoAlgorithm(4, eager=True, overlap=1), "overlap"),
+        (lambda: DiLoCoAlgorithm(4, eager=True, mix="add"), "mix"),
+        (lambda: DiLoCoAlgorithm(4, average_buffers=1), "average_buffers"),
+        (lambda: DiLoCoAlgorithm(4, anchor_dtype="float16"), "anchor_dtype"),
+        (lambda: DiLoCoAlgorithm(4, anchor_device="cuda"), "anchor_device"),
+        (lambda: Exchange(Difference(), Every(4), Mean(), EagerStep(SGD), lag=4), "local"),
+        (
+            lambda: Exchange(Difference(scope="local"), Every(4), Mean(), EagerStep(SGD), lag=3),
+            "the period, which is 4",
+        ),
     ],
 )
-def test_options_are_checked_where_they_are_given(make: Callable[[], LocalUpdates], said: str) -> None:
+def test_options_are_checked_where_they_are_given(make: Callable[[], object], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         make()
 
@@ -450,3 +580,299 @@ def train_at_rate_zero() -> None:
 @pytest.mark.threads
 def test_slow_momentum_needs_a_learning_rate(thread_ranks):
     thread_ranks(2, train_at_rate_zero)
+
+
+# Eager.
+
+
+class Eager:
+    """R5 on all ranks in one process, with an anchor and an outer optimizer for each."""
+
+    def __init__(self, size: int, momentum: float) -> None:
+        self.replicas = Replicas(size)
+        self.anchors = [{name: nn.Parameter(one) for name, one in each.items()} for each in self.replicas.weights()]
+        self.outer = [torch.optim.SGD(each.values(), lr=0.7, momentum=momentum) for each in self.anchors]
+        self.last: list[dict[str, torch.Tensor]] | None = None
+
+    @torch.no_grad()
+    def end_period(self) -> None:
+        size, weights = len(self.anchors), self.replicas.weights()
+        now = [
+            {name: one.detach() - theirs[name] for name, one in anchor.items()}
+            for anchor, theirs in zip(self.anchors, weights, strict=True)
+        ]
+        for rank, anchor in enumerate(self.anchors):
+            for name, one in anchor.items():
+                late = 0.0 if self.last is None else mean_of(self.last, name) - self.last[rank][name] / size
+                one.grad = now[rank][name] / size + late
+            self.outer[rank].step()
+            for name, one in anchor.items():
+                self.replicas.named[rank][name].copy_(one)
+        self.last = now
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_eager_steps_take_the_others_in_a_period_later(thread_ranks, momentum):
+    expected = Eager(3, momentum)
+    algorithm = DiLoCoAlgorithm(4, outer="sgd", outer_lr=0.7, outer_momentum=momentum, eager=True)
+    watched = thread_ranks(3, train_and_watch, algorithm)
+    for number in range(STEPS):
+        expected.replicas.step(number)
+        if number % 4 == 3:
+            expected.end_period()
+        for rank, model in enumerate(expected.replicas.models):
+            assert_close(watched[rank][number], snapshot(model))
+
+
+def double_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, number: int) -> None:
+    """``train_steps`` in double precision."""
+    optimizer.zero_grad()
+    inputs, targets = (one.double() for one in batch(rank, number))
+    nn.functional.mse_loss(model(inputs), targets).backward()
+    optimizer.step()
+
+
+def train_and_finish(algorithm: Algorithm, steps: int) -> tuple[State, State]:
+    """The weights after the last step, and after the closing exchange; in double precision."""
+    rank, model = bagua.comm.get_rank(), mlp().double()
+    optimizer = optimizer_of(model)
+    wrapped = with_bagua(model, [optimizer], algorithm)
+    for number in range(steps):
+        double_step(wrapped, optimizer, rank, number)
+    last = snapshot(model)
+    wrapped.bagua_finish()
+    return last, snapshot(model)
+
+
+@pytest.mark.threads
+def test_eager_steps_telescope(thread_ranks):
+    """Without momentum, ranks differ by what each learned in the last period; the closing exchange takes all of it in.
+
+    ``Theta_i = Theta - rate (D^1 + ... + D^(T-1) + D_i^T / n)``.
+    """
+    rate, size, every = 0.5, 3, 4
+    start, replicas = {name: one.double() for name, one in snapshot(mlp()).items()}, Replicas(size)
+    for model in replicas.models:
+        model.double()
+    total = {name: torch.zeros_like(one) for name, one in start.items()}
+    anchors = [start] * size
+    own = [start] * size
+    for number in range(3 * every):
+        for rank in range(size):
+            double_step(replicas.models[rank], replicas.optimizers[rank], rank, number)
+        if number % every == every - 1:
+            own = [
+                {name: anchor[name] - one for name, one in weights.items()}
+                for anchor, weights in zip(anchors, replicas.weights(), strict=True)
+            ]
+            anchors = [{name: start[name] - rate * (total[name] + mine[name] / size) for name in start} for mine in own]
+            total = {name: one + mean_of(own, name) for name, one in total.items()}
+            for model, anchor in zip(replicas.models, anchors, strict=True):
+                model.load_state_dict(anchor)
+    algorithm = DiLoCoAlgorithm(every, outer="sgd", outer_lr=rate, outer_momentum=0.0, eager=True)
+    results = thread_ranks(size, train_and_finish, algorithm, 3 * every)
+    assert_same_on_all_ranks([closed for _, closed in results])
+    for rank, (last, closed) in enumerate(results):
+        for name, one in last.items():
+            apart = -rate * (own[rank][name] - own[0][name]) / size
+            assert torch.allclose(one - results[0][0][name], apart, rtol=0, atol=1e-12)
+            assert torch.allclose(closed[name], start[name] - rate * total[name], rtol=0, atol=1e-12)
+
+
+# The end.
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        LocalSGDAlgorithm(4),
+        DiLoCoAlgorithm(4, fragments=2, overlap=3),
+        DiLoCoAlgorithm(4, eager=True),
+        Algorithm.init("decentralized", peer_selection_mode="shift_one"),
+        Algorithm.init("gradient_allreduce"),
+    ],
+    ids=["local_sgd", "diloco", "eager", "decentralized", "gradient_allreduce"],
+)
+def test_finish_makes_one_model_with_which_training_goes_on(thread_ranks, algorithm):
+    before, after, later = zip(*thread_ranks(2, finish_and_go_on, algorithm), strict=True)
+    assert_same_on_all_ranks(after)
+    if not algorithm.ranks_differ:
+        assert all(torch.equal(one, after[0][name]) for name, one in before[0].items())
+    if isinstance(algorithm, LocalSGDAlgorithm):
+        assert_close(after[0], {name: mean_of(list(before), name) for name in before[0]})
+        assert_same_on_all_ranks(later)  # The twelfth step is one with an exchange.
+
+
+def finish_and_go_on(algorithm: Algorithm) -> tuple[State, State, State]:
+    rank, model = bagua.comm.get_rank(), mlp()
+    optimizer = optimizer_of(model)
+    wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=1000)
+    train_steps(wrapped, optimizer, rank, range(7))
+    before = snapshot(model)
+    wrapped.bagua_finish()
+    after = snapshot(model)
+    train_steps(wrapped, optimizer, rank, range(7, 12))
+    return before, after, snapshot(model)
+
+
+def average_and_go_on(algorithm: Algorithm, *, look: bool) -> tuple[State, State]:
+    rank, model = bagua.comm.get_rank(), mlp(bagua.comm.get_rank())
+    optimizer = optimizer_of(model)
+    wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=1000)
+    inside: State = {}
+    for number in range(STEPS):
+        train_steps(wrapped, optimizer, rank, [number])
+        if look and number in (4, 7, 9):
+            with wrapped.global_average():
+                inside = snapshot(model)
+    return inside, snapshot(model)
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    "algorithm",
+    [LocalSGDAlgorithm(4), DiLoCoAlgorithm(4, fragments=2, overlap=3), DiLoCoAlgorithm(4, eager=True)],
+    ids=["local_sgd", "diloco", "eager"],
+)
+def test_a_look_at_the_mean_of_all_ranks_changes_nothing(thread_ranks, algorithm):
+    watched = thread_ranks(2, train_and_watch, algorithm)
+    looked = thread_ranks(2, functools.partial(average_and_go_on, look=True), algorithm)
+    assert_same_on_all_ranks([inside for inside, _ in looked])
+    assert_close(looked[0][0], {name: mean_of([one[9] for one in watched], name) for name in watched[0][9]})
+    for (_, end), steps in zip(looked, watched, strict=True):
+        assert all(torch.equal(one, steps[-1][name]) for name, one in end.items())
+
+
+def train_normalized(*, average_buffers: bool) -> list[State]:
+    rank = bagua.comm.get_rank()
+    with seeded():
+        model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+    optimizer = optimizer_of(model)
+    wrapped = with_bagua(model, [optimizer], DiLoCoAlgorithm(3, overlap=1, average_buffers=average_buffers))
+    watched = []
+    for number in range(3):
+        if number == 1:
+            model[1].running_mean = model[1].running_mean.clone()  # as load_state_dict(assign=True)
+        train_steps(wrapped, optimizer, rank, [number])
+        watched.append({name: one.detach().clone() for name, one in model.named_buffers()})
+    wrapped.bagua_finish()
+    return [*watched, {name: one.detach().clone() for name, one in model.named_buffers()}]
+
+
+@pytest.mark.threads
+def test_running_means_become_the_mean_of_all_ranks_if_wanted(thread_ranks):
+    apart = thread_ranks(2, functools.partial(train_normalized, average_buffers=False))
+    together = thread_ranks(2, functools.partial(train_normalized, average_buffers=True))
+    for states in zip(*apart, strict=True):
+        assert (spread(states) > 1e-4) == (states[0] is not apart[0][-1])
+    assert_same_on_all_ranks([states[2] for states in together])
+    names = ("1.running_mean", "1.running_var")
+    assert_close(
+        {name: together[0][2][name] for name in names},
+        {name: mean_of([states[2] for states in apart], name) for name in names},
+    )
+    assert spread([states[1] for states in together]) > 1e-4
+
+
+# Checkpoints.
+
+
+def save_on_the_way(algorithm: Algorithm) -> dict[str, Any]:
+    rank, model = bagua.comm.get_rank(), mlp()
+    optimizer = optimizer_of(model)
+    wrapped = with_bagua(model, [optimizer], algorithm)
+    train_steps(wrapped, optimizer, rank, range(7))
+    return {"model": snapshot(model), "algorithm": wrapped.bagua_state_dict()}
+
+
+def go_on_from(algorithm: Algorithm, saved: dict[str, Any]) -> tuple[str, State]:
+    rank, model = bagua.comm.get_rank(), mlp(5)
+    optimizer = optimizer_of(model)
+    wrapped = with_bagua(model, [optimizer], algorithm)
+    wrapped.load_bagua_state_dict(saved["algorithm"])
+    model.load_state_dict(saved["model"])
+    train_steps(wrapped, optimizer, rank, range(7, 12))
+    return wrapped.bagua_state_digest(), snapshot(model)
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("size", [1, 3])
+def test_one_file_goes_on_with_any_number_of_ranks(thread_ranks, size):
+    """From the anchor and the momentum of the last outer step, and the weights of the rank that saved."""
+    algorithm = DiLoCoAlgorithm(4, overlap=2)  # The second exchange started after step 6.
+    saved = thread_ranks(2, save_on_the_way, algorithm)[1]
+    assert len(saved["algorithm"]["rank1"]["flights"]) == 1
+    anchor = {name: one["anchor"] for name, one in saved["algorithm"]["parameters"].items()}
+    momentum = {name: one["outer.momentum_buffer"] for name, one in saved["algorithm"]["parameters"].items()}
+    digests, ends = zip(*thread_ranks(size, go_on_from, algorithm, saved), strict=True)
+    assert len(set(digests)) == 1
+    replicas = Replicas(size)
+    for model in replicas.models:
+        model.load_state_dict(saved["model"])
+    for number in range(7, 10):  # The flight is gone: nothing is applied after step 8.
+        replicas.step(number)
+    sent = replicas.weights()
+    for name, value in anchor.items():
+        difference = value - mean_of(sent, name)
+        slow = 0.9 * momentum[name] + difference
+        for end in ends:
+            assert torch.allclose(end[name], value - 0.7 * (difference + 0.9 * slow), rtol=1e-4, atol=1e-6)
+
+
+# Memory.
+
+
+def live_bytes() -> int:
+    """Of all tensors of this process; memory that several share counts once."""
+    gc.collect()
+    found = [one.untyped_storage() for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)]
+    total = end = 0
+    for start, length in sorted((storage.data_ptr(), storage.nbytes()) for storage in found):
+        total += max(0, start + length - max(start, end))
+        end = max(end, start + length)
+    return total
+
+
+def copies_of_the_weights(algorithm: Algorithm, dtype: torch.dtype, steps: int) -> float:
+    """How much more there is after some steps of ``algorithm``, than a model and its gradients take."""
+    with seeded():
+        model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False)).to(dtype)
+    size = sum(one.nbytes for one in model.parameters())
+    rows = torch.ones(2, 256, dtype=dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    before = live_bytes()
+    wrapped = with_bagua(model, [optimizer], algorithm)
+    for _ in range(steps):
+        wrapped(rows).square().mean().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    return (live_bytes() - before) / size
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    ("algorithm", "dtype", "steps", "expected"),
+    [
+        (DiLoCoAlgorithm(2), torch.float32, 4, 2.0),  # the anchor and the momentum
+        (DiLoCoAlgorithm(2, outer="sgd", outer_momentum=0.0), torch.float32, 4, 1.0),
+        (DiLoCoAlgorithm(4, overlap=2, outer="sgd", outer_momentum=0.0), torch.float32, 6, 2.0),  # and a flight
+        (DiLoCoAlgorithm(2), torch.bfloat16, 4, 4.0),  # in single precision
+        (DiLoCoAlgorithm(2, anchor_dtype="weights", anchor_device="cpu"), torch.bfloat16, 4, 2.0),
+        (SlowMoAlgorithm(2), torch.float32, 4, 2.0),
+        (DiLoCoAlgorithm(2, eager=True, outer="sgd", outer_momentum=0.0), torch.float32, 4, 3.0),  # sent, on its way
+    ],
+    ids=["momentum", "plain", "overlap", "bfloat16", "narrow", "slowmo", "eager"],
+)
+def test_nothing_is_kept_but_the_anchor_the_outer_state_and_flights(thread_ranks, algorithm, dtype, steps, expected):
+    (found,) = thread_ranks(1, copies_of_the_weights, algorithm, dtype, steps)
+    assert found == pytest.approx(expected, abs=0.2)
+
+
+@pytest.mark.threads
+def test_the_anchor_may_be_kept_narrow_or_on_the_host(thread_ranks):
+    plain = thread_ranks(2, train, DiLoCoAlgorithm(4))
+    hosted = thread_ranks(2, train, DiLoCoAlgorithm(4, anchor_device="cpu", anchor_dtype="weights"))
+    for state, expected in zip(hosted, plain, strict=True):
+        assert all(torch.equal(one, expected[name]) for name, one in state.items())

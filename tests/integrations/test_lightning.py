@@ -265,3 +265,9 @@ def test_a_missing_package_is_named_with_the_extra_that_installs_it(module, miss
     monkeypatch.delitem(sys.modules, f"bagua.integrations.{module}", raising=False)
     with pytest.raises(ImportError, match=rf"pip install 'bagua-torch\[{extra}\]'"):
         __import__(f"bagua.integrations.{module}")
+
+
+@pytest.mark.parametrize(("algorithm", "wanted"), [("gradient_allreduce", True), ("diloco", False), ("async", False)])
+def test_buffers_meet_before_each_forward_pass_only_where_weights_do(algorithm, wanted):
+    assert BaguaStrategy(algorithm)._engine_options["forward_sync_buffers"] is wanted
+    assert BaguaStrategy(algorithm, forward_sync_buffers=True)._engine_options["forward_sync_buffers"] is True

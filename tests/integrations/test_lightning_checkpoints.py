@@ -33,9 +33,11 @@ class SaveOnce(pl.Callback):
     def __init__(self, path: str, weights_only: bool = False) -> None:
         self.path = path
         self.weights_only = weights_only
+        self.weights: State = {}
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, _: pl.LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if trainer.current_epoch == 0:
+            self.weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
             trainer.save_checkpoint(self.path, weights_only=self.weights_only)
 
 
@@ -81,7 +83,7 @@ def test_every_algorithm_trains_checkpoints_and_resumes(tmp_path):
         for (whole, resumed, forgetful), (elsewhere, *_) in ((first[name], second[name]), (second[name], first[name])):
             assert all(value.isfinite().all() for value in resumed.values()), name
             assert not _equal(whole, start), name
-            assert (algorithm.ranks_differ and not algorithm.in_background) or _equal(whole, elsewhere), name
+            assert _equal(whole, elsewhere), name  # Training ends with one model.
             if not algorithm.in_background:  # What comes of those is not the same twice.
                 assert _equal(whole, resumed), name
                 assert _equal(whole, forgetful) or name in REMEMBERING, name
@@ -153,12 +155,11 @@ class Partial(runs.Regression):
 def _save_in_part(folder: str) -> tuple[State, State]:
     runs.as_lightning_starts_it()
     path = f"{folder}/part.ckpt"
-    module = Partial()
-    runs.fit("bagua_decentralized", module, callbacks=[SaveOnce(path)], epochs=1)
-    trained = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    save = SaveOnce(path)
+    runs.fit("bagua_decentralized", Partial(), callbacks=[save], epochs=1)
     again = Partial()
     runs.trainer("bagua_decentralized", epochs=1).fit(again, runs.loader(), ckpt_path=path)
-    return trained, {name: parameter.detach().clone() for name, parameter in again.named_parameters()}
+    return save.weights, {name: parameter.detach().clone() for name, parameter in again.named_parameters()}
 
 
 def test_a_module_that_saves_a_part_of_itself_resumes(tmp_path):

@@ -196,7 +196,7 @@ def test_an_algorithm_with_a_memory_keeps_its_form(thread_ranks):
         reducer = wrapped._bagua_engine.reducer
         assert len(ladders_of(reducer, tune_hierarchical=True)) == 2
         assert len(ladders_of(reducer, tune_hierarchical=False)) == 1
-        reducer._courses.places[0].memory.state["residual"] = torch.zeros(1)
+        reducer.courses.places[0].memory.state["residual"] = torch.zeros(1)
         assert len(ladders_of(reducer, tune_hierarchical=True)) == 1
 
     thread_ranks(3, check, hosts=[2, 1])

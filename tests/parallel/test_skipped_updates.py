@@ -42,7 +42,7 @@ def _train(optimizers_per_model: int, finish: str) -> tuple[State, State, float]
     if finish == "something else together":
         bagua.comm.get_default_group().global_communicator.barrier()
     weights = snapshot(model) if finish == "something else together" else wrapped.state_dict()
-    known = wrapped.bagua_state_dict()["parameters"]
+    known = wrapped.bagua_state_dict()[f"rank{rank}"]["parameters"]
     return weights, {name: state["estimate"] for name, state in known.items()}, scaler.get_scale()
 
 

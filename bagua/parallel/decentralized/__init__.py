@@ -1,6 +1,6 @@
 """``DecentralizedDataParallel``: every bucket steps by itself and mixes its weights with those of a few other ranks."""
 
-from bagua.parallel.decentralized.average import GlobalAverage
+from bagua.engine import GlobalAverage
 from bagua.parallel.decentralized.stepping import LRSchedulerFunction, OptimizerFunction
 from bagua.parallel.decentralized.wrapper import DecentralizedDataParallel
 

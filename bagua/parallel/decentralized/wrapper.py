@@ -10,10 +10,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from bagua.checks import check_flags, check_numbers
 from bagua.comm import Group
-from bagua.engine import check_module, make_equal
+from bagua.engine import FLOAT_BUFFERS, GlobalAverage, check_module, make_equal
 from bagua.errors import ConfigurationError
 from bagua.parallel.ddp_arguments import bytes_from_megabytes, resolve_group
-from bagua.parallel.decentralized.average import FLOAT_BUFFERS, GlobalAverage
 from bagua.parallel.decentralized.mixing import RoundMix, mixing_a_step_late
 from bagua.parallel.decentralized.rounds import RoundOrder, TopologyLike, nodes_for, resolve_topology
 from bagua.parallel.decentralized.stepping import ClipScope, LRSchedulerFunction, OptimizerFunction, Stepping

@@ -9,7 +9,7 @@ from typing_extensions import Self
 
 from bagua.buckets import form_buckets
 from bagua.comm import ReduceOp
-from bagua.engine import Reducer
+from bagua.engine.reducer import Reducer
 from bagua.errors import ConfigurationError
 
 __all__ = ["FLOAT_BUFFERS", "GlobalAverage"]
@@ -21,7 +21,7 @@ FLOAT_BUFFERS = (torch.float16, torch.float32, torch.float64)
 class GlobalAverage:
     """The model holds the mean of all ranks; at the end of a ``with`` block, its own weights again.
 
-    Made by ``DecentralizedDataParallel.global_avg()``. If it is neither used in a ``with``
+    Made by ``global_average()`` and ``DecentralizedDataParallel.global_avg()``. If it is neither used in a ``with``
     block nor told to ``restore``, the mean stays, and what ranks had sent each other before
     is not mixed in any more.
 
@@ -88,10 +88,10 @@ class GlobalAverage:
             self._others = []
             raise ConfigurationError(
                 "the mean was trained on, so the weights from before cannot be restored",
-                argument="global_avg",
+                argument="average",
                 expected="no training step before restore()",
                 seen=f"{self._reducer.step - self._step} steps",
-                advice="Call global_avg() without `with` to go on from the mean.",
+                advice="To go on from the mean, call bagua_finish(), or global_avg() without `with`.",
             )
         self._swap()
         self._others = []
