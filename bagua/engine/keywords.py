@@ -56,14 +56,20 @@ class AlgorithmOptions(TypedDict, total=False):
     average_buffers: bool
     beta: float
     blend: float
-    codec: Codec | None
+    block_numel: int
+    clip_norm: float | None
+    codec: Codec | str | None
     communication_interval: int
+    consensus_step: float
+    density_steps: int
     eager: bool
-    error_feedback: bool
+    error_feedback: bool | float
     fragment_order: Literal["strided", "bytes"]
     fragments: int
+    kept: int
     matrix_rank: int
     mix: Literal["blend", "add"]
+    momentum: float | None
     on_peer_loss: Literal["raise", "continue"]
     outer: str | Outer
     outer_lr: float
@@ -77,6 +83,7 @@ class AlgorithmOptions(TypedDict, total=False):
     sync_every: int
     sync_interval_ms: float
     topology: str | Topology
+    value_bits: int | None
     warmup_steps: int
 
 

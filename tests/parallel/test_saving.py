@@ -205,10 +205,12 @@ def test_what_all_ranks_have_in_common_may_come_from_any_of_them(thread_ranks, a
 def test_one_file_serves_any_number_of_ranks(thread_ranks, caplog, size):
     """What was rank 1's own begins anew on all ranks, which is said; what all had in common goes on."""
 
+    algorithm = Algorithm.init("sign_sgd", warmup_steps=0)
+
     def residuals() -> list[float]:
         rank, model = bagua.comm.get_rank(), mlp()
         optimizer = sgd(model.parameters())
-        wrapped = with_bagua(model, [optimizer], "sign_sgd")
+        wrapped = with_bagua(model, [optimizer], algorithm)
         wrapped.load_bagua_state_dict(second)
         places = wrapped._bagua_engine.reducer.courses.places
         found = [float(value.abs().sum()) for place in places for value in place.memory.state.values()]
@@ -216,7 +218,7 @@ def test_one_file_serves_any_number_of_ranks(thread_ranks, caplog, size):
         assert size == 1 or wrapped._bagua_engine.reducer.step == 3
         return found
 
-    _, second = thread_ranks(2, _remembered, "sign_sgd")
+    _, second = thread_ranks(2, _remembered, algorithm)
     assert any(value.abs().sum() for state in second["rank1"]["parameters"].values() for value in state.values())
     assert not any(sum(found) for found in thread_ranks(size, residuals))
     said = [record.getMessage() for record in caplog.records]
