@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -251,9 +250,7 @@ class Course:
         self.at_work = None
         then = self.exchange.then
         finite = not (then.whole or self._all_drop) or all(flight.is_finite() for flight in flights)
-        if not finite and self._all_drop:
-            self._warn(tracks)
-        elif not finite:
+        if not finite:
             self._tell_why(flights)
         for track, flight in zip(tracks, flights, strict=True):
             flight.finite = finite
@@ -278,19 +275,10 @@ class Course:
             self.lane.executors[flights[0].bucket.device].run(run)()
         guilty = ", ".join(str(rank) for rank, flag in zip(ranks, spoilt, strict=True) if flag)
         reason = f"weights that are not finite on rank {guilty}" if guilty else "what was sent overflowed"
-        _log.warning("The exchange that started in step %d was dropped on all ranks: %s", flights[0].step, reason)
-
-    def _warn(self, tracks: Sequence[Track]) -> None:
-        """Say whose weights are not finite. Collective: all ranks have the same result, and drop it."""
-        assert self.lane is not None
-        communicator, everyone = self.lane.group.global_communicator, list[bool]()
-        own = all(bool(one.isfinite().all()) for track in tracks for one in track.bucket.parameters)
-        self.lane.executors[tracks[0].bucket.device].run(lambda: everyone.extend(communicator.allgather_object(own)))()
-        spoilt = [str(rank) for rank, fine in zip(communicator.ranks, everyone, strict=True) if not fine]
-        whose = f"the weights of rank {', '.join(spoilt)} are not finite" if spoilt else "values became too large"
-        told = f"the result of {self.exchange!r} is not finite, and each rank keeps its own weights: {whose}. "
-        advice = "Go on from a checkpoint; with DiLoCoAlgorithm, such a rank goes back to the last outer step."
-        warnings.warn(told + advice, RuntimeWarning, stacklevel=2)
+        advice = "" if self.exchange.then.whole else ". Go on from a checkpoint"
+        _log.warning(
+            "The exchange that started in step %d was dropped on all ranks: %s%s", flights[0].step, reason, advice
+        )
 
     def drop(self, track: Track) -> None:
         """Wait for all flights of ``track``, and take none of them in."""
