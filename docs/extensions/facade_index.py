@@ -17,6 +17,7 @@ HOMES = (
     "bagua.comm",
     "bagua.errors",
     "bagua.membership",
+    "bagua.observe",
     "bagua.algorithms",
     "bagua.optim",
     "bagua.parallel",
