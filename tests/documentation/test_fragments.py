@@ -24,6 +24,8 @@ RUN = (
     "decentralized_data_parallel",
     "torch_backend",
     "torch_names",
+    "troubleshooting",
+    "watch_a_run",
 )
 #: Pages with a complete script, which other tests run.
 WITH_SCRIPT = ("use_accelerate", "use_ddp", "use_lightning", "use_ray", "use_torchft", "use_transformers")
@@ -53,8 +55,9 @@ def surroundings(page: str) -> dict[str, Any]:
         "loader": [(torch.ones(2, 4), torch.zeros(2, 1))] * 3,
         "loss_function": torch.nn.functional.mse_loss,
     }
-    if page == "decentralized_data_parallel":
+    if page in ("decentralized_data_parallel", "troubleshooting", "watch_a_run"):
         bagua.init_process_group()
+    if page == "decentralized_data_parallel":
         decentralized = importlib.import_module("bagua.torch_api.data_parallel").DecentralizedDataParallel
         names["model"] = decentralized(model, lambda named: torch.optim.SGD([one for _, one in named], lr=0.1))
     return names
@@ -76,7 +79,8 @@ def alone(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.solo
 @pytest.mark.parametrize("page", RUN)
-def test_fragments_run_in_their_order(page, alone):
+def test_fragments_run_in_their_order(page, alone, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     names = surroundings(page)
     for number, fragment in enumerate(fragments(page)):
         exec(compile(fragment, f"{page}.md, fragment {number}", "exec"), names)  # it is our own text
