@@ -132,7 +132,7 @@ class CallPipeline:
 
     # The path of every call.
 
-    def run(
+    def run(  # noqa: PLR0915 - each function that it calls costs a small message more
         self,
         kind: str,
         source: torch.Tensor | None,
@@ -182,21 +182,21 @@ class CallPipeline:
             finally:
                 self.in_use.release()
             if not async_op:
-                self._conclude(record, handle, finish)
+                if self._shared or finish is not None:
+                    self._conclude(handle, finish)
+                self._end(record, self._recorder.clock())
                 return None
         except BaseException as error:
             self._break(error, record)
             raise
         return self._pending(handle, record, finish, (source, target, result))
 
-    def _conclude(self, record: CallRecord, handle: Handle, finish: Callable[[], Any] | None) -> None:
-        """The end of a synchronous call."""
+    def _conclude(self, handle: Handle, finish: Callable[[], Any] | None) -> None:
+        """What is left of a synchronous call."""
         if self._shared:
             handle.wait()
         if finish is not None:
             finish()
-        ended = self._recorder.clock()
-        self._end(record, ended, ended - record.begun, ended - record.begun)
 
     def _start_in_profile(
         self,
@@ -261,8 +261,13 @@ class CallPipeline:
                     record.ended = handle.ended_at or now
                 self._unseen.remove(first)
 
-    def _end(self, record: CallRecord, ended: float, spent: float, blocked_s: float) -> None:
-        """Count a call that took until ``ended``, inside of which and of its ``wait`` the caller ``spent`` seconds."""
+    def _end(self, record: CallRecord, ended: float, spent: float | None = None, blocked_s: float = 0.0) -> None:
+        """Count a call that took until ``ended``, inside of which and of its ``wait`` the caller ``spent`` seconds.
+
+        Of a synchronous call that is the whole time, and the caller stood still in it.
+        """
+        if spent is None:
+            spent = blocked_s = ended - record.begun
         self.statistics.add(record.call, spent)
         if self._arrivals is not None and record.call.kind in COLLECTIVES:
             record.waited_s, record.waited_for = self._arrivals.of(record.call.sequence)

@@ -29,8 +29,8 @@ __all__ = [
     "Recorder",
     "TraceSink",
     "came_late",
+    "here",
     "in_background",
-    "is_background",
     "observers",
 ]
 
@@ -66,10 +66,9 @@ class CallRecord:
         waited_for: global ranks of the peers that came last; empty if this rank did.
         state: ``started``; ``completed``; ``failed``; ``late``: peers had given up before this rank came; ``refused``:
             nothing was sent.
-        thread: name of the thread that made it.
     """
 
-    __slots__ = ("begun", "blocked_s", "call", "ended", "number", "place", "state", "thread", "waited_for", "waited_s")
+    __slots__ = ("begun", "blocked_s", "call", "ended", "number", "place", "state", "waited_for", "waited_s")
 
     def __init__(self, call: Call, place: Place, number: int, begun: float) -> None:
         self.call = call
@@ -82,7 +81,6 @@ class CallRecord:
         self.state = "started"
         #: What the recorder's clock of standing still showed when it began; None for a call of the code that computes.
         self.blocked_s: float | None = None
-        self.thread = ""
 
 
 def came_late(reason: str, rank: int, elapsed_s: float) -> bool:
@@ -181,6 +179,7 @@ class Recorder:
         beat_at: when ``beat`` is called next, by ``clock``.
         beat: called now and then by whoever ends a call; returns quickly and raises nothing.
         open: counters of the communicators that are open.
+        numbers: number of the next call.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -191,17 +190,13 @@ class Recorder:
         self.beat_at = float("inf")
         self.beat: Callable[[], None] = _nothing
         self.open: list[Counters] = []
-        self._numbers = itertools.count()
+        self.numbers = itertools.count()
         self._closed = CallTimes()
         self._closed_waits: dict[int, float] = {}
         self._closed_bytes = 0
         #: Seconds for which the code that computes stood still, and since when it does now. One value, so that
         #: threads read both at once.
         self._blocked: tuple[float, float | None] = (0.0, None)
-
-    def next_number(self) -> int:
-        """Number of the next call."""
-        return next(self._numbers)
 
     # Standing still.
 
@@ -273,25 +268,26 @@ def _nothing() -> None:
 
 
 class _Here(threading.local):
+    """What is true of the calling thread.
+
+    Attributes:
+        background: it is inside ``in_background``.
+    """
+
     background = False
 
 
-_here = _Here()
+here = _Here()
 
 
 @contextmanager
 def in_background() -> Iterator[None]:
     """Calls in this block are made beside the code that computes, which stands still only if it waits for them."""
-    before, _here.background = _here.background, True
+    before, here.background = here.background, True
     try:
         yield
     finally:
-        _here.background = before
-
-
-def is_background() -> bool:
-    """Whether the calling thread is inside ``in_background``."""
-    return _here.background
+        here.background = before
 
 
 class Observer(Protocol):

@@ -93,7 +93,7 @@ class MemoryTransport(Transport):
         """Run ``call`` here, or behind the calls of its lane that are under way."""
         deadline = Deadline(time.perf_counter() + timeout_s, timeout_s)
         lanes = _lanes(call, self.rank)
-        order = () if lanes is _COLLECTIVES else self._order(call)
+        order = self._order(call) if self._wildcards.open or (call.root < 0 and lanes is not _COLLECTIVES) else ()
         if not (asynchronous or order) and (not self._lanes.used or self._lanes.idle(*lanes)):
             if not self._lanes.shared:
                 self._run(call, source, target, deadline, lanes)
@@ -110,7 +110,7 @@ class MemoryTransport(Transport):
 
     def _order(self, call: Call) -> Sequence[Wildcard]:
         """The receives from any rank that ``call`` comes after; of such a receive itself the last one is its own."""
-        if call.kind == "send":
+        if call.kind not in ("recv", "sendrecv"):
             return ()
         earlier = self._wildcards.earlier()
         return (*earlier, self._wildcards.start()) if call.kind == "recv" and call.root < 0 else earlier

@@ -44,20 +44,23 @@ class Wildcards:
     Args:
         lanes: lanes of receives from one rank.
         peers: the other ranks.
+
+    Attributes:
+        open: in the order in which they were started.
     """
 
     def __init__(self, lanes: Lanes, peers: Iterable[int]) -> None:
         self._lanes = lanes
         self._peers = tuple(peers)
-        self._open: list[Wildcard] = []
+        self.open: list[Wildcard] = []
 
     def start(self) -> Wildcard:
         """A receive from any rank begins."""
         latest = {peer: self._lanes.latest(("recv", peer)) for peer in self._peers}
-        wildcard = Wildcard({peer: part for peer, part in latest.items() if part is not None}, self._open)
-        self._open.append(wildcard)
+        wildcard = Wildcard({peer: part for peer, part in latest.items() if part is not None}, self.open)
+        self.open.append(wildcard)
         return wildcard
 
     def earlier(self) -> Sequence[Wildcard]:
         """Those that a receive from one rank that begins now has to let go first."""
-        return tuple(self._open)
+        return tuple(self.open)
