@@ -7,6 +7,7 @@ import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -97,9 +98,16 @@ class EqualityCheck:
         self._differ = algorithm.ranks_differ
         self._every = _usual(algorithm) if options.check_every is None else options.check_every
         self._repairs = options.on_difference == "repair"
-        self._next = -1 if algorithm.in_background else 0
-        self._loads = self._met = 0
+        self._looks = not algorithm.in_background
+        self._next = 0 if self._looks else -1
+        #: Loads since the last meeting.
+        self._loads = self._meetings = 0
         self._loaded_at = -1
+
+    def restart(self, step: int) -> None:
+        """All ranks go on with ``step``: look at its end."""
+        if self._looks:
+            self._next = step
 
     def note_load(self, step: int, group: ProcessGroup) -> None:
         """Weights were loaded before ``step``."""
@@ -110,9 +118,15 @@ class EqualityCheck:
                 group.store.set(f"loaded{step}/{group.rank}", "1")
 
     def unmet_loads(self) -> int:
-        """The number of loads up to now, if there was one since the question was asked last; else 0."""
-        before, self._met = self._met, self._loads
-        return self._loads if self._loads > before else 0
+        """A number for ranks to meet by, if there was a load since the question was asked last; else 0.
+
+        It counts the meetings: a rank may have loaded more often than others before one.
+        """
+        if not self._loads:
+            return 0
+        self._loads = 0
+        self._meetings += 1
+        return self._meetings
 
     def concerns(self, step: int) -> bool:
         """Whether there is something to look at when ``step`` ends: the same on all ranks, or only on this one."""
@@ -167,7 +181,7 @@ class EqualityCheck:
         tensors = [tensor for _, tensor in shared_tensors(belief.places)]
         if self._differ:
             return quick_digest(tensors) + self._loads.to_bytes(8, "little")
-        settings = "\n".join(map(repr, _settings(belief.model.optimizers)))
+        settings = "\n".join(map(repr, _settings(belief.model)))
         return quick_digest([*tensors, *belief.flats()]) + hashlib.sha256(settings.encode()).digest()[:8]
 
     def _lines(self, belief: Belief) -> list[list[str]]:
@@ -175,7 +189,7 @@ class EqualityCheck:
         shared = [["shared state", name, digest_of(tensor)] for name, tensor in shared_tensors(belief.places)]
         if self._differ:
             return [*shared, ["weights", "the number of times that they were loaded", str(self._loads)]]
-        settings = [[_SETTINGS, name, value] for name, value in _settings(belief.model.optimizers)]
+        settings = [[_SETTINGS, name, value] for name, value in _settings(belief.model)]
         weights = [["weights", name, digest_of(weight)] for name, weight in belief.model.parameters.items()]
         return [*settings, *weights, *shared]
 
@@ -201,16 +215,26 @@ def _gather(own: bytes, communicator: Communicator) -> list[bytes]:
     return [text[start : start + len(own)] for start in range(0, len(text), len(own))]
 
 
-def _settings(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, str]]:
-    """Names and values of what optimizers were told, but for their parameters."""
-    for number, optimizer in enumerate(optimizers):
+def _settings(model: Model) -> Iterator[tuple[str, str]]:
+    """Names and values of what optimizers were told of parameters that are exchanged."""
+    exchanged = set(map(id, model.parameters.values()))
+    for number, optimizer in enumerate(model.optimizers):
         for place, group in enumerate(optimizer.param_groups):
+            if exchanged.isdisjoint(map(id, group["params"])):
+                continue  # A rank's own, an expert say.
             where = f"optimizer {number} ({type(optimizer).__name__}), parameter group {place}"
             for key in sorted(group):
-                value = group[key]
-                plain = value.tolist() if isinstance(value, torch.Tensor) else value
-                if key != "params" and isinstance(plain, int | float | str | list | tuple | None):
-                    yield f"{key} of {where}", repr(plain)
+                if key != "params":
+                    yield f"{key} of {where}", repr(_plain(group[key]))
+
+
+def _plain(value: Any) -> Any:
+    """``value`` without what is a rank's own: devices, and the addresses of objects."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value if isinstance(value, int | float | str | None) else type(value).__name__
 
 
 def _explain(
@@ -252,7 +276,7 @@ def _advice(kind: str, loads: Sequence[list[int]], ranks: Sequence[int]) -> str:
         )
     return (
         "Change weights on all ranks alike. on_difference='repair' gives all ranks rank 0's weights instead; "
-        "check_every=0 does not look, for ranks on processors that round differently."
+        "check_every=0 looks in the first step only, for ranks on processors that round differently."
     )
 
 
@@ -266,7 +290,7 @@ def _take_from_first_rank(belief: Belief, communicator: Communicator, difference
     """
     if communicator.rank == 0:
         _log.warning("%s; all ranks go on with what rank 0 holds", difference.problem)
-    broadcast_parameters(belief.module, comm=communicator)
+    broadcast_parameters(belief.module, broadcast_buffers=False, comm=communicator)
     broadcast_optimizer_state(belief.model.optimizers, comm=communicator)
     for _, tensor in shared_tensors(belief.places):
         communicator.broadcast(tensor)

@@ -261,6 +261,7 @@ class BucketFormation:
     def go_to(self, step: int, began: int) -> None:
         """Go on with step ``step``, of a phase that began with step ``began``: both come from a checkpoint."""
         self.step, self.began, self.restored_at = step, began, step
+        self.equality.restart(step)
         self._enter_phase(self.declaration.phase(step, self.model))
 
     def exchanges_of(self, phase: Hashable) -> tuple[Exchange, ...]:

@@ -137,7 +137,7 @@ class Course:
         self._uniform = how is not None and how.uniform
         self._in_place = exchange.what is not None and exchange.what.in_place and exchange.lag == 0
         self._gauges = None if lane is None or exchange.how is None else Gauges(exchange, lane.group)
-        self._all_drop = self._ranks > 1 and self._is_dropped_by_all()
+        self._all_drop = (self._ranks > 1 or exchange.alone) and self._is_dropped_by_all()
 
     def _is_dropped_by_all(self) -> bool:
         """Whether weights that are not finite on one rank would end the exchange between all, where a look is cheap."""

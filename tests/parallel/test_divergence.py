@@ -12,7 +12,7 @@ import torch
 
 import bagua.comm
 from bagua.algorithms import Algorithm
-from bagua.engine.equality import quick_digest
+from bagua.engine.equality import _plain, quick_digest
 from bagua.errors import BaguaError, CollectiveMismatchError, ConfigurationError, PeerLostError
 from bagua.optim import QAdamOptimizer
 from bagua.parallel import bagua_init
@@ -230,3 +230,52 @@ def test_a_mismatch_is_headed_by_what_differs(thread_ranks, options, headline):
         assert "Build the same model" not in str(caught.value)
 
     thread_ranks(2, wrap)
+
+
+def _resume_far_on() -> int:
+    rank, model = bagua.comm.get_rank(), mlp()
+    optimizer = sgd(model.parameters())
+    wrapped = with_bagua(model, [optimizer], check_every=1)
+    train_steps(wrapped, optimizer, rank, range(2))
+    saved = {**wrapped.bagua_state_dict(), "step": 5000}
+    wrapped.load_state_dict({name: value.clone() for name, value in wrapped.state_dict().items()})
+    wrapped.load_bagua_state_dict(saved)
+    for step in range(5000, 5003):
+        if step == 5001:
+            other_rate(model, optimizer, rank)
+        try:
+            train_steps(wrapped, optimizer, rank, range(step, step + 1))
+        except CollectiveMismatchError:
+            return step
+    return 0
+
+
+def test_a_run_that_was_resumed_is_compared_as_before(thread_ranks):
+    assert thread_ranks(2, _resume_far_on) == [5001, 5001]
+
+
+def load_twice_on_first(model: torch.nn.Module, _: torch.optim.Optimizer, rank: int) -> None:
+    for _ in range(2 - rank):
+        model.load_state_dict(mlp(seed=7).state_dict())
+
+
+def test_ranks_that_loaded_more_often_than_others_before_one_step_meet(thread_ranks):
+    ends = thread_ranks(2, partial(train, steps=110), load_twice_on_first, 3, DILOCO)
+    assert [error for error, _, _ in ends] == [None, None]
+
+
+def _train_an_expert_of_its_own() -> None:
+    rank, model = bagua.comm.get_rank(), mlp()
+    model._ddp_params_and_buffers_to_ignore = ["2.weight"]
+    own = [model[2].weight]
+    rest = [parameter for parameter in model.parameters() if parameter is not own[0]]
+    optimizer = torch.optim.SGD([{"params": rest}, {"params": own, "lr": 0.1 * (rank + 1)}], lr=0.1)
+    train_steps(with_bagua(model, [optimizer], check_every=1), optimizer, rank, range(3))
+
+
+def test_settings_of_what_is_not_exchanged_may_differ(thread_ranks):
+    thread_ranks(2, _train_an_expert_of_its_own)
+
+
+def test_settings_are_compared_without_devices_and_addresses():
+    assert _plain((torch.tensor(0.5), [1, None], object())) == [0.5, [1, None], "object"]
