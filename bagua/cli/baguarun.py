@@ -73,7 +73,7 @@ def _serve_islands(given: list[str]) -> int:
 
     address = given[0].partition("=")[2] or "".join(given[1:2]) or f"{socket.gethostname()}:0"
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or len(given) > 2:
+    if not host or not port.isdigit() or len(given) > (1 if "=" in given[0] else 2):
         print(f"baguarun {_ISLANDS} takes host:port, as {socket.gethostname()}:29600; not {address}", file=sys.stderr)
         return 2
     try:

@@ -123,7 +123,7 @@ class Participant:
         if epoch is None:
             waiting = self._presence.roster.waiting()
             return first_epoch(waiting) if len(waiting) >= size else f"{len(waiting)} of {size} that begin are here"
-        if set(epoch.members) <= self._presence.roster.left():
+        if set(epoch.members) - {self._presence.seat} <= self._presence.roster.left():
             raise TooFewMembersError(
                 f"the run is over: all members of epoch {epoch.number} have left",
                 rank=self._presence.seat,
@@ -305,6 +305,8 @@ class Participant:
             TooFewMembersError: too few are there, for too long.
             StoreLostError: the store has not answered.
         """
+        if self._presence.has_left:
+            raise CommunicatorClosedError("this process has left its islands", rank=self._presence.seat)
         elapsed_s = time.monotonic() - started
         if elapsed_s <= self._timeout_s + self._deadlines.poll_s:
             time.sleep(self._deadlines.poll_s)

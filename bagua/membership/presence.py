@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 import os
 import socket
 import threading
@@ -17,6 +18,8 @@ from bagua.errors import StoreLostError
 from bagua.membership.roster import Deadlines, Roster, SeatRecord, record_name, seat_name
 
 __all__ = ["Presence"]
+
+_log = logging.getLogger("bagua")
 
 
 class Presence:
@@ -39,6 +42,7 @@ class Presence:
         self._clock = clock
         self._lock = threading.RLock()
         self._ended = threading.Event()
+        self._goodbye = False
         self._thread: threading.Thread | None = None
         self._forked = False
         self.trouble = ""
@@ -67,6 +71,11 @@ class Presence:
         with self._lock, self._noting():
             self.roster.look(self._clock())
 
+    @property
+    def has_left(self) -> bool:
+        """Whether this process has said goodbye."""
+        return self._goodbye
+
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:
         try:
@@ -80,9 +89,13 @@ class Presence:
 
         def live() -> None:
             while not self._ended.wait(self._deadlines.beat_s):
-                self.tell()
-                self.look()
-                watch()
+                try:
+                    self.tell()
+                    self.look()
+                    watch()
+                except Exception as error:  # noqa: BLE001 - who gives no sign of life is expelled: go on
+                    self.trouble = f"signs of life fail: {error!r}"
+                    _log.exception("islands: seat %d cannot say that it is alive", self.seat)
 
         self._thread = threading.Thread(target=live, name="bagua-islands", daemon=True)
         self._thread.start()
@@ -91,6 +104,7 @@ class Presence:
         """Say goodbye, and give no more signs of life. Idempotent."""
         if self._forked or self._ended.is_set():
             return
+        self._goodbye = True
         self._ended.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(self._deadlines.silence_s)

@@ -11,9 +11,18 @@ import torch
 from torch.distributed import DistNetworkError
 
 from bagua.algorithms import Algorithm
+from bagua.comm import group_of_seats
 from bagua.comm.store.polled import PolledStore
 from bagua.comm.transports.threads import inject_fault
-from bagua.errors import CollectiveMismatchError, ConfigurationError, LeftOutError, StoreLostError, TooFewMembersError
+from bagua.errors import (
+    CollectiveMismatchError,
+    CommunicatorClosedError,
+    ConfigurationError,
+    LeftOutError,
+    StoreLostError,
+    TooFewMembersError,
+    TransportUnavailableError,
+)
 from bagua.parallel import with_bagua
 from bagua.testing import ThreadRanks
 from bagua.testing.ranks import RankDiedError
@@ -207,6 +216,53 @@ def test_an_island_that_was_stopped_is_told_that_the_others_went_on():
     assert isinstance(error, LeftOutError)
     assert "seat 1 is not in epoch 2 of seats [0, 2]" in str(error)
     assert check_rows("diloco", 0, rows) == [(0, 1, 2), (0, 2)]
+
+
+def test_who_leaves_in_the_middle_of_an_exchange_learns_it_at_once():
+    left = threading.Event()
+
+    def island(store):
+        with joined(store, 2) as islands:
+            model = wrapped(islands, "diloco")
+            if islands.seat == 1:
+                assert left.wait(30)
+                return
+
+            def leave():
+                _until(lambda: islands._participant._busy)
+                islands.leave()
+                left.set()
+
+            threading.Thread(target=leave, daemon=True).start()
+            with pytest.raises(CommunicatorClosedError, match="has left its islands"):
+                train(islands, model, PERIOD)
+
+    assert run(2, island, new_store(), deadline_s=10.0) == [None, None]
+
+
+def test_signs_of_life_go_on_after_an_error():
+    def island(store):
+        with joined(store, 1) as islands:
+            presence, failures = islands._presence, iter([ValueError("half a record")])
+            look = presence.roster.look
+
+            def fail_once(now):
+                for failure in failures:
+                    raise failure
+                look(now)
+
+            presence.roster.look = fail_once
+            beat = presence._record.beat
+            _until(lambda: presence._record.beat > beat + 3)
+
+    assert run(1, island, new_store()) == [None]
+
+
+def test_a_store_that_is_gone_when_members_meet_is_a_typed_error():
+    store = Unsteady()
+    store.on.clear()
+    with pytest.raises(TransportUnavailableError, match="nobody is there"):
+        group_of_seats(store, [3, 5], 3, "epoch2", backend="gloo", timeout_s=5.0, meet_s=1.0)
 
 
 def test_a_minority_stops_and_names_whom_it_misses():

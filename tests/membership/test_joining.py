@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 import bagua.torch_api as bagua
 from bagua.cli.baguarun import main as baguarun
-from bagua.comm import serve_store_at
+from bagua.comm import close_store, open_store, serve_store_at
 from bagua.errors import CollectiveMismatchError, ConfigurationError, StoreLostError
 
 
@@ -51,6 +53,18 @@ def test_nobody_who_answers_is_an_error():
 def test_a_store_is_not_served_at_something_else_than_an_address(address, capsys):
     assert baguarun(["--serve-islands", address]) == 2
     assert f"not {address}" in capsys.readouterr().err
+
+
+def test_a_script_beside_the_store_is_refused(capsys):
+    assert baguarun(["--serve-islands=127.0.0.1:0", "train.py"]) == 2
+    assert "takes host:port" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
+def test_an_address_of_ipv6_is_printed_as_it_is_read():
+    store, where = serve_store_at("::1", 0)
+    close_store(open_store(where, 5.0))
+    del store
 
 
 def test_a_store_is_not_served_where_another_one_is(capsys):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store
 
 from bagua.comm.group import ProcessGroup
 from bagua.comm.records.ledger import Ledger
+from bagua.errors import TransportUnavailableError
 
 __all__ = ["group_of_seats"]
 
@@ -38,9 +39,11 @@ def group_of_seats(
         >>> group.ranks
         (7,)
     """
-    group = ProcessGroup(
-        PrefixStore(name, store), list(seats).index(own), seats, range(len(seats)), backend, meet_s, name, Ledger()
-    )
+    members, place = PrefixStore(name, store), list(seats).index(own)
+    try:
+        group = ProcessGroup(members, place, seats, range(len(seats)), backend, meet_s, name, Ledger())
+    except (DistNetworkError, DistStoreError) as error:
+        raise TransportUnavailableError(f"{name}: the store does not answer: {error}", rank=own) from error
     group.timeout_s = timeout_s
     for communicator in {id(one): one for one in (group.global_communicator, group.intra_node_communicator)}.values():
         communicator.pipeline.timeout_s = timeout_s

@@ -94,11 +94,12 @@ class EtcdStore(PolledStore):
                         time.sleep(0.02)
 
     def _answer(self, what: str, body: str) -> dict[str, Any]:
-        if self._connection is None:
+        connection = self._connection  # ``close`` may come meanwhile, in another thread.
+        if connection is None:
             host, port = self._servers[self._turn % len(self._servers)]
-            self._connection = http.client.HTTPConnection(host, port, timeout=_REQUEST_S)
-        self._connection.request("POST", f"/v3/kv/{what}", body, {"Content-Type": "application/json"})
-        response = self._connection.getresponse()
+            connection = self._connection = http.client.HTTPConnection(host, port, timeout=_REQUEST_S)
+        connection.request("POST", f"/v3/kv/{what}", body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
         text = response.read()
         if response.status != http.client.OK:
             raise http.client.HTTPException(f"{response.status}: {text[:200]!r}")

@@ -111,7 +111,7 @@ def serve_store_at(host: str, port: int) -> tuple[KeyStore, str]:
             expected="an address of this host, and a free port",
             seen=f"{host}:{port}",
         ) from error
-    return store, f"tcp://{host}:{store.port}"
+    return store, f"tcp://{f'[{host}]' if ':' in host else host}:{store.port}"
 
 
 def close_store(store: KeyStore) -> None:
