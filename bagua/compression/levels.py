@@ -190,7 +190,9 @@ def _draw(rows: torch.Tensor, tables: torch.Tensor, seed: int) -> torch.Tensor:
     steps = high.div(levels - 1).sub_(low / (levels - 1))
     finite = (low.abs() < torch.inf) & (steps < torch.inf)
     steps = steps.where(steps > 0, 1)
-    numbers = rows.sub_(low).div_(steps).add_(noise_like(rows, seed)).floor_().clamp_(0, levels - 1).nan_to_num_(0.0)
-    values = torch.arange(levels, device=rows.device, dtype=tables.dtype) * steps + low
+    # Halves, for the same reason: halving is exact.
+    numbers = rows.div_(2).sub_(low / 2).div_(steps / 2).add_(noise_like(rows, seed))
+    numbers = numbers.floor_().clamp_(0, levels - 1).nan_to_num_(0.0)
+    values = (torch.arange(levels, device=rows.device, dtype=tables.dtype) * (steps / 2) + low / 2).mul_(2)
     tables.copy_(torch.minimum(values, high).where(finite, torch.nan))
     return numbers.to(torch.int32).to(torch.uint8)

@@ -332,3 +332,12 @@ def test_the_transform_is_the_published_one():
         kept = torch.zeros_like(coefficients).index_copy(0, largest, coefficients[largest]).view(side, side)
         expected.append(torch.einsum("kl,ki,lj->ij", kept, waves, waves).flatten())
     torch.testing.assert_close(decoded(codec, values), torch.cat(expected))
+
+
+@pytest.mark.parametrize("codec", [Int4(block_numel=64, seed=0), Int2(block_numel=64, seed=0)])
+def test_rounding_at_random_stays_beside_the_element_where_the_range_overflows(codec):
+    tensor = torch.zeros(64)
+    tensor[:2] = torch.tensor([-3.3e38, 3.3e38])
+    decoded = codec.decompress(codec.compress(tensor), Metadata.of(tensor))
+    assert decoded.isfinite().all()
+    assert (decoded / 3.3 - tensor / 3.3).abs().max() <= 2e38 / (2**codec.bits - 1) * 1.01
