@@ -122,11 +122,13 @@ class CallPipeline:
             if self.in_use.locked():
                 self._transport.abort("it closed its communicator during a call")
             self._transport.close()
+            self._unseen.clear()
 
     def disown(self) -> None:
         """In a forked child: the communicator is its parent's, and calls are refused. One rank alone needs nobody."""
         self.in_use = Turns() if isinstance(self.in_use, Turns) else threading.Lock()
         self._composite = None
+        self._unseen.clear()
         if self._transport.size > 1:
             self._broken, self.closed = forked_error(), True
 

@@ -131,6 +131,11 @@ def write_timeline(folder: str | os.PathLike[str], path: str | os.PathLike[str])
     return len(made["traceEvents"])
 
 
+def _since(moment: float, start: float) -> float:
+    """Microseconds after ``start``. Of times as large as these, floats know a quarter of one."""
+    return max(moment - start, 0.0)
+
+
 def _of_rank(rank: int, lines: Sequence[Line], shift: float) -> Iterator[Line]:
     first = lines[0]
     yield _name("process_name", rank, 0, f"rank {rank} on {first.get('host', '?')}")
@@ -150,7 +155,7 @@ def _of_rank(rank: int, lines: Sequence[Line], shift: float) -> Iterator[Line]:
             "cat": "span" if "span" in line else line["kind"],
             "pid": rank,
             "tid": tracks[track],
-            "ts": line["begun"] - shift,
+            "ts": _since(line["begun"], shift),
             "dur": max(line["ended"] - line["begun"], 0.0),
             "args": facts,
         }
@@ -187,5 +192,5 @@ def _comers(
     for rank, lines in traces.items():
         for line in lines:
             if "call" in line and line["kind"] not in ("send", "recv", "sendrecv"):
-                found.setdefault(_key(line), {})[rank] = (line["begun"] - shifts[rank], line["call"])
+                found.setdefault(_key(line), {})[rank] = (_since(line["begun"], shifts[rank]), line["call"])
     return found

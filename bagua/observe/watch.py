@@ -41,6 +41,7 @@ class RankWatch:
         self.place = place
         self._beats = beats
         self._began = recorder.clock()
+        self._process = os.getpid()
         self.others: dict[int, dict[str, Any]] = {}
         self.window = Window(Reading.of(recorder))
         #: When each other rank gave its last sign of life, and how long this one paused between its last two.
@@ -55,7 +56,7 @@ class RankWatch:
     def _beat(self) -> None:
         """Post a beat, and read those of the others, both beside what the caller does. Raises nothing."""
         recorder = self._recorder()
-        if recorder is not None:
+        if recorder is not None and os.getpid() == self._process:  # A forked child has its parent's connection.
             with contextlib.suppress(Exception):  # No beat is worth a step.
                 self._post(recorder)
 
@@ -72,7 +73,9 @@ class RankWatch:
         if self.place.rank > 0 and len(self.place.ranks) > MOST_READERS:
             return
         recorder = self._recorder()
-        others = {rank: beat for rank, beat in self._beats.read().items() if rank != self.place.rank}
+        own, size = self.place.rank, len(self.place.ranks)
+        # An earlier job of the same store may have had more ranks.
+        others = {rank: beat for rank, beat in self._beats.read().items() if rank != own and rank < size}
         for rank, beat in others.items():
             if recorder is not None and self.others.get(rank, {}).get("at") != beat["at"]:
                 self._heard[rank] = recorder.clock()
@@ -102,7 +105,10 @@ class RankWatch:
 
     def alive(self, now: float) -> int:
         """How many ranks have given a sign of life lately, as far as this one knows; all of them before the first."""
-        patience_s = max(SILENT_S, 3 * self._pause_s)
+        recorder = self._recorder()
+        # Beats come with calls: who makes none cannot tell who is silent.
+        since_beat_s = 0.0 if recorder is None else now - (recorder.beat_at - BEAT_S)
+        patience_s = max(SILENT_S, 3 * self._pause_s, since_beat_s + SILENT_S)
         return len(self.place.ranks) - sum(now - heard > patience_s for heard in list(self._heard.values()))
 
     def end(self) -> None:

@@ -88,7 +88,7 @@ class PrometheusWriter:
             found = re.fullmatch(r"(.*)/(\d+)", name)
             plain, of = found.groups() if found else (name, "")
             labels = f'rank="{self._rank}"' + (f',of="{of}"' if of else "")
-            lines.append(f"bagua_{re.sub(r'[^a-zA-Z0-9_]', '_', plain)}{{{labels}}} {value!r}")
+            lines.append(f"bagua_{re.sub(r'[^a-zA-Z0-9_]', '_', plain)}{{{labels}}} {float(value)!r}")
         draft = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
         draft.write_text("\n".join(lines) + "\n", encoding="utf-8")
         draft.replace(self._path)  # Who reads never sees half of it.
