@@ -6,18 +6,13 @@ from bagua.algorithms.async_model_average import (
     AveragingStatus,
 )
 from bagua.algorithms.base import Algorithm, AlgorithmImpl, Plane, around, as_algorithm, bound_form, registry
-from bagua.algorithms.between_islands import BetweenIslands, LetIn, OverIslands
-from bagua.algorithms.bytegrad import ByteGradAlgorithm, ByteGradAlgorithmImpl
-from bagua.algorithms.choco import ChocoAlgorithm, ChocoAlgorithmImpl
-from bagua.algorithms.decentralized import DecentralizedAlgorithm, DecentralizedAlgorithmImpl
-from bagua.algorithms.diloco import DiLoCoAlgorithm, DiLoCoAlgorithmImpl
-from bagua.algorithms.exchange import (
+from bagua.algorithms.exchanges.exchange import (
     OF_BUCKETS as OF_BUCKETS,
 )
-from bagua.algorithms.exchange import (
+from bagua.algorithms.exchanges.exchange import (
     POINTS as POINTS,
 )
-from bagua.algorithms.exchange import (
+from bagua.algorithms.exchanges.exchange import (
     Every,
     Exchange,
     Flight,
@@ -25,32 +20,40 @@ from bagua.algorithms.exchange import (
     Then,
     What,
 )
-from bagua.algorithms.exchange import (
+from bagua.algorithms.exchanges.exchange import (
     Point as Point,
 )
-from bagua.algorithms.gossip import DifferenceMix, Mix
-from bagua.algorithms.gradient_allreduce import GradientAllReduceAlgorithm, GradientAllReduceAlgorithmImpl
-from bagua.algorithms.local_sgd import LocalSGDAlgorithm, LocalSGDAlgorithmImpl
-from bagua.algorithms.local_updates import LocalUpdates
-from bagua.algorithms.low_precision_decentralized import (
+from bagua.algorithms.exchanges.gossip import DifferenceMix, Mix
+from bagua.algorithms.exchanges.model import Model
+from bagua.algorithms.exchanges.outer import EagerStep, Outer, OuterStep
+from bagua.algorithms.exchanges.parts import Matrices, Named, Not, Parts, Select
+from bagua.algorithms.exchanges.tuples import Promise as Promise
+from bagua.algorithms.exchanges.values import Add, Blend, Buffers, Difference, Gradients, Mean, Replace, Sum, Weights
+from bagua.algorithms.gradients.bytegrad import ByteGradAlgorithm, ByteGradAlgorithmImpl
+from bagua.algorithms.gradients.gradient_allreduce import GradientAllReduceAlgorithm, GradientAllReduceAlgorithmImpl
+from bagua.algorithms.gradients.one_bit_adam import OneBitAdamAlgorithm, OneBitAdamAlgorithmImpl
+from bagua.algorithms.gradients.power_sgd import PowerSGDAlgorithm, PowerSGDAlgorithmImpl
+from bagua.algorithms.gradients.q_adam import QAdamAlgorithm, QAdamAlgorithmImpl
+from bagua.algorithms.gradients.reduced import ReducedGradients
+from bagua.algorithms.gradients.scatter_gather import (
+    ScatterGatherAllReduceAlgorithm,
+    ScatterGatherAllReduceAlgorithmImpl,
+)
+from bagua.algorithms.gradients.sign_sgd import SignSGDAlgorithm, SignSGDAlgorithmImpl
+from bagua.algorithms.gradients.top_k import TopKAlgorithm, TopKAlgorithmImpl
+from bagua.algorithms.local.between_islands import BetweenIslands, LetIn, OverIslands
+from bagua.algorithms.local.diloco import DiLoCoAlgorithm, DiLoCoAlgorithmImpl
+from bagua.algorithms.local.local_sgd import LocalSGDAlgorithm, LocalSGDAlgorithmImpl
+from bagua.algorithms.local.local_updates import LocalUpdates
+from bagua.algorithms.local.slowmo import SlowMoAlgorithm, SlowMoAlgorithmImpl, SlowStep
+from bagua.algorithms.local.sparse_loco import SparseLoCoAlgorithm, SparseLoCoAlgorithmImpl
+from bagua.algorithms.neighbors.choco import ChocoAlgorithm, ChocoAlgorithmImpl
+from bagua.algorithms.neighbors.decentralized import DecentralizedAlgorithm, DecentralizedAlgorithmImpl
+from bagua.algorithms.neighbors.low_precision_decentralized import (
     LowPrecisionDecentralizedAlgorithm,
     LowPrecisionDecentralizedAlgorithmImpl,
 )
-from bagua.algorithms.model import Model
-from bagua.algorithms.one_bit_adam import OneBitAdamAlgorithm, OneBitAdamAlgorithmImpl
-from bagua.algorithms.outer import EagerStep, Outer, OuterStep
-from bagua.algorithms.parts import Matrices, Named, Not, Parts, Select
-from bagua.algorithms.power_sgd import PowerSGDAlgorithm, PowerSGDAlgorithmImpl
-from bagua.algorithms.q_adam import QAdamAlgorithm, QAdamAlgorithmImpl
-from bagua.algorithms.reduced import ReducedGradients
 from bagua.algorithms.registry import DistributedAlgorithm, Registry
-from bagua.algorithms.scatter_gather import ScatterGatherAllReduceAlgorithm, ScatterGatherAllReduceAlgorithmImpl
-from bagua.algorithms.sign_sgd import SignSGDAlgorithm, SignSGDAlgorithmImpl
-from bagua.algorithms.slowmo import SlowMoAlgorithm, SlowMoAlgorithmImpl, SlowStep
-from bagua.algorithms.sparse_loco import SparseLoCoAlgorithm, SparseLoCoAlgorithmImpl
-from bagua.algorithms.top_k import TopKAlgorithm, TopKAlgorithmImpl
-from bagua.algorithms.tuples import Promise as Promise
-from bagua.algorithms.values import Add, Blend, Buffers, Difference, Gradients, Mean, Replace, Sum, Weights
 
 __all__ = [
     "Add",

@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from bagua.algorithms.base import Algorithm, AlgorithmImpl, Plane
-from bagua.algorithms.exchange import Every, Exchange, Flight, How
-from bagua.algorithms.model import Model
-from bagua.algorithms.values import Add, Gradients, Mean, Replace, Weights
+from bagua.algorithms.exchanges.exchange import Every, Exchange, Flight, How
+from bagua.algorithms.exchanges.model import Model
+from bagua.algorithms.exchanges.values import Add, Gradients, Mean, Replace, Weights
 from bagua.averaging import Averager, AveragingStatus, Buffers, Part, Schedule, parts_of_buffers, topology_of
 from bagua.buckets import Bucket
 from bagua.checks import check_choice, check_flags, check_numbers, check_whole

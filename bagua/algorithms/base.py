@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from bagua.algorithms.exchange import Every, Exchange
-from bagua.algorithms.model import Model
+from bagua.algorithms.exchanges.exchange import Every, Exchange
+from bagua.algorithms.exchanges.model import Model
+from bagua.algorithms.exchanges.tuples import Promise, check_exchanges, differ_between_ranks, promise_of
+from bagua.algorithms.exchanges.values import WHOLE, Buffers, Mean, Replace, Weights
 from bagua.algorithms.registry import DistributedAlgorithm, Registry
-from bagua.algorithms.tuples import Promise, check_exchanges, differ_between_ranks, promise_of
-from bagua.algorithms.values import WHOLE, Buffers, Mean, Replace, Weights
 from bagua.buckets import Bucket
 from bagua.checks import check_kind, did_you_mean, wrong_type
 from bagua.comm import Group, ProcessGroup, as_group

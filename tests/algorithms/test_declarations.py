@@ -16,7 +16,7 @@ from bagua.algorithms import (
     as_algorithm,
     registry,
 )
-from bagua.algorithms.gradient_allreduce import GradientAllReduceAlgorithm, GradientAllReduceAlgorithmImpl
+from bagua.algorithms.gradients.gradient_allreduce import GradientAllReduceAlgorithm, GradientAllReduceAlgorithmImpl
 from bagua.algorithms.registry import DistributedAlgorithm
 from bagua.comm import solo_group
 from bagua.errors import ConfigurationError, InvalidTypeError, NotInitializedError, UnsupportedAlgorithmException

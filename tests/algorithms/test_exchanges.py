@@ -87,7 +87,7 @@ GOSSIP_SLOWMO = around("decentralized", Exchange(Difference(), Every(3), Mean(),
     "algorithm", [LOCAL_SGD, DILOCO, STREAMING, SLOWMO], ids=["local", "diloco", "streaming", "slowmo"]
 )
 def test_an_algorithm_prints_as_what_made_it_and_survives_pickle(algorithm):
-    names = {**globals(), **vars(bagua.algorithms), **vars(bagua.algorithms.gossip), **vars(bagua.topology)}
+    names = {**globals(), **vars(bagua.algorithms), **vars(bagua.algorithms.exchanges.gossip), **vars(bagua.topology)}
     assert eval(repr(algorithm), names) == algorithm
     assert pickle.loads(pickle.dumps(algorithm)) == algorithm
     assert hash(algorithm) == hash(pickle.loads(pickle.dumps(algorithm)))

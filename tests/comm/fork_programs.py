@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import bagua.comm
 from bagua.algorithms.async_model_average import AsyncModelAverageAlgorithm
-from bagua.algorithms.gradient_allreduce import GradientAllReduceAlgorithm
+from bagua.algorithms.gradients.gradient_allreduce import GradientAllReduceAlgorithm
 from bagua.comm import Work
 from bagua.comm.startup.default_group import holder
 from bagua.errors import CommunicationError, CommunicatorClosedError

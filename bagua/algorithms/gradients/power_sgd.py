@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from bagua.algorithms.base import bound_form
-from bagua.algorithms.exchange import Exchange, Flight, Then
-from bagua.algorithms.reduced import ReducedGradients
+from bagua.algorithms.exchanges.exchange import Exchange, Flight, Then
+from bagua.algorithms.gradients.reduced import ReducedGradients
 from bagua.checks import check_numbers
 from bagua.primitives import ErrorFeedback, PowerSGDReducer, State, SumReducer
 

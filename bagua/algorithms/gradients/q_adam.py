@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import torch
 
 from bagua.algorithms.base import Algorithm, bound_form
-from bagua.algorithms.exchange import Every, Exchange, Flight, Point, Then, What
-from bagua.algorithms.model import Model
-from bagua.algorithms.values import Gradients, Mean, Replace
+from bagua.algorithms.exchanges.exchange import Every, Exchange, Flight, Point, Then, What
+from bagua.algorithms.exchanges.model import Model
+from bagua.algorithms.exchanges.values import Gradients, Mean, Replace
 from bagua.checks import check_flags, check_kind
 from bagua.compression import MinMaxUInt8
 from bagua.errors import ConfigurationError

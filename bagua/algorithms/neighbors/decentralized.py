@@ -6,9 +6,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from bagua.algorithms.base import Algorithm, bound_form
-from bagua.algorithms.exchange import Every, Exchange
-from bagua.algorithms.gossip import Mix
-from bagua.algorithms.values import Replace, Weights
+from bagua.algorithms.exchanges.exchange import Every, Exchange
+from bagua.algorithms.exchanges.gossip import Mix
+from bagua.algorithms.exchanges.values import Replace, Weights
 from bagua.checks import check_flags, check_whole
 from bagua.topology import Topology, resolve
 

@@ -8,10 +8,10 @@ from typing import Literal, get_args
 import torch
 
 from bagua.algorithms.base import bound_form
-from bagua.algorithms.exchange import Every, Exchange
-from bagua.algorithms.local_updates import LocalUpdates
-from bagua.algorithms.outer import Outer, OuterStep
-from bagua.algorithms.values import WHOLE, Difference, Mean
+from bagua.algorithms.exchanges.exchange import Every, Exchange
+from bagua.algorithms.exchanges.outer import Outer, OuterStep
+from bagua.algorithms.exchanges.values import WHOLE, Difference, Mean
+from bagua.algorithms.local.local_updates import LocalUpdates
 from bagua.checks import check_choice, check_numbers
 from bagua.compression import BlockTopK
 from bagua.primitives import AllGatherReducer, ContributorsReducer, ErrorFeedback, SumReducer

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bagua.algorithms.model import Model
+from bagua.algorithms.exchanges.model import Model
 from bagua.buckets import Bucket
 from bagua.primitives import ReducerMemory
 

@@ -10,10 +10,10 @@ from typing import ClassVar
 import torch
 
 from bagua.algorithms.base import Algorithm
-from bagua.algorithms.exchange import Every, Exchange, Flight, How, Then
-from bagua.algorithms.model import Model
-from bagua.algorithms.parts import Parts
-from bagua.algorithms.values import Sum
+from bagua.algorithms.exchanges.exchange import Every, Exchange, Flight, How, Then
+from bagua.algorithms.exchanges.model import Model
+from bagua.algorithms.exchanges.parts import Parts
+from bagua.algorithms.exchanges.values import Sum
 from bagua.checks import check_kind
 from bagua.comm import ProcessGroup
 from bagua.errors import ConfigurationError

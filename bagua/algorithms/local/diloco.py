@@ -8,11 +8,11 @@ from typing import Literal, get_args
 import torch
 
 from bagua.algorithms.base import bound_form
-from bagua.algorithms.exchange import Every, Exchange
-from bagua.algorithms.local_updates import LocalUpdates
-from bagua.algorithms.outer import EagerStep, Outer, OuterStep
-from bagua.algorithms.parts import Parts
-from bagua.algorithms.values import Add, Blend, Difference, Mean, Replace
+from bagua.algorithms.exchanges.exchange import Every, Exchange
+from bagua.algorithms.exchanges.outer import EagerStep, Outer, OuterStep
+from bagua.algorithms.exchanges.parts import Parts
+from bagua.algorithms.exchanges.values import Add, Blend, Difference, Mean, Replace
+from bagua.algorithms.local.local_updates import LocalUpdates
 from bagua.checks import check_choice, check_flags, check_kind, check_numbers, check_whole
 from bagua.compression import Codec, as_codec
 from bagua.errors import ConfigurationError

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from bagua.algorithms.exchange import Flight, Then, What
-from bagua.algorithms.values import Add, Blend, Difference, Replace
+from bagua.algorithms.exchanges.exchange import Flight, Then, What
+from bagua.algorithms.exchanges.values import Add, Blend, Difference, Replace
 from bagua.checks import check_kind
 from bagua.errors import ConfigurationError
 from bagua.primitives import State

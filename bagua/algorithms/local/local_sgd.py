@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bagua.algorithms.base import bound_form
-from bagua.algorithms.exchange import Every, Exchange
-from bagua.algorithms.local_updates import LocalUpdates
-from bagua.algorithms.values import WHOLE, Mean, Replace, Weights
+from bagua.algorithms.exchanges.exchange import Every, Exchange
+from bagua.algorithms.exchanges.values import WHOLE, Mean, Replace, Weights
+from bagua.algorithms.local.local_updates import LocalUpdates
 
 __all__ = ["LocalSGDAlgorithm", "LocalSGDAlgorithmImpl"]
 

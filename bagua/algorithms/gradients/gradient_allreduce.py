@@ -6,8 +6,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from bagua.algorithms.base import Algorithm, bound_form
-from bagua.algorithms.exchange import Every, Exchange
-from bagua.algorithms.values import Gradients, Mean, Replace, Sum
+from bagua.algorithms.exchanges.exchange import Every, Exchange
+from bagua.algorithms.exchanges.values import Gradients, Mean, Replace, Sum
 from bagua.checks import check_flags
 
 __all__ = ["GradientAllReduceAlgorithm", "GradientAllReduceAlgorithmImpl"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bagua.algorithms.base import bound_form
-from bagua.algorithms.q_adam import FrozenAdam
+from bagua.algorithms.gradients.q_adam import FrozenAdam
 from bagua.compression import Sign
 from bagua.primitives import ErrorFeedback, ScatterGatherReducer, SumReducer
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from bagua.algorithms.exchange import POINTS, Exchange
+from bagua.algorithms.exchanges.exchange import POINTS, Exchange
 from bagua.errors import ConfigurationError
 
 __all__ = ["Promise", "check_exchanges", "differ_between_ranks", "promise_of"]

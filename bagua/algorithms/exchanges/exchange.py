@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
-from bagua.algorithms.flight import Flight
-from bagua.algorithms.model import Model
-from bagua.algorithms.parts import ALL_BY_ARRIVAL, Parts
+from bagua.algorithms.exchanges.flight import Flight
+from bagua.algorithms.exchanges.model import Model
+from bagua.algorithms.exchanges.parts import ALL_BY_ARRIVAL, Parts
 from bagua.buckets import Bucket
 from bagua.checks import check_choice, check_kind, check_whole
 from bagua.comm import ProcessGroup, Work

@@ -6,9 +6,9 @@ from collections.abc import Hashable
 from dataclasses import KW_ONLY, dataclass
 
 from bagua.algorithms.base import Algorithm, bound_form
-from bagua.algorithms.exchange import Every, Exchange
-from bagua.algorithms.gossip import DifferenceMix
-from bagua.algorithms.values import Replace, Weights
+from bagua.algorithms.exchanges.exchange import Every, Exchange
+from bagua.algorithms.exchanges.gossip import DifferenceMix
+from bagua.algorithms.exchanges.values import Replace, Weights
 from bagua.checks import check_flags, check_whole
 from bagua.compression import Codec, Int4, as_codec, check_codec
 from bagua.topology import Topology

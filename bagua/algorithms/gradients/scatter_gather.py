@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from bagua.algorithms.base import Algorithm, bound_form
-from bagua.algorithms.exchange import Every, Exchange, Flight, How
-from bagua.algorithms.values import Gradients, Replace
+from bagua.algorithms.exchanges.exchange import Every, Exchange, Flight, How
+from bagua.algorithms.exchanges.values import Gradients, Replace
 from bagua.checks import check_flags
 from bagua.comm import ProcessGroup
 from bagua.primitives import scatter_gather_sum

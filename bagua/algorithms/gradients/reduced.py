@@ -7,9 +7,9 @@ from collections.abc import Hashable
 from dataclasses import KW_ONLY, dataclass
 
 from bagua.algorithms.base import Algorithm
-from bagua.algorithms.exchange import Every, Exchange
-from bagua.algorithms.model import Model
-from bagua.algorithms.values import Gradients, Mean, Replace, Sum
+from bagua.algorithms.exchanges.exchange import Every, Exchange
+from bagua.algorithms.exchanges.model import Model
+from bagua.algorithms.exchanges.values import Gradients, Mean, Replace, Sum
 from bagua.checks import check_flags, check_whole
 from bagua.primitives import SumReducer
 

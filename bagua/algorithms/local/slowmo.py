@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 
 from bagua.algorithms.base import bound_form
-from bagua.algorithms.exchange import Every, Exchange, Flight, Then, What
-from bagua.algorithms.local_updates import LocalUpdates
-from bagua.algorithms.outer import check_has_anchor, restart_unless_finite
-from bagua.algorithms.values import WHOLE, Difference, Mean
+from bagua.algorithms.exchanges.exchange import Every, Exchange, Flight, Then, What
+from bagua.algorithms.exchanges.outer import check_has_anchor, restart_unless_finite
+from bagua.algorithms.exchanges.values import WHOLE, Difference, Mean
+from bagua.algorithms.local.local_updates import LocalUpdates
 from bagua.checks import check_numbers
 from bagua.errors import ConfigurationError
 from bagua.primitives import State

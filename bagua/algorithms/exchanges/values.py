@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 
 import torch
 
-from bagua.algorithms.exchange import Flight, How, Point, Then, What
-from bagua.algorithms.parts import Parts
+from bagua.algorithms.exchanges.exchange import Flight, How, Point, Then, What
+from bagua.algorithms.exchanges.parts import Parts
 from bagua.checks import check_choice, check_flags, check_kind, check_numbers
 from bagua.comm import ProcessGroup, Work
 from bagua.errors import ConfigurationError

@@ -6,10 +6,10 @@ from collections.abc import Hashable
 from dataclasses import KW_ONLY, dataclass
 
 from bagua.algorithms.base import Algorithm, bound_form
-from bagua.algorithms.exchange import Every, Exchange
-from bagua.algorithms.gossip import DifferenceMix
-from bagua.algorithms.model import Model
-from bagua.algorithms.values import Replace, Weights
+from bagua.algorithms.exchanges.exchange import Every, Exchange
+from bagua.algorithms.exchanges.gossip import DifferenceMix
+from bagua.algorithms.exchanges.model import Model
+from bagua.algorithms.exchanges.values import Replace, Weights
 from bagua.checks import check_flags, check_whole
 from bagua.compression import Codec, MinMaxUInt8
 from bagua.errors import ConfigurationError

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bagua.algorithms.exchange import Flight, How
+from bagua.algorithms.exchanges.exchange import Flight, How
 from bagua.checks import check_flags, check_numbers
 from bagua.comm import Communicator, ProcessGroup, Work
 from bagua.compression import Codec, Metadata, check_codec

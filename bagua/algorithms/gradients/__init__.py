@@ -1,0 +1,1 @@
+"""Algorithms that exchange gradients in each step, with their optimizers."""

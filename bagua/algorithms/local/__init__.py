@@ -1,0 +1,1 @@
+"""Algorithms whose ranks train alone for some steps, and exchange weights or differences then."""

@@ -1,0 +1,1 @@
+"""Algorithms whose ranks mix weights with their neighbors."""
