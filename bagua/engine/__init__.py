@@ -1,11 +1,9 @@
 """The engine: hooks into autograd and optimizers, buckets, and the schedule of their exchanges."""
 
 from bagua.engine.access import EngineAccess
-from bagua.engine.agreement import compare
 from bagua.engine.autotune.search import Setting
 from bagua.engine.autotune.settings import AutotuneSettings
 from bagua.engine.average import FLOAT_BUFFERS, GlobalAverage
-from bagua.engine.executor import Executor, create_executor
 from bagua.engine.hooks import BackwardHooks
 from bagua.engine.keywords import InitOptions, ReducerOptions, SwitchOptions
 from bagua.engine.options import (
@@ -22,16 +20,18 @@ from bagua.engine.options import (
     refuse_unknown,
 )
 from bagua.engine.reducer import Reducer
-from bagua.engine.saved_states import check_owner
-from bagua.engine.saving import Remembered, collect, merged, renamed, restore
+from bagua.engine.schedule.executor import Executor, create_executor
 from bagua.engine.start import make_equal, replace_engine
-from bagua.engine.state import (
+from bagua.engine.state.agreement import compare
+from bagua.engine.state.replicas import (
     allreduce_optimizer_state,
     allreduce_parameters,
     broadcast_buffers_of,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from bagua.engine.state.saved_states import check_owner
+from bagua.engine.state.saving import Remembered, collect, merged, renamed, restore
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",

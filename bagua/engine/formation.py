@@ -13,10 +13,23 @@ import torch
 from bagua.algorithms import Algorithm, AlgorithmImpl, Exchange, Model
 from bagua.buckets import Bucket
 from bagua.comm import Communicator, Group, ProcessGroup, as_group, close_with, get_default_group
-from bagua.engine.agreement import compare_or_refuse
 from bagua.engine.autotune.search import Setting
-from bagua.engine.belongings import Belongings
-from bagua.engine.courses import (
+from bagua.engine.buckets.layout import (
+    agreed_order,
+    bucket_lists,
+    cut,
+    foreign,
+    log_buckets,
+    name_of,
+    positions_of,
+    twice,
+)
+from bagua.engine.buckets.registration import Registration, buffers_of, floating_buffers_of
+from bagua.engine.gradients import Unused
+from bagua.engine.meeting import meet
+from bagua.engine.options import EngineOptions, check_bucket_bytes, check_leader, check_optional_flag
+from bagua.engine.schedule.belongings import Belongings
+from bagua.engine.schedule.courses import (
     Courses,
     describe,
     follows_gradients,
@@ -26,17 +39,13 @@ from bagua.engine.courses import (
     layout_of,
     saved_flights,
 )
-from bagua.engine.equality import EqualityCheck, digest_of_gradients, warn_of_equal_gradients
-from bagua.engine.gradients import Unused
-from bagua.engine.layout import agreed_order, bucket_lists, cut, foreign, log_buckets, name_of, positions_of, twice
-from bagua.engine.meeting import meet
-from bagua.engine.options import EngineOptions, check_bucket_bytes, check_leader, check_optional_flag
-from bagua.engine.registration import Registration, buffers_of, floating_buffers_of
-from bagua.engine.saving import Remembered
-from bagua.engine.scheduler import Scheduler
-from bagua.engine.state import make_weights_equal
-from bagua.engine.tracks import Clock
-from bagua.engine.whereabouts import whereabouts
+from bagua.engine.schedule.scheduler import Scheduler
+from bagua.engine.schedule.tracks import Clock
+from bagua.engine.schedule.whereabouts import whereabouts
+from bagua.engine.state.agreement import compare_or_refuse
+from bagua.engine.state.equality import EqualityCheck, digest_of_gradients, warn_of_equal_gradients
+from bagua.engine.state.replicas import make_weights_equal
+from bagua.engine.state.saving import Remembered
 from bagua.errors import BaguaError, blame
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from bagua.engine.autotune.tuner import Autotuner
-from bagua.engine.courses import waits_for_optimizers
+from bagua.engine.buckets.layout import shared
 from bagua.engine.gradients import has_finite_gradients, refuse_graph
-from bagua.engine.layout import shared
 from bagua.engine.outputs import tensors_in
 from bagua.engine.reducer import Reducer
-from bagua.engine.spans import Passes
+from bagua.engine.schedule.courses import waits_for_optimizers
+from bagua.engine.schedule.spans import Passes
 from bagua.engine.unhooked import WithoutHooks
 from bagua.errors import BaguaError, ConfigurationError
 from bagua.torch_private import accumulates, active_ddp, hooks_after_accumulation, when_backward_ends

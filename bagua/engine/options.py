@@ -15,7 +15,7 @@ from bagua.buckets import check_align_bytes
 from bagua.checks import check_choice, check_flags, check_kind, check_whole, wrong_type
 from bagua.comm import ProcessGroup
 from bagua.engine.autotune.settings import AutotuneSettings, TuningMode, tuning_from
-from bagua.engine.layout import bucket_lists
+from bagua.engine.buckets.layout import bucket_lists
 from bagua.errors import ConfigurationError
 
 __all__ = [

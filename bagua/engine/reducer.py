@@ -12,13 +12,10 @@ from typing_extensions import Never
 from bagua.algorithms import Algorithm, DistributedAlgorithm, Flight, as_algorithm
 from bagua.buckets import Bucket
 from bagua.comm import Group
-from bagua.engine import checkpoints
 from bagua.engine.autotune.settings import AutotuneSettings
-from bagua.engine.courses import gathers, lag_of_gradients
-from bagua.engine.equality import Belief
+from bagua.engine.buckets.layout import changed_by_others, check_place, foreign, not_formed, unused
 from bagua.engine.formation import BucketFormation
 from bagua.engine.gradients import restore_unused
-from bagua.engine.layout import changed_by_others, check_place, foreign, not_formed, unused
 from bagua.engine.options import (
     DEFAULT_BUCKET_BYTES,
     BucketType,
@@ -29,9 +26,12 @@ from bagua.engine.options import (
     optimizer_list,
     refuse_unknown,
 )
-from bagua.engine.saving import compare_states
-from bagua.engine.state import are_equal
-from bagua.engine.tracks import Track
+from bagua.engine.schedule.courses import gathers, lag_of_gradients
+from bagua.engine.schedule.tracks import Track
+from bagua.engine.state import checkpoints
+from bagua.engine.state.equality import Belief
+from bagua.engine.state.replicas import are_equal
+from bagua.engine.state.saving import compare_states
 from bagua.errors import CommunicationError, CommunicatorClosedError, blame
 
 __all__ = ["DEFAULT_BUCKET_BYTES", "BucketType", "Reducer"]

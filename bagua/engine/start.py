@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bagua.engine.hooks import BackwardHooks
 from bagua.engine.reducer import Reducer
-from bagua.engine.state import (
+from bagua.engine.state.replicas import (
     allreduce_optimizer_state,
     allreduce_parameters,
     broadcast_optimizer_state,

@@ -20,7 +20,7 @@ from bagua.algorithms import (
     TopKAlgorithm,
 )
 from bagua.buckets import Bucket
-from bagua.engine.tracks import memory_for
+from bagua.engine.schedule.tracks import memory_for
 from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTensorError
 from bagua.parallel import with_bagua
 from bagua.primitives import ErrorFeedback, RandomKReducer

@@ -10,7 +10,7 @@ import torch
 
 import bagua.comm
 import bagua.torch_api as bagua_api
-from bagua.engine import gauges
+from bagua.engine.schedule import gauges
 from bagua.observe.straggler import Reading, latest_rank
 from bagua.testing import ThreadRanks
 from bagua.torch_api.algorithms import decentralized, diloco, gradient_allreduce, local_sgd, top_k

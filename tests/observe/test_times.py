@@ -7,7 +7,7 @@ import torch
 
 from bagua.comm import Call, CallTimes, Place, Recorder, in_background
 from bagua.comm.records.statistics import Statistics
-from bagua.engine.executor import ThreadExecutor
+from bagua.engine.schedule.executor import ThreadExecutor
 
 
 class Clock:

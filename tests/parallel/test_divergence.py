@@ -12,7 +12,7 @@ import torch
 
 import bagua.comm
 from bagua.algorithms import Algorithm
-from bagua.engine.equality import _plain, quick_digest
+from bagua.engine.state.equality import _plain, quick_digest
 from bagua.errors import BaguaError, CollectiveMismatchError, ConfigurationError, PeerLostError
 from bagua.optim import QAdamOptimizer
 from bagua.parallel import bagua_init

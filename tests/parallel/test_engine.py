@@ -11,7 +11,7 @@ from torch import nn
 import bagua.comm
 from bagua.algorithms import Algorithm, Every, Exchange, Flight, Gradients, How, Then, Weights
 from bagua.comm import ProcessGroup
-from bagua.engine.registration import Registration
+from bagua.engine.buckets.registration import Registration
 from bagua.errors import BaguaError, CommunicationError, ConfigurationError, InvalidTensorError
 from bagua.parallel import BucketType, OverlappingWrapper, Reducer
 from bagua.testing.training import assert_same_on_all_ranks, mlp, seeded, sgd, snapshot, train_steps

@@ -13,8 +13,8 @@ from torch import nn
 
 import bagua.comm
 from bagua.comm import Recorder
-from bagua.engine import executor
 from bagua.engine.outputs import tensors_in
+from bagua.engine.schedule import executor
 from bagua.errors import CollectiveMismatchError
 from bagua.parallel import allreduce_optimizer_state, broadcast_optimizer_state
 

@@ -14,8 +14,8 @@ import bagua.comm
 from bagua.algorithms import Algorithm
 from bagua.buckets import Bucket
 from bagua.comm import solo_group
-from bagua.engine.saving import collect, restore
-from bagua.engine.tracks import Track, memory_for
+from bagua.engine.schedule.tracks import Track, memory_for
+from bagua.engine.state.saving import collect, restore
 from bagua.errors import CollectiveMismatchError, ConfigurationError
 from bagua.parallel import with_bagua
 from bagua.primitives import ReducerMemory, State

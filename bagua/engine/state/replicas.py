@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from bagua.comm import Communicator, Group, NonMember, ReduceOp, communicator_of
-from bagua.engine.agreement import compare
-from bagua.engine.registration import ignored_names
-from bagua.engine.saving import digest_of
+from bagua.engine.buckets.registration import ignored_names
+from bagua.engine.state.agreement import compare
+from bagua.engine.state.saving import digest_of
 
 __all__ = [
     "allreduce_optimizer_state",

@@ -9,7 +9,7 @@ import torch
 
 from bagua.algorithms import Algorithm
 from bagua.checks import check_kind
-from bagua.engine.saving import other_shape
+from bagua.engine.state.saving import other_shape
 from bagua.errors import ConfigurationError
 
 __all__ = ["check_owner", "from_checkpoint", "name_of_rank"]

@@ -10,12 +10,12 @@ import torch
 from bagua.algorithms import OF_BUCKETS, Exchange, Flight, How, Model, Parts
 from bagua.buckets import Bucket, form_buckets
 from bagua.comm import Communicator, ProcessGroup
-from bagua.engine.belongings import Belongings
-from bagua.engine.executor import CallerExecutor, create_executor
 from bagua.engine.options import EngineOptions
-from bagua.engine.saving import Remembered, collect, cut, key_of, restore
-from bagua.engine.scheduler import Scheduler
-from bagua.engine.tracks import Clock, Course, Lane, Track, memory_for
+from bagua.engine.schedule.belongings import Belongings
+from bagua.engine.schedule.executor import CallerExecutor, create_executor
+from bagua.engine.schedule.scheduler import Scheduler
+from bagua.engine.schedule.tracks import Clock, Course, Lane, Track, memory_for
+from bagua.engine.state.saving import Remembered, collect, cut, key_of, restore
 from bagua.primitives import State
 
 __all__ = [

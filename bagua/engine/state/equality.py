@@ -15,8 +15,8 @@ from bagua.algorithms import Algorithm, Model
 from bagua.buckets import Bucket
 from bagua.comm import Communicator, ProcessGroup, as_bytes
 from bagua.engine.options import EngineOptions
-from bagua.engine.saving import Holder, digest_of, shared_tensors
-from bagua.engine.state import broadcast_optimizer_state, broadcast_parameters
+from bagua.engine.state.replicas import broadcast_optimizer_state, broadcast_parameters
+from bagua.engine.state.saving import Holder, digest_of, shared_tensors
 from bagua.errors import CollectiveMismatchError
 
 __all__ = [

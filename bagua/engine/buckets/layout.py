@@ -10,7 +10,7 @@ import torch
 from bagua.buckets import Bucket, form_buckets
 from bagua.checks import check_kind, check_whole
 from bagua.comm import Communicator
-from bagua.engine.registration import Registration
+from bagua.engine.buckets.registration import Registration
 from bagua.errors import CollectiveMismatchError, ConfigurationError
 
 __all__ = [

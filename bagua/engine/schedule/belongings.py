@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 
 from bagua.comm import ProcessGroup
-from bagua.engine.executor import Executor
+from bagua.engine.schedule.executor import Executor
 from bagua.errors import CommunicationError
 
 __all__ = ["Belongings"]

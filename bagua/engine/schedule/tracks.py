@@ -14,10 +14,10 @@ import torch
 from bagua.algorithms import Exchange, Flight, How, Model
 from bagua.buckets import Bucket
 from bagua.comm import Communicator, ProcessGroup, Work
-from bagua.engine.executor import Executor, nothing
-from bagua.engine.gauges import Gauges
-from bagua.engine.saving import paste, propose_again
-from bagua.engine.spans import shown
+from bagua.engine.schedule.executor import Executor, nothing
+from bagua.engine.schedule.gauges import Gauges
+from bagua.engine.schedule.spans import shown
+from bagua.engine.state.saving import paste, propose_again
 from bagua.primitives import MatrixBlock, ReducerMemory
 
 _log = logging.getLogger("bagua")

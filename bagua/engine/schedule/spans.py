@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from bagua.comm import ProcessGroup, Recorder
-from bagua.engine.executor import Wait
+from bagua.engine.schedule.executor import Wait
 from bagua.torch_private import profiler_range, profiling
 
 __all__ = ["Passes", "shown"]

@@ -10,7 +10,7 @@ import torch
 
 from bagua.algorithms import Algorithm
 from bagua.comm import Communicator, as_bytes
-from bagua.engine.agreement import compare
+from bagua.engine.state.agreement import compare
 from bagua.errors import ConfigurationError
 from bagua.primitives import ReducerMemory
 

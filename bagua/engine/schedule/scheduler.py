@@ -9,9 +9,9 @@ import torch
 
 from bagua.algorithms import OF_BUCKETS, POINTS, Flight, Point
 from bagua.buckets import Bucket
-from bagua.engine.executor import nothing
-from bagua.engine.layout import twice, unusable
-from bagua.engine.tracks import Clock, Course, Track
+from bagua.engine.buckets.layout import twice, unusable
+from bagua.engine.schedule.executor import nothing
+from bagua.engine.schedule.tracks import Clock, Course, Track
 
 __all__ = ["Scheduler", "Slot"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Protocol
 
-from bagua.engine.scheduler import Scheduler
+from bagua.engine.schedule.scheduler import Scheduler
 
 __all__ = ["whereabouts"]
 

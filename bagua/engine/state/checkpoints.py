@@ -6,12 +6,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bagua.engine.agreement import compare_or_refuse
-from bagua.engine.courses import saved_flights
+from bagua.engine.buckets.layout import positions_of
 from bagua.engine.formation import BucketFormation
-from bagua.engine.layout import positions_of
-from bagua.engine.saved_states import check_owner, from_checkpoint, name_of_rank
-from bagua.engine.saving import Remembered, collect, divided, scopes_of, united
+from bagua.engine.schedule.courses import saved_flights
+from bagua.engine.state.agreement import compare_or_refuse
+from bagua.engine.state.saved_states import check_owner, from_checkpoint, name_of_rank
+from bagua.engine.state.saving import Remembered, collect, divided, scopes_of, united
 from bagua.errors import ConfigurationError
 
 __all__ = ["load", "save"]

@@ -1,0 +1,1 @@
+"""What is remembered and must agree: replicas, shared state, checkpoints, the looks that compare them."""
