@@ -28,17 +28,8 @@ from bagua.engine.buckets.registration import Registration, buffers_of, floating
 from bagua.engine.gradients import Unused
 from bagua.engine.meeting import meet
 from bagua.engine.options import EngineOptions, check_bucket_bytes, check_leader, check_optional_flag
+from bagua.engine.schedule import courses
 from bagua.engine.schedule.belongings import Belongings
-from bagua.engine.schedule.courses import (
-    Courses,
-    describe,
-    follows_gradients,
-    gathers,
-    is_between_steps,
-    is_chunked,
-    layout_of,
-    saved_flights,
-)
 from bagua.engine.schedule.scheduler import Scheduler
 from bagua.engine.schedule.tracks import Clock
 from bagua.engine.schedule.whereabouts import whereabouts
@@ -69,7 +60,7 @@ class BucketFormation:
         leader = check_leader(options.intra_comm_root_rank, user_group)
         refusal = self._register()
         self.group = user_group.duplicate("model", leader=leader)
-        describe(self.group, partial(whereabouts, weakref.ref(self)))
+        courses.describe(self.group, partial(whereabouts, weakref.ref(self)))
         self.belongings = self._own(self.group)
         self.step = 0
         self.equality = EqualityCheck(declaration, options)
@@ -85,7 +76,7 @@ class BucketFormation:
         self._arrived: set[int] = set()
         self._unused = Unused()
         self.scheduler: Scheduler | None = None
-        self.courses = Courses(self.group, self.belongings)
+        self.courses = courses.Courses(self.group, self.belongings)
         self.remembered: Remembered | None = None
         self.flights: list[dict[str, Any]] = []
         self._rebuilt = 0
@@ -143,7 +134,7 @@ class BucketFormation:
     def form_at_once(self) -> None:
         """Form buckets where nothing depends on the order of gradients: a rank may have none of some parameters."""
         now = self.exchanges_of(self.declaration.phase(self.step, self.model))
-        if not self.idle and (self.algorithm.plane is not None or not follows_gradients(now)):
+        if not self.idle and (self.algorithm.plane is not None or not courses.follows_gradients(now)):
             self._order = list(reversed(range(len(self.registration.names))))  # About the order of gradients.
             self.form(self.layout(self.options.bucket_bytes))
 
@@ -238,7 +229,7 @@ class BucketFormation:
         if not self._order:
             self._order = [position for positions in members for position in positions]
         phase = self._note_phase()
-        chunked = self.options.chunking or is_chunked(self.exchanges_of(phase))
+        chunked = self.options.chunking or courses.is_chunked(self.exchanges_of(phase))
         self.buckets = [
             Bucket(
                 index,
@@ -264,8 +255,8 @@ class BucketFormation:
 
     def _enter_phase(self, phase: Hashable) -> None:
         self._phase, exchanges = phase, self.exchanges_of(phase)
-        self.between_steps = is_between_steps(exchanges)
-        self.follows_gradients = follows_gradients(exchanges)
+        self.between_steps = courses.is_between_steps(exchanges)
+        self.follows_gradients = courses.follows_gradients(exchanges)
 
     def go_to(self, step: int, began: int) -> None:
         """Go on with step ``step``, of a phase that began with step ``began``: both come from a checkpoint."""
@@ -304,13 +295,13 @@ class BucketFormation:
         sent = any(one.what is not None and one.what.exchangeable_weights for one in exchanges)
         for bucket in self.buckets:
             bucket.fuse_weights(exchangeable=sent)
-            if gathers(exchanges):
+            if courses.gathers(exchanges):
                 bucket.allocate_gradients()
 
     def _enter(self) -> None:
         """Have the exchanges of the phase executed."""
-        courses = self.courses.of(self.exchanges_of(self._phase), self.buckets, self.model, self.options)
-        self.scheduler = Scheduler(self.buckets, courses, delay=self.options.delay_reduce)
+        own = self.courses.of(self.exchanges_of(self._phase), self.buckets, self.model, self.options)
+        self.scheduler = Scheduler(self.buckets, own, delay=self.options.delay_reduce)
 
     # What starts from weights.
 
@@ -354,7 +345,7 @@ class BucketFormation:
         """The algorithm has changed its ways: other exchanges, in other buckets only if they need such."""
         assert self.scheduler is not None
         before, after = self.exchanges_of(self._phase), self.exchanges_of(self.declaration.phase(self.step, self.model))
-        if layout_of(before) != layout_of(after):
+        if courses.layout_of(before) != courses.layout_of(after):
             self.put_aside(settle=False)
             self.form(self.layout(self.options.bucket_bytes))
             return
@@ -379,7 +370,7 @@ class BucketFormation:
             declaration = declaration.in_form(hierarchical=setting.hierarchical)
             algorithm = self._bind(declaration)
         if self.scheduler is not None:
-            self.flights = saved_flights(self.scheduler.withdraw_parts())
+            self.flights = courses.saved_flights(self.scheduler.withdraw_parts())
         self.put_aside()
         self.declaration, self.algorithm = declaration, algorithm
         self.options = dataclasses.replace(self.options, bucket_bytes=setting.bucket_bytes)
