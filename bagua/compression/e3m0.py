@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from bagua.compression.base import Codec, Metadata, exact_dtype, store
-from bagua.compression.bits import pack_codes
-from bagua.compression.blocks import check_block_numel, in_pieces, in_rows
+from bagua.compression.packing.bits import pack_codes
+from bagua.compression.packing.blocks import check_block_numel, in_pieces, in_rows
 
 __all__ = ["E3M0"]
 

@@ -13,8 +13,8 @@ import torch
 
 from bagua.checks import check_kind
 from bagua.compression.base import Codec, Metadata, store
-from bagua.compression.blocks import check_block_numel, in_pieces, in_rows
-from bagua.compression.noise import mixed_seed, noise_like
+from bagua.compression.packing.blocks import check_block_numel, in_pieces, in_rows
+from bagua.compression.packing.noise import mixed_seed, noise_like
 
 __all__ = ["MinMaxUInt8"]
 

@@ -1,0 +1,1 @@
+"""What codecs share: bits of codes, rows of blocks, noise for rounding."""
