@@ -26,7 +26,7 @@ from bagua.comm.transports.shm import attach as shm_attach
 from bagua.comm.transports.shm import segments as shm_segments
 from bagua.comm.transports.shm.transport import ShmTransport
 from bagua.comm.transports.threads import inject_fault
-from bagua.errors import BaguaError, TransportUnavailableError
+from bagua.errors import BaguaError, CollectiveMismatchError, TransportUnavailableError
 from bagua.testing.ranks import this_rank
 from tests.comm.memory_ranks import KINDS, Exercise, ramp
 
@@ -103,6 +103,39 @@ def send_from_shared_memory() -> None:
         output = torch.empty(numel, dtype=torch.float64)
         comm.sendrecv(output, tensor, before, after)
         assert (output == before).all()
+
+
+def send_alike_from_changing_places(seed: int) -> None:
+    """Messages of few kinds, one after the other, whose data lies here or there: what is known of the last one ages."""
+    comm, choose = communicator(), random.Random(seed)
+    other = 1 - comm.rank
+    shared = comm.empty(7, dtype=torch.float32)
+    for number in range(60):
+        form, lent, sender = choose.choice(("send", "send", "sendrecv")), choose.random() < 0.5, choose.randrange(2)
+        numel, dtype = choose.choice((5, 7)), choose.choice((torch.float32, torch.int32))
+        mine = shared[:numel] if lent and dtype is torch.float32 else torch.empty(numel, dtype=dtype)
+        mine.fill_(number + 100 * comm.rank)
+        output = torch.empty(numel, dtype=dtype)
+        if form == "sendrecv":
+            comm.sendrecv(output, mine, other, other)
+        elif comm.rank == sender:
+            comm.send(mine, other)
+        else:
+            comm.recv(output, other)
+        if form == "sendrecv" or comm.rank != sender:
+            assert (output == number + 100 * other).all(), (number, form, lent)
+
+
+def send_another_size_after_equal_ones() -> str:
+    """What the error says of the call that differs, after three that did not."""
+    comm = communicator()
+    for numel in (5, 5, 5, 6):
+        tensor = torch.ones(5 if comm.rank else numel)
+        try:
+            comm.recv(tensor, 0) if comm.rank else comm.send(tensor, 1)
+        except CollectiveMismatchError as error:
+            return f"{error.expected}; {error.seen}"
+    return ""
 
 
 # Memory.

@@ -46,6 +46,17 @@ def test_messages_from_shared_memory(shm_pool) -> None:
     shm_pool.run(shm_ranks.send_from_shared_memory, size=3)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_equal_messages_from_changing_places(shm_pool, seed: int) -> None:
+    shm_pool.run(shm_ranks.send_alike_from_changing_places, seed, size=2)
+
+
+def test_the_message_that_differs_is_named(shm_pool) -> None:
+    for said in shm_pool.run(shm_ranks.send_another_size_after_equal_ones, size=2):
+        assert "#4 send(6 x float32, peer 1) on rank 0" in said
+        assert "#4 recv(5 x float32, peer 0) on rank 1" in said
+
+
 # Nothing grows, nothing stays.
 
 

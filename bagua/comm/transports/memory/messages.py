@@ -33,13 +33,19 @@ class Messages:
 
     def send(self, call: Call, source: torch.Tensor, deadline: Deadline, inline: bool) -> None:
         """Return when rank ``call.root`` has pulled ``source``."""
-        for _ in self._offers(call, source, deadline, inline):
-            pass
+        piece = self._offer(call, source)
+        if piece < call.numel:
+            for _ in self._offer_rest(call, piece, deadline, inline):
+                pass
+        self._settle(call, deadline, inline)
 
     def receive(self, call: Call, rank: int, target: torch.Tensor, deadline: Deadline, inline: bool) -> None:
         """Pull the next message of ``rank`` into ``target``."""
-        for _ in self._takes(call, rank, target, deadline, inline):
-            pass
+        flat = self._want(call, rank, target)
+        numel = len(flat)
+        start = self._take(call, rank, flat, 0, deadline, inline)
+        while start < numel:
+            start = self._take(call, rank, flat, start, deadline, inline)
 
     def receive_any(
         self, call: Call, wildcard: Wildcard, sender: torch.Tensor, target: torch.Tensor, deadline: Deadline
@@ -80,86 +86,106 @@ class Messages:
 
     def exchange(self, call: Call, source: torch.Tensor, target: torch.Tensor, deadline: Deadline) -> None:
         """Send to ``call.root`` while receiving from ``call.source``."""
-        offers = self._offers(call, source, deadline, True)
-        takes = self._takes(call, call.source, target, deadline, True)
+        sender, start, numel = call.source, 0, target.numel()
+        piece = self._offer(call, source)
+        flat = self._want(call, sender, target)
         # An offer never waits for the piece that it makes visible, only for the one before:
         # with offer and take in turns a ring of ranks always moves.
+        offers = self._offer_rest(call, piece, deadline, True)
         offering = taking = True
         while offering or taking:
+            if taking:
+                start = self._take(call, sender, flat, start, deadline, True)
+                taking = start < numel
             offering = offering and next(offers, None) is not None
-            taking = taking and next(takes, None) is not None
+        self._settle(call, deadline, True)
 
-    def _offers(self, call: Call, source: torch.Tensor, deadline: Deadline, inline: bool) -> Iterator[int]:
-        """Offer the pieces one by one; the last ``next`` waits until the last piece was pulled."""
+    def _offer(self, call: Call, source: torch.Tensor) -> int:
+        """Offer the first piece of ``source``; the number of elements of one."""
         peers, receiver = self._peers, call.root
         slot = peers.slots.outgoing(receiver)
         if peers.fault is not None:
             peers.step(call, "offer")
         peers.publish(slot, call, source, False)
         piece = max(peers.own.notice(slot).piece, 1)
-        place = peers.places.sent + receiver
-        for start in range(0, max(call.numel, 1), piece):
-            if start:
-                self._await_taken(call, deadline, inline)
-                peers.stage(slot, start, min(start + piece, call.numel))
+        peers.own.words[peers.places.sent + receiver] += 1
+        peers.wake(receiver)
+        return piece
+
+    def _offer_rest(self, call: Call, piece: int, deadline: Deadline, inline: bool) -> Iterator[int]:
+        """Offer the other pieces one by one, each when the one before was pulled."""
+        peers, receiver = self._peers, call.root
+        slot, place = peers.slots.outgoing(receiver), peers.places.sent + receiver
+        for start in range(piece, call.numel, piece):
+            self._await_taken(call, deadline, inline)
+            peers.stage(slot, start, min(start + piece, call.numel))
             peers.own.words[place] += 1
             peers.wake(receiver)
             yield start
+
+    def _settle(self, call: Call, deadline: Deadline, inline: bool) -> None:
+        """Wait until the last piece was pulled."""
+        peers = self._peers
         if peers.fault is not None:
             peers.step(call, "settle")
         self._await_taken(call, deadline, inline)
-        peers.withdraw(slot)
+        peers.withdraw(peers.slots.outgoing(call.root))
 
     def _await_taken(self, call: Call, deadline: Deadline, inline: bool) -> None:
         peers, receiver = self._peers, call.root
         theirs, mine = peers.lines[receiver], peers.own.words[peers.places.sent + receiver]
-        taken, wanted = peers.places.taken + peers.rank, peers.places.wanted + peers.rank
+        words, rank = theirs.words, peers.rank
+        taken, wanted = peers.places.taken + rank, peers.places.wanted + rank
+        if words[taken] >= mine:
+            return
+        waited, compared = (receiver,), False
 
         def missing() -> tuple[int, ...]:
-            if theirs.words[taken] >= mine:
+            nonlocal compared
+            if words[taken] >= mine:
                 return ()
-            if theirs.words[wanted] >= mine:
-                wish = theirs.notice(peers.slots.incoming(peers.rank)).call
-                if theirs.words[taken] >= mine:
+            if not compared and words[wanted] >= mine:
+                wish = theirs.notice(peers.slots.incoming(rank)).call
+                if words[taken] >= mine:
                     return ()  # By now it may have been the wish for the next message.
                 self._compare(call, wish, receiver, call)
-            return (receiver,)
+                compared = True
+            return waited
 
         self._wait(missing, 1 + peers.size + receiver, deadline, inline)
 
-    def _takes(self, call: Call, sender: int, target: torch.Tensor, deadline: Deadline, inline: bool) -> Iterator[int]:
-        """Pull the pieces one by one."""
+    def _want(self, call: Call, sender: int, target: torch.Tensor) -> torch.Tensor:
+        """Say what the next message of ``sender`` must be; where it goes to."""
         peers = self._peers
-        theirs, own = peers.lines[sender], peers.own.words
-        sent, taken = peers.places.sent + peers.rank, peers.places.taken + sender
-        slot = peers.slots.outgoing(peers.rank)
         if peers.fault is not None:
             peers.step(call, "want")
         peers.publish(peers.slots.incoming(sender), call, None, False)
-        flat, start, numel = target.view(-1), 0, target.numel()
-        while True:
-            own[peers.places.wanted + sender] = expected = own[taken] + 1
+        return target if target.dim() == 1 else target.view(-1)
 
-            def missing(expected: int = expected) -> tuple[int, ...]:
-                return () if theirs.words[sent] >= expected else (sender,)
-
-            self._wait(missing, 1 + sender, deadline, inline)
-            notice = theirs.notice(slot)
-            self._compare(notice.call, call, sender, call)
-            stop = min(start + max(notice.piece, 1), numel)
-            copy_flat(flat[start:stop], theirs.view(slot, start, stop))
-            if peers.fault is not None:
-                peers.step(call, "take")
-            # A sender that has given up may have changed its tensor while it was read.
-            peers.require_open((sender,))
-            start = stop
-            if start >= numel:
-                theirs.conclude(slot)
-            own[taken] = expected
-            peers.wake(sender)
-            if start >= numel:
-                return
-            yield start
+    def _take(self, call: Call, sender: int, flat: torch.Tensor, start: int, deadline: Deadline, inline: bool) -> int:
+        """Pull the piece that begins with element ``start``; where the next one begins."""
+        peers, numel = self._peers, len(flat)
+        theirs, own = peers.lines[sender], peers.own.words
+        sent, taken = peers.places.sent + peers.rank, peers.places.taken + sender
+        slot = peers.slots.outgoing(peers.rank)
+        own[peers.places.wanted + sender] = expected = own[taken] + 1
+        words = theirs.words
+        if words[sent] < expected:
+            waited = (sender,)
+            self._wait(lambda: () if words[sent] >= expected else waited, 1 + sender, deadline, inline)
+        notice = theirs.notice(slot)
+        self._compare(notice.call, call, sender, call)
+        stop = min(start + max(notice.piece, 1), numel)
+        copy_flat(flat if stop - start == numel else flat[start:stop], theirs.view(slot, start, stop))
+        if peers.fault is not None:
+            peers.step(call, "take")
+        # A sender that has given up may have changed its tensor while it was read.
+        peers.require_open((sender,))
+        if stop >= numel:
+            theirs.conclude(slot)
+        own[taken] = expected
+        peers.wake(sender)
+        return stop
 
     def _wait(self, missing: Callable[[], tuple[int, ...]], awaited: int, deadline: Deadline, inline: bool) -> None:
         """Wait until ``missing`` names no rank; announce what this rank waits for, if ``inline``."""
