@@ -25,6 +25,7 @@ from hypothesis import HealthCheck, settings
 
 from bagua.cli import launch
 from bagua.testing import ProcessRanks, RankPool, ThreadRanks, worker
+from tests.versions import leave_out_what_gloo_prints
 
 # A deadline per example is a wall-clock assertion, and these tests run beside other work.
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -43,6 +44,7 @@ def pytest_configure() -> None:
     """Ctrl-C works here and in what is started from here, also under `nohup ... &`, where it is ignored."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    leave_out_what_gloo_prints()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -28,6 +28,7 @@ __all__ = [
     "make_premul_sum",
     "nccl_options",
     "plugins",
+    "premul_factor",
     "requested_backends",
     "require_known_calls",
     "set_default_timeout",
@@ -39,8 +40,13 @@ __all__ = [
 
 #: What C++ takes for a work. Subclasses in Python are called back through it; a public class for that is not there.
 Work = dist._Work
-#: Makes a ``ReduceOp.PREMUL_SUM`` of a number or a tensor, which is its ``factor``.
+#: Makes a ``ReduceOp.PREMUL_SUM`` of a number or a tensor, which is its factor.
 make_premul_sum = dist._make_nccl_premul_sum
+
+
+def premul_factor(op: dist.ReduceOp) -> Any:
+    """The factor of a ``ReduceOp.PREMUL_SUM``; older versions of torch have it in its state for pickle alone."""
+    return op.__getstate__()[1]  # type: ignore[attr-defined]  # not in the stub
 
 
 # Groups of torch.

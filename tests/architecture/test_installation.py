@@ -33,6 +33,14 @@ def test_every_command_installs_this_project_and_an_extra_that_exists():
         assert set(extras.split(",")) <= _EXTRAS
 
 
+def test_the_oldest_torch_that_is_admitted_is_the_one_that_is_tested():
+    (admitted,) = re.findall(r'"torch>=([\d.]+)"', _PROJECT)
+    (tested,) = re.findall(r"^ +oldest: torch==([\d.]+)$", (REPOSITORY / "tox.ini").read_text(), re.MULTILINE)
+    assert tested.startswith(f"{admitted}.")
+    for page in ("README.md", "docs/getting_started.md", "CONTRIBUTING.md"):
+        assert f"torch {admitted}" in (REPOSITORY / page).read_text(encoding="utf-8"), page
+
+
 def run(program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=REPOSITORY, check=False

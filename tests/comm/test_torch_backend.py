@@ -13,6 +13,7 @@ from bagua.comm.store.serving import serve_store
 from bagua.testing import ProcessRanks
 from bagua.testing.ranks import RankDiedError
 from tests.comm import torch_backend_ranks as ranks
+from tests.versions import TORCH, needs
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -40,6 +41,7 @@ def test_ddp_as_a_launcher_starts_it(pool: ProcessRanks, port: int) -> None:
     pool.run(ranks.as_launched, port, 2, size=2)
 
 
+@needs("the forms of arguments of torch 2.13", TORCH >= (2, 13))
 def test_every_form_of_arguments_that_gloo_takes(pool: ProcessRanks, port: int) -> None:
     pool.run(ranks.all_forms, port, size=2)
 

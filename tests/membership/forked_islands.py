@@ -87,7 +87,8 @@ class Crowd:
             self._selector.unregister(reader)
             return
         *lines, self._rest[reader] = (self._rest.get(reader, b"") + found).split(b"\n")
-        self.said += [{**json.loads(line), "at": time.monotonic()} for line in lines]
+        # Gloo in old versions of torch prints, too.
+        self.said += [{**json.loads(line), "at": time.monotonic()} for line in lines if line.startswith(b"{")]
 
     def has(self, number: int, outer_steps: int) -> bool:
         return sum(one["number"] == number for one in self.said) >= outer_steps

@@ -12,7 +12,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.flight_recorder import fr_trace
 
 import bagua.comm
 import bagua.torch_api
@@ -21,8 +20,14 @@ from bagua.errors import CommunicationError, ConfigurationError
 from bagua.observe import explain
 from bagua.observe.flight import PREFIX, FlightRecord
 from bagua.testing import ThreadRanks
+from tests.versions import needs
 
 pytestmark = pytest.mark.threads
+try:
+    from torch.distributed.flight_recorder import fr_trace
+except ModuleNotFoundError:
+    fr_trace = None
+needs_analyzer = needs("torch.distributed.flight_recorder", fr_trace)
 
 
 @pytest.fixture
@@ -54,6 +59,7 @@ def make_another_call() -> None:
         bagua.comm.allreduce(tensor)
 
 
+@needs_analyzer
 def test_the_rank_that_makes_another_call_is_named(folder, caplog):
     run_into_an_error(make_another_call)
     said = analyzed(folder, caplog)
@@ -92,6 +98,7 @@ def stop_one_rank() -> None:
 given_up = threading.Event()
 
 
+@needs_analyzer
 @pytest.mark.parametrize("last_first", [False, True])
 def test_the_rank_that_is_stopped_is_named_whatever_file_comes_first(folder, caplog, last_first):
     given_up.clear()
@@ -104,6 +111,7 @@ def test_the_rank_that_is_stopped_is_named_whatever_file_comes_first(folder, cap
     assert sentences[1] == "Rank 2 came to it when the others had given up."
 
 
+@needs_analyzer
 def test_a_rank_without_a_record_is_named(folder, caplog):
     given_up.clear()
     run_into_an_error(stop_one_rank)

@@ -145,6 +145,7 @@ def test_a_bucket_of_biases_only(make):
     assert bool((bias < 1).all())
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")  # Old versions of torch pass it themselves.
 def test_the_schedule_rises_and_falls():
     optimizer = torch.optim.SGD(parameters(), lr=2.0)
     schedule = lr_scheduler_fn_cosine_with_warmup(optimizer, t_max=10, t_warmup=4, cosine_eta_min=0.5, warmup_decay=0.1)

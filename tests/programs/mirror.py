@@ -12,6 +12,7 @@ from bagua.testing.contract.exercises import CallSetting, Exercise, several
 from bagua.testing.reference import assert_same
 from tests.programs.native import assert_same_object, own_object
 from tests.programs.places import Place
+from tests.versions import renamed
 
 Begin = Callable[[Place, CallSetting], Exercise]
 
@@ -82,7 +83,7 @@ def _all_gather(p: Place, s: CallSetting) -> Exercise:
 
 def _all_gather_single(p: Place, s: CallSetting) -> Exercise:
     output, tensor = s.room((p.size, *s.shape), p), s.place(s.own(p.rank), p)
-    work = p.dist.all_gather_single(output, tensor, p.group, _wait_later(s))
+    work = renamed(p.dist, "all_gather_single", "all_gather_into_tensor")(output, tensor, p.group, _wait_later(s))
 
     def check() -> None:
         _check_gathered(p, s, list(output), "all_gather_single")
@@ -123,7 +124,9 @@ def _reduce_scatter(p: Place, s: CallSetting) -> Exercise:
 
 def _reduce_scatter_single(p: Place, s: CallSetting) -> Exercise:
     tensor, output = s.place(s.own(p.rank, p.size), p), s.room(s.shape, p)
-    work = p.dist.reduce_scatter_single(output, tensor, s.op, p.group, _wait_later(s))
+    work = renamed(p.dist, "reduce_scatter_single", "reduce_scatter_tensor")(
+        output, tensor, s.op, p.group, _wait_later(s)
+    )
 
     def check() -> None:
         shares = [s.own(rank, p.size)[p.rank] for rank in range(p.size)]

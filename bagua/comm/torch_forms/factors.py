@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bagua.checks import check_kind
 from bagua.comm.reduction import ReduceOp
-from bagua.comm.torch_private import make_premul_sum
+from bagua.comm.torch_private import make_premul_sum, premul_factor
 from bagua.comm.transports.memory.copying import copy_pieces
 from bagua.errors import InvalidReduceOpError
 
@@ -47,7 +47,8 @@ def scaled(op: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
                 seen=tensor.dtype,
                 advice="Multiply the tensor before the call, and use SUM.",
             )
-    return [(tensor.detach() * op.factor).to(tensor.dtype).contiguous() for tensor in tensors]
+    factor = premul_factor(op)
+    return [(tensor.detach() * factor).to(tensor.dtype).contiguous() for tensor in tensors]
 
 
 def scale(op: Any, tensors: Sequence[Tensor]) -> None:

@@ -1,0 +1,49 @@
+"""What the tests use of torch that older versions lack, or call by another name."""
+
+from __future__ import annotations
+
+import subprocess
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+#: Major and minor version of torch.
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+#: What Gloo says in versions before 2.13 of calls and dtypes that it has now.
+_LACKING = ("Invalid scalar type", "does not support")
+
+
+def needs(what: str, found: object) -> pytest.MarkDecorator:
+    """Skip a test, and say why, where torch is too old.
+
+    Args:
+        what: name of what the test uses.
+        found: it, or something false where this torch lacks it.
+    """
+    return pytest.mark.skipif(not found, reason=f"torch {torch.__version__} has no {what}")
+
+
+def lacks(error: Exception) -> bool:
+    """Whether ``error`` says that Gloo in an old torch cannot do yet what newer versions can."""
+    return TORCH < (2, 13) and any(words in str(error) for words in _LACKING)
+
+
+def leave_out_what_gloo_prints() -> None:
+    """Have tests see what their processes print, but not what Gloo adds about its connections in old versions."""
+    communicate = subprocess.Popen.communicate
+
+    def without_gloo(self: subprocess.Popen[Any], *arguments: Any, **keywords: Any) -> tuple[Any, Any]:
+        output, errors = communicate(self, *arguments, **keywords)
+        if isinstance(output, str):
+            output = "".join(line for line in output.splitlines(keepends=True) if "[Gloo] Rank" not in line)
+        return output, errors
+
+    if TORCH < (2, 13):
+        subprocess.Popen.communicate = without_gloo  # type: ignore[method-assign]
+
+
+def renamed(module: ModuleType, name: str, before: str) -> Any:
+    """What ``module`` has under ``name``, or in an older torch under the name ``before``."""
+    return getattr(module, name, None) or getattr(module, before)
