@@ -11,6 +11,7 @@ from bagua.primitives.decentralized import (
 from bagua.primitives.feedback import EF21, MomentumCorrection
 from bagua.primitives.hierarchical import has_two_levels as has_two_levels
 from bagua.primitives.hierarchical import hierarchical_sum, on_leaders
+from bagua.primitives.hierarchical import through_leaders as through_leaders
 from bagua.primitives.memory import MatrixBlock, ReducerMemory, State
 from bagua.primitives.power_sgd import PowerSGDReducer
 from bagua.primitives.random_k import RandomKReducer

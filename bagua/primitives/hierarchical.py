@@ -8,7 +8,7 @@ import torch
 
 from bagua.comm import Communicator, ProcessGroup
 
-__all__ = ["has_two_levels", "hierarchical_sum", "on_leaders"]
+__all__ = ["has_two_levels", "hierarchical_sum", "on_leaders", "through_leaders"]
 
 
 def has_two_levels(group: ProcessGroup) -> bool:
@@ -23,7 +23,7 @@ def has_two_levels(group: ProcessGroup) -> bool:
 
 
 def on_leaders(
-    tensor: torch.Tensor, group: ProcessGroup, between_hosts: Callable[[torch.Tensor, Communicator], None]
+    tensor: torch.Tensor, group: ProcessGroup, between_hosts: Callable[[torch.Tensor, Communicator], object]
 ) -> None:
     """Sum ``tensor`` inside each host, let the hosts' leaders change the sums, and spread the result.
 
@@ -43,9 +43,30 @@ def on_leaders(
         >>> tensor
         tensor([1., 1.])
     """
-    local, leaders = group.intra_node_communicator, group.inter_node_communicator
+    local = group.intra_node_communicator
     if local.size > 1:
         local.reduce(tensor, group.leader)
+    through_leaders(tensor, group, between_hosts)
+
+
+def through_leaders(
+    tensor: torch.Tensor, group: ProcessGroup, between_hosts: Callable[[torch.Tensor, Communicator], object]
+) -> None:
+    """Let the hosts' leaders change ``tensor``, and give the result to the ranks of each host.
+
+    Args:
+        tensor: equal in dtype and number of elements on all ranks; changed in place.
+        group: the ranks that take part, and who leads on each host.
+        between_hosts: called on leaders with their own tensor and the communicator of all leaders.
+
+    Example:
+        >>> from bagua.comm import solo_group
+        >>> tensor = torch.ones(2)
+        >>> through_leaders(tensor, solo_group(), lambda own, leaders: leaders.allreduce(own))
+        >>> tensor
+        tensor([1., 1.])
+    """
+    local, leaders = group.intra_node_communicator, group.inter_node_communicator
     if leaders:
         between_hosts(tensor, leaders)
     if local.size > 1:

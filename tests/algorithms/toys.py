@@ -72,7 +72,7 @@ class RoundedMean(How):
     def state(self) -> tuple[State, ...]:
         return State("residual"), State("committed", _zero, per="flat", scope="shared")
 
-    def scale(self, ranks: int) -> float:
+    def scale(self, ranks: float) -> float:
         return 1.0 / ranks
 
     def run(self, flight: Flight, group: ProcessGroup) -> Work | None:

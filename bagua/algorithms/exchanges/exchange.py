@@ -117,8 +117,12 @@ class How(ABC):
         """Whether ``run`` waits for a call that it starts, instead of returning its ``Work``."""
         return True
 
-    def scale(self, ranks: int) -> float:
-        """Factor on what is sent; costs nothing where it is copied anyway."""
+    def ranks(self, group: ProcessGroup) -> float:
+        """How many contributions like that of this rank make one mean: the size of ``group``, if all take part."""
+        return group.size
+
+    def scale(self, ranks: float) -> float:
+        """Factor on what is sent, for so many ``ranks``; costs nothing where it is copied anyway."""
         return 1.0
 
     @abstractmethod

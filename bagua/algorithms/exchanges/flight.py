@@ -21,7 +21,7 @@ class Flight:
         step: number of the training step in which it started, from 0.
         t: number of that step in its phase, from 1.
         round: how many times this exchange has started in its phase, this time included.
-        ranks: number of ranks that take part.
+        ranks: how many contributions like this one make one mean; see ``How.ranks``.
         loss_scale: what the loss was multiplied by in that step; 1.0 without a ``GradScaler``.
         scale: factor on what is sent; see ``How.scale``.
         rescale: at the fold, what brings gradients of that step to the loss scale of this one.
@@ -49,7 +49,7 @@ class Flight:
         step: int,
         t: int,
         round: int,  # noqa: A002 - the word of topologies
-        ranks: int,
+        ranks: float,
         loss_scale: float,
         scale: float,
         bucket: Bucket,

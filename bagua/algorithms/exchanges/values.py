@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 
 from bagua.algorithms.exchanges.exchange import Flight, How, Point, Then, What
 from bagua.algorithms.exchanges.parts import Parts
 from bagua.checks import check_choice, check_flags, check_kind, check_numbers
-from bagua.comm import ProcessGroup, Work
+from bagua.comm import Communicator, ProcessGroup, Work
 from bagua.errors import ConfigurationError
-from bagua.primitives import State, SumReducer, allreduce_sum, reducer_sum
+from bagua.primitives import State, SumReducer, allreduce_sum, reducer_sum, through_leaders
 
 __all__ = [
     "WHOLE",
@@ -120,6 +120,9 @@ class Difference(What):
 
 # How.
 
+#: Among whom a sum is made.
+Over = Literal["ranks", "inside", "between"]
+
 
 @dataclass(frozen=True)
 class Sum(How):
@@ -129,6 +132,11 @@ class Sum(How):
         reducer: as ``ScatterGatherReducer(MinMaxUInt8())``; None for the exact sum.
         hierarchical: sum inside each host in full precision first, and between hosts then. With a single
             host, or a single rank on each, all ranks sum together.
+        over: ``ranks``: all. ``inside``: those of each host, so that hosts differ. ``between``: hosts, whose ranks hold
+            the same: one rank of each sends it, and gives the result to the others. A host alone keeps what it has.
+
+    Raises:
+        ConfigurationError: an option of a wrong type, or ``hierarchical`` not over all ranks.
 
     Example:
         >>> from bagua.compression import MinMaxUInt8
@@ -139,10 +147,21 @@ class Sum(How):
 
     reducer: SumReducer | None = None
     hierarchical: bool = False
+    over: Over = "ranks"
 
     def __post_init__(self) -> None:
         check_kind((SumReducer, type(None)), "a SumReducer of bagua.primitives, or None", reducer=self.reducer)
         check_flags(hierarchical=self.hierarchical)
+        check_choice(get_args(Over), over=self.over)
+        if self.hierarchical and self.over != "ranks":
+            raise ConfigurationError(
+                "hosts are told apart already", argument="hierarchical", expected=f"False with {self.over=}", seen=True
+            )
+
+    @property
+    def uniform(self) -> bool:
+        """Not over the ranks of one host."""
+        return self.over != "inside"
 
     @property
     def exact(self) -> bool:
@@ -152,7 +171,8 @@ class Sum(How):
     def state(self) -> tuple[State, ...]:
         """What the reducer remembers, for example the residual of error feedback; between hosts, one rank of each."""
         found = () if self.reducer is None else self.reducer.state()
-        return tuple(dataclasses.replace(one, scope="local") for one in found) if self.hierarchical else found
+        of_leaders = self.hierarchical or self.over != "ranks"
+        return tuple(dataclasses.replace(one, scope="local") for one in found) if of_leaders else found
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         """Refuse what the reducer refuses."""
@@ -161,16 +181,38 @@ class Sum(How):
 
     def blocking(self, group: ProcessGroup, prepared: object) -> bool:
         """Only with several calls, one after the other."""
-        return self.reducer is not None or self.hierarchical
+        return self.reducer is not None or self.hierarchical or self.over == "between"
+
+    def ranks(self, group: ProcessGroup) -> float:
+        """Those of this host, or hosts like this one."""
+        if self.over == "ranks":
+            return group.size
+        return group.local_size if self.over == "inside" else group.size / group.local_size
 
     def run(self, flight: Flight, group: ProcessGroup) -> Work | None:
         """Sum what lies in the flight."""
+        if self.over == "inside":
+            return self._sum(flight, group.intra_node_communicator)
+        if self.over == "between":
+            through_leaders(flight.flat, group, lambda _, leaders: self._sum(flight, leaders, wait=True))
+            return None
         if self.reducer is None:
             return allreduce_sum(flight.flat, group, hierarchical=self.hierarchical, async_op=True)
-        memory = flight.memory
-        memory.step, memory.loss_scale = flight.step, flight.loss_scale
-        reducer_sum(flight.flat, group, self.reducer, memory, hierarchical=self.hierarchical)
-        memory.clear_padding(flight.flat)
+        self._begin(flight)
+        reducer_sum(flight.flat, group, self.reducer, flight.memory, hierarchical=self.hierarchical)
+        flight.memory.clear_padding(flight.flat)
+        return None
+
+    def _begin(self, flight: Flight) -> None:
+        flight.memory.step, flight.memory.loss_scale = flight.step, flight.loss_scale
+
+    def _sum(self, flight: Flight, communicator: Communicator, *, wait: bool = False) -> Work | None:
+        """Sum over the ranks of ``communicator``; a single one loses nothing to a reducer."""
+        if self.reducer is None or communicator.size == 1:
+            return communicator.allreduce(flight.flat, async_op=not wait)
+        self._begin(flight)
+        self.reducer.reduce(flight.flat, communicator, flight.memory)
+        flight.memory.clear_padding(flight.flat)
         return None
 
 
@@ -181,13 +223,14 @@ class Mean(Sum):
     Args:
         reducer: as for ``Sum``.
         hierarchical: as for ``Sum``; the mean over ranks stays exact when hosts are of different size.
+        over: as for ``Sum``; between hosts each counts by its number of ranks.
 
     Example:
-        >>> Mean(hierarchical=True)
-        Mean(reducer=None, hierarchical=True)
+        >>> Mean(over="between")
+        Mean(reducer=None, hierarchical=False, over='between')
     """
 
-    def scale(self, ranks: int) -> float:
+    def scale(self, ranks: float) -> float:
         """Dividing before the sum keeps 16-bit values in range."""
         return 1.0 / ranks
 

@@ -30,7 +30,7 @@ class ScatterGatherSum(How):
 
     chunked: ClassVar[bool] = True
 
-    def scale(self, ranks: int) -> float:
+    def scale(self, ranks: float) -> float:
         """Dividing before the sum keeps 16-bit values in range."""
         return 1.0 / ranks if self.average else 1.0
 

@@ -11,7 +11,7 @@ from bagua.algorithms.base import bound_form
 from bagua.algorithms.exchanges.exchange import Every, Exchange
 from bagua.algorithms.exchanges.outer import EagerStep, Outer, OuterStep
 from bagua.algorithms.exchanges.parts import Parts
-from bagua.algorithms.exchanges.values import Add, Blend, Difference, Mean, Replace
+from bagua.algorithms.exchanges.values import Add, Blend, Difference, Replace
 from bagua.algorithms.local.local_updates import LocalUpdates
 from bagua.checks import check_choice, check_flags, check_kind, check_numbers, check_whole
 from bagua.compression import Codec, as_codec
@@ -62,6 +62,7 @@ class DiLoCoAlgorithm(LocalUpdates):
         start_after: so many steps at the beginning exchange gradients instead.
         average_buffers: take the mean of floating-point buffers, too, after each ``sync_every``-th step.
         hierarchical: sum inside each host first, with all bits.
+        inner: what ranks of one host exchange in each step, as ``gradient_allreduce``; see ``LocalUpdates``.
 
     Raises:
         ConfigurationError: an option of a wrong type or out of its range, or options that contradict each other.
@@ -134,7 +135,7 @@ class DiLoCoAlgorithm(LocalUpdates):
     @property
     def outer_exchange(self) -> Exchange:
         """Differences, each part by itself, and a step of the anchor."""
-        how = Mean(self._reducer, self.hierarchical)
+        how = self.mean(self._reducer)
         parts = Parts(self.fragments, self.fragment_order)
         scope: Literal["local", "shared"] = "local" if self.eager else "shared"
         what = Difference(scope=scope, dtype=self.anchor_dtype, device=self.anchor_device)

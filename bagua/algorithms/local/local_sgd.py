@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from bagua.algorithms.base import bound_form
 from bagua.algorithms.exchanges.exchange import Every, Exchange
-from bagua.algorithms.exchanges.values import WHOLE, Mean, Replace, Weights
+from bagua.algorithms.exchanges.values import WHOLE, Replace, Weights
 from bagua.algorithms.local.local_updates import LocalUpdates
 
 __all__ = ["LocalSGDAlgorithm", "LocalSGDAlgorithmImpl"]
@@ -24,13 +24,14 @@ class LocalSGDAlgorithm(LocalUpdates):
         start_after: so many steps at the beginning exchange gradients instead.
         average_buffers: take the mean of floating-point buffers, too, after each ``sync_every``-th step.
         hierarchical: sum inside each host first.
+        inner: what ranks of one host exchange in each step, as ``gradient_allreduce``; see ``LocalUpdates``.
 
     Raises:
         ConfigurationError: an option of a wrong type or out of its range.
 
     Example:
         >>> LocalSGDAlgorithm(sync_every=16)
-        LocalSGDAlgorithm(sync_every=16, start_after=0, hierarchical=True, average_buffers=False)
+        LocalSGDAlgorithm(sync_every=16, start_after=0, hierarchical=True, average_buffers=False, inner=None)
 
     Papers: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019. Lin et al., "Don't Use Large
     Mini-Batches, Use Local SGD", ICLR 2020.
@@ -39,8 +40,7 @@ class LocalSGDAlgorithm(LocalUpdates):
     @property
     def outer_exchange(self) -> Exchange:
         """The mean of the weights takes their place."""
-        how = Mean(hierarchical=self.hierarchical)
-        return Exchange(Weights(), Every(self.sync_every), how, Replace(), parts=WHOLE)
+        return Exchange(Weights(), Every(self.sync_every), self.mean(), Replace(), parts=WHOLE)
 
 
 LocalSGDAlgorithmImpl = bound_form(LocalSGDAlgorithm)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import abstractmethod
 from collections.abc import Hashable
 from dataclasses import KW_ONLY, dataclass
 
-from bagua.algorithms.base import Algorithm
+from bagua.algorithms.base import Algorithm, as_algorithm
 from bagua.algorithms.exchanges.exchange import Every, Exchange
 from bagua.algorithms.exchanges.model import Model
-from bagua.algorithms.exchanges.values import WHOLE, Buffers, Gradients, Mean, Replace
-from bagua.checks import check_flags, check_whole
+from bagua.algorithms.exchanges.values import WHOLE, Buffers, Gradients, Mean, Replace, Sum
+from bagua.algorithms.registry import DistributedAlgorithm
+from bagua.checks import check_flags, check_kind, check_whole
+from bagua.errors import ConfigurationError
+from bagua.primitives import SumReducer
 
 __all__ = ["LocalUpdates"]
 
@@ -26,6 +30,8 @@ class LocalUpdates(Algorithm):
         start_after: so many steps at the beginning exchange gradients instead, as ``gradient_allreduce`` does.
         hierarchical: sum inside each host first, so that each link between hosts carries the weights once.
         average_buffers: floating-point buffers, as running means, become their means after each ``sync_every``-th step.
+        inner: what ranks of one host exchange in each step, as ``gradient_allreduce``: hosts then train alone, each as
+            one rank would, and one rank of each takes part in the exchanges between them. None: ranks train alone.
 
     Raises:
         ConfigurationError: an option of a wrong type or out of its range.
@@ -36,12 +42,47 @@ class LocalUpdates(Algorithm):
     start_after: int = 0
     hierarchical: bool = True
     average_buffers: bool = False
+    inner: Algorithm | str | None = None
 
     def __post_init__(self) -> None:
         check_whole(1, sync_every=self.sync_every)
         check_whole(0, start_after=self.start_after)
         check_flags(hierarchical=self.hierarchical, average_buffers=self.average_buffers)
-        _ = self.outer_exchange  # Refuses options that it cannot use.
+        expected = "an algorithm that sums gradients in each step, as gradient_allreduce, or None"
+        check_kind((Algorithm, DistributedAlgorithm, str, type(None)), expected, inner=self.inner)
+        if self.inner is not None:
+            object.__setattr__(self, "inner", as_algorithm(self.inner))
+            if not self.hierarchical:
+                raise ConfigurationError(
+                    "with inner, hosts exchange in place of ranks", argument="hierarchical", expected=True, seen=False
+                )
+        _ = self._inside, self.outer_exchange  # Refuse options that they cannot use.
+
+    def check(self, model: Model) -> None:
+        """What the inner algorithm refuses."""
+        if isinstance(self.inner, Algorithm):
+            self.inner.check(model)
+
+    @property
+    def is_hierarchical(self) -> bool | None:
+        """Whether hosts exchange in place of ranks; None if that cannot be chosen, because hosts are what trains."""
+        return self.hierarchical if self.inner is None else None
+
+    def mean(self, reducer: SumReducer | None = None) -> Mean:
+        """The mean of what trains alone: ranks, or hosts.
+
+        Args:
+            reducer: None for the exact mean.
+        """
+        return Mean(reducer, self.hierarchical) if self.inner is None else Mean(reducer, over="between")
+
+    @property
+    def _inside(self) -> tuple[Exchange, ...]:
+        """What ranks of one host exchange in each step."""
+        if self.inner is None:
+            return ()
+        assert isinstance(self.inner, Algorithm)
+        return tuple(_inside(one, self.inner) for one in self.inner.every_exchange())
 
     @property
     @abstractmethod
@@ -61,7 +102,25 @@ class LocalUpdates(Algorithm):
         """Gradients in each step at the beginning; weights every so often after that."""
         if phase == _TOGETHER:
             return (Exchange(Gradients(), Every(), Mean(hierarchical=self.hierarchical), Replace(), label="gradients"),)
+        found = (*self._inside, self.outer_exchange)
         if not self.average_buffers:
-            return (self.outer_exchange,)
+            return found
+        # Hosts hold equal weights, but each rank has buffers of its own.
         when, how = Every(self.sync_every), Mean(hierarchical=self.hierarchical)
-        return (self.outer_exchange, Exchange(Buffers(), when, how, Replace(), parts=WHOLE, label="buffers"))
+        return (*found, Exchange(Buffers(), when, how, Replace(), parts=WHOLE, label="buffers"))
+
+
+def _inside(exchange: Exchange, inner: Algorithm) -> Exchange:
+    """The same exchange, of the ranks of each host by themselves."""
+    how = exchange.how
+    of_gradients = exchange.what is not None and exchange.what.reads == {"gradients"}
+    each_step = exchange.when == Every() and exchange.lag == 0 and len(inner.phases) == 1
+    if not (isinstance(how, Sum) and how.over == "ranks" and of_gradients and each_step):
+        raise ConfigurationError(
+            "ranks of one host must hold equal weights after each step",
+            argument="inner",
+            expected="an algorithm that sums gradients in each step, as gradient_allreduce, or None",
+            seen=repr(inner),
+        )
+    how = dataclasses.replace(how, hierarchical=False, over="inside")
+    return dataclasses.replace(exchange, how=how, label=".".join(filter(None, ("inner", exchange.label))))

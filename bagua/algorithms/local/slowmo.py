@@ -10,7 +10,7 @@ import torch
 from bagua.algorithms.base import bound_form
 from bagua.algorithms.exchanges.exchange import Every, Exchange, Flight, Then, What
 from bagua.algorithms.exchanges.outer import check_has_anchor, restart_unless_finite
-from bagua.algorithms.exchanges.values import WHOLE, Difference, Mean
+from bagua.algorithms.exchanges.values import WHOLE, Difference
 from bagua.algorithms.local.local_updates import LocalUpdates
 from bagua.checks import check_numbers
 from bagua.errors import ConfigurationError
@@ -93,13 +93,14 @@ class SlowMoAlgorithm(LocalUpdates):
         start_after: so many steps at the beginning exchange gradients instead.
         average_buffers: take the mean of floating-point buffers, too, after each ``sync_every``-th step.
         hierarchical: sum inside each host first.
+        inner: what ranks of one host exchange in each step, as ``gradient_allreduce``; see ``LocalUpdates``.
 
     Raises:
         ConfigurationError: an option of a wrong type or out of its range.
 
     Example:
-        >>> SlowMoAlgorithm(12, beta=0.5)
-        SlowMoAlgorithm(sync_every=12, start_after=0, hierarchical=True, average_buffers=False, beta=0.5, alpha=1.0)
+        >>> SlowMoAlgorithm(12, beta=0.5).outer_exchange.then
+        SlowStep(beta=0.5, alpha=1.0)
 
     Paper: Wang et al., "SlowMo: Improving Communication-Efficient Distributed SGD with Slow Momentum", ICLR 2020.
     """
@@ -112,8 +113,7 @@ class SlowMoAlgorithm(LocalUpdates):
     @property
     def outer_exchange(self) -> Exchange:
         """The mean difference, and a step of the anchor."""
-        how = Mean(hierarchical=self.hierarchical)
-        return Exchange(Difference(), Every(self.sync_every), how, SlowStep(self.beta, self.alpha), parts=WHOLE)
+        return Exchange(Difference(), Every(self.sync_every), self.mean(), SlowStep(self.beta, self.alpha), parts=WHOLE)
 
 
 SlowMoAlgorithmImpl = bound_form(SlowMoAlgorithm)

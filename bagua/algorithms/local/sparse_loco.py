@@ -10,7 +10,7 @@ import torch
 from bagua.algorithms.base import bound_form
 from bagua.algorithms.exchanges.exchange import Every, Exchange
 from bagua.algorithms.exchanges.outer import Outer, OuterStep
-from bagua.algorithms.exchanges.values import WHOLE, Difference, Mean
+from bagua.algorithms.exchanges.values import WHOLE, Difference
 from bagua.algorithms.local.local_updates import LocalUpdates
 from bagua.checks import check_choice, check_numbers
 from bagua.compression import BlockTopK
@@ -47,6 +47,7 @@ class SparseLoCoAlgorithm(LocalUpdates):
         start_after: so many steps at the beginning exchange gradients instead.
         average_buffers: take the mean of floating-point buffers, too, after each ``sync_every``-th step.
         hierarchical: sum inside each host first, with all bits.
+        inner: what ranks of one host exchange in each step, as ``gradient_allreduce``; see ``LocalUpdates``.
 
     Raises:
         ConfigurationError: an option of a wrong type or out of its range.
@@ -78,7 +79,7 @@ class SparseLoCoAlgorithm(LocalUpdates):
     def outer_exchange(self) -> Exchange:
         """The largest elements of the difference, and a step of the anchor."""
         step = OuterStep(Outer(torch.optim.SGD, lr=self.outer_lr))
-        how = Mean(ErrorFeedback(self._reducer, self.error_feedback), self.hierarchical)
+        how = self.mean(ErrorFeedback(self._reducer, self.error_feedback))
         return Exchange(Difference(), Every(self.sync_every), how, step, parts=WHOLE)
 
     @property

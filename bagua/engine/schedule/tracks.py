@@ -134,6 +134,7 @@ class Course:
         self._of_arrival = parts.by == "arrival"
         self._shifts = [parts.shift(part, exchange.when.steps) for part in range(parts.n)]
         how = exchange.how
+        self._contributions = 1.0 if lane is None or how is None else how.ranks(lane.group)
         self._uniform = how is not None and how.uniform
         self._in_place = exchange.what is not None and exchange.what.in_place and exchange.lag == 0
         self._gauges = None if lane is None or exchange.how is None else Gauges(exchange, lane.group)
@@ -166,7 +167,7 @@ class Course:
     def scale(self) -> float:
         """Factor on what is sent."""
         how = self.exchange.how
-        return 1.0 if how is None else how.scale(self._ranks)
+        return 1.0 if how is None else how.scale(self._contributions)
 
     def note_rates(self) -> None:
         """Keep the learning rates of this step, if its exchange reads them: it may come after the next schedule."""
@@ -214,7 +215,7 @@ class Course:
             step=clock.step,
             t=clock.t,
             round=self.exchange.when.round(clock.t, shift),
-            ranks=self._ranks,
+            ranks=self._contributions,
             loss_scale=clock.loss_scale,
             scale=self.scale,
             bucket=bucket,
