@@ -66,6 +66,7 @@ class AlgorithmOptions(TypedDict, total=False):
     error_feedback: bool | float
     fragment_order: Literal["strided", "bytes"]
     fragments: int
+    inner: Algorithm | str | None
     kept: int
     matrix_rank: int
     mix: Literal["blend", "add"]
