@@ -204,6 +204,25 @@ class Bucket:
             self.gradient_views = self.views(self.gradients)
         return self.gradients
 
+    @torch.no_grad()
+    def gather_gradients(self, factor: float = 1.0) -> None:
+        """Copy the gradients, times ``factor``, into flat memory: zeros for a parameter that has none."""
+        self.allocate_gradients()
+        for parameter, view in zip(self.parameters, self.gradient_views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                torch.mul(parameter.grad, factor, out=view)
+
+    @torch.no_grad()
+    def return_gradients(self) -> None:
+        """Copy flat memory to where the optimizer looks for gradients."""
+        for parameter, view in zip(self.parameters, self.gradient_views, strict=True):
+            if parameter.grad is None:
+                parameter.grad = view.clone()
+            else:
+                parameter.grad.copy_(view)
+
     def fuse_weights(self, *, exchangeable: bool = False) -> None:
         """Move the weights into one flat block; the parameters stay the same objects.
 

@@ -26,7 +26,7 @@ from bagua.engine.options import (
     optimizer_list,
     refuse_unknown,
 )
-from bagua.engine.schedule.courses import gathers, lag_of_gradients
+from bagua.engine.schedule.courses import lag_of_gradients, sends_gradients
 from bagua.engine.schedule.tracks import Track
 from bagua.engine.state import checkpoints
 from bagua.engine.state.equality import Belief
@@ -166,7 +166,7 @@ class Reducer(BucketFormation):
         if id(param) not in self._known:
             raise foreign(param)
         if self.scheduler is None:
-            value = param.grad if gathers(self.declaration.every_exchange()) else param.detach()
+            value = param.grad if sends_gradients(self.declaration.every_exchange()) else param.detach()
             if value is None:
                 raise not_formed()
             return value
@@ -261,8 +261,9 @@ class Reducer(BucketFormation):
             raise unused({self.group.rank: [slot.name for slot in missing]})
         without = {slot.name for slot in scheduler.fill_missing(missing)}
         scheduler.complete()
-        if self.options.find_unused_parameters and self.group.size > 1 and gathers(self.exchanges_of(self._phase)):
-            unused_here = self._unused.after(without, steps=1 + lag_of_gradients(self.exchanges_of(self._phase)))
+        exchanges = self.exchanges_of(self._phase)
+        if self.options.find_unused_parameters and self.group.size > 1 and sends_gradients(exchanges):
+            unused_here = self._unused.after(without, steps=1 + lag_of_gradients(exchanges))
             restore_unused(unused_here, self.model.parameters, self.communicator)
         if self.equality.concerns(self.step):
             self.end_exchanges()

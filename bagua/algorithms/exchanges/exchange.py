@@ -26,6 +26,8 @@ Point = Literal["safe", "backward begins", "bucket ready", "bucket stepped", "ba
 POINTS: tuple[Point, ...] = get_args(Point)
 #: Points that each bucket reaches by itself.
 OF_BUCKETS: tuple[Point, ...] = ("bucket ready", "bucket stepped")
+#: Points at which gradients are sent, and replaced.
+_OF_GRADIENTS: tuple[Point, ...] = (*OF_BUCKETS, "backward ends")
 
 #: Where what starts at a point is folded, unless it says otherwise; others at the point itself.
 _FOLDED: dict[Point, Point] = {
@@ -291,6 +293,7 @@ class Exchange:
         self.then.check(self.what)
         self._settle_points()
         _check_places(self)
+        _check_gradients(self)
         _check_scopes(self)
         _check_lag(self)
 
@@ -374,6 +377,19 @@ def _check_places(exchange: Exchange) -> None:
         )
     if exchange.how is not None and exchange.what is None:
         raise ConfigurationError("nothing would be sent", argument="what", expected="as Weights()", seen=None)
+
+
+def _check_gradients(exchange: Exchange) -> None:
+    """Gradients are there once a backward pass has brought them, and of use until the optimizers step."""
+    at, until = exchange.starts_at, exchange.folds_at
+    for point, touches in ((at, "gradients" in exchange.needs), (until, "gradients" in exchange.writes)):
+        if touches and point not in _OF_GRADIENTS:
+            raise ConfigurationError(
+                f"the gradients of a step are not there, or of no use any more, at {point!r}",
+                argument="at" if point == at else "until",
+                expected=" or ".join(map(repr, _OF_GRADIENTS)),
+                seen=repr(point),
+            )
 
 
 def _check_scopes(exchange: Exchange) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from bagua.algorithms.exchanges.exchange import POINTS, Exchange
+from bagua.algorithms.exchanges.parts import Not, Parts
 from bagua.errors import ConfigurationError
 
 __all__ = ["Promise", "check_exchanges", "differ_between_ranks", "promise_of"]
@@ -32,13 +33,19 @@ def check_exchanges(exchanges: Sequence[Exchange]) -> None:
         if one.label == other.label and _named(one) & _named(other) and one.states() != other.states():
             raise _contradiction("they remember different things under one name", one, other, "equal declarations")
         both_replace = "gradients" in one.writes & other.writes and one.then.replaces and other.then.replaces
-        if both_replace and _meet(one, other):
+        if both_replace and _meet(one, other) and not _have_nothing_in_common(one.parts, other.parts):
             raise _contradiction("both replace gradients in one step", one, other, "steps in which one of them is due")
     for one, other in itertools.permutations(exchanges, 2):
         if one.how is not None and one.then.replaces and one.writes & other.writes and _is_undone(one, other):
             raise _contradiction(
                 "the first one replaces what the second one writes while it is on its way", one, other, "Add()"
             )
+
+
+def _have_nothing_in_common(one: Parts, other: Parts) -> bool:
+    """Whether one takes the parameters that the other leaves out, by what they say."""
+    pairs = ((one.select, other.select), (other.select, one.select))
+    return any(mine is not None and theirs == Not(mine) for mine, theirs in pairs)
 
 
 def _named(exchange: Exchange) -> set[str]:

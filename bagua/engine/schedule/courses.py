@@ -28,6 +28,7 @@ __all__ = [
     "lag_of_gradients",
     "layout_of",
     "saved_flights",
+    "sends_gradients",
     "waits_for_optimizers",
 ]
 
@@ -39,9 +40,14 @@ def describe(group: ProcessGroup, activity: Callable[[], str] | None) -> None:
             communicator.activity.describe = activity
 
 
-def gathers(exchanges: Iterable[Exchange]) -> bool:
-    """Whether gradients are gathered in flat memory."""
+def sends_gradients(exchanges: Iterable[Exchange]) -> bool:
+    """Whether anything is made of gradients."""
     return any("gradients" in one.needs for one in exchanges)
+
+
+def gathers(exchanges: Iterable[Exchange]) -> bool:
+    """Whether gradients are gathered in flat memory as they arrive."""
+    return sends_gradients(one for one in exchanges if one.parts.by == "arrival")
 
 
 def lag_of_gradients(exchanges: Iterable[Exchange]) -> int:

@@ -115,7 +115,9 @@ class Scheduler:
         self._agendas = {point: _Agenda(point, self.courses) for point in POINTS}
         self._of_buckets = [agenda for point in OF_BUCKETS if (agenda := self._agendas[point])]
         self._gathering = [
-            course for course in courses if course.exchange.what is not None and "gradients" in course.exchange.needs
+            course
+            for course in courses
+            if course.exchange.parts.by == "arrival" and "gradients" in course.exchange.needs
         ]
         self._arrivals = [Arrival(bucket, gathers=bool(self._gathering)) for bucket in buckets]
         self.slots = {id(slot.parameter): slot for arrival in self._arrivals for slot in arrival.slots}
@@ -249,7 +251,7 @@ class Scheduler:
         if any(course.due or course.exchange.lag for course in self._gathering):
             for arrival in self._arrivals:
                 if not arrival.fusion:
-                    _return_gradients(arrival)
+                    arrival.bucket.return_gradients()
 
     # Between backward passes.
 
@@ -330,13 +332,3 @@ class Scheduler:
         for arrival in self._arrivals:
             arrival.slots.clear()
         self.slots.clear()
-
-
-def _return_gradients(arrival: Arrival) -> None:
-    """Without fusion, the exchanged gradients go back to where the optimizer looks for them."""
-    for slot in arrival.slots:
-        assert slot.view is not None
-        if slot.parameter.grad is None:
-            slot.parameter.grad = slot.view.clone()
-        else:
-            slot.parameter.grad.copy_(slot.view)

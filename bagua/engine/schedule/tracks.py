@@ -14,6 +14,7 @@ import torch
 from bagua.algorithms import Exchange, Flight, How, Model
 from bagua.buckets import Bucket
 from bagua.comm import Communicator, ProcessGroup, Work
+from bagua.engine.buckets.layout import unusable
 from bagua.engine.schedule.executor import Executor, nothing
 from bagua.engine.schedule.gauges import Gauges
 from bagua.engine.schedule.spans import shown
@@ -136,7 +137,9 @@ class Course:
         how = exchange.how
         self._contributions = 1.0 if lane is None or how is None else how.ranks(lane.group)
         self._uniform = how is not None and how.uniform
-        self._in_place = exchange.what is not None and exchange.what.in_place and exchange.lag == 0
+        in_place = exchange.what is not None and exchange.what.in_place
+        self._in_place = in_place and exchange.lag == 0
+        self._gathers = in_place and not self._of_arrival
         self._gauges = None if lane is None or exchange.how is None else Gauges(exchange, lane.group)
         self._all_drop = (self._ranks > 1 or exchange.alone) and self._is_dropped_by_all()
 
@@ -161,7 +164,7 @@ class Course:
     def scales_gathering(self) -> bool:
         """Whether gradients are multiplied by ``scale`` when they are gathered, and not what is made of them."""
         what, how = self.exchange.what, self.exchange.how
-        return what is not None and what.in_place and how is not None
+        return what is not None and what.in_place and how is not None and self._of_arrival
 
     @property
     def scale(self) -> float:
@@ -187,6 +190,8 @@ class Course:
         """Send what ``track`` holds now."""
         flight = self._flight(track, clock)
         what, how, then = self.exchange.what, self.exchange.how, self.exchange.then
+        if self._gathers:
+            _gather(track.bucket, flight.scale)
         if what is not None:
             what.fill(flight)
         if then.keeps_sent:
@@ -262,6 +267,8 @@ class Course:
             if self._gauges is not None:
                 self._gauges.look(flight, clock.t)
             then.fold(flight)
+            if self._gathers:
+                track.bucket.return_gradients()
             track.give_back(flight)
 
     def _tell_why(self, flights: Sequence[Flight]) -> None:
@@ -306,6 +313,14 @@ class Course:
         for track in self.tracks:
             parts.setdefault(track.part, []).append(track)
         return list(parts.values())
+
+
+def _gather(bucket: Bucket, factor: float) -> None:
+    """Put the gradients of parts that do not lie where gradients arrive together."""
+    for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            raise unusable(name, parameter.grad)
+    bucket.gather_gradients(factor)
 
 
 def _ask(communicator: Communicator, flags: list[bool]) -> None:

@@ -1,0 +1,99 @@
+"""Gradients that are exchanged by layer, or only some of them: not where they arrive together."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import bagua.comm
+from bagua.algorithms import Algorithm, Every, Exchange, Gradients, Matrices, Mean, Not, Parts, Replace, Sum
+from bagua.errors import ConfigurationError
+from bagua.parallel import with_bagua
+from bagua.testing.training import (
+    State,
+    assert_close,
+    assert_same_on_all_ranks,
+    loss_of,
+    mlp,
+    reference,
+    sgd,
+    snapshot,
+    train_steps,
+)
+
+pytestmark = pytest.mark.threads
+BY_LAYER = Exchange(Gradients(), Every(), Mean(), Replace(), at="backward ends", parts=Parts(3, "strided"))
+
+
+def select(taken, label: str) -> Exchange:
+    return dataclasses.replace(BY_LAYER, parts=Parts(1, "bytes", taken), label=label)
+
+
+def train(algorithm: Algorithm, **options: object) -> State:
+    model = mlp(bagua.comm.get_rank())
+    optimizer = sgd(model.parameters())
+    wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=1000, **options)
+    train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(6))
+    return snapshot(model)
+
+
+@pytest.mark.parametrize(
+    "exchanges",
+    [
+        [BY_LAYER],
+        [dataclasses.replace(BY_LAYER, parts=Parts(2, "bytes"))],
+        [select(Matrices(), "matrices"), select(Not(Matrices()), "others")],
+    ],
+    ids=["strided", "bytes", "selected"],
+)
+def test_gradients_in_parts_are_those_of_all_data(thread_ranks, exchanges):
+    states = thread_ranks(3, train, Algorithm.of(*exchanges))
+    assert_same_on_all_ranks(states)
+    assert_close(states[0], reference(mlp(), sgd, 3, range(6)))
+
+
+def test_what_is_not_selected_keeps_its_own_gradients(thread_ranks):
+    """The first gradients, before weights differ."""
+
+    def gradients() -> State:
+        rank, model = bagua.comm.get_rank(), mlp()
+        with_bagua(model, [sgd(model.parameters())], Algorithm.of(select(Matrices(), "matrices")))
+        loss_of(model, rank, 0).backward()
+        return {name: one.grad.clone() for name, one in model.named_parameters()}
+
+    own = []
+    for rank in range(2):
+        model = mlp()
+        loss_of(model, rank, 0).backward()
+        own.append({name: one.grad for name, one in model.named_parameters()})
+    for rank, found in enumerate(thread_ranks(2, gradients)):
+        expected = {
+            name: (own[0][name] + own[1][name]) / 2 if one.dim() == 2 else own[rank][name]
+            for name, one in found.items()
+        }
+        assert_close(found, expected)
+
+
+def test_a_sum_of_gradients_that_nobody_used_stays_none(thread_ranks):
+    def train_without_head() -> list[bool]:
+        model = torch.nn.ModuleList([mlp(), torch.nn.Linear(2, 2)])
+        algorithm = Algorithm.of(dataclasses.replace(BY_LAYER, how=Sum()))
+        wrapped = with_bagua(model, [sgd(model.parameters())], algorithm, find_unused_parameters=True)
+        for step in range(2):
+            loss_of(wrapped[0], bagua.comm.get_rank(), step).backward()
+        return [one.grad is None for one in model.parameters()]
+
+    assert thread_ranks(2, train_without_head) == [[False] * 6 + [True] * 2] * 2
+
+
+@pytest.mark.parametrize("at", ["safe", "backward begins", "stepped"])
+def test_gradients_are_refused_where_there_are_none(at):
+    with pytest.raises(ConfigurationError, match=f"not there, or of no use any more, at '{at}'"):
+        Exchange(Gradients(), Every(), Mean(), Replace(), at=at, until=at)
+
+
+def test_parts_that_overlap_replace_gradients_once(thread_ranks):
+    with pytest.raises(ConfigurationError, match="both replace gradients"):
+        Algorithm.of(select(Matrices(), "matrices"), select(None, "all"))
