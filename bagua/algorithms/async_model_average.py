@@ -85,7 +85,7 @@ class AsyncModelAverageAlgorithm(Algorithm):
         if phase == "warm-up":
             return (Exchange(Gradients(), Every(), Mean(), Replace()),)
         how = WhoeverIsThere(self.peer_selection_mode)
-        return (Exchange(Weights(), Every(), how, Add(), at="safe", late="next"),)
+        return (Exchange(Weights(), Every(), how, Add(), at="safe"),)
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,6 @@ def gradients(how: Any = Mean(), **options: Any) -> Exchange:  # noqa: B008 - a 
         (lambda: Exchange(Weights(), Every(), Mean(), Replace(), lag=1), "undo every update"),
         (lambda: Exchange(Weights(), Every(), Mean(), Replace(), at="stepped", until="safe"), "comes before"),
         (lambda: Exchange(Weights(), Every(), Mean(), Replace(), at="soon"), "at"),
-        (lambda: Exchange(Weights(), Every(), Mean(), Replace(), late="next"), "lockstep"),
         (
             lambda: Exchange(Weights(), Every(), Mean(), Replace(), at="bucket ready", parts=Parts(2, "bytes")),
             "arrival",

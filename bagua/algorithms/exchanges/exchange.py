@@ -19,7 +19,7 @@ from bagua.comm import ProcessGroup, Work
 from bagua.errors import ConfigurationError
 from bagua.primitives import State
 
-__all__ = ["POINTS", "Every", "Exchange", "Flight", "How", "Late", "Point", "Then", "What"]
+__all__ = ["POINTS", "Every", "Exchange", "Flight", "How", "Point", "Then", "What"]
 
 #: The moments of a step, in their order.
 Point = Literal["safe", "backward begins", "bucket ready", "bucket stepped", "backward ends", "stepped"]
@@ -35,8 +35,6 @@ _FOLDED: dict[Point, Point] = {
     "bucket ready": "backward ends",
     "bucket stepped": "bucket ready",
 }
-
-Late = Literal["wait", "next"]
 
 
 class What(ABC):
@@ -71,8 +69,9 @@ class How(ABC):
     """How ranks communicate. Subclasses are frozen dataclasses.
 
     Attributes:
-        lockstep: all ranks take part in each round, at the same step. Otherwise exchanges go on in the background, and
-            the bound form of the algorithm has a ``Plane``.
+        lockstep: all ranks take part in each round, at the same step, and wait for its result when it is due. Otherwise
+            exchanges go on in the background, results are taken in when they are there, and the bound form of the
+            algorithm has a ``Plane``.
         chunked: buckets are padded so that they split evenly over the ranks.
         alone: does something on a group of one rank, too, as who communicates with others than its group does.
     """
@@ -253,8 +252,6 @@ class Exchange:
         until: where it is folded, ``lag`` steps later; None for ``backward ends`` after points of a backward pass, for
             ``bucket ready`` after ``bucket stepped``, and for ``at`` otherwise.
         lag: steps between start and fold.
-        late: ``wait`` for a result that is not there when it is due; ``next``: take it in when it is there, which
-            only exchanges in the background can.
         parts: of the model that go separately.
         label: of its state, its connections and its metrics; unique among the exchanges of an algorithm.
 
@@ -278,7 +275,6 @@ class Exchange:
     at: Point | None = None
     until: Point | None = None
     lag: int = 0
-    late: Late = "wait"
     parts: Parts = ALL_BY_ARRIVAL
     label: str = ""
 
@@ -288,7 +284,6 @@ class Exchange:
         check_kind((What, type(None)), "what is sent, as Gradients() or Weights()", what=self.what)
         check_kind((How, type(None)), "how ranks communicate, as Mean(), or None", how=self.how)
         check_whole(0, lag=self.lag)
-        check_choice(get_args(Late), late=self.late)
         check_kind(str, "a word", label=self.label)
         self.then.check(self.what)
         self._settle_points()
@@ -367,13 +362,6 @@ def _check_places(exchange: Exchange) -> None:
             argument="parts",
             expected=f"Parts(), or other points than {' and '.join(map(repr, OF_BUCKETS))}",
             seen=repr(exchange.parts),
-        )
-    if exchange.late == "next" and (exchange.how is None or exchange.how.lockstep):
-        raise ConfigurationError(
-            "ranks that exchange in lockstep wait for each other",
-            argument="late",
-            expected='"wait"',
-            seen=repr(exchange.late),
         )
     if exchange.how is not None and exchange.what is None:
         raise ConfigurationError("nothing would be sent", argument="what", expected="as Weights()", seen=None)
