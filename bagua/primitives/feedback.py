@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -113,6 +114,8 @@ class MomentumCorrection(FeedbackReducer):
 
     momentum: float = 0.9
     clip_norm: float | None = None
+
+    alone: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -27,6 +28,9 @@ class SumReducer(ABC):
     options; what changes is kept in a ``ReducerMemory``. Calls that communicate are made in one
     fixed order, so several tensors can be reduced one after the other, on all ranks alike.
 
+    Attributes:
+        alone: does something on one rank, too, as a momentum does.
+
     Example:
         >>> from bagua.comm import solo_group
         >>> from bagua.compression import MinMaxUInt8
@@ -37,6 +41,8 @@ class SumReducer(ABC):
         >>> (tensor - torch.tensor([0.0, 0.5, 1.0])).abs().max() < 0.01
         tensor(True)
     """
+
+    alone: ClassVar[bool] = False
 
     def memory(
         self,

@@ -215,7 +215,7 @@ class AlgorithmContract:
             assert {step for step, _ in mine} == self.due_steps(algorithm)
 
     def test_one_rank_alone_trains_as_without_bagua(self, algorithm: Algorithm, pool: RankPool) -> None:
-        if not any(exchange.then.alone for exchange in algorithm.every_exchange()):
+        if not any(exchange.alone for exchange in algorithm.every_exchange()):
             assert_close(pool.run(train, algorithm, size=1)[0], self.expected(algorithm, 1))
 
     # What ends badly on one rank.

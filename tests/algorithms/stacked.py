@@ -65,12 +65,14 @@ def gradients_of(model: torch.nn.Module, rank: int, step: int) -> State:
     return {name: one.grad.clone() for name, one in model.named_parameters()}
 
 
-def simulate(layout: Layout, combine: Combine, make: OptimizerMaker, steps: int = STEPS) -> State:
+def simulate(
+    layout: Layout, combine: Combine, make: OptimizerMaker, steps: int = STEPS, *, size: int = SIZE
+) -> State:
     """Gradients of everyone, combined for each bucket, and one optimizer for all."""
     model = model_of()
     optimizer = make(model.parameters())
     for step in range(steps):
-        of_ranks = [gradients_of(model, rank, step) for rank in range(SIZE)]
+        of_ranks = [gradients_of(model, rank, step) for rank in range(size)]
         for index, (numel, places) in enumerate(layout):
             result = combine(index, [flatten(one, numel, places) for one in of_ranks])
             for name, offset in places:

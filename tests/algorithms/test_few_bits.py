@@ -100,6 +100,18 @@ def test_top_k_with_momentum_is_deep_gradient_compression(thread_ranks):
         assert differs(state, simulate(layout, mutant, plain_sgd)), name
 
 
+def test_momenta_in_place_of_gradients_go_on_without_other_ranks(thread_ranks):
+    """The optimizer has no momentum of its own."""
+    algorithm = TopKAlgorithm(ratio=0.1, momentum=0.8, warmup_steps=2, density_steps=0)
+    state, layout = thread_ranks(1, train, algorithm, plain_sgd, 12)[0]
+    rule, calls = DeepGradientCompression(0.1, momentum=0.8), iter(range(12 * len(layout)))
+
+    def combine(index: int, flats: Flats) -> torch.Tensor:
+        return flats[0] if next(calls) < 2 * len(layout) else rule(index, flats)
+
+    assert_close(state, simulate(layout, combine, plain_sgd, 12, size=1))
+
+
 def test_the_density_falls_in_stages(thread_ranks):
     """Each stage sends what its part says; residuals stay from one to the next."""
     algorithm = TopKAlgorithm(ratio=0.25 / 16, warmup_steps=2, density_steps=8)

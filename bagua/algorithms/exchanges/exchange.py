@@ -73,12 +73,15 @@ class How(ABC):
             exchanges go on in the background, results are taken in when they are there, and the bound form of the
             algorithm has a ``Plane``.
         chunked: buckets are padded so that they split evenly over the ranks.
-        alone: does something on a group of one rank, too, as who communicates with others than its group does.
     """
 
     lockstep: ClassVar[bool] = True
     chunked: ClassVar[bool] = False
-    alone: ClassVar[bool] = False
+
+    @property
+    def alone(self) -> bool:
+        """Whether it does something on a group of one rank, too, as one with a momentum of its own does."""
+        return False
 
     @property
     def uniform(self) -> bool:

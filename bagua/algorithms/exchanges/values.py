@@ -168,6 +168,11 @@ class Sum(How):
         """Whether no reducer loses anything."""
         return self.reducer is None or self.reducer.exact
 
+    @property
+    def alone(self) -> bool:
+        """Whether the reducer does something on one rank, too."""
+        return self.reducer is not None and self.reducer.alone
+
     def state(self) -> tuple[State, ...]:
         """What the reducer remembers, for example the residual of error feedback; between hosts, one rank of each."""
         found = () if self.reducer is None else self.reducer.state()

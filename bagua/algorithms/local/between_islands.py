@@ -40,12 +40,15 @@ class BetweenIslands(How):
     inner: Sum
     islands: Islands
 
-    alone: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         check_kind(Islands, "what join_islands returned", islands=self.islands)
         if not isinstance(self.inner, Sum):
             raise _refused("members that come and go have no neighbours: only sums and means", self.inner)
+
+    @property
+    def alone(self) -> bool:
+        """An island may be one rank."""
+        return True
 
     @property
     def exact(self) -> bool:
