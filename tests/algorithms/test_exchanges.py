@@ -20,6 +20,7 @@ from bagua.algorithms import (
     Algorithm,
     Blend,
     Difference,
+    EagerStep,
     Every,
     Exchange,
     Flight,
@@ -843,6 +844,19 @@ def test_ranks_that_mix_with_neighbours_have_anchors_and_momenta_of_their_own(th
 
     for state, model in zip(thread_ranks(4, train), ranks.models, strict=True):
         assert_close(state, snapshot(model))
+
+
+@pytest.mark.threads
+def test_an_eager_step_remembers_what_others_bring_for_buckets_too(thread_ranks):
+    """The memory of a flight is that of the next one there."""
+    then = EagerStep(Outer(torch.optim.SGD, lr=0.7, momentum=0.9))
+    whole = Exchange(Difference("local"), Every(3), Mean(), then, lag=3, parts=Parts(1, "strided"))
+    runs = [
+        thread_ranks(2, train_for, Algorithm.of(dataclasses.replace(whole, parts=one)), 13)
+        for one in (Parts(), whole.parts)
+    ]
+    for by_arrival, as_whole in zip(*runs, strict=True):
+        assert_close(by_arrival, as_whole)
 
 
 @pytest.mark.threads

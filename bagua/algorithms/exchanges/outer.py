@@ -297,9 +297,10 @@ class EagerStep(Then):
     def fold(self, flight: Flight) -> None:
         """Keep what the others have learned for the start that follows; early, step with it alone."""
         assert flight.sent is not None
-        others = flight.flat if flight.finite else torch.zeros_like(flight.flat)
+        # A tensor of its own: the next flight may have the memory of this one.
+        others = flight.flat.clone() if flight.finite else torch.zeros_like(flight.flat)
         if torch.isfinite(flight.sent).all():  # Else nothing of it was taken in at the start.
-            others = others.sub_(flight.sent, alpha=1.0 / flight.ranks)
+            others.sub_(flight.sent, alpha=1.0 / flight.ranks)
         if not flight.early:
             flight.state[_OTHERS] = others
             return
