@@ -65,9 +65,7 @@ def gradients_of(model: torch.nn.Module, rank: int, step: int) -> State:
     return {name: one.grad.clone() for name, one in model.named_parameters()}
 
 
-def simulate(
-    layout: Layout, combine: Combine, make: OptimizerMaker, steps: int = STEPS, *, size: int = SIZE
-) -> State:
+def simulate(layout: Layout, combine: Combine, make: OptimizerMaker, steps: int = STEPS, *, size: int = SIZE) -> State:
     """Gradients of everyone, combined for each bucket, and one optimizer for all."""
     model = model_of()
     optimizer = make(model.parameters())
@@ -87,10 +85,12 @@ def mean(_: int, flats: Flats) -> torch.Tensor:
     return torch.stack(flats).mean(dim=0)
 
 
-def whole_layout() -> tuple[int, list[tuple[str, int]]]:
-    """One part of all parameters, each at a multiple of 64 bytes."""
+def whole_layout(names: Sequence[str] | None = None) -> tuple[int, list[tuple[str, int]]]:
+    """One part of all parameters, or of some, each at a multiple of 64 bytes."""
     places, end = [], 0
     for name, one in model_of().named_parameters():
+        if names is not None and name not in names:
+            continue
         start = -(-end // 8) * 8
         places.append((name, start))
         end = start + one.numel()

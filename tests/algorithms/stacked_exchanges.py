@@ -1,0 +1,208 @@
+"""One exchange of any fields, on the stacked tensors of all ranks: what the engine must arrive at.
+
+Written from the rules, not from the engine. Codecs, and the weights with which ranks of a round mix, are taken as they
+are: they have tests of their own. So is the layout of flat memory, on which codecs depend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from bagua.compression import Codec, Metadata
+from bagua.testing.training import State, batch
+from bagua.topology import create
+from tests.algorithms.lossy_simulation import Layout
+from tests.algorithms.pairs import CONSENSUS_STEP, Case
+from tests.algorithms.stacked import model_of
+
+SIZE, HOSTS = 4, ((0, 1), (2, 3))
+RATE = 0.1
+
+#: What becomes of what ranks send, a row for each: (it, number of the round) -> what each receives.
+Rule = Callable[[torch.Tensor, int], torch.Tensor]
+#: Name and offset of each parameter in a row.
+Places = list[tuple[str, int]]
+
+
+def exact_mean(rows: torch.Tensor, number: int) -> torch.Tensor:
+    return rows.mean(dim=0).expand_as(rows)
+
+
+def nothing(rows: torch.Tensor, number: int) -> torch.Tensor:
+    return rows
+
+
+def rule_of(case: Case, kept: torch.Tensor) -> Rule:
+    """What ``case`` says; ``kept`` is 1 where a row has a parameter, and 0 in the gaps."""
+    if case.topology:
+        return Neighbours(case, kept)
+    return LossySum(case, kept) if case.codec else exact_mean
+
+
+def passed(codec: Codec, rows: torch.Tensor) -> torch.Tensor:
+    """What comes out at the other end."""
+    return torch.stack([codec.decompress(codec.compress(row), Metadata.of(row)) for row in rows])
+
+
+class LossySum:
+    """Of shares of the mean, those of hosts if hosts exchange; what codecs lost comes with the next."""
+
+    def __init__(self, case: Case, kept: torch.Tensor) -> None:
+        self.case, self.kept, self.codec, self.residuals = case, kept, Codec.init(case.codec), torch.tensor(0.0)
+
+    def __call__(self, rows: torch.Tensor, number: int) -> torch.Tensor:
+        shares = rows / SIZE
+        if self.case.by_host:
+            shares = torch.stack([shares[list(host)].sum(dim=0) for host in HOSTS])
+        if self.case.feedback:
+            shares = shares + self.residuals
+        sent = passed(self.codec, shares)
+        self.residuals = (shares - sent) * self.kept
+        return sent.sum(dim=0).expand_as(rows)
+
+
+class Neighbours:
+    """Ranks mix with ranks, or the means of hosts with those of hosts; with a codec, by what has changed."""
+
+    def __init__(self, case: Case, kept: torch.Tensor) -> None:
+        self.kept, self.topology = kept, create(case.topology)
+        self.members = HOSTS if case.by_host else tuple((rank,) for rank in range(SIZE))
+        self.nodes = None if case.by_host else (0,) * SIZE
+        self.codec = Codec.init(case.codec) if case.codec else None
+        self.estimates: torch.Tensor | None = None
+
+    def __call__(self, rows: torch.Tensor, number: int) -> torch.Tensor:
+        means = torch.stack([rows[list(member)].mean(dim=0) for member in self.members]) * self.kept
+        weights = self.topology.round(len(self.members), number, self.nodes).matrix()
+        if self.codec is None:
+            means = weights @ means
+        elif self.estimates is None:
+            self.estimates = means
+        else:
+            self.estimates = self.estimates + passed(self.codec, means - self.estimates) * self.kept
+            means = means + CONSENSUS_STEP * (weights @ self.estimates - self.estimates)
+        return means.repeat_interleave(torch.tensor([len(member) for member in self.members]), dim=0)
+
+
+class Simulation:
+    """All ranks.
+
+    Args:
+        case: the fields.
+        layout: of the buckets, or of the parts.
+        mutant: in the place of what the case says.
+    """
+
+    def __init__(self, case: Case, layout: Layout, mutant: Rule | None = None) -> None:
+        self.sends_gradients = case.subject == "gradients"
+        weights = {name: one.detach() for name, one in model_of().named_parameters()}
+        self.weights = {name: torch.stack([one] * SIZE) for name, one in weights.items()}
+        self.pieces = [Piece(case, place, numel, places, mutant) for place, (numel, places) in enumerate(layout)]
+        for piece in self.pieces:
+            piece.anchors = piece.gather(self.weights)
+
+    def gradients(self, number: int) -> State:
+        weights = {name: one.clone().requires_grad_() for name, one in self.weights.items()}
+        inputs, targets = (
+            torch.stack(one).double() for one in zip(*(batch(rank, number) for rank in range(SIZE)), strict=True)
+        )
+        hidden = inputs
+        for layer in (0, 2, 4):
+            hidden = hidden @ weights[f"{layer}.weight"].mT + weights[f"{layer}.bias"].unsqueeze(1)
+            hidden = hidden.relu() if layer < 4 else hidden
+        losses = functional.mse_loss(hidden, targets, reduction="none").mean(dim=(1, 2))
+        found = torch.autograd.grad(losses.sum(), list(weights.values()))
+        return dict(zip(weights, found, strict=True))
+
+    def step(self, number: int, skips: frozenset[tuple[int, int]]) -> None:
+        """One step of all ranks; those in ``skips``, by rank and number, leave their update out."""
+        gradients = self.gradients(number)
+        for piece in self.pieces if self.sends_gradients else ():
+            piece.exchange_gradients(gradients, number + 1)
+        for rank in range(SIZE):
+            for name, one in self.weights.items() if (rank, number) not in skips else ():
+                one[rank] -= RATE * gradients[name][rank]
+        for piece in self.pieces if not self.sends_gradients else ():
+            piece.exchange_weights(self.weights, number + 1)
+
+    def run(self, steps: int, skips: frozenset[tuple[int, int]] = frozenset()) -> list[State]:
+        """What each rank ends with."""
+        for number in range(steps):
+            self.step(number, skips)
+        return [{name: one[rank] for name, one in self.weights.items()} for rank in range(SIZE)]
+
+
+class Piece:
+    """A bucket or part, with its flights: when each started, what was sent, and what comes of it."""
+
+    def __init__(self, case: Case, place: int, numel: int, places: Places, mutant: Rule | None) -> None:
+        self.case, self.numel, self.places = case, numel, places
+        self.shift = (place + 1) * case.period // case.parts % case.period if case.parts > 1 else 0
+        ones = {name: torch.ones(SIZE, *one.shape) for name, one in model_of().named_parameters()}
+        self.rule = mutant or rule_of(case, self.gather(ones)[0])
+        self.flights: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self.rounds = 0
+        self.anchors = self.momenta = torch.tensor(0.0)
+
+    def gather(self, named: State) -> torch.Tensor:
+        rows = torch.zeros(SIZE, self.numel, dtype=torch.float64)
+        for name, offset in self.places:
+            one = named[name].reshape(SIZE, -1)
+            rows[:, offset : offset + one.shape[1]] = one
+        return rows
+
+    def scatter(self, rows: torch.Tensor, named: State) -> None:
+        for name, offset in self.places:
+            one = named[name]
+            one.copy_(rows[:, offset : offset + one[0].numel()].view_as(one))
+
+    def is_due(self, t: int) -> bool:
+        return (t - self.shift) % self.case.period == 0
+
+    def send(self, t: int, rows: torch.Tensor) -> None:
+        self.rounds += 1
+        self.flights.append((t, rows, self.rule(rows, self.rounds)))
+
+    def back(self, t: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Flights that are folded now."""
+        found = [(sent, result) for start, sent, result in self.flights if start + self.case.lag <= t]
+        self.flights = [one for one in self.flights if one[0] + self.case.lag > t]
+        return found
+
+    def exchange_gradients(self, gradients: State, t: int) -> None:
+        """What is sent late is taken out of its step."""
+        if self.is_due(t):
+            self.send(t, self.gather(gradients))
+            self.scatter(torch.zeros(SIZE, self.numel), gradients)
+        for _, result in self.back(t):
+            self.scatter(result, gradients)
+
+    def exchange_weights(self, weights: State, t: int) -> None:
+        """What is due comes in before anything is sent."""
+        if self.case.lag:
+            self.fold(weights, t)
+        if self.is_due(t):
+            now = self.gather(weights)
+            self.send(t, self.anchors - now if self.case.subject in ("difference", "blended") else now)
+        if not self.case.lag:
+            self.fold(weights, t)
+
+    def fold(self, weights: State, t: int) -> None:
+        for sent, result in self.back(t):
+            now = self.gather(weights)
+            landed = {
+                "weights": lambda now, sent, result: result,
+                "added": lambda now, sent, result: now + 0.5 * (result - sent),
+                "difference": lambda now, sent, result: self.stepped(result),
+                "blended": lambda now, sent, result: 0.25 * now + 0.75 * self.stepped(result),
+            }[self.case.subject]
+            self.scatter(landed(now, sent, result), weights)
+
+    def stepped(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The anchors after a step of SGD with Nesterov's momentum of 0.9, at rate 0.7."""
+        self.momenta = 0.9 * self.momenta + gradient
+        self.anchors = self.anchors - 0.7 * (gradient + 0.9 * self.momenta)
+        return self.anchors

@@ -1,0 +1,109 @@
+"""Exchanges of all fields against the same on stacked tensors: a few cases that hold every legal pair of values."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+import bagua.comm
+from bagua.algorithms import Parts
+from bagua.errors import ConfigurationError
+from bagua.parallel import with_bagua
+from bagua.testing.training import State, snapshot
+from tests.algorithms.lossy_simulation import Layout
+from tests.algorithms.pairs import Case, all_pairs, cases_of, cover, legal_case, pairs_of
+from tests.algorithms.stacked import loss_of, model_of, whole_layout
+from tests.algorithms.stacked_exchanges import RATE, SIZE, Simulation, exact_mean, nothing
+
+#: Rank 1 leaves this update out, where ranks may differ.
+SKIPPED = frozenset({(1, 2)})
+BUCKET_BYTES, ONE_BUCKET_BYTES = 1500, 10**9
+
+
+def build(case: Case, bucket_bytes: int, seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = model_of(seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    return with_bagua(model, [optimizer], case.algorithm, bucket_bytes=bucket_bytes), optimizer
+
+
+def steps_of(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, numbers: Sequence[int], skips: frozenset[tuple[int, int]]
+) -> None:
+    rank = bagua.comm.get_rank()
+    for number in numbers:
+        optimizer.zero_grad()
+        loss_of(model, rank, number).backward()
+        if (rank, number) not in skips:
+            optimizer.step()
+
+
+def train(case: Case, skips: frozenset[tuple[int, int]]) -> tuple[State, Layout]:
+    """What this rank ends with, and its buckets; a new model with other buckets goes on if training is interrupted."""
+    half = case.steps // 2
+    model, optimizer = build(case, BUCKET_BYTES)
+    steps_of(model, optimizer, range(half), skips)
+    if case.resumed:
+        weights, remembered = snapshot(model), pickle.loads(pickle.dumps(model.bagua_state_dict()))
+        model, optimizer = build(case, ONE_BUCKET_BYTES, seed=5)
+        model.load_state_dict(weights)
+        model.load_bagua_state_dict(remembered)
+    steps_of(model, optimizer, range(half, case.steps), skips)
+    layout = [(one.numel, list(zip(one.names, one.offsets, strict=True))) for one in model.bagua_buckets]
+    return snapshot(model), layout
+
+
+def layout_of(case: Case, buckets: Layout) -> Layout:
+    """Of parts: each parameter of a part at a multiple of 64 bytes; of buckets, as they were formed."""
+    if case.parts == 1:
+        return buckets
+    return [whole_layout(names) for names in Parts(case.parts, "strided").cut(dict(model_of().named_parameters()))]
+
+
+def largest_difference(states: Sequence[State], others: Sequence[State]) -> float:
+    pairs = zip(states, others, strict=True)
+    return max(float((one[name] - other[name]).abs().max()) for one, other in pairs for name in one)
+
+
+def test_the_cases_hold_every_legal_pair_of_values():
+    held = {pair for case in cover() for pair in pairs_of(case)}
+    assert held == {pair for pair in all_pairs() if legal_case(pair) is not None}
+    assert len(cover()) < len(held) / 4
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("case", cover(), ids=str)
+def test_every_pair_of_fields_is_what_it_is_on_stacked_tensors(thread_ranks, case):
+    skips = SKIPPED if case.algorithm.ranks_differ else frozenset()
+    ended, layouts = zip(*thread_ranks(SIZE, train, case, skips, **case.hosts), strict=True)
+    layout, steps = layout_of(case, layouts[0]), case.steps
+    assert largest_difference(ended, Simulation(case, layout).run(steps, skips)) < 1e-9
+    mutant = exact_mean if case.lossy else nothing
+    assert largest_difference(ended, Simulation(case, layout, mutant).run(steps, skips)) > 1e-9
+
+
+@pytest.mark.threads
+def test_pairs_of_values_that_contradict_each_other_are_refused(thread_ranks):
+    """The same on all ranks, when the value is made or the model is wrapped; and by the rule that says why."""
+    for case in cases_of():
+        if case.refusal:
+            with pytest.raises(ConfigurationError, match=case.refusal):
+                _ = case.exchange
+        else:
+            _ = case.exchange
+    refused = [next(cases_of(pair)) for pair in all_pairs() if legal_case(pair) is None]
+    assert len(refused) > 50
+    refused.append(Case(codec="sign", topology="exponential"))
+
+    def build_all() -> list[str]:
+        problems = []
+        for case in refused:
+            with pytest.raises(ConfigurationError, match=case.refusal) as caught:
+                build(case, BUCKET_BYTES)
+            problems.append(caught.value.problem)
+        return problems
+
+    first, *others = thread_ranks(SIZE, build_all)
+    assert all(one == first for one in others)
