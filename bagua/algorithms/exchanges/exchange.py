@@ -292,7 +292,7 @@ class Exchange:
         self._settle_points()
         _check_places(self)
         _check_gradients(self)
-        _check_scopes(self)
+        _check_states(self)
         _check_lag(self)
 
     def _settle_points(self) -> None:
@@ -337,12 +337,15 @@ class Exchange:
 
     def states(self) -> tuple[State, ...]:
         """All that it remembers. What follows an anchor of one rank belongs to that rank as well."""
+        return tuple({one.name: one for one in self.declared()}.values())
+
+    def declared(self) -> list[State]:
+        """As ``states``; what several of its values remember together comes several times."""
         sent = () if self.what is None else self.what.state()
         taken_in = self.then.state()
         if any(one.start == "weights" and one.scope == "local" for one in sent):
             taken_in = tuple(dataclasses.replace(one, scope="local") for one in taken_in)
-        found = [*sent, *(() if self.how is None else self.how.state()), *taken_in]
-        return tuple({one.name: one for one in found}.values())
+        return [*sent, *(() if self.how is None else self.how.state()), *taken_in]
 
     def labelled(self, label: str) -> Exchange:
         """The same exchange with another label."""
@@ -383,8 +386,17 @@ def _check_gradients(exchange: Exchange) -> None:
             )
 
 
-def _check_scopes(exchange: Exchange) -> None:
-    shared = [one.name for one in exchange.states() if one.scope == "shared"]
+def _check_states(exchange: Exchange) -> None:
+    declared: dict[str, State] = {}
+    for one in exchange.declared():
+        if declared.setdefault(one.name, one) != one:
+            raise ConfigurationError(
+                f"it remembers different things under the name {one.name!r}",
+                argument="state",
+                expected=repr(declared[one.name]),
+                seen=repr(one),
+            )
+    shared = [one.name for one in declared.values() if one.scope == "shared"]
     if shared and exchange.how is not None and not exchange.how.uniform:
         raise ConfigurationError(
             f"ranks end with different results, so {', '.join(map(repr, shared))} would not be equal on all of them",

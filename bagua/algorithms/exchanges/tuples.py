@@ -30,7 +30,7 @@ def check_exchanges(exchanges: Sequence[Exchange]) -> None:
     for one, other in itertools.combinations(exchanges, 2):
         if one.label == other.label and one.how is not None and other.how is not None:
             raise _contradiction("they have the same label", one, other, "labels that tell them apart")
-        if one.label == other.label and _named(one) & _named(other) and one.states() != other.states():
+        if one.label == other.label and _declare_differently(one, other):
             raise _contradiction("they remember different things under one name", one, other, "equal declarations")
         both_replace = "gradients" in one.writes & other.writes and one.then.replaces and other.then.replaces
         if both_replace and _meet(one, other) and not _have_nothing_in_common(one.parts, other.parts):
@@ -48,8 +48,10 @@ def _have_nothing_in_common(one: Parts, other: Parts) -> bool:
     return any(mine is not None and theirs == Not(mine) for mine, theirs in pairs)
 
 
-def _named(exchange: Exchange) -> set[str]:
-    return {one.name for one in exchange.states()}
+def _declare_differently(one: Exchange, other: Exchange) -> bool:
+    """Whether a name stands for another state in each."""
+    declared = {state.name: state for state in one.states()}
+    return any(declared.get(state.name, state) != state for state in other.states())
 
 
 def _contradiction(problem: str, one: Exchange, other: Exchange, expected: str) -> ConfigurationError:
