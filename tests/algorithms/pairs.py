@@ -61,6 +61,8 @@ class Case:
         by_host: hierarchical, on two hosts of two ranks.
         feedback: what the codec loses is added to the next one; with neighbours, the codec is one of differences.
         resumed: training is interrupted half-way, and goes on from a checkpoint.
+        loop: how a step is made: of two backward passes, the first without synchronization; with gradients that are
+            clipped; with a ``GradScaler``.
     """
 
     subject: str = "weights"
@@ -72,6 +74,7 @@ class Case:
     by_host: bool = False
     feedback: bool = False
     resumed: bool = False
+    loop: str = "plain"
 
     @property
     def hosts(self) -> dict[str, list[int]]:
@@ -155,10 +158,17 @@ FACTORS: dict[str, Sequence[Any]] = {
     "by_host": [False, True],
     "feedback": [False, True],
     "resumed": [False, True],
+    "loop": ["plain", "accumulated", "clipped", "scaled"],
 }
 
 #: Values that stand for all others where it matters whether a case is legal.
-_KINDS = {**FACTORS, "codec": ["", "sign"], "topology": ["", "ring", "shift_one"], "resumed": [False]}
+_KINDS = {
+    **FACTORS,
+    "codec": ["", "sign"],
+    "topology": ["", "ring", "shift_one"],
+    "resumed": [False],
+    "loop": ["plain"],
+}
 
 #: Two fields with a value each.
 Pair = tuple[tuple[str, Any], tuple[str, Any]]

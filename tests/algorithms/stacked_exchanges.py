@@ -20,6 +20,8 @@ from tests.algorithms.stacked import model_of
 
 SIZE, HOSTS = 4, ((0, 1), (2, 3))
 RATE = 0.1
+#: What losses are scaled by, the largest norm of clipped gradients, and how the numbers of earlier batches differ.
+SCALE, LONGEST, EARLIER = 2.0**10, 0.3, 100
 
 #: What becomes of what ranks send, a row for each: (it, number of the round) -> what each receives.
 Rule = Callable[[torch.Tensor, int], torch.Tensor]
@@ -87,6 +89,12 @@ class Neighbours:
         return means.repeat_interleave(torch.tensor([len(member) for member in self.members]), dim=0)
 
 
+def clip(gradients: State) -> None:
+    norms = torch.stack([one.flatten(1).square().sum(dim=1) for one in gradients.values()]).sum(dim=0).sqrt()
+    for one in gradients.values():
+        one.mul_((LONGEST / (norms + 1e-6)).clamp(max=1).view(-1, *[1] * (one.dim() - 1)))
+
+
 class Simulation:
     """All ranks.
 
@@ -97,7 +105,7 @@ class Simulation:
     """
 
     def __init__(self, case: Case, layout: Layout, mutant: Rule | None = None) -> None:
-        self.sends_gradients = case.subject == "gradients"
+        self.sends_gradients, self.loop = case.subject == "gradients", case.loop
         weights = {name: one.detach() for name, one in model_of().named_parameters()}
         self.weights = {name: torch.stack([one] * SIZE) for name, one in weights.items()}
         self.pieces = [Piece(case, place, numel, places, mutant) for place, (numel, places) in enumerate(layout)]
@@ -120,8 +128,16 @@ class Simulation:
     def step(self, number: int, skips: frozenset[tuple[int, int]]) -> None:
         """One step of all ranks; those in ``skips``, by rank and number, leave their update out."""
         gradients = self.gradients(number)
+        if self.loop == "accumulated":
+            gradients = {name: one + gradients[name] for name, one in self.gradients(number + EARLIER).items()}
+        for one in gradients.values():
+            one.mul_(SCALE if self.loop == "scaled" else 1.0)
         for piece in self.pieces if self.sends_gradients else ():
             piece.exchange_gradients(gradients, number + 1)
+        for one in gradients.values():
+            one.div_(SCALE if self.loop == "scaled" else 1.0)
+        if self.loop == "clipped":
+            clip(gradients)
         for rank in range(SIZE):
             for name, one in self.weights.items() if (rank, number) not in skips else ():
                 one[rank] -= RATE * gradients[name][rank]

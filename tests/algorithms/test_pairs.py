@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
@@ -16,43 +16,51 @@ from bagua.testing.training import State, snapshot
 from tests.algorithms.lossy_simulation import Layout
 from tests.algorithms.pairs import Case, all_pairs, cases_of, cover, legal_case, pairs_of
 from tests.algorithms.stacked import loss_of, model_of, whole_layout
-from tests.algorithms.stacked_exchanges import RATE, SIZE, Simulation, exact_mean, nothing
+from tests.algorithms.stacked_exchanges import EARLIER, LONGEST, RATE, SCALE, SIZE, Simulation, exact_mean, nothing
 
 #: Rank 1 leaves this update out, where ranks may differ.
 SKIPPED = frozenset({(1, 2)})
 BUCKET_BYTES, ONE_BUCKET_BYTES = 1500, 10**9
 
 
-def build(case: Case, bucket_bytes: int, seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    model = model_of(seed)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    return with_bagua(model, [optimizer], case.algorithm, bucket_bytes=bucket_bytes), optimizer
+class Trainer:
+    """A model of this rank, and the loop that its user wrote."""
 
+    def __init__(self, case: Case, bucket_bytes: int, seed: int = 0) -> None:
+        self.case, model = case, model_of(seed)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, enabled=case.loop == "scaled")
+        options = {"grad_scaler": self.scaler} if case.loop == "scaled" else {}
+        self.model = with_bagua(model, [self.optimizer], case.algorithm, bucket_bytes=bucket_bytes, **options)
 
-def steps_of(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, numbers: Sequence[int], skips: frozenset[tuple[int, int]]
-) -> None:
-    rank = bagua.comm.get_rank()
-    for number in numbers:
-        optimizer.zero_grad()
-        loss_of(model, rank, number).backward()
-        if (rank, number) not in skips:
-            optimizer.step()
+    def steps(self, numbers: Iterable[int], skips: frozenset[tuple[int, int]]) -> None:
+        rank = bagua.comm.get_rank()
+        for number in numbers:
+            self.optimizer.zero_grad()
+            if self.case.loop == "accumulated":
+                with self.model.no_sync():
+                    loss_of(self.model, rank, number + EARLIER).backward()
+            self.scaler.scale(loss_of(self.model, rank, number)).backward()
+            if self.case.loop == "clipped":
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), LONGEST)
+            if (rank, number) not in skips:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
 
 
 def train(case: Case, skips: frozenset[tuple[int, int]]) -> tuple[State, Layout]:
     """What this rank ends with, and its buckets; a new model with other buckets goes on if training is interrupted."""
     half = case.steps // 2
-    model, optimizer = build(case, BUCKET_BYTES)
-    steps_of(model, optimizer, range(half), skips)
+    trainer = Trainer(case, BUCKET_BYTES)
+    trainer.steps(range(half), skips)
     if case.resumed:
-        weights, remembered = snapshot(model), pickle.loads(pickle.dumps(model.bagua_state_dict()))
-        model, optimizer = build(case, ONE_BUCKET_BYTES, seed=5)
-        model.load_state_dict(weights)
-        model.load_bagua_state_dict(remembered)
-    steps_of(model, optimizer, range(half, case.steps), skips)
-    layout = [(one.numel, list(zip(one.names, one.offsets, strict=True))) for one in model.bagua_buckets]
-    return snapshot(model), layout
+        weights, remembered = snapshot(trainer.model), pickle.loads(pickle.dumps(trainer.model.bagua_state_dict()))
+        trainer = Trainer(case, ONE_BUCKET_BYTES, seed=5)
+        trainer.model.load_state_dict(weights)
+        trainer.model.load_bagua_state_dict(remembered)
+    trainer.steps(range(half, case.steps), skips)
+    buckets = trainer.model.bagua_buckets
+    return snapshot(trainer.model), [(one.numel, list(zip(one.names, one.offsets, strict=True))) for one in buckets]
 
 
 def layout_of(case: Case, buckets: Layout) -> Layout:
@@ -97,13 +105,13 @@ def test_pairs_of_values_that_contradict_each_other_are_refused(thread_ranks):
     assert len(refused) > 50
     refused.append(Case(codec="sign", topology="exponential"))
 
-    def build_all() -> list[str]:
+    def try_all() -> list[str]:
         problems = []
         for case in refused:
             with pytest.raises(ConfigurationError, match=case.refusal) as caught:
-                build(case, BUCKET_BYTES)
+                Trainer(case, BUCKET_BYTES)
             problems.append(caught.value.problem)
         return problems
 
-    first, *others = thread_ranks(SIZE, build_all)
+    first, *others = thread_ranks(SIZE, try_all)
     assert all(one == first for one in others)
