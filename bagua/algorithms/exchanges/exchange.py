@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
 
-import torch
-
+from bagua.algorithms.exchanges.fields import OF_BUCKETS, POINTS, Every, How, Point, Then, What
 from bagua.algorithms.exchanges.flight import Flight
-from bagua.algorithms.exchanges.model import Model
 from bagua.algorithms.exchanges.parts import ALL_BY_ARRIVAL, Parts
-from bagua.buckets import Bucket
 from bagua.checks import check_choice, check_kind, check_whole
-from bagua.comm import ProcessGroup, Work
 from bagua.errors import ConfigurationError
 from bagua.primitives import State
 
-__all__ = ["POINTS", "Every", "Exchange", "Flight", "How", "Point", "Then", "What"]
+__all__ = ["OF_BUCKETS", "POINTS", "Every", "Exchange", "Flight", "How", "Point", "Then", "What"]
 
-#: The moments of a step, in their order.
-Point = Literal["safe", "backward begins", "bucket ready", "bucket stepped", "backward ends", "stepped"]
-POINTS: tuple[Point, ...] = get_args(Point)
-#: Points that each bucket reaches by itself.
-OF_BUCKETS: tuple[Point, ...] = ("bucket ready", "bucket stepped")
 #: Points at which gradients are sent, and replaced.
 _OF_GRADIENTS: tuple[Point, ...] = (*OF_BUCKETS, "backward ends")
 
@@ -35,211 +23,6 @@ _FOLDED: dict[Point, Point] = {
     "bucket ready": "backward ends",
     "bucket stepped": "bucket ready",
 }
-
-
-class What(ABC):
-    """What is sent. Subclasses are frozen dataclasses.
-
-    Attributes:
-        reads: ``weights``, ``gradients``, or names of other things.
-        in_place: it is made of ``bucket.gradients``, which have been multiplied by ``flight.scale`` when they were
-            gathered. With no lag it is sent from there, and the result stays there.
-        exchangeable_weights: weights are sent from where they lie, so that is memory which the transport can read
-            without a copy.
-        max_lag: the largest lag that makes sense; None for any.
-        at: where an exchange of it starts, unless it says otherwise.
-    """
-
-    reads: ClassVar[frozenset[str]]
-    in_place: ClassVar[bool] = False
-    exchangeable_weights: ClassVar[bool] = False
-    max_lag: ClassVar[int | None] = None
-    at: ClassVar[Point] = "stepped"
-
-    def state(self) -> tuple[State, ...]:
-        """What is remembered."""
-        return ()
-
-    @abstractmethod
-    def fill(self, flight: Flight) -> None:
-        """Write ``flight.flat``. In the thread, and on the stream, that compute."""
-
-
-class How(ABC):
-    """How ranks communicate. Subclasses are frozen dataclasses.
-
-    Attributes:
-        lockstep: all ranks take part in each round, at the same step, and wait for its result when it is due. Otherwise
-            exchanges go on in the background, results are taken in when they are there, and the bound form of the
-            algorithm has a ``Plane``.
-        chunked: buckets are padded so that they split evenly over the ranks.
-    """
-
-    lockstep: ClassVar[bool] = True
-    chunked: ClassVar[bool] = False
-
-    @property
-    def alone(self) -> bool:
-        """Whether it does something on a group of one rank, too, as one with a momentum of its own does."""
-        return False
-
-    @property
-    def uniform(self) -> bool:
-        """Whether all ranks end with the same result."""
-        return True
-
-    @property
-    def exact(self) -> bool:
-        """Whether the result is that of exact arithmetic, up to rounding."""
-        return True
-
-    def state(self) -> tuple[State, ...]:
-        """What is remembered."""
-        return ()
-
-    def check(self, group: ProcessGroup) -> None:
-        """Refuse a group that it cannot work on. Not collective.
-
-        Raises:
-            ConfigurationError: it cannot.
-        """
-        return
-
-    def check_dtype(self, dtype: torch.dtype) -> None:
-        """Refuse parameters of a dtype that cannot be sent.
-
-        Raises:
-            ConfigurationError: it cannot.
-        """
-        return
-
-    def prepare(self, group: ProcessGroup) -> Any:
-        """What ``run`` needs on ``group``, the private one: ``flight.prepared``. May be collective."""
-        return None
-
-    def blocking(self, group: ProcessGroup, prepared: Any) -> bool:
-        """Whether ``run`` waits for a call that it starts, instead of returning its ``Work``."""
-        return True
-
-    def ranks(self, group: ProcessGroup) -> float:
-        """How many contributions like that of this rank make one mean: the size of ``group``, if all take part."""
-        return group.size
-
-    def scale(self, ranks: float) -> float:
-        """Factor on what is sent, for so many ``ranks``; costs nothing where it is copied anyway."""
-        return 1.0
-
-    @abstractmethod
-    def run(self, flight: Flight, group: ProcessGroup) -> Work | None:
-        """Replace ``flight.flat`` by the result.
-
-        Runs wherever the transport likes it best: in the thread that computes, in a background thread, or on a
-        communication stream. So it touches the flight and the communicators of ``group`` only.
-
-        Returns:
-            What the engine waits for before ``fold``; None when there is nothing to wait for.
-        """
-
-
-class Then(ABC):
-    """What becomes of the result. Subclasses are frozen dataclasses.
-
-    Attributes:
-        keeps_sent: ``flight.sent`` is needed.
-        alone: does something on a group of one rank, too.
-        whole: needs to know whether the results of a whole part are finite.
-        replaces: what was there before is lost.
-        lag_is_period: a flight is folded right before the next one starts, and not at any other time.
-        reads_rates: needs learning rates.
-        cut: what happens to flights when training is interrupted: their results are folded early, or dropped.
-    """
-
-    keeps_sent: ClassVar[bool] = False
-    alone: ClassVar[bool] = False
-    whole: ClassVar[bool] = False
-    replaces: ClassVar[bool] = False
-    lag_is_period: ClassVar[bool] = False
-    reads_rates: ClassVar[bool] = False
-
-    def check(self, what: What | None) -> None:
-        """Refuse what it cannot take in.
-
-        Raises:
-            ConfigurationError: it cannot.
-        """
-        return
-
-    def writes(self, what: What | None) -> frozenset[str]:
-        """What it changes: ``weights``, ``gradients``, or names of other things."""
-        return frozenset() if what is None else what.reads
-
-    def cut(self, what: What | None) -> Literal["fold", "drop"]:
-        """``fold`` for weights; ``drop`` for gradients of a step that is over: nobody will step with them."""
-        return "drop" if "gradients" in self.writes(what) else "fold"
-
-    def state(self) -> tuple[State, ...]:
-        """What is remembered."""
-        return ()
-
-    def check_parameters(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Refuse parameters that it cannot work on, before training begins.
-
-        Raises:
-            ConfigurationError: it cannot.
-        """
-        return
-
-    def enter(self, buckets: Sequence[Bucket], model: Model) -> None:
-        """The buckets were formed, or the exchange has become part of the algorithm."""
-        return
-
-    def start(self, flight: Flight) -> None:
-        """The flight is about to start, from ``flight.flat``."""
-        return
-
-    @abstractmethod
-    def fold(self, flight: Flight) -> None:
-        """Take in the result, ``flight.flat``. In the thread, and on the stream, that compute."""
-
-
-@dataclass(frozen=True)
-class Every:
-    """In every ``steps``-th step: those whose number in the phase, from 1, is ``offset`` more than a multiple of it.
-
-    Subclasses may have other intervals: they override ``due``, and ``steps`` is the shortest one. ``round`` then asks
-    ``due`` for every step so far; where that takes too long, they override it as well.
-
-    Args:
-        steps: from one start to the next.
-        offset: of the steps; negative ones start that much earlier.
-
-    Example:
-        >>> [t for t in range(1, 10) if Every(3).due(t)], [t for t in range(1, 10) if Every(3, offset=1).due(t)]
-        ([3, 6, 9], [1, 4, 7])
-    """
-
-    steps: int = 1
-    offset: int = 0
-
-    def __post_init__(self) -> None:
-        check_whole(1, steps=self.steps)
-        check_kind(int, "a whole number", offset=self.offset)
-
-    def due(self, t: int, shift: int = 0) -> bool:
-        """Whether it starts in step ``t`` of the phase, from 1; ``shift`` steps later for some parts."""
-        return (t - self.offset - shift) % self.steps == 0
-
-    @property
-    def regular(self) -> bool:
-        """Whether it is due by ``steps`` and ``offset`` alone."""
-        return type(self).due is Every.due
-
-    def round(self, t: int, shift: int = 0) -> int:
-        """How many times it has started in the phase up to step ``t``."""
-        if not self.regular:
-            return sum(self.due(step, shift) for step in range(1, t + 1))
-        begin = -self.offset - shift
-        return (t + begin) // self.steps - begin // self.steps
 
 
 @dataclass(frozen=True)
