@@ -14,9 +14,11 @@ from torch.distributed import TCPStore
 
 import bagua.comm
 from bagua import env
-from bagua.comm.transports.hybrid import slice_owners
+from bagua.comm.transports import hybrid
+from bagua.comm.transports.hybrid import HybridTransport, slice_owners
+from bagua.comm.transports.memory.exchange import SMALL_BYTES
 from bagua.comm.transports.shm import attach as shm_attach
-from bagua.errors import TransportUnavailableError
+from bagua.errors import PeerLostError, TransportUnavailableError
 from bagua.testing import ProcessRanks
 from bagua.testing.ranks import this_rank
 from bagua.testing.transport_contract import TransportContract
@@ -95,6 +97,60 @@ def means_of_shared_memory(numel: int) -> list[float]:
 def test_all_hosts_have_the_same_bits(pool) -> None:
     results = pool.run(means_of_shared_memory, 40_003, hosts=[1, 3, 2])
     assert all(result == results[0] for result in results)
+
+
+def reduce_in_many_pieces() -> list[bytes]:
+    """Results of allreduces in pieces far smaller than usual, one after the other and several at once."""
+    hybrid._PIECE_BYTES = 4096
+    comm = bagua.comm.get_default_group().global_communicator
+    results = []
+    for dtype in (torch.float64, torch.int16, torch.bfloat16):
+        for numel in (2 * SMALL_BYTES, 3 * SMALL_BYTES + 1, SMALL_BYTES + 7):
+            with torch.inference_mode(dtype is torch.bfloat16):
+                tensors = [(torch.arange(numel) % 11 + comm.rank + more).to(dtype) for more in range(3)]
+                works = [comm.allreduce(tensor, async_op=True) for tensor in tensors]
+                for work in works:
+                    work.wait()
+                for more, tensor in enumerate(tensors):
+                    wanted = comm.size * (torch.arange(numel) % 11 + more) + sum(range(comm.size))
+                    assert torch.equal(tensor, wanted.to(dtype)), (dtype, numel, more)
+                greatest = (torch.arange(numel) % 7 * (comm.rank + 1)).to(dtype)
+                comm.allreduce(greatest, bagua.comm.ReduceOp.MAX)
+                assert torch.equal(greatest, (torch.arange(numel) % 7 * comm.size).to(dtype)), (dtype, numel)
+            results.append(tensors[0].view(torch.uint8).numpy().tobytes())
+    return results
+
+
+@pytest.mark.parametrize("hosts", [[2, 2], [1, 3, 2]], ids=str)
+def test_many_pieces(pool, hosts: list[int]) -> None:
+    results = pool.run(reduce_in_many_pieces, hosts=hosts)
+    assert all(result == results[0] for result in results)
+
+
+def lose_a_rank_between_pieces() -> tuple[str, tuple[int, ...]]:
+    """Rank 3 dies while the piece before is on its way between the hosts."""
+    hybrid._PIECE_BYTES = 4096
+    group = bagua.comm.get_default_group()
+    if group.rank == 3:
+        reduce, seen = HybridTransport._reduce, []
+
+        def die_at_the_third(self, *arguments):
+            seen.append(arguments)
+            if len(seen) == 3:
+                this_rank.die()
+            return reduce(self, *arguments)
+
+        HybridTransport._reduce = die_at_the_third
+    try:
+        group.global_communicator.allreduce(torch.ones(4 * SMALL_BYTES))
+    except PeerLostError as error:
+        return type(error).__name__, error.peers
+    return "no error", ()
+
+
+def test_a_rank_that_dies_between_pieces(pool) -> None:
+    outcomes = pool.outcomes(lose_a_rank_between_pieces, hosts=[2, 2])
+    assert [one.value for one in outcomes if one.rank != 3] == [("PeerLostError", (3,))] * 3
 
 
 def test_every_slice_has_one_owner_on_each_host() -> None:

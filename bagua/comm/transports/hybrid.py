@@ -1,9 +1,11 @@
 """The transport of ranks on several hosts with several ranks each: memory inside a host, Gloo between hosts.
 
 An allreduce is a reduce-scatter inside each host, an allreduce of each slice between the
-hosts, by all local ranks side by side, and an allgather inside each host. Hosts may be
-uneven: there are as many slices as the largest host has ranks, and on a host of L ranks
-slice s belongs to local rank ``s mod L``. Everyone handles its slices in ascending order.
+hosts, by all local ranks side by side, and an allgather inside each host. It goes piece by
+piece: while the hosts exchange one, the ranks of a host gather the one before and reduce the
+next. Hosts may be uneven: there are as many slices as the largest host has ranks, and on a
+host of L ranks slice s belongs to local rank ``s mod L``. Everyone handles pieces, and the
+slices of each, in ascending order.
 
 All other calls go to all ranks through Gloo.
 """
@@ -11,6 +13,9 @@ All other calls go to all ranks through Gloo.
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -30,6 +35,11 @@ from bagua.errors import CommunicationError
 from bagua.topology import ranks_by_node
 
 __all__ = ["HybridTransport", "slice_owners"]
+
+#: Of one slice of a piece. Smaller ones cost more calls; larger ones leave the link idle while a host reduces.
+_PIECE_BYTES = 512 * 1024
+#: Pieces that may be on their way between the hosts. Two keep the link busy, and Gloo carries out two calls at once.
+_AHEAD = 2
 
 
 def slice_owners(hosts: list[list[int]]) -> list[tuple[int, ...]]:
@@ -63,14 +73,41 @@ class _Part:
         root: int = -1,
     ) -> None:
         """Make one call and wait for it."""
+        self._start(Call(kind, self._number(), target.dtype, numel, reduction, root), source, target, deadline, False)()
+
+    def start_allreduce(self, reduction: str, tensor: torch.Tensor, deadline: Deadline) -> Callable[[], None]:
+        """Start to reduce ``tensor`` in place; what is returned waits for it."""
+        call = Call("allreduce", self._number(), tensor.dtype, tensor.numel(), reduction)
+        return self._start(call, tensor, tensor, deadline, True)
+
+    def _number(self) -> int:
         self._calls += 1
-        call = Call(kind, self._calls, target.dtype, numel, reduction, root)
-        remaining_s = max(deadline.at - time.perf_counter(), 0.001)
+        return self._calls
+
+    def _start(
+        self, call: Call, source: torch.Tensor | None, target: torch.Tensor, deadline: Deadline, asynchronous: bool
+    ) -> Callable[[], None]:
+        with self._naming(deadline):
+            handle = self.transport.start(call, source, target, _remaining_s(deadline), asynchronous)
+
+        def wait() -> None:
+            with self._naming(deadline):
+                handle.wait(_remaining_s(deadline))
+
+        return wait
+
+    @contextmanager
+    def _naming(self, deadline: Deadline) -> Iterator[None]:
+        """Complete errors of this part with what is known here."""
         try:
-            self.transport.start(call, source, target, remaining_s, False).wait()
+            yield
         except CommunicationError as error:
             error.communicator, error.timeout_s = self.transport.membership.label, deadline.timeout_s
             raise
+
+
+def _remaining_s(deadline: Deadline) -> float:
+    return max(deadline.at - time.perf_counter(), 0.001)
 
 
 class HybridTransport(Transport):
@@ -93,6 +130,7 @@ class HybridTransport(Transport):
         local = next(tuple(members) for members in hosts if self.rank in members)
         owners = slice_owners(hosts)
         self._slices = len(owners)
+        self._rooms: dict[tuple[str, int], torch.Tensor] = {}
         self._lanes = Lanes(f"bagua-{membership.label}-{self.rank}")
         self._parts: list[_Part] = []
         try:
@@ -177,27 +215,53 @@ class HybridTransport(Transport):
         self._local.run("broadcast", "", flat if leader else None, flat, numel, deadline, root=0)
 
     def _in_slices(self, reduction: str, flat: torch.Tensor, deadline: Deadline) -> None:
-        local, numel = self._local, flat.numel()
+        step = self._slices * max(_PIECE_BYTES // flat.element_size(), 1)
+        ahead: deque[Callable[[], None]] = deque()
+        for number, start in enumerate(range(0, flat.numel(), step)):
+            piece = flat[start : start + step]
+            if len(ahead) == _AHEAD:
+                ahead.popleft()()
+            ahead.append(self._reduce(reduction, piece, number % _AHEAD, deadline))
+        while ahead:
+            ahead.popleft()()
+
+    def _reduce(self, reduction: str, piece: torch.Tensor, turn: int, deadline: Deadline) -> Callable[[], None]:
+        """Reduce ``piece`` inside the host, and start what goes between hosts; what is returned gathers the result."""
+        local, numel = self._local, piece.numel()
         share = -(-numel // self._slices)
         rounds = -(-self._slices // local.size)
         padded = rounds * local.size * share
-        work = flat
+        work = piece
         if padded != numel:
-            work = self._empty_like(flat, padded)
-            work[:numel].copy_(flat)
+            work = self._room("padded", turn, piece, padded)
+            work[:numel].copy_(piece)
             work[numel:].zero_()
-        mine = self._empty_like(flat, share)
+        started = []
         for number, rows in enumerate(work.view(rounds, -1).unbind()):
+            mine = self._room(f"round {number}", turn, piece, share)
             local.run("reduce_scatter", reduction, rows, mine, share, deadline)
             across = self._across.get(number * local.size + local.rank)
-            if across is not None:
-                across.run("allreduce", reduction, mine, mine, share, deadline)
-            local.run("allgather", "", mine, rows, share, deadline)
-        if work is not flat:
-            flat.copy_(work[:numel])
+            wait = None if across is None else across.start_allreduce(reduction, mine, deadline)
+            started.append((rows, mine, wait))
 
-    def _empty_like(self, flat: torch.Tensor, numel: int) -> torch.Tensor:
-        return self._local.transport.empty(numel, flat.dtype, flat.device)
+        def gather() -> None:
+            for rows, mine, wait in started:
+                if wait is not None:
+                    wait()
+                local.run("allgather", "", mine, rows, share, deadline)
+            if work is not piece:
+                piece.copy_(work[:numel])
+
+        return gather
+
+    def _room(self, use: str, turn: int, like: torch.Tensor, numel: int) -> torch.Tensor:
+        """Memory that the ranks of this host can map, the same one each time: a new one costs more than a piece."""
+        nbytes = numel * like.element_size()
+        room = self._rooms.get((use, turn))
+        if room is None or room.numel() < nbytes:
+            with torch.inference_mode(False):  # The next call may be made outside of it.
+                room = self._rooms[use, turn] = self._local.transport.empty(nbytes, torch.uint8, like.device)
+        return room[:nbytes].view(like.dtype)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory that the ranks of this host can map."""
@@ -222,3 +286,4 @@ class HybridTransport(Transport):
             self._lanes.stop(timeout_s=1.0)
         for part in reversed(self._parts):
             part.transport.close()
+        self._rooms.clear()
