@@ -65,7 +65,12 @@ from bagua.comm.lifetime.closer import close_with as close_with
 from bagua.comm.lifetime.forks import family as family, forked_error as forked_error
 from bagua.comm.lifetime.wake import Wake as Wake
 from bagua.comm.long_wait import LongWait as LongWait
-from bagua.comm.objects import as_bytes as as_bytes, decode as decode, encode as encode
+from bagua.comm.objects import (
+    as_bytes as as_bytes,
+    decode as decode,
+    encode as encode,
+    encode_failure as encode_failure,
+)
 from bagua.comm.operands import as_seconds as as_seconds, check_rank as check_rank, check_tensor as check_tensor
 from bagua.comm.records.recorder import (
     CallRecord as CallRecord,

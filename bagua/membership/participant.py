@@ -257,7 +257,7 @@ class Participant:
             late = time.monotonic() - started > self._timeout_s
             epoch = self._cell(standing.epoch.number + 1, partial(self._successor, standing, late=late))
             if epoch is None:
-                self._wait(started)
+                self._wait(started, give_up=late)
                 continue
             if self._presence.seat not in epoch.members:
                 raise self._left_out(epoch)
@@ -298,8 +298,12 @@ class Participant:
             _log.info("islands: seat %d: %s", self._presence.seat, why)
         self.waiting_for = why
 
-    def _wait(self, started: float) -> None:
-        """Wait for a moment, or give up.
+    def _wait(self, started: float, *, give_up: bool = True) -> None:
+        """Wait for a moment, or give up after ``timeout_s``.
+
+        Args:
+            started: when this process began to wait.
+            give_up: False if there is something left to try.
 
         Raises:
             TooFewMembersError: too few are there, for too long.
@@ -308,7 +312,7 @@ class Participant:
         if self._presence.has_left:
             raise CommunicatorClosedError("this process has left its islands", rank=self._presence.seat)
         elapsed_s = time.monotonic() - started
-        if elapsed_s <= self._timeout_s + self._deadlines.poll_s:
+        if elapsed_s <= self._timeout_s or not give_up:
             time.sleep(self._deadlines.poll_s)
             return
         seat, timeout_s = self._presence.seat, self._timeout_s

@@ -64,7 +64,7 @@ class SeatRecord:
 
 
 def seat_name(seat: int) -> str:
-    """The cell by which a process takes a seat, for ever."""
+    """The cell by which a process takes a seat, which it keeps."""
     return f"seat/{seat}"
 
 
@@ -110,7 +110,10 @@ class Roster:
             self._taken += 1
         seats = [seat for seat in range(self._taken) if not self.records.get(seat, SeatRecord()).left]
         found = self._cells.read([record_name(seat) for seat in seats])
-        awake_s = 0.0 if self._looked is None else min(now - self._looked, 2 * self._deadlines.beat_s)
+        beat_s = self._deadlines.beat_s
+        since_s = beat_s if self._looked is None else now - self._looked
+        # A process that has not looked for so long was asleep, or its store is slow. It may be the first that wakes.
+        awake_s = since_s if since_s <= 2 * beat_s else beat_s
         self._looked = now
         records, silences = dict(self.records), dict(self._silent_s)
         for seat, said in zip(seats, found, strict=True):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 
 import torch
 
-from bagua.comm import Communicator, as_bytes, decode, encode
-from bagua.errors import CollectiveMismatchError
+from bagua.comm import Communicator, as_bytes, decode, encode, encode_failure
+from bagua.errors import BaguaError, CollectiveMismatchError
 
 __all__ = ["receive_state", "send_state"]
 
+_log = logging.getLogger("bagua")
 #: Small enough that a member that is lost in between is noticed soon on a slow link.
 _PIECE_BYTES = 4 * 1024 * 1024
 
@@ -26,7 +28,11 @@ def send_state(state: object, communicator: Communicator, newcomer: int) -> None
     Raises:
         CommunicationError: it is lost.
     """
-    data = encode(state)
+    try:
+        data = encode(state)
+    except BaguaError as error:  # The newcomer has to go; this member trains on.
+        _log.warning("islands: newcomers cannot come in, because the state cannot be sent: %s", error.problem)
+        data = encode_failure(error.problem)
     communicator.send(torch.tensor([data.numel()]), newcomer)
     for piece in torch.split(data, _PIECE_BYTES):
         communicator.send(piece, newcomer)
@@ -38,6 +44,7 @@ def receive_state(communicator: Communicator, donor: int) -> object:
 
     Raises:
         CommunicationError: the donor is lost, or what arrived is not what was sent.
+        ConfigurationError: the donor holds something that cannot be sent.
     """
     size = torch.zeros(1, dtype=torch.int64)
     communicator.recv(size, donor)
