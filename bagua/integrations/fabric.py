@@ -107,6 +107,19 @@ class BaguaStrategy(RanksMixin, DDPStrategy):
         if isinstance(wrapped.bagua_algorithm, AsyncModelAverageAlgorithmImpl):
             wrapped.bagua_algorithm.resume(wrapped)
 
+    def finish(self, model: torch.nn.Module) -> None:
+        """Make one model of those of all ranks: the last call of training. Collective.
+
+        Fabric does not tell a strategy when training ends; see ``EngineAccess.bagua_finish`` for what it does.
+
+        Args:
+            model: what ``fabric.setup`` returned.
+        """
+        self.settle(model)
+        wrapped = _wrapper_of(model)
+        if wrapped.bagua_algorithm.plane is None:
+            wrapped.bagua_finish()
+
     # Checkpoints.
 
     def get_module_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:

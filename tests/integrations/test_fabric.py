@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import bagua.comm
+from bagua.algorithms import DiLoCoAlgorithm
 from bagua.errors import ConfigurationError, UnsupportedAlgorithmException
 from bagua.testing import ProcessRanks
 from bagua.testing.training import State, assert_same_on_all_ranks, snapshot
@@ -106,8 +107,20 @@ def averages_and_questions() -> tuple[State, list[Any]]:
     return snapshot(module), [*answers, layer.weight.grad.sum().item()]
 
 
-def everything(folder: str) -> tuple[Any, Any, Any]:
-    return through_both(), stop_and_go_on(NAMES, folder), averages_and_questions()
+def finished() -> list[tuple[State, State]]:
+    """Before and after the end of training, between two outer steps, and while averages go on in the background."""
+    found = []
+    for strategy in (BaguaStrategy(DiLoCoAlgorithm(4)), "bagua_async"):
+        fabric, model, optimizer, module = set_up(strategy)
+        train(fabric, model, optimizer, range(2))
+        before = snapshot(module)
+        fabric.strategy.finish(model)
+        found.append((before, snapshot(module)))
+    return found
+
+
+def everything(folder: str) -> tuple[Any, Any, Any, Any]:
+    return through_both(), stop_and_go_on(NAMES, folder), averages_and_questions(), finished()
 
 
 @pytest.fixture(scope="module")
@@ -117,17 +130,17 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 def test_the_weights_are_those_of_ddp(results: list[Any]) -> None:
-    for rank, _, _ in results:
+    for rank, _, _, _ in results:
         for theirs, ours in rank:
             assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
 
 
 def test_training_goes_on_from_a_checkpoint_bit_by_bit(results: list[Any]) -> None:
-    for _, rank, _ in results:
+    for _, rank, _, _ in results:
         for name, (whole, resumed) in zip(NAMES, rank, strict=True):
             assert all(torch.equal(whole[key], resumed[key]) for key in whole), name
     for position, name in enumerate(NAMES):
-        whole = [rank[position][0] for _, rank, _ in results]
+        whole = [rank[position][0] for _, rank, _, _ in results]
         if "decentralized" not in name:
             assert_same_on_all_ranks(whole)
         elif name == "decentralized":
@@ -135,9 +148,19 @@ def test_training_goes_on_from_a_checkpoint_bit_by_bit(results: list[Any]) -> No
 
 
 def test_averages_settle_and_ranks_answer(results: list[Any]) -> None:
-    assert_same_on_all_ranks([state for _, _, (state, _) in results])
-    for _, _, (_, answers) in results:
+    assert_same_on_all_ranks([state for _, _, (state, _), _ in results])
+    for _, _, (_, answers), _ in results:
         assert answers == [1.0, [0.0, 1.0], 0.0, 4.0]
+
+
+def test_training_ends_with_one_model(results: list[Any]) -> None:
+    (diloco, averaged), (diloco_there, averaged_there) = (ends for _, _, _, ends in results)
+    assert_same_on_all_ranks([averaged[1], averaged_there[1]])
+    assert_same_on_all_ranks([diloco[1], diloco_there[1]])
+    for name, mean in diloco[1].items():
+        own, theirs = diloco[0][name], diloco_there[0][name]
+        assert not torch.equal(own, theirs)
+        assert torch.allclose(mean, (own + theirs) / 2, atol=1e-6)
 
 
 def test_names_and_options_that_do_not_exist() -> None:
