@@ -24,6 +24,7 @@ from bagua.comm import (
 from bagua.compression import Codec, TopK
 from bagua.engine import Executor, Remembered, check_owner, collect, create_executor, merged, renamed, restore
 from bagua.errors import ConfigurationError, blame
+from bagua.integrations._sharded import refuse_shared_mesh, sharded_parts
 from bagua.primitives import (
     AllGatherReducer,
     ErrorFeedback,
@@ -409,19 +410,10 @@ def register_fsdp_hook(module: torch.nn.Module, state: ReducerState) -> None:
     """
     if not isinstance(state, ReducerState):
         raise _no_state(state)
-    # What ``fully_shard`` was applied to is known by what it can do then.
-    parts: dict[str, Any] = {
-        name: part for name, part in module.named_modules() if hasattr(part, "set_all_reduce_hook")
-    }
-    if not parts:
-        raise ConfigurationError(
-            "nothing in this module is sharded",
-            argument="module",
-            expected="a module that fully_shard was applied to",
-            seen=type(module).__name__,
-        )
+    parts = sharded_parts(module)
+    others = set(state.group.ranks) - {state.group.ranks[state.group.rank]}
     for part in parts.values():
-        _check_mesh(part, state)
+        refuse_shared_mesh(part, others, "state")
     for name, part in parts.items():
         try:
             part.set_all_reduce_hook(functools.partial(state.exchange_part, name))
@@ -432,19 +424,3 @@ def register_fsdp_hook(module: torch.nn.Module, state: ReducerState) -> None:
                 expected="fully_shard without a shard_placement_fn that chooses meshes",
                 seen=name,
             ) from error
-
-
-def _check_mesh(part: Any, state: ReducerState) -> None:
-    """Refuse a state whose ranks hold other shards, or whose gradients torch sums by itself."""
-    others = set(state.group.ranks) - {state.group.ranks[state.group.rank]}
-    meshes = {parameter.device_mesh for parameter in part.parameters() if hasattr(parameter, "device_mesh")}
-    for mesh in meshes:
-        shared = others.intersection(mesh.mesh.flatten().tolist())
-        if shared:
-            raise ConfigurationError(
-                "torch sums gradients over these ranks already",
-                argument="state",
-                expected="a process_group of ranks that hold the same shard, each in a mesh of its own",
-                seen=f"ranks {sorted(shared)}, which are in the mesh of the module",
-                advice="Give fully_shard the shards' dimension of a mesh, and the state the group of the other one.",
-            )

@@ -28,6 +28,7 @@ class Flight:
         early: at the fold, whether training was interrupted before its time.
         finite: at the fold, whether the results of the whole part are finite; looked at for ``Then.whole``, and where
             all ranks get the same weights.
+        diverged: whether what belongs to the same model, and other ranks hold, was not finite when it was sent.
         bucket: whose parameters they are.
         memory: what is remembered of them, and buffers.
         reads: what the exchange sends; see ``What.reads``.
@@ -39,7 +40,19 @@ class Flight:
     """
 
     __slots__ = (
-        *("bucket", "early", "finite", "flat", "loss_scale", "memory", "model", "prepared", "ranks", "reads"),
+        *(
+            "bucket",
+            "diverged",
+            "early",
+            "finite",
+            "flat",
+            "loss_scale",
+            "memory",
+            "model",
+            "prepared",
+            "ranks",
+            "reads",
+        ),
         *("rescale", "round", "scale", "sent", "step", "t", "wait"),
     )
 
@@ -67,6 +80,7 @@ class Flight:
         self.rescale = 1.0
         self.early = False
         self.finite = True
+        self.diverged = False
         self.bucket = bucket
         self.memory = memory
         self.model = model

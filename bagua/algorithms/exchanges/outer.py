@@ -36,7 +36,7 @@ def restart_unless_finite(flight: Flight, anchor: torch.Tensor) -> bool:
     """Whether the result is of no use. A rank whose own weights are not finite goes back to ``anchor`` then."""
     if flight.finite:
         return False
-    if not torch.isfinite(flight.weights(torch.empty_like(flight.flat))).all():
+    if flight.diverged or not torch.isfinite(flight.weights(torch.empty_like(flight.flat))).all():
         go_back(flight, anchor)
     return True
 

@@ -14,7 +14,7 @@ __all__ = ["Registration", "buffers_of", "floating_buffers_of", "ignored_names"]
 
 _SHARDED = (
     "FSDP exchanges the gradients of what it shards. Give it the plain module; between replicas of a sharded model, "
-    "use bagua.integrations.ddp_comm_hooks.register_fsdp_hook."
+    "use exchange_shards of bagua.integrations.fsdp, or for gradients register_fsdp_hook of ddp_comm_hooks there."
 )
 
 

@@ -1,0 +1,329 @@
+"""Training replicas of a model that FSDP2 shards, which exchange every so often: each rank sends its own shards."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import weakref
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bagua.algorithms import Algorithm, DistributedAlgorithm, Exchange, Flight, How, Model, Sum, as_algorithm
+from bagua.comm import Communicator, ProcessGroup, ReduceOp, as_group
+from bagua.engine import EngineAccess, optimizer_list
+from bagua.errors import ConfigurationError
+from bagua.integrations._sharded import local_of, ranks_of_mesh, refuse_shared_mesh, sharded_parts
+from bagua.parallel import with_bagua
+from bagua.primitives import State
+
+__all__ = ["ShardExchange", "exchange_shards"]
+
+#: All ranks count alike how many models they have wrapped, so connections have names that they know.
+_numbers = itertools.count()
+
+
+def exchange_shards(
+    module: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer] | torch.optim.Optimizer,
+    algorithm: Algorithm | DistributedAlgorithm | str,
+    process_group: Any,
+) -> ShardExchange:
+    """Train replicas of a model that FSDP2 shards with ``diloco``, ``local_sgd`` or the like. Collective.
+
+    Torch sums gradients inside the mesh of each replica in each step. Every so often each rank exchanges its own
+    shards with those ranks of the other replicas that hold the same ones, so it sends as many times less as there are
+    shards. The weights of the first replica become those of all.
+
+    A step is one ``step()`` of each of the optimizers. When the last one returns, the weights have changed. An update
+    that a ``GradScaler`` skips is no step: the other replicas wait for this one at their next exchange.
+
+    Args:
+        module: and its parts to which ``fully_shard`` was applied; its weights exist.
+        optimizers: that step its parameters.
+        algorithm: exchanges weights, and no gradients.
+        process_group: the ranks that hold the same shard as this one, a group of ``bagua.comm`` or of
+            ``torch.distributed``.
+
+    Returns:
+        What the exchanges are asked and ended through. They go on as long as the optimizers exist.
+
+    Raises:
+        ConfigurationError: ``fully_shard`` was applied to nothing in ``module``, or torch sums gradients over ranks
+            of ``process_group``, or the algorithm exchanges gradients, or averages in the background.
+        CollectiveMismatchError: replicas have other models, shards or options.
+    """
+    parts = sharded_parts(module)
+    declaration = as_algorithm(algorithm)
+    _check(declaration)
+    group: ProcessGroup = as_group(process_group, "process_group")
+    others = set(group.ranks) - {group.ranks[group.rank]}
+    for part in parts.values():
+        refuse_shared_mesh(part, others, "process_group")
+    mates = sorted({group.ranks[group.rank]}.union(*map(ranks_of_mesh, parts.values())))
+    return ShardExchange(module, optimizer_list(optimizers), declaration, group, mates)
+
+
+def _check(algorithm: Algorithm) -> None:
+    for one in algorithm.every_exchange():
+        of_weights = "gradients" not in one.needs | one.writes and {one.at, one.until} == {"stepped"}
+        if not of_weights or algorithm.in_background:
+            raise ConfigurationError(
+                "FSDP keeps the gradients of what it shards to itself, so only weights can be exchanged",
+                argument="algorithm",
+                expected="diloco, local_sgd, slowmo or sparse_loco, with start_after=0 and without inner",
+                seen=repr(algorithm),
+                advice="For gradients use bagua.integrations.ddp_comm_hooks.register_fsdp_hook.",
+            )
+
+
+@dataclass(frozen=True, repr=False)
+class _ForAllShards(How):
+    """Another exchange, whose result counts for all shards of the model, or for none.
+
+    Args:
+        inner: the exchange of the ranks that hold the same shard.
+        mates: of the ranks that hold the shards of one replica.
+    """
+
+    inner: Sum
+    mates: Communicator
+
+    @property
+    def exact(self) -> bool:
+        """As of a whole model."""
+        return self.inner.exact
+
+    def state(self) -> tuple[State, ...]:
+        """As of a whole model."""
+        return self.inner.state()
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """As of a whole model."""
+        self.inner.check_dtype(dtype)
+
+    def ranks(self, group: ProcessGroup) -> float:
+        """As of a whole model."""
+        return self.inner.ranks(group)
+
+    def scale(self, ranks: float) -> float:
+        """As of a whole model."""
+        return self.inner.scale(ranks)
+
+    def run(self, flight: Flight, group: ProcessGroup) -> None:
+        """Exchange, and agree: what is not finite elsewhere is dropped here, too, and the whole replica goes back."""
+        sent = flight.flat.isfinite().all()
+        work = self.inner.run(flight, group)
+        if work is not None:
+            work.wait()
+        finite = torch.stack([sent, flight.flat.isfinite().all()]).to(torch.uint8)
+        self.mates.allreduce(finite, ReduceOp.MIN)
+        flight.diverged = not finite[0]
+        if not finite[1]:
+            flight.flat.fill_(torch.nan)
+
+
+@dataclass(frozen=True, repr=False)
+class _OfShards(Algorithm):
+    """Another algorithm, of the shards of a model."""
+
+    inner: Algorithm
+    mates: Communicator
+
+    @property
+    def phases(self) -> tuple[Hashable, ...]:
+        """Those of the inner algorithm."""
+        return self.inner.phases
+
+    def phase(self, step: int, model: Model) -> Hashable:
+        """That of the inner algorithm."""
+        return self.inner.phase(step, model)
+
+    def exchanges(self, phase: Hashable = 0) -> tuple[Exchange, ...]:
+        """Those of the inner algorithm, agreed on by the ranks that hold the other shards."""
+        return tuple(
+            dataclasses.replace(one, how=_ForAllShards(one.how, self.mates))
+            if isinstance(one.how, Sum) and "weights" in one.needs
+            else one
+            for one in self.inner.exchanges(phase)
+        )
+
+    def check(self, model: Model) -> None:
+        """What the inner algorithm refuses."""
+        self.inner.check(model)
+
+    def __repr__(self) -> str:
+        return repr(self.inner)
+
+
+class _Shards(torch.nn.Module):
+    """The memory of the shards of this rank as a plain module, with the names of the model that they are of."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self._buffers_of = weakref.ref(module)
+        for name, parameter in module.named_parameters():
+            *path, last = name.split(".")
+            place: torch.nn.Module = self
+            for step in path:
+                if step not in dict(place.named_children()):
+                    place.add_module(step, torch.nn.Module())
+                place = place.get_submodule(step)
+            place.register_parameter(last, torch.nn.Parameter(local_of(parameter), parameter.requires_grad))
+
+    def named_buffers(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those of the model, as they are now: they are not sharded."""
+        module = self._buffers_of()
+        return iter(()) if module is None else module.named_buffers(*arguments, **options)
+
+
+class ShardExchange(EngineAccess):
+    """The exchanges of the replicas of a sharded model. Made by ``exchange_shards``.
+
+    Args:
+        module: that is sharded.
+        optimizers: of its parameters.
+        algorithm: what is exchanged.
+        group: of the ranks with the same shard.
+        mates: ranks of all, with the shards of this replica.
+
+    Attributes:
+        module: that is sharded.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        algorithm: Algorithm,
+        group: ProcessGroup,
+        mates: Sequence[int],
+    ) -> None:
+        self.module = module
+        self._parameters = list(module.parameters())
+        self._shards = _Shards(module)
+        self._optimizers = list(optimizers)
+        self._twins = self._make_twins()
+        self._stepped: set[int] = set()
+        everyone = as_group(None, "process_group")
+        self._mates = everyone.connect(mates, f"shards{next(_numbers)}", timeout_s=group.timeout_s)
+        self._everyone = weakref.ref(everyone)
+        of_shards = _OfShards(algorithm, self._mates)
+        wrapped: Any = with_bagua(self._shards, self._twins, of_shards, group, do_flatten=False)
+        self._bagua_engine = wrapped._bagua_engine  # noqa: SLF001 - ours
+        self._reshard()
+        loaded: Any = module  # Torch has no hints for these.
+        self._handles = [
+            loaded.register_load_state_dict_pre_hook(self._before_load),
+            loaded.register_load_state_dict_post_hook(self._after_load),
+        ]
+        for optimizer in optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+
+    def _make_twins(self) -> list[torch.optim.Optimizer]:
+        """Optimizers of the shards that never step: exchanges read learning rates from them."""
+        memory = dict(zip(map(id, self._parameters), self._shards.parameters(), strict=True))
+        twins: list[torch.optim.Optimizer] = []
+        for optimizer in self._optimizers:
+            groups = [
+                {"params": [memory[id(one)] for one in group["params"] if id(one) in memory], "lr": float(group["lr"])}
+                for group in optimizer.param_groups
+            ]
+            twins.append(torch.optim.SGD(groups))
+        return twins
+
+    @property
+    def bagua_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that step the parameters, as they were given."""
+        return list(self._optimizers)
+
+    # Steps.
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """The first optimizer of a round is about to step: what starts from weights starts from these."""
+        reducer = self._bagua_engine.reducer
+        if reducer.idle or not self._bagua_engine.synchronize:
+            return
+        if id(optimizer) in self._stepped:  # The others do not step as often as this one.
+            self._end_round()
+        if self._stepped:
+            return
+        reducer.check_usable()
+        reducer.after_optimizers()
+        self._check_memory()
+        for one, twin in zip(self._optimizers, self._twins, strict=True):
+            for group, copied in zip(one.param_groups, twin.param_groups, strict=True):
+                copied["lr"] = float(group["lr"])
+        reducer.before_step()
+        reducer.begin_step()
+        reducer.mark_on_complete()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """An optimizer has stepped; the last one of a round ends it."""
+        if self._bagua_engine.reducer.idle or not self._bagua_engine.synchronize:
+            return
+        self._stepped.add(id(optimizer))
+        if len(self._stepped) == len(self._optimizers):
+            self._end_round()
+
+    def _end_round(self) -> None:
+        self._stepped.clear()
+        self._bagua_engine.reducer.after_optimizers(late=False)
+
+    def _check_memory(self) -> None:
+        """Refuse to exchange what is no longer trained."""
+        pairs = zip(self._shards.named_parameters(), self._parameters, strict=True)
+        for (name, shard), parameter in pairs:
+            if local_of(parameter).data_ptr() != shard.data_ptr():
+                error = ConfigurationError(
+                    f"the shard of {name} lies elsewhere now",
+                    argument="module",
+                    expected="shards that stay where they were when exchange_shards was called",
+                    seen="another tensor, as after to() or load_state_dict(assign=True)",
+                    advice="Close this exchange on all ranks with bagua_close(), and call exchange_shards again.",
+                )
+                self._bagua_engine.reducer.give_up(error)
+                raise error
+
+    # Weights that change between steps.
+
+    def _reshard(self) -> None:
+        """FSDP gathers weights anew where it still holds what they were."""
+        for part in self.module.modules():
+            reshard = getattr(part, "reshard", None)
+            if hasattr(part, "set_all_reduce_hook") and reshard is not None:
+                reshard()
+
+    def _before_load(self, *_: Any) -> None:
+        self._bagua_engine.reducer.weights_will_be_replaced()
+
+    def _after_load(self, *_: Any) -> None:
+        reducer = self._bagua_engine.reducer
+        reducer.equality.note_load(reducer.step, reducer.group)
+        reducer.weights_were_replaced()
+
+    def bagua_finish(self) -> None:
+        """Make one model of all replicas: the last call of training. Collective; see ``EngineAccess.bagua_finish``."""
+        super().bagua_finish()
+        self._reshard()
+
+    @contextmanager
+    def global_average(self) -> Iterator[None]:
+        """In this block, weights are their means over all replicas. Collective; see ``EngineAccess.global_average``."""
+        with super().global_average():
+            self._reshard()
+            yield
+        self._reshard()
+
+    def bagua_close(self) -> None:
+        """End the exchanges; the replica trains on by itself. Idempotent, and not collective."""
+        while self._handles:
+            self._handles.pop().remove()
+        super().bagua_close()
+        everyone = self._everyone()
+        if everyone is not None:
+            everyone.disconnect(self._mates)

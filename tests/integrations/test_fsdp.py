@@ -1,0 +1,196 @@
+"""Replicas of a model that FSDP2 shards: each rank exchanges its own shards with those who hold the same ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import bagua.comm
+from bagua.algorithms import Algorithm, DiLoCoAlgorithm, LocalSGDAlgorithm, SlowMoAlgorithm
+from bagua.errors import ConfigurationError
+from bagua.integrations.fsdp import ShardExchange, exchange_shards
+from bagua.parallel import with_bagua
+from bagua.testing.training import State, batch, seeded
+
+pytestmark = pytest.mark.gloo
+
+STEPS = 9
+SHARDS = 2
+
+
+def uneven(seed: int = 0) -> nn.Module:
+    """Two ranks cannot share any of its tensors evenly; of the last bias one of them holds nothing."""
+    with seeded(seed):
+        return nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+
+
+def loss_of(model: nn.Module, rank: int, number: int) -> torch.Tensor:
+    inputs, targets = batch(rank, number)
+    return nn.functional.mse_loss(model(inputs), targets[:, :1])
+
+
+def whole(model: nn.Module) -> State:
+    """The weights, put together again."""
+    return {name: (one.full_tensor() if hasattr(one, "full_tensor") else one).detach().clone()
+            for name, one in model.named_parameters()}  # fmt: skip
+
+
+def sharded(algorithm: Algorithm | str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, ShardExchange]:
+    mesh = init_device_mesh(
+        "cpu", (bagua.comm.get_world_size() // SHARDS, SHARDS), mesh_dim_names=("replicas", "shards")
+    )
+    model = uneven(seed)
+    for part in (model[0], model):
+        fully_shard(part, mesh=mesh["shards"])
+    optimizer = optimizer_of(model)
+    return model, optimizer, exchange_shards(model, optimizer, algorithm, mesh["replicas"].get_group())
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model, bagua.comm.get_rank(), number).backward()
+    optimizer.step()
+
+
+def output(model: nn.Module) -> torch.Tensor:
+    """Leaves the root of a sharded model gathered, as its weights are now."""
+    with torch.no_grad():
+        return model(batch(0, 0)[0])
+
+
+def train_sharded(algorithms: list[Algorithm]) -> list[dict[str, Any]]:
+    found = []
+    for algorithm in algorithms:
+        model, optimizer, exchange = sharded(algorithm, seed=bagua.comm.get_rank() // SHARDS)
+        watched = []
+        for number in range(STEPS):
+            train_step(model, optimizer, number)
+            watched.append(whole(model))
+        output(model)
+        with exchange.global_average():
+            of_mean = output(model)
+        of_own = output(model)
+        exchange.bagua_finish()
+        found.append({"watched": watched, "mean": of_mean, "own": of_own, "end": whole(model)})
+    return found
+
+
+def train_whole(algorithms: list[Algorithm]) -> list[dict[str, Any]]:
+    """The same on one rank for each replica."""
+    found = []
+    for algorithm in algorithms:
+        rank, model = bagua.comm.get_rank(), uneven(bagua.comm.get_rank())
+        optimizer = optimizer_of(model)
+        wrapped: Any = with_bagua(model, [optimizer], algorithm)
+        watched = []
+        for number in range(STEPS):
+            optimizer.zero_grad()
+            (sum(loss_of(wrapped, one, number) for one in (2 * rank, 2 * rank + 1)) / 2).backward()
+            optimizer.step()
+            watched.append(whole(model))
+        with wrapped.global_average():
+            of_mean = output(model)
+        of_own = output(model)
+        wrapped.bagua_finish()
+        found.append({"watched": watched, "mean": of_mean, "own": of_own, "end": whole(model)})
+    return found
+
+
+def assert_near(state: State, expected: State) -> None:
+    for name, value in state.items():
+        assert torch.allclose(value, expected[name], rtol=0, atol=1e-6), name
+
+
+def test_shards_are_exchanged_as_whole_models_would_be(process_ranks):
+    algorithms = [DiLoCoAlgorithm(4, fragments=2, overlap=1, outer_momentum=0.5), SlowMoAlgorithm(4)]
+    of_whole = process_ranks(2, train_whole, algorithms)
+    of_shards = process_ranks(4, train_sharded, algorithms)
+    for rank, by_algorithm in enumerate(of_shards):
+        for found, expected in zip(by_algorithm, of_whole[rank // SHARDS], strict=True):
+            for state, one in zip(found["watched"], expected["watched"], strict=True):
+                assert_near(state, one)
+            assert_near(found["end"], expected["end"])
+            for name in ("mean", "own"):
+                assert torch.allclose(found[name], expected[name], rtol=0, atol=1e-6)
+
+
+def bytes_of_wide(shards: int) -> int:
+    """What this rank sends in an outer step of a model whose parts are much larger than their padding."""
+    mesh = init_device_mesh(
+        "cpu", (bagua.comm.get_world_size() // shards, shards), mesh_dim_names=("replicas", "shards")
+    )
+    with seeded():
+        model = nn.Linear(64, 63)
+    fully_shard(model, mesh=mesh["shards"])
+    optimizer = optimizer_of(model)
+    exchange = exchange_shards(model, optimizer, LocalSGDAlgorithm(1), mesh["replicas"].get_group())
+    communicator = exchange._bagua_engine.reducer.group.global_communicator
+    sent = 0
+    for _ in range(2):
+        before = communicator.statistics.sent_bytes()
+        optimizer.zero_grad()
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+        sent = communicator.statistics.sent_bytes() - before
+    exchange.bagua_close()
+    optimizer.step()  # Which exchanges nothing any more.
+    assert exchange._bagua_engine.reducer.group.closed
+    return sent
+
+
+def test_each_rank_sends_as_many_times_less_as_there_are_shards(process_ranks):
+    one, two = process_ranks(2, bytes_of_wide, 1), process_ranks(4, bytes_of_wide, 2)
+    assert all(one[0] * 0.45 <= sent <= one[0] * 0.55 for sent in two)
+
+
+def resume_sharded(algorithm: Algorithm) -> bool:
+    model, optimizer, exchange = sharded(algorithm)
+    for number in range(6):
+        train_step(model, optimizer, number)
+    saved = whole(model), exchange.bagua_state_dict()
+    kept = {id(one): {key: value.clone() for key, value in optimizer.state[one].items()} for one in model.parameters()}
+    momenta = list(kept.values())
+    for number in range(6, STEPS):
+        train_step(model, optimizer, number)
+    end = whole(model)
+    exchange.bagua_close()
+    model, optimizer, exchange = sharded(algorithm, seed=7)
+    with torch.no_grad():
+        for (name, one), state in zip(model.named_parameters(), momenta, strict=True):
+            shard = torch.distributed.tensor.distribute_tensor(saved[0][name], one.device_mesh, one.placements)
+            one.to_local().copy_(shard.to_local())
+            optimizer.state[one] = state
+    exchange.load_bagua_state_dict(saved[1])
+    for number in range(6, STEPS):
+        train_step(model, optimizer, number)
+    return all(torch.equal(one, end[name]) for name, one in whole(model).items())
+
+
+def test_training_of_shards_resumes_bit_by_bit(process_ranks):
+    assert all(process_ranks(4, resume_sharded, DiLoCoAlgorithm(4, overlap=3)))
+
+
+def refused() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    with pytest.raises(ConfigurationError, match="nothing in this module is sharded"):
+        exchange_shards(uneven(), [], "diloco", mesh.get_group())
+    model = uneven()
+    fully_shard(model, mesh=mesh)
+    for algorithm in ("gradient_allreduce", "async", DiLoCoAlgorithm(4, start_after=2)):
+        with pytest.raises(ConfigurationError, match="only weights can be exchanged"):
+            exchange_shards(model, [], algorithm, mesh.get_group())
+    with pytest.raises(ConfigurationError, match=r"ranks \[\d\], which are in the mesh"):
+        exchange_shards(model, [], "diloco", mesh.get_group())
+
+
+def test_what_cannot_be_exchanged_is_refused(process_ranks):
+    process_ranks(2, refused)
