@@ -31,6 +31,7 @@ from bagua.engine.state.replicas import (
     broadcast_parameters,
 )
 from bagua.engine.state.saved_states import check_owner
+from bagua.engine.state.saved_states import name_of_rank as name_of_rank
 from bagua.engine.state.saving import Remembered, collect, merged, renamed, restore
 
 __all__ = [

@@ -63,6 +63,8 @@ LAUNCHER_MODULES = (
     "torch.distributed.launcher",
     "torch.distributed.run",
 )
+# Parts of it that integrations integrate.
+INTEGRATED_MODULES = ("torch.distributed.checkpoint", "torch.distributed.tensor")
 # The modules that use private names of torch, and such names of objects that torch made.
 TORCH_PRIVATE = ("bagua.torch_private", "bagua.comm.torch_private")
 METHODS_OF_TORCH = {
@@ -180,14 +182,16 @@ def only_declared_packages(sources: list[SourceFile]) -> list[str]:
 
 
 def torch_distributed_only_in_comm(sources: list[SourceFile]) -> list[str]:
-    """Only `bagua.comm` communicates through torch; the launcher modules are open to the layers that start things."""
+    """Only `bagua.comm` communicates through torch; launchers and checkpoints are open to those who integrate them."""
     violations = []
     for source in sources:
         if is_within(source.module, "bagua.comm"):
             continue
-        launches = is_within(source.module, "bagua.cli") or is_within(source.module, "bagua.integrations")
+        integrates = is_within(source.module, "bagua.integrations")
+        launches = is_within(source.module, "bagua.cli") or integrates
+        allowed = (*(LAUNCHER_MODULES if launches else ()), *(INTEGRATED_MODULES if integrates else ()))
         for name, line in _uses_of_torch_distributed(source):
-            if not (launches and any(is_within(name, module) for module in LAUNCHER_MODULES)):
+            if not any(is_within(name, module) for module in allowed):
                 violations.append(f"{source.path}:{line}: {source.module} uses {name}")
     return violations
 

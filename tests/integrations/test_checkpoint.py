@@ -1,0 +1,165 @@
+"""Checkpoints through ``torch.distributed.checkpoint``: the same run again, or one of another number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import bagua.comm
+from bagua.algorithms import Algorithm, DiLoCoAlgorithm
+from bagua.errors import ConfigurationError
+from bagua.integrations.checkpoint import load_training_state, training_state
+from bagua.integrations.fsdp import exchange_shards
+from bagua.parallel import with_bagua
+from bagua.testing.training import State, adam, loss_of, mlp, snapshot, train_steps
+
+pytestmark = pytest.mark.gloo
+
+ALGORITHMS = {
+    "streaming": DiLoCoAlgorithm(4, fragments=2, overlap=3, codec="int4", error_feedback=True),
+    "eager": DiLoCoAlgorithm(4, eager=True),
+    "local_sgd": Algorithm.init("local_sgd", sync_every=3),
+    "allreduce": Algorithm.init("gradient_allreduce"),
+    "top_k": Algorithm.init("top_k", ratio=0.2, warmup_steps=0),
+}
+BEFORE, AFTER = range(6), range(6, 11)
+
+
+def begin(algorithm: Algorithm, seed: int = 0) -> tuple[Any, torch.optim.Optimizer]:
+    model = mlp(seed)
+    optimizer = adam(model.parameters())
+    return with_bagua(model, [optimizer], algorithm, bucket_bytes=1000), optimizer
+
+
+def save_and_go_on(folder: str) -> dict[str, tuple[State, State]]:
+    """For each algorithm the weights when it was saved, and those of the whole run."""
+    found, rank = {}, bagua.comm.get_rank()
+    for name, algorithm in ALGORITHMS.items():
+        model, optimizer = begin(algorithm)
+        train_steps(model, optimizer, rank, BEFORE)
+        saved = snapshot(model)
+        dcp.save({"training": training_state(model), "epoch": 3}, checkpoint_id=Path(folder) / name)
+        train_steps(model, optimizer, rank, AFTER)
+        found[name] = saved, snapshot(model)
+    return found
+
+
+def resume(folder: str) -> dict[str, tuple[State, State, str]]:
+    found, rank = {}, bagua.comm.get_rank()
+    for name, algorithm in ALGORITHMS.items():
+        model, optimizer = begin(algorithm, seed=7)
+        load_training_state(model, Path(folder) / name)
+        loaded, digest = snapshot(model), model.bagua_state_digest()
+        train_steps(model, optimizer, rank, AFTER)
+        found[name] = loaded, snapshot(model), digest
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(process_pool, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("checkpoints"))
+    return folder, process_pool.run(save_and_go_on, folder, size=2)
+
+
+def test_the_same_number_of_ranks_goes_on_bit_by_bit(process_pool, saved):
+    folder, ends = saved
+    for whole, resumed in zip(ends, process_pool.run(resume, folder, size=2), strict=True):
+        for name in ALGORITHMS:
+            loaded, end, _ = resumed[name]
+            for expected, seen in zip(whole[name], (loaded, end), strict=True):
+                assert all(torch.equal(one, seen[key]) for key, one in expected.items()), name
+
+
+def test_another_number_of_ranks_goes_on_from_what_all_had_in_common(process_pool, saved):
+    folder, ends = saved
+    resumed = process_pool.run(resume, folder, size=3)
+    for name in ALGORITHMS:
+        assert len({one[name][2] for one in resumed}) == 1  # The anchor and the outer optimizer are equal on all.
+        first, _ = ends[0][name]
+        for one in resumed:
+            assert all(torch.equal(value, one[name][0][key]) for key, value in first.items())
+            assert all(torch.isfinite(value).all() for value in one[name][1].values())
+
+
+def anchor_of_the_last_outer_step(folder: str) -> tuple[State, State]:
+    """The shared state that three ranks load, and that of the two when they had saved."""
+    algorithm = DiLoCoAlgorithm(4, overlap=3)
+    model, _ = begin(algorithm, seed=7)
+    load_training_state(model, Path(folder) / "two")
+    state = model.bagua_state_dict()["parameters"]
+    return {name: one["anchor"] for name, one in state.items()}, {
+        name: one["outer.momentum_buffer"] for name, one in state.items()
+    }
+
+
+def save_two(folder: str) -> tuple[State, State]:
+    model, optimizer = begin(DiLoCoAlgorithm(4, overlap=3))
+    train_steps(model, optimizer, bagua.comm.get_rank(), BEFORE)
+    state = model.bagua_state_dict()
+    assert len(state[f"rank{bagua.comm.get_rank()}"]["flights"]) == 1
+    dcp.save({"training": training_state(model)}, checkpoint_id=Path(folder) / "two")
+    parameters = state["parameters"]
+    return {name: one["anchor"] for name, one in parameters.items()}, {
+        name: one["outer.momentum_buffer"] for name, one in parameters.items()
+    }
+
+
+def test_three_ranks_take_the_anchor_of_two(process_pool, tmp_path):
+    expected = process_pool.run(save_two, str(tmp_path), size=2)[0]
+    for found in process_pool.run(anchor_of_the_last_outer_step, str(tmp_path), size=3):
+        for one, other in zip(found, expected, strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def begin_sharded(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    model = fully_shard(mlp(seed), mesh=mesh["shards"])
+    optimizer = adam(model.parameters())
+    algorithm = DiLoCoAlgorithm(4, overlap=3)
+    return model, optimizer, exchange_shards(model, optimizer, algorithm, mesh["replicas"].get_group())
+
+
+def sharded_steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[torch.Tensor]:
+    for number in steps:
+        optimizer.zero_grad()
+        loss_of(model, bagua.comm.get_rank(), number).backward()
+        optimizer.step()
+    return [one.to_local().detach().clone() for one in model.parameters()]
+
+
+def save_and_resume_shards(folder: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    model, optimizer, exchange = begin_sharded(0)
+    sharded_steps(model, optimizer, BEFORE)
+    dcp.save({"training": training_state(exchange)}, checkpoint_id=folder)
+    end = sharded_steps(model, optimizer, AFTER)
+    exchange.bagua_close()
+    model, optimizer, exchange = begin_sharded(7)
+    load_training_state(exchange, folder)
+    return end, sharded_steps(model, optimizer, AFTER)
+
+
+def load_whole(folder: str) -> State:
+    """Shards that two replicas of two ranks saved, on one replica that holds all."""
+    model, _ = begin(DiLoCoAlgorithm(4, overlap=3), seed=3)
+    load_training_state(model, folder)
+    return {name: one["anchor"] for name, one in model.bagua_state_dict()["parameters"].items()}
+
+
+def test_shards_go_on_bit_by_bit_and_can_be_put_together(process_pool, tmp_path):
+    for end, resumed in process_pool.run(save_and_resume_shards, str(tmp_path), size=4):
+        assert all(torch.equal(one, other) for one, other in zip(end, resumed, strict=True))
+    shapes = {name: one.shape for name, one in mlp().state_dict().items()}
+    for anchors in process_pool.run(load_whole, str(tmp_path), size=3):
+        assert {name: one.shape for name, one in anchors.items()} == shapes
+        assert all(torch.isfinite(one).all() and one.any() for one in anchors.values())
+
+
+def test_what_is_no_model_of_ours_is_refused():
+    with pytest.raises(ConfigurationError, match="what with_bagua"):
+        training_state(mlp())
