@@ -6,6 +6,9 @@ from bagua.compression.block_top_k import BlockTopK
 from bagua.compression.by_size import BySize
 from bagua.compression.casting import BFloat16, Float16
 from bagua.compression.dct import DCTTopK
+from bagua.compression.dct import check_side as check_side
+from bagua.compression.dct import from_coefficients as from_coefficients
+from bagua.compression.dct import to_coefficients as to_coefficients
 from bagua.compression.e3m0 import E3M0
 from bagua.compression.identity import Identity
 from bagua.compression.levels import Int2, Int4

@@ -12,16 +12,27 @@ from bagua.checks import check_whole, unusable
 from bagua.compression.base import Codec, Metadata, exact_dtype, store
 from bagua.compression.block_top_k import BlockTopK
 
-__all__ = ["DCTTopK", "from_coefficients", "to_coefficients"]
+__all__ = ["DCTTopK", "check_side", "from_coefficients", "to_coefficients"]
+
+
+def check_side(side: int) -> None:
+    """Raise ``ConfigurationError`` unless a row of a block can have so many elements."""
+    check_whole(1, side=side)
+    if side % 4:
+        raise unusable("side", "a multiple of 4", side)
 
 
 @functools.lru_cache(maxsize=8)
-def _basis(side: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The orthonormal cosine transform (DCT-II) of ``side`` numbers, a row for each coefficient."""
+def _basis(side: int, device: torch.device) -> torch.Tensor:
+    """The orthonormal cosine transform (DCT-II) of ``side`` numbers, a row for each coefficient.
+
+    In double precision, in which products are never computed with fewer bits: autocast, TF32 and what users else allow
+    their own products in single precision would leave a transform that is not orthonormal.
+    """
     order = torch.arange(side, dtype=torch.float64)
     basis = torch.cos(math.pi / side * torch.outer(order, order + 0.5)) * math.sqrt(2 / side)
     basis[0] = math.sqrt(1 / side)
-    return basis.to(device, dtype)
+    return basis.to(device)
 
 
 def to_coefficients(flat: torch.Tensor, side: int) -> torch.Tensor:
@@ -39,10 +50,9 @@ def to_coefficients(flat: torch.Tensor, side: int) -> torch.Tensor:
         >>> to_coefficients(torch.ones(4), 2).round(decimals=3)
         tensor([2., 0., 0., 0.])
     """
-    dtype = exact_dtype(flat.dtype)
-    basis = _basis(side, dtype, flat.device)
-    filled = torch.nn.functional.pad(flat.to(dtype), (0, -flat.numel() % side**2)).view(-1, side, side)
-    return (basis @ filled @ basis.t()).view(-1)
+    basis = _basis(side, flat.device)
+    filled = torch.nn.functional.pad(flat.double(), (0, -flat.numel() % side**2)).view(-1, side, side)
+    return (basis @ filled @ basis.t()).view(-1).to(exact_dtype(flat.dtype))
 
 
 def from_coefficients(coefficients: torch.Tensor, side: int, numel: int) -> torch.Tensor:
@@ -52,8 +62,9 @@ def from_coefficients(coefficients: torch.Tensor, side: int, numel: int) -> torc
         >>> from_coefficients(torch.tensor([2.0, 0.0, 0.0, 0.0]), 2, 3).round(decimals=3)
         tensor([1., 1., 1.])
     """
-    basis = _basis(side, coefficients.dtype, coefficients.device)
-    return (basis.t() @ coefficients.view(-1, side, side) @ basis).view(-1)[:numel]
+    basis = _basis(side, coefficients.device)
+    blocks = coefficients.double().view(-1, side, side)
+    return (basis.t() @ blocks @ basis).view(-1)[:numel].to(coefficients.dtype)
 
 
 @dataclass(frozen=True)
@@ -85,9 +96,7 @@ class DCTTopK(Codec):
     value_bits: int | None = 8
 
     def __post_init__(self) -> None:
-        check_whole(1, side=self.side)
-        if self.side % 4:
-            raise unusable("side", "a multiple of 4", self.side)
+        check_side(self.side)
         _ = self.coefficients
 
     @property

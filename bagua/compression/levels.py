@@ -76,10 +76,11 @@ class _Levels(Codec):
             yield from in_pieces(rows, tables[blocks], numbers)
 
     def _encode(self, flat: torch.Tensor, out: torch.Tensor) -> None:
+        scratch = _Scratch(flat.device)
         for number, (rows, tables, packed) in enumerate(self._groups(flat, out, Metadata.of(flat))):
-            values = rows.to(tables.dtype, copy=True)
+            values = scratch.like("values", rows, tables.dtype).copy_(rows)
             if self.seed is None:
-                codes = _classify(values, tables)
+                codes = _classify(values, tables, scratch)
             else:
                 codes = _draw(values, tables, mixed_seed(self.seed, number))
             packed.copy_(pack_codes(codes, self.bits))
@@ -143,7 +144,26 @@ class Int2(_Levels):
     bits: ClassVar[int] = 2
 
 
-def _classify(rows: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+class _Scratch:
+    """Memory that pieces use one after the other: to ask for new one takes as long as the work.
+
+    Args:
+        device: where it lies.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._found: dict[str, torch.Tensor] = {}
+
+    def like(self, name: str, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in the shape of ``rows``, contents unknown."""
+        found = self._found.get(name)
+        if found is None or found.numel() < rows.numel():
+            found = self._found[name] = torch.empty(rows.numel(), dtype=dtype, device=self._device)
+        return found[: rows.numel()].view(rows.shape)
+
+
+def _classify(rows: torch.Tensor, tables: torch.Tensor, scratch: _Scratch) -> torch.Tensor:
     """The bin of each element, and the mean of each bin in ``tables``. ``rows`` is overwritten."""
     count, levels = rows.shape[1], tables.shape[1]
     means = rows.sum(dim=1, keepdim=True).div_(count)
@@ -156,30 +176,46 @@ def _classify(rows: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
     deviation = torch.linalg.vector_norm(rows, dim=1, keepdim=True).div_(math.sqrt(max(count - 1, 1)))
     steps = deviation.mul_(_REACH / levels)
     steps = steps.where(steps > 0, 1)
-    numbers = rows.mul(steps.reciprocal_()).add_(levels / 2).round_().clamp_(0, levels - 1)
+    numbers = torch.mul(rows, steps.reciprocal_(), out=scratch.like("numbers", rows, rows.dtype))
+    numbers.add_(levels / 2).round_().clamp_(0, levels - 1)
     if rows.device.type != "cpu" or not finite.all():  # Elsewhere a look at the values would wait for them.
         numbers.nan_to_num_(0.0)
-    codes = numbers.to(torch.int32)
-    sums, counts = _sums_of_bins(rows, numbers, codes, levels)
+    codes = scratch.like("codes", rows, torch.int32).copy_(numbers)
+    sums, counts = _sums_of_bins(rows, numbers, codes, levels, scratch)
     tables.copy_(sums.div_(counts.clamp_(min=1)).mul_(largest).add_(means).where(finite, torch.nan))
-    return codes.to(torch.uint8)
+    return scratch.like("bytes", rows, torch.uint8).copy_(codes)
 
 
 def _sums_of_bins(
-    rows: torch.Tensor, numbers: torch.Tensor, codes: torch.Tensor, levels: int
+    rows: torch.Tensor, numbers: torch.Tensor, codes: torch.Tensor, levels: int, scratch: _Scratch
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum, and the count, of the elements of each row in each bin. ``numbers`` and ``codes`` tell their bins."""
-    sums, counts = torch.zeros(2, len(rows), levels, dtype=rows.dtype, device=rows.device)
     if levels > _FEW and rows.device.type == "cpu":
-        places = codes.long()
-        ones = torch.ones(len(rows), 1, dtype=rows.dtype).expand_as(rows)
-        return sums.scatter_add_(1, places, rows), counts.scatter_add_(1, places, ones)
-    chosen = torch.empty_like(rows)  # Elsewhere a scattered sum may come out another way each time.
+        return _scattered_sums(rows, codes, levels, scratch)
+    sums, counts = torch.zeros(2, len(rows), levels, dtype=rows.dtype, device=rows.device)
+    chosen = scratch.like("chosen", rows, rows.dtype)  # Elsewhere a scattered sum may come out another way each time.
     for level in range(levels):
         torch.eq(numbers, level, out=chosen)
         torch.sum(chosen, dim=1, out=counts[:, level])
         torch.sum(chosen.mul_(rows), dim=1, out=sums[:, level])
     return sums, counts
+
+
+def _scattered_sums(
+    rows: torch.Tensor, codes: torch.Tensor, levels: int, scratch: _Scratch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``_sums_of_bins``, of values from -1 to 1."""
+    places = scratch.like("places", rows, torch.int64).copy_(codes)
+    totals = torch.zeros(len(rows), levels, dtype=torch.float64)
+    if rows.dtype == torch.float64:
+        ones = torch.ones(len(rows), 1, dtype=torch.float64).expand_as(rows)
+        counts = torch.zeros_like(totals).scatter_add_(1, places, ones)
+        return totals.scatter_add_(1, places, rows), counts
+    # One addition for both: with each element comes more than any sum reaches. Both fit in the 53 bits of a double.
+    beyond = 2.0 ** (rows.shape[1].bit_length() + 1)
+    totals.scatter_add_(1, places, scratch.like("wide", rows, torch.float64).copy_(rows).add_(beyond))
+    counts = totals.div(beyond).round_()
+    return totals.sub_(counts, alpha=beyond).float(), counts.float()
 
 
 def _draw(rows: torch.Tensor, tables: torch.Tensor, seed: int) -> torch.Tensor:

@@ -334,6 +334,23 @@ def test_the_transform_is_the_published_one():
     torch.testing.assert_close(decoded(codec, values), torch.cat(expected))
 
 
+@pytest.mark.parametrize("side", [8, 64])
+def test_the_transform_keeps_its_precision_whatever_products_users_allow(side):
+    """Autocast would round its products to 16-bit numbers, and a lower precision of products to fewer bits."""
+    values = torch.randn(3 * side**2 - 5, generator=torch.Generator().manual_seed(0))
+    codec = DCTTopK(side=side, kept=side**2, value_bits=None)
+    plain = decoded(codec, values)
+    torch.testing.assert_close(plain, values, atol=1e-6, rtol=1e-6)
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+            assert torch.equal(decoded(codec, values), plain)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
 @pytest.mark.parametrize("codec", [Int4(block_numel=64, seed=0), Int2(block_numel=64, seed=0)])
 def test_rounding_at_random_stays_beside_the_element_where_the_range_overflows(codec):
     tensor = torch.zeros(64)
