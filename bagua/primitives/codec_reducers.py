@@ -11,7 +11,7 @@ from bagua.compression import Codec, Metadata, check_codec
 from bagua.primitives.memory import ReducerMemory, summing_dtype
 from bagua.primitives.reducers import SumReducer
 
-__all__ = ["AllGatherReducer", "ContributorsReducer", "ScatterGatherReducer"]
+__all__ = ["AllGatherReducer", "ContributorsReducer", "ScatterGatherReducer", "mean_of_senders"]
 
 
 @dataclass(frozen=True)
@@ -104,16 +104,11 @@ class ContributorsReducer(SumReducer):
         """See ``SumReducer.reduce``; the remainder is what this rank did not send."""
         codec, metadata, exact = self.codec, Metadata.of(flat), summing_dtype(flat.dtype)
         received = _gather(codec.for_draw(communicator.rank, memory.step), flat, communicator, memory)
-        total, counts, decoded = (memory.buffer(name, flat.numel(), exact) for name in ("total", "counts", "decoded"))
-        total.zero_()
-        counts.zero_()
-        for source, data in enumerate(received):
-            codec.decompress(data, metadata, out=decoded)
-            total.add_(decoded)
-            counts.add_(decoded != 0)
-            if remainder is not None and source == communicator.rank:
-                torch.sub(flat, decoded, out=remainder)
-        flat.copy_(total.div_(counts.clamp_(min=1)).mul_(communicator.size))
+        total = memory.buffer("total", flat.numel(), exact)
+        if remainder is not None:
+            torch.sub(flat, codec.decompress(received[communicator.rank], metadata, out=remainder), out=remainder)
+        mean_of_senders(codec, received, metadata, total, memory)
+        flat.copy_(total.mul_(communicator.size))
 
 
 @dataclass(frozen=True)
@@ -169,20 +164,34 @@ class ScatterGatherReducer(SumReducer):
         communicator.alltoall(received, sent)
         own = flat[shares.slices[rank]]
         total = memory.buffer("total", own.numel(), exact)
-        for source, row in enumerate(received.view(size, row_bytes)):
-            data = row[: codec.compressed_bytes(Metadata.of(own))]
-            codec.decompress(data, Metadata.of(own), out=total, add=source > 0)
+        rows = received.view(size, row_bytes)[:, : codec.compressed_bytes(Metadata.of(own))]
+        self._add_up(rows, Metadata.of(own), total, memory)
         if remainder is not None:
             shares.decompress(sent.view(size, row_bytes), flat.dtype, remainder)
             torch.sub(flat, remainder, out=remainder)
 
         answer = sent[:row_bytes]
         again = codec.for_draw(0)  # Not with the numbers that some of the summands were rounded with.
-        data = again.compress(total, out=answer[: codec.compressed_bytes(Metadata.of(total))])
+        again.compress(total, out=answer[: codec.compressed_bytes(Metadata.of(total))])
         communicator.allgather(received, answer)
         shares.decompress(received.view(size, row_bytes), exact, flat)
         if remainder is not None:
-            remainder[shares.slices[rank]].add_(total).sub_(own)
+            remainder[shares.slices[rank]].add_(total.sub_(own), alpha=self._weight_of_one(size))
+
+    def _add_up(
+        self,
+        rows: torch.Tensor,
+        metadata: Metadata,
+        total: torch.Tensor,
+        memory: ReducerMemory,  # noqa: ARG002 - for means
+    ) -> None:
+        """Make ``total`` of the compressed tensors of all ranks."""
+        for source, row in enumerate(rows):
+            self.codec.decompress(row, metadata, out=total, add=source > 0)
+
+    def _weight_of_one(self, size: int) -> float:  # noqa: ARG002 - for means
+        """What a rank has to send again for each 1 that the answer lacks."""
+        return 1.0
 
 
 class Shares:
@@ -219,6 +228,20 @@ class Shares:
         for part, row in zip(self.slices, rows, strict=True):
             metadata = Metadata(part.stop - part.start, dtype)
             self._codec.decompress(row[: self._nbytes(part, dtype)], metadata, out=out[part])
+
+
+def mean_of_senders(
+    codec: Codec, rows: torch.Tensor, metadata: Metadata, total: torch.Tensor, memory: ReducerMemory
+) -> None:
+    """Make ``total`` of compressed tensors: of each element the mean of those that are not zero."""
+    counts, decoded = (memory.buffer(name, total.numel(), total.dtype) for name in ("counts", "decoded"))
+    total.zero_()
+    counts.zero_()
+    for row in rows:
+        codec.decompress(row, metadata, out=decoded)
+        total.add_(decoded)
+        counts.add_(decoded != 0)
+    total.div_(counts.clamp_(min=1))
 
 
 def _gather(codec: Codec, flat: torch.Tensor, communicator: Communicator, memory: ReducerMemory) -> torch.Tensor:

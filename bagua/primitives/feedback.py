@@ -7,12 +7,13 @@ from typing import ClassVar
 
 import torch
 
-from bagua.checks import check_numbers
+from bagua.checks import check_numbers, check_whole
 from bagua.comm import Communicator
+from bagua.compression import Codec, Metadata, MinMaxUInt8, check_codec
 from bagua.primitives.memory import ReducerMemory, State, summing_dtype
 from bagua.primitives.reducers import FeedbackReducer
 
-__all__ = ["EF21", "MomentumCorrection"]
+__all__ = ["EF21", "AveragedFeedback", "MomentumCorrection"]
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,74 @@ class EF21(FeedbackReducer):
         average = memory.propose("average").copy_(memory.state["average"])
         average.lerp_(value.div_(memory.loss_scale), self.averaging)
         return torch.mul(average, memory.loss_scale, out=value)
+
+
+_BYTES = MinMaxUInt8()
+
+
+@dataclass(frozen=True)
+class AveragedFeedback(FeedbackReducer):
+    """What ``reducer`` loses on an average is added to each tensor; the average is remembered in one byte per element.
+
+    ``h_i = g_i + D(e_i)``; ``result = reducer(h)``; ``e_i <- Q((1 - averaging) D(e_i) + averaging lost_i)``, where
+    ``lost_i`` is what was lost of ``h_i``, and ``D`` and ``Q`` are those of ``codec``. With ``averaging=1`` this is
+    ``ErrorFeedback`` that remembers less. For reducers that lose little, such as 4 bits.
+
+    Args:
+        reducer: any other reducer.
+        averaging: weight of what was lost last, above 0 and at most 1.
+        reset_every: steps of training after which the average begins at zero again.
+        codec: what the average is remembered with.
+
+    Raises:
+        ConfigurationError: ``reducer`` is none, or has error feedback already; a number is out of its range.
+
+    Example:
+        >>> from bagua.compression import Int4
+        >>> from bagua.primitives import ScatterGatherReducer
+        >>> AveragedFeedback(ScatterGatherReducer(Int4()), reset_every=100).reset_every
+        100
+
+    Paper: Xie, Lin, Toh, Zhou, "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training", TPAMI 2025.
+    """
+
+    averaging: float = 0.5
+    reset_every: int = 512
+    codec: Codec = _BYTES
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_numbers(lambda part: 0 < part <= 1, "a number above 0 and at most 1", averaging=self.averaging)
+        check_whole(1, reset_every=self.reset_every)
+        check_codec(self.codec)
+
+    def state(self) -> tuple[State, ...]:
+        """The compressed average; that of zeros at first."""
+        return (State("average_lost", self._nothing_lost, per="flat"), *self.reducer.state())
+
+    def _nothing_lost(self, memory: ReducerMemory) -> torch.Tensor:
+        return self.codec.compress(torch.zeros(memory.numel, dtype=summing_dtype(memory.dtype), device=memory.device))
+
+    def reduce(
+        self,
+        flat: torch.Tensor,
+        communicator: Communicator,
+        memory: ReducerMemory,
+        remainder: torch.Tensor | None = None,
+    ) -> None:
+        """Reduce ``flat`` plus the average; see ``SumReducer.reduce``. Nothing remains that is not fed back."""
+        assert remainder is None, "what is lost stays here"
+        exact, scale = summing_dtype(flat.dtype), memory.loss_scale
+        value, average, lost = (memory.buffer(name, flat.numel(), exact) for name in ("value", "average", "lost"))
+        if memory.step % self.reset_every:
+            self.codec.decompress(memory.state["average_lost"], Metadata.of(average), out=average)
+        else:
+            average.zero_()
+        torch.add(flat, average, alpha=scale, out=value)
+        self.reducer.reduce(value, communicator, memory, lost)
+        memory.clear_padding(lost.div_(scale))
+        self.codec.compress(average.lerp_(lost, self.averaging), out=memory.propose("average_lost"))
+        flat.copy_(value)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from bagua.comm import Communicator
 from bagua.primitives.memory import MatrixBlock, ReducerMemory, State, summing_dtype
 from bagua.primitives.reducers import SumReducer
 
-__all__ = ["PowerSGDReducer"]
+__all__ = ["PowerSGDReducer", "between_blocks", "orthonormal"]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class PowerSGDReducer(SumReducer):
         values = flat if flat.dtype == exact else memory.buffer("values", flat.numel(), exact).copy_(flat)
         blocks = self._compressed(memory)
         matrices = [values[b.offset : b.offset + b.numel].view(b.rows, b.columns) for b in blocks]
-        rests = [values[part] for part in _between(blocks, flat.numel())]
+        rests = [values[part] for part in between_blocks(blocks, flat.numel())]
 
         right = memory.state["right_factors"].split_with_sizes([block.columns for block in blocks])
         left = self._left_factors(matrices, rests, right, communicator, memory)
@@ -118,7 +118,7 @@ class PowerSGDReducer(SumReducer):
         communicator.allreduce(message)
         for rest, part in zip(rests, parts[len(matrices) :], strict=True):
             rest.copy_(part)
-        return [_orthonormal(product) for product in products]
+        return [orthonormal(product) for product in products]
 
     def _right_factors(
         self, matrices: list[torch.Tensor], left: list[torch.Tensor], communicator: Communicator, memory: ReducerMemory
@@ -138,13 +138,13 @@ class PowerSGDReducer(SumReducer):
         return list(own), list(message.view(state.shape).split_with_sizes(sizes))
 
 
-def _between(blocks: list[MatrixBlock], numel: int) -> list[slice]:
+def between_blocks(blocks: list[MatrixBlock], numel: int) -> list[slice]:
     """What is in no block, in order."""
     bounds = [0, *(bound for block in blocks for bound in (block.offset, block.offset + block.numel)), numel]
     return [slice(start, stop) for start, stop in zip(bounds[::2], bounds[1::2], strict=True) if stop > start]
 
 
-def _orthonormal(matrix: torch.Tensor) -> torch.Tensor:
+def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
     """Orthonormal columns that span those of ``matrix``; any, where these are not independent.
 
     A rank that decomposes the same numbers finds the same columns. A decomposition of zeros

@@ -148,6 +148,10 @@ class ErrorFeedback(FeedbackReducer):
     The residual ``e`` has the size of the tensor, in single precision for 16-bit dtypes, and
     is kept in unscaled units (see ``ReducerMemory.loss_scale``).
 
+    It is a part of the sum: of what ``Mean`` gives, ``1 / n`` of a rank's own. So when the number of ranks changes, it
+    stays as it is: the next result pays what all results before lack, whoever took part in them. A rank that leaves
+    takes its residual along; one that joins begins with zeros.
+
     Args:
         reducer: any other reducer.
         decay: what is kept of a residual until the next call, above 0 and at most 1. Less than 1 forgets what is old,

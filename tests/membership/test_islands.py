@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch.distributed import DistNetworkError
 
-from bagua.algorithms import Algorithm
+from bagua.algorithms import Algorithm, Difference, Every, Exchange, Mean, Outer, OuterStep
 from bagua.comm import group_of_seats
 from bagua.comm.store.polled import PolledStore
 from bagua.comm.transports.threads import inject_fault
+from bagua.compression import Float16
 from bagua.errors import (
     CollectiveMismatchError,
     CommunicatorClosedError,
@@ -24,6 +25,7 @@ from bagua.errors import (
     TransportUnavailableError,
 )
 from bagua.parallel import with_bagua
+from bagua.primitives import EF21, AllGatherReducer, PowerSGDReducer
 from bagua.testing import ThreadRanks
 from bagua.testing.ranks import RankDiedError
 from tests.membership.training import (
@@ -323,12 +325,19 @@ def test_islands_train_one_model():
             wrapped(islands, "diloco")
 
 
+def outer_with(reducer, *, hierarchical=False):
+    step = OuterStep(Outer(torch.optim.SGD, lr=1.0))
+    return Algorithm.of(Exchange(Difference(), Every(4), Mean(reducer, hierarchical), step))
+
+
 @pytest.mark.parametrize(
     ("algorithm", "why"),
     [
         (Algorithm.init("gradient_allreduce"), "gradients would be exchanged in each step"),
         (Algorithm.init("diloco", start_after=3), "gradients would be exchanged in each step"),
         (Algorithm.init("diloco", overlap=1), "newcomers come in when nothing is on its way"),
+        (outer_with(EF21(AllGatherReducer(Float16()))), "keeps equal on all ranks: total"),
+        (outer_with(PowerSGDReducer(2), hierarchical=True), "keeps equal on all ranks: right_factors"),
         (Algorithm.init("decentralized"), "only sums and means"),
         (Algorithm.init("async"), "only sums and means"),
     ],
@@ -363,8 +372,6 @@ def test_changes_are_told():
 
 
 def test_a_codec_with_error_feedback_runs_between_islands():
-    from bagua.compression import Float16
-
     algorithm = Algorithm.init("diloco", sync_every=PERIOD, codec=Float16(), error_feedback=True)
 
     def island(store):

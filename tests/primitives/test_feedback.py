@@ -11,6 +11,7 @@ from bagua.errors import ConfigurationError
 from bagua.primitives import (
     EF21,
     AllGatherReducer,
+    AveragedFeedback,
     ContributorsReducer,
     ErrorFeedback,
     MomentumCorrection,
@@ -70,6 +71,32 @@ def test_a_part_of_the_residual_is_fed_back(thread_ranks, decay):
     assert not torch.allclose(result, simulated_feedback(decay - 0.1))
 
 
+def test_residuals_pay_what_earlier_means_lack_whoever_took_part(thread_ranks):
+    """Means of three, then of two of them: all results and what is left add up to all exact means."""
+
+    def rank() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        everyone = bagua.comm.get_default_group()
+        pair = bagua.comm.new_group([0, 1])
+        reducer = ErrorFeedback(AllGatherReducer(CODEC))
+        memory = reducer.memory(everyone.global_communicator, values(0, 0))
+        results, exact = torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
+        for call in range(CALLS):
+            size = 3 if call < CALLS // 2 else 2
+            if everyone.rank >= size:
+                continue
+            flat = values(everyone.rank, call) / size
+            reducer.reduce(flat, (everyone if size == 3 else pair).global_communicator, memory)
+            memory.settle(flat)
+            results += flat
+            exact += sum(values(one, call) for one in range(size)) / size
+        return results, exact, memory.state["residual"].clone()
+
+    (results, exact, first), (_, _, second), (_, _, gone) = thread_ranks(SIZE, rank)
+    torch.testing.assert_close(results + first + second + gone, exact)
+    assert not torch.allclose(results + (first + second) * 2 / 3 + gone, exact), "no other units"
+    assert gone.norm() > 0
+
+
 def simulated_ef21(averaging: float) -> torch.Tensor:
     estimates, averages = ([torch.zeros(NUMEL).double() for _ in range(SIZE)] for _ in range(2))
     results = []
@@ -108,6 +135,7 @@ FORMS = [
     EF21(AllGatherReducer(CODEC), 0.2),
     MomentumCorrection(AllGatherReducer(CODEC), 0.9),
     ErrorFeedback(AllGatherReducer(Sign(block_numel=8)), 0.9),
+    AveragedFeedback(ScatterGatherReducer(Int4(block_numel=8)), 0.5, 20),
 ]
 
 
@@ -157,6 +185,9 @@ def test_the_mean_over_those_who_sent_counts_for_all(thread_ranks):
         lambda: EF21(CODEC),
         lambda: MomentumCorrection(AllGatherReducer(CODEC), 1.0),
         lambda: MomentumCorrection(AllGatherReducer(CODEC), 0.9, -1.0),
+        lambda: AveragedFeedback(AllGatherReducer(CODEC), 0.0),
+        lambda: AveragedFeedback(AllGatherReducer(CODEC), reset_every=0),
+        lambda: AveragedFeedback(EF21(AllGatherReducer(CODEC))),
         lambda: ContributorsReducer("topk"),
     ],
 )

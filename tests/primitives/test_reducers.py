@@ -6,15 +6,17 @@ import pytest
 import torch
 
 import bagua.comm
-from bagua.compression import Float16, Identity, Metadata, MinMaxUInt8, Sign, TopK
+from bagua.compression import BlockTopK, Float16, Identity, Metadata, MinMaxUInt8, Sign, TopK
 from bagua.errors import ConfigurationError, InvalidTensorError
 from bagua.primitives import (
     AllGatherReducer,
+    CosineReducer,
     ErrorFeedback,
     MatrixBlock,
     PowerSGDReducer,
     RandomKReducer,
     ScatterGatherReducer,
+    SparseReducer,
     SumReducer,
     reducer_sum,
 )
@@ -29,6 +31,8 @@ PLAIN: list[SumReducer] = [
     ScatterGatherReducer(Identity()),
     RandomKReducer(0.2, seed=5),
     PowerSGDReducer(matrix_rank=2),
+    SparseReducer(TopK(0.1), gather_ranks=2),
+    CosineReducer(AllGatherReducer(BlockTopK(64, 8)), side=8),
 ]
 WITH_FEEDBACK: list[SumReducer] = [ErrorFeedback(reducer) for reducer in PLAIN]
 NUMEL = 203

@@ -11,7 +11,7 @@ from bagua.algorithms.gradients.reduced import ReducedGradients
 from bagua.checks import check_numbers, check_whole
 from bagua.compression import TopK
 from bagua.errors import ConfigurationError
-from bagua.primitives import AllGatherReducer, ErrorFeedback, MomentumCorrection, SumReducer
+from bagua.primitives import ErrorFeedback, MomentumCorrection, SparseReducer, SumReducer
 
 __all__ = ["TopKAlgorithm", "TopKAlgorithmImpl"]
 
@@ -75,11 +75,11 @@ class TopKAlgorithm(ReducedGradients):
 
     @property
     def reducer(self) -> SumReducer:
-        """Allgather of the largest elements with error feedback."""
+        """The largest elements with error feedback."""
         return self._reducer(self.ratio)
 
     def _reducer(self, ratio: float) -> SumReducer:
-        reducer = AllGatherReducer(TopK(ratio))
+        reducer = SparseReducer(TopK(ratio))
         if self.momentum is None:
             return ErrorFeedback(reducer)
         return MomentumCorrection(reducer, self.momentum, self.clip_norm)

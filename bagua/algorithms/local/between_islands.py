@@ -44,6 +44,7 @@ class BetweenIslands(How):
         check_kind(Islands, "what join_islands returned", islands=self.islands)
         if not isinstance(self.inner, Sum):
             raise _refused("members that come and go have no neighbours: only sums and means", self.inner)
+        _check_memory(self.inner)
 
     @property
     def alone(self) -> bool:
@@ -159,10 +160,19 @@ def _check(exchange: Exchange) -> None:
         return
     if not how.lockstep or not isinstance(how, Sum):
         raise _refused("members that come and go have no neighbours: only sums and means", how)
+    _check_memory(how)
     if "gradients" in exchange.needs:
         raise _refused("gradients would be exchanged in each step", exchange, "Without start_after, use diloco.")
     if exchange.lag:
         raise _refused("newcomers come in when nothing is on its way", exchange, "Use overlap=0.")
+
+
+def _check_memory(how: Sum) -> None:
+    """What a reducer keeps equal on all ranks depends on who they are, or is not there on those who come later."""
+    shared = [] if how.reducer is None else [one.name for one in how.reducer.state() if one.scope == "shared"]
+    if shared:
+        problem = f"members that come later lack what its reducer keeps equal on all ranks: {', '.join(shared)}"
+        raise _refused(problem, how, "Use ErrorFeedback, whose residuals belong to one rank each.")
 
 
 def _refused(problem: str, seen: object, advice: str = "") -> ConfigurationError:

@@ -14,7 +14,7 @@ from bagua.algorithms.exchanges.values import WHOLE, Difference
 from bagua.algorithms.local.local_updates import LocalUpdates
 from bagua.checks import check_choice, check_numbers
 from bagua.compression import BlockTopK
-from bagua.primitives import AllGatherReducer, ContributorsReducer, ErrorFeedback, SumReducer
+from bagua.primitives import ErrorFeedback, SparseReducer, SumReducer
 
 __all__ = ["SparseLoCoAlgorithm", "SparseLoCoAlgorithmImpl"]
 
@@ -85,7 +85,7 @@ class SparseLoCoAlgorithm(LocalUpdates):
     @property
     def _reducer(self) -> SumReducer:
         codec = BlockTopK(self.block_numel, self.kept, self.value_bits)
-        return AllGatherReducer(codec) if self.average == "all" else ContributorsReducer(codec)
+        return SparseReducer(codec, contributors=self.average == "contributors")
 
 
 SparseLoCoAlgorithmImpl = bound_form(SparseLoCoAlgorithm)
