@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -73,6 +73,9 @@ class QAdamOptimizer(torch.optim.Optimizer):
     Convergence Speed", ICML 2021.
     """
 
+    #: Whether weights decay by themselves instead of through the gradient.
+    decoupled: ClassVar[bool] = False
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -133,27 +136,43 @@ class QAdamOptimizer(torch.optim.Optimizer):
         return by_step
 
     def _update(self, group: dict[str, Any], step: int, parameters: list[torch.Tensor]) -> None:
-        beta1, beta2 = group["betas"]
-        first, second = (
-            [self.state[parameter][name] for parameter in parameters] for name in ("exp_avg", "exp_avg_sq")
-        )
+        beta1, _ = group["betas"]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if group["weight_decay"]:
-            decay = group["weight_decay"]
-            gradients = list(torch._foreach_add(gradients, parameters, alpha=decay))  # noqa: SLF001
-        torch._foreach_lerp_(first, gradients, 1 - beta1)
-        if step <= self.warmup_steps:
-            torch._foreach_mul_(second, beta2)
-            torch._foreach_addcmul_(second, gradients, gradients, value=1 - beta2)
-        else:
-            self._wake(parameters, gradients, beta2)
-        scale = torch._foreach_sqrt(second)  # noqa: SLF001
-        torch._foreach_div_(scale, math.sqrt(1 - beta2 ** min(step, self.warmup_steps)))
-        torch._foreach_add_(scale, group["eps"])
-        torch._foreach_addcdiv_(parameters, first, scale, value=-float(group["lr"]) / (1 - beta1**step))
+        if group["weight_decay"] and not self.decoupled:
+            gradients = list(torch._foreach_add(gradients, parameters, alpha=group["weight_decay"]))  # noqa: SLF001
+        torch._foreach_lerp_(self._all("exp_avg", parameters), gradients, 1 - beta1)
+        self._estimate(group, step, parameters, gradients)
+        self._move(group, step, parameters)
         if step == self.warmup_steps:
             for parameter in parameters:
                 self._freeze(parameter)
+
+    def _all(self, name: str, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [self.state[parameter][name] for parameter in parameters]
+
+    def _estimate(
+        self, group: dict[str, Any], step: int, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> None:
+        """Bring the second moments up to date, as long as they change."""
+        _, beta2 = group["betas"]
+        if step > self.warmup_steps:
+            self._wake(parameters, gradients, beta2)
+            return
+        second = self._all("exp_avg_sq", parameters)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, list(gradients), list(gradients), value=1 - beta2)
+
+    def _denominators(self, group: dict[str, Any], step: int, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What the momenta of step ``step`` are divided by."""
+        scale = torch._foreach_sqrt(self._all("exp_avg_sq", parameters))  # noqa: SLF001
+        torch._foreach_div_(scale, math.sqrt(1 - group["betas"][1] ** min(step, self.warmup_steps)))
+        torch._foreach_add_(scale, group["eps"])
+        return list(scale)
+
+    def _move(self, group: dict[str, Any], step: int, parameters: Sequence[torch.Tensor]) -> None:
+        """Step the weights."""
+        scale, rate = self._denominators(group, step, parameters), float(group["lr"]) / (1 - group["betas"][0] ** step)
+        torch._foreach_addcdiv_(list(parameters), self._all("exp_avg", parameters), scale, value=-rate)
 
     def _freeze(self, parameter: torch.Tensor) -> None:
         """The warm-up is over: give elements without an estimate that of the others."""
@@ -184,7 +203,7 @@ def _refuse_unless_dense_and_real(parameter: torch.Tensor) -> None:
     gradient = parameter.grad
     if gradient is not None and (gradient.layout is not torch.strided or gradient.is_complex()):
         raise ConfigurationError(
-            "QAdamOptimizer cannot use this gradient",
+            "this optimizer cannot use this gradient",
             argument="params",
             expected="parameters with dense, real gradients",
             seen=f"{gradient.dtype}, {gradient.layout}",
