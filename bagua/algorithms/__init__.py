@@ -30,8 +30,12 @@ from bagua.algorithms.exchanges.parts import Matrices, Named, Not, Parts, Select
 from bagua.algorithms.exchanges.tuples import Promise as Promise
 from bagua.algorithms.exchanges.values import Add, Blend, Buffers, Difference, Gradients, Mean, Replace, Sum, Weights
 from bagua.algorithms.gradients.bytegrad import ByteGradAlgorithm, ByteGradAlgorithmImpl
+from bagua.algorithms.gradients.demo import DeMoAlgorithm, DeMoAlgorithmImpl
+from bagua.algorithms.gradients.dion import DionAlgorithm, DionAlgorithmImpl
 from bagua.algorithms.gradients.gradient_allreduce import GradientAllReduceAlgorithm, GradientAllReduceAlgorithmImpl
+from bagua.algorithms.gradients.loco import LoCoAlgorithm, LoCoAlgorithmImpl
 from bagua.algorithms.gradients.one_bit_adam import OneBitAdamAlgorithm, OneBitAdamAlgorithmImpl
+from bagua.algorithms.gradients.one_bit_lamb import OneBitLambAlgorithm, OneBitLambAlgorithmImpl
 from bagua.algorithms.gradients.power_sgd import PowerSGDAlgorithm, PowerSGDAlgorithmImpl
 from bagua.algorithms.gradients.q_adam import QAdamAlgorithm, QAdamAlgorithmImpl
 from bagua.algorithms.gradients.reduced import ReducedGradients
@@ -41,6 +45,7 @@ from bagua.algorithms.gradients.scatter_gather import (
 )
 from bagua.algorithms.gradients.sign_sgd import SignSGDAlgorithm, SignSGDAlgorithmImpl
 from bagua.algorithms.gradients.top_k import TopKAlgorithm, TopKAlgorithmImpl
+from bagua.algorithms.gradients.zero_one_adam import ZeroOneAdamAlgorithm, ZeroOneAdamAlgorithmImpl
 from bagua.algorithms.local.between_islands import BetweenIslands, LetIn, OverIslands
 from bagua.algorithms.local.diloco import DiLoCoAlgorithm, DiLoCoAlgorithmImpl
 from bagua.algorithms.local.local_sgd import LocalSGDAlgorithm, LocalSGDAlgorithmImpl
@@ -69,12 +74,16 @@ __all__ = [
     "ByteGradAlgorithmImpl",
     "ChocoAlgorithm",
     "ChocoAlgorithmImpl",
+    "DeMoAlgorithm",
+    "DeMoAlgorithmImpl",
     "DecentralizedAlgorithm",
     "DecentralizedAlgorithmImpl",
     "DiLoCoAlgorithm",
     "DiLoCoAlgorithmImpl",
     "Difference",
     "DifferenceMix",
+    "DionAlgorithm",
+    "DionAlgorithmImpl",
     "DistributedAlgorithm",
     "EagerStep",
     "Every",
@@ -85,6 +94,8 @@ __all__ = [
     "Gradients",
     "How",
     "LetIn",
+    "LoCoAlgorithm",
+    "LoCoAlgorithmImpl",
     "LocalSGDAlgorithm",
     "LocalSGDAlgorithmImpl",
     "LocalUpdates",
@@ -98,6 +109,8 @@ __all__ = [
     "Not",
     "OneBitAdamAlgorithm",
     "OneBitAdamAlgorithmImpl",
+    "OneBitLambAlgorithm",
+    "OneBitLambAlgorithmImpl",
     "Outer",
     "OuterStep",
     "OverIslands",
@@ -126,6 +139,8 @@ __all__ = [
     "TopKAlgorithmImpl",
     "Weights",
     "What",
+    "ZeroOneAdamAlgorithm",
+    "ZeroOneAdamAlgorithmImpl",
     "around",
     "as_algorithm",
     "bound_form",
@@ -143,6 +158,11 @@ registry.register("low_precision_decentralized", LowPrecisionDecentralizedAlgori
 registry.register("choco", ChocoAlgorithm)
 registry.register("qadam", QAdamAlgorithm)
 registry.register("one_bit_adam", OneBitAdamAlgorithm)
+registry.register("loco", LoCoAlgorithm)
+registry.register("demo", DeMoAlgorithm)
+registry.register("dion", DionAlgorithm)
+registry.register("one_bit_lamb", OneBitLambAlgorithm)
+registry.register("zero_one_adam", ZeroOneAdamAlgorithm)
 registry.register("local_sgd", LocalSGDAlgorithm)
 registry.register("slowmo", SlowMoAlgorithm)
 registry.register("diloco", DiLoCoAlgorithm)

@@ -54,6 +54,7 @@ class AlgorithmOptions(TypedDict, total=False):
     anchor_dtype: Literal["float32", "weights"]
     average: bool
     average_buffers: bool
+    averaging: float
     beta: float
     blend: float
     block_numel: int
@@ -61,6 +62,7 @@ class AlgorithmOptions(TypedDict, total=False):
     codec: Codec | str | None
     communication_interval: int
     consensus_step: float
+    decay: float
     density_steps: int
     eager: bool
     error_feedback: bool | float
@@ -68,6 +70,7 @@ class AlgorithmOptions(TypedDict, total=False):
     fragments: int
     inner: Algorithm | str | None
     kept: int
+    longest_period: int
     matrix_rank: int
     mix: Literal["blend", "add"]
     momentum: float | None
@@ -78,13 +81,18 @@ class AlgorithmOptions(TypedDict, total=False):
     overlap: int
     peer_selection_mode: str | Topology
     peer_timeout_s: float
+    period_steps: int
     q_adam_optimizer: QAdamOptimizer | None
     ratio: float
+    reset_every: int
+    seed: int
+    side: int
     start_after: int
     sync_every: int
     sync_interval_ms: float
     topology: str | Topology
     value_bits: int | None
+    variance_steps: int
     warmup_steps: int
 
 

@@ -13,7 +13,7 @@ import torch
 import bagua.comm
 from bagua.algorithms import Algorithm
 from bagua.parallel import with_bagua
-from bagua.testing.training import OptimizerMaker, State, batch, mlp, snapshot
+from bagua.testing.training import OptimizerMaker, State, assert_close, batch, mlp, snapshot
 from tests.algorithms.lossy_simulation import Layout
 
 Flats = list[torch.Tensor]
@@ -141,3 +141,56 @@ def largest_of_blocks(flat: torch.Tensor, block: int, kept: int, bits: int | Non
                     values[some] = values[some].sign() * values[some].abs().mean()
         result.append(torch.zeros_like(part).index_copy(0, chosen, values))
     return torch.cat(result)
+
+
+def one_bit(x: torch.Tensor, block: int) -> torch.Tensor:
+    return torch.cat([torch.where(part < 0, -1.0, 1.0) * part.abs().mean() for part in x.split(block)])
+
+
+def differs(state: State, other: State) -> bool:
+    try:
+        assert_close(state, other)
+    except AssertionError:
+        return True
+    return False
+
+
+def one_bit_of_rows(rows: torch.Tensor, block: int) -> torch.Tensor:
+    """``one_bit`` of each row by itself, whose last block may be shorter."""
+    short = -rows.shape[1] % block
+    blocks = torch.nn.functional.pad(rows, (0, short)).view(len(rows), -1, block)
+    counts = torch.nn.functional.pad(torch.ones_like(rows), (0, short)).view(blocks.shape).sum(dim=2, keepdim=True)
+    coded = torch.where(blocks < 0, -1.0, 1.0) * blocks.abs().sum(dim=2, keepdim=True) / counts
+    return coded.view(len(rows), -1)[:, : rows.shape[1]]
+
+
+class CodedSlices:
+    """Each rank codes its slices, one for each rank adds up, and codes the sum; what both lose is that rank's.
+
+    Args:
+        code: of rows, one for each slice.
+        places: of the parameters.
+    """
+
+    def __init__(self, code: Callable[[torch.Tensor], torch.Tensor], places: Sequence[tuple[str, int]]) -> None:
+        self.code, self.places = code, places
+
+    def __call__(self, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum that all end with, and what each rank lost; ``given`` has a row for each rank."""
+        ranks, numel = given.shape
+        length = -(-numel // ranks)
+        whole, last = length * (ranks - 1), slice(length * (ranks - 1), numel)
+
+        def coded(rows: torch.Tensor) -> torch.Tensor:
+            first = self.code(rows[:, :whole].reshape(-1, length)).reshape(len(rows), -1)
+            return torch.cat([first, self.code(rows[:, last])], dim=1)
+
+        sent = coded(given)
+        total = sent.sum(dim=0)
+        result = coded(total.unsqueeze(0)).squeeze(0)
+        lost = given - sent
+        for rank in range(ranks):
+            mine = slice(rank * length, min((rank + 1) * length, numel))
+            lost[rank, mine] += (total - result)[mine]
+        mask = only_parameters(torch.ones(numel, dtype=given.dtype), self.places)
+        return result, lost * mask

@@ -17,7 +17,16 @@ from bagua.testing.algorithm_contract import (
     train,
     train_and_save,
 )
-from tests.algorithms.toys import DelayedGossip, LocalSgd, QuickOneBitAdam, QuickQAdam, Rounded, WarmsUp
+from tests.algorithms.toys import (
+    DelayedGossip,
+    LocalSgd,
+    QuickOneBitAdam,
+    QuickOneBitLamb,
+    QuickQAdam,
+    QuickZeroOneAdam,
+    Rounded,
+    WarmsUp,
+)
 
 
 @pytest.fixture
@@ -31,13 +40,19 @@ def pool(thread_pool):
 QUICK = {
     "qadam": QuickQAdam,
     "one_bit_adam": QuickOneBitAdam,
+    "one_bit_lamb": QuickOneBitLamb,
+    "zero_one_adam": partial(QuickZeroOneAdam, longest_period=1),
     "sign_sgd": partial(SignSGDAlgorithm, warmup_steps=0),
     "top_k": partial(TopKAlgorithm, warmup_steps=2, density_steps=4),
 }
+#: Those that step along directions are held to the contract in test_directions.py.
+DIRECTIONS = ("demo", "dion")
 SYNCHRONOUS = [
     QUICK[name]() if name in QUICK else Algorithm.init(name)
     for name in registry
-    if not registry.get(name)().in_background and not issubclass(registry.get(name), LocalUpdates)
+    if name not in DIRECTIONS
+    and not registry.get(name)().in_background
+    and not issubclass(registry.get(name), LocalUpdates)
 ]
 
 

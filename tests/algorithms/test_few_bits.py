@@ -27,11 +27,13 @@ from tests.algorithms.stacked import (
     STEPS,
     Combine,
     Flats,
+    differs,
     flatten,
     largest_of_blocks,
     loss_of,
     mean,
     model_of,
+    one_bit,
     only_parameters,
     simulate,
     simulate_local,
@@ -45,14 +47,6 @@ pytestmark = pytest.mark.threads
 
 def plain_sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.05)
-
-
-def differs(state: State, other: State) -> bool:
-    try:
-        assert_close(state, other)
-    except AssertionError:
-        return True
-    return False
 
 
 # Deep gradient compression.
@@ -160,10 +154,6 @@ def test_power_sgd_adds_the_momentum_after_decompression(thread_ranks):
 
 
 # One-bit Adam.
-
-
-def one_bit(x: torch.Tensor, block: int) -> torch.Tensor:
-    return torch.cat([torch.where(part < 0, -1.0, 1.0) * part.abs().mean() for part in x.split(block)])
 
 
 class OneBitMomenta:

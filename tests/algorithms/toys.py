@@ -19,14 +19,16 @@ from bagua.algorithms import (
     Mean,
     Model,
     OneBitAdamAlgorithm,
+    OneBitLambAlgorithm,
     QAdamAlgorithm,
     Replace,
     Then,
     Weights,
     What,
+    ZeroOneAdamAlgorithm,
 )
 from bagua.comm import ProcessGroup, Work
-from bagua.optim import QAdamOptimizer
+from bagua.optim import OneBitLambOptimizer, QAdamOptimizer, ZeroOneAdamOptimizer
 from bagua.primitives import ReducerMemory, State
 
 
@@ -192,3 +194,29 @@ class QuickOneBitAdam(OneBitAdamAlgorithm):
     """One-bit Adam that soon compresses."""
 
     optimizer_class = QuickToWarmUp
+
+
+class QuickLamb(OneBitLambOptimizer):
+    """Its warm-up ends within a test."""
+
+    def __init__(self, parameters: Any, lr: float = 0.01) -> None:
+        super().__init__(parameters, lr=lr, warmup_steps=2, eps=0.01)
+
+
+class QuickOneBitLamb(OneBitLambAlgorithm):
+    """One-bit LAMB that soon compresses."""
+
+    optimizer_class = QuickLamb
+
+
+class QuickAlone(ZeroOneAdamOptimizer):
+    """Ranks step alone within a test."""
+
+    def __init__(self, parameters: Any, lr: float = 0.01) -> None:
+        super().__init__(parameters, lr=lr, warmup_steps=3, eps=0.01)
+
+
+class QuickZeroOneAdam(ZeroOneAdamAlgorithm):
+    """0/1 Adam that soon steps alone."""
+
+    optimizer_class = QuickAlone

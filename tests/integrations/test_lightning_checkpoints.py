@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.gloo
 #: of others lasts longer.
 REMEMBERING = {
     *("qadam", "one_bit_adam", "decentralized", "low_precision_decentralized", "choco"),
-    *("local_sgd", "slowmo", "diloco"),
+    *("local_sgd", "slowmo", "diloco", "one_bit_lamb", "zero_one_adam", "demo", "loco"),
 }
 
 
@@ -56,7 +57,8 @@ def _module(algorithm: str) -> runs.Regression:
     make = registry.get(algorithm).optimizer_class
     if make is None:
         return runs.Regression()
-    return runs.Regression(lambda parameters: make(parameters, lr=0.01, warmup_steps=2))
+    warmup = {"warmup_steps": 2} if "warmup_steps" in inspect.signature(make).parameters else {}
+    return runs.Regression(lambda parameters: make(parameters, lr=0.01, **warmup))
 
 
 def _stop_and_go_on(folder: str) -> dict[str, tuple[State, State, State]]:

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -21,7 +21,9 @@ from bagua.errors import ConfigurationError
 from bagua.optim import QAdamOptimizer
 from bagua.primitives import ScatterGatherReducer, SumReducer
 
-__all__ = ["FrozenAdam", "QAdamAlgorithm", "QAdamAlgorithmImpl"]
+__all__ = ["FrozenAdam", "Momenta", "MomentaToGradients", "QAdamAlgorithm", "QAdamAlgorithmImpl", "owner_in"]
+
+Owner = TypeVar("Owner", bound=QAdamOptimizer)
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,9 @@ class FrozenAdam(Algorithm):
     hierarchical: bool = True
 
     optimizer_class: ClassVar[Callable[..., torch.optim.Optimizer] | None] = QAdamOptimizer
+
+    #: The class of an optimizer that can step the parameters, or of what derives from it.
+    owner_class: ClassVar[type[QAdamOptimizer]] = QAdamOptimizer
 
     def __post_init__(self) -> None:
         check_kind((QAdamOptimizer, NoneType), "a QAdamOptimizer, or None", q_adam_optimizer=self.q_adam_optimizer)
@@ -82,8 +87,8 @@ class FrozenAdam(Algorithm):
             )
         for name, parameter in model.parameters.items():
             owner = model.owner_of(parameter)
-            if owner is None or not isinstance(owner[0], QAdamOptimizer):
-                raise _without_owner(name, model.optimizers)
+            if owner is None or not isinstance(owner[0], self.owner_class):
+                raise _without_owner(name, model.optimizers, self.owner_class.__name__)
         _warmup_steps(model)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -164,13 +169,19 @@ def _by_beta(flight: Flight) -> Iterator[tuple[float, list[torch.Tensor], list[t
     """Gradients and momenta of the parameters, by what the momentum decays with."""
     groups: dict[float, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for parameter, gradient in zip(flight.bucket.parameters, flight.bucket.gradient_views, strict=True):
-        owner = flight.model.owner_of(parameter)
-        assert owner is not None
-        assert isinstance(owner[0], QAdamOptimizer)
-        gradients, momenta = groups.setdefault(owner[1]["betas"][0], ([], []))
+        owner, group = owner_in(flight, parameter, QAdamOptimizer)
+        gradients, momenta = groups.setdefault(group["betas"][0], ([], []))
         gradients.append(gradient)
-        momenta.append(owner[0].momentum(parameter))
+        momenta.append(owner.momentum(parameter))
     return ((beta1, *lists) for beta1, lists in groups.items())
+
+
+def owner_in(flight: Flight, parameter: torch.Tensor, kind: type[Owner]) -> tuple[Owner, dict[str, Any]]:
+    """The optimizer of ``parameter``, of which ``check`` has found that it is of this kind, and its parameter group."""
+    owner = flight.model.owner_of(parameter)
+    assert owner is not None
+    assert isinstance(owner[0], kind)
+    return owner[0], owner[1]
 
 
 QAdamAlgorithmImpl = bound_form(QAdamAlgorithm)
@@ -188,11 +199,11 @@ def _warmup_steps(model: Model) -> int:
     return next(iter(warmups), 0)
 
 
-def _without_owner(name: str, optimizers: Sequence[torch.optim.Optimizer]) -> ConfigurationError:
+def _without_owner(name: str, optimizers: Sequence[torch.optim.Optimizer], kind: str) -> ConfigurationError:
     return ConfigurationError(
-        f"no QAdamOptimizer steps {name}",
+        f"no {kind} steps {name}",
         argument="optimizers",
-        expected="a QAdamOptimizer of all trainable parameters",
+        expected=f"a {kind} of all trainable parameters",
         seen=[type(optimizer).__name__ for optimizer in optimizers],
-        advice="Build QAdamOptimizer(model.parameters()) and wrap the model with it.",
+        advice=f"Build {kind}(model.parameters()) and wrap the model with it.",
     )

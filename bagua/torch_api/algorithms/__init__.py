@@ -15,10 +15,14 @@ from bagua.torch_api.algorithms import (
     bytegrad,
     choco,
     decentralized,
+    demo,
     diloco,
+    dion,
     gradient_allreduce,
     local_sgd,
+    loco,
     one_bit_adam,
+    one_bit_lamb,
     power_sgd,
     q_adam,
     scatter_gather,
@@ -26,6 +30,7 @@ from bagua.torch_api.algorithms import (
     slowmo,
     sparse_loco,
     top_k,
+    zero_one_adam,
 )
 
 __all__ = [
@@ -37,10 +42,14 @@ __all__ = [
     "bytegrad",
     "choco",
     "decentralized",
+    "demo",
     "diloco",
+    "dion",
     "gradient_allreduce",
     "local_sgd",
+    "loco",
     "one_bit_adam",
+    "one_bit_lamb",
     "power_sgd",
     "q_adam",
     "scatter_gather",
@@ -48,4 +57,5 @@ __all__ = [
     "slowmo",
     "sparse_loco",
     "top_k",
+    "zero_one_adam",
 ]

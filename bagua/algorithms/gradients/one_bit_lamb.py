@@ -1,0 +1,90 @@
+"""LAMB that, after a warm-up, exchanges its momentum in one bit for each element."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from bagua.algorithms.base import bound_form
+from bagua.algorithms.exchanges.exchange import Exchange, Flight
+from bagua.algorithms.gradients.q_adam import FrozenAdam, Momenta, MomentaToGradients, owner_in
+from bagua.compression import Sign
+from bagua.optim import OneBitLambOptimizer, QAdamOptimizer
+from bagua.primitives import ErrorFeedback, ScatterGatherReducer, SumReducer
+
+__all__ = ["OneBitLambAlgorithm", "OneBitLambAlgorithmImpl"]
+
+
+@dataclass(frozen=True)
+class OneBitLambAlgorithm(FrozenAdam):
+    """LAMB with exact mean gradients during a warm-up, and with one bit for each element of the momenta after it.
+
+    As ``OneBitAdamAlgorithm``, with the momentum of each tensor multiplied by a number first that makes the root mean
+    squares of all of them equal, so that none is drowned where tensors share a magnitude. The numbers are those of the
+    end of the warm-up. ``OneBitLambOptimizer`` says what becomes of the trust ratios.
+
+    Args:
+        q_adam_optimizer: the optimizer of the model, a ``OneBitLambOptimizer``; None finds it. See ``QAdamAlgorithm``.
+        hierarchical: sum inside each host in full precision, and compress between hosts only.
+        block_numel: elements that share a magnitude, a multiple of 8.
+
+    Raises:
+        InvalidTypeError: an option of a wrong type.
+        ConfigurationError: ``block_numel`` is no positive multiple of 8; when a model is wrapped: a parameter that no
+            ``OneBitLambOptimizer`` owns, or several with different warm-ups.
+
+    Example:
+        >>> OneBitLambAlgorithm(hierarchical=False)
+        OneBitLambAlgorithm(hierarchical=False, block_numel=64)
+
+    Paper: Li et al., "1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's Convergence
+    Speed", 2021.
+    """
+
+    block_numel: int = 64
+
+    optimizer_class: ClassVar[Callable[..., torch.optim.Optimizer] | None] = OneBitLambOptimizer
+    owner_class: ClassVar[type[QAdamOptimizer]] = OneBitLambOptimizer
+
+    @property
+    def reducer(self) -> SumReducer:
+        """Scatter and gather of signs with error feedback."""
+        return ErrorFeedback(ScatterGatherReducer(Sign(self.block_numel)))
+
+    def exchanges(self, phase: Hashable = "compressed") -> tuple[Exchange, ...]:
+        """Gradients in the warm-up, momenta of one size after it."""
+        found = super().exchanges(phase)
+        if phase == "warm-up":
+            return found
+        return tuple(replace(one, what=ScaledMomenta(), then=ScaledMomentaToGradients()) for one in found)
+
+
+@dataclass(frozen=True)
+class ScaledMomenta(Momenta):
+    """What the momenta of ``OneBitLambOptimizer`` become with the gradients of this step, all of one size."""
+
+    def fill(self, flight: Flight) -> None:
+        """Make momenta of the gradients where they lie."""
+        super().fill(flight)
+        torch._foreach_mul_(flight.bucket.gradient_views, _scalings(flight))
+
+
+@dataclass(frozen=True)
+class ScaledMomentaToGradients(MomentaToGradients):
+    """The gradients with which the optimizer arrives at the mean momenta."""
+
+    def fold(self, flight: Flight) -> None:
+        """Make them where they lie."""
+        torch._foreach_div_(flight.bucket.gradient_views, _scalings(flight))
+        super().fold(flight)
+
+
+def _scalings(flight: Flight) -> list[float]:
+    parameters = flight.bucket.parameters
+    return [owner_in(flight, one, OneBitLambOptimizer)[0].scaling(one) for one in parameters]
+
+
+OneBitLambAlgorithmImpl = bound_form(OneBitLambAlgorithm)

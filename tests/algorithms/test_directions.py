@@ -1,0 +1,340 @@
+"""DeMo, Dion and LoCo against their formulas, for all ranks at once in one process; and what must not pass for them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import bagua.comm
+from bagua.algorithms import Algorithm, DeMoAlgorithm, DionAlgorithm, LoCoAlgorithm
+from bagua.compression import Metadata, MinMaxUInt8
+from bagua.errors import ConfigurationError
+from bagua.optim import DionOptimizer
+from bagua.parallel import with_bagua
+from bagua.testing import training
+from bagua.testing.algorithm_contract import AlgorithmContract, exchange_exact_mean, replace_exchanges, spread
+from bagua.testing.algorithm_contract import train as train_small
+from bagua.testing.training import State, assert_close, assert_same_on_all_ranks, mlp, sgd, snapshot
+from tests.algorithms.lossy_simulation import Layout
+from tests.algorithms.stacked import (
+    SIZE,
+    STEPS,
+    CodedSlices,
+    Combine,
+    Flats,
+    differs,
+    loss_of,
+    mean,
+    model_of,
+    only_parameters,
+    simulate,
+    train,
+)
+
+pytestmark = pytest.mark.threads
+
+
+def nothing(_: int, flats: Flats) -> torch.Tensor:
+    """The mutant that does not communicate."""
+    return flats[0]
+
+
+# DeMo.
+
+LR, DECAY = 0.002, 0.1
+
+
+def signed(parameters):
+    return torch.optim.SGD(parameters, lr=LR, weight_decay=DECAY)
+
+
+def cosine_basis(side: int) -> torch.Tensor:
+    """The orthonormal DCT-II, by its definition."""
+    rows = []
+    for k in range(side):
+        scale = math.sqrt((1 if k == 0 else 2) / side)
+        rows.append([scale * math.cos(math.pi * (2 * i + 1) * k / (2 * side)) for i in range(side)])
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+class DeMo:
+    """d <- decay d + lr g; the largest coefficients of blocks leave d; their mean over senders; the sign of that."""
+
+    def __init__(self, layout: Layout, *, decay: float = 0.9, senders: bool = True, feedback: bool = True) -> None:
+        self.layout, self.decay, self.senders, self.feedback = layout, decay, senders, feedback
+        self.d: dict[int, torch.Tensor] = {}
+        self.basis = cosine_basis(8)
+
+    def __call__(self, index: int, flats: Flats) -> torch.Tensor:
+        g = torch.stack(flats)
+        d = self.decay * self.d.get(index, torch.zeros_like(g)) + LR * g
+        filled = torch.nn.functional.pad(d, (0, -g.shape[1] % 64)).view(SIZE, -1, 8, 8)
+        coefficients = (self.basis @ filled @ self.basis.t()).flatten(2)
+        chosen = coefficients.abs().topk(4).indices
+        sent = torch.zeros_like(coefficients).scatter(2, chosen, coefficients.gather(2, chosen))
+        if self.feedback:
+            mask = only_parameters(torch.ones(g.shape[1]).double(), self.layout[index][1])
+            d = (d - self.back(sent, g.shape[1])) * mask
+        self.d[index] = d
+        count = (sent != 0).sum(dim=0).clamp(min=1) if self.senders else 2.0
+        return self.back((sent.sum(dim=0) / count).unsqueeze(0), g.shape[1])[0].sign()
+
+    def back(self, coefficients: torch.Tensor, numel: int) -> torch.Tensor:
+        blocks = coefficients.unflatten(2, (8, 8))
+        return (self.basis.t() @ blocks @ self.basis).flatten(1)[:, :numel]
+
+
+def test_demo_steps_by_the_sign_of_common_coefficients(thread_ranks):
+    algorithm = DeMoAlgorithm(decay=0.9, side=8, kept=4, value_bits=None)
+    results = thread_ranks(SIZE, train, algorithm, signed)
+    assert_same_on_all_ranks([state for state, _ in results])
+    state, layout = results[0]
+    assert len(layout) > 1
+    assert_close(state, simulate(layout, DeMo(layout), signed))
+    mutants: dict[str, Combine] = {
+        "no momentum": DeMo(layout, decay=0.0),
+        "mean over all": DeMo(layout, senders=False),
+        "no feedback": DeMo(layout, feedback=False),
+        "exact": mean,
+        "nothing": nothing,
+    }
+    for name, mutant in mutants.items():
+        assert differs(state, simulate(layout, mutant, signed)), name
+
+
+def test_demo_weights_gradients_by_their_learning_rates(thread_ranks):
+    """A gradient that came with no learning rate leaves nothing in the momentum."""
+
+    def train_after(idle: int) -> State:
+        model = mlp()
+        optimizer = signed(model.parameters())
+        wrapped = with_bagua(model, [optimizer], DeMoAlgorithm(side=8, kept=2))
+        for step in range(idle + 1):
+            optimizer.param_groups[0]["lr"] = LR if step == idle else 0.0
+            optimizer.zero_grad()
+            training.loss_of(wrapped, bagua.comm.get_rank(), step if step < idle else 7).backward()
+            optimizer.step()
+        return snapshot(model)
+
+    idle, at_once = thread_ranks(2, train_after, 3)[0], thread_ranks(2, train_after, 0)[0]
+    assert_close(idle, at_once)
+    assert differs(at_once, snapshot(mlp()))
+
+
+# LoCo.
+
+
+def four_bits(rows: torch.Tensor, block: int = 64) -> torch.Tensor:
+    """Each element becomes the mean of its bin: 16 of them, over six standard deviations of its block."""
+    found = []
+    for part in rows.split(block, dim=1):
+        mean = part.mean(dim=1, keepdim=True)
+        width = part.std(dim=1, keepdim=True) * 6 / 16
+        bins = ((part - mean) / width.where(width > 0, 1) + 8).round().clamp(0, 15)
+        chosen = (bins.unsqueeze(2) == torch.arange(16)).double()
+        means = (chosen * part.unsqueeze(2)).sum(dim=1) / chosen.sum(dim=1).clamp(min=1)
+        found.append(means.gather(1, bins.long()))
+    return torch.cat(found, dim=1)
+
+
+class LoCo:
+    """h = g + e in four bits, slice by slice; e is a running average of what they lose, in eight bits."""
+
+    def __init__(self, layout: Layout, averaging: float, reset: int, *, bytes_only: bool = True) -> None:
+        self.exchanges = [CodedSlices(four_bits, places) for _, places in layout]
+        self.averaging, self.reset, self.bytes_only = averaging, reset, bytes_only
+        self.e: dict[int, torch.Tensor] = {}
+        self.calls = 0
+
+    def __call__(self, index: int, flats: Flats) -> torch.Tensor:
+        step, self.calls = self.calls // len(self.exchanges), self.calls + 1
+        g = torch.stack(flats) / SIZE
+        before = self.e[index] if step % self.reset else torch.zeros_like(g)
+        result, lost = self.exchanges[index](g + before)
+        after = (1 - self.averaging) * before + self.averaging * lost
+        self.e[index] = torch.stack([in_bytes(one) for one in after]) if self.bytes_only else after
+        return result
+
+
+def in_bytes(flat: torch.Tensor) -> torch.Tensor:
+    """What eight bits leave; the codec has tests of its own."""
+    return MinMaxUInt8().decompress(MinMaxUInt8().compress(flat), Metadata.of(flat))
+
+
+def test_loco_feeds_an_average_of_what_is_lost_back(thread_ranks):
+    algorithm = LoCoAlgorithm(block_numel=64, averaging=0.4, reset_every=20)
+    results = thread_ranks(SIZE, train, algorithm, sgd)
+    assert_same_on_all_ranks([state for state, _ in results])
+    state, layout = results[0]
+    assert_close(state, simulate(layout, LoCo(layout, 0.4, 20), sgd))
+    mutants: dict[str, Combine] = {
+        "no average": LoCo(layout, 1.0, 20),
+        "never reset": LoCo(layout, 0.4, 1000),
+        "no feedback": LoCo(layout, 0.4, 1),
+        "remembers more": LoCo(layout, 0.4, 20, bytes_only=False),
+        "exact": mean,
+        "nothing": nothing,
+    }
+    for name, mutant in mutants.items():
+        assert differs(state, simulate(layout, mutant, sgd)), name
+
+
+# Dion.
+
+RANK, MU, DION_LR, EPS = 2, 0.9, 0.02, 1e-8
+
+
+def dion(parameters):
+    return DionOptimizer(parameters, lr=DION_LR, matrix_rank=RANK, momentum=MU, weight_decay=DECAY, adam_lr=0.2)
+
+
+def simulate_dion(layout: Layout, size: int = SIZE, *, keeps: float = MU, exact: bool = False) -> State:
+    """The rule on stacked momenta; bases by a singular value decomposition would have other signs, so by QR."""
+    model = model_of()
+    weights = dict(model.named_parameters())
+    order = [name for _, places in layout for name, _ in places]
+    large = [
+        name for name in order if weights[name].dim() == 2 and RANK * sum(weights[name].shape) < weights[name].numel()
+    ]
+    q: State = {}
+    for _, places in layout:
+        names = [name for name, _ in places if name in large]
+        sides = [min(weights[name].shape) for name in names]
+        drawn = torch.randn(sum(sides), RANK, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        q.update(zip(names, drawn.split(sides), strict=True))
+    momenta = {name: [torch.zeros_like(weights[name]) for _ in range(size)] for name in large}
+    adam = torch.optim.AdamW(
+        [weights[name] for name in order if name not in large],
+        lr=0.2 * DION_LR, betas=(0.9, 0.95), eps=EPS, weight_decay=DECAY,
+    )  # fmt: skip
+    for step in range(STEPS):
+        of_ranks = []
+        for rank in range(size):
+            model.zero_grad()
+            loss_of(model, rank, step).backward()
+            of_ranks.append({name: one.grad.clone() for name, one in weights.items()})
+        for name, one in weights.items():
+            one.grad = torch.stack([grads[name] for grads in of_ranks]).mean(dim=0)
+        with torch.no_grad():
+            for name in large:
+                rows, columns = weights[name].shape
+                turn = (lambda x: x) if rows >= columns else torch.t
+                own = [turn(m + grads[name]) for m, grads in zip(momenta[name], of_ranks, strict=True)]
+                mean_m = torch.stack(own).mean(dim=0)
+                p = torch.linalg.qr(mean_m @ q[name]).Q
+                r = mean_m.t() @ p
+                momenta[name] = [turn(m - (1 - keeps) * p @ r.t()) for m in own]
+                q[name] = r / (r.norm(dim=0) + 1e-8)
+                step_of = turn(mean_m) if exact else math.sqrt(rows / columns) * turn(p @ q[name].t())
+                weights[name].mul_(1 - DION_LR * DECAY).sub_(DION_LR * step_of)
+        adam.step()
+    return snapshot(model)
+
+
+def test_dion_steps_along_common_directions(thread_ranks):
+    results = thread_ranks(SIZE, train, DionAlgorithm(matrix_rank=RANK, momentum=MU), dion)
+    assert_same_on_all_ranks([state for state, _ in results])
+    state, layout = results[0]
+    assert len(layout) > 1
+    assert_close(state, simulate_dion(layout))
+    for mutant in ({"keeps": 1.0}, {"keeps": 0.0}, {"exact": True}, {"size": 1}):
+        assert differs(state, simulate_dion(layout, **mutant)), mutant
+
+
+def test_alone_dion_is_its_optimizer(thread_ranks):
+    """On one rank the exchange and the optimizer by itself are the same rule."""
+
+    def train_alone(wraps: bool) -> State:
+        model = seeded_layer()
+        optimizer = dion(model.parameters())
+        called = model
+        if wraps:
+            called = with_bagua(model, [optimizer], DionAlgorithm(matrix_rank=RANK, momentum=MU))
+        for step in range(10):
+            optimizer.zero_grad()
+            inputs, targets = training.batch(0, step)
+            torch.nn.functional.mse_loss(called(inputs.double()), inputs.double() - targets.double().sum()).backward()
+            optimizer.step()
+        return snapshot(model)
+
+    assert_close(*thread_ranks(1, lambda: [train_alone(True), train_alone(False)])[0])
+
+
+def seeded_layer() -> torch.nn.Module:
+    with training.seeded():
+        return torch.nn.Linear(8, 8).double()
+
+
+@pytest.mark.parametrize("case", ["adam", "rank", "momentum"])
+def test_dion_refuses_another_optimizer(thread_ranks, case):
+    def wrap() -> None:
+        model = mlp()
+        optimizer = {
+            "adam": lambda: torch.optim.Adam(model.parameters()),
+            "rank": lambda: DionOptimizer(model.parameters(), matrix_rank=3),
+            "momentum": lambda: DionOptimizer(model.parameters(), matrix_rank=2, momentum=0.5),
+        }[case]()
+        with pytest.raises(ConfigurationError, match=r"DionOptimizer\(model.parameters\(\), matrix_rank=2"):
+            with_bagua(model, [optimizer], DionAlgorithm(matrix_rank=2))
+
+    thread_ranks(2, wrap)
+
+
+def test_demo_refuses_an_optimizer_with_momentum(thread_ranks):
+    def wrap() -> None:
+        model = mlp()
+        for optimizer in (sgd(model.parameters()), torch.optim.Adam(model.parameters())):
+            with pytest.raises(ConfigurationError, match="momentum=0"):
+                with_bagua(model, [optimizer], DeMoAlgorithm())
+
+    thread_ranks(2, wrap)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DeMoAlgorithm(decay=0.0),
+        lambda: DeMoAlgorithm(side=6),
+        lambda: DeMoAlgorithm(kept=0),
+        lambda: LoCoAlgorithm(averaging=0.0),
+        lambda: LoCoAlgorithm(reset_every=0),
+        lambda: LoCoAlgorithm(block_numel=12),
+        lambda: DionAlgorithm(matrix_rank=0),
+        lambda: DionAlgorithm(momentum=1.0),
+    ],
+)
+def test_options_out_of_range_are_refused_at_once(make):
+    with pytest.raises(ConfigurationError):
+        make()
+
+
+# The contract, but for what holds of gradients only: on one rank these step along directions, too.
+
+
+@pytest.fixture
+def pool(thread_pool):
+    return thread_pool
+
+
+class QuickDion(DionAlgorithm):
+    """Dion with an optimizer of its rank."""
+
+    optimizer_class = staticmethod(lambda parameters: DionOptimizer(parameters, lr=0.001, matrix_rank=2))
+
+
+@pytest.fixture(params=[DeMoAlgorithm(side=8, kept=16), QuickDion(matrix_rank=2)], ids=repr)
+def algorithm(request) -> Algorithm:
+    return request.param
+
+
+class TestDirections(AlgorithmContract):
+    sizes = (2, 3)
+
+    def test_an_exact_mean_in_place_of_the_exchange_gives_something_else(self, algorithm, pool, monkeypatch):
+        """Where the exchange makes directions, the steps with mean gradients are no measure."""
+        own = pool.run(train_small, algorithm, size=2)
+        replace_exchanges(algorithm, monkeypatch, exchange_exact_mean)
+        mutated = pool.run(train_small, algorithm, size=2)
+        assert max(map(spread, zip(own, mutated, strict=True))) > 1e-4
