@@ -1,10 +1,12 @@
-"""What communicating less costs in loss: the demo's task with every registered algorithm, from several seeds.
+"""What communicating less costs in loss: two tasks with every registered algorithm, from several seeds.
 
-Each contender trains a small byte-level language model from the same weights on the same batches, and so does gradient
-allreduce. Reported is the held-out loss over that of gradient allreduce from the same seed (for QAdam: over that of
-gradient allreduce with Adam), for each seed and on an average. Two lines say how much that means: ``perturbed`` is
-gradient allreduce whose first weights differ by one per cent, so its distance from 1 is chance; ``silent`` is the
-mutant that drops the exchange, and a limit that it kept would prove nothing.
+Each contender trains a small byte-level language model (``--task text``), or a convolutional network on generated
+images of which each rank sees other classes (``--task images``), from the same weights on the same batches, and so does
+gradient allreduce. Reported is the held-out loss over that of gradient allreduce from the same seed (for those that
+need an optimizer of their own: over that of gradient allreduce with it, or with Adam), for each seed and on an average.
+Two lines say how much that means: ``perturbed`` is gradient allreduce whose first weights differ by one per cent, so
+its distance from 1 is chance; ``silent`` is the mutant that drops the exchange, and a limit that it kept would prove
+nothing.
 
 All ranks are processes of this machine, and each counts as a host of its own, so that hierarchical forms do not end in
 plain averaging over shared memory.
@@ -32,8 +34,9 @@ from bagua.errors import ConfigurationError
 from benchmarks.network.__main__ import a_contender, at_least, termination_as_interrupt
 from benchmarks.network.contenders import Prepared, every_algorithm, find_maker
 from benchmarks.network.experiment import show
+from benchmarks.network.images import ImageTask
 from benchmarks.network.ranks import Training, report
-from benchmarks.network.tasks import small_demo
+from benchmarks.network.tasks import Task, small_demo
 
 TIMEOUT_S = 120.0
 BASELINE = "gradient_allreduce"
@@ -41,9 +44,25 @@ PERTURBED = "benchmarks.convergence:perturbed"
 PERTURBATION = 1e-2
 MUTANT = "silent"
 #: What a contender is compared with, where that is not ``BASELINE``.
-BASELINES = {"qadam": "adam", "one_bit_adam": "adam"}
+BASELINES = {
+    "qadam": "adam",
+    "one_bit_adam": "adam",
+    "zero_one_adam": "adam",
+    "demo": "adam",
+    "one_bit_lamb": "lamb",
+    "dion": "dion_optimizer",
+}
 #: The largest loss over the baseline's that is promised.
-LIMITS = {"bytegrad": 1.005, "qadam": 1.02, "one_bit_adam": 1.02, "sign_sgd": 1.02, "top_k": 1.02, "sparse_loco": 1.02}
+LIMITS = {
+    "bytegrad": 1.005,
+    **dict.fromkeys(("qadam", "one_bit_adam", "one_bit_lamb", "zero_one_adam", "demo", "dion", "loco"), 1.02),
+    **dict.fromkeys(("power_sgd", "sign_sgd", "top_k", "sparse_loco"), 1.02),
+    **dict.fromkeys(("decentralized", "low_precision_decentralized", "choco"), 1.03),
+}
+TASKS: dict[str, Callable[[int, int, int], Task]] = {
+    "text": small_demo,
+    "images": lambda _, seed, batch: ImageTask(batch=4 * batch, seed=seed),
+}
 #: The mutant must break the tightest of them.
 MUTANT_LIMIT = 1.005
 LEAST_STEPS = 500
@@ -117,7 +136,7 @@ class Line:
 
 
 def train_all(
-    rank: Rank, contenders: Sequence[str], steps: int, batch_per_rank: int, seed: int
+    rank: Rank, contenders: Sequence[str], task: str, steps: int, batch_per_rank: int, seed: int
 ) -> tuple[dict[str, Ended], dict[str, str]]:
     """Train one contender after the other from the same seed; also why some cannot run with so many ranks."""
     comm.init_process_group(
@@ -132,7 +151,7 @@ def train_all(
     refusals: dict[str, str] = {}
     for contender in contenders:
         try:
-            training = Training(small_demo(steps, seed, batch_per_rank), contender, rank.rank)
+            training = Training(TASKS[task](steps, seed, batch_per_rank), contender, rank.rank)
         except ConfigurationError as error:  # which every rank finds alike
             refusals[contender] = str(error)
             continue
@@ -176,7 +195,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--ranks", type=at_least(2), default=4, metavar="N", help="default 4")
     add("--steps", type=at_least(1), default=LEAST_STEPS, metavar="N", help="at least 500 to judge")
     add("--seeds", type=at_least(1), default=LEAST_SEEDS, metavar="N", help="at least 3 to judge")
-    add("--batch-per-rank", type=at_least(1), default=4, metavar="N", help="windows of text; default 4")
+    add("--first-seed", type=at_least(0), default=0, metavar="N", help="the others follow it; default 0")
+    add("--task", choices=TASKS, default="text", help="default text")
+    add("--batch-per-rank", type=at_least(1), default=4, metavar="N", help="windows of text, or fours of images")
     add("--contenders", type=a_contender, nargs="+", metavar="WHO", help="default: all registered algorithms")
     add("--json", type=Path, metavar="FILE", help="write all numbers to this file")
     return parser
@@ -190,7 +211,8 @@ def everyone(chosen: Sequence[str] | None) -> list[str]:
 
 def conclude(lines: Sequence[Line], fall: float, refusals: dict[str, str], options: argparse.Namespace) -> int:
     """Print and write everything; return the exit status."""
-    print(f"{'held-out loss after ' + str(options.steps) + ' steps':<48} {'loss':>8}  {': base':>8}  by seed")
+    title = f"held-out loss of {options.task} after {options.steps} steps"
+    print(f"{title:<48} {'loss':>8}  {': base':>8}  by seed")
     for line in lines:
         print(line)
     for contender, reason in refusals.items():
@@ -201,7 +223,8 @@ def conclude(lines: Sequence[Line], fall: float, refusals: dict[str, str], optio
         print(f"(not judged: that takes {LEAST_STEPS} steps, {LEAST_SEEDS} seeds and a fall of {LEAST_FALL:.0%})")
     if options.json is not None:
         numbers = [{**dataclasses.asdict(line), "mean": line.mean, "verdict": line.verdict} for line in lines]
-        described = {"ranks": options.ranks, "steps": options.steps, "fall": fall, "lines": numbers}
+        described = {name: getattr(options, name) for name in ("task", "ranks", "steps", "first_seed", "seeds")}
+        described |= {"fall": fall, "lines": numbers}
         options.json.write_text(json.dumps(described, indent=2) + "\n")
     return int(judged and any(line.verdict in ("MISSED", "NOT BROKEN") for line in lines))
 
@@ -210,8 +233,8 @@ def measure(contenders: Sequence[str], options: argparse.Namespace) -> tuple[lis
     """Train everyone from every seed."""
     by_seed, refusals = [], {}
     run: Callable[..., list[tuple[dict[str, Ended], dict[str, str]]]] = run_ranks
-    for seed in range(options.seeds):
-        arguments = (contenders, options.steps, options.batch_per_rank, seed)
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
+        arguments = (contenders, options.task, options.steps, options.batch_per_rank, seed)
         ended, refused = run(train_all, options.ranks, arguments, show)[0]
         by_seed.append(ended)
         refusals.update(refused)

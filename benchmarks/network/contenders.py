@@ -6,7 +6,8 @@ A contender is written as text, so that it fits on a command line and reaches th
 * ``ddp_8bit``: the same with our hook that sends one byte for each element;
 * ``silent``: bagua's engine with an exchange that does nothing;
 * ``decentralized_data_parallel``: DecentralizedDataParallel with one other peer in each step;
-* ``adam``: gradient allreduce with Adam in place of the task's optimizer, to compare QAdam with;
+* ``adam``, ``lamb``, ``dion_optimizer``: gradient allreduce with another optimizer in place of the task's, to compare
+  algorithms with that need one;
 * ``bytegrad`` or ``bytegrad:hierarchical=False``: a registered algorithm, with options, also of the optimizer that it
   needs;
 * ``package.module:function``: ``function(model, optimizer)`` returns a :class:`Prepared`.
@@ -26,6 +27,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 import bagua.torch_api  # noqa: F401  # puts with_bagua on modules
 from bagua.algorithms import Algorithm, registry
 from bagua.integrations.ddp_comm_hooks import CodecState, codec_hook
+from bagua.optim import DionOptimizer, OneBitLambOptimizer
 from bagua.parallel.decentralized import DecentralizedDataParallel
 from benchmarks.silent import SilentAlgorithm
 
@@ -39,6 +41,10 @@ ONE_BUCKET_MB = 100_000
 #: Optimizers whose learning rates suit Adam; it gets the other one in place of all others.
 ADAM_LIKE = (torch.optim.Adam, torch.optim.AdamW)
 ADAM_LEARNING_RATE = 1e-3
+#: Of other optimizers, over that of Adam.
+RATES: dict[object, float] = {OneBitLambOptimizer: 3.0, DionOptimizer: 5.0, torch.optim.SGD: 0.3}
+#: More steps than anybody takes.
+NEVER = 10**9
 
 
 def nothing() -> None:
@@ -120,6 +126,23 @@ def with_adam(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
     return through_bagua(model, adam, Algorithm.init("gradient_allreduce"))
 
 
+def with_lamb(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
+    """Gradient allreduce with LAMB: the peer of one-bit LAMB."""
+    lamb = OneBitLambOptimizer(model.parameters(), lr=rate_of(OneBitLambOptimizer, optimizer), warmup_steps=NEVER)
+    return through_bagua(model, lamb, Algorithm.init("gradient_allreduce"))
+
+
+def with_dion(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
+    """Gradient allreduce with the optimizer of Dion: its peer."""
+    dion = DionOptimizer(model.parameters(), lr=rate_of(DionOptimizer, optimizer))
+    return through_bagua(model, dion, Algorithm.init("gradient_allreduce"))
+
+
+def rate_of(kind: object, optimizer: torch.optim.Optimizer) -> float:
+    """What suits an optimizer of this kind, of which some take longer steps than Adam."""
+    return adam_learning_rate(optimizer) * RATES.get(kind, 1.0)
+
+
 def adam_learning_rate(optimizer: torch.optim.Optimizer) -> float:
     """What suits Adam: the task's learning rate if its optimizer is a kind of Adam."""
     if not isinstance(optimizer, ADAM_LIKE):
@@ -144,7 +167,8 @@ def named(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, options
     own, of_optimizer = split_options(name, options)
     make_optimizer = registry.get(name).optimizer_class
     if make_optimizer is not None:
-        optimizer = make_optimizer(model.parameters(), lr=adam_learning_rate(optimizer), **of_optimizer)
+        of_optimizer.setdefault("lr", rate_of(make_optimizer, optimizer))
+        optimizer = make_optimizer(model.parameters(), **of_optimizer)
     return through_bagua(model, optimizer, Algorithm.init(name, **own))
 
 
@@ -166,6 +190,8 @@ PEERS: dict[str, Maker] = {
     "decentralized_data_parallel": through_decentralized,
     "silent": without_exchange,
     "adam": with_adam,
+    "lamb": with_lamb,
+    "dion_optimizer": with_dion,
 }
 #: Registered algorithms that take part with other options than their defaults, and in how many forms.
 FORMS: dict[str, tuple[str, ...]] = {
@@ -178,6 +204,8 @@ TIMED_FORMS = {
     "top_k": ("top_k:warmup_steps=0,density_steps=0",),
     "qadam": ("qadam:warmup_steps=3",),
     "one_bit_adam": ("one_bit_adam:warmup_steps=3",),
+    "one_bit_lamb": ("one_bit_lamb:warmup_steps=3",),
+    "zero_one_adam": ("zero_one_adam:warmup_steps=3",),
 }
 
 

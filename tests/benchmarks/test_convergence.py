@@ -11,9 +11,11 @@ from benchmarks.convergence import BASELINE, MUTANT, Ended, everyone, make_lines
 
 @pytest.mark.gloo
 @pytest.mark.usefixtures("forked_ranks")
-def test_a_few_steps(tmp_path, capsys):
+@pytest.mark.parametrize("task", convergence.TASKS)
+def test_a_few_steps(task, tmp_path, capsys):
     numbers = tmp_path / "numbers.json"
-    few = ["--ranks", "2", "--steps", "3", "--seeds", "1", "--batch-per-rank", "1", "--json", str(numbers)]
+    few = ["--ranks", "2", "--steps", "3", "--seeds", "1", "--first-seed", "5", "--batch-per-rank", "1"]
+    few += ["--task", task, "--json", str(numbers)]
     assert convergence.main([*few, "--contenders", BASELINE]) == 0
     ratios = {line["contender"]: line["mean"] for line in json.loads(numbers.read_text())["lines"]}
     assert ratios[BASELINE] == 1.0
@@ -43,7 +45,7 @@ def test_ratios_are_taken_seed_by_seed():
 @pytest.mark.parametrize(("loss", "seeds", "status"), [(2.5, 3, 0), (2.0, 3, 1), (2.0, 2, 0)])
 def test_a_limit_that_the_mutant_keeps_fails_the_run(loss, seeds, status):
     lines = make_lines([MUTANT], [ends(gradient_allreduce=2.0, silent=loss)] * seeds)
-    options = argparse.Namespace(steps=500, seeds=seeds, ranks=2, json=None)
+    options = argparse.Namespace(task="text", steps=500, seeds=seeds, first_seed=0, ranks=2, json=None)
     assert convergence.conclude(lines, 0.5, {}, options) == status
 
 

@@ -1,0 +1,114 @@
+"""What is trained: a small convolutional network that tells generated images apart."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["ImageTask", "ImageTrainer"]
+
+HELD_OUT_SEED = 2_000_000
+SIDE = 16
+CLASSES = 8
+SHIFTS = 4
+HELD_OUT_IMAGES = 1024
+
+
+@dataclass(frozen=True)
+class ImageTask:
+    """Tell patterns apart that are shifted and noisy, with some labels wrong, most of a rank's from classes of its own.
+
+    Args:
+        batch: images in one rank's batch.
+        ranks: over which the classes are dealt.
+        learning_rate: of SGD with momentum.
+        seed: of the weights, and of the order of the data; the patterns are the same for all seeds.
+        own: part of a rank's images that comes from its own classes; the others come from all.
+        noise: of each pixel; patterns have a standard deviation of 1.
+        wrong: part of the labels that is drawn anew.
+    """
+
+    batch: int = 16
+    ranks: int = 4
+    learning_rate: float = 0.05
+    seed: int = 0
+    own: float = 0.8
+    noise: float = 1.5
+    wrong: float = 0.1
+
+    @property
+    def title(self) -> str:
+        """In a few words."""
+        return f"a convolutional network on {SIDE} x {SIDE} pixels, {CLASSES} classes, SGD with momentum"
+
+    def trainer(self, share: int) -> "ImageTrainer":
+        """The task on one rank."""
+        return ImageTrainer(self, share)
+
+
+class ImageTrainer:
+    """``ImageTask`` on one rank."""
+
+    momentum = 0.9
+
+    def __init__(self, task: ImageTask, share: int) -> None:
+        self.task = task
+        torch.manual_seed(task.seed)
+        self.model: nn.Module = convolutional_network()
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
+            self.model.parameters(), lr=task.learning_rate, momentum=self.momentum
+        )
+        fixed = torch.Generator().manual_seed(HELD_OUT_SEED)
+        coarse = torch.randn(CLASSES, 1, SIDE // 4, SIDE // 4, generator=fixed)
+        patterns = nn.functional.interpolate(coarse, size=(SIDE, SIDE), mode="bilinear")
+        patterns /= patterns.std(dim=(1, 2, 3), keepdim=True)
+        shifts = [(down, right) for down in range(SHIFTS) for right in range(SHIFTS)]
+        self.patterns = torch.stack([patterns.roll(shift, (2, 3)) for shift in shifts])
+        self.held_out = self.draw(fixed, HELD_OUT_IMAGES, torch.arange(CLASSES))
+        mine = torch.arange(CLASSES)[share * CLASSES // task.ranks : (share + 1) * CLASSES // task.ranks]
+        self.mine = mine if len(mine) else torch.arange(CLASSES)
+        self.generator = torch.Generator().manual_seed(1 + share + 1000 * task.seed)
+
+    def draw(self, generator: torch.Generator, count: int, own: Tensor) -> tuple[Tensor, Tensor]:
+        """Images ``[count, 1, SIDE, SIDE]`` and their labels, most of the classes ``own``."""
+        classes = torch.randint(CLASSES, (count,), generator=generator)
+        chosen = own[torch.randint(len(own), (count,), generator=generator)]
+        classes = torch.where(torch.rand(count, generator=generator) < self.task.own, chosen, classes)
+        images = self.patterns[torch.randint(len(self.patterns), (count,), generator=generator), classes]
+        images = images + self.task.noise * torch.randn(images.shape, generator=generator)
+        drawn = torch.randint(CLASSES, (count,), generator=generator)
+        return images, torch.where(torch.rand(count, generator=generator) < self.task.wrong, drawn, classes)
+
+    def use(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Train with these from now on."""
+        self.model, self.optimizer = model, optimizer
+
+    def step(self) -> float:
+        """One training step on the next batch; returns its loss."""
+        images, labels = self.draw(self.generator, self.task.batch, self.mine)
+        loss = nn.functional.cross_entropy(self.model(images), labels)
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        return float(loss.item())
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """The cross entropy on images of all classes that nobody trains on."""
+        images, labels = self.held_out
+        self.model.eval()
+        loss = nn.functional.cross_entropy(self.model(images), labels)
+        self.model.train()
+        return float(loss.item())
+
+
+def convolutional_network() -> nn.Module:
+    """Two convolutions and a linear layer: 9,000 parameters."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(32 * (SIDE // 4) ** 2, CLASSES),
+    )
