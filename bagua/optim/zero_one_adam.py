@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from bagua.errors import ConfigurationError
 from bagua.optim.qadam import QAdamOptimizer
 
 __all__ = ["ZeroOneAdamOptimizer"]
@@ -101,6 +102,12 @@ class ZeroOneAdamOptimizer(QAdamOptimizer):
 
     def _denominators(self, group: dict[str, Any], step: int, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:  # noqa: ARG002
         scale = list(torch._foreach_sqrt(self._all("exp_avg_sq", parameters)))  # noqa: SLF001
+        for one, parameter in zip(scale, parameters, strict=True):
+            state = self.state[parameter]
+            if not state["variance_steps"]:
+                if "frozen" in state:
+                    raise _without_estimate()
+                one.fill_(torch.inf)  # Nothing is known of its size: it waits for an exact gradient.
         done = [max(self.state[parameter]["variance_steps"], 1) for parameter in parameters]
         torch._foreach_div_(scale, [math.sqrt(1 - group["betas"][1] ** count) for count in done])
         torch._foreach_add_(scale, group["eps"])
@@ -121,3 +128,13 @@ class ZeroOneAdamOptimizer(QAdamOptimizer):
             total = sum(float(one.sum()) for one in known)
             state["exp_avg_sq"].fill_(total / max(sum(one.numel() for one in known), 1))
             state["variance_steps"] = max(other["variance_steps"] for other in self.state.values())
+
+
+def _without_estimate() -> ConfigurationError:
+    return ConfigurationError(
+        "no second moment was estimated before it was frozen",
+        argument="optimizers",
+        expected="a ZeroOneAdamOptimizer that has taken steps with exact gradients, or whose state was loaded",
+        seen="one that has not",
+        advice="Begin a training with zero_one_adam, or load the state of the optimizer before the first step.",
+    )

@@ -117,7 +117,7 @@ def through_decentralized(model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 def without_exchange(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
     """The engine with an exchange that sends nothing: the mutant that must not pass for training together."""
-    return through_bagua(model, optimizer, SilentAlgorithm())
+    return through_bagua(model, optimizer, SilentAlgorithm(), check_every=0)  # It leaves ranks different.
 
 
 def with_adam(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
@@ -151,9 +151,12 @@ def adam_learning_rate(optimizer: torch.optim.Optimizer) -> float:
     return float(group.get("initial_lr", group["lr"]))  # a schedule may have begun to change it
 
 
-def through_bagua(model: nn.Module, optimizer: torch.optim.Optimizer, algorithm: Algorithm) -> Prepared:
+def through_bagua(
+    model: nn.Module, optimizer: torch.optim.Optimizer, algorithm: Algorithm, check_every: int | None = None
+) -> Prepared:
     """An algorithm of bagua; one that goes on between steps is aborted and resumed."""
-    wrapped = model.with_bagua([optimizer], algorithm)  # type: ignore[operator]  # the import put it on all modules
+    # The import put it on all modules.
+    wrapped = model.with_bagua([optimizer], algorithm, check_every=check_every)  # type: ignore[operator]
     bound = wrapped.bagua_algorithm
     if hasattr(bound, "abort") and hasattr(bound, "resume"):
         return Prepared(

@@ -310,6 +310,25 @@ def test_a_tensor_without_gradients_in_the_warm_up_moves_alike_on_all_ranks(thre
     assert (results[0][1] > 0).all()
 
 
+def test_what_has_no_estimate_does_not_move():
+    """Its first gradients were no exact ones: to divide by nothing would throw it away."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = ZeroOneAdamOptimizer([weight], lr=0.1, warmup_steps=5)
+    for exact in (False, False, True):
+        before = weight.detach().clone()
+        weight.grad = torch.full((3,), 2.0)
+        optimizer.note(weight, exact=exact)
+        optimizer.step()
+        assert torch.equal(weight, before) is not exact
+    assert (weight - 1).abs().max() <= 0.1 * 1.001
+    fresh = torch.nn.Parameter(torch.ones(3))
+    optimizer = ZeroOneAdamOptimizer([fresh])
+    optimizer.freeze(fresh)
+    fresh.grad = torch.ones(3)
+    with pytest.raises(ConfigurationError, match="no second moment was estimated"):
+        optimizer.step()
+
+
 def test_alone_they_are_adam_and_lamb():
     """One rank: 0/1 Adam is Adam in its warm-up; nothing is exchanged."""
     model, other = mlp(), mlp()
