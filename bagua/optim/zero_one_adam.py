@@ -69,9 +69,8 @@ class ZeroOneAdamOptimizer(QAdamOptimizer):
         if "frozen" not in self.state[parameter]:
             self._freeze(parameter)
 
-    def denominator(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What the momentum of ``parameter`` is divided by."""
-        group = next(one for one in self.param_groups if any(parameter is own for own in one["params"]))
+    def denominator(self, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """What the momentum of ``parameter``, of this group, is divided by."""
         self.momentum(parameter)
         return self._denominators(group, self.state[parameter]["step"], [parameter])[0]
 

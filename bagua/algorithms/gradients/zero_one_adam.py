@@ -272,8 +272,8 @@ class MomentaToWeights(Then):
 
 
 def _denominators(flight: Flight) -> list[torch.Tensor]:
-    parameters = flight.bucket.parameters
-    return [owner_in(flight, one, ZeroOneAdamOptimizer)[0].denominator(one) for one in parameters]
+    owners = [(one, *owner_in(flight, one, ZeroOneAdamOptimizer)) for one in flight.bucket.parameters]
+    return [owner.denominator(parameter, group) for parameter, owner, group in owners]
 
 
 ZeroOneAdamAlgorithmImpl = bound_form(ZeroOneAdamAlgorithm)
