@@ -139,7 +139,7 @@ class DionOptimizer(torch.optim.Optimizer):
         tall.addmm_(left, right.t(), alpha=-(1 - self.momentum))
         unit = right / (torch.linalg.vector_norm(right, dim=0, keepdim=True) + _EPSILON)
         state["right_factor"] = unit
-        product = left @ unit.t() * math.sqrt(rows / columns)
+        product: torch.Tensor = left @ unit.t() * math.sqrt(rows / columns)
         return (product if rows >= columns else product.t()).reshape(parameter.shape).to(parameter.dtype)
 
     def _adam(self, group: dict[str, Any], parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
