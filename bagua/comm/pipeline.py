@@ -260,6 +260,8 @@ class CallPipeline:
                 if not record.ended:
                     if not handle.is_completed():
                         return
+                    if handle.failed:
+                        record.state = "failed"  # Whoever waits for it gets the error.
                     record.ended = handle.ended_at or now
                 self._unseen.remove(first)
 

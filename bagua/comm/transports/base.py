@@ -62,6 +62,11 @@ class Handle(ABC):
         """When it was complete, by ``time.perf_counter()``; None where the transport does not note it, or not yet."""
         return None
 
+    @property
+    def failed(self) -> bool:
+        """Whether ``wait`` would raise, of a handle for which ``is_completed`` is true; False where nobody can tell."""
+        return False
+
     @abstractmethod
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until the call is complete (on CUDA: until the current stream will see it).

@@ -220,6 +220,10 @@ class _CheckedHandle(Handle):
             transport.advance()
         return self._error is not None or (self._inner is not None and self._inner.is_completed())
 
+    @property
+    def failed(self) -> bool:
+        return self._error is not None or (self._inner is not None and self._inner.failed)
+
 
 class _CollectiveHandle(_CheckedHandle):
     """A collective: all ranks see all fingerprints."""
@@ -346,3 +350,7 @@ class _BothHandles(Handle):
 
     def is_completed(self) -> bool:
         return all(handle.is_completed() for handle in self._handles)
+
+    @property
+    def failed(self) -> bool:
+        return any(handle.failed for handle in self._handles)

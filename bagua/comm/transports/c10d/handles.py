@@ -93,6 +93,10 @@ class C10dHandle(Handle):
             # Torch's objects must not outlive the transport, nor the user's tensors this call.
             self._works = self._finish = self._kept = None
 
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
     @abstractmethod
     def _wait(self, timeout_s: float | None) -> None:
         """Wait for the works, at most ``timeout_s``, and translate their errors."""
@@ -143,6 +147,16 @@ class C10dHandle(Handle):
         now = time.monotonic()
         left = self._started + self._timeout_s - now
         return left if until is None else min(left, until - now)
+
+
+def _has_failed(work: Any) -> bool:
+    """Whether a work has failed. Torch has deprecated asking it; to wait for one that is complete does not block."""
+    if work.is_completed():
+        try:
+            work.wait()
+        except RuntimeError:
+            return True
+    return False
 
 
 class CollectiveHandle(C10dHandle):
@@ -204,6 +218,10 @@ class CollectiveHandle(C10dHandle):
     def is_completed(self) -> bool:
         works = self._works
         return works is None or all(work.is_completed() for work in works)
+
+    @property
+    def failed(self) -> bool:
+        return super().failed or any(map(_has_failed, self._works or ()))
 
 
 class MessageHandle(C10dHandle):
@@ -275,6 +293,11 @@ class MessageHandle(C10dHandle):
     def is_completed(self) -> bool:
         works = self._works
         return not works or (self._future is not None and self._future.done())
+
+    @property
+    def failed(self) -> bool:
+        future = self._future
+        return super().failed or (future is not None and future.done() and future.exception() is not None)
 
 
 class StreamHandle(C10dHandle):

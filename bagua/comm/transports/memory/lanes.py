@@ -307,6 +307,11 @@ class Pending(Handle):
         return all(part.done() for part in self._parts)
 
     @property
+    def failed(self) -> bool:
+        """Whether a part has failed."""
+        return any(part.error is not None for part in self._parts)
+
+    @property
     def ended_at(self) -> float | None:
         """When the last part was complete; None before that."""
         return max(part.ended_at for part in self._parts) if self.is_completed() else None
