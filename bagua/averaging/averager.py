@@ -131,7 +131,7 @@ class Averager:
         if member.warming:
             self._end_warm_up(session)
         if handoff.stage is Stage.AVERAGE:
-            self._take_average(handoff)
+            self._take_average(session)
         if handoff.stage is Stage.EMPTY and time.monotonic() >= self._due:
             self._put_snapshot(handoff, at_rest=False)
 
@@ -311,16 +311,21 @@ class Averager:
         """Hand in and take while training rests; whether the session is over, and all was taken."""
         over, handoff = session.over, session.handoff  # In this order: the last average comes before the end.
         if handoff.stage is Stage.AVERAGE:
-            self._take_average(handoff)
+            self._take_average(session)
         if handoff.stage is Stage.EMPTY and not over and not session.member.warming:
             self._put_snapshot(handoff, at_rest=True)
         return over
 
-    def _take_average(self, handoff: HandoffBuffer) -> None:
+    def _take_average(self, session: Session) -> None:
+        handoff, member = session.handoff, session.member
         handoff.clear()  # First: after an error half-way, the same average must not be taken in twice.
         for part in self._parts:
             part.take_average(replace=handoff.replace)
         self._averaged = (self._step, time.monotonic())
+        met = float(len(member.progress.members))
+        # Others may have ended since they met.
+        here = max(1.0 + len(member.remaining), met)
+        self._group.gauges.update({"comm/epoch_members": here, "comm/contributed": met})
 
     def _put_snapshot(self, handoff: HandoffBuffer, *, at_rest: bool) -> None:
         for part in self._parts:

@@ -151,6 +151,11 @@ class ProcessGroup:
         return self._ledger.recorder
 
     @property
+    def gauges(self) -> dict[str, float]:
+        """Metrics of what this group is used for, by name; they are forgotten when it is closed."""
+        return self.global_communicator.statistics.gauges
+
+    @property
     def size(self) -> int:
         """Number of members."""
         return len(self.ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 
@@ -13,7 +14,8 @@ import bagua.torch_api as bagua_api
 from bagua.engine.schedule import gauges
 from bagua.observe.straggler import Reading, latest_rank
 from bagua.testing import ThreadRanks
-from bagua.torch_api.algorithms import decentralized, diloco, gradient_allreduce, local_sgd, top_k
+from bagua.torch_api.algorithms import async_model_average, decentralized, diloco, gradient_allreduce, local_sgd, top_k
+from tests.membership import training as islands_of_threads
 
 pytestmark = pytest.mark.threads
 
@@ -134,6 +136,80 @@ def test_gossip_and_outer_steps_leave_their_gauges(thread_ranks, monkeypatch):
 def test_what_was_not_sent_is_measured(thread_ranks):
     for found, _ in thread_ranks(2, gauges_of, top_k.TopKAlgorithm(ratio=0.05, warmup_steps=0), 3):
         assert found["comm/residual_norm"] > 0
+
+
+def after_the_model() -> list[bool]:
+    """Whether residuals are measured: with error feedback, another algorithm, with it again, and when all is over."""
+    seen = []
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compressed = top_k.TopKAlgorithm(ratio=0.05, warmup_steps=0)
+    for algorithm in (compressed, gradient_allreduce.GradientAllReduceAlgorithm(), compressed, None):
+        if algorithm is None:
+            model.bagua_close()
+        else:
+            model.with_bagua([optimizer], algorithm)
+            for _ in range(2):
+                model(torch.ones(2, 8)).square().mean().backward()
+                optimizer.step()
+        seen.append("comm/residual_norm" in bagua_api.metrics())
+    return seen
+
+
+def test_gauges_end_with_what_they_measure(thread_ranks):
+    assert thread_ranks(2, after_the_model) == [[True, False, True, False]] * 2
+
+
+def test_gauges_of_a_model_that_is_dropped_end(thread_ranks):
+    def drop() -> bool:
+        model = train(top_k.TopKAlgorithm(ratio=0.05, warmup_steps=0), 2)
+        assert "comm/residual_norm" in bagua_api.metrics()
+        del model
+        until = time.monotonic() + 20.0  # The groups of the model are closed in the background.
+        while "comm/residual_norm" in bagua_api.metrics() and time.monotonic() < until:
+            gc.collect()  # It does nothing while another thread collects.
+            time.sleep(0.01)
+        return "comm/residual_norm" in bagua_api.metrics()
+
+    assert thread_ranks(2, drop) == [False, False]
+
+
+def test_members_of_the_epoch_are_counted_and_not_those_of_the_group():
+    def island(store) -> dict[str, float]:
+        bagua.comm.init_process_group(
+            backend="threads", store=torch.distributed.HashStore(), rank=0, world_size=1, timeout=20.0
+        )
+        with islands_of_threads.joined(store, 3) as islands:
+            model = islands_of_threads.wrapped(islands, "diloco")
+            seen = []
+
+            def step(number: int) -> None:
+                seen.append(bagua_api.metrics())
+                if islands.seat == 2 and number == islands_of_threads.PERIOD + 1:
+                    islands_of_threads.vanish(islands)
+
+            islands_of_threads.train(islands, model, 2 * islands_of_threads.PERIOD, step)
+            return [seen[islands_of_threads.PERIOD], bagua_api.metrics()]
+
+    ends = [
+        end
+        for end in islands_of_threads.run(3, island, islands_of_threads.new_store())
+        if not isinstance(end, BaseException)
+    ]
+    names = ("comm/epoch_members", "comm/contributed")
+    assert [[tuple(found[name] for name in names) for found in end] for end in ends] == [[(3, 3), (2, 2)]] * 2
+
+
+def test_those_who_met_in_the_background_are_counted(thread_ranks):
+    def averaged() -> tuple[float, float]:
+        algorithm = async_model_average.AsyncModelAverageAlgorithm(sync_interval_ms=1, warmup_steps=0)
+        model = train(algorithm, 2)
+        model.bagua_algorithm.abort(model)
+        found = bagua_api.metrics()
+        return found["comm/epoch_members"], found["comm/contributed"]
+
+    assert thread_ranks(3, averaged) == [(3, 3)] * 3
 
 
 def test_exact_gradients_leave_no_gauges(thread_ranks):

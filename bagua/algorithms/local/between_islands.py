@@ -80,6 +80,8 @@ class BetweenIslands(How):
                 work.wait()
 
         self.islands.exchange(attempt)
+        alive, in_epoch, contributed = (float(len(seats)) for seats in self.islands.members())
+        group.gauges.update({"comm/alive": alive, "comm/epoch_members": in_epoch, "comm/contributed": contributed})
 
 
 @dataclass(frozen=True)

@@ -142,6 +142,7 @@ class Counters(Protocol):
         times: seconds that its calls took.
         waits: seconds that this rank has waited for each other one that came last, by global rank.
         recent: its last calls.
+        gauges: latest values of what is measured on it and changes slowly, by the name of the metric.
     """
 
     @property
@@ -151,6 +152,7 @@ class Counters(Protocol):
     times: CallTimes
     waits: dict[int, float]
     recent: deque[CallRecord]
+    gauges: dict[str, float]
 
     def sent_bytes(self) -> int:
         """Bytes that this rank sent."""
@@ -174,7 +176,7 @@ class Recorder:
 
     Attributes:
         clock: gives seconds, from any start.
-        gauges: the latest values of what changes slowly, by the name of the metric.
+        job: name of what all ranks have begun together; empty for a record of its own.
         trace: takes every call; None while nobody wants a trace.
         beat_at: when ``beat`` is called next, by ``clock``.
         beat: called now and then by whoever ends a call; returns quickly and raises nothing.
@@ -185,7 +187,7 @@ class Recorder:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self.began = clock()
-        self.gauges: dict[str, float] = {}
+        self.job = ""
         self.trace: TraceSink | None = None
         self.beat_at = float("inf")
         self.beat: Callable[[], None] = _nothing
@@ -246,6 +248,14 @@ class Recorder:
     def sent_bytes(self) -> int:
         """Bytes that this rank sent on all communicators."""
         return self._closed_bytes + sum(entry.sent_bytes() for entry in list(self.open))
+
+    @property
+    def gauges(self) -> dict[str, float]:
+        """The latest values of what changes slowly, by the name of the metric, while what measures it is there."""
+        found: dict[str, float] = {}
+        for entry in list(self.open):
+            found |= entry.gauges
+        return found
 
     def records(self) -> list[CallRecord]:
         """The last calls on each communicator that is open, oldest first."""

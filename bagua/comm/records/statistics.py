@@ -84,9 +84,10 @@ class Statistics:
         recent: the last calls, oldest first.
         times: seconds that its calls took.
         waits: seconds that this rank has waited for each other one that came last, by global rank.
+        gauges: latest values of what is measured on it and changes slowly, by the name of the metric.
     """
 
-    __slots__ = ("_busy_until", "_rank", "_size", "_totals", "place", "recent", "recorder", "times", "waits")
+    __slots__ = ("_busy_until", "_rank", "_size", "_totals", "gauges", "place", "recent", "recorder", "times", "waits")
 
     def __init__(self, rank: int, size: int, place: Place | None = None, recorder: Recorder | None = None) -> None:
         self._rank = rank
@@ -99,6 +100,7 @@ class Statistics:
         self.recent: deque[CallRecord] = deque(maxlen=RECORDS_LENGTH)
         self.times = CallTimes()
         self.waits: dict[int, float] = {}
+        self.gauges: dict[str, float] = {}
         self.recorder.add(self)
 
     def begin(self, call: Call, now: float) -> CallRecord:

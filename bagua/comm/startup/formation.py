@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from datetime import datetime, timezone
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from bagua.comm.transports.registry import backend_refusal
 from bagua.comm.transports.shm.transport import shm_expected
 from bagua.errors import CollectiveMismatchError, ConfigurationError, TransportUnavailableError
 
-__all__ = ["StartupPlan", "configure_log", "connect_first", "fresh", "plan"]
+__all__ = ["StartupPlan", "configure_log", "connect_first", "fresh", "new_job", "plan"]
 
 _log = logging.getLogger("bagua")
 
@@ -71,16 +72,23 @@ def fresh(store: dist.Store, rank: int) -> dist.Store:
     return dist.PrefixStore(f"bagua/{generation}", store)
 
 
+def new_job() -> str:
+    """A name for a job that begins now, in order of time."""
+    return f"job-{datetime.now(timezone.utc):%Y%m%d-%H%M%S-%f}"
+
+
 class StartupPlan(NamedTuple):
     """What all ranks know of each other before they connect; equal on all of them.
 
     Attributes:
         nodes: index of the host of each rank.
         choices: backends to try, the best first, and the reason for each.
+        job: name of what begins here.
     """
 
     nodes: tuple[int, ...]
     choices: list[tuple[str, str]]
+    job: str
 
 
 def plan(
@@ -115,14 +123,15 @@ def plan(
     """
     obstacle = backend_refusal(backend or "gloo") if len(ranks) > 1 else None
     own = {"backend": backend, "world_size": len(ranks), "host": host_identity(), "refusal": str(obstacle or "")}
-    answers = gather_values(store, "init_process_group", rank, ranks, {**own, **abilities(use_cuda)}, timeout_s)
+    facts = {**own, **abilities(use_cuda), "job": new_job()}
+    answers = gather_values(store, "init_process_group", rank, ranks, facts, timeout_s)
     _compare(answers, own, rank, ranks)
     if nodes is None:
         nodes = _nodes_of(answers, local_world_size)
     choices = candidates(answers, nodes) if backend is None else [(backend, ASKED_FOR)]
     if backend is not None or "gloo" in choices[0][0]:
         raise_refusals([answer["refusal"] for answer in answers], rank, ranks, obstacle)
-    return StartupPlan(tuple(nodes), choices)
+    return StartupPlan(tuple(nodes), choices, answers[0]["job"])
 
 
 def _compare(answers: list[dict[str, Any]], own: dict[str, Any], rank: int, ranks: Sequence[int]) -> None:
@@ -168,7 +177,7 @@ def connect_first(
         label: name of the group in messages.
     """
     refused = ""
-    nodes, choices = planned
+    nodes, choices, ledger.recorder.job = planned
     for number, (backend, reason) in enumerate(choices):
         members = dist.PrefixStore(f"world{number}", store)
         try:

@@ -8,6 +8,7 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Sto
 
 from bagua.comm.group import ProcessGroup
 from bagua.comm.records.ledger import Ledger
+from bagua.comm.startup.formation import new_job
 from bagua.errors import TransportUnavailableError
 
 __all__ = ["group_of_seats"]
@@ -39,9 +40,10 @@ def group_of_seats(
         >>> group.ranks
         (7,)
     """
-    members, place = PrefixStore(name, store), list(seats).index(own)
+    members, place, ledger = PrefixStore(name, store), list(seats).index(own), Ledger()
     try:
-        group = ProcessGroup(members, place, seats, range(len(seats)), backend, meet_s, name, Ledger())
+        ledger.recorder.job = members.compare_set("job", "", new_job()).decode()
+        group = ProcessGroup(members, place, seats, range(len(seats)), backend, meet_s, name, ledger)
     except (DistNetworkError, DistStoreError) as error:
         raise TransportUnavailableError(f"{name}: the store does not answer: {error}", rank=own) from error
     group.timeout_s = timeout_s

@@ -27,7 +27,7 @@ _MOST_RANKS = 64
 
 
 class Gauges:
-    """Looks at the results of one exchange, and leaves numbers in ``Recorder.gauges``.
+    """Looks at the results of one exchange, and leaves numbers in ``group.gauges``.
 
     Args:
         exchange: whose results.
@@ -36,6 +36,8 @@ class Gauges:
 
     def __init__(self, exchange: Exchange, group: ProcessGroup) -> None:
         self._recorder: Recorder = group.recorder
+        self._values = group.gauges
+        self._values.clear()  # What an earlier phase has left.
         self._exchange = exchange
         self._next = -math.inf
         self._round = -1
@@ -54,7 +56,7 @@ class Gauges:
         """``flight`` has come back in step ``t`` of the phase, and is about to be folded."""
         if self._is_blind or not flight.finite:
             return
-        gauges = self._recorder.gauges
+        gauges = self._values
         gauges["comm/staleness_steps"] = float(t - flight.t)
         key = id(flight.memory)
         if self._is_difference:
@@ -84,7 +86,7 @@ class Gauges:
         self._products[key] = (float(product[0]), float(product[1]), float(product[2]))
         dot, new, old = (sum(part) for part in zip(*self._products.values(), strict=True))
         if new > 0 and old > 0 and math.isfinite(new * old):
-            self._recorder.gauges["comm/outer_cosine"] = dot / math.sqrt(new * old)
+            self._values["comm/outer_cosine"] = dot / math.sqrt(new * old)
 
 
 def _distance_factor(exchange: Exchange, group: ProcessGroup) -> float:
