@@ -23,10 +23,11 @@ def main(arguments: Sequence[str]) -> int:
         prog="bagua explain",
         description="Say in sentences which rank did something else than the others, or did not come.",
         epilog="Ranks write their records when a call fails, or on SIGUSR2, if the job was started with "
-        "BAGUA_FLIGHT_DIR=DIR. calls_RANK.txt there shows the last calls of a rank. Torch's analyzer reads the same "
-        "records: python -m torch.distributed.flight_recorder.fr_trace DIR --prefix flight_rank_",
+        "BAGUA_FLIGHT_DIR=DIR, to a folder of the job in DIR. calls_RANK.txt there shows the last calls of a rank. "
+        "Torch's analyzer reads the same records: "
+        "python -m torch.distributed.flight_recorder.fr_trace DIR/JOB --prefix flight_rank_",
     )
-    parser.add_argument("folder", metavar="DIR", help="the folder with the records of all ranks")
+    parser.add_argument("folder", metavar="DIR", help="BAGUA_FLIGHT_DIR, for the latest job; or the folder of a job")
     parsed = parser.parse_args(arguments)
     try:
         sentences = explain(parsed.folder)

@@ -12,11 +12,13 @@ from typing import Any
 from typing_extensions import Never
 
 from bagua.errors import ConfigurationError
-from bagua.observe.flight import PREFIX
+from bagua.observe.flight import PREFIX, later_name
+from bagua.observe.folders import folder_of_latest_job, other_jobs
 
 __all__ = ["explain", "read_flight_records"]
 
 Record = dict[str, Any]
+_FILES = f"{PREFIX}*"
 #: A group in the records: its label and its global ranks.
 _Group = tuple[str, tuple[int, ...]]
 
@@ -29,15 +31,16 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def read_flight_records(folder: str | os.PathLike[str]) -> dict[int, Record]:
-    """The flight records in ``folder``, by global rank.
+    """The flight records of one job, by global rank.
 
     Args:
-        folder: what ``BAGUA_FLIGHT_DIR`` named.
+        folder: what ``BAGUA_FLIGHT_DIR`` named, for those of the job that has written last; or the folder of a job.
 
     Raises:
         ConfigurationError: there are none, or one of them is no flight record of ours.
     """
-    paths = sorted(path for path in Path(folder).glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit())
+    found = folder_of_latest_job(folder, _FILES).glob(_FILES)
+    paths = sorted(path for path in found if path.name.removeprefix(PREFIX).isdigit())
     if not paths:
         raise ConfigurationError(
             "there is no flight record here",
@@ -68,7 +71,8 @@ def explain(folder: str | os.PathLike[str]) -> list[str]:
     """What went wrong, as far as the flight records in ``folder`` tell it.
 
     Args:
-        folder: what ``BAGUA_FLIGHT_DIR`` named, with the files of all ranks of a job.
+        folder: what ``BAGUA_FLIGHT_DIR`` named, for the job that has written last; or the folder of a job. It holds the
+            files of all ranks.
 
     Returns:
         Sentences, the likeliest cause first.
@@ -84,7 +88,20 @@ def explain(folder: str | os.PathLike[str]) -> list[str]:
     sentences += _messages(records)
     if not sentences:
         sentences = ["All ranks made the same calls, and none was under way."]
-    return sentences + [f"Rank {rank} wrote its record because: {_first_line(one)}" for rank, one in records.items()]
+    sentences += [f"Rank {rank} wrote its record because: {_first_line(one)}" for rank, one in records.items()]
+    return sentences + _elsewhere(Path(folder), records)
+
+
+def _elsewhere(folder: Path, records: Mapping[int, Record]) -> list[str]:
+    """What is not told here, and where it is."""
+    latest = folder_of_latest_job(folder, _FILES)
+    later = [rank for rank in records if (latest / later_name(rank)).exists()]
+    sentences = [f"Rank {rank} wrote again after its first failure: {latest / later_name(rank)}" for rank in later]
+    others = [] if latest == folder else other_jobs(folder, latest, _FILES)
+    if others:
+        what = "is another job" if len(others) == 1 else f"are {len(others)} other jobs"
+        sentences.append(f"All this is of {latest}. In {folder} there {what}: {', '.join(others[-4:])}.")
+    return sentences
 
 
 def _first_line(record: Record) -> str:
@@ -138,12 +155,17 @@ def _absences(group: _Group, calls: dict[int, dict[int, Record]], records: Mappi
     sequence = min(open_calls)
     here = [rank for rank in members if _stands_in(calls.get(rank, {}), sequence)]
     absent = [rank for rank in members if rank in records and rank not in here and not _is_past(calls, rank, sequence)]
-    if not absent:
-        return
+    begun_s = min(calls[rank][sequence]["begun_s"] for rank in here)
+    # Whoever had written its record before may have come all the same.
+    unknown = [rank for rank in absent if records[rank]["written_s"] < begun_s]
+    missing = [rank for rank in absent if rank not in unknown]
     what = _what(calls[here[0]][sequence])
-    yield f"{_ranks(here)} came to call #{sequence} on {label}, {what}, and {_ranks(absent)} did not."
-    for rank in absent:
+    if missing:
+        yield f"{_ranks(here)} came to call #{sequence} on {label}, {what}, and {_ranks(missing)} did not."
+    for rank in missing:
         yield _position(rank, label, calls.get(rank, {}), sequence, records[rank])
+    for rank in unknown:
+        yield f"{_ranks(here)} came to call #{sequence} on {label}, {what}. Rank {rank} had written its record before."
 
 
 def _stands_in(of_rank: Mapping[int, Record], sequence: int) -> bool:

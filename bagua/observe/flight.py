@@ -1,8 +1,9 @@
 """The flight record: the last calls of a rank, written when one fails or a signal comes.
 
-Two files for each rank. ``flight_rank_<r>`` is what the analyzer of ``torch.distributed.flight_recorder`` reads; what
-it reads holds collectives only, because it cannot match messages in groups of more than two. ``calls_<r>.txt`` is for
-people.
+Two files for each rank, in a folder of the job. ``flight_rank_<r>`` is what the analyzer of
+``torch.distributed.flight_recorder`` reads; what it reads holds collectives only, because it cannot match messages in
+groups of more than two. ``calls_<r>.txt`` is for people. Both stay as the first failure of the rank has left them; what
+comes after it is in ``calls_<r>_later.txt``.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import sys
 import threading
 import time
 import traceback
-from pathlib import Path
+import weakref
 from types import FrameType
 from typing import Any
 
 from bagua.comm import CallRecord, Place, Recorder
-from bagua.errors import ConfigurationError
+from bagua.observe.folders import usable_folder
 
-__all__ = ["PREFIX", "FlightRecord", "usable_folder"]
+__all__ = ["PREFIX", "FlightRecord", "later_name"]
 
 #: The name of a record without the rank. No other file may contain it: the analyzer takes them all.
 PREFIX = "flight_rank_"
@@ -43,34 +44,9 @@ _STATES = {"started": "started", "failed": "started", "completed": "completed"}
 _log = logging.getLogger("bagua")
 
 
-def usable_folder(folder: str, variable: str) -> Path:
-    """The folder, which is made if it is not there.
-
-    Args:
-        folder: path of it.
-        variable: that named it, for the error.
-
-    Raises:
-        ConfigurationError: it cannot be written to.
-    """
-    path = Path(folder)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigurationError(
-            f"the folder cannot be made: {error}",
-            argument=variable,
-            expected="a folder that this process may write to",
-            seen=repr(folder),
-        ) from error
-    if not os.access(path, os.W_OK):
-        raise ConfigurationError(
-            "this process may not write to the folder",
-            argument=variable,
-            expected="a folder that this process may write to",
-            seen=repr(folder),
-        )
-    return path
+def later_name(rank: int) -> str:
+    """The file with what a rank has written since its first failure."""
+    return f"calls_{rank}_later.txt"
 
 
 class FlightRecord:
@@ -79,7 +55,7 @@ class FlightRecord:
     Args:
         recorder: of the rank.
         place: of all ranks.
-        folder: where to write.
+        folder: where to write, in a folder of the job.
         listens: write on a signal, too, if this is the main thread and nobody else wants the signal.
 
     Raises:
@@ -87,23 +63,33 @@ class FlightRecord:
     """
 
     def __init__(self, recorder: Recorder, place: Place, folder: str, *, listens: bool = True) -> None:
-        self._recorder = recorder
+        # Whoever watches a rank keeps this as long as the rank has its recorder, and no longer.
+        self._recorder = weakref.ref(recorder)
         self._place = place
-        self._folder = usable_folder(folder, "BAGUA_FLIGHT_DIR")
+        self._folder = usable_folder(folder, "BAGUA_FLIGHT_DIR") / recorder.job
         self._epoch_s = time.time() - recorder.clock()
         self._process = os.getpid()
         self._numbers = itertools.count()
+        self._failures = itertools.count()
+        self._failed = False
         self._handles = listens and self._listen()
 
     def _listen(self) -> bool:
         """Write on a signal, unless somebody else wants it. Signals belong to the main thread."""
         if threading.current_thread() is not threading.main_thread():
             return False
-        if signal.getsignal(SIGNAL) is not signal.SIG_DFL:
+        before = signal.getsignal(SIGNAL)
+        record = getattr(before, "__self__", None)
+        if before is not signal.SIG_DFL and not (isinstance(record, FlightRecord) and record.is_over):
             _log.info("flight record: %s has a handler already, which stays", SIGNAL.name)
             return False
         signal.signal(SIGNAL, self._on_signal)
         return True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the rank was dropped without an end."""
+        return self._recorder() is None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         if os.getpid() == self._process:  # A forked child inherits the handler, not the calls.
@@ -116,18 +102,37 @@ class FlightRecord:
             if signal.getsignal(SIGNAL) == self._on_signal:
                 signal.signal(SIGNAL, signal.SIG_DFL)
 
+    def fail(self, error: BaseException) -> None:
+        """Write what a call has ended with, if it is the first that fails: later failures are often those of the first.
+
+        Args:
+            error: of the call.
+        """
+        first = next(self._failures) == 0  # in one step: several threads may fail at once
+        self._failed = True
+        self._write(str(error), first=first)
+
     def write(self, reason: str) -> None:
-        """Write both files; what goes wrong is logged, not raised.
+        """Write the record as it is now; what goes wrong is logged, not raised.
 
         Args:
             reason: why.
         """
+        self._write(reason, first=not self._failed)
+
+    def _write(self, reason: str, *, first: bool) -> None:
+        recorder = self._recorder()
+        if recorder is None:
+            return
         rank = self._place.ranks[self._place.rank]
-        records = [record for record in self._recorder.records() if record.state != "refused"]
+        records = [record for record in recorder.records() if record.state != "refused"]
         stacks = _stacks()
+        text = self._text(recorder.clock(), records, reason, stacks).encode()
         try:
-            self._put(f"{PREFIX}{rank}", pickle.dumps(self._dump(records, reason, stacks)))
-            self._put(f"calls_{rank}.txt", self._text(records, reason, stacks).encode())
+            self._folder.mkdir(exist_ok=True)
+            if first:
+                self._put(f"{PREFIX}{rank}", pickle.dumps(self._dump(recorder, records, reason, stacks)))
+            self._put(f"calls_{rank}.txt" if first else later_name(rank), text)
         except OSError as error:
             _log.warning("flight record: rank %d cannot write to %s: %s", rank, self._folder, error)
 
@@ -137,9 +142,11 @@ class FlightRecord:
         draft.write_bytes(content)
         draft.replace(self._folder / name)
 
-    def _dump(self, records: list[CallRecord], reason: str, stacks: dict[str, list[str]]) -> dict[str, Any]:
+    def _dump(
+        self, recorder: Recorder, records: list[CallRecord], reason: str, stacks: dict[str, list[str]]
+    ) -> dict[str, Any]:
         places = [self._place, *(record.place for record in records)]
-        first = self._complete_from()
+        first = _complete_from(recorder)
         # Without the call to which this rank came late, the analyzer names it, whichever file it reads first.
         window = [one for one in records if one.number >= first and one.state != "late"]
         torch_reads = [one for one in window if one.call.kind not in _MESSAGES]
@@ -155,11 +162,6 @@ class FlightRecord:
             "written_s": time.time(),
             "stacks": stacks,
         }
-
-    def _complete_from(self) -> int:
-        """The first call after which none is missing. The analyzer cuts what ranks do not have in common by numbers."""
-        full = [entry.recent for entry in list(self._recorder.open) if len(entry.recent) == entry.recent.maxlen]
-        return max((recent[0].number for recent in full), default=0)
 
     def _entry(self, record: CallRecord) -> dict[str, Any]:
         call, place = record.call, record.place
@@ -206,8 +208,7 @@ class FlightRecord:
     def _ns(self, moment: float) -> int:
         return int((moment + self._epoch_s) * 1e9)
 
-    def _text(self, records: list[CallRecord], reason: str, stacks: dict[str, list[str]]) -> str:
-        now = self._recorder.clock()
+    def _text(self, now: float, records: list[CallRecord], reason: str, stacks: dict[str, list[str]]) -> str:
         lines = [f"rank {self._place.ranks[self._place.rank]} of {len(self._place.ranks)}, because: {reason}", ""]
         lines += ["its last calls, oldest first: seconds ago, communicator, call, state, seconds that it took"]
         for one in records:
@@ -216,6 +217,12 @@ class FlightRecord:
         for name, frames in stacks.items():
             lines += ["", f"thread {name}, innermost call last:", *(f"  {frame}" for frame in frames)]
         return "\n".join(lines) + "\n"
+
+
+def _complete_from(recorder: Recorder) -> int:
+    """The first call after which none is missing. The analyzer cuts what ranks do not have in common by numbers."""
+    full = [entry.recent for entry in list(recorder.open) if len(entry.recent) == entry.recent.maxlen]
+    return max((recent[0].number for recent in full), default=0)
 
 
 def _state(record: CallRecord) -> str:

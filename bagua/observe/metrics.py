@@ -23,8 +23,8 @@ def metrics() -> dict[str, float]:
         ``comm/wait_on_rank/<r>``: seconds that this rank waited for global rank r, which came last.
         ``comm/straggler``: the rank for which others waited most in the last seconds; -1 if none stands out.
         ``comm/alive``, ``comm/epoch_members``, ``comm/contributed``: ranks that gave a sign of life, that belong to the
-        job, and that took part in the last exchange. Where they exist: ``comm/consensus_distance``,
-        ``comm/staleness_steps``, ``comm/outer_cosine``, ``comm/residual_norm``.
+        job, and that took part in the last exchange; islands, if the model trains between islands. Where they exist:
+        ``comm/consensus_distance``, ``comm/staleness_steps``, ``comm/outer_cosine``, ``comm/residual_norm``.
 
     Raises:
         NotInitializedError: without ``init_process_group``.

@@ -1,26 +1,36 @@
 """One timeline of all ranks, from the traces that each of them wrote.
 
-Clocks of hosts differ. No rank leaves a collective before all have come to it, so for each collective of two ranks
+Clocks of hosts differ; ranks of one host have the same. No rank leaves a collective before all have come to it, so for
+each collective of two ranks
 
     begun on A - ended on B  <=  clock of A - clock of B  <=  ended on A - begun on B
 
-and many collectives leave a narrow interval: what the smallest round trip of all allows.
+and many collectives leave an interval. The median of ended on A - ended on B is taken, or the end of the interval next
+to it: all leave a collective together. The middle of the interval would take half of the time by which a rank is always
+late for its clock. Ranks that never met are compared through others. If that is not possible either, nobody knows how
+their clocks differ, and the timeline says so.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bagua.errors import ConfigurationError
+from bagua.observe.folders import folder_of_latest_job
+from bagua.observe.straggler import Reading, latest_rank
 from bagua.observe.trace import TRACE_PREFIX
 
 __all__ = ["clock_offsets", "timeline", "write_timeline"]
 
 Line = dict[str, Any]
+_Meetings = dict[tuple[Any, ...], tuple[float, float]]
+_Comers = dict[tuple[Any, ...], dict[int, tuple[float, str]]]
+_FILES = f"{TRACE_PREFIX}*.jsonl"
 #: Kinds that no rank leaves before all have come.
 _MEETINGS = frozenset({"allreduce", "allgather", "alltoall", "reduce_scatter", "barrier"})
 
@@ -28,10 +38,13 @@ _MEETINGS = frozenset({"allreduce", "allgather", "alltoall", "reduce_scatter", "
 def read_traces(folder: str | os.PathLike[str]) -> dict[int, list[Line]]:
     """The lines of each rank, the first of which says who it is.
 
+    Args:
+        folder: what ``BAGUA_TRACE`` named, for the traces of the latest job; or the folder of a job.
+
     Raises:
         ConfigurationError: there is no trace, or one that is none of ours.
     """
-    paths = sorted(Path(folder).glob(f"{TRACE_PREFIX}*.jsonl"))
+    paths = sorted(folder_of_latest_job(folder, _FILES).glob(_FILES))
     if not paths:
         raise ConfigurationError(
             "there is no trace here",
@@ -60,8 +73,8 @@ def _lines(path: Path) -> Iterator[Line]:
                 return
 
 
-def clock_offsets(traces: Mapping[int, Sequence[Line]]) -> dict[int, float]:
-    """For each rank what its clock shows more than that of the lowest rank, in microseconds.
+def clock_offsets(traces: Mapping[int, Sequence[Line]]) -> dict[int, float | None]:
+    """For each rank what its clock shows more than that of the lowest rank, in microseconds; None if nobody knows.
 
     Args:
         traces: the lines of each rank.
@@ -69,23 +82,43 @@ def clock_offsets(traces: Mapping[int, Sequence[Line]]) -> dict[int, float]:
     Example:
         >>> call = {"call": "", "kind": "barrier", "label": "world", "sequence": 1, "ranks": [0, 1]}
         >>> clock_offsets({0: [{**call, "begun": 0.0, "ended": 10.0}], 1: [{**call, "begun": 105.0, "ended": 109.0}]})
-        {0: 0.0, 1: 102.0}
+        {0: 0.0, 1: 99.0}
     """
-    reference = min(traces)
-    own = _meetings(traces[reference])
-    offsets = {}
-    for rank, lines in traces.items():
-        least, most = float("-inf"), float("inf")
-        for key, (begun, ended) in _meetings(lines).items():
-            if key in own and rank != reference:
-                least = max(least, begun - own[key][1])
-                most = min(most, ended - own[key][0])
-        known = least > float("-inf")
-        offsets[rank] = (least + most) / 2 if known else 0.0
-    return offsets
+    meetings = {rank: _meetings(lines) for rank, lines in traces.items()}
+    hosts = {rank: next((line["host"] for line in lines[:1] if "host" in line), None) for rank, lines in traces.items()}
+    known = {min(traces): 0.0}
+    while found := _one_more(known, meetings, hosts):
+        known |= found
+    return {rank: known.get(rank) for rank in traces}
 
 
-def _meetings(lines: Sequence[Line]) -> dict[tuple[Any, ...], tuple[float, float]]:
+def _one_more(
+    known: Mapping[int, float], meetings: Mapping[int, _Meetings], hosts: Mapping[int, object]
+) -> dict[int, float]:
+    """The offsets of those who can be compared with some of ``known``."""
+    found = {}
+    for rank in meetings.keys() - known.keys():
+        for other, offset in known.items():
+            same_host = hosts[rank] is not None and hosts[rank] == hosts[other]
+            difference = 0.0 if same_host else _difference(meetings[rank], meetings[other])
+            if difference is not None:
+                found[rank] = offset + difference
+                break
+    return found
+
+
+def _difference(own: _Meetings, other: _Meetings) -> float | None:
+    """By how much a clock is ahead of another one, if their ranks have met."""
+    met = [(own[key], other[key]) for key in own.keys() & other.keys()]
+    if not met:
+        return None
+    least = max(begun - other_ended for (begun, _), (_, other_ended) in met)
+    most = min(ended - other_begun for (_, ended), (other_begun, _) in met)
+    leaving = statistics.median(ended - other_ended for (_, ended), (_, other_ended) in met)
+    return min(max(leaving, least), most)
+
+
+def _meetings(lines: Sequence[Line]) -> _Meetings:
     return {_key(line): (line["begun"], line["ended"]) for line in lines if line.get("kind") in _MEETINGS}
 
 
@@ -102,33 +135,51 @@ def timeline(folder: str | os.PathLike[str]) -> dict[str, Any]:
     comes to the last one, and a tick for each rank.
 
     Args:
-        folder: what ``BAGUA_TRACE`` named, with the files of all ranks.
+        folder: what ``BAGUA_TRACE`` named, for the traces of the latest job; or the folder of a job. It holds the files
+            of all ranks.
 
     Returns:
-        What ``json.dump`` writes.
+        What ``json.dump`` writes. ``otherData`` has the differences between clocks, None where nobody knows; for how
+        long the others waited for each rank that came last to a collective; and for whom most, -1 if none stands out.
 
     Raises:
         ConfigurationError: there is no trace.
     """
     traces = read_traces(folder)
-    offsets = clock_offsets(traces)
+    differences = clock_offsets(traces)
+    offsets = {rank: offset or 0.0 for rank, offset in differences.items()}
     times = [line["begun"] - offsets[rank] for rank, lines in traces.items() for line in lines if "begun" in line]
     start = min(times, default=0.0)
     shifts = {rank: offset + start for rank, offset in offsets.items()}
-    events = [event for rank, lines in traces.items() for event in _of_rank(rank, lines, shifts[rank])]
-    events += _arrivals(traces, shifts)
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"clock_offsets_us": offsets}}
+    unknown = [rank for rank, offset in differences.items() if offset is None]
+    events = [
+        event
+        for rank, lines in traces.items()
+        for event in _of_rank(rank, lines, shifts[rank], ", whose clock was compared with no other" * (rank in unknown))
+    ]
+    compared = traces.keys() - set(unknown)
+    comers = _comers({rank: traces[rank] for rank in sorted(compared)}, shifts)
+    events += _arrivals(max(traces) + 1, comers)
+    waits = _waits(comers)
+    spent_s = (max(times, default=0.0) - start) * 1e-6 * max(len(traces) - 1, 1)
+    blamed = {rank: waited_us * 1e-6 for rank, waited_us in waits.items()}
+    facts = {
+        "clock_offsets_us": differences,
+        "waited_for_us": waits,
+        "straggler": latest_rank(-1, Reading(spent_s, blamed, 0.0), {}),
+    }
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
 
 
-def write_timeline(folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> int:
-    """Write the timeline of the traces in ``folder`` to ``path``; how many events it has.
+def write_timeline(folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Write the timeline of the traces in ``folder`` to ``path``, and return it.
 
     Raises:
         ConfigurationError: there is no trace.
     """
     made = timeline(folder)
     Path(path).write_text(json.dumps(made), encoding="utf-8")
-    return len(made["traceEvents"])
+    return made
 
 
 def _since(moment: float, start: float) -> float:
@@ -136,9 +187,9 @@ def _since(moment: float, start: float) -> float:
     return max(moment - start, 0.0)
 
 
-def _of_rank(rank: int, lines: Sequence[Line], shift: float) -> Iterator[Line]:
+def _of_rank(rank: int, lines: Sequence[Line], shift: float, remark: str) -> Iterator[Line]:
     first = lines[0]
-    yield _name("process_name", rank, 0, f"rank {rank} on {first.get('host', '?')}")
+    yield _name("process_name", rank, 0, f"rank {rank} on {first.get('host', '?')}{remark}")
     yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
     tracks: dict[str, int] = {}
     for line in lines[1:]:
@@ -165,12 +216,21 @@ def _name(kind: str, process: int, thread: int, name: str) -> Line:
     return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
 
 
-def _arrivals(traces: Mapping[int, Sequence[Line]], shifts: Mapping[int, float]) -> Iterator[Line]:
+def _waits(comers: _Comers) -> dict[int, float]:
+    """By rank, for how many microseconds the others have waited for it, where it came last."""
+    waits: dict[int, float] = {}
+    for of_call in comers.values():
+        came = {rank: moment for rank, (moment, _) in of_call.items()}
+        last = max(came, key=lambda rank: came[rank])
+        waits[last] = waits.get(last, 0.0) + sum(came[last] - moment for moment in came.values())
+    return {rank: round(waits[rank], 1) for rank in sorted(waits)}
+
+
+def _arrivals(process: int, of_calls: _Comers) -> Iterator[Line]:
     """For each collective a bar from the first to come to the last one, and a tick for each rank."""
-    process = max(traces) + 1
     yield _name("process_name", process, 0, "arrivals")
     labels: dict[str, int] = {}
-    for (label, _, _), comers in _comers(traces, shifts).items():
+    for (label, _, _), comers in of_calls.items():
         if label not in labels:
             labels[label] = len(labels) + 1
             yield _name("thread_name", process, labels[label], f"arrivals on {label}")
@@ -184,11 +244,9 @@ def _arrivals(traces: Mapping[int, Sequence[Line]], shifts: Mapping[int, float])
             yield {"ph": "i", "s": "t", "name": f"rank {rank}", "cat": "arrivals", "ts": moment, **place}
 
 
-def _comers(
-    traces: Mapping[int, Sequence[Line]], shifts: Mapping[int, float]
-) -> dict[tuple[Any, ...], dict[int, tuple[float, str]]]:
+def _comers(traces: Mapping[int, Sequence[Line]], shifts: Mapping[int, float]) -> _Comers:
     """For each collective when each rank came, and what it was."""
-    found: dict[tuple[Any, ...], dict[int, tuple[float, str]]] = {}
+    found: _Comers = {}
     for rank, lines in traces.items():
         for line in lines:
             if "call" in line and line["kind"] not in ("send", "recv", "sendrecv"):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
 import threading
 import time
+from collections import deque
 from typing import Any
 
 from bagua.comm import CallRecord, Place, Recorder
-from bagua.observe.flight import usable_folder
+from bagua.observe.folders import usable_folder
 
 __all__ = ["TRACE_PREFIX", "TraceFile"]
 
@@ -27,7 +29,7 @@ class TraceFile:
     Args:
         recorder: of the rank; its clock gives the times.
         place: of all ranks.
-        folder: where to write.
+        folder: where to write, in a folder of the job.
 
     Raises:
         ConfigurationError: the folder cannot be written to.
@@ -35,14 +37,17 @@ class TraceFile:
 
     def __init__(self, recorder: Recorder, place: Place, folder: str) -> None:
         rank = place.ranks[place.rank]
-        self._path = usable_folder(folder, "BAGUA_TRACE") / f"{TRACE_PREFIX}{rank}.jsonl"
+        path = usable_folder(folder, "BAGUA_TRACE") / recorder.job
+        self._path = usable_folder(str(path), "BAGUA_TRACE") / f"{TRACE_PREFIX}{rank}.jsonl"
         self._epoch_s = time.time() - recorder.clock()
         self._process = os.getpid()
-        self._left = MOST_LINES
+        self._numbers = itertools.count(1)
+        self._ended = False
         self._flush_at = time.monotonic() + _PAUSE_S
         self._lock = threading.Lock()
         first = {"rank": rank, "ranks": list(place.ranks), "host": socket.gethostname(), "pid": os.getpid()}
-        self._waiting: list[dict[str, Any]] = []
+        #: Threads, and signal handlers, put lines in at one end; whoever writes takes them out at the other.
+        self._waiting: deque[dict[str, Any]] = deque()
         self._path.write_text(json.dumps(first) + "\n", encoding="utf-8")
 
     def call(self, record: CallRecord) -> None:
@@ -71,29 +76,37 @@ class TraceFile:
         return round((moment + self._epoch_s) * 1e6, 1)
 
     def _add(self, line: dict[str, Any]) -> None:
-        if self._left <= 0 or os.getpid() != self._process:  # A forked child has nothing to say here.
+        if self._ended or os.getpid() != self._process:  # A forked child has nothing to say here.
             return
-        self._left -= 1
-        self._waiting.append(line if self._left else {"cut": MOST_LINES})
+        number = next(self._numbers)
+        if number > MOST_LINES:
+            return
+        self._waiting.append(line if number < MOST_LINES else {"cut": MOST_LINES})
         now = time.monotonic()
-        if len(self._waiting) >= _BATCH or now > self._flush_at or not self._left:
+        if len(self._waiting) >= _BATCH or now > self._flush_at or number == MOST_LINES:
             self._flush_at = now + _PAUSE_S
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits, unless another thread, or the code that a signal has interrupted, is at it."""
-        if os.getpid() != self._process or not self._lock.acquire(blocking=False):
+        """Write what waits, unless another thread, or the code that a signal has interrupted, is at it and does so."""
+        if os.getpid() != self._process:
             return
+        while self._waiting and self._lock.acquire(blocking=False):
+            try:
+                self._write()
+            finally:
+                self._lock.release()
+
+    def _write(self) -> None:
         try:
-            lines, self._waiting = self._waiting, []
             with self._path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(line) + "\n" for line in lines)
+                while self._waiting:
+                    file.write(json.dumps(self._waiting.popleft()) + "\n")
         except OSError:  # The disk is full, say: training goes on.
-            self._left = 0
-        finally:
-            self._lock.release()
+            self._ended = True
+            self._waiting.clear()
 
     def close(self) -> None:
         """Write the rest."""
+        self._ended = True
         self.flush()
-        self._left = 0

@@ -40,6 +40,7 @@ class RankWatch:
         self._recorder = weakref.ref(recorder)
         self.place = place
         self._beats = beats
+        self._job = recorder.job
         self._began = recorder.clock()
         self._process = os.getpid()
         self.others: dict[int, dict[str, Any]] = {}
@@ -74,8 +75,12 @@ class RankWatch:
             return
         recorder = self._recorder()
         own, size = self.place.rank, len(self.place.ranks)
-        # An earlier job of the same store may have had more ranks.
-        others = {rank: beat for rank, beat in self._beats.read().items() if rank != own and rank < size}
+        # An earlier job of the same store has left its own, and may have had more ranks.
+        others = {
+            rank: beat
+            for rank, beat in self._beats.read().items()
+            if rank != own and rank < size and beat.get("job") == self._job
+        }
         for rank, beat in others.items():
             if recorder is not None and self.others.get(rank, {}).get("at") != beat["at"]:
                 self._heard[rank] = recorder.clock()
@@ -87,6 +92,7 @@ class RankWatch:
         last = max(records, key=lambda record: record.number, default=None)
         return {
             "world_size": len(self.place.ranks),
+            "job": self._job,
             "at": time.time(),
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -127,6 +133,8 @@ class _Watches:
 
     def __init__(self) -> None:
         self.of: weakref.WeakKeyDictionary[Recorder, RankWatch] = weakref.WeakKeyDictionary()
+        #: Of groups that nobody initialized: those of torch's backend ``bagua``, and between islands.
+        self._flights: weakref.WeakKeyDictionary[Recorder, FlightRecord] = weakref.WeakKeyDictionary()
 
     def started(self, recorder: Recorder, place: Place, beats: Beats) -> None:
         """See ``Observer``."""
@@ -135,10 +143,12 @@ class _Watches:
     def failed(self, recorder: Recorder, error: BaseException) -> None:
         """See ``Observer``."""
         watch, folder = self.of.get(recorder), env.flight_dir()
-        if watch is not None and watch.flight is not None:
-            watch.flight.write(str(error))
-        elif folder is not None and recorder.open:  # A group that torch made, of backend ``bagua``.
-            FlightRecord(recorder, recorder.open[0].place, folder, listens=False).write(str(error))
+        flight = self._flights.get(recorder) if watch is None else watch.flight
+        if flight is None and watch is None and folder is not None and recorder.open:
+            flight = FlightRecord(recorder, recorder.open[0].place, folder, listens=False)
+            flight = self._flights.setdefault(recorder, flight)
+        if flight is not None:
+            flight.fail(error)
 
     def ended(self, recorder: Recorder) -> None:
         """See ``Observer``."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import pickle
 import signal
 import threading
+import time
+import weakref
 from pathlib import Path
 from unittest import mock
 
@@ -36,8 +39,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "flights"
 
 
+def of_job(folder: Path) -> Path:
+    """The folder of the only job."""
+    (found,) = folder.iterdir()
+    return found
+
+
 def analyzed(folder: Path, caplog: pytest.LogCaptureFixture, *flags: str, last_first: bool = False) -> str:
     """What torch's analyzer says."""
+    folder = of_job(folder)
     # It takes the first file that it finds for the truth: here that of rank 0.
     files = sorted((path.name for path in folder.iterdir()), reverse=last_first)
     with caplog.at_level(logging.INFO), mock.patch("os.walk", return_value=[(str(folder), [], files)]):
@@ -73,11 +83,11 @@ def test_the_rank_that_makes_another_call_is_named(folder, caplog):
 
 def test_the_text_shows_calls_and_threads(folder):
     run_into_an_error(make_another_call)
-    text = (folder / "calls_1.txt").read_text()
+    text = (of_job(folder) / "calls_1.txt").read_text()
     assert "rank 1 of 3" in text
     assert "world  #2 broadcast(3 x float32, root 0)  failed" in text
     assert "test_flight.py" in text
-    assert sorted(path.name for path in folder.iterdir()) == [
+    assert sorted(path.name for path in of_job(folder).iterdir()) == [
         *(f"calls_{rank}.txt" for rank in range(3)),
         *(f"{PREFIX}{rank}" for rank in range(3)),
     ]
@@ -115,7 +125,7 @@ def test_the_rank_that_is_stopped_is_named_whatever_file_comes_first(folder, cap
 def test_a_rank_without_a_record_is_named(folder, caplog):
     given_up.clear()
     run_into_an_error(stop_one_rank)
-    (folder / f"{PREFIX}2").unlink()
+    (of_job(folder) / f"{PREFIX}2").unlink()
     assert "Rank 2 has written no record: killed, stopped, or still busy with something else." in explain(folder)
     assert "we missed FR dumps from ranks ({2})" in analyzed(folder, caplog, "--allow-incomplete-ranks")
 
@@ -133,6 +143,118 @@ def test_calls_that_were_refused_or_that_nobody_has_waited_for_confuse_nobody(fo
     assert [(one["collective_seq_id"], one["state"]) for one in record["entries"]] == [(2, "completed"), (3, "started")]
 
 
+def test_jobs_do_not_mix(folder):
+    run_into_an_error(make_another_call)
+    before = of_job(folder)
+    with pytest.raises(CommunicationError):
+        ThreadRanks(2).run(come_as_two, size=2)
+    sentences = explain(folder)
+    assert sentences[0] == (
+        "In call #1 on world, Rank 0 does allreduce(5 x float32, sum), while Rank 1 does allreduce(6 x float32, sum)."
+    )
+    (latest,) = set(folder.iterdir()) - {before}
+    assert sentences[-1] == f"All this is of {latest}. In {folder} there is another job: {before.name}."
+    assert sum("wrote its record because" in sentence for sentence in sentences) == 2
+    assert explain(before)[0].startswith("In call #2 on world, Rank 1 does broadcast")
+
+
+def come_as_two() -> None:
+    bagua.comm.allreduce(torch.ones(5 + bagua.comm.get_rank()))
+
+
+def one_call(tmp_path: Path) -> tuple[bagua.comm.Recorder, Statistics, FlightRecord]:
+    """A rank that has made one call."""
+    recorder = bagua.comm.Recorder()
+    place = bagua.comm.Place("world", "threads", 0, (0, 1))
+    statistics = Statistics(0, 2, place, recorder)
+    begin_barrier(statistics, 1)
+    return recorder, statistics, FlightRecord(recorder, place, str(tmp_path), listens=False)
+
+
+def begin_barrier(statistics: Statistics, number: int) -> None:
+    statistics.begin(bagua.comm.Call("barrier", number, torch.uint8), statistics.recorder.clock())
+
+
+def test_the_first_cause_stays(tmp_path):
+    _recorder, statistics, flight = one_call(tmp_path)
+    flight.write("a signal before")
+    flight.fail(CommunicationError("the cause"))
+    for number in range(2, 100):
+        begin_barrier(statistics, number)
+    flight.fail(CommunicationError("what came of it"))
+    record = pickle.loads((tmp_path / f"{PREFIX}0").read_bytes())
+    assert record["reason"] == "the cause"
+    assert [one["sequence"] for one in record["calls"]] == [1]
+    assert "because: the cause" in (tmp_path / "calls_0.txt").read_text()
+    later = tmp_path / "calls_0_later.txt"
+    assert "because: what came of it" in later.read_text()
+    flight.write("a signal after")
+    assert "because: a signal after" in later.read_text()
+    assert explain(tmp_path)[-1] == f"Rank 0 wrote again after its first failure: {later}"
+
+
+def test_threads_that_fail_at_once_leave_one_cause(tmp_path):
+    _recorder, _statistics, flight = one_call(tmp_path)
+    written = []
+    with mock.patch.object(flight, "_put", lambda name, content: written.append(name)):
+        threads = [threading.Thread(target=flight.fail, args=(CommunicationError(str(i)),)) for i in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(written) == ["calls_0.txt", *["calls_0_later.txt"] * 7, f"{PREFIX}0"]
+
+
+def test_a_rank_that_is_dropped_takes_its_record_with_it(folder):
+    store = torch.distributed.HashStore()
+    recorder = bagua.comm.Recorder()
+    place = bagua.comm.Place("world", "threads", 0, (0, 1))
+    bagua.comm.observers.started(recorder, place, bagua.comm.Beats(store, 0))
+    dropped = weakref.ref(recorder)
+    del recorder
+    gc.collect()
+    assert dropped() is None
+    # The next rank takes over the signal.
+    recorder = bagua.comm.Recorder()
+    flight = FlightRecord(recorder, place, str(folder))
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert (folder / f"{PREFIX}0").exists()
+    flight.close()
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+
+
+def fail_in_the_background() -> None:
+    call = bagua.comm.broadcast if bagua.comm.get_rank() == 1 else bagua.comm.allreduce
+    work = call(torch.ones(3), async_op=True)
+    deadline = time.monotonic() + 10
+    while not work.is_completed():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    bagua.comm.barrier()
+
+
+def test_a_call_that_failed_while_nobody_waited_is_not_complete(folder):
+    run_into_an_error(fail_in_the_background)
+    for rank in range(3):
+        record = pickle.loads((of_job(folder) / f"{PREFIX}{rank}").read_bytes())
+        assert record["calls"][0]["sequence"] == 1
+        assert record["calls"][0]["state"] == "failed"
+        assert record["entries"][0]["state"] == "started"
+
+
+def test_a_record_from_before_says_nothing_of_later_calls(tmp_path):
+    """Rank 1 had failed in a call of its own, went on, and its record is older than the call in which rank 0 waits."""
+    for rank, calls in ((1, 1), (0, 2)):
+        recorder = bagua.comm.Recorder()
+        place = bagua.comm.Place("world", "threads", rank, (0, 1))
+        statistics = Statistics(rank, 2, place, recorder)
+        for number in range(1, calls + 1):
+            begin_barrier(statistics, number)
+        statistics.recent[0].ended = recorder.clock()
+        FlightRecord(recorder, place, str(tmp_path), listens=False).fail(CommunicationError(f"of rank {rank}"))
+    assert explain(tmp_path)[0] == ("Rank 0 came to call #2 on world, barrier(). Rank 1 had written its record before.")
+
+
 def test_a_job_without_errors_leaves_nothing(folder):
     ThreadRanks(2).run(bagua.comm.barrier, size=2)
     assert list(folder.iterdir()) == []
@@ -144,7 +266,7 @@ def test_a_signal_writes_a_record_and_the_rank_goes_on(folder):
         bagua.comm.allreduce(torch.ones(3))
         os.kill(os.getpid(), signal.SIGUSR2)
         bagua.comm.allreduce(torch.ones(3))
-        record = pickle.loads((folder / f"{PREFIX}0").read_bytes())
+        record = pickle.loads((of_job(folder) / f"{PREFIX}0").read_bytes())
         assert record["reason"] == "signal SIGUSR2"
         assert [one["state"] for one in record["entries"]] == ["completed"]
         assert explain(folder)[0] == "All ranks made the same calls, and none was under way."

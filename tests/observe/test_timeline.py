@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import bagua.comm
 from bagua.cli import main
 from bagua.comm import Call, CallRecord, Place, Recorder
 from bagua.errors import ConfigurationError
-from bagua.observe import clock_offsets, timeline
+from bagua.observe import clock_offsets, metrics, timeline
 from bagua.observe import trace as trace_module
 from bagua.observe.trace import TraceFile
 from bagua.testing import ThreadRanks
@@ -70,8 +72,97 @@ def test_the_smallest_round_trip_decides_how_clocks_differ():
     assert abs(offsets[1] - 1000.0) <= 2.0
 
 
-def test_ranks_that_never_met_keep_their_clocks():
-    assert clock_offsets({0: [meeting(1, 0.0, 1.0)], 3: []}) == {0: 0.0, 3: 0.0}
+def with_host(host: str, *lines: dict[str, object]) -> list[dict[str, object]]:
+    return [{"rank": 0, "host": host}, *lines]
+
+
+def test_clocks_are_compared_through_others_and_on_one_host():
+    between = [{**meeting(1, 70.0, 72.0), "label": "group1"}, {**meeting(1, 1070.0, 1072.0), "label": "group2"}]
+    offsets = clock_offsets(
+        {
+            0: with_host("a", {**meeting(1, 50.0, 52.0), "label": "group1"}),
+            1: with_host("b", *between),  # 20 ahead of rank 0
+            2: with_host("c", {**meeting(1, 3070.0, 3072.0), "label": "group2"}),  # 2000 ahead of rank 1
+            3: with_host("c"),
+            4: with_host("d", {**meeting(1, 0.0, 1.0), "label": "group4"}),
+            5: with_host("d", {**meeting(1, 7.0, 8.0), "label": "group4"}),
+        }
+    )
+    assert offsets == {0: 0.0, 1: 20.0, 2: 2020.0, 3: 2020.0, 4: None, 5: None}
+
+
+def test_a_clock_that_nobody_knows_is_told(tmp_path, capsys):
+    for rank, host in ((0, "a"), (3, "b")):
+        first = {"rank": rank, "ranks": [0, 3], "host": host, "pid": 1}
+        lines = [first, {**meeting(1, 5.0, 6.0), "ranks": [rank], "bytes": 0}]
+        (tmp_path / f"trace_rank_{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    made = timeline(tmp_path)
+    assert made["otherData"] == {
+        "clock_offsets_us": {0: 0.0, 3: None},
+        "waited_for_us": {0: 0.0},
+        "straggler": -1,
+    }
+    names = [event["args"]["name"] for event in made["traceEvents"] if event["name"] == "process_name"]
+    assert names == ["rank 0 on a", "rank 3 on b, whose clock was compared with no other", "arrivals"]
+    assert main.main(["timeline", str(tmp_path)]) == 0
+    assert "ranks 3 share neither a collective nor a host with rank 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("hosts", ["aaa", "abc"])
+def test_the_rank_that_comes_last_is_named(tmp_path, capsys, hosts):
+    """A collective each 100 us. Rank 2 comes 8 us after the others, which come together, in all but one."""
+    for rank in range(3):
+        lines = [{"rank": rank, "ranks": [0, 1, 2], "host": hosts[rank], "pid": rank}]
+        for number in range(1, 11):
+            begun, ended = 100.0 * number, 100.0 * number + 10.0
+            late = 8.0 if rank == (1 if number == 4 else 2) else 0.0
+            lines.append({**meeting(number, begun + late, ended), "ranks": [0, 1, 2], "bytes": 4})
+        (tmp_path / f"trace_rank_{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    facts = timeline(tmp_path)["otherData"]
+    assert facts["waited_for_us"] == {1: 16.0, 2: 144.0}
+    assert facts["straggler"] == 2
+    assert main.main(["timeline", str(tmp_path)]) == 0
+    assert "Rank 2 is late: the others have waited 0.00 s for it" in capsys.readouterr().out
+
+
+def test_the_parts_of_time_add_up_to_that_of_the_calls_that_were_traced(tmp_path, monkeypatch):
+    """What ``metrics`` sums up while it happens, against the calls in the file; those that overlap count once."""
+    monkeypatch.setenv("BAGUA_TRACE", str(tmp_path))
+
+    def job() -> dict[str, float]:
+        train()
+        for _ in range(20):
+            works = [bagua.comm.allreduce(torch.ones(1000), async_op=True) for _ in range(3)]
+            for work in works:
+                work.wait()
+        return metrics()
+
+    for rank, found in enumerate(ThreadRanks(2).run(job, size=2)):
+        (file,) = tmp_path.glob(f"*/trace_rank_{rank}.jsonl")
+        spans: dict[str, list[tuple[float, float]]] = {}
+        for text in file.read_text().splitlines()[1:]:
+            line = json.loads(text)
+            if "call" in line:
+                spans.setdefault(line["label"], []).append((line["begun"], line["ended"]))
+        measured_us = 0.0
+        for of_label in spans.values():
+            until = 0.0
+            for begun, ended in of_label:  # in the order in which they ended
+                measured_us += max(ended - max(begun, until), 0.0)
+                until = max(until, ended)
+        parts = sum(found[f"comm/time_{part}"] for part in ("exposed", "hidden", "waiting"))
+        assert parts == pytest.approx(measured_us * 1e-6, rel=0.02)
+        assert min(found[f"comm/time_{part}"] for part in ("exposed", "hidden", "waiting")) >= 0.0
+
+
+def test_the_traces_of_the_latest_job_are_taken(tmp_path, monkeypatch):
+    monkeypatch.setenv("BAGUA_TRACE", str(tmp_path))
+    ThreadRanks(3).run(bagua.comm.barrier, size=3)
+    ThreadRanks(2).run(bagua.comm.barrier, size=2)
+    assert len(list(tmp_path.iterdir())) == 2
+    assert set(timeline(tmp_path)["otherData"]["clock_offsets_us"]) == {0, 1}
+    older = min(tmp_path.iterdir())
+    assert set(timeline(older)["otherData"]["clock_offsets_us"]) == {0, 1, 2}
 
 
 @pytest.fixture
@@ -95,6 +186,47 @@ def test_the_size_is_bounded(tmp_path, monkeypatch):
     assert len(lines) == 1 + 1000
     assert json.loads(lines[-1]) == {"cut": 1000}
     assert len(timeline(tmp_path)["traceEvents"]) > 999
+
+
+@pytest.mark.parametrize("pause_s", [60.0, -1.0])
+def test_no_line_is_lost_wherever_a_signal_or_another_thread_comes_in_between(tmp_path, monkeypatch, pause_s):
+    """``flush`` runs at each instruction of a call that adds a line, as it may in another thread."""
+    place, interrupted = Place("world", "threads", 0, (0,)), True
+    monkeypatch.setattr(trace_module, "_PAUSE_S", pause_s)  # 60 s: others write; -1: this call does
+    file = TraceFile(Recorder(), place, str(tmp_path))
+    file.call(record(1))
+
+    class Interruption:
+        """At instruction number ``at`` of the calls of ``_add`` and ``flush``."""
+
+        def __init__(self, at: int) -> None:
+            self.left = at
+
+        def __call__(self, frame: FrameType, event: str, _: object) -> object:
+            if frame.f_code.co_filename != trace_module.__file__ or self.left < 0:
+                return None
+            frame.f_trace_opcodes = True
+            if event == "opcode":
+                self.left -= 1
+                if self.left < 0:
+                    sys.settrace(None)
+                    file.flush()
+            return self
+
+    at = 0
+    while interrupted:
+        interruption = Interruption(at)
+        before = sys.gettrace()
+        sys.settrace(interruption)
+        try:
+            file.call(record(at + 2))
+        finally:
+            sys.settrace(before)
+        interrupted, at = interruption.left < 0, at + 1
+    assert at > 20, "it was interrupted everywhere"
+    file.close()
+    written = [json.loads(line) for line in (tmp_path / "trace_rank_0.jsonl").read_text().splitlines()[1:]]
+    assert sorted(line["sequence"] for line in written) == list(range(1, at + 2))
 
 
 def test_a_forked_child_writes_nothing_into_the_trace_of_its_parent(tmp_path, file, monkeypatch):

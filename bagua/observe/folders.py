@@ -1,0 +1,63 @@
+"""Where flight records and traces lie: those of each job in a folder of its own, below the one that the user named."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from bagua.errors import ConfigurationError
+
+__all__ = ["folder_of_latest_job", "other_jobs", "usable_folder"]
+
+
+def usable_folder(folder: str, variable: str) -> Path:
+    """The folder, which is made if it is not there.
+
+    Args:
+        folder: path of it.
+        variable: that named it, for the error.
+
+    Raises:
+        ConfigurationError: it cannot be written to.
+    """
+    path = Path(folder)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the folder cannot be made: {error}",
+            argument=variable,
+            expected="a folder that this process may write to",
+            seen=repr(folder),
+        ) from error
+    if not os.access(path, os.W_OK):
+        raise ConfigurationError(
+            "this process may not write to the folder",
+            argument=variable,
+            expected="a folder that this process may write to",
+            seen=repr(folder),
+        )
+    return path
+
+
+def folder_of_latest_job(folder: str | os.PathLike[str], pattern: str) -> Path:
+    """The folder with the files of one job: ``folder`` itself, or that of the job below it that has written last.
+
+    Args:
+        folder: what the user named, or the folder of a job.
+        pattern: of the names of the files.
+    """
+    path = Path(folder)
+    if any(path.glob(pattern)):
+        return path
+    written = {found.parent: found.stat().st_mtime for found in sorted(path.glob(f"*/{pattern}"), key=_written)}
+    return max(written, key=lambda one: (written[one], one.name), default=path)
+
+
+def other_jobs(folder: Path, latest: Path, pattern: str) -> list[str]:
+    """Names of the folders of other jobs below ``folder``, the oldest first."""
+    return sorted({found.parent.name for found in folder.glob(f"*/{pattern}")} - {latest.name})
+
+
+def _written(path: Path) -> float:
+    return path.stat().st_mtime
