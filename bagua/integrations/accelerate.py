@@ -29,6 +29,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     state: Any = None
     hook: Hook | None = None
     wrapper: Callable[[Hook], Hook] | None = None
+    registered: bool = dataclasses.field(default=False, init=False)
 
     def to_dict(self, ignore_keys: tuple[str, ...] = ()) -> dict[str, Any]:
         """What torch's DDP takes."""
@@ -40,6 +41,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
     def register_comm_hook(self, model: Any) -> None:
         """Called by Accelerate when it has wrapped a model."""
         register_ddp_comm_hook(model, self.state, self.hook, self.wrapper)
+        self.registered = True
 
 
 def use_comm_hook(
@@ -48,7 +50,8 @@ def use_comm_hook(
     """Let the models that ``accelerator.prepare`` will wrap exchange gradients through ``hook``.
 
     Called before ``prepare``. Options of DDP that the accelerator was made with are kept. A ``UserWarning`` says if
-    there is nothing to exchange, because there is one process, or if models were prepared already.
+    there is nothing to exchange, because there is one process, or if models were prepared already. In the first
+    ``accelerator.backward`` it says if no model was prepared since.
 
     Args:
         accelerator: an ``accelerate.Accelerator``.
@@ -74,7 +77,9 @@ def use_comm_hook(
     before = accelerator.ddp_handler or DistributedDataParallelKwargs()
     options = {field.name: getattr(before, field.name) for field in dataclasses.fields(DistributedDataParallelKwargs)}
     # Set afterwards: Accelerator() finds its handlers by their exact class.
-    accelerator.ddp_handler = CommHookKwargs(**options, state=state, hook=hook, wrapper=wrapper)
+    accelerator.ddp_handler = handler = CommHookKwargs(**options, state=state, hook=hook, wrapper=wrapper)
+    if accelerator.distributed_type != DistributedType.NO:
+        _warn_if_unused(accelerator, handler)
 
 
 def check_takes_hooks(accelerator: Any, asked_for: str) -> None:
@@ -100,6 +105,24 @@ def check_takes_hooks(accelerator: Any, asked_for: str) -> None:
             advice="Leave out its plugin; or, for a model that fully_shard was applied to, use "
             "bagua.integrations.ddp_comm_hooks.register_fsdp_hook.",
         )
+
+
+def _warn_if_unused(accelerator: Any, handler: CommHookKwargs) -> None:
+    """Warn in the next backward pass if no model has taken the hook by then."""
+    backward = accelerator.backward
+
+    def first(*arguments: Any, **keywords: Any) -> None:
+        if accelerator.backward is first:
+            accelerator.backward = backward
+        if not handler.registered:
+            warnings.warn(
+                "use_comm_hook: no model was prepared since, so nobody calls the hook; a model that DDP does not wrap "
+                "exchanges no gradients at all. Call it before accelerator.prepare(model, ...)",
+                stacklevel=2,
+            )
+        backward(*arguments, **keywords)
+
+    accelerator.backward = first
 
 
 def _warn_if_late(accelerator: Any) -> None:

@@ -89,6 +89,33 @@ def test_a_wrapped_model_is_not_prepared():
         assert "prepared already (1)" in warned[0]
 
 
+def _forget_to_prepare_the_model() -> list[list[str]]:
+    _as_torchrun_starts_it()
+    told = []
+    for prepares in (False, True):
+        accelerator = accelerate.Accelerator(cpu=True)
+        state = CodecState("minmax_uint8")
+        use_comm_hook(accelerator, state)
+        model = mlp()
+        optimizer = accelerator.prepare(sgd(model.parameters()))
+        if prepares:
+            model = accelerator.prepare(model)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                accelerator.backward(model(torch.ones(2, 8)).sum())
+                optimizer.step()
+        told.append([str(one.message) for one in warned if "use_comm_hook" in str(one.message)])
+    return told
+
+
+def test_a_model_that_was_not_prepared_is_told_once():
+    for forgotten, prepared in ProcessRanks(2).run(_forget_to_prepare_the_model):
+        assert len(forgotten) == 1
+        assert "no model was prepared" in forgotten[0]
+        assert prepared == []
+
+
 def test_a_hook_that_nobody_calls_is_told():
     one = types.SimpleNamespace(distributed_type=accelerate.DistributedType.NO, ddp_handler=None, _models=[])
     with pytest.warns(UserWarning, match="torchrun.*accelerate launch --cpu"):
