@@ -1,0 +1,60 @@
+"""Each name of the original Bagua exists here, or its page says what takes its place."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "coming_from_bagua.md"
+#: By module below ``bagua.torch_api``.
+EXIST = {
+    "": "init_process_group is_initialized get_rank get_world_size get_local_rank get_local_size get_node_rank "
+    "get_backend new_group from_torch_group send recv broadcast broadcast_coalesced broadcast_object barrier ReduceOp "
+    "allreduce allreduce_inplace allreduce_coalesced_inplace reduce reduce_inplace allgather allgather_inplace gather "
+    "gather_inplace scatter scatter_inplace reduce_scatter reduce_scatter_inplace alltoall alltoall_inplace alltoall_v "
+    "alltoall_v_inplace",
+    "communication": "init_process_group allreduce broadcast BaguaProcessGroup BaguaSingleCommunicatorPy",
+    "algorithms": "gradient_allreduce bytegrad decentralized q_adam async_model_average base Algorithm",
+    "algorithms.base": "Algorithm AlgorithmImpl GlobalAlgorithmRegistry",
+    "algorithms.gradient_allreduce": "GradientAllReduceAlgorithm GradientAllReduceAlgorithmImpl",
+    "algorithms.bytegrad": "ByteGradAlgorithm ByteGradAlgorithmImpl",
+    "algorithms.decentralized": "DecentralizedAlgorithm DecentralizedAlgorithmImpl LowPrecisionDecentralizedAlgorithm "
+    "LowPrecisionDecentralizedAlgorithmImpl",
+    "algorithms.q_adam": "QAdamAlgorithm QAdamAlgorithmImpl QAdamOptimizer",
+    "algorithms.async_model_average": "AsyncModelAverageAlgorithm AsyncModelAverageAlgorithmImpl",
+    "distributed": "BaguaModule",
+    "data_parallel": "DistributedDataParallel",
+    "contrib": "LoadBalancingDistributedSampler LoadBalancingDistributedBatchSampler CacheLoader CachedDataset",
+    "contrib.load_balancing_data_loader": "LoadBalancingDistributedSampler LoadBalancingDistributedBatchSampler",
+    "contrib.cached_dataset": "CachedDataset",
+    "env": "get_rank get_world_size get_local_rank get_local_size get_node_rank",
+}
+REPLACED = (
+    "get_communicator bagua_patch _get_default_group BaguaCommBackendPy gen_nccl_unique_id "
+    "data_parallel.functional.all_reduce bagua_module_name bagua_build_params bagua_train_step_counter "
+    "parameters_to_ignore bagua_autotune_client bagua_ddp to_bagua_process_group BaguaTensor BaguaBucket "
+    "bagua.torch_api.utils BaguaHyperparameter AutotuneService bagua.torch_api.checkpoint fuse_optimizer "
+    "contrib.sync_batchnorm.SyncBatchNorm RedisStore ClusterStore bagua.torch_api.moe bagua.distributed.launch "
+    "bagua.distributed.run get_autotune_* get_bagua_service_port find_free_network_port get_default_bucket_size "
+    "get_master_addr is_report_metrics_switch_on show_version bagua_sys_perf --bagua_service_port"
+)
+
+
+@pytest.mark.parametrize("module", EXIST)
+def test_names_that_exist(module: str) -> None:
+    found = importlib.import_module(f"bagua.torch_api{'.' * bool(module)}{module}")
+    assert [name for name in EXIST[module].split() if not hasattr(found, name)] == []
+
+
+def test_names_that_something_else_replaces() -> None:
+    rows = [line.split("|") for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    replacements = {name: row[2].strip() for row in rows for name in re.findall(r"`([^`]+)`", row[1])}
+    missing = [
+        name
+        for name in REPLACED.split()
+        if not any(text for known, text in replacements.items() if re.search(rf"(^|\W){re.escape(name)}(\W|$)", known))
+    ]
+    assert missing == []
