@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from bagua import env
 from bagua.checks import install_command
 from bagua.errors import ConfigurationError
 from bagua.integrations.ddp_comm_hooks import codec_hook
@@ -89,8 +90,14 @@ def check_takes_hooks(accelerator: Any, asked_for: str) -> None:
         accelerator: an ``accelerate.Accelerator``.
         asked_for: the function that was called.
     """
-    kind = accelerator.distributed_type
-    if kind == DistributedType.NO:
+    kind, started = accelerator.distributed_type, env.get_world_size() or 1
+    if kind == DistributedType.NO and started > 1:
+        warnings.warn(
+            f"{asked_for}: the launcher started {started} processes, but Accelerate takes this for the only one, so "
+            "no gradients are exchanged. Without GPUs write Accelerator(cpu=True) or TrainingArguments(use_cpu=True)",
+            stacklevel=3,
+        )
+    elif kind == DistributedType.NO:
         warnings.warn(
             f"{asked_for}: there is one process, so no gradients are exchanged. Start several with "
             "`torchrun --nproc_per_node N`: `accelerate launch --cpu` starts one, whatever its --num_processes says",

@@ -116,11 +116,15 @@ def test_a_model_that_was_not_prepared_is_told_once():
         assert prepared == []
 
 
-def test_a_hook_that_nobody_calls_is_told():
+def test_a_hook_that_nobody_calls_is_told(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
     one = types.SimpleNamespace(distributed_type=accelerate.DistributedType.NO, ddp_handler=None, _models=[])
     with pytest.warns(UserWarning, match="torchrun.*accelerate launch --cpu"):
         use_comm_hook(one, CodecState("minmax_uint8"))
     assert isinstance(one.ddp_handler, CommHookKwargs)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(UserWarning, match=r"started 2 processes.*Accelerator\(cpu=True\)"):
+        use_comm_hook(one, CodecState("minmax_uint8"))
     sharded = types.SimpleNamespace(distributed_type=accelerate.DistributedType.FSDP, ddp_handler=None, _models=[])
     with pytest.raises(ConfigurationError, match=r"FSDP.*register_fsdp_hook"):
         use_comm_hook(sharded, CodecState("minmax_uint8"))
