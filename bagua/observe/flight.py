@@ -129,7 +129,7 @@ class FlightRecord:
         stacks = _stacks()
         text = self._text(recorder.clock(), records, reason, stacks).encode()
         try:
-            self._folder.mkdir(exist_ok=True)
+            self._folder.mkdir(parents=True, exist_ok=True)
             if first:
                 self._put(f"{PREFIX}{rank}", pickle.dumps(self._dump(recorder, records, reason, stacks)))
             self._put(f"calls_{rank}.txt" if first else later_name(rank), text)

@@ -12,8 +12,11 @@ __all__ = ["Reading", "Window", "latest_of", "latest_rank"]
 
 #: Below this share of the time, waiting is no matter.
 _LEAST_SHARE = 0.005
-#: One rank is to blame if it is blamed for so large a part of the waiting.
-_CLEAR_SHARE = 0.5
+#: One rank is to blame if it is blamed for so large a part of the waiting more than any other one, twice as much where
+#: there are two: of two ranks that are late now and then, one always has the larger part.
+_CLEAR_SHARE = 1 / 3
+#: Where nobody sees who comes when: so much of the differences between ranks lies between it and the next one.
+_CLEAR_GAP = 0.5
 #: Readings that a window holds.
 _LENGTH = 16
 
@@ -80,10 +83,10 @@ def latest_rank(own: int, mine: Reading, others: Mapping[int, Mapping[str, Any]]
         for rank, seconds in said["waits"].items():
             blamed[int(rank)] = blamed.get(int(rank), 0.0) + seconds
     if blamed:
-        rank, seconds = max(blamed.items(), key=lambda item: item[1])
-        ranks = max(len(others), 1)
-        stands_out = seconds > _LEAST_SHARE * mine.at * ranks and seconds > _CLEAR_SHARE * sum(blamed.values())
-        return rank if stands_out else -1
+        rank = max(blamed, key=lambda one: blamed[one])
+        seconds, next_most = blamed[rank], max((blamed[one] for one in blamed if one != rank), default=0.0)
+        matters = seconds > _LEAST_SHARE * mine.at * max(len(others), 1)
+        return rank if matters and seconds - next_most > _CLEAR_SHARE * sum(blamed.values()) else -1
     return _who_waited_least(own, mine, others)
 
 
@@ -109,6 +112,6 @@ def _who_waited_least(own: int, mine: Reading, others: Mapping[int, Mapping[str,
         return -1
     shares = sorted(inside.values())
     spread = shares[-1] - shares[0]
-    if spread <= 2 * _LEAST_SHARE or shares[1] - shares[0] <= _CLEAR_SHARE * spread:
+    if spread <= 2 * _LEAST_SHARE or shares[1] - shares[0] <= _CLEAR_GAP * spread:
         return -1
     return min(inside, key=lambda rank: inside[rank])

@@ -80,6 +80,8 @@ SAID = {"window_s": 10.0, "waits": {}, "collectives_s": 0.0}
         (Reading(10.0, {}, 0.0), {}, -1),
         (Reading(10.0, {1: 0.001}, 0.1), {1: SAID, 2: SAID}, -1),  # too little to matter
         (Reading(10.0, {1: 1.0, 2: 1.0}, 3.0), {1: SAID, 2: SAID}, -1),  # two are equally late
+        (Reading(10.0, {1: 0.3}, 3.0), {1: {**SAID, "waits": {"0": 0.2}}}, -1),  # now one comes last, now the other
+        (Reading(10.0, {1: 1.0}, 3.0), {1: {**SAID, "waits": {"0": 0.2}}}, 1),
         (Reading(10.0, {}, 0.0), {1: {**SAID, "waits": {"0": 2.0}}, 2: {**SAID, "waits": {"0": 2.0}}}, 0),
         # Nobody saw who came when. All leave together, so rank 2, which was inside the shortest, came last.
         (Reading(10.0, {}, 2.0), {1: {**SAID, "collectives_s": 2.1}, 2: {**SAID, "collectives_s": 0.4}}, 2),

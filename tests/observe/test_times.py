@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import time
+
 import pytest
 import torch
 
+import bagua.comm
 from bagua.comm import Call, CallTimes, Place, Recorder, in_background
 from bagua.comm.records.statistics import Statistics
 from bagua.engine.schedule.executor import ThreadExecutor
+from bagua.errors import CommunicationError
 
 
 class Clock:
@@ -114,3 +120,31 @@ def test_the_engine_tells_while_it_waits_for_a_background_thread(clock):
     executor.run(exchange)()
     executor.close()
     assert recorder.blocked_s(clock()) == 0.0
+
+
+def fail_unattended(checked: bool) -> str:
+    """What the record says of a call that fails while nobody waits for it."""
+    group = bagua.comm.get_default_group()
+    if checked and group.backend == "gloo":  # Other transports compare calls anyway.
+        os.environ["BAGUA_DEBUG"] = "1"
+    try:
+        communicator = group.duplicate().global_communicator
+    finally:
+        os.environ.pop("BAGUA_DEBUG", None)
+    if group.rank == 1:
+        bagua.comm.barrier()
+        communicator.abort("enough")
+        return "failed"
+    work = communicator.allreduce(torch.ones(3), async_op=True)
+    bagua.comm.barrier()
+    until = time.monotonic() + 20
+    while not work.is_completed() and time.monotonic() < until:
+        time.sleep(0.001)
+    with contextlib.suppress(CommunicationError):
+        communicator.barrier()
+    return communicator.statistics.recent[0].state
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_a_call_that_fails_while_nobody_waits_is_no_complete_one(ranks, checked) -> None:
+    assert ranks(2, fail_unattended, checked) == ["failed"] * 2
