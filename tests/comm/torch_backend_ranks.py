@@ -384,16 +384,19 @@ def compiled(port: int) -> None:
 
 
 def uneven_inputs(size: int) -> None:
-    wrapped = DistributedDataParallel(nn.Linear(2, 1, bias=False))
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-    with Join([wrapped]):
-        for _ in range(2 + dist.get_rank()):
-            optimizer.zero_grad()
-            wrapped(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-    weights = [torch.empty(1, 2) for _ in range(size)]
-    dist.all_gather(weights, wrapped.module.weight.detach())
-    assert all(torch.equal(weights[0], weight) for weight in weights)
+    """Rank r has 2 + r inputs; each of them has a gradient of ones, which is divided by all ranks, or by those left."""
+    for by_all in (True, False):
+        wrapped = DistributedDataParallel(nn.Linear(2, 1, bias=False))
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        begun = wrapped.module.weight.detach().clone()
+        with Join([wrapped], divide_by_initial_world_size=by_all):
+            for _ in range(2 + dist.get_rank()):
+                optimizer.zero_grad()
+                wrapped(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+        left = [size, size, *range(size - 1, 0, -1)]
+        moved = 0.1 * sum(ranks / (size if by_all else ranks) for ranks in left)
+        torch.testing.assert_close(wrapped.module.weight.detach(), begun - moved)
 
 
 def sparse_gradients(size: int) -> None:

@@ -8,6 +8,7 @@ So all of them are here, in today's spelling and in the one before.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -88,6 +89,8 @@ class TorchCalls:
         self._nesting = threading.RLock()
         #: Started calls that will be one work, by the thread that collects them.
         self._coalesced: dict[int, list[Work]] = {}
+        #: Works of single numbers. With one DDP counts who has not joined; C++ waits for it and keeps no Python alive.
+        self._counts: deque[TorchWork] = deque(maxlen=16)
 
     # Starting calls.
 
@@ -147,7 +150,10 @@ class TorchCalls:
         work = works[0] if finish is None and len(works) == 1 else JoinedWork(works, finish)
         if self._coalesced and (collected := self._coalesced.get(threading.get_ident())) is not None:
             collected.append(work)
-        return TorchWork(work, outputs, self.callbacks, is_message=is_message)
+        made = TorchWork(work, outputs, self.callbacks, is_message=is_message)
+        if len(outputs) == 1 and outputs[0].numel() == 1:
+            self._counts.append(made)
+        return made
 
     # What C++ calls.
 

@@ -32,7 +32,7 @@ class TorchWork(torch_private.Work):
         is_message: True if it is for one other rank.
     """
 
-    __slots__ = ("_callbacks", "_is_message", "_outputs", "pending")
+    __slots__ = ("_callbacks", "_is_message", "_outputs", "_was_awaited", "pending")
 
     def __init__(
         self,
@@ -47,6 +47,7 @@ class TorchWork(torch_private.Work):
         self._outputs = list(outputs)
         self._callbacks = callbacks
         self._is_message = is_message
+        self._was_awaited = False
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Block until the call is complete.
@@ -59,6 +60,7 @@ class TorchWork(torch_private.Work):
         """
         if self.pending is not None:
             self.pending.wait(timeout or None)
+        self._was_awaited = True
         return True
 
     def synchronize(self) -> None:
@@ -88,6 +90,10 @@ class TorchWork(torch_private.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of ``result()``; the call makes progress without anybody who waits."""
+        if self._was_awaited:  # DDP takes the value of it at once, where ranks may join.
+            future: torch.futures.Future[Any] = torch.futures.Future()
+            future.set_result(self._outputs)
+            return future
         return self._callbacks.future(self.pending, self._outcome, in_order=not self._is_message)
 
     def _outcome(self) -> list[torch.Tensor]:
