@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
 
 import bagua.comm
-from bagua.algorithms import Algorithm, Every, Exchange, Gradients, Matrices, Mean, Not, Parts, Replace, Sum
+from bagua.algorithms import Algorithm, Every, Exchange, Flight, Gradients, Matrices, Mean, Not, Parts, Replace, Sum
 from bagua.errors import ConfigurationError
 from bagua.parallel import with_bagua
 from bagua.testing.training import (
@@ -97,3 +99,24 @@ def test_gradients_are_refused_where_there_are_none(at):
 def test_parts_that_overlap_replace_gradients_once(thread_ranks):
     with pytest.raises(ConfigurationError, match="both replace gradients"):
         Algorithm.of(select(Matrices(), "matrices"), select(None, "all"))
+
+
+@dataclass(frozen=True)
+class OwnShare(Replace):
+    """Gradients become what this rank sent, once it is known to have been sent."""
+
+    keeps_sent: ClassVar[bool] = True
+
+    def fold(self, flight: Flight) -> None:
+        assert flight.sent is not None
+        flight.flat.copy_(flight.sent)
+        super().fold(flight)
+
+
+@pytest.mark.parametrize("parts", [Parts(), BY_LAYER.parts], ids=["arrival", "strided"])
+def test_what_was_sent_is_known_without_the_factor_of_the_mean(thread_ranks, parts):
+    algorithm = Algorithm.of(dataclasses.replace(BY_LAYER, then=OwnShare(), parts=parts))
+    for rank, state in enumerate(thread_ranks(2, train, algorithm)):
+        alone = mlp()
+        train_steps(alone, sgd(alone.parameters()), rank, range(6))
+        assert_close(state, snapshot(alone))

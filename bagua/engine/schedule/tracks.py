@@ -196,6 +196,8 @@ class Course:
             what.fill(flight)
         if then.keeps_sent:
             flight.sent = track.take_buffer().copy_(flight.flat)
+            if what is not None and what.in_place and flight.scale != 1.0:
+                flight.sent.div_(flight.scale)
         if what is not None and not what.in_place and flight.scale != 1.0:
             flight.flat.mul_(flight.scale)
         then.start(flight)
