@@ -5,7 +5,7 @@ from bagua.algorithms.async_model_average import (
     AsyncModelAverageAlgorithmImpl,
     AveragingStatus,
 )
-from bagua.algorithms.base import Algorithm, AlgorithmImpl, Plane, around, as_algorithm, bound_form, registry
+from bagua.algorithms.base import Algorithm, AlgorithmImpl, ByHost, Plane, around, as_algorithm, bound_form, registry
 from bagua.algorithms.exchanges.exchange import (
     OF_BUCKETS as OF_BUCKETS,
 )
@@ -70,6 +70,7 @@ __all__ = [
     "BetweenIslands",
     "Blend",
     "Buffers",
+    "ByHost",
     "ByteGradAlgorithm",
     "ByteGradAlgorithmImpl",
     "ChocoAlgorithm",

@@ -20,7 +20,7 @@ from bagua.checks import check_kind, did_you_mean, wrong_type
 from bagua.comm import Group, ProcessGroup, as_group
 from bagua.errors import ConfigurationError
 
-__all__ = ["Algorithm", "AlgorithmImpl", "Plane", "around", "as_algorithm", "bound_form", "registry"]
+__all__ = ["Algorithm", "AlgorithmImpl", "ByHost", "Plane", "around", "as_algorithm", "bound_form", "registry"]
 
 
 class Algorithm(ABC):
@@ -92,8 +92,8 @@ class Algorithm(ABC):
 
     @property
     def is_hierarchical(self) -> bool | None:
-        """Whether hosts exchange in place of ranks; None if it has no such form."""
-        return getattr(self, "hierarchical", None) if "hierarchical" in _option_names(type(self)) else None
+        """Whether hosts exchange in place of ranks; None if it has no such form, as all but ``ByHost``."""
+        return None
 
     def in_form(self, *, hierarchical: bool) -> Algorithm:
         """The same algorithm, hierarchical or flat.
@@ -101,11 +101,9 @@ class Algorithm(ABC):
         Raises:
             ConfigurationError: it has no such form.
         """
-        if self.is_hierarchical is None:
-            raise ConfigurationError(
-                f"{self!r} has no hierarchical form", argument="hierarchical_reduce", expected=None, seen=hierarchical
-            )
-        return dataclasses.replace(self, hierarchical=hierarchical)  # type: ignore[type-var]
+        raise ConfigurationError(
+            f"{self!r} has no hierarchical form", argument="hierarchical_reduce", expected=None, seen=hierarchical
+        )
 
     def reify(self, process_group: Group | None) -> AlgorithmImpl:
         """The algorithm bound to ``process_group``.
@@ -157,6 +155,26 @@ class Algorithm(ABC):
         if unknown:
             raise _no_option(declaration, unknown, known)
         return declaration(**options)
+
+
+class ByHost(Algorithm):
+    """An algorithm with two forms: its option ``hierarchical`` says whether hosts exchange in place of ranks.
+
+    Subclasses are frozen dataclasses that have this option.
+    """
+
+    hierarchical: bool
+
+    @property
+    def is_hierarchical(self) -> bool | None:
+        """The option."""
+        return self.hierarchical
+
+    def in_form(self, *, hierarchical: bool) -> Algorithm:
+        """The same algorithm, hierarchical or flat, unless its other options leave no choice."""
+        if self.is_hierarchical is None:
+            return super().in_form(hierarchical=hierarchical)
+        return dataclasses.replace(self, hierarchical=hierarchical)  # type: ignore[type-var]
 
 
 def _no_option(declaration: type[Algorithm], unknown: Sequence[str], known: Sequence[str]) -> TypeError:

@@ -12,6 +12,7 @@ from bagua.algorithms import (
     Algorithm,
     AlgorithmImpl,
     AsyncModelAverageAlgorithmImpl,
+    ByHost,
     Registry,
     as_algorithm,
     registry,
@@ -91,6 +92,38 @@ def test_every_registered_declaration_is_a_frozen_dataclass_with_a_bound_form(na
     assert issubclass(declaration.implementation, AlgorithmImpl)
     assert declaration().every_exchange()
     assert declaration.__doc__
+
+
+@pytest.mark.parametrize("name", list(registry))
+def test_an_option_for_hosts_says_that_there_are_two_forms(name):
+    declaration = registry.get(name)()
+    assert isinstance(declaration, ByHost) == hasattr(declaration, "hierarchical")
+    if isinstance(declaration, ByHost):
+        forms = [declaration.in_form(hierarchical=one) for one in (False, True)]
+        assert [one.is_hierarchical for one in forms] == [one.hierarchical for one in forms] == [False, True]
+    else:
+        assert declaration.is_hierarchical is None
+        with pytest.raises(ConfigurationError, match="no hierarchical form"):
+            declaration.in_form(hierarchical=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Namesake(Algorithm):
+    """Its option has a name that means something else elsewhere."""
+
+    hierarchical: str = "yes"
+
+    def exchanges(self, phase=0):
+        return GradientAllReduceAlgorithm().exchanges()
+
+
+def test_hosts_that_train_have_one_form_only():
+    with pytest.raises(ConfigurationError, match="no hierarchical form"):
+        Algorithm.init("diloco", inner="gradient_allreduce").in_form(hierarchical=False)
+
+
+def test_the_name_of_an_option_means_nothing_by_itself():
+    assert Namesake().is_hierarchical is None
 
 
 def test_the_constructor_of_an_implementation_shows_its_arguments():

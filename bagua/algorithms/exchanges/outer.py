@@ -20,8 +20,8 @@ __all__ = ["EagerStep", "Outer", "OuterStep", "check_has_anchor", "restart_unles
 _REPLACE = Replace()
 
 
-def check_has_anchor(what: What | None) -> None:
-    """Refuse to step an anchor where there is none.
+def check_has_anchor(what: What | None) -> Difference:
+    """Refuse to step an anchor where there is none; return what has it.
 
     Raises:
         ConfigurationError: ``what`` is no difference.
@@ -30,6 +30,7 @@ def check_has_anchor(what: What | None) -> None:
         raise ConfigurationError(
             "an outer step goes from an anchor", argument="what", expected="Difference()", seen=repr(what)
         )
+    return what
 
 
 def restart_unless_finite(flight: Flight, anchor: torch.Tensor) -> bool:
@@ -270,8 +271,7 @@ class EagerStep(Then):
 
     def check(self, what: What | None) -> None:
         """Refuse what has no anchor of its own on each rank."""
-        check_has_anchor(what)
-        if getattr(what, "scope", None) != "local":
+        if check_has_anchor(what).scope != "local":
             raise ConfigurationError(
                 "ranks step anchors of their own", argument="what", expected='Difference(scope="local")', seen=what
             )

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from bagua.algorithms.base import Algorithm, bound_form
+from bagua.algorithms.base import ByHost, bound_form
 from bagua.algorithms.exchanges.exchange import Every, Exchange, Flight, Then
 from bagua.algorithms.exchanges.model import Model
 from bagua.algorithms.exchanges.values import Gradients
@@ -22,7 +22,7 @@ __all__ = ["DeMoAlgorithm", "DeMoAlgorithmImpl"]
 
 
 @dataclass(frozen=True)
-class DeMoAlgorithm(Algorithm):
+class DeMoAlgorithm(ByHost):
     """Step by the sign of the largest cosine coefficients of momenta; what is not sent stays in the momentum: DeMo.
 
     ``d_i <- decay d_i + lr g_i``; ``q_i``: the ``kept`` largest coefficients of each block of ``d_i``; ``d_i <- d_i -

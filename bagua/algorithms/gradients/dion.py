@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from bagua.algorithms.base import Algorithm, bound_form
+from bagua.algorithms.base import ByHost, bound_form
 from bagua.algorithms.exchanges.exchange import Every, Exchange, Flight, Then
 from bagua.algorithms.exchanges.model import Model
 from bagua.algorithms.exchanges.values import Gradients
@@ -22,7 +22,7 @@ __all__ = ["DionAlgorithm", "DionAlgorithmImpl"]
 
 
 @dataclass(frozen=True)
-class DionAlgorithm(Algorithm):
+class DionAlgorithm(ByHost):
     """Step matrices along orthonormal directions of low rank of everyone's momenta; send two thin matrices for each.
 
     The rule of ``DionOptimizer``, with the mean over ranks of ``M_i Q`` and ``transpose(M_i) P``; see ``DionReducer``.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from bagua.algorithms.base import Algorithm, bound_form
+from bagua.algorithms.base import ByHost, bound_form
 from bagua.algorithms.exchanges.exchange import Every, Exchange
 from bagua.algorithms.exchanges.values import Gradients, Mean, Replace, Sum
 from bagua.checks import check_flags
@@ -14,7 +14,7 @@ __all__ = ["GradientAllReduceAlgorithm", "GradientAllReduceAlgorithmImpl"]
 
 
 @dataclass(frozen=True)
-class GradientAllReduceAlgorithm(Algorithm):
+class GradientAllReduceAlgorithm(ByHost):
     """Replace each gradient by its mean (or sum) over all ranks: ``g_i <- (1 / n) sum_j g_j``.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from bagua.algorithms.base import Algorithm, bound_form
+from bagua.algorithms.base import ByHost, bound_form
 from bagua.algorithms.exchanges.exchange import Every, Exchange, Flight, Point, Then, What
 from bagua.algorithms.exchanges.model import Model
 from bagua.algorithms.exchanges.values import Gradients, Mean, Replace
@@ -27,7 +27,7 @@ Owner = TypeVar("Owner", bound=QAdamOptimizer)
 
 
 @dataclass(frozen=True)
-class FrozenAdam(Algorithm):
+class FrozenAdam(ByHost):
     """Adam with exact mean gradients in a warm-up, and what a reducer makes of momenta after it; subclasses name it.
 
     Args:

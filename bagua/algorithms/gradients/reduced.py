@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Hashable
 from dataclasses import KW_ONLY, dataclass
 
-from bagua.algorithms.base import Algorithm
+from bagua.algorithms.base import ByHost
 from bagua.algorithms.exchanges.exchange import Every, Exchange
 from bagua.algorithms.exchanges.model import Model
 from bagua.algorithms.exchanges.values import Gradients, Mean, Replace, Sum
@@ -17,7 +17,7 @@ __all__ = ["ReducedGradients"]
 
 
 @dataclass(frozen=True)
-class ReducedGradients(Algorithm):
+class ReducedGradients(ByHost):
     """Replace each gradient by what a reducer makes of its sum over all ranks; subclasses name the reducer.
 
     Args:

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from bagua.algorithms.base import Algorithm, bound_form
+from bagua.algorithms.base import ByHost, bound_form
 from bagua.algorithms.exchanges.exchange import Every, Exchange, Flight, How
 from bagua.algorithms.exchanges.values import Gradients, Replace
 from bagua.checks import check_flags
@@ -40,7 +40,7 @@ class ScatterGatherSum(How):
 
 
 @dataclass(frozen=True)
-class ScatterGatherAllReduceAlgorithm(Algorithm):
+class ScatterGatherAllReduceAlgorithm(ByHost):
     """Replace each gradient by its mean over all ranks, each of which adds up one slice: ``g_i <- (1 / n) sum_j g_j``.
 
     An all-to-all, a sum in rank order and in single precision at least, and an allgather: what
@@ -54,7 +54,7 @@ class ScatterGatherAllReduceAlgorithm(Algorithm):
         InvalidTypeError: an option that is neither True nor False.
 
     Example:
-        >>> Algorithm.init("sg-allreduce", hierarchical=False)
+        >>> ScatterGatherAllReduceAlgorithm(hierarchical=False)
         ScatterGatherAllReduceAlgorithm(hierarchical=False, average=True)
     """
 

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Hashable
 from dataclasses import KW_ONLY, dataclass
 
-from bagua.algorithms.base import Algorithm, as_algorithm
+from bagua.algorithms.base import Algorithm, ByHost, as_algorithm
 from bagua.algorithms.exchanges.exchange import Every, Exchange
 from bagua.algorithms.exchanges.model import Model
 from bagua.algorithms.exchanges.values import WHOLE, Buffers, Gradients, Mean, Replace, Sum
@@ -22,7 +22,7 @@ _TOGETHER, _ALONE = "together", "alone"
 
 
 @dataclass(frozen=True)
-class LocalUpdates(Algorithm):
+class LocalUpdates(ByHost):
     """Ranks step with their own gradients, and exchange weights after every ``sync_every``-th step.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import KW_ONLY, dataclass
 
-from bagua.algorithms.base import Algorithm, bound_form
+from bagua.algorithms.base import ByHost, bound_form
 from bagua.algorithms.exchanges.exchange import Every, Exchange
 from bagua.algorithms.exchanges.gossip import DifferenceMix
 from bagua.algorithms.exchanges.values import Replace, Weights
@@ -20,7 +20,7 @@ _FOUR_BITS = Int4()
 
 
 @dataclass(frozen=True)
-class ChocoAlgorithm(Algorithm):
+class ChocoAlgorithm(ByHost):
     """After each update, move towards what is known of neighbours: ``x_i <- x_i + gamma sum_j W_ij (w_j - w_i)``.
 
     ``w_i`` is what rank ``i`` and its neighbours know of it: ``w_i <- w_i + Q(x_i - w_i)`` before each step. What ``Q``

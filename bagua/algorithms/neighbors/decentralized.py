@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from bagua.algorithms.base import Algorithm, bound_form
+from bagua.algorithms.base import ByHost, bound_form
 from bagua.algorithms.exchanges.exchange import Every, Exchange
 from bagua.algorithms.exchanges.gossip import Mix
 from bagua.algorithms.exchanges.values import Replace, Weights
@@ -16,7 +16,7 @@ __all__ = ["DecentralizedAlgorithm", "DecentralizedAlgorithmImpl"]
 
 
 @dataclass(frozen=True)
-class DecentralizedAlgorithm(Algorithm):
+class DecentralizedAlgorithm(ByHost):
     """Mix weights with neighbours while gradients are computed: ``x_i <- sum_j W_ij x_j - u_i(x_i)``.
 
     ``u_i`` is what the optimizer makes of this rank's own gradient. The weights before the

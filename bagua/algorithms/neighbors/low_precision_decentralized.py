@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import KW_ONLY, dataclass
 
-from bagua.algorithms.base import Algorithm, bound_form
+from bagua.algorithms.base import ByHost, bound_form
 from bagua.algorithms.exchanges.exchange import Every, Exchange
 from bagua.algorithms.exchanges.gossip import DifferenceMix
 from bagua.algorithms.exchanges.model import Model
@@ -21,7 +21,7 @@ _ONE_BYTE = MinMaxUInt8()
 
 
 @dataclass(frozen=True)
-class LowPrecisionDecentralizedAlgorithm(Algorithm):
+class LowPrecisionDecentralizedAlgorithm(ByHost):
     """After each update, mix weights with neighbours by sending compressed differences: ``x_i <- w_i + Q(z_i)``.
 
     ``z_i = y_i - w_i + sum_j W_ij w_j - w_i``, with ``y_i`` the weights after the update and
