@@ -99,17 +99,24 @@ class Simulation:
     """All ranks.
 
     Args:
-        case: the fields.
-        layout: of the buckets, or of the parts.
-        mutant: in the place of what the case says.
+        loop: how a step is made.
+        exchanges: their fields, each with the layout of its buckets or parts, in the order of the tuple.
+        mutant: in the place of how one of them communicates.
+        place: of that one in the tuple.
     """
 
-    def __init__(self, case: Case, layout: Layout, mutant: Rule | None = None) -> None:
-        self.sends_gradients, self.loop = case.subject == "gradients", case.loop
+    def __init__(self, loop: str, *exchanges: tuple[Case, Layout], mutant: Rule | None = None, place: int = 0) -> None:
+        self.loop = loop
         weights = {name: one.detach() for name, one in model_of().named_parameters()}
         self.weights = {name: torch.stack([one] * SIZE) for name, one in weights.items()}
-        self.pieces = [Piece(case, place, numel, places, mutant) for place, (numel, places) in enumerate(layout)]
-        for piece in self.pieces:
+        pieces = [
+            Piece(case, part, numel, places, mutant if here == place else None)
+            for here, (case, layout) in enumerate(exchanges)
+            for part, (numel, places) in enumerate(layout)
+        ]
+        self.of_gradients = [piece for piece in pieces if piece.case.subject == "gradients"]
+        self.of_weights = [piece for piece in pieces if piece.case.subject != "gradients"]
+        for piece in pieces:
             piece.anchors = piece.gather(self.weights)
 
     def gradients(self, number: int) -> State:
@@ -132,7 +139,7 @@ class Simulation:
             gradients = {name: one + gradients[name] for name, one in self.gradients(number + EARLIER).items()}
         for one in gradients.values():
             one.mul_(SCALE if self.loop == "scaled" else 1.0)
-        for piece in self.pieces if self.sends_gradients else ():
+        for piece in self.of_gradients:
             piece.exchange_gradients(gradients, number + 1)
         for one in gradients.values():
             one.div_(SCALE if self.loop == "scaled" else 1.0)
@@ -141,8 +148,18 @@ class Simulation:
         for rank in range(SIZE):
             for name, one in self.weights.items() if (rank, number) not in skips else ():
                 one[rank] -= RATE * gradients[name][rank]
-        for piece in self.pieces if not self.sends_gradients else ():
-            piece.exchange_weights(self.weights, number + 1)
+        self.exchange_weights(number + 1)
+
+    def exchange_weights(self, t: int) -> None:
+        """What is due comes in first, then come exchanges that are over at once, then others start."""
+        late, at_once = ([one for one in self.of_weights if bool(one.case.lag) == later] for later in (True, False))
+        for piece in late:
+            piece.fold(self.weights, t)
+        for piece in at_once:
+            piece.send_weights(self.weights, t)
+            piece.fold(self.weights, t)
+        for piece in late:
+            piece.send_weights(self.weights, t)
 
     def run(self, steps: int, skips: frozenset[tuple[int, int]] = frozenset()) -> list[State]:
         """What each rank ends with."""
@@ -154,9 +171,9 @@ class Simulation:
 class Piece:
     """A bucket or part, with its flights: when each started, what was sent, and what comes of it."""
 
-    def __init__(self, case: Case, place: int, numel: int, places: Places, mutant: Rule | None) -> None:
+    def __init__(self, case: Case, part: int, numel: int, places: Places, mutant: Rule | None) -> None:
         self.case, self.numel, self.places = case, numel, places
-        self.shift = (place + 1) * case.period // case.parts % case.period if case.parts > 1 else 0
+        self.shift = (part + 1) * case.period // case.parts % case.period if case.parts > 1 else 0
         ones = {name: torch.ones(SIZE, *one.shape) for name, one in model_of().named_parameters()}
         self.rule = mutant or rule_of(case, self.gather(ones)[0])
         self.flights: list[tuple[int, torch.Tensor, torch.Tensor]] = []
@@ -196,15 +213,10 @@ class Piece:
         for _, result in self.back(t):
             self.scatter(result, gradients)
 
-    def exchange_weights(self, weights: State, t: int) -> None:
-        """What is due comes in before anything is sent."""
-        if self.case.lag:
-            self.fold(weights, t)
+    def send_weights(self, weights: State, t: int) -> None:
         if self.is_due(t):
             now = self.gather(weights)
             self.send(t, self.anchors - now if self.case.subject in ("difference", "blended") else now)
-        if not self.case.lag:
-            self.fold(weights, t)
 
     def fold(self, weights: State, t: int) -> None:
         for sent, result in self.back(t):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import bagua.comm
-from bagua.algorithms import Parts
+from bagua.algorithms import Algorithm, Parts
 from bagua.errors import ConfigurationError
 from bagua.parallel import with_bagua
 from bagua.testing.training import State, snapshot
@@ -26,39 +26,40 @@ BUCKET_BYTES, ONE_BUCKET_BYTES = 1500, 10**9
 class Trainer:
     """A model of this rank, and the loop that its user wrote."""
 
-    def __init__(self, case: Case, bucket_bytes: int, seed: int = 0) -> None:
-        self.case, model = case, model_of(seed)
+    def __init__(self, loop: str, algorithm: Algorithm, bucket_bytes: int, seed: int = 0) -> None:
+        self.loop, model = loop, model_of(seed)
         self.optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, enabled=case.loop == "scaled")
-        options = {"grad_scaler": self.scaler} if case.loop == "scaled" else {}
-        self.model = with_bagua(model, [self.optimizer], case.algorithm, bucket_bytes=bucket_bytes, **options)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, enabled=loop == "scaled")
+        options = {"grad_scaler": self.scaler} if loop == "scaled" else {}
+        self.model = with_bagua(model, [self.optimizer], algorithm, bucket_bytes=bucket_bytes, **options)
 
     def steps(self, numbers: Iterable[int], skips: frozenset[tuple[int, int]]) -> None:
         rank = bagua.comm.get_rank()
         for number in numbers:
             self.optimizer.zero_grad()
-            if self.case.loop == "accumulated":
+            if self.loop == "accumulated":
                 with self.model.no_sync():
                     loss_of(self.model, rank, number + EARLIER).backward()
             self.scaler.scale(loss_of(self.model, rank, number)).backward()
-            if self.case.loop == "clipped":
+            if self.loop == "clipped":
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), LONGEST)
             if (rank, number) not in skips:
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
 
 
-def train(case: Case, skips: frozenset[tuple[int, int]]) -> tuple[State, Layout]:
+def train(
+    loop: str, algorithm: Algorithm, steps: int, resumed: bool, skips: frozenset[tuple[int, int]]
+) -> tuple[State, Layout]:
     """What this rank ends with, and its buckets; a new model with other buckets goes on if training is interrupted."""
-    half = case.steps // 2
-    trainer = Trainer(case, BUCKET_BYTES)
-    trainer.steps(range(half), skips)
-    if case.resumed:
+    trainer = Trainer(loop, algorithm, BUCKET_BYTES)
+    trainer.steps(range(steps // 2), skips)
+    if resumed:
         weights, remembered = snapshot(trainer.model), pickle.loads(pickle.dumps(trainer.model.bagua_state_dict()))
-        trainer = Trainer(case, ONE_BUCKET_BYTES, seed=5)
+        trainer = Trainer(loop, algorithm, ONE_BUCKET_BYTES, seed=5)
         trainer.model.load_state_dict(weights)
         trainer.model.load_bagua_state_dict(remembered)
-    trainer.steps(range(half, case.steps), skips)
+    trainer.steps(range(steps // 2, steps), skips)
     buckets = trainer.model.bagua_buckets
     return snapshot(trainer.model), [(one.numel, list(zip(one.names, one.offsets, strict=True))) for one in buckets]
 
@@ -85,11 +86,42 @@ def test_the_cases_hold_every_legal_pair_of_values():
 @pytest.mark.parametrize("case", cover(), ids=str)
 def test_every_pair_of_fields_is_what_it_is_on_stacked_tensors(thread_ranks, case):
     skips = SKIPPED if case.algorithm.ranks_differ else frozenset()
-    ended, layouts = zip(*thread_ranks(SIZE, train, case, skips, **case.hosts), strict=True)
-    layout, steps = layout_of(case, layouts[0]), case.steps
-    assert largest_difference(ended, Simulation(case, layout).run(steps, skips)) < 1e-9
-    mutant = exact_mean if case.lossy else nothing
-    assert largest_difference(ended, Simulation(case, layout, mutant).run(steps, skips)) > 1e-9
+    arguments = case.loop, case.algorithm, case.steps, case.resumed, skips
+    ended, layouts = zip(*thread_ranks(SIZE, train, *arguments, **case.hosts), strict=True)
+    exchange = case, layout_of(case, layouts[0])
+    assert largest_difference(ended, Simulation(case.loop, exchange).run(case.steps, skips)) < 1e-9
+    mutated = Simulation(case.loop, exchange, mutant=exact_mean if case.lossy else nothing)
+    assert largest_difference(ended, mutated.run(case.steps, skips)) > 1e-9
+
+
+INNER = [
+    Case("gradients"),
+    Case("gradients", codec="int4", feedback=True),
+    Case("gradients", lag=2),
+    Case("weights", topology="ring"),
+]
+OUTER = [
+    Case("difference", period=3),
+    Case("blended", period=6, lag=2, parts=3),
+    Case("added", period=3, lag=3),
+    Case("difference", period=3, topology="one_peer_exponential"),
+]
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("inner", INNER, ids=str)
+@pytest.mark.parametrize("outer", OUTER, ids=str)
+def test_one_exchange_around_another_is_both_on_stacked_tensors(thread_ranks, inner, outer):
+    """In the order of the rules, whichever comes first in the tuple."""
+    number = INNER.index(inner) + OUTER.index(outer)
+    order = (inner, outer) if number % 2 else (outer, inner)
+    algorithm = Algorithm.of(*(one.exchange.labelled(one.subject) for one in order))
+    arguments = "plain", algorithm, outer.steps, number % 4 > 1, frozenset()
+    ended, layouts = zip(*thread_ranks(SIZE, train, *arguments), strict=True)
+    exchanges = [(one, layout_of(one, layouts[0])) for one in order]
+    assert largest_difference(ended, Simulation("plain", *exchanges).run(outer.steps)) < 1e-9
+    mutated = Simulation("plain", *exchanges, mutant=nothing, place=order.index(inner))
+    assert largest_difference(ended, mutated.run(outer.steps)) > 1e-9
 
 
 @pytest.mark.threads
@@ -109,7 +141,7 @@ def test_pairs_of_values_that_contradict_each_other_are_refused(thread_ranks):
         problems = []
         for case in refused:
             with pytest.raises(ConfigurationError, match=case.refusal) as caught:
-                Trainer(case, BUCKET_BYTES)
+                Trainer(case.loop, case.algorithm, BUCKET_BYTES)
             problems.append(caught.value.problem)
         return problems
 
