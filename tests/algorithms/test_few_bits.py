@@ -8,17 +8,24 @@ import pytest
 import torch
 
 from bagua.algorithms import (
+    Algorithm,
     ChocoAlgorithm,
     DiLoCoAlgorithm,
+    Every,
+    Exchange,
+    Gradients,
     LowPrecisionDecentralizedAlgorithm,
+    Mean,
     OneBitAdamAlgorithm,
     PowerSGDAlgorithm,
+    Replace,
     SparseLoCoAlgorithm,
     TopKAlgorithm,
 )
-from bagua.compression import BlockTopK, Int2, Int4, Sign
+from bagua.compression import BlockTopK, Int2, Int4, Sign, TopK
 from bagua.errors import ConfigurationError
 from bagua.optim import QAdamOptimizer
+from bagua.primitives import AllGatherReducer, MomentumCorrection
 from bagua.testing.training import State, assert_close, assert_same_on_all_ranks, sgd
 from tests.algorithms import lossy_simulation
 from tests.algorithms.lossy_simulation import Layout
@@ -104,6 +111,14 @@ def test_momenta_in_place_of_gradients_go_on_without_other_ranks(thread_ranks):
         return flats[0] if next(calls) < 2 * len(layout) else rule(index, flats)
 
     assert_close(state, simulate(layout, combine, plain_sgd, 12, size=1))
+
+
+def test_momenta_in_place_of_gradients_go_on_without_other_ranks_of_a_host(thread_ranks):
+    how = Mean(MomentumCorrection(AllGatherReducer(TopK(0.1)), 0.8), over="inside")
+    algorithm = Algorithm.of(Exchange(Gradients(), Every(), how, Replace()))
+    state, layout = thread_ranks(2, train, algorithm, plain_sgd, 8, hosts=[1, 1])[0]
+    rule = DeepGradientCompression(0.1, momentum=0.8)
+    assert_close(state, simulate(layout, rule, plain_sgd, 8, size=1))
 
 
 def test_the_density_falls_in_stages(thread_ranks):

@@ -212,8 +212,8 @@ class Sum(How):
         flight.memory.step, flight.memory.loss_scale = flight.step, flight.loss_scale
 
     def _sum(self, flight: Flight, communicator: Communicator, *, wait: bool = False) -> Work | None:
-        """Sum over the ranks of ``communicator``; a single one loses nothing to a reducer."""
-        if self.reducer is None or communicator.size == 1:
+        """Sum over the ranks of ``communicator``; a single one loses nothing to a reducer, but for its momentum."""
+        if self.reducer is None or (communicator.size == 1 and not self.reducer.alone):
             return communicator.allreduce(flight.flat, async_op=not wait)
         self._begin(flight)
         self.reducer.reduce(flight.flat, communicator, flight.memory)
