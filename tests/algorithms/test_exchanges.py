@@ -359,27 +359,6 @@ def test_slow_momentum_around_gossip_is_what_the_paper_says(thread_ranks):
     assert_close(results[0], snapshot(ranks.models[0]))
 
 
-@pytest.mark.threads
-@pytest.mark.parametrize("lag", [1, 2, 5])
-def test_gradients_may_come_late_and_several_at_a_time(thread_ranks, lag):
-    model = mlp()
-    optimizer = plain_sgd(model.parameters())
-    late: list[list[torch.Tensor]] = []
-    for number in range(9):
-        means = [torch.zeros_like(parameter) for parameter in model.parameters()]
-        for rank in range(2):
-            found = torch.autograd.grad(loss_of(model, rank, number), list(model.parameters()))
-            for mean, gradient in zip(means, found, strict=True):
-                mean.add_(gradient / 2)
-        late.append(means)
-        for parameter, gradient in zip(model.parameters(), late[number - lag] if number >= lag else [], strict=False):
-            parameter.grad = gradient
-        optimizer.step()
-    results = thread_ranks(2, train_for, Algorithm.of(gradients(lag=lag)), 9)
-    assert_same_on_all_ranks(results)
-    assert_close(results[0], snapshot(model))
-
-
 class Halves(nn.Module):
     """A model whose second half is used in every other step."""
 
@@ -455,14 +434,11 @@ def test_a_safe_point_comes_once_in_each_step(thread_ranks):
 
 @pytest.mark.threads
 @pytest.mark.parametrize(("period", "lag"), [(1, 1), (3, 0), (3, 2), (3, 3), (6, 5)])
-@pytest.mark.parametrize(
-    "parts", [Parts(), Parts(3, "strided"), Parts(2, "bytes")], ids=["arrival", "strided", "bytes"]
-)
-def test_weights_may_come_late_and_in_parts(thread_ranks, period, lag, parts):
+def test_weights_may_come_late_and_in_parts_of_equal_size(thread_ranks, period, lag):
     """``x <- x + (mean - sent)`` after the step ``lag`` later, for each part by itself."""
     ranks = Ranks(2)
-    named = dict(ranks.models[0].named_parameters())
-    cut = [list(named)] if parts.by == "arrival" else parts.cut(named)
+    parts = Parts(2, "bytes")
+    cut = parts.cut(dict(ranks.models[0].named_parameters()))
     under_way: dict[int, list[tuple[list[str], dict, dict]]] = {}
     steps = 14
     for number in range(steps):
