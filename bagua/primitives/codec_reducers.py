@@ -38,6 +38,11 @@ class AllGatherReducer(SumReducer):
     def __post_init__(self) -> None:
         check_codec(self.codec)
 
+    @property
+    def contraction(self) -> float | None:
+        """That of the codec."""
+        return self.codec.contraction
+
     def check_dtype(self, dtype: torch.dtype) -> None:
         """Refuse what the codec refuses."""
         super().check_dtype(dtype)
@@ -89,6 +94,11 @@ class ContributorsReducer(SumReducer):
     def __post_init__(self) -> None:
         check_codec(self.codec)
 
+    @property
+    def contraction(self) -> float | None:
+        """That of the codec."""
+        return self.codec.contraction
+
     def check_dtype(self, dtype: torch.dtype) -> None:
         """Refuse what the codec refuses."""
         super().check_dtype(dtype)
@@ -137,6 +147,11 @@ class ScatterGatherReducer(SumReducer):
 
     def __post_init__(self) -> None:
         check_codec(self.codec)
+
+    @property
+    def contraction(self) -> float | None:
+        """That of the codec."""
+        return self.codec.contraction
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         """Refuse what the codec refuses."""

@@ -60,6 +60,11 @@ class PowerSGDReducer(SumReducer):
         """The right factors, one below the other, equal on all ranks."""
         return (State("right_factors", self._first_factors, per="flat", scope="shared"),)
 
+    @property
+    def contraction(self) -> float | None:
+        """All of a matrix may be orthogonal to its factors."""
+        return 0.0
+
     def _first_factors(self, memory: ReducerMemory) -> torch.Tensor:
         columns = sum(block.columns for block in self._compressed(memory))
         generator = torch.Generator().manual_seed(self.seed)

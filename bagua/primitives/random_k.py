@@ -49,6 +49,11 @@ class RandomKReducer(SumReducer):
         check_numbers(lambda ratio: 0 < ratio <= 1, "a number above 0 and at most 1", ratio=self.ratio)
         check_kind(int, "a whole number", seed=self.seed)
 
+    @property
+    def contraction(self) -> float | None:
+        """All that is large may be left out."""
+        return 0.0
+
     def reduce(
         self,
         flat: torch.Tensor,

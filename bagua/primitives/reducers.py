@@ -91,6 +91,14 @@ class SumReducer(ABC):
         """Whether nothing is lost but by rounding."""
         return False
 
+    @property
+    def contraction(self) -> float | None:
+        """Which part of the square of any block each compression keeps, as ``Codec.contraction``; None if unknown.
+
+        Feedback does not change that: it brings what is lost with later calls.
+        """
+        return 1.0 if self.exact else None
+
     @abstractmethod
     def reduce(
         self,
@@ -132,6 +140,11 @@ class FeedbackReducer(SumReducer):
                 expected="a SumReducer without it",
                 seen=repr(self.reducer),
             )
+
+    @property
+    def contraction(self) -> float | None:
+        """That of the inner reducer."""
+        return self.reducer.contraction
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         """Refuse what the inner reducer refuses."""

@@ -121,10 +121,8 @@ class Case:
     @property
     def refusal(self) -> str:
         """Why the values contradict each other; empty if they do not. By the text of the rules, not by the code."""
-        if self.codec and self.topology and self.topology not in STATIC:
-            return "neighbours follow each other's changes"
-        if self.codec and self.topology == "exponential" and not self.by_host:
-            return "neighbours must give each other the same weight"  # Two hosts do.
+        if self.codec and self._refusal_of_codec:
+            return self._refusal_of_codec
         if self.subject == "gradients":
             if self.lag and self.parts > 1:
                 return "late gradients would take the place"
@@ -132,6 +130,17 @@ class Case:
         if self.subject == "weights" and self.lag and self.period == 1:
             return "undo every update"
         return "a flight has to come back" if self.lag > self.period else ""
+
+    @property
+    def _refusal_of_codec(self) -> str:
+        if self.topology:
+            if self.topology not in STATIC:
+                return "neighbours follow each other's changes"
+            alike = self.topology != "exponential" or self.by_host  # Two hosts do.
+            return "" if alike else "neighbours must give each other the same weight"
+        kept = Codec.init(self.codec).contraction
+        loses = self.subject in ("weights", "added") and kept is not None and kept < 0.5
+        return "weights would become what is left" if loses else ""
 
     @property
     def steps(self) -> int:
@@ -164,7 +173,7 @@ FACTORS: dict[str, Sequence[Any]] = {
 #: Values that stand for all others where it matters whether a case is legal.
 _KINDS = {
     **FACTORS,
-    "codec": ["", "sign"],
+    "codec": ["", "sign", "minmax_uint8"],
     "topology": ["", "ring", "shift_one"],
     "resumed": [False],
     "loop": ["plain"],

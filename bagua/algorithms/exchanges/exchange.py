@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from bagua.algorithms.exchanges.fields import OF_BUCKETS, POINTS, Every, How, Point, Then, What
+from bagua.algorithms.exchanges.fields import LEAST_CONTRACTION, OF_BUCKETS, POINTS, Every, How, Point, Then, What
 from bagua.algorithms.exchanges.flight import Flight
 from bagua.algorithms.exchanges.parts import ALL_BY_ARRIVAL, Parts
 from bagua.checks import check_choice, check_kind, check_whole
@@ -76,6 +76,7 @@ class Exchange:
         _check_places(self)
         _check_gradients(self)
         _check_states(self)
+        _check_contraction(self)
         _check_lag(self)
 
     def _settle_points(self) -> None:
@@ -186,6 +187,19 @@ def _check_states(exchange: Exchange) -> None:
             argument="how",
             expected='one with the same result for all, as Mean(), or Difference(scope="local")',
             seen=repr(exchange.how),
+        )
+
+
+def _check_contraction(exchange: Exchange) -> None:
+    what, how = exchange.what, exchange.how
+    kept = 1.0 if how is None else how.contraction
+    if what is not None and what.in_full and how is not None and not (kept is None or kept >= LEAST_CONTRACTION):
+        raise ConfigurationError(
+            f"{how!r} may keep only {kept:.2%} of the square of a block, and weights would become what is left",
+            argument="how",
+            expected=f"one that keeps at least {LEAST_CONTRACTION:.0%}, as Mean(ScatterGatherReducer(MinMaxUInt8()))",
+            seen=repr(what),
+            advice="Send Difference() and take an OuterStep, or use ChocoAlgorithm: both keep weights whole.",
         )
 
 

@@ -16,13 +16,15 @@ from bagua.checks import check_kind, check_whole
 from bagua.comm import ProcessGroup, Work
 from bagua.primitives import State
 
-__all__ = ["OF_BUCKETS", "POINTS", "Every", "How", "Point", "Then", "What"]
+__all__ = ["LEAST_CONTRACTION", "OF_BUCKETS", "POINTS", "Every", "How", "Point", "Then", "What"]
 
 #: The moments of a step, in their order.
 Point = Literal["safe", "backward begins", "bucket ready", "bucket stepped", "backward ends", "stepped"]
 POINTS: tuple[Point, ...] = get_args(Point)
 #: Points that each bucket reaches by itself.
 OF_BUCKETS: tuple[Point, ...] = ("bucket ready", "bucket stepped")
+#: What must be kept at least of the square of any block, where weights become what was sent.
+LEAST_CONTRACTION = 0.5
 
 
 class What(ABC):
@@ -34,6 +36,7 @@ class What(ABC):
             gathered. With no lag it is sent from there, and the result stays there.
         exchangeable_weights: weights are sent from where they lie, so that is memory which the transport can read
             without a copy.
+        in_full: it is weights or the like themselves, of which nothing may be missing, and no change of them.
         max_lag: the largest lag that makes sense; None for any.
         at: where an exchange of it starts, unless it says otherwise.
     """
@@ -41,6 +44,7 @@ class What(ABC):
     reads: ClassVar[frozenset[str]]
     in_place: ClassVar[bool] = False
     exchangeable_weights: ClassVar[bool] = False
+    in_full: ClassVar[bool] = False
     max_lag: ClassVar[int | None] = None
     at: ClassVar[Point] = "stepped"
 
@@ -80,6 +84,11 @@ class How(ABC):
     def exact(self) -> bool:
         """Whether the result is that of exact arithmetic, up to rounding."""
         return True
+
+    @property
+    def contraction(self) -> float | None:
+        """Which part of the square of any block reaches the others at least; None if unknown."""
+        return 1.0 if self.exact else None
 
     def state(self) -> tuple[State, ...]:
         """What is remembered."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from bagua.algorithms.exchanges.exchange import Flight, How
+from bagua.algorithms.exchanges.fields import LEAST_CONTRACTION, How
+from bagua.algorithms.exchanges.flight import Flight
 from bagua.checks import check_flags, check_numbers
 from bagua.comm import Communicator, ProcessGroup, Work
 from bagua.compression import Codec, Metadata, check_codec
@@ -24,10 +25,6 @@ from bagua.primitives import (
 from bagua.topology import Complete, Hierarchical, Round, Topology, create, weighted_by_size
 
 __all__ = ["DifferenceMix", "Mix"]
-
-
-#: What a codec must keep at least of the square of any block, where weights become what was sent.
-_LEAST_CONTRACTION = 0.5
 
 
 class Rounds:
@@ -162,11 +159,11 @@ class DifferenceMix(How):
 
     def _check_contraction(self) -> None:
         contraction = self.codec.contraction
-        if contraction is not None and contraction < _LEAST_CONTRACTION:
+        if contraction is not None and contraction < LEAST_CONTRACTION:
             raise ConfigurationError(
                 "this codec would drop most of each update, which nothing feeds back: ranks become what was sent",
                 argument="codec",
-                expected=f"one that keeps at least {_LEAST_CONTRACTION:.0%} of the square of any block, as MinMaxUInt8",
+                expected=f"one that keeps at least {LEAST_CONTRACTION:.0%} of the square of any block, as MinMaxUInt8",
                 seen=f"{self.codec!r}, which may keep {contraction:.2%}",
                 advice="Use ChocoAlgorithm, in which weights stay apart from what was sent.",
             )

@@ -61,6 +61,7 @@ class Weights(What):
     """The weights."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"weights"})
+    in_full: ClassVar[bool] = True
 
     def fill(self, flight: Flight) -> None:
         """Copy them."""
@@ -72,6 +73,7 @@ class Buffers(What):
     """The floating-point buffers of the module, as running means; with ``Parts(1, "strided")`` all at once."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"buffers"})
+    in_full: ClassVar[bool] = True
 
     def fill(self, flight: Flight) -> None:
         """Copy them, as they are now: a module may have put others in their places."""
@@ -167,6 +169,11 @@ class Sum(How):
     def exact(self) -> bool:
         """Whether no reducer loses anything."""
         return self.reducer is None or self.reducer.exact
+
+    @property
+    def contraction(self) -> float | None:
+        """That of the reducer."""
+        return 1.0 if self.reducer is None else self.reducer.contraction
 
     @property
     def alone(self) -> bool:

@@ -56,6 +56,11 @@ class BetweenIslands(How):
         """As between ranks."""
         return self.inner.exact
 
+    @property
+    def contraction(self) -> float | None:
+        """As between ranks."""
+        return self.inner.contraction
+
     def state(self) -> tuple[State, ...]:
         """As between ranks."""
         return self.inner.state()
