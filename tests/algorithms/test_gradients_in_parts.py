@@ -13,6 +13,7 @@ import bagua.comm
 from bagua.algorithms import Algorithm, Every, Exchange, Flight, Gradients, Matrices, Mean, Not, Parts, Replace, Sum
 from bagua.errors import ConfigurationError
 from bagua.parallel import with_bagua
+from bagua.testing.algorithm_contract import AlgorithmContract
 from bagua.testing.training import (
     State,
     assert_close,
@@ -39,6 +40,16 @@ def train(algorithm: Algorithm, **options: object) -> State:
     wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=1000, **options)
     train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(6))
     return snapshot(model)
+
+
+class TestByLayer(AlgorithmContract):
+    @pytest.fixture
+    def algorithm(self):
+        return Algorithm.of(BY_LAYER)
+
+    @pytest.fixture
+    def pool(self, thread_pool):
+        return thread_pool
 
 
 @pytest.mark.parametrize(
