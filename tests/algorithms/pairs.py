@@ -6,7 +6,7 @@ import functools
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -63,6 +63,7 @@ class Case:
         resumed: training is interrupted half-way, and goes on from a checkpoint.
         loop: how a step is made: of two backward passes, the first without synchronization; with gradients that are
             clipped; with a ``GradScaler``.
+        at: where in a step weights are sent; gradients are when they are there.
     """
 
     subject: str = "weights"
@@ -75,6 +76,7 @@ class Case:
     feedback: bool = False
     resumed: bool = False
     loop: str = "plain"
+    at: str = "stepped"
 
     @property
     def hosts(self) -> dict[str, list[int]]:
@@ -92,8 +94,15 @@ class Case:
         if isinstance(what, Difference) and self.topology:
             what = Difference("local")
         parts = Parts() if self.parts == 1 else Parts(self.parts, "strided")
-        at: Any = "backward ends" if self.subject == "gradients" and self.parts > 1 else None
+        at: Any = self.at
+        if self.subject == "gradients":
+            at = "backward ends" if self.parts > 1 else None
         return Exchange(what, Every(self.period), self.how, then, at=at, lag=self.lag, parts=parts)
+
+    @property
+    def until(self) -> str:
+        """Where weights that were sent come in."""
+        return "backward ends" if self.at == "backward begins" else self.at
 
     @property
     def how(self) -> How:
@@ -127,9 +136,10 @@ class Case:
             if self.lag and self.parts > 1:
                 return "late gradients would take the place"
             return "a flight has to come back" if self.remembers and self.lag > self.period - 1 else ""
-        if self.subject == "weights" and self.lag and self.period == 1:
+        if self.subject in ("weights", "difference") and self.lag >= self.period:
             return "undo every update"
-        return "a flight has to come back" if self.lag > self.period else ""
+        limit = self.period if self.until == self.at else self.period - 1
+        return "a flight has to come back" if self.lag > limit else ""
 
     @property
     def _refusal_of_codec(self) -> str:
@@ -168,15 +178,17 @@ FACTORS: dict[str, Sequence[Any]] = {
     "feedback": [False, True],
     "resumed": [False, True],
     "loop": ["plain", "accumulated", "clipped", "scaled"],
+    "at": ["safe", "backward begins", "backward ends", "stepped"],
 }
 
 #: Values that stand for all others where it matters whether a case is legal.
-_KINDS = {
+_KINDS: dict[str, Sequence[Any]] = {
     **FACTORS,
     "codec": ["", "sign", "minmax_uint8"],
-    "topology": ["", "ring", "shift_one"],
+    "topology": ["", "ring", "shift_one", "exponential"],
     "resumed": [False],
     "loop": ["plain"],
+    "at": ["stepped", "backward begins"],
 }
 
 #: Two fields with a value each.
@@ -195,6 +207,16 @@ def all_pairs() -> Iterator[Pair]:
             yield (one, here), (other, there)
 
 
+def kind_of(name: str, value: Any) -> Any:
+    """What stands for ``value``."""
+    if name == "codec" and value:
+        kept = Codec.init(value).contraction
+        return "sign" if kept is not None and kept < 0.5 else "minmax_uint8"
+    if name == "topology" and value not in ("", "exponential"):
+        return "ring" if value in STATIC else "shift_one"
+    return value
+
+
 def cases_of(pair: Pair | tuple[()] = ()) -> Iterator[Case]:
     """With the two values of ``pair``, and all kinds of others."""
     known = dict(pair)
@@ -203,9 +225,16 @@ def cases_of(pair: Pair | tuple[()] = ()) -> Iterator[Case]:
         yield Case(**known, **dict(zip(free, values, strict=True)))
 
 
+@functools.cache
+def _legal_kind(pair: Pair) -> Case | None:
+    return next((case for case in cases_of(pair) if not case.refusal), None)
+
+
 def legal_case(pair: Pair) -> Case | None:
     """One with the two values of ``pair``; None if they contradict each other whatever the others are."""
-    return next((case for case in cases_of(pair) if not case.refusal), None)
+    (one, here), (other, there) = pair
+    found = _legal_kind(((one, kind_of(one, here)), (other, kind_of(other, there))))
+    return None if found is None else replace(found, **dict(pair))
 
 
 @functools.cache

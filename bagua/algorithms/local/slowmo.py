@@ -45,6 +45,11 @@ class SlowStep(Then):
         check_numbers(lambda beta: 0 <= beta < 1, "a number from 0 and less than 1", beta=self.beta)
         check_numbers(lambda alpha: alpha > 0, "a number above 0", alpha=self.alpha)
 
+    @property
+    def overwrites(self) -> bool:
+        """The weights become the anchor."""
+        return True
+
     def check(self, what: What | None) -> None:
         """Refuse what has no anchor."""
         check_has_anchor(what)
