@@ -880,6 +880,26 @@ def test_a_rank_that_is_not_finite_starts_again_from_the_anchor(thread_ranks):
 
 
 @pytest.mark.threads
+@pytest.mark.parametrize("size", [1, 2])
+def test_no_exchange_is_made_and_checked_anew_in_each_step(thread_ranks, monkeypatch, size):
+    made, own = [], Exchange.__post_init__
+
+    def train() -> int:
+        rank, model = bagua.comm.get_rank(), mlp()
+        optimizer = plain_sgd(model.parameters())
+        wrapped = with_bagua(model, [optimizer], SLOWMO)
+        train_steps(wrapped, optimizer, rank, range(2))
+        bagua.comm.get_default_group().global_communicator.barrier()
+        before = len(made)
+        train_steps(wrapped, optimizer, rank, range(2, 7))
+        return len(made) - before
+
+    monkeypatch.setattr(Exchange, "__post_init__", lambda self: (made.append(self), own(self))[1])
+    assert thread_ranks(size, train) == [0] * size
+    assert made
+
+
+@pytest.mark.threads
 def test_what_goes_on_beside_other_exchanges_does_not_hold_them_up(thread_ranks, monkeypatch):
     """The outer mean waits until three more gradients were exchanged: on one connection that would be for ever."""
     done = [threading.Event(), threading.Event()]
