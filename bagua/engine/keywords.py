@@ -76,8 +76,8 @@ class AlgorithmOptions(TypedDict, total=False):
     momentum: float | None
     on_peer_loss: Literal["raise", "continue"]
     outer: str | Outer
-    outer_lr: float
-    outer_momentum: float
+    outer_lr: float | None
+    outer_momentum: float | None
     overlap: int
     peer_selection_mode: str | Topology
     peer_timeout_s: float

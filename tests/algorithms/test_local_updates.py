@@ -273,7 +273,8 @@ def test_streaming_keeps_its_schedule_in_every_step(thread_ranks, every, fragmen
     """Fragment p is applied after steps t with t mod H = (p + 1) H // P mod H, from weights ``overlap`` steps older."""
     blend = 0.5 if mix == "blend" and overlap else 0.0
     expected = Streaming(2, every, fragments, overlap, None if mix == "add" else blend)
-    algorithm = DiLoCoAlgorithm(every, fragments=fragments, overlap=overlap, mix=mix, blend=blend)
+    options = {"fragments": fragments, "overlap": overlap, "mix": mix, "blend": blend}
+    algorithm = DiLoCoAlgorithm(every, **options, outer_lr=0.7, outer_momentum=0.9)
     watched = thread_ranks(2, train_and_watch, algorithm)
     for t in range(1, STEPS + 1):
         expected.step(t)
@@ -573,6 +574,18 @@ def test_options_are_checked_where_they_are_given(make: Callable[[], object], sa
         make()
 
 
+def test_the_outer_optimizer_follows_the_period_unless_it_is_given():
+    def optimizer(*arguments: Any, **options: Any) -> Outer:
+        step = DiLoCoAlgorithm(*arguments, **options).outer_exchange.then
+        assert isinstance(step, OuterStep)
+        return step.optimizer
+
+    for period, rate, momentum in ((1, 0.7, 0.6), (31, 0.7, 0.6), (32, 1.0, 0.6), (499, 1.0, 0.6), (500, 0.7, 0.9)):
+        assert optimizer(period) == Outer(torch.optim.SGD, lr=rate, momentum=momentum, nesterov=True)
+    assert optimizer(500, outer_lr=0.4) == Outer(torch.optim.SGD, lr=0.4, momentum=0.9, nesterov=True)
+    assert optimizer(20, outer_momentum=0.0) == Outer(torch.optim.SGD, lr=0.7, momentum=0.0, nesterov=False)
+
+
 def train_at_rate_zero() -> None:
     model = mlp()
     optimizer = optimizer_of(model)
@@ -807,7 +820,8 @@ def go_on_from(algorithm: Algorithm, saved: dict[str, Any]) -> tuple[str, State]
 @pytest.mark.parametrize("size", [1, 3])
 def test_one_file_goes_on_with_any_number_of_ranks(thread_ranks, size):
     """From the anchor and the momentum of the last outer step, and the weights of the rank that saved."""
-    algorithm = DiLoCoAlgorithm(4, overlap=2)  # The second exchange started after step 6.
+    # The second exchange started after step 6.
+    algorithm = DiLoCoAlgorithm(4, overlap=2, outer_lr=0.7, outer_momentum=0.9)
     saved = thread_ranks(2, save_on_the_way, algorithm)[1]
     assert len(saved["algorithm"]["rank1"]["flights"]) == 1
     anchor = {name: one["anchor"] for name, one in saved["algorithm"]["parameters"].items()}

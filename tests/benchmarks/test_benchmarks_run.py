@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from benchmarks import collectives, compression, decentralized, import_time, open_mpi, training_step
+from benchmarks import collectives, compression, decentralized, import_time, open_mpi, outer_optimizer, training_step
 from benchmarks.collectives_plot import lines
 from benchmarks.paired import Comparison, Interval
 from benchmarks.shared_memory import Case
@@ -94,3 +94,22 @@ def test_lightning(numbers_file, monkeypatch):
     few = ["--rounds", "1", "--hidden", "8", "--batch", "2"]
     assert lightning.main([*few, "--json", str(numbers_file)]) == 0
     assert names(numbers_file) == ["2 ranks, batch 2: bagua : our wrapper by hand"]
+
+
+def test_outer_optimizer(numbers_file, capsys):
+    few = ["--ranks", "2", "--steps", "4", "--seeds", "1", "--every", "2", "--rates", "0.7", "--momenta", "0", "0.5"]
+    assert outer_optimizer.main([*few, "--json", str(numbers_file)]) == 0
+    numbers = json.loads(numbers_file.read_text())
+    assert sorted(numbers) == ["2: 0.7, 0", "2: 0.7, 0.5", "2: guarded"]
+    assert all(0.5 < ratio < 2 for ratios in numbers.values() for ratio in ratios)
+    assert "H=2: the best is 0.7, 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("cosine", [-0.3, 0.0, 0.5, 0.9, 1.0])
+def test_the_guard_keeps_the_gain_below_its_limit(cosine):
+    rate, momentum = outer_optimizer.gain_below(1.5, 0.7, 0.9, cosine)
+    gain = rate * (1 + momentum / (1 - momentum * max(0.0, cosine)))
+    assert gain <= 1.5 + 1e-12
+    assert rate == 0.7
+    assert momentum == 0.9 or gain == pytest.approx(1.5)
+    assert outer_optimizer.gain_below(1.5, 2.0, 0.9, cosine) == (1.5, 0.0)

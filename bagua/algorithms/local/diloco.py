@@ -25,6 +25,24 @@ Landing = Literal["blend", "add"]
 _NAMES = ("nesterov", "sgd")
 #: What a codec must keep at least of the square of any block, where nothing feeds back what it loses.
 _LEAST_CONTRACTION = 0.05
+#: Rate and momentum of the outer optimizer, by the least ``sync_every`` that they suit; see ``defaults_for``.
+_DEFAULTS = ((500, (0.7, 0.9)), (32, (1.0, 0.6)), (0, (0.7, 0.6)))
+
+
+def defaults_for(sync_every: int) -> tuple[float, float]:
+    """The ``outer_lr`` and ``outer_momentum`` that suit a period, unless others are given.
+
+    Below 500 steps those of ``benchmarks.outer_optimizer``: a momentum of 0.9 overshoots where successive differences
+    have one direction. From 500 steps on those of the paper, which were not measured here.
+
+    Args:
+        sync_every: steps from one outer step to the next.
+
+    Example:
+        >>> defaults_for(20), defaults_for(100), defaults_for(500)
+        ((0.7, 0.6), (1.0, 0.6), (0.7, 0.9))
+    """
+    return next(found for least, found in _DEFAULTS if sync_every >= least)
 
 
 @dataclass(frozen=True)
@@ -43,9 +61,8 @@ class DiLoCoAlgorithm(LocalUpdates):
     Args:
         sync_every: ``H``, steps from one outer step of a part to the next.
         outer: ``nesterov`` or ``sgd``, or an optimizer as a value: ``Outer(torch.optim.Adam, lr=0.1)``.
-        outer_lr: its learning rate, above 0.
-        outer_momentum: its momentum, from 0 and less than 1. 0.7 and 0.9 are those of the paper, for 500 steps and
-            more; they overshoot where ``sync_every`` is short.
+        outer_lr: its learning rate, above 0; None for 1.0, below 32 steps and from 500 steps on for 0.7.
+        outer_momentum: its momentum, from 0 and less than 1; None for 0.6, from 500 steps on for 0.9.
         fragments: parts of the model that are exchanged one after the other.
         fragment_order: ``strided``: layers are dealt out; ``bytes``: parts of equal size.
         overlap: steps from the start of an exchange to its end; less than ``sync_every``.
@@ -79,8 +96,8 @@ class DiLoCoAlgorithm(LocalUpdates):
     sync_every: int = 100
     _: KW_ONLY
     outer: str | Outer = "nesterov"
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
     fragments: int = 1
     fragment_order: FragmentOrder = "strided"
     overlap: int = 0
@@ -95,8 +112,11 @@ class DiLoCoAlgorithm(LocalUpdates):
     def __post_init__(self) -> None:
         if not isinstance(self.outer, Outer):
             check_choice(_NAMES, outer=self.outer)
-        check_numbers(lambda rate: rate > 0, "a number above 0", outer_lr=self.outer_lr)
-        check_numbers(lambda part: 0 <= part < 1, "a number from 0 and less than 1", outer_momentum=self.outer_momentum)
+        if self.outer_lr is not None:
+            check_numbers(lambda rate: rate > 0, "a number above 0, or None", outer_lr=self.outer_lr)
+        if self.outer_momentum is not None:
+            expected = "a number from 0 and less than 1, or None"
+            check_numbers(lambda part: 0 <= part < 1, expected, outer_momentum=self.outer_momentum)
         check_whole(1, fragments=self.fragments)
         check_choice(get_args(FragmentOrder), fragment_order=self.fragment_order)
         check_whole(0, overlap=self.overlap)
@@ -116,7 +136,7 @@ class DiLoCoAlgorithm(LocalUpdates):
     def _check_together(self) -> None:
         given = {"outer_lr": self.outer_lr, "outer_momentum": self.outer_momentum}
         for name, value in given.items() if isinstance(self.outer, Outer) else ():
-            if value != getattr(DiLoCoAlgorithm, name):
+            if value is not None:
                 raise _refused(name, "an option of the Outer that is given", value)
         if self.overlap >= self.sync_every:
             raise _refused("overlap", f"less than sync_every, which is {self.sync_every}", self.overlap)
@@ -150,8 +170,10 @@ class DiLoCoAlgorithm(LocalUpdates):
     def _optimizer(self) -> Outer:
         if isinstance(self.outer, Outer):
             return self.outer
-        nesterov = self.outer == "nesterov" and self.outer_momentum > 0
-        return Outer(torch.optim.SGD, lr=self.outer_lr, momentum=self.outer_momentum, nesterov=nesterov)
+        rate, momentum = defaults_for(self.sync_every)
+        rate = rate if self.outer_lr is None else self.outer_lr
+        momentum = momentum if self.outer_momentum is None else self.outer_momentum
+        return Outer(torch.optim.SGD, lr=rate, momentum=momentum, nesterov=self.outer == "nesterov" and momentum > 0)
 
     @property
     def _land(self) -> Replace | Blend | Add:
