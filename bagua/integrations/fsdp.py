@@ -212,7 +212,11 @@ class ShardExchange(EngineAccess):
         self._mates = everyone.connect(mates, f"shards{next(_numbers)}", timeout_s=group.timeout_s)
         self._everyone = weakref.ref(everyone)
         of_shards = _OfShards(algorithm, self._mates)
-        wrapped: Any = with_bagua(self._shards, self._twins, of_shards, group, do_flatten=False)
+        try:
+            wrapped: Any = with_bagua(self._shards, self._twins, of_shards, group, do_flatten=False)
+        except BaseException:
+            everyone.disconnect(self._mates)
+            raise
         self._bagua_engine = wrapped._bagua_engine  # noqa: SLF001 - ours
         self._reshard()
         loaded: Any = module  # Torch has no hints for these.

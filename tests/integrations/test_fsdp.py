@@ -179,6 +179,35 @@ def test_training_of_shards_resumes_bit_by_bit(process_ranks):
     assert all(process_ranks(4, resume_sharded, DiLoCoAlgorithm(4, overlap=3)))
 
 
+def spoil_a_shard() -> tuple[State, State]:
+    """The weights before and after an outer step to which one rank brings a weight that is no number."""
+    model, optimizer, _ = sharded(DiLoCoAlgorithm(2))
+    train_step(model, optimizer, 0)
+    optimizer.zero_grad()
+    loss_of(model, bagua.comm.get_rank(), 1).backward()
+    before = {}
+
+    def spoil(*_: Any) -> None:  # Before the outer step, which is a later hook of the same optimizer.
+        nonlocal before
+        before = whole(model)
+        if bagua.comm.get_rank() == 2:
+            with torch.no_grad():
+                model[2].weight.to_local()[0, 0] = float("nan")
+
+    first = optimizer._optimizer_step_post_hooks
+    optimizer.register_step_post_hook(spoil)
+    first.move_to_end(next(reversed(first)), last=False)
+    optimizer.step()
+    return before, whole(model)
+
+
+def test_a_mean_that_is_not_finite_counts_for_no_shard(process_ranks):
+    (before, well), _, _, (_, diverged) = process_ranks(4, spoil_a_shard)
+    assert all(torch.equal(one, well[name]) for name, one in before.items())
+    anchor = whole(uneven())
+    assert all(torch.equal(one, anchor[name]) for name, one in diverged.items())
+
+
 def refused() -> None:
     mesh = init_device_mesh("cpu", (2,))
     with pytest.raises(ConfigurationError, match="nothing in this module is sharded"):
