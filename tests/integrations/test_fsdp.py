@@ -44,13 +44,16 @@ def whole(model: nn.Module) -> State:
             for name, one in model.named_parameters()}  # fmt: skip
 
 
-def sharded(algorithm: Algorithm | str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, ShardExchange]:
-    mesh = init_device_mesh(
-        "cpu", (bagua.comm.get_world_size() // SHARDS, SHARDS), mesh_dim_names=("replicas", "shards")
-    )
+def sharded(
+    algorithm: Algorithm, seed: int = 0, *, copied: bool = False
+) -> tuple[nn.Module, torch.optim.Optimizer, ShardExchange]:
+    """Replicas of two ranks, each with a shard; or ``copied``: each with all, whose gradients torch sums (HSDP)."""
+    replicas = bagua.comm.get_world_size() // SHARDS
+    shape = (replicas, SHARDS, 1) if copied else (replicas, 1, SHARDS)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "copies", "shards"))
     model = uneven(seed)
     for part in (model[0], model):
-        fully_shard(part, mesh=mesh["shards"])
+        fully_shard(part, mesh=mesh["copies", "shards"] if copied else mesh["shards"])
     optimizer = optimizer_of(model)
     return model, optimizer, exchange_shards(model, optimizer, algorithm, mesh["replicas"].get_group())
 
@@ -70,7 +73,8 @@ def output(model: nn.Module) -> torch.Tensor:
 def train_sharded(algorithms: list[Algorithm]) -> list[dict[str, Any]]:
     found = []
     for algorithm in algorithms:
-        model, optimizer, exchange = sharded(algorithm, seed=bagua.comm.get_rank() // SHARDS)
+        copied = isinstance(algorithm, LocalSGDAlgorithm)
+        model, optimizer, exchange = sharded(algorithm, bagua.comm.get_rank() // SHARDS, copied=copied)
         watched = []
         for number in range(STEPS):
             train_step(model, optimizer, number)
@@ -111,7 +115,8 @@ def assert_near(state: State, expected: State) -> None:
 
 
 def test_shards_are_exchanged_as_whole_models_would_be(process_ranks):
-    algorithms = [DiLoCoAlgorithm(4, fragments=2, overlap=1, outer_momentum=0.5), SlowMoAlgorithm(4)]
+    streaming = DiLoCoAlgorithm(4, fragments=2, overlap=1, outer_momentum=0.5)
+    algorithms = [streaming, SlowMoAlgorithm(4), LocalSGDAlgorithm(4)]
     of_whole = process_ranks(2, train_whole, algorithms)
     of_shards = process_ranks(4, train_sharded, algorithms)
     for rank, by_algorithm in enumerate(of_shards):
