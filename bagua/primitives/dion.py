@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -61,6 +62,8 @@ class DionReducer(SumReducer):
     matrix_rank: int = 16
     momentum: float = 0.95
     seed: int = 0
+
+    alone: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_whole(1, matrix_rank=self.matrix_rank)

@@ -11,8 +11,7 @@ import torch
 from bagua.algorithms.base import ByHost, bound_form
 from bagua.algorithms.exchanges.exchange import Every, Exchange, Flight, Then
 from bagua.algorithms.exchanges.model import Model
-from bagua.algorithms.exchanges.values import Gradients
-from bagua.algorithms.gradients.directions import MeanOfAll
+from bagua.algorithms.exchanges.values import Gradients, Mean
 from bagua.checks import check_flags
 from bagua.compression import DCTTopK
 from bagua.errors import ConfigurationError
@@ -68,11 +67,11 @@ class DeMoAlgorithm(ByHost):
     def reducer(self) -> SumReducer:
         """Mean coefficients of those who sent them, with error feedback, which is the momentum."""
         coefficients = DCTTopK(self.side, self.kept, self.value_bits).coefficients
-        return ErrorFeedback(CosineReducer(SparseReducer(coefficients, contributors=True), self.side), self.decay)
+        return DecoupledMomentum(CosineReducer(SparseReducer(coefficients, contributors=True), self.side), self.decay)
 
     def exchanges(self, phase: Hashable = 0) -> tuple[Exchange, ...]:
         """Gradients times learning rates; their place is taken by signs."""
-        how = MeanOfAll(self.reducer, self.hierarchical)
+        how = Mean(self.reducer, self.hierarchical)
         return (Exchange(RatedGradients(), Every(), how, SignsToGradients()),)
 
     def check(self, model: Model) -> None:
@@ -87,6 +86,13 @@ class DeMoAlgorithm(ByHost):
                     seen=[type(optimizer).__name__ for optimizer in model.optimizers],
                     advice="The momentum lives in the exchange. Choose the learning rate as for Adam.",
                 )
+
+
+@dataclass(frozen=True)
+class DecoupledMomentum(ErrorFeedback):
+    """``ErrorFeedback`` in place of a momentum: one rank alone needs it as well."""
+
+    alone: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ import torch
 from bagua.algorithms.base import ByHost, bound_form
 from bagua.algorithms.exchanges.exchange import Every, Exchange, Flight, Then
 from bagua.algorithms.exchanges.model import Model
-from bagua.algorithms.exchanges.values import Gradients
-from bagua.algorithms.gradients.directions import MeanOfAll
+from bagua.algorithms.exchanges.values import Gradients, Mean
 from bagua.checks import check_flags, check_kind
 from bagua.errors import ConfigurationError
 from bagua.optim import DionOptimizer
@@ -66,7 +65,7 @@ class DionAlgorithm(ByHost):
 
     def exchanges(self, phase: Hashable = 0) -> tuple[Exchange, ...]:
         """Directions take the place of the gradients of matrices."""
-        how = MeanOfAll(self.reducer, self.hierarchical)
+        how = Mean(self.reducer, self.hierarchical)
         return (Exchange(Gradients(), Every(), how, DirectionsToOptimizer(self.reducer)),)
 
     def check(self, model: Model) -> None:
