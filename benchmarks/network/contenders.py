@@ -42,7 +42,7 @@ ONE_BUCKET_MB = 100_000
 ADAM_LIKE = (torch.optim.Adam, torch.optim.AdamW)
 ADAM_LEARNING_RATE = 1e-3
 #: Of other optimizers, over that of Adam.
-RATES: dict[object, float] = {OneBitLambOptimizer: 3.0, DionOptimizer: 5.0, torch.optim.SGD: 0.3}
+RATES: dict[object, float] = {OneBitLambOptimizer: 3.0, DionOptimizer: 5.0}
 #: More steps than anybody takes.
 NEVER = 10**9
 
@@ -204,6 +204,7 @@ FORMS: dict[str, tuple[str, ...]] = {
 TIMED_FORMS = {
     **FORMS,
     "sign_sgd": ("sign_sgd:warmup_steps=0",),
+    "loco": ("loco:warmup_steps=0",),
     "top_k": ("top_k:warmup_steps=0,density_steps=0",),
     "qadam": ("qadam:warmup_steps=3",),
     "one_bit_adam": ("one_bit_adam:warmup_steps=3",),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bagua.algorithms import Algorithm, LocalUpdates, SignSGDAlgorithm, TopKAlgorithm, registry
+from bagua.algorithms import Algorithm, LocalUpdates, LoCoAlgorithm, SignSGDAlgorithm, TopKAlgorithm, registry
 from bagua.testing.algorithm_contract import (
     ONE_BUCKET_BYTES,
     AlgorithmContract,
@@ -42,6 +42,7 @@ QUICK = {
     "one_bit_adam": QuickOneBitAdam,
     "one_bit_lamb": QuickOneBitLamb,
     "zero_one_adam": partial(QuickZeroOneAdam, longest_period=1),
+    "loco": partial(LoCoAlgorithm, warmup_steps=0),
     "sign_sgd": partial(SignSGDAlgorithm, warmup_steps=0),
     "top_k": partial(TopKAlgorithm, warmup_steps=2, density_steps=4),
 }

@@ -164,7 +164,7 @@ def in_bytes(flat: torch.Tensor) -> torch.Tensor:
 
 
 def test_loco_feeds_an_average_of_what_is_lost_back(thread_ranks):
-    algorithm = LoCoAlgorithm(block_numel=64, averaging=0.4, reset_every=20)
+    algorithm = LoCoAlgorithm(block_numel=64, averaging=0.4, reset_every=20, warmup_steps=0)
     results = thread_ranks(SIZE, train, algorithm, sgd)
     assert_same_on_all_ranks([state for state, _ in results])
     state, layout = results[0]

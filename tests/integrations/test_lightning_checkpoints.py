@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gloo
 #: of others lasts longer.
 REMEMBERING = {
     *("qadam", "one_bit_adam", "decentralized", "low_precision_decentralized", "choco"),
-    *("local_sgd", "slowmo", "diloco", "one_bit_lamb", "zero_one_adam", "demo", "loco"),
+    *("local_sgd", "slowmo", "diloco", "one_bit_lamb", "zero_one_adam", "demo"),
 }
 
 

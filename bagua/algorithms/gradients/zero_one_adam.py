@@ -58,11 +58,12 @@ class ZeroOneAdamAlgorithm(FrozenAdam):
         Doubling(steps=1, offset=0, period_steps=1000, longest=4)
 
     Paper: Lu et al., "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam", ICLR 2023. There
-    ``period_steps=32678``, and gradients are not compressed, but the momenta that they lead to.
+    ``variance_steps=16`` and ``period_steps=32678``, and not gradients are compressed, but the momenta that they lead
+    to.
     """
 
     block_numel: int = 64
-    variance_steps: int = 16
+    variance_steps: int = 64
     period_steps: int = 1000
     longest_period: int = 16
 
