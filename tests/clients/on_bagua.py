@@ -13,6 +13,11 @@ import bagua.torch_api
 assert bagua.torch_api is not None, "the import makes the name known"
 dist.init_process_group("bagua")
 del sys.argv[0]
+if "accelerate" in sys.argv[0]:
+    from accelerate import PartialState
+
+    # Without GPUs it takes each process for the only one, unless it is told to use CPUs.
+    assert PartialState(cpu=True).num_processes == dist.get_world_size()
 if Path(sys.argv[0]).exists():
     runpy.run_path(sys.argv[0], run_name="__main__")
 else:

@@ -6,6 +6,7 @@ Each test here runs programs of an installed package, or what its examples do, i
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +15,13 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 SUITE_OF_TORCHFT = ("ddp_test", "local_sgd_integ_test", "manager_integ_test", "process_group_test")
+#: So many tests of torch run on CPUs, at least: the rest asks for GPUs, NCCL, MPI or more ranks.
+LEAST_OF_TORCH = 80
 # A group in a process of its own, or one of NCCL, is not ours.
 NOT_OURS = "not NCCL and not Nccl and not XCCL and not Baby"
 
 
-def run(*command: str, folder: Path = REPOSITORY, timeout_s: float = 540) -> str:
+def run(*command: str, folder: Path = REPOSITORY, timeout_s: float = 540, **variables: str) -> str:
     """What a Python command prints, which must end well."""
     done = subprocess.run(
         [sys.executable, *command],
@@ -26,7 +29,7 @@ def run(*command: str, folder: Path = REPOSITORY, timeout_s: float = 540) -> str
         text=True,
         timeout=timeout_s,
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **variables},
         check=False,
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-8000:]
@@ -47,12 +50,28 @@ def test_torchft(name: str, tmp_path: Path) -> None:
 
 
 # test_distributed_data_loop calls another collective on each rank: it hangs on Gloo, and is an error here.
-# test_ddp_comm_hook asks for GPUs; what it does is in tests/integrations/test_accelerate.py.
+# test_ddp_comm_hook names GPUs: the next test runs it on CPUs.
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["test_ops", "test_sync", "test_script"])
 def test_accelerate(name: str) -> None:
     pytest.importorskip("accelerate", reason="needs the extra accelerate")
     torchrun("-m", "tests.clients.on_bagua", f"accelerate.test_utils.scripts.{name}")
+
+
+@pytest.mark.timeout(600)
+def test_accelerates_hooks_and_compiled_models() -> None:
+    pytest.importorskip("accelerate", reason="needs the extra accelerate")
+    assert "right" in torchrun("-m", "tests.clients.on_bagua", "tests.clients.accelerate_options")
+
+
+# TrainingArguments refuse the name of the backend, and take a group that is there.
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("algorithm", ["hook", "bytegrad"])
+def test_the_trainer_on_the_backend(algorithm: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs the extra transformers")
+    script = ("examples/use_transformers.py", "--steps", "51", "--algorithm", algorithm, "--folder", str(tmp_path))
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", torchrun("-m", "tests.clients.on_bagua", *script))]
+    assert losses[-1] < 0.5 * losses[0]
 
 
 @pytest.mark.timeout(600)
@@ -68,6 +87,10 @@ def test_lightnings_boring_models(strategy: str) -> None:
 
 
 @pytest.mark.timeout(3600)
-def test_the_suite_inside_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_suite_inside_torch(size: int) -> None:
     suite = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "filterwarnings=")
-    run(*suite, "--timeout", "90", "tests/clients/torch_suite.py", timeout_s=3500)
+    said = run(*suite, "--timeout", "90", "tests/clients/torch_suite.py", timeout_s=3500, WORLD_SIZE=str(size))
+    passed = re.search(r"(\d+) passed", said)
+    assert passed is not None, said
+    assert int(passed[1]) >= LEAST_OF_TORCH, said

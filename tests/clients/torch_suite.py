@@ -18,7 +18,10 @@ os.environ.setdefault("TEMP_DIR", tempfile.mkdtemp(prefix="bagua-suite-"))
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.common_distributed import MultiProcessTestCase
+from torch.testing._internal.distributed.ddp_under_dist_autograd_test import DdpComparisonTest, DdpUnderDistAutogradTest
 from torch.testing._internal.distributed.distributed_test import DistributedTest, TestDistBackend
+from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import TensorPipeRpcAgentTestFixture
 
 import bagua.torch_api
 
@@ -51,12 +54,38 @@ if os.environ.get("BAGUA_SUITE", "bagua") == "bagua":
     dist.new_group = _on_bagua(dist.new_group)
 
 
+def _skip_if_told(test: Any) -> None:
+    reason = next((why for name, why in SKIPPED.items() if name in test._testMethodName), None)
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def _start(test: Any) -> None:
+    """In processes of its own: forks, because importing torch takes longer than most tests."""
+    test._start_processes(torch.multiprocessing.get_context("fork").Process)
+
+
 class TestCollectives(TestDistBackend, DistributedTest._DistTestBase):
-    """Each test in processes of its own: forks, because importing torch takes longer than most tests."""
+    """Collectives, messages, groups, and DDP."""
 
     def setUp(self) -> None:
-        reason = next((why for name, why in SKIPPED.items() if name in self._testMethodName), None)
-        if reason is not None:
-            pytest.skip(reason)
+        _skip_if_told(self)
         super().setUp()
-        self._start_processes(torch.multiprocessing.get_context("fork").Process)
+        _start(self)
+
+
+class OverRpc(TensorPipeRpcAgentTestFixture, MultiProcessTestCase):
+    """Ranks that call functions of each other beside their collectives."""
+
+    def setUp(self) -> None:
+        _skip_if_told(self)
+        super().setUp()
+        _start(self)
+
+
+class TestDdpWithRpc(DdpComparisonTest, OverRpc):
+    """DDP on four ranks, with gradients of torch's distributed autograd."""
+
+
+class TestDdpInsideRpc(DdpUnderDistAutogradTest, OverRpc):
+    """DDP on four trainers, driven by a master, beside a remote worker."""
