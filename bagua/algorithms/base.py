@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -74,6 +75,11 @@ class Algorithm(ABC):
     def every_exchange(self) -> tuple[Exchange, ...]:
         """The exchanges of all phases."""
         return tuple(exchange for phase in self.phases for exchange in self.exchanges(phase))
+
+    @cached_property
+    def acts_alone(self) -> bool:
+        """Whether one rank by itself has something to do. Asked in each pass, so it is found out once."""
+        return any(exchange.alone for exchange in self.every_exchange())
 
     @property
     def in_background(self) -> bool:

@@ -43,9 +43,6 @@ from bagua.errors import BaguaError, blame
 class BucketFormation:
     """The half of ``Reducer``, which see, that ends when buckets exist."""
 
-    #: Whether there is nothing to do, by the declaration that this was found out from.
-    _idle: tuple[Algorithm | None, bool] = (None, False)
-
     def __init__(
         self,
         module: torch.nn.Module,
@@ -152,15 +149,7 @@ class BucketFormation:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do, as on a group of one rank."""
-        if self.group.size > 1:
-            return False
-        declaration, idle = self._idle
-        if (
-            declaration is not self.declaration
-        ):  # Asked in each pass: exchanges are values, and made anew when asked for.
-            idle = not any(one.alone for one in self.declaration.every_exchange())
-            self._idle = self.declaration, idle
-        return idle
+        return self.group.size == 1 and not self.declaration.acts_alone
 
     @property
     def initialized(self) -> bool:
