@@ -378,6 +378,26 @@ class Halves(nn.Module):
 
 
 @pytest.mark.threads
+def test_buffers_go_all_at_once_unless_told_otherwise(thread_ranks):
+    exchange = Exchange(Buffers(), Every(2), Mean(), Replace())
+    assert exchange == dataclasses.replace(exchange, parts=Parts(1, "strided"))
+
+    def train() -> list[float]:
+        model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
+        optimizer = plain_sgd(model.parameters())
+        wrapped = with_bagua(model, [optimizer], Algorithm.of(exchange))
+        seen = []
+        for number in range(2):
+            train_steps(wrapped, optimizer, bagua.comm.get_rank(), [number])
+            seen.append(model[1].running_mean.tolist())
+        return seen
+
+    (first, mean), (other, same) = thread_ranks(2, train)
+    assert first != other
+    assert mean == same
+
+
+@pytest.mark.threads
 def test_late_gradients_of_what_is_unused_by_now_are_not_lost(thread_ranks):
     def loss(model: nn.Module, rank: int, number: int) -> torch.Tensor:
         return model(torch.full((2, 8), 1.0 + rank), number).square().mean()

@@ -17,6 +17,8 @@ __all__ = ["OF_BUCKETS", "POINTS", "Every", "Exchange", "Flight", "How", "Point"
 #: Points at which gradients are sent, and replaced.
 _OF_GRADIENTS: tuple[Point, ...] = (*OF_BUCKETS, "backward ends")
 
+_WHOLE = Parts(1, "strided")
+
 #: Where what starts at a point is folded, unless it says otherwise; others at the point itself.
 _FOLDED: dict[Point, Point] = {
     "backward begins": "backward ends",
@@ -38,7 +40,7 @@ class Exchange:
         until: where it is folded, ``lag`` steps later; None for ``backward ends`` after points of a backward pass, for
             ``bucket ready`` after ``bucket stepped``, and for ``at`` otherwise.
         lag: steps between start and fold.
-        parts: of the model that go separately.
+        parts: of the model that go separately. Buffers, which do not arrive, go all at once by default.
         label: of its state, its connections and its metrics; unique among the exchanges of an algorithm.
 
     Raises:
@@ -71,6 +73,8 @@ class Exchange:
         check_kind((How, type(None)), "how ranks communicate, as Mean(), or None", how=self.how)
         check_whole(0, lag=self.lag)
         check_kind(str, "a word", label=self.label)
+        if "buffers" in self.needs and self.parts.by == "arrival":
+            object.__setattr__(self, "parts", _WHOLE)
         self.then.check(self.what)
         self._settle_points()
         _check_places(self)
