@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bagua.algorithms import Algorithm, AlgorithmImpl, Exchange, Model
+from bagua.algorithms import Algorithm, AlgorithmImpl, Exchange
 from bagua.buckets import Bucket
 from bagua.comm import Communicator, Group, ProcessGroup, as_group, close_with, get_default_group
 from bagua.engine.autotune.search import Setting
@@ -24,7 +24,7 @@ from bagua.engine.buckets.layout import (
     positions_of,
     twice,
 )
-from bagua.engine.buckets.registration import Registration, buffers_of, floating_buffers_of
+from bagua.engine.buckets.registration import Registration, buffers_of, checked_model
 from bagua.engine.gradients import Unused
 from bagua.engine.meeting import meet
 from bagua.engine.options import EngineOptions, check_bucket_bytes, check_leader, check_optional_flag
@@ -102,25 +102,13 @@ class BucketFormation:
         try:
             self.registration = Registration(self.module)
             self._known = frozenset(map(id, self.registration.parameters))
-            self._check_model()
+            self.model = checked_model(self.module, self.registration, self.optimizers, self.declaration)
             if self.algorithm.process_group.size > 1:
                 served = self.algorithm.process_group.global_communicator.device_types
                 self.registration.refuse_other_devices(served)
         except BaguaError as error:
             return error
         return None
-
-    def _check_model(self) -> None:
-        named = dict(zip(self.registration.names, self.registration.parameters, strict=True))
-        self.model = Model(named, self.optimizers, partial(floating_buffers_of, self.module))
-        self.declaration.check(self.model)
-        for one in self.declaration.every_exchange():
-            for dtype in {parameter.dtype for parameter in named.values()}:
-                if one.how is not None:
-                    one.how.check_dtype(dtype)
-            if "buffers" not in one.needs:
-                parts = [list(named)] if one.parts.by == "arrival" else one.parts.cut(named)
-                one.then.check_parameters([named[name] for part in parts for name in part])
 
     def _agree(self, refusal: BaguaError | None = None) -> None:
         """Make sure that all ranks mean the same, and form the buckets that the user wants."""

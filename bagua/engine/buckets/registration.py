@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
+from bagua.algorithms import Algorithm, Model
 from bagua.errors import ConfigurationError, InvalidTensorError
 
-__all__ = ["Registration", "buffers_of", "floating_buffers_of", "ignored_names"]
+__all__ = ["Registration", "buffers_of", "checked_model", "floating_buffers_of", "ignored_names"]
 
 
 _SHARDED = (
@@ -241,3 +243,27 @@ def _refuse_sparse(module: torch.nn.Module, ignored: frozenset[str]) -> None:
                 seen=f"{type(submodule).__name__}(sparse=True)",
                 advice="Use sparse=False, or name it in module._ddp_params_and_buffers_to_ignore.",
             )
+
+
+def checked_model(
+    module: torch.nn.Module,
+    registration: Registration,
+    optimizers: Sequence[torch.optim.Optimizer],
+    declaration: Algorithm,
+) -> Model:
+    """What ``declaration`` may know of ``module``.
+
+    Raises:
+        ConfigurationError: the model cannot be trained this way.
+    """
+    named = dict(zip(registration.names, registration.parameters, strict=True))
+    model = Model(named, optimizers, partial(floating_buffers_of, module))
+    declaration.check(model)
+    for one in declaration.every_exchange():
+        for dtype in {parameter.dtype for parameter in named.values()}:
+            if one.how is not None:
+                one.how.check_dtype(dtype)
+        if "buffers" not in one.needs:
+            parts = [list(named)] if one.parts.by == "arrival" else one.parts.cut(named)
+            one.then.check_parameters([named[name] for part in parts for name in part])
+    return model
