@@ -34,7 +34,8 @@ from bagua.engine.schedule.scheduler import Scheduler
 from bagua.engine.schedule.tracks import Clock
 from bagua.engine.schedule.whereabouts import whereabouts
 from bagua.engine.state.agreement import compare_or_refuse
-from bagua.engine.state.equality import EqualityCheck, digest_of_gradients, warn_of_equal_gradients
+from bagua.engine.state.digests import digest_of_gradients
+from bagua.engine.state.equality import EqualityCheck, warn_of_equal_gradients
 from bagua.engine.state.replicas import make_weights_equal
 from bagua.engine.state.saving import Remembered
 from bagua.errors import BaguaError, blame
@@ -299,19 +300,17 @@ class BucketFormation:
             return
         shared = self.courses.fresh_and_shared
         if self.group.size > 1 and shared:
-            if loads := self.equality.unmet_loads():
+            if loads := self.equality.loads.unmet():
                 meet(self.group, f"load{loads}", "weights were loaded")
             make_weights_equal([self.model.parameters[name] for name in shared], self.communicator)
         self.courses.begin_from_weights()
 
-    def weights_will_be_replaced(self) -> None:
-        """Wait for what is sent from where the weights lie."""
-        self.end_exchanges()
+    def settle_loads(self) -> None:
+        """Training goes on, or is saved: begin again from weights that were loaded, unless they were put back.
 
-    def weights_were_replaced(self) -> None:
-        """Begin again from them, unless what belongs to them was restored in the same step."""
-        self._versions = []
-        if self.restored_at != self.step:
+        What belongs to them may have been restored in the same step: that stays.
+        """
+        if self.equality.note_load(self.step, self.group, self.registration) and self.restored_at != self.step:
             self.courses.weights_were_replaced()
 
     @property
@@ -374,6 +373,7 @@ class BucketFormation:
         """Take the buckets apart, and keep what the algorithm remembers for those to come."""
         if settle and self.algorithm.plane is not None:
             self.algorithm.plane.settle()
+        self.settle_loads()
         if self.scheduler is not None:
             self.scheduler.flush()
             self.scheduler.dissolve()

@@ -114,10 +114,9 @@ class _LoadHook:
     def __call__(self, *_: Any) -> None:
         engine = self.engine()
         if engine is not None and self.after:
-            engine.reducer.equality.note_load(engine.reducer.step, engine.reducer.group)
-            engine.reducer.weights_were_replaced()
+            engine.reducer.weights_were_loaded()
         elif engine is not None:
-            engine.reducer.weights_will_be_replaced()
+            engine.reducer.weights_will_be_loaded()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _no_hook, ()

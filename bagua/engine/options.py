@@ -73,7 +73,7 @@ class EngineOptions:
         autotune: whether, and how, to tune; None leaves that to ``BAGUA_AUTOTUNE``.
         check_every: steps from one comparison of what must be equal on all ranks to the next; 0 for the first step
             alone; None for 100 where ranks hold equal weights, and what suits the algorithm elsewhere.
-        on_difference: ``raise`` if the comparison finds one, or ``repair``: give all ranks rank 0's.
+        on_difference: ``raise`` if the comparison finds more than rounding, or ``repair``: give all ranks rank 0's.
 
     Raises:
         ConfigurationError: a value that cannot be used.

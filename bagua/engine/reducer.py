@@ -184,6 +184,7 @@ class Reducer(BucketFormation):
 
     def before_step(self) -> bool:
         """A training forward begins: a safe point. Whether hooks on parameters must come or go."""
+        self.settle_loads()
         if self.scheduler is None:
             return False
         plane, before = self.algorithm.plane, (self.between_steps, self.follows_gradients)
@@ -196,6 +197,7 @@ class Reducer(BucketFormation):
     def begin_step(self) -> None:
         """A synchronized backward pass starts."""
         self.check_usable()
+        self.settle_loads()
         if self.scheduler is None or self.between_steps:
             return
         if self.algorithm.plane is not None:
@@ -266,8 +268,8 @@ class Reducer(BucketFormation):
         if self.equality.concerns(self.step):
             self.end_exchanges()
             belief = Belief(self.module, self.model, self.buckets, self.courses.places)
-            if self.equality.look(self.step, belief, self.group):
-                self.weights_were_replaced()
+            if self.equality.look(self.step, belief, self.group) and self.restored_at != self.step:
+                self.courses.weights_were_replaced()
         self.step += 1
         self._versions = self.registration.versions if scheduler.owes else []
 
@@ -278,6 +280,16 @@ class Reducer(BucketFormation):
             restore_unused(unused_here, self.model.parameters, self.communicator)
 
     # Between backward passes.
+
+    def weights_will_be_loaded(self) -> None:
+        """Wait for what is sent from where the weights lie."""
+        self.end_exchanges()
+        self.equality.loads.begin(self.registration.trained_now())
+
+    def weights_were_loaded(self) -> None:
+        """Whether that changes anything is found out when training goes on: an evaluation may put them back."""
+        self._versions = []
+        self.equality.loads.end()
 
     @property
     def owes(self) -> bool:
@@ -311,6 +323,7 @@ class Reducer(BucketFormation):
 
     def flush(self) -> None:
         """Leave no exchange owed or under way. Collective if the algorithm is."""
+        self.settle_loads()
         if self.algorithm.plane is not None:
             self.algorithm.plane.settle()
         if self.scheduler is not None:
@@ -402,11 +415,13 @@ class Reducer(BucketFormation):
         Every rank saves its own. Made of numbers, strings, lists, dictionaries and tensors.
         """
         self.after_optimizers()
+        self.settle_loads()
         return checkpoints.save(self)
 
     def state_digest(self) -> str:
         """See ``EngineAccess.bagua_state_digest``."""
         self.after_optimizers()
+        self.settle_loads()
         weights = {} if self.declaration.ranks_differ else self.model.parameters
         return compare_states(self.step, weights, self.courses.places, self.communicator)
 

@@ -303,12 +303,10 @@ class ShardExchange(EngineAccess):
                 reshard()
 
     def _before_load(self, *_: Any) -> None:
-        self._bagua_engine.reducer.weights_will_be_replaced()
+        self._bagua_engine.reducer.weights_will_be_loaded()
 
     def _after_load(self, *_: Any) -> None:
-        reducer = self._bagua_engine.reducer
-        reducer.equality.note_load(reducer.step, reducer.group)
-        reducer.weights_were_replaced()
+        self._bagua_engine.reducer.weights_were_loaded()
 
     def bagua_finish(self) -> None:
         """Make one model of all replicas: the last call of training. Collective; see ``EngineAccess.bagua_finish``."""

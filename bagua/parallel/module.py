@@ -176,7 +176,8 @@ def with_bagua(
         check_every: compare what must be equal on all ranks in the first step, and then after so many; 0 for the first
             step alone; None for 100 where ranks hold equal weights, and what suits the algorithm elsewhere.
         on_difference: ``raise`` a ``CollectiveMismatchError`` that names the first difference and the ranks, or
-            ``repair``: give all ranks rank 0's weights, optimizer state and settings, and warn.
+            ``repair``: give all ranks rank 0's weights, optimizer state and settings, and warn. Ranks that only round
+            differently are warned of once.
         between: what ``join_islands`` returned: this process trains with others that come and go, by ``diloco``,
             ``local_sgd`` or ``slowmo``. Waits until it takes part; a newcomer starts from the state of the others.
         unknown: anything else is a ``TypeError`` that names the above.

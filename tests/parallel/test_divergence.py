@@ -12,7 +12,9 @@ import torch
 
 import bagua.comm
 from bagua.algorithms import Algorithm
-from bagua.engine.state.equality import _plain, quick_digest
+from bagua.engine.state.digests import quick_digest
+from bagua.engine.state.equality import _plain
+from bagua.engine.state.rounding import differ_by_rounding
 from bagua.errors import BaguaError, CollectiveMismatchError, ConfigurationError, PeerLostError
 from bagua.optim import QAdamOptimizer
 from bagua.parallel import bagua_init
@@ -279,3 +281,177 @@ def test_settings_of_what_is_not_exchanged_may_differ(thread_ranks):
 
 def test_settings_are_compared_without_devices_and_addresses():
     assert _plain((torch.tensor(0.5), [1, None], object())) == [0.5, [1, None], "object"]
+
+
+# Weights that are swapped in and back.
+
+
+def swap_on_first(model: torch.nn.Module, _: torch.optim.Optimizer, rank: int) -> None:
+    """An evaluation of other weights, as of their moving average, on one rank."""
+    if rank == 0:
+        kept = snapshot(model)
+        model.load_state_dict(mlp(seed=7).state_dict())
+        model.load_state_dict(kept)
+
+
+def swap_on_first_and_load_everywhere(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    swap_on_first(model, optimizer, rank)
+    load_everywhere(model, optimizer, rank)
+
+
+def load_the_same_everywhere(model: torch.nn.Module, _: torch.optim.Optimizer, rank: int) -> None:
+    """On rank 0, which holds them already, nothing changes."""
+    state = snapshot(model)
+    model.load_state_dict(bagua.comm.get_default_group().global_communicator.broadcast_object(state))
+
+
+EAGER = Algorithm.init("diloco", sync_every=2, fragments=1, eager=True)
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "local_sgd", DILOCO, EAGER, "decentralized"])
+def test_weights_that_are_put_back_change_nothing(thread_ranks, caplog, algorithm):
+    run = partial(train, check_every=1)
+    with caplog.at_level(logging.WARNING, "bagua"):
+        ends = thread_ranks(2, run, swap_on_first, 3, algorithm)
+        expected = thread_ranks(2, run, nothing, 3, algorithm)
+    assert [error for error, _, _ in ends] == [None, None]
+    for (_, _, seen), (_, _, undisturbed) in zip(ends, expected, strict=True):
+        assert all(torch.equal(seen[name], value) for name, value in undisturbed.items())
+    assert "loaded" not in caplog.text
+
+
+@pytest.mark.parametrize("mistake", [swap_on_first_and_load_everywhere, load_the_same_everywhere])
+@pytest.mark.parametrize("algorithm", ["local_sgd", DILOCO])
+def test_a_load_on_all_ranks_counts_once_on_each(thread_ranks, mistake, algorithm):
+    ends = thread_ranks(2, partial(train, check_every=1), mistake, 3, algorithm)
+    assert [error for error, _, _ in ends] == [None, None]
+
+
+def _save_between_a_swap_and_a_step() -> bool:
+    rank, model = bagua.comm.get_rank(), mlp()
+    optimizer = sgd(model.parameters())
+    wrapped = with_bagua(model, [optimizer], DILOCO)
+    train_steps(wrapped, optimizer, rank, range(3))
+    before = wrapped.bagua_state_dict()
+    swap_on_first(model, optimizer, rank)
+    after = wrapped.bagua_state_dict()
+    name = next(iter(before["parameters"]))
+    return before["parameters"][name].keys() == after["parameters"][name].keys() != set()
+
+
+def test_a_state_saved_after_weights_were_put_back_has_the_anchor(thread_ranks):
+    assert thread_ranks(2, _save_between_a_swap_and_a_step) == [True, True]
+
+
+def _keys_after_many_loads() -> int:
+    rank, model = bagua.comm.get_rank(), mlp()
+    optimizer = sgd(model.parameters())
+    wrapped = with_bagua(model, [optimizer], check_every=0)
+    group, counts = wrapped._bagua_engine.reducer.group, []
+    for step in range(6):
+        load_everywhere(model, optimizer, rank)
+        train_steps(wrapped, optimizer, rank, range(step, step + 1))
+        counts.append(sum(group.store.check([f"loaded{end}"]) for end in ("/0", "/1", *(f"{n}/0" for n in range(7)))))
+    return max(counts)
+
+
+def test_loads_leave_one_key_for_each_rank_in_the_store(thread_ranks):
+    assert max(thread_ranks(2, _keys_after_many_loads)) <= 2
+
+
+# Ranks that round differently.
+
+
+def round_otherwise(model: torch.nn.Module, _: torch.optim.Optimizer, rank: int) -> None:
+    if rank == 1:
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.copy_(torch.nextafter(weight, torch.tensor(torch.inf)))
+
+
+def _train_while_rounding(**options: Any) -> dict[str, torch.Tensor]:
+    rank, model = bagua.comm.get_rank(), mlp()
+    optimizer = sgd(model.parameters())
+    wrapped = with_bagua(model, [optimizer], check_every=1, **options)
+    for step in range(8):
+        train_steps(wrapped, optimizer, rank, range(step, step + 1))
+        round_otherwise(model, optimizer, rank)
+    return snapshot(model)
+
+
+def test_ranks_that_round_differently_are_told_once_and_train_on(thread_ranks, caplog):
+    with caplog.at_level(logging.WARNING, "bagua"):
+        first, second = thread_ranks(2, _train_while_rounding)
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+    assert caplog.text.count("but only by rounding") == 1
+    assert "0.weight on rank 1 is not that of rank 0" in caplog.text
+
+
+def test_on_request_what_rounding_does_is_repaired_at_each_comparison(thread_ranks, caplog):
+    with caplog.at_level(logging.WARNING, "bagua"):
+        first, second = thread_ranks(2, partial(_train_while_rounding, on_difference="repair"))
+    for name, value in first.items():  # One unit in the last place since the last comparison.
+        assert torch.equal(torch.nextafter(value, torch.tensor(torch.inf)), second[name])
+    assert caplog.text.count("but only by rounding") == 1
+    assert "all ranks go on with" not in caplog.text
+
+
+@pytest.mark.parametrize("share", [1e-4, float("nan"), float("inf")])
+def test_more_than_rounding_ends_the_run(thread_ranks, share):
+    def change(model: torch.nn.Module, _: torch.optim.Optimizer, rank: int) -> None:
+        if rank == 1:
+            with torch.no_grad():
+                model[2].bias[0] += share * float(model[2].bias.abs().max())
+
+    for error, step, _ in thread_ranks(2, partial(train, check_every=1), change, 3):
+        assert isinstance(error, CollectiveMismatchError)
+        assert step == 3
+
+
+def _compare_rounded(dtype: torch.dtype, units: float, steps: int) -> bool:
+    base = torch.linspace(-1, 1, 9).to(dtype)
+    own = base * (1 + units * torch.finfo(dtype).eps * bagua.comm.get_rank())
+    return differ_by_rounding([base, own], steps, bagua.comm.get_default_group().global_communicator)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex64])
+def test_what_rounding_may_do_grows_with_the_root_of_the_steps(thread_ranks, dtype):
+    for units, steps, allowed in ((10, 0, True), (20, 1, False), (100, 100, True), (200, 100, False), (9, 10**9, True)):
+        assert thread_ranks(2, _compare_rounded, dtype, units, steps) == [allowed] * 2
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "alike"),
+    [
+        ([1, 2], [1, 2], True),
+        ([1, 2], [1, 3], False),
+        ([0.0, 0.0], [0.0, -0.0], True),
+        ([0.0, 0.0], [1e-9, 0.0], False),
+        ([1.0, float("nan")], [1.0, float("nan")], True),
+        ([1.0, float("inf")], [1.0, float("inf")], True),
+        ([1.0, 1.0], [1.0, float("nan")], False),
+        ([], [], True),
+    ],
+)
+def test_what_is_not_finite_and_whole_numbers_must_be_equal(thread_ranks, first, second, alike):
+    def compare() -> bool:
+        own = torch.tensor([first, second][bagua.comm.get_rank()])
+        return differ_by_rounding([own], 1, bagua.comm.get_default_group().global_communicator)
+
+    assert thread_ranks(2, compare) == [alike, alike]
+
+
+def _train_alone_on_the_same_data(algorithm: str) -> None:
+    layer = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    model = with_bagua(layer, [optimizer], algorithm)
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("algorithm", ["local_sgd", "decentralized", "diloco"])
+def test_ranks_whose_buckets_exist_from_the_start_are_told_of_equal_data_too(thread_ranks, caplog, algorithm):
+    with caplog.at_level(logging.WARNING, "bagua"):
+        thread_ranks(2, _train_alone_on_the_same_data, algorithm)
+    assert caplog.text.count("computed the same gradient in the first step") == 1

@@ -113,6 +113,11 @@ class Registration:
         self._pointers = [parameter.data_ptr() for parameter in self.parameters]
         self._dtypes = [parameter.dtype for parameter in self.parameters]
 
+    def trained_now(self) -> list[torch.Tensor]:
+        """The trainable parameters that the module has now, in its order; tied ones each time."""
+        found = (place.table.get(place.key) for place in self._places)
+        return [one for one in found if isinstance(one, torch.Tensor) and one.requires_grad]
+
     @property
     def versions(self) -> list[int]:
         """How often each trainable parameter was changed in place."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,16 +13,18 @@ import torch
 from bagua.algorithms import Algorithm, Model
 from bagua.buckets import Bucket
 from bagua.comm import Communicator, ProcessGroup, as_bytes
+from bagua.engine.buckets.registration import Registration
 from bagua.engine.options import EngineOptions
+from bagua.engine.state.digests import digest_of_gradients, quick_digest
+from bagua.engine.state.loads import Loads
 from bagua.engine.state.replicas import broadcast_optimizer_state, broadcast_parameters
+from bagua.engine.state.rounding import differ_by_rounding
 from bagua.engine.state.saving import Holder, digest_of, shared_tensors
 from bagua.errors import CollectiveMismatchError
 
 __all__ = [
     "Belief",
     "EqualityCheck",
-    "digest_of_gradients",
-    "quick_digest",
     "warn_of_equal_gradients",
 ]
 
@@ -31,31 +32,7 @@ _log = logging.getLogger("bagua")
 
 #: Steps from one look to the next where ranks hold equal weights after each step.
 DEFAULT_CHECK_EVERY = 100
-#: Sums of a digest: what changes several words must cancel out in one of them to be overlooked.
-_SUMS = 256
 _SETTINGS = "settings of optimizers"
-
-
-def quick_digest(tensors: Iterable[torch.Tensor]) -> bytes:
-    """Eight bytes that depend on all bits of ``tensors``; ten times as fast as a cryptographic digest.
-
-    Example:
-        >>> quick_digest([torch.zeros(3)]) == quick_digest([torch.zeros(3)]), len(quick_digest([]))
-        (True, 8)
-    """
-    found = hashlib.sha256()
-    for tensor in tensors:
-        flat = tensor.detach().contiguous().view(-1)
-        if flat.is_complex():
-            flat = torch.view_as_real(flat).view(-1)
-        if flat.numel() * flat.itemsize % 8 or flat.data_ptr() % 8:
-            flat = torch.cat([flat.view(torch.uint8), flat.new_zeros(8, dtype=torch.uint8)])
-            flat = flat[: flat.numel() // 8 * 8]
-        words = flat.view(torch.int64)
-        whole = words.numel() // _SUMS * _SUMS
-        for sums in (words[:whole].view(-1, _SUMS).sum(0), words[whole:]):
-            found.update(as_bytes(sums.cpu().view(torch.uint8)))
-    return found.digest()[:8]
 
 
 @dataclass(frozen=True)
@@ -87,50 +64,45 @@ class EqualityCheck:
     """Compares the beliefs of all ranks at the end of steps that all of them know.
 
     Where ranks hold equal weights after each step, weights and settings of optimizers must be equal. Where they differ
-    on purpose, only what the algorithm shares is compared, and whether all of them loaded weights.
+    on purpose, only what the algorithm shares is compared, and whether all of them loaded weights. Ranks that only
+    round differently are told so once, and train on.
 
     Args:
         algorithm: says what must be equal.
         options: how often to look, and what to do about a difference.
+
+    Attributes:
+        loads: of weights into the model.
     """
 
     def __init__(self, algorithm: Algorithm, options: EngineOptions) -> None:
+        self.loads = Loads()
         self._differ = algorithm.ranks_differ
         self._every = _usual(algorithm) if options.check_every is None else options.check_every
         self._repairs = options.on_difference == "repair"
         self._looks = not algorithm.in_background
         self._next = 0 if self._looks else -1
-        #: Loads since the last meeting.
-        self._loads = self._meetings = 0
-        self._loaded_at = -1
+        self._leaves_gradients = not any("gradients" in one.needs for one in algorithm.every_exchange())
+        #: When ranks were known to be equal last, and whether they were told that they round differently.
+        self._equal_at, self._rounds = 0, False
 
     def restart(self, step: int) -> None:
         """All ranks go on with ``step``: look at its end."""
+        self._equal_at = step
         if self._looks:
             self._next = step
 
-    def note_load(self, step: int, group: ProcessGroup) -> None:
-        """Weights were loaded before ``step``."""
-        self._loads += 1
-        self._loaded_at = step
+    def note_load(self, step: int, group: ProcessGroup, registration: Registration) -> bool:
+        """Training goes on with ``step``: whether weights were loaded before it, and not put back."""
+        if not self.loads.settle(step, registration.trained_now):
+            return False
         if not self._differ:
-            with contextlib.suppress(RuntimeError):  # The store may be gone; then so is the training.
-                group.store.set(f"loaded{step}/{group.rank}", "1")
-
-    def unmet_loads(self) -> int:
-        """A number for ranks to meet by, if there was a load since the question was asked last; else 0.
-
-        It counts the meetings: a rank may have loaded more often than others before one.
-        """
-        if not self._loads:
-            return 0
-        self._loads = 0
-        self._meetings += 1
-        return self._meetings
+            self.loads.tell(group)
+        return True
 
     def concerns(self, step: int) -> bool:
         """Whether there is something to look at when ``step`` ends: the same on all ranks, or only on this one."""
-        return step in (self._next, self._loaded_at)
+        return step in (self._next, self.loads.step)
 
     def look(self, step: int, belief: Belief, group: ProcessGroup) -> bool:
         """Compare at the end of ``step``. Collective in the steps that all ranks know.
@@ -142,56 +114,76 @@ class EqualityCheck:
             CollectiveMismatchError: on all ranks, if there is a difference that is not to be repaired.
         """
         if step != self._next:
-            self._warn_of_lone_load(step, group)
+            if not self._differ:
+                self.loads.warn_if_alone(step, group)
             return False
         self._next = step + self._every if self._every else -1
-        difference = self._difference(belief, group.global_communicator)
-        if difference is not None and not self._repairs:
+        communicator = group.global_communicator
+        if step == 0 and self._leaves_gradients:  # Otherwise they were compared before they were exchanged.
+            own = digest_of_gradients(list(belief.model.parameters.values()))
+            warn_of_equal_gradients(communicator.allgather_object(own), group.rank)
+        difference, by_rounding = self._difference(step, belief, communicator)
+        if difference is None:
+            self._equal_at = step
+            return False
+        if by_rounding:
+            self._tell_of_rounding(difference, communicator)
+        elif not self._repairs:
             raise difference
-        if difference is not None:
-            _take_from_first_rank(belief, group.global_communicator, difference)
-        return difference is not None
+        if self._repairs:
+            _take_from_first_rank(belief, communicator, "" if by_rounding else difference.problem)
+            self._equal_at = step
+        return self._repairs and not by_rounding
 
-    def _warn_of_lone_load(self, step: int, group: ProcessGroup) -> None:
-        """Who exchanged in this step has said before if weights were loaded there, too."""
-        others: list[int] = []
-        if not self._differ:
-            with contextlib.suppress(RuntimeError):
-                keys = {rank: f"loaded{step}/{place}" for place, rank in enumerate(group.ranks)}
-                others = [rank for rank, key in keys.items() if not group.store.check([key])]
-        if others:
+    def _tell_of_rounding(self, difference: CollectiveMismatchError, communicator: Communicator) -> None:
+        if communicator.rank == 0 and not self._rounds:
             _log.warning(
-                "rank %d loaded weights before step %d, and rank %s did not: load them on every rank, or give all "
-                "ranks rank 0's with bagua.torch_api.distributed.broadcast_parameters(model)",
-                group.ranks[group.rank],
-                step,
-                ", ".join(map(str, others)),
+                "%s, but only by rounding, as on other processors or with other numbers of threads. Training goes on; "
+                "on_difference='repair' gives all ranks rank 0's weights at each comparison",
+                difference.problem,
             )
+        self._rounds = True
 
-    def _difference(self, belief: Belief, communicator: Communicator) -> CollectiveMismatchError | None:
+    def _difference(
+        self, step: int, belief: Belief, communicator: Communicator
+    ) -> tuple[CollectiveMismatchError | None, bool]:
+        """The first difference, and whether rounding explains all of them."""
         everyone = _gather(self._quick(belief), communicator)
         if len(set(everyone)) == 1:
-            return None
-        found = communicator.allgather_object([[self._loads, self._loaded_at], self._lines(belief)])
+            return None, False
+        loads = self.loads
+        found = communicator.allgather_object([[loads.count, loads.step], self._lines(belief)])
+        counts, lines = [one[0] for one in found], [one[1] for one in found]
+        error, by_rounding = _explain(lines, counts, communicator), False
+        if error is not None and len({count for count, _ in counts}) == 1:
+            names = _differing_tensors(lines)
+            held = {(kind, name): tensor for kind, name, tensor in self._tensors(belief)}
+            by_rounding = bool(names) and differ_by_rounding(
+                [held[name] for name in names], step - self._equal_at, communicator
+            )
         communicator.barrier()  # A rank that raises ends the communicator: others may still be receiving.
-        self._loads = max(count for (count, _), _ in found)
-        return _explain([one[1] for one in found], [one[0] for one in found], communicator)
+        loads.count = max(count for count, _ in counts)
+        return error, by_rounding
 
     def _quick(self, belief: Belief) -> bytes:
         tensors = [tensor for _, tensor in shared_tensors(belief.places)]
         if self._differ:
-            return quick_digest(tensors) + self._loads.to_bytes(8, "little")
+            return quick_digest(tensors) + self.loads.count.to_bytes(8, "little")
         settings = "\n".join(map(repr, _settings(belief.model)))
         return quick_digest([*tensors, *belief.flats()]) + hashlib.sha256(settings.encode()).digest()[:8]
 
     def _lines(self, belief: Belief) -> list[list[str]]:
         """For each thing that must be equal its kind, its name, and its value."""
-        shared = [["shared state", name, digest_of(tensor)] for name, tensor in shared_tensors(belief.places)]
+        digests = [[kind, name, digest_of(tensor)] for kind, name, tensor in self._tensors(belief)]
         if self._differ:
-            return [*shared, ["weights", "the number of times that they were loaded", str(self._loads)]]
-        settings = [[_SETTINGS, name, value] for name, value in _settings(belief.model)]
-        weights = [["weights", name, digest_of(weight)] for name, weight in belief.model.parameters.items()]
-        return [*settings, *weights, *shared]
+            return [*digests, ["weights", "the number of steps before which they were loaded", str(self.loads.count)]]
+        return [*([_SETTINGS, name, value] for name, value in _settings(belief.model)), *digests]
+
+    def _tensors(self, belief: Belief) -> list[tuple[str, str, torch.Tensor]]:
+        """Kind, name and value of each tensor that must be equal."""
+        weights = () if self._differ else belief.model.parameters.items()
+        shared = shared_tensors(belief.places)
+        return [*(("weights", *one) for one in weights), *(("shared state", *one) for one in shared)]
 
 
 def _usual(algorithm: Algorithm) -> int:
@@ -237,16 +229,27 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, int | float | str | None) else type(value).__name__
 
 
+def _differing(lines: Sequence[list[list[str]]]) -> list[tuple[list[str], ...]]:
+    """The lines of all ranks, wherever that of a rank is not that of rank 0."""
+    length = max(map(len, lines))
+    filled = (one + [["state", "the number of tensors", ""]] * (length - len(one)) for one in lines)
+    return [column for column in zip(*filled, strict=True) if any(one != column[0] for one in column)]
+
+
+def _differing_tensors(lines: Sequence[list[list[str]]]) -> list[tuple[str, str]]:
+    """Kinds and names of the tensors that differ; none if something else does, too."""
+    columns = _differing(lines)
+    alike = all(len({(kind, name) for kind, name, _ in column}) == 1 for column in columns)
+    names = [(column[0][0], column[0][1]) for column in columns]
+    return names if alike and all(kind in ("weights", "shared state") for kind, _ in names) else []
+
+
 def _explain(
     lines: Sequence[list[list[str]]], loads: Sequence[list[int]], communicator: Communicator
 ) -> CollectiveMismatchError | None:
     """The error for the first line in which a rank differs from rank 0; None if there is no such line."""
     ranks = communicator.ranks
-    length = max(map(len, lines))
-    columns = list(
-        zip(*(one + [["state", "the number of tensors", ""]] * (length - len(one)) for one in lines), strict=True)
-    )
-    differing = next((column for column in columns if any(one != column[0] for one in column)), None)
+    differing = next(iter(_differing(lines)), None)
     if differing is None:
         return None
     others = [rank for rank, line in enumerate(differing) if line != differing[0]]
@@ -276,30 +279,24 @@ def _advice(kind: str, loads: Sequence[list[int]], ranks: Sequence[int]) -> str:
         )
     return (
         "Change weights on all ranks alike. on_difference='repair' gives all ranks rank 0's weights instead; "
-        "check_every=0 looks in the first step only, for ranks on processors that round differently."
+        "check_every=0 looks in the first step only."
     )
 
 
-def _take_from_first_rank(belief: Belief, communicator: Communicator, difference: CollectiveMismatchError) -> None:
-    """Give all ranks what rank 0 holds, and say on rank 0 why. Collective.
+def _take_from_first_rank(belief: Belief, communicator: Communicator, told: str) -> None:
+    """Give all ranks what rank 0 holds. Collective.
 
     Args:
         belief: of this rank.
         communicator: of the ranks.
-        difference: that was found.
+        told: why, for a warning; empty for none.
     """
-    if communicator.rank == 0:
-        _log.warning("%s; all ranks go on with what rank 0 holds", difference.problem)
+    if communicator.rank == 0 and told:
+        _log.warning("%s; all ranks go on with what rank 0 holds", told)
     broadcast_parameters(belief.module, broadcast_buffers=False, comm=communicator)
     broadcast_optimizer_state(belief.model.optimizers, comm=communicator)
     for _, tensor in shared_tensors(belief.places):
         communicator.broadcast(tensor)
-
-
-def digest_of_gradients(parameters: Iterable[torch.nn.Parameter]) -> str:
-    """A digest of the gradients of ``parameters``; empty if all of them are zero."""
-    given = [one.grad for one in parameters if one.grad is not None and one.grad.layout is torch.strided]
-    return quick_digest(given).hex() if any(bool(one.any()) for one in given) else ""
 
 
 def warn_of_equal_gradients(digests: Sequence[str], rank: int) -> None:

@@ -1,0 +1,46 @@
+"""Digests of tensors that are cheap enough to be taken now and then while training."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+
+from bagua.comm import as_bytes
+
+__all__ = ["digest_of_gradients", "quick_digest"]
+
+#: Sums of a digest: what changes several words must cancel out in one of them to be overlooked.
+_SUMS = 256
+
+
+def quick_digest(tensors: Iterable[torch.Tensor]) -> bytes:
+    """Eight bytes that show any change of one word of ``tensors``; ten times as fast as a cryptographic digest.
+
+    It is the digest of 256 sums of words for each tensor. Changes of several words that cancel out in one sum are
+    overlooked: exchanging two words that lie a multiple of 2048 bytes apart is such a change, other training is not.
+
+    Example:
+        >>> quick_digest([torch.zeros(3)]) == quick_digest([torch.zeros(3)]), len(quick_digest([]))
+        (True, 8)
+    """
+    found = hashlib.sha256()
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().view(-1)
+        if flat.is_complex():
+            flat = torch.view_as_real(flat).view(-1)
+        if flat.numel() * flat.itemsize % 8 or flat.data_ptr() % 8:
+            flat = torch.cat([flat.view(torch.uint8), flat.new_zeros(8, dtype=torch.uint8)])
+            flat = flat[: flat.numel() // 8 * 8]
+        words = flat.view(torch.int64)
+        whole = words.numel() // _SUMS * _SUMS
+        for sums in (words[:whole].view(-1, _SUMS).sum(0), words[whole:]):
+            found.update(as_bytes(sums.cpu().view(torch.uint8)))
+    return found.digest()[:8]
+
+
+def digest_of_gradients(parameters: Iterable[torch.nn.Parameter]) -> str:
+    """A digest of the gradients of ``parameters``; empty if all of them are zero."""
+    given = [one.grad for one in parameters if one.grad is not None and one.grad.layout is torch.strided]
+    return quick_digest(given).hex() if any(bool(one.any()) for one in given) else ""
