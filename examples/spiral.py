@@ -32,7 +32,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
 model = bagua.with_bagua(model, optimizer, "gradient_allreduce")
 
 train_data = spirals(4096, seed=1)
-sampler = DistributedSampler(train_data, ranks, rank)
+sampler: DistributedSampler[int] = DistributedSampler(train_data, ranks, rank)
 loader = DataLoader(train_data, batch_size=BATCH // ranks, sampler=sampler)
 
 for epoch in range(EPOCHS):
