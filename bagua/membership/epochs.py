@@ -1,7 +1,7 @@
 """Who takes part, as pure functions of what is written: epochs, reports, and the rule for the next epoch.
 
-An epoch is a cell of the store that is written once: whoever comes first decides, and everybody acts on what is
-written. A member whose exchange failed says so once, in a report, and obeys nothing but the next epoch from then on.
+An epoch is a cell of the store that is written once: the process that comes first decides, and everybody acts on what
+is written. A member whose exchange failed says so once, in a report, and obeys nothing but the next epoch from then on.
 So no order of events lets two members apply different results for one exchange:
 
 * A result is applied after a barrier, hence only if all members of the epoch hold it.

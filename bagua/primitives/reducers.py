@@ -162,8 +162,8 @@ class ErrorFeedback(FeedbackReducer):
     is kept in unscaled units (see ``ReducerMemory.loss_scale``).
 
     It is a part of the sum: of what ``Mean`` gives, ``1 / n`` of a rank's own. So when the number of ranks changes, it
-    stays as it is: the next result pays what all results before lack, whoever took part in them. A rank that leaves
-    takes its residual along; one that joins begins with zeros.
+    stays as it is: the next result pays what all results before lack, no matter who took part in them. A rank that
+    leaves takes its residual along; one that joins begins with zeros.
 
     Args:
         reducer: any other reducer.

@@ -1,4 +1,4 @@
-"""Exchanges between islands: those of another algorithm, over whoever takes part."""
+"""Exchanges between islands: those of another algorithm, over the islands that take part."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class ChocoAlgorithm(ByHost):
 
     Args:
         hierarchical: ranks of one host take their mean, and hosts mix with hosts, weighted by their sizes.
-        communication_interval: exchange after every so-manieth update, beginning with the first.
+        communication_interval: number of updates from one exchange to the next; the first update has one.
         topology: a name, or a ``bagua.topology.Topology``: the same in every round, and symmetric.
         codec: ``Q``, or its name.
         consensus_step: ``gamma``, above 0 and at most 1. Less for codecs that lose more.

@@ -29,7 +29,7 @@ class DecentralizedAlgorithm(ByHost):
         peer_selection_mode: ``all``: everyone takes the mean of everyone. ``shift_one``: pairs,
             others in each exchange. Or another name of a topology, or a
             ``bagua.topology.Topology``.
-        communication_interval: exchange in every so-manieth step, beginning with the first.
+        communication_interval: number of steps from one exchange to the next; the first step has one.
 
     Raises:
         ConfigurationError: there is no such topology, or the interval is no integer >= 1.

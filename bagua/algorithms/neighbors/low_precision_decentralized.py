@@ -38,7 +38,7 @@ class LowPrecisionDecentralizedAlgorithm(ByHost):
     Args:
         hierarchical: ranks of one host take their mean, and hosts mix with hosts, weighted by
             their sizes. With a single host, or a single rank on each, ranks mix with ranks.
-        communication_interval: exchange after every so-manieth update, beginning with the first.
+        communication_interval: number of updates from one exchange to the next; the first update has one.
         topology: a name, or a ``bagua.topology.Topology``: the same in every round, and
             symmetric. On ``ring`` each neighbour weighs a third, of two ranks one half.
         codec: ``Q``.

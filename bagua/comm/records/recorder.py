@@ -1,6 +1,6 @@
 """What one rank did: each call with its times, and what its calls took in sum. Everything that observes reads this.
 
-A call begins when it is made and ends when its result is there, whoever waits for it. Its time has three parts.
+A call begins when it is made and ends when its result is there, no matter who waits for it. Its time has three parts.
 *Waiting*: peers had not come yet. *Exposed*: the code that computes stood still, although all had come. *Hidden*: the
 rest. Calls of one communicator that overlap are counted once.
 """
@@ -179,7 +179,7 @@ class Recorder:
         job: name of what all ranks have begun together; empty for a record of its own.
         trace: takes every call; None while nobody wants a trace.
         beat_at: when ``beat`` is called next, by ``clock``.
-        beat: called now and then by whoever ends a call; returns quickly and raises nothing.
+        beat: called now and then by the thread that ends a call; returns quickly and raises nothing.
         open: counters of the communicators that are open.
         numbers: number of the next call.
     """
