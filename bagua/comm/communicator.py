@@ -44,7 +44,7 @@ class Communicator:
         store: store that the members of this communicator alone write to.
         backend: name of the transport, for example ``gloo``.
         label: name of this communicator in messages.
-        activity: what its calls are made for, for messages.
+        activity: purpose of its calls, for messages.
         device_types: types of the devices whose tensors can be communicated.
         executor: place in which background exchanges run best, by measurement; see ``Transport``.
         statistics: counters, and the latest calls.

@@ -290,7 +290,7 @@ class ProcessGroup:
     def board(self, label: str = "board") -> Board:
         """A notice board of the members, over a connection of its own to the store.
 
-        Called by all members as often and in the same order, but nobody waits for anybody.
+        Called by all members as often and in the same order, but no member waits for another.
 
         Args:
             label: part of the keys in the store.

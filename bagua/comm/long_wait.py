@@ -28,7 +28,7 @@ class Activity:
     """What the calls of a communicator are made for, in words: for the messages of those who wait, and of errors.
 
     Attributes:
-        describe: returns the words; None as long as nobody has said any.
+        describe: returns the words; None as long as none were given.
     """
 
     __slots__ = ("describe",)

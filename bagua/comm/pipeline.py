@@ -65,7 +65,7 @@ class CallPipeline:
         collectives, others = [0], [0]
         self._numbers = {kind: collectives if kind in COLLECTIVES else others for kind in KINDS}
         self._composite: CompositeWork | None = None
-        #: Started calls that nobody has seen complete. Not on CUDA streams: to ask spoils a graph that is captured.
+        #: Started calls that no code has seen complete. Not on CUDA streams: to ask spoils a graph that is captured.
         self._unseen: deque[tuple[CallRecord, Handle]] = deque(maxlen=64)
         self._looks = transport.executor != "stream"
         self._label = membership.label
@@ -125,7 +125,7 @@ class CallPipeline:
             self._unseen.clear()
 
     def disown(self) -> None:
-        """In a forked child: the communicator is its parent's, and calls are refused. One rank alone needs nobody."""
+        """In a forked child: the communicator is its parent's, and calls are refused. One rank alone needs no peer."""
         self.in_use = Turns() if isinstance(self.in_use, Turns) else threading.Lock()
         self._composite = None
         self._unseen.clear()
@@ -261,7 +261,7 @@ class CallPipeline:
                     if not handle.is_completed():
                         return
                     if handle.failed:
-                        record.state = "failed"  # Whoever waits for it gets the error.
+                        record.state = "failed"  # The thread that waits for it gets the error.
                     record.ended = handle.ended_at or now
                 self._unseen.remove(first)
 

@@ -27,7 +27,7 @@ _living: weakref.WeakSet[BackgroundThread] = weakref.WeakSet()
 
 
 class _Task(Future[T]):
-    """What was submitted; in a forked child nobody completes it."""
+    """What was submitted; in a forked child no thread completes it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Closing what belongs to an object that nobody holds any more.
+"""Closing what belongs to an object that no code holds any more.
 
 A finalizer runs between any two instructions of any thread, also of one that holds a lock of
 ours. So it does nothing but hand over what must be closed, without a lock, to a thread that waits
@@ -131,11 +131,11 @@ def _closed(belongings: Closable) -> bool:
     try:
         if not belongings.idle():
             return False
-    except Exception:  # noqa: BLE001 - nobody is there to raise it to
+    except Exception:  # noqa: BLE001 - no caller is there to raise it to
         _log.exception("looking at what belonged to a dropped model failed")
     try:
         belongings.close()
-    except Exception:  # noqa: BLE001 - nobody is there to raise it to
+    except Exception:  # noqa: BLE001 - no caller is there to raise it to
         _log.exception("closing what belonged to a dropped model failed")
     return True
 

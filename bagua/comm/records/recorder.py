@@ -87,7 +87,7 @@ def came_late(reason: str, rank: int, elapsed_s: float) -> bool:
     """Whether peers had given this rank up when it came to a call.
 
     Args:
-        reason: what the peer that broke the communicator says of itself.
+        reason: words of the peer that broke the communicator, about itself.
         rank: global rank of this process.
         elapsed_s: seconds from the beginning of the call to its failure.
 
@@ -177,7 +177,7 @@ class Recorder:
     Attributes:
         clock: gives seconds, from any start.
         job: name of what all ranks have begun together; empty for a record of its own.
-        trace: takes every call; None while nobody wants a trace.
+        trace: takes every call; None while no trace is wanted.
         beat_at: when ``beat`` is called next, by ``clock``.
         beat: called now and then by the thread that ends a call; returns quickly and raises nothing.
         open: counters of the communicators that are open.

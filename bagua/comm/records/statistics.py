@@ -127,7 +127,7 @@ class Statistics:
         if ended > begun:
             self._busy_until = ended
             took = ended - begun
-            if record.blocked_s is not None:  # A background thread stands still for it, which harms nobody.
+            if record.blocked_s is not None:  # A background thread stands still for it, which does no harm.
                 blocked_s = recorder.blocked_s(ended) - record.blocked_s
             waited = min(record.waited_s, took)
             exposed = min(blocked_s, took - waited)

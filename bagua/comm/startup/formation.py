@@ -112,9 +112,9 @@ def plan(
         ranks: global rank of each member.
         backend: name of the backend this process was asked for; None leaves the choice to all.
         timeout_s: seconds to wait for the others.
-        nodes: index of the host of each rank, if that shall not be found out.
+        nodes: index of the host of each rank, if it is known already.
         local_world_size: number of ranks on each host, if hosts hold consecutive blocks of ranks.
-        use_cuda: True if the backend shall serve CUDA tensors where all ranks have CUDA.
+        use_cuda: True if the backend must serve CUDA tensors where all ranks have CUDA.
 
     Raises:
         CollectiveTimeoutError: some ranks did not come; ``peers`` names them.

@@ -54,7 +54,7 @@ def init_process_group(
         rank: number of this process; by default from the launcher.
         world_size: number of processes; else from the launcher.
         local_world_size: processes per host, if hosts hold consecutive blocks of ranks
-            and shall not be found out.
+            and bagua need not find out.
 
     Raises:
         RepeatedInitializationError: it was called before.

@@ -137,7 +137,7 @@ def wait_for_listener(address: str, port: int, timeout_s: float) -> float:
     TCPStore would do the same, but goes on for long after its timeout, and prints a stack trace for each attempt.
 
     Raises:
-        OSError: nobody does.
+        OSError: no process does.
     """
     deadline = time.monotonic() + timeout_s
     pause_s = 0.02

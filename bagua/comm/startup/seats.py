@@ -17,7 +17,7 @@ __all__ = ["group_of_seats"]
 def group_of_seats(
     store: Store, seats: Sequence[int], own: int, name: str, *, backend: str, timeout_s: float, meet_s: float
 ) -> ProcessGroup:
-    """A group of the processes on ``seats``, each on a host of its own. Collective among them, and nobody else.
+    """A group of the processes on ``seats``, each on a host of its own. Collective among them alone.
 
     Messages and errors number the members by their seats.
 

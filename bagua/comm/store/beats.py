@@ -109,7 +109,7 @@ def connect_beats(host: str, port: int) -> Beats:
         port: port of the store, the ``MASTER_PORT`` of the job.
 
     Raises:
-        OSError: nobody answers there.
+        OSError: nothing answers there.
         RuntimeError: who answers is no store.
     """
     socket.create_connection((host, port), _CONNECT_TIMEOUT_S).close()  # Torch would print a page before it gives up.

@@ -103,7 +103,7 @@ class Board:
         return self._talk(lambda: json.loads(self._store.get(key)) if self._store.check([key]) else None)
 
     def forget(self, topic: str) -> None:
-        """Delete a decision that nobody needs any more.
+        """Delete a decision that no rank needs any more.
 
         Raises:
             PeerLostError: the store is gone.

@@ -33,7 +33,7 @@ class EtcdStore(PolledStore):
     Args:
         servers: host and port of each.
         timeout_s: how long ``get`` and ``wait`` wait for a key, in seconds.
-        limit_s: of each request, over all servers: longer than an election takes.
+        limit_s: longest time of each request over all servers, in seconds: longer than an election takes.
     """
 
     def __init__(self, servers: Sequence[tuple[str, int]], timeout_s: float, limit_s: float = 5.0) -> None:

@@ -36,7 +36,7 @@ def open_store(where: str, timeout_s: float) -> KeyStore:
 
     Raises:
         ConfigurationError: ``where`` has another form.
-        StoreLostError: nobody listens there.
+        StoreLostError: nothing listens there.
     """
     check_kind(str, _FORMS, where=where)
     tcp, etcd = _TCP.fullmatch(where), _ETCD.fullmatch(where)

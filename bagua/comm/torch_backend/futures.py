@@ -69,7 +69,7 @@ class CallFuture(torch.futures.Future):  # type: ignore[type-arg]  # generic in 
         def run() -> None:
             try:
                 context.run(callback, self)
-            except BaseException:  # noqa: BLE001 - nobody is there to raise it to, and the thread goes on
+            except BaseException:  # noqa: BLE001 - no caller is there to raise it to, and the thread goes on
                 _log.exception("a callback of a future failed")
 
         self._follow(run)

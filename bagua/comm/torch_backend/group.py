@@ -143,7 +143,7 @@ class TorchGroup(TorchCalls, dist.ProcessGroup):  # type: ignore[misc]  # the st
 
 
 class _Belongings:
-    """What a group leaves behind that nobody holds any more. Closing it tells the peers, as Gloo does."""
+    """What a group leaves behind when no code holds it any more. Closing it tells the peers, as Gloo does."""
 
     def __init__(self, members: ProcessGroup, callbacks: CallbackThread | PlainFutures) -> None:
         self._members = members

@@ -79,7 +79,7 @@ class Mail:
         self._talk(put)
 
     def expect(self, src: int, tag: int) -> str:
-        """The key of the next message from ``src`` for which nobody waits yet."""
+        """The key of the next message from ``src`` that no receive waits for yet."""
         number = next(self._expected.setdefault((src, tag), itertools.count()))
         self._next[src, tag] = number + 1
         return f"{src}/{self.rank}/{tag}/{number}"

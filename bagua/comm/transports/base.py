@@ -64,7 +64,7 @@ class Handle(ABC):
 
     @property
     def failed(self) -> bool:
-        """Whether ``wait`` would raise, of a handle for which ``is_completed`` is true; False where nobody can tell."""
+        """Whether ``wait`` would raise, of a handle for which ``is_completed`` is true; False where that is unknown."""
         return False
 
     @abstractmethod
@@ -128,7 +128,7 @@ class Membership:
         nodes: index of the host of each member, by rank in the communicator.
         timeout_s: default deadline of every call, in seconds.
         label: name of this communicator in messages (``world``, ``world/intra``, ...).
-        activity: what its calls are made for, for messages.
+        activity: purpose of its calls, for messages.
     """
 
     store: Store
@@ -158,7 +158,7 @@ class Arrivals:
         self._last[sequence % self._LENGTH] = (sequence, waited_s, last)
 
     def of(self, sequence: int) -> tuple[float, tuple[int, ...]]:
-        """Seconds waited and who came last; 0 and nobody if this rank did."""
+        """Seconds waited and who came last; 0 and no rank if this one did."""
         noted, waited_s, last = self._last[sequence % self._LENGTH]
         return (waited_s, last) if noted == sequence else (0.0, ())
 

@@ -117,7 +117,7 @@ class CheckedTransport(Transport):
         """Start each message that has no earlier one before it on its way.
 
         A fingerprint may arrive between two looks: without this rule the second message would take that of the first.
-        A receive behind one from any rank tells nobody of itself before that one has found its sender: the next
+        A receive behind one from any rank tells no rank of itself before that one has found its sender: the next
         message of each rank may be for the earlier one.
         """
         waiting: list[_MessageHandle] = []

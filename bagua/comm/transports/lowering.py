@@ -194,7 +194,7 @@ class LoweredTransport(Transport):
         except BaseException as error:
             culprit, reason = blame(error, self.membership.ranks[self.rank], str(call))
             self.abort(reason, culprit)
-            with contextlib.suppress(CommunicationError):  # Nobody reads the tensors any more.
+            with contextlib.suppress(CommunicationError):  # The tensors are not read any more.
                 Pending([part], Deadline(time.perf_counter(), 0.0), self.abort, _FAREWELL_S).wait()
             if isinstance(error, CommunicatorClosedError) and part.error is not None:
                 raise part.error from error  # It was met first, and says more.

@@ -36,7 +36,7 @@ class SoloTransport(Transport):
         return DONE
 
     def abort(self, reason: str, culprit: int | None = None) -> None:
-        """Nobody else is there to tell."""
+        """There is no other rank to tell."""
 
     def close(self) -> None:
         """Nothing is held."""

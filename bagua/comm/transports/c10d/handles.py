@@ -203,7 +203,7 @@ class CollectiveHandle(C10dHandle):
                 return
 
     def _judge(self, failure: RuntimeError) -> CommunicationError:
-        # The backend has the same deadline, and its clock may be a little ahead; nobody may have waited before.
+        # The backend has the same deadline, and its clock may be a little ahead; perhaps no thread has waited before.
         overdue = self._left_s(None) <= SLICE_S and "timed out" in str(failure).lower()
         if overdue:
             return self._transport.failures.timed_out(self.elapsed_s(), self._timeout_s)
@@ -347,7 +347,7 @@ class StreamWatch:
         self._started = time.monotonic()
 
     def is_completed(self) -> bool:
-        """Whether the device is done with the call, or nobody cares any more."""
+        """Whether the device is done with the call, or the transport is broken and nothing waits for it any more."""
         return self._transport.failures.broken or _all_completed(self._works)
 
     def overdue(self) -> bool:

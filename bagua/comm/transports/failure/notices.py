@@ -226,7 +226,7 @@ class Mailbox:
         """Connect to the mailboxes of ``ranks``, and write ``notice``.
 
         Returns:
-            For each rank whether it answered; None if nobody said anything.
+            For each rank whether it answered; None if no rank said anything.
         """
         answers: dict[int, bool | None] = {}
         ranks = list(ranks)

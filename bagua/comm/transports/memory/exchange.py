@@ -39,7 +39,7 @@ def small_bytes(size: int) -> int:
 
 
 def reads_all(call: Call, size: int) -> bool:
-    """Whether each rank reduces all of an allreduce, if nobody lent its tensor.
+    """Whether each rank reduces all of an allreduce, if no rank lent its tensor.
 
     Two ranks move as many bytes in that way as with a half for each, and need one barrier less for a piece.
     """
@@ -114,7 +114,7 @@ def _compare_counts(ranks: Sequence[int], rank: int, notices: list[Notice]) -> N
 def reduce_copies(peers: Peers, slot: int, call: Call, target: torch.Tensor) -> None:
     """An allreduce of small data, which every rank has copied for the others: each reduces everything.
 
-    Nobody reads the caller's tensors, so that no last barrier is needed.
+    No peer reads the caller's tensors, so that no last barrier is needed.
 
     Args:
         peers: the ranks, which have agreed on ``call``.
@@ -169,7 +169,7 @@ class MemoryExchange:
         self._unseen = False
 
     def run(self) -> None:
-        """Move the data, and return when nobody reads this rank's tensors any more."""
+        """Move the data, and return when no peer reads this rank's tensors any more."""
         peers, call = self._peers, self._call
         piece, lent = self._notices[0].piece, False
         for notice in self._notices:
@@ -240,7 +240,7 @@ class MemoryExchange:
             stop = min(start + piece, numel)
             first, last = own_slice(start, stop, length, rank)
             if first < last:
-                # Where it lies published: nobody else reads that slice before the barrier.
+                # Where it lies published: no other rank reads that slice before the barrier.
                 fold(self._parts(first, last), call.reduction, peers.own.view(slot, first, last))
             if stop < numel:
                 end = min(stop + piece, numel)

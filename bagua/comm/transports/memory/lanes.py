@@ -206,7 +206,7 @@ class Lanes:
         return Inline(part)
 
     def abandon(self) -> None:
-        """The communicator is broken: nobody has to wait for a call that its thread may never make."""
+        """The communicator is broken: no thread has to wait for a call that its thread may never make."""
         for part in list(self._inline.values()):
             part.end()
 

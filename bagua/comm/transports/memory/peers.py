@@ -89,7 +89,7 @@ class Peers(ABC):
         """Show ``call`` and the first piece of ``source`` in the own line, in ``slot``.
 
         Args:
-            slot: number of the slot; nobody reads it any more.
+            slot: number of the slot; no rank reads it any more.
             call: call of this rank.
             source: data that others may read; None if this rank gives nothing.
             private: True if the data must stay as it is when the caller changes ``source``.

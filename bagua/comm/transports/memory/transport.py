@@ -9,7 +9,7 @@ Threads, and processes that map each other's segments, each supply a ``Peers`` a
   Data and notice are written before the word that announces them.
 * A collective starts with publish and barrier. Then every rank reads the same notices, so
   all see a disagreement, or none, before any tensor is written; and all take the same path.
-* Nobody is more than one collective ahead: to pass the first barrier of call k+1, all
+* No rank is more than one collective ahead: to pass the first barrier of call k+1, all
   must have finished call k. Notices and private data therefore alternate between two
   slots, and what was published for call k is safe until its owner publishes call k+2.
 * Data that is *lent* (the caller's own tensor) may change when the call returns; if any rank

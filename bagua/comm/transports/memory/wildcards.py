@@ -46,7 +46,7 @@ class Wildcards:
         peers: the other ranks.
 
     Attributes:
-        open: in the order in which they were started.
+        open: receives that are not over, in the order in which they were started.
     """
 
     def __init__(self, lanes: Lanes, peers: Iterable[int]) -> None:

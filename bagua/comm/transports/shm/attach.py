@@ -179,7 +179,7 @@ class _Meeting:
             for other in range(self._rank):
                 self._admit(other, self._connections[other], *self._hear(self._connections[other]))
         except (OSError, CommunicationError) as error:
-            self._hang_up()  # Nobody shall wait for an answer.
+            self._hang_up()  # A peer must not wait for an answer.
             return explained(error)
         return ""
 
@@ -213,7 +213,7 @@ class _Meeting:
             rank, nonce, descriptors = self._hear(connection)
         except OSError as error:
             if error.errno == errno.EMFILE:
-                raise  # That is our problem, and all shall hear of it.
+                raise  # That is our problem, and all ranks must hear of it.
             return False
         if rank in self._connections or not self._rank < rank < self._size or nonce != self._nonces[rank]:
             _close_all(descriptors)

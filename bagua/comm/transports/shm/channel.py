@@ -23,7 +23,7 @@ class DescriptorChannel:
     """The connection of this process to one peer, for the segments of one communicator.
 
     The owner sends before it publishes, without waiting, so a peer that reads the notice
-    finds the descriptor there. Nobody ever waits for an answer, and no thread serves.
+    finds the descriptor there. No rank ever waits for an answer, and no thread serves.
 
     Args:
         connection: socket to the peer; not blocking.

@@ -26,7 +26,7 @@ _PROT_READ, _PROT_WRITE = 1, 2
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_NORESERVE = 1, 2, 0x10, 0x4000
 _MADV_DONTFORK, _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 10, 22, 23
 _F_ADD_SEALS = 1033
-#: Nobody seals it further, shrinks it, grows it, or maps it for writing from now on.
+#: From now on it cannot be sealed further, shrunk, grown, or mapped for writing.
 _SEALS = 0x1 | 0x2 | 0x4 | 0x10
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -75,7 +75,7 @@ class SharedMemory:
         return torch.frombuffer(self._array, dtype=dtype, count=numel, offset=offset)
 
     def bytes(self) -> torch.Tensor:
-        """All of it. Nobody but the owner may write to it: that is a segmentation fault."""
+        """All of it. Only the owner may write to it; elsewhere a write is a segmentation fault."""
         with torch.inference_mode(False):  # Views of it must be ordinary tensors wherever they are used.
             return torch.frombuffer(self._array, dtype=torch.uint8)
 
