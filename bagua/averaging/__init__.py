@@ -1,4 +1,4 @@
-"""Averaging of weights in the background, on two planes, so that nobody waits in a collective for a rank that is gone.
+"""Averaging of weights in the background, on two planes, so that no rank waits in a collective for one that is gone.
 
 **Control** goes through a notice board in the store. Nothing in it blocks on another rank.
 

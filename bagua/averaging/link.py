@@ -37,7 +37,7 @@ class Transfer(ABC):
         """Whether it is complete. Never blocks.
 
         Raises:
-            CommunicationError: what went wrong; ``peers`` are global ranks.
+            CommunicationError: the exchange failed; ``peers`` are global ranks.
         """
 
 

@@ -206,7 +206,7 @@ class Member:
         for _ in range(_MOST_RESTS):
             if len(self._meeting) > 1 or self._round >= FINAL or self.pausing:
                 break
-            self._next_round()  # Nobody is met in this one.
+            self._next_round()  # This member meets no other one in it.
         self._take_snapshot()
         if self.leaving or not (self._ready or self.pausing):
             return
@@ -245,7 +245,7 @@ class Member:
         if not self._ready or not all(rank == self.rank or self._is_ready(rank) for rank in alive):
             return None
         if alive == (self.rank,) and self._round < FINAL and not view.present():
-            return None  # Nobody is left: there will be no more rounds.
+            return None  # No member is left: there will be no more rounds.
         own = self._connections.name(self._meeting)
         names = [own if rank == self.rank else view.record(rank).connection for rank in alive]
         fresh = self._decisions.topic(self._round, self._meeting)
@@ -267,7 +267,7 @@ class Member:
         members = tuple(decision.get("members", ()))
         if decision["kind"] == "void" or members == (self.rank,):
             self._next_round()
-            if members and self._round > FINAL:  # Nobody is left with whom weights could be made equal.
+            if members and self._round > FINAL:  # No member is left to make weights equal with.
                 self._finish()
         elif self.rank not in members:
             self._be_excluded(self._view.exclusion(certain=True))
@@ -388,7 +388,7 @@ class Member:
         self._end(MemberState.STOPPED)
 
     def _leave(self) -> None:
-        """Go, after making sure that nobody begins an exchange with this member."""
+        """Go, after making sure that no member begins an exchange with this member."""
         if self._ready and not self.state.gone:
             decision = self._decisions.make(self._round, self._meeting, {"kind": "void"})
             if decision["kind"] == "go" and self.rank in decision["members"] and len(decision["members"]) > 1:

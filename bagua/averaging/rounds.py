@@ -31,7 +31,7 @@ class Schedule:
     """The members that one rank meets, round by round.
 
     In a topology that splits the ranks in each round, these are the ranks of its part. In
-    any other one, pairs of neighbours are drawn in each round, so that nobody ever has to
+    any other one, pairs of neighbours are drawn in each round, so that no rank ever has to
     wait for more than one other.
 
     Args:

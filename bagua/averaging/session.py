@@ -177,7 +177,7 @@ class _Sessions:
         with self._guard:
             self._living.add(session)
             if session._hosts_store:  # noqa: SLF001 - the other half of this file
-                # Others may outlast it, also when nobody here thinks of it any more.
+                # Others may outlast it, also when nothing here refers to it any more.
                 self._hosting = [one for one in self._hosting if one not in over] + [session]
             self._register()
 

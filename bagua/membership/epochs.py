@@ -6,7 +6,7 @@ So no order of events lets two members apply different results for one exchange:
 
 * A result is applied after a barrier, hence only if all members of the epoch hold it.
 * The next epoch says up to which exchange results count: ``base``, the last one that all who stay hold. What somebody
-  has applied, all hold, so nobody has applied more than that.
+  has applied, all hold, so no member has applied more than that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Epoch(NamedTuple):
         members: seats, in ascending order.
         base: number of the last exchange whose result counts.
         newcomers: those of the members that have yet to receive the state.
-        why: what led to it, for people.
+        why: reason for the change, for people.
     """
 
     number: int
@@ -75,12 +75,12 @@ class Standing(NamedTuple):
     """How far one member has come. Each method returns the standing after an event.
 
     Attributes:
-        seat: of the member.
-        epoch: that it takes part in.
+        seat: seat of the member.
+        epoch: epoch that it takes part in.
         entered: number of the last exchange that it has begun.
         held: number of the last exchange whose result it holds.
         applied: number of the last exchange whose result is part of its state.
-        report: that it has made in this epoch; None while it takes part.
+        report: report that it has made in this epoch; None while it takes part.
 
     Example:
         >>> alone = Standing(0, Epoch(1, (0, 1)))
@@ -150,12 +150,12 @@ def next_epoch(
     """The epoch that follows ``epoch``, or why there is none yet.
 
     Args:
-        epoch: of all who report.
-        reports: of its members, by seat; of this epoch.
+        epoch: epoch of all members that report.
+        reports: reports of its members in this epoch, by seat.
         gone: why, for each seat that is not waited for.
         waiting: seats that want to join.
         minimum: members that may go on; None for more than half of the epoch.
-        left: those of ``gone`` that went on purpose: they are missed by nobody.
+        left: those of ``gone`` that went on purpose: no member misses them.
 
     Example:
         >>> before = Epoch(3, (0, 1, 2), base=7)
@@ -177,7 +177,7 @@ def next_epoch(
     newcomers = tuple(sorted(set(waiting) - set(staying))) if at_rest else ()
     reasons = [f"seat {seat} is not in it: {gone[seat]}" for seat in epoch.members if seat in gone]
     reasons += [f"{_seats(newcomers)} came"] if newcomers else []
-    reasons += [] if reasons else ["an exchange failed, and nobody is lost"]
+    reasons += [] if reasons else ["an exchange failed, and no member is lost"]
     members = tuple(sorted([*staying, *newcomers]))
     return Epoch(epoch.number + 1, members, min(held), newcomers, "; ".join(reasons))
 
@@ -202,9 +202,9 @@ def _refusal(
     left: Collection[int],
 ) -> str:
     """Why ``staying`` must not go on; nothing if they may."""
-    lost = "; ".join(f"seat {seat}: {why}" for seat, why in gone.items() if seat in epoch.members) or "nobody is lost"
+    lost = "; ".join(f"seat {seat}: {why}" for seat, why in gone.items() if seat in epoch.members) or "none is lost"
     if not staying:
-        return f"nobody who is left has the state ({lost})"
+        return f"no member that is left has the state ({lost})"
     had_state = [seat for seat in _voters(epoch, reports) if seat not in left]
     if minimum is None:
         if 2 * len(staying) > len(had_state):

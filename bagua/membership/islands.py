@@ -59,18 +59,18 @@ class Islands:
     Pass it to ``with_bagua(..., between=islands)``. At the end of a ``with`` block it leaves.
 
     Args:
-        store: where they meet; its calls do not block for long.
-        where: what messages call it.
+        store: store through which they meet; its calls do not block for long.
+        where: name of the store in messages.
         size: processes that begin together.
-        minimum: that may go on; None for more than half of those before.
-        name: of the run.
+        minimum: smallest number of processes that may go on; None for more than half of those before.
+        name: name of the run.
         timeout_s: how long to wait for others, in seconds.
-        backend: of the connections between islands.
+        backend: name of the backend that connects islands.
         deadlines: how often to look, and how long silence may last.
 
     Attributes:
         seat: number of this process, which no other one ever has. Data can be dealt out by it.
-        name: of the run.
+        name: name of the run.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Islands:
         """Go, and tell the others, who then do not wait. Idempotent; happens at the end of the process at the latest.
 
         Args:
-            reason: what ``why()`` of the others says.
+            reason: reason that ``why()`` of the others gives.
         """
         if not self._left:
             self._left = reason
@@ -159,7 +159,7 @@ class Islands:
         """Come in with a model. Waits until this process takes part and has the state.
 
         Args:
-            facts: of the model and its training, equal on all.
+            facts: facts about the model and its training, equal on all.
             give: returns the state, made of numbers, strings, tensors and containers of these.
             take: replaces the state.
 
@@ -184,7 +184,7 @@ class Islands:
             self._participant.join(self._size, give, take)
 
     def exchange(self, attempt: Attempt) -> None:
-        """Have an exchange happen for all members or for nobody; see ``Participant.exchange``."""
+        """Have an exchange happen for all members or for none; see ``Participant.exchange``."""
         self._check_open()
         with self._leaving():
             self._participant.exchange(attempt)
@@ -264,7 +264,7 @@ def join_islands(
             with the servers of an etcd cluster; None for ``BAGUA_ISLANDS``.
         size: processes that begin together; None for ``minimum``, or for one, which others may join.
         minimum: processes that may go on when others are lost; None for more than half.
-        name: of the run; another run over the same store needs another one. None for ``default``.
+        name: name of the run; another run over the same store needs another one. None for ``default``.
         timeout: how long to wait for others, in seconds; None for ``BAGUA_TIMEOUT_S``, or 30 minutes.
 
     Returns:
@@ -272,7 +272,7 @@ def join_islands(
 
     Raises:
         ConfigurationError: an argument that cannot be used.
-        StoreLostError: nobody answers there.
+        StoreLostError: no store answers there.
         CollectiveMismatchError: the others have joined with other arguments, or another version.
 
     Example:

@@ -39,7 +39,7 @@ class Participant:
 
     Args:
         presence: its seat.
-        cells: of the store.
+        cells: cells of the store.
         connect: makes the group of an epoch; collective among its members.
         minimum: members that may go on; None for more than half of the last epoch.
         timeout_s: how long to wait for others before giving up, in seconds.
@@ -94,7 +94,7 @@ class Participant:
         """Come in: with the others at the beginning, or as a newcomer. Waits until this process has the state.
 
         Args:
-            size: processes that begin together, if nobody has begun yet.
+            size: processes that begin together, if none has begun yet.
             give: returns the state.
             take: replaces the state of this process.
 
@@ -118,7 +118,7 @@ class Participant:
         """The first epoch, if it is time, or why a newcomer is not in yet: later epochs are not for it to propose.
 
         Raises:
-            TooFewMembersError: nobody will let it in.
+            TooFewMembersError: no member will let it in.
         """
         if epoch is None:
             waiting = self._presence.roster.waiting()
@@ -158,7 +158,7 @@ class Participant:
     # Exchanges.
 
     def exchange(self, attempt: Attempt) -> None:
-        """Have one exchange happen, for all members or for nobody.
+        """Have one exchange happen, for all members or for none.
 
         Args:
             attempt: run once, and again in each epoch in which the exchange is repeated.
@@ -277,7 +277,7 @@ class Participant:
         return next_epoch(epoch, reports, gone, roster.waiting(), self._minimum, roster.left())
 
     def _cell(self, number: int, propose: Callable[[], Epoch | str] | None = None) -> Epoch | None:
-        """Epoch ``number``, if it is written; else what ``propose`` returns, if nobody else comes first."""
+        """Epoch ``number``, if it is written; else what ``propose`` returns, if no other process comes first."""
         name = f"epoch/{number}"
         try:
             written = self._cells.read([name])[0]

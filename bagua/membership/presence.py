@@ -26,7 +26,7 @@ class Presence:
     """Takes a seat, says how this process is as long as it lives, and looks at the others.
 
     Args:
-        cells: of the store.
+        cells: cells of the store.
         deadlines: how often.
         clock: seconds.
 

@@ -38,7 +38,7 @@ class SeatRecord:
     Attributes:
         beat: grows as long as it lives.
         epoch: number of the epoch that it takes part in, or has read last.
-        report: that it has made; None while it takes part.
+        report: report that it has made; None while it takes part.
         waiting: it wants to join, and has no state.
         left: why it went; empty as long as it is here.
         host: its host and process, for people.
@@ -80,7 +80,7 @@ class Roster:
     everybody must have a chance to show up first.
 
     Args:
-        cells: of the store.
+        cells: cells of the store.
         own: seat of this process; None for one that only looks.
         deadlines: how long silence may last.
 
@@ -130,11 +130,11 @@ class Roster:
         return {seat: report for seat, report in said.items() if report is not None and report.epoch == epoch}
 
     def gone(self, epoch: int, suspects: Collection[int] = ()) -> dict[int, str]:
-        """Why nobody need wait for a process, by seat.
+        """Why no member need wait for a process, by seat.
 
         Args:
             epoch: number of the epoch that ends.
-            suspects: whose connections refused this process.
+            suspects: seats of processes whose connections refused this one.
         """
         reports = self.reports(epoch)
         refused = {*suspects, *(seat for report in reports.values() for seat in report.lost)}

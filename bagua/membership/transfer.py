@@ -22,7 +22,7 @@ def send_state(state: object, communicator: Communicator, newcomer: int) -> None
 
     Args:
         state: numbers, strings, tensors, and containers of these.
-        communicator: of the epoch.
+        communicator: communicator of the epoch.
         newcomer: calls ``receive_state``.
 
     Raises:

@@ -87,7 +87,7 @@ def test_newcomers_come_in_when_all_rest():
 def test_who_has_no_state_has_no_say():
     epoch = Epoch(1, (0, 1, 2), newcomers=(1, 2))
     without = {seat: StopReport(1, complete=False) for seat in (1, 2)}
-    assert next_epoch(epoch, without, {0: "it died"}).startswith("nobody who is left has the state")
+    assert next_epoch(epoch, without, {0: "it died"}).startswith("no member that is left has the state")
     after = next_epoch(epoch, {0: StopReport(1, resting=True), **without}, {}, [1, 2])
     assert (after.members, after.newcomers) == ((0, 1, 2), (1, 2))
 
