@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Start a training script on several processes, as torchrun does.
 
     Args:
-        arguments: what follows ``baguarun`` on the command line; ``sys.argv[1:]`` when None.
+        arguments: words that follow ``baguarun`` on the command line; ``sys.argv[1:]`` when None.
 
     Returns:
         The exit status: 0, 1 when a rank failed, or 128 and the signal's number when a signal ended the run.

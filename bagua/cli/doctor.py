@@ -34,9 +34,9 @@ class Timing:
     """What one rank measured on one backend.
 
     Attributes:
-        backend: of the communicator; chosen where none was named.
+        backend: name of the communicator's backend; chosen where none was named.
         hosts: number of ranks on each host.
-        seconds: of one allreduce, for each of the sizes.
+        seconds: seconds of one allreduce, for each of the sizes.
     """
 
     backend: str
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Look, measure, print.
 
     Args:
-        arguments: what follows ``bagua doctor`` on the command line.
+        arguments: words that follow ``bagua doctor`` on the command line.
 
     Returns:
         The exit status.

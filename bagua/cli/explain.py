@@ -14,7 +14,7 @@ def main(arguments: Sequence[str]) -> int:
     """Print what went wrong, as far as flight records tell it.
 
     Args:
-        arguments: what follows ``bagua explain``.
+        arguments: words that follow ``bagua explain``.
 
     Returns:
         The exit status.

@@ -35,7 +35,7 @@ class Rank:
     Args:
         rank: its number, from 0.
         world_size: how many processes were started.
-        port: where the launching process keeps the store for the rendezvous, on the loopback device.
+        port: port of the store for the rendezvous, which the launching process keeps on the loopback device.
         report: sends any picklable object to the launching process.
     """
 
@@ -61,10 +61,10 @@ class Failure:
     """How one rank ended, if not by returning.
 
     Args:
-        rank: which one.
-        error: what it raised, or None when the process died without a word.
+        rank: number of the rank.
+        error: error that it raised, or None when the process died without a word.
         trace: the traceback as text; empty when it died.
-        exit_code: of the process, negative for a signal, when it died.
+        exit_code: exit code of the process, negative for a signal, when it died.
     """
 
     rank: int
@@ -84,7 +84,7 @@ class RanksFailedError(RuntimeError):
     """At least one started process did not return.
 
     Args:
-        failures: of each rank that failed by itself, in the order in which they were seen.
+        failures: failure of each rank that failed by itself, in the order in which they were seen.
     """
 
     def __init__(self, failures: list[Failure]) -> None:
@@ -248,7 +248,7 @@ def interrupt_held_back() -> Iterator[None]:
     """Hold Ctrl-C back until the end of the block.
 
     Processes started inside inherit this and never see Ctrl-C: a terminal sends it to all, and only the launching
-    process shall answer.
+    process must answer.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

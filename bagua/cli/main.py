@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command of ``bagua``.
 
     Args:
-        arguments: what follows ``bagua`` on the command line; ``sys.argv[1:]`` when None.
+        arguments: words that follow ``bagua`` on the command line; ``sys.argv[1:]`` when None.
 
     Returns:
         The exit status.

@@ -15,7 +15,7 @@ def main(arguments: Sequence[str]) -> int:
     """Write one Chrome trace of all ranks.
 
     Args:
-        arguments: what follows ``bagua timeline``.
+        arguments: words that follow ``bagua timeline``.
 
     Returns:
         The exit status.
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     if unknown:
         print(
             f"bagua timeline: ranks {', '.join(unknown)} share neither a collective nor a host with rank "
-            f"{min(offsets)}: nobody knows how their clocks differ, so do not compare their times",
+            f"{min(offsets)}: how their clocks differ is unknown, so do not compare their times",
             file=sys.stderr,
         )
     if late >= 0:

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str]) -> int:
     """Show the ranks of a running job until Ctrl-C.
 
     Args:
-        arguments: what follows ``bagua top``.
+        arguments: words that follow ``bagua top``.
 
     Returns:
         The exit status.
@@ -97,7 +97,7 @@ def rows_of(now: Mapping[int, Beat], before: Mapping[int, Beat], wall_s: float) 
     Args:
         now: the last beat of each rank.
         before: those of the look before, for what lies between them.
-        wall_s: what ``time.time()`` gives.
+        wall_s: time of the display, as ``time.time()`` gives it.
     """
     late = latest_of(now)
     size = int(now[0]["world_size"]) if 0 in now else 0

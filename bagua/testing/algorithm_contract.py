@@ -114,9 +114,9 @@ def assert_keeps_promises(promise: Promise, results: list[tuple[State, State]], 
     """Raise ``AssertionError`` unless the ranks ended where ``promise`` says.
 
     Args:
-        promise: of the algorithm.
-        results: of ``train_and_rest`` on each rank.
-        expected: of one process that trained with the data of all ranks.
+        promise: promise of the algorithm.
+        results: results of ``train_and_rest`` on each rank.
+        expected: state of one process that trained with the data of all ranks.
     """
     states = [trained for trained, _ in results]
     if promise == "consensus" and len(states) > 1:
@@ -147,7 +147,7 @@ class AlgorithmContract:
 
     Attributes:
         sizes: numbers of ranks that it is tried on.
-        promise: what is expected, where exchanges alone do not tell; None for what they tell.
+        promise: promise to test, where exchanges alone do not tell it; None for the one that they tell.
     """
 
     sizes: tuple[int, ...] = (1, 2, 3, 4)

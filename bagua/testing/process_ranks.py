@@ -33,11 +33,11 @@ class ProcessRanks(RankPool):
 
     Args:
         size: the most ranks of a run.
-        backend: what ``init_process_group`` gets. None: the ranks do not initialize.
+        backend: backend that ``init_process_group`` gets. None: the ranks do not initialize.
         environment: variables that bagua finds in each rank, ``{"BAGUA_DEBUG": "1"}`` for example.
         modules: names of modules that each rank imports first, to register a backend for example.
         timeout_s: default deadline of collectives, in seconds.
-        deadline_s: of a run, in seconds.
+        deadline_s: longest time of a run, in seconds.
 
     The function and its arguments travel by pickle, so the function is one at the top
     level of a module that the ranks can import. A script that makes a pool needs the

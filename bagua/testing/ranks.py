@@ -41,9 +41,9 @@ class Outcome:
     """How one rank ended.
 
     Attributes:
-        rank: which one.
-        value: what the function returned.
-        error: what it raised, or ``RankDiedError``, or ``RankHangsError``; None if it returned.
+        rank: number of the rank.
+        value: value that the function returned.
+        error: error that it raised, or ``RankDiedError``, or ``RankHangsError``; None if it returned.
         trace: the traceback as text; empty if nothing was raised.
         seconds: from the start of the function to its end; 0 where it did not end.
     """
@@ -60,10 +60,10 @@ class Job:
     """One run, as every rank of it must know it.
 
     Attributes:
-        function: what each rank calls.
-        arguments: what it is called with, the same on all ranks.
+        function: function that each rank calls.
+        arguments: arguments of the function, the same on all ranks.
         size: number of ranks.
-        backend: what ``init_process_group`` gets; None where ranks shall not initialize at all.
+        backend: backend that ``init_process_group`` gets; None where ranks do not initialize at all.
         nodes: index of the host of each rank, or None to let the ranks find out.
         timeout_s: default deadline of the collectives, in seconds.
     """
@@ -123,7 +123,7 @@ class RankPool(ABC):
 
     Args:
         size: number of ranks of a run that does not say otherwise, and the most there can be.
-        backend: what ``init_process_group`` gets. None: the ranks do not initialize.
+        backend: backend that ``init_process_group`` gets. None: the ranks do not initialize.
         timeout_s: default deadline of collectives, in seconds.
         deadline_s: a run takes at most so many seconds; then it ends with ``RankHangsError``.
     """
@@ -149,13 +149,13 @@ class RankPool(ABC):
             function: it finds its process group with ``bagua.comm.get_default_group()``.
             arguments: the same for all ranks; not to be modified.
             size: number of ranks.
-            hosts: number of ranks on each host, as the ranks shall believe; None for the truth.
+            hosts: number of ranks on each host, as the ranks are told; None for the truth.
             timeout_s: default deadline of collectives, in seconds.
-            deadline_s: of the whole run.
+            deadline_s: longest time of the whole run, in seconds.
 
         Raises:
-            Exception: what a rank raised: of several the likeliest cause, so that the
-                ``PeerLostError`` of survivors does not hide why they lost a peer.
+            Exception: a rank raised it: of several the likeliest cause, so that the ``PeerLostError`` of survivors does
+                not hide why they lost a peer.
         """
         __tracebackhide__ = True  # pytest shows what failed, not how it got here
         outcomes = self.outcomes(

@@ -1,4 +1,4 @@
-"""What collectives shall compute, on plain tensors and without communication.
+"""What collectives must compute, on plain tensors and without communication.
 
 Written independently of ``bagua.comm.reduction``, so that both have to be wrong in
 the same way for a mistake to pass.
@@ -40,8 +40,8 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tenso
     """Random numbers that suit ``dtype``, the same for the same ``seed`` everywhere.
 
     Args:
-        shape: of the tensor.
-        dtype: of the tensor.
+        shape: shape of the tensor.
+        dtype: dtype of the tensor.
         seed: a whole number >= 0.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -100,8 +100,8 @@ def assert_same(actual: torch.Tensor, expected: torch.Tensor, message: str, *, r
     """Fail unless two tensors hold the same values.
 
     Args:
-        actual: what was computed.
-        expected: what should have been; same shape and dtype.
+        actual: result that was computed.
+        expected: result that should have been; same shape and dtype.
         message: says what this was about.
         rounding_steps: 0 compares bits; otherwise so many roundings are forgiven where
             numbers are rounded at all.

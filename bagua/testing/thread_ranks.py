@@ -36,7 +36,7 @@ class ThreadRanks(RankPool):
         size: the most ranks of a run.
         backend: ``threads``, or a registered transport that connects threads of one process.
         timeout_s: default deadline of collectives, in seconds.
-        deadline_s: of a run, in seconds.
+        deadline_s: longest time of a run, in seconds.
         fault: called at each step of each collective of each rank; it raises ``RankKilled`` to
             kill that rank there, or delays it. See ``bagua.comm.transports.threads``.
 
@@ -132,7 +132,7 @@ class _ThreadRun:
             self.report(Outcome(rank, None, error, traceback.format_exc(), spent_s))
         else:
             self.report(Outcome(rank, value, seconds=time.monotonic() - started))
-            self._over.wait()  # Nobody leaves a group that others still use.
+            self._over.wait()  # No rank leaves a group that others still use.
         self._end(rank)
 
     def _initialize(self, rank: int) -> None:

@@ -53,8 +53,8 @@ class RankAddress:
 
     Attributes:
         rank: its rank.
-        port: where the pool serves the store.
-        environment: what bagua shall find in its environment.
+        port: port of the store that the pool serves.
+        environment: variables that bagua must find in its environment.
         modules: imported first, to register backends for example.
     """
 
@@ -127,8 +127,8 @@ def rank_main(connection: Connection, place: RankAddress) -> None:
     """Run the job that the pool sends, report how it went, and end with it.
 
     Args:
-        connection: to the pool, which sends the pickled job first.
-        place: of this rank.
+        connection: connection to the pool, which sends the pickled job first.
+        place: address of this rank.
     """
     gc.freeze()  # Walking through all that was imported, a collection would copy the fork server's memory.
     line = _Line(connection, place.rank)
@@ -152,7 +152,7 @@ def rank_main(connection: Connection, place: RankAddress) -> None:
         line.report(Outcome(place.rank, None, error, traceback.format_exc(), spent_s))
     else:
         line.report(Outcome(place.rank, value, seconds=time.monotonic() - started))
-        line.commands.get()  # Nobody leaves a group that others still use.
+        line.commands.get()  # No rank leaves a group that others still use.
     line.send(_end(place.rank))
 
 

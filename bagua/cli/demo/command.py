@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train a small language model on a few processes and say how it went.
 
     Args:
-        arguments: what follows ``bagua demo`` on the command line.
+        arguments: words that follow ``bagua demo`` on the command line.
 
     Returns:
         The exit status: 0, 1 when a rank failed, 130 after Ctrl-C. Bad arguments exit with 2.

@@ -43,8 +43,8 @@ class Contest:
 
     Args:
         algorithm: its name.
-        result: of rank 0.
-        seconds: of each step on rank 0.
+        result: result of rank 0.
+        seconds: seconds of each step on rank 0.
     """
 
     algorithm: str
@@ -61,11 +61,11 @@ def compare(rank: Rank, settings: Settings, backend: str, mbit_per_s: float, ste
     """Train with each contestant, one after the other, on one of the processes.
 
     Args:
-        rank: which one this is.
+        rank: this process, as the launcher started it.
         settings: the same on all ranks.
-        backend: what the processes communicate through.
+        backend: name of the backend that the processes communicate through.
         mbit_per_s: rate of the link of each process.
-        steps: of each contestant; None for as many as fit into the demo's time.
+        steps: number of steps of each contestant; None for as many as fit into the demo's time.
     """
     register_paced(mbit_per_s, backend)
     rank.join(PACED, settings.timeout_s)

@@ -59,7 +59,7 @@ class PacedTransport(Transport):
 
     Args:
         inner: does the work.
-        link: of this process.
+        link: link of this process.
     """
 
     name = PACED

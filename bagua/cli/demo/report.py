@@ -202,7 +202,7 @@ def draw_losses(result: Result, path: Path) -> bool:
 
     Args:
         result: rank 0's.
-        path: where to write; the ending chooses the format.
+        path: file to write; the ending chooses the format.
 
     Returns:
         False, and nothing drawn, where matplotlib is not installed.

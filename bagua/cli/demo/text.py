@@ -33,7 +33,7 @@ def read_standard_library(folder: Path | None = None) -> Text:
     """Read all Python files below ``folder`` in the order of their names; every tenth is held out.
 
     Args:
-        folder: where to look; the running interpreter's standard library when None.
+        folder: folder to read; the running interpreter's standard library when None.
 
     Returns:
         The bytes, the same on every rank of one machine.

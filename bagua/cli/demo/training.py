@@ -49,16 +49,16 @@ class Settings:
 
     Args:
         algorithm: a name in the registry of algorithms, or ``decentralized_data_parallel``.
-        options: of the algorithm.
+        options: options of the algorithm.
         backend: as for ``init_process_group``.
         device: ``cpu`` or ``cuda``.
         steps: optimizer steps.
         batch_per_rank: windows of text in one rank's batch.
         learning_rate: the highest one, reached after a tenth of the steps.
-        seed: of the weights and of the choice of windows.
+        seed: seed of the weights and of the choice of windows.
         timeout_s: longest wait for another process in one call.
         clip_norm: the largest norm of the gradients; 0 does not clip.
-        shape: of the model.
+        shape: shape of the model.
     """
 
     algorithm: str = "gradient_allreduce"
@@ -88,8 +88,8 @@ class TrainingProgress:
     Args:
         step: how many steps are done.
         loss: rank 0's loss in this step, nats per byte.
-        tokens_per_s: of all ranks, in this step.
-        sent_bytes: by rank 0, in this step.
+        tokens_per_s: tokens that all ranks read in a second, in this step.
+        sent_bytes: bytes that rank 0 sent in this step.
         exposed: part of this step in which rank 0 stood still for communication, waiting for others included.
     """
 
@@ -105,7 +105,7 @@ class Result:
     """What a rank knows at the end.
 
     Args:
-        backend: what the ranks communicated through.
+        backend: name of the backend that the ranks communicated through.
         parameters: how many numbers the model holds.
         files: how many files the text came from.
         losses: this rank's training loss, nats per byte, step by step.
@@ -114,7 +114,7 @@ class Result:
         held_out_loss: on files that were not trained on.
         tokens_per_s: all ranks together, from the median step.
         solo_tokens_per_s: one process alone, without bagua, from the median step.
-        sent_bytes_per_step: by rank 0, mean over steps.
+        sent_bytes_per_step: bytes that rank 0 sent in a step, mean over steps.
         disagreement: the largest difference between a parameter here and on rank 0, over all ranks.
     """
 
@@ -263,7 +263,7 @@ def train(rank: Rank, settings: Settings) -> Result:
     """Run the demo on one of its processes.
 
     Args:
-        rank: which one this is.
+        rank: this process, as the launcher started it.
         settings: the same on all ranks.
 
     Returns:

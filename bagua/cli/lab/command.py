@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Build the hosts, run the script on them, and say what their links carried.
 
     Args:
-        arguments: what follows ``bagua lab`` on the command line.
+        arguments: words that follow ``bagua lab`` on the command line.
 
     Returns:
         0; the exit status of the rank that failed first; 3 where there cannot be a lab; 130 after Ctrl-C. Nothing is

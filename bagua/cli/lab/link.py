@@ -16,8 +16,8 @@ class LinkSettings:
     """The link between a host and the switch.
 
     Attributes:
-        receive_mbit_s: what the host receives at most, in 10^6 bits per second; None for no limit.
-        send_mbit_s: what it sends at most.
+        receive_mbit_s: highest rate at which the host receives, in 10^6 bits per second; None for no limit.
+        send_mbit_s: highest rate at which it sends.
         delay_ms: between two hosts, one way.
         loss: the share of packets between two hosts that never arrive, from 0 to 1.
     """

@@ -51,7 +51,7 @@ class Host:
 
     Args:
         number: from 0.
-        address: of its interface.
+        address: address of its interface.
         namespace: a path that opens its network namespace while the lab exists.
     """
 
@@ -65,7 +65,7 @@ class Network:
     """Hosts that can reach each other.
 
     Args:
-        hosts: in order of their numbers.
+        hosts: the hosts, in order of their numbers.
         switch: a path that opens the namespace of the bridge.
     """
 
@@ -76,7 +76,7 @@ class Network:
         """Limit what every host sends and what it receives, on a network without delay and loss.
 
         Args:
-            rate_mbit_s: in 10^6 bits per second; None takes the limit away.
+            rate_mbit_s: highest rate in 10^6 bits per second; None takes the limit away.
 
         Raises:
             LabUnavailableError: the kernel refuses; it may lack the token bucket filter.
@@ -122,7 +122,7 @@ def open_network(
 
     Args:
         hosts: how many, at most 250.
-        link: of each host; None for no limit.
+        link: link of each host; None for no limit.
         on_report: told what the switch has done, where links have delay or loss.
 
     Raises:

@@ -36,12 +36,12 @@ class SwitchReport:
     """What a switch has done.
 
     Attributes:
-        frames: that were handed on.
-        lost: that were dropped on purpose.
-        overflowed: that were dropped because the receiver's queue was full.
-        late_s: of all frames, the sum of the time between due and written.
+        frames: number of frames that were handed on.
+        lost: number of frames that were dropped on purpose.
+        overflowed: number of frames that were dropped because the receiver's queue was full.
+        late_s: seconds between due and written, summed over all frames.
         latest_s: the longest of these.
-        late_frames: that left more than a millisecond after they were due.
+        late_frames: number of frames that left more than a millisecond after they were due.
     """
 
     frames: int = 0
@@ -70,8 +70,8 @@ class FrameSchedule:
         hosts: number of hosts; host n has the address 02:00:00:00:00:n, in hexadecimal digits.
         delay_s: from sender to receiver.
         loss: the share of frames that is dropped.
-        receive_bytes_per_s: of each host; None for no limit.
-        seed: of the drops.
+        receive_bytes_per_s: highest rate at which each host receives; None for no limit.
+        seed: seed of the drops.
     """
 
     hosts: int
@@ -138,7 +138,7 @@ def serve(devices: Sequence[int], schedule: FrameSchedule, over: Callable[[], bo
 
     Args:
         devices: a descriptor for each host, which does not block.
-        schedule: what to do with the frames.
+        schedule: schedule that says where each frame goes, and when.
         over: asked after each wait.
     """
     clock = time.monotonic

@@ -145,7 +145,7 @@ def forget_tensors() -> None:
 
 
 def forget_works() -> None:
-    """Nobody waits: the group still closes (the pool does that) and the process ends."""
+    """No rank waits: the group still closes (the pool does that) and the process ends."""
     comm = communicator()
     for _ in range(3):
         comm.allreduce(torch.ones(1000, device=home(comm)), async_op=True)

@@ -28,7 +28,7 @@ class DisagreementsContract(ContractBase):
 
     @pytest.mark.parametrize("disagreement", DISAGREEMENTS)
     def test_ranks_that_disagree(self, pool: RankPool, disagreement: str) -> None:
-        self.need(self.can_lose_ranks, "there is nobody to disagree with")
+        self.need(self.can_lose_ranks, "there is no rank to disagree with")
         self.need(self.compares_calls, "calls are not compared")
         results = pool.run(disagree, disagreement, size=self.size)
         for rank, (error, others) in enumerate(results):
@@ -42,7 +42,7 @@ class DisagreementsContract(ContractBase):
 
     @pytest.mark.parametrize("way", ["counts", "message", "message_type", "message_against_collective"])
     def test_pairs_that_disagree(self, pool: RankPool, way: str) -> None:
-        self.need(self.can_lose_ranks, "there is nobody to disagree with")
+        self.need(self.can_lose_ranks, "there is no rank to disagree with")
         self.need(self.compares_calls, "calls are not compared")
         seen_at_once = way != "message_against_collective"
         deadline_s = CALM_S if seen_at_once else self.deadline_s

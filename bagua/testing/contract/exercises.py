@@ -41,11 +41,11 @@ class CallSetting:
     """How an exercise is done.
 
     Attributes:
-        shape: of one rank's share.
-        dtype: of the elements.
-        op: where something is reduced.
-        root: where there is one; also the destination.
-        seed: of the numbers.
+        shape: shape of one rank's share.
+        dtype: dtype of the elements.
+        op: reduction, where something is reduced.
+        root: rank of the root, where there is one; also the destination.
+        seed: seed of the numbers.
         present: gives a tensor another layout, keeping its values.
         options: ``async_op``, ``timeout``.
         rounds_once: 16-bit floats are reduced in float32 and rounded to the nearest at the end.
@@ -90,7 +90,7 @@ class Exercise(NamedTuple):
     """A started collective.
 
     Attributes:
-        works: what the calls returned; None for those that were synchronous.
+        works: works that the calls returned; None for those that were synchronous.
         check: fails unless the result is right and nothing else was changed.
         results: tensors that must be bitwise identical on all ranks.
         touched: every tensor that was passed.

@@ -84,14 +84,14 @@ class FailuresContract(ContractBase):
 
     @pytest.mark.parametrize("kind", [*NEEDS_EVERYONE, *NEEDS_SOME])
     def test_a_rank_that_died(self, pool: RankPool, kind: str) -> None:
-        self.need(self.can_lose_ranks, "there is nobody to lose")
+        self.need(self.can_lose_ranks, "there is no rank to lose")
         outcomes = pool.outcomes(lose_a_rank, kind, "die", self.deadline_s, size=self.size)
         for outcome in self.survivors(outcomes, CULPRIT):
             self.check_loss(outcome.rank, outcome.value, (PeerLostError, CollectiveTimeoutError))
 
     @pytest.mark.parametrize("kind", ["allreduce", "barrier", "broadcast"])
     def test_a_silent_rank(self, pool: RankPool, kind: str) -> None:
-        self.need(self.can_lose_ranks, "there is nobody to lose")
+        self.need(self.can_lose_ranks, "there is no rank to lose")
         outcomes = pool.outcomes(lose_a_rank, kind, "fall_silent", self.deadline_s, size=self.size)
         survivors = self.survivors(outcomes, CULPRIT)
         for outcome in survivors:
@@ -109,7 +109,7 @@ class FailuresContract(ContractBase):
 
     @pytest.mark.parametrize("kind", ["allreduce", "recv", "allgather_object", "broadcast_coalesced"])
     def test_a_late_rank(self, pool: RankPool, kind: str) -> None:
-        self.need(self.can_lose_ranks, "there is nobody to be late")
+        self.need(self.can_lose_ranks, "there is no rank that could be late")
         results = pool.run(come_late, kind, self.deadline_s, size=self.size)
         errors = [error for error, _ in results]
         for rank, (error, seconds) in enumerate(results):
@@ -118,11 +118,11 @@ class FailuresContract(ContractBase):
         assert any(isinstance(error, CollectiveTimeoutError) for error in errors), errors
 
     def test_a_rank_just_in_time(self, pool: RankPool) -> None:
-        self.need(self.can_lose_ranks, "there is nobody to wait for")
+        self.need(self.can_lose_ranks, "there is no rank to wait for")
         pool.run(come_just_in_time, size=self.size)
 
     def test_the_facts_of_a_timeout(self, pool: RankPool) -> None:
-        self.need(self.can_lose_ranks, "there is nobody to wait for")
+        self.need(self.can_lose_ranks, "there is no rank to wait for")
         errors = pool.run(time_out_with_facts, self.deadline_s, size=self.size)
         timeouts = [error for error in errors if isinstance(error, CollectiveTimeoutError)]
         assert timeouts
@@ -139,7 +139,7 @@ class FailuresContract(ContractBase):
                 assert fact in str(error), str(error)
 
     def test_waiting_with_a_timeout(self, pool: RankPool) -> None:
-        self.need(self.can_lose_ranks, "there is nobody to wait for")
+        self.need(self.can_lose_ranks, "there is no rank to wait for")
         self.need(self.blocks_host, "waiting does not block")
         results = pool.run(wait_with_timeout, size=self.size)
         for rank, (error, seconds) in enumerate(results):
@@ -147,11 +147,11 @@ class FailuresContract(ContractBase):
             assert seconds < SOON_S, f"rank {rank} waited {seconds:.1f} s"
         assert isinstance(results[0][0], CollectiveTimeoutError)
         told = [error for error, _ in results[1:] if isinstance(error, PeerLostError)]
-        assert told, f"nobody lost a peer: {results}"
+        assert told, f"no rank lost a peer: {results}"
         assert any(0 in error.peers and "rank 0" in str(error) for error in told), told
 
     def test_abort_from_another_thread(self, pool: RankPool) -> None:
-        self.need(self.can_lose_ranks, "there is nobody to wait for")
+        self.need(self.can_lose_ranks, "there is no rank to wait for")
         results = pool.run(abort_from_thread, size=self.size)
         for rank, (error, seconds) in enumerate(results):
             assert isinstance(error, CommunicationError), f"rank {rank} got {error!r}"
@@ -162,7 +162,7 @@ class FailuresContract(ContractBase):
             assert "because of this test" in str(error), str(error)
 
     def test_errors_of_works(self, pool: RankPool) -> None:
-        self.need(self.can_lose_ranks, "there is nobody to lose")
+        self.need(self.can_lose_ranks, "there is no rank to lose")
         outcomes = pool.outcomes(lose_a_rank_asynchronously, self.deadline_s, size=self.size)
         self.survivors(outcomes, CULPRIT)
 
@@ -178,7 +178,7 @@ class FailuresContract(ContractBase):
         pool.run(break_one_of_two, size=self.size)
 
     def test_errors_survive_pickling(self, pool: RankPool) -> None:
-        self.need(self.can_lose_ranks, "there is nobody to wait for")
+        self.need(self.can_lose_ranks, "there is no rank to wait for")
         pool.run(pickle_an_error, self.deadline_s, size=self.size)
 
 

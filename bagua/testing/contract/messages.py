@@ -27,19 +27,19 @@ class MessagesContract(ContractBase):
         self.on_every_size(pool, receive_from_all if self.receives_from_any else be_refused)
 
     def test_messages_from_any_rank_of_every_kind(self, pool: RankPool) -> None:
-        self.need(self.can_lose_ranks, "there is nobody who sends")
+        self.need(self.can_lose_ranks, "there is no rank that sends")
         self.need(self.receives_from_any, "ranks to receive from are named")
         pool.run(receive_every_kind, size=self.size)
 
     def test_the_receive_that_was_started_first_gets_the_message(self, pool: RankPool) -> None:
         self.need(self.receives_from_any, "ranks to receive from are named")
-        self.need(self.can_lose_ranks, "there is nobody who sends")
+        self.need(self.can_lose_ranks, "there is no rank that sends")
         self.need(self.matches_in_order, "a foreign library matches receives")
         pool.run(receive_in_order, size=self.size)
 
     def test_nobody_sends(self, pool: RankPool) -> None:
         self.need(self.receives_from_any, "ranks to receive from are named")
-        self.need(self.can_lose_ranks, "there is nobody who could send")
+        self.need(self.can_lose_ranks, "there is no rank that could send")
         results = pool.run(wait_for_nobody, self.deadline_s, size=self.size)
         error, seconds = results[0]
         assert isinstance(error, CollectiveTimeoutError), f"{error!r}"

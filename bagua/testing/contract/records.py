@@ -37,11 +37,11 @@ class RecordsContract(ContractBase):
         self.on_every_size(pool, send_pickled_objects)
 
     def test_pickle_is_refused_by_a_rank_that_did_not_ask(self, pool: RankPool) -> None:
-        self.need(self.can_lose_ranks, "there is nobody to send to")
+        self.need(self.can_lose_ranks, "there is no rank to send to")
         pool.run(refuse_pickle, size=self.size)
 
     def test_misplaced_objects_keep_nobody_waiting(self, pool: RankPool) -> None:
-        self.need(self.can_lose_ranks, "there is nobody to send to")
+        self.need(self.can_lose_ranks, "there is no rank to send to")
         pool.run(misplace_objects, size=self.size)
 
     def test_empty_lists_of_tensors(self, pool: RankPool) -> None:
@@ -178,7 +178,7 @@ def refuse_pickle() -> None:
 
 
 def misplace_objects() -> None:
-    """A list that is too short, or on the wrong rank: an error, and nobody waits for anybody."""
+    """A list that is too short, or on the wrong rank: an error, and no rank waits for another."""
     comm = communicator()
     short = caught(lambda: comm.scatter_object(["one"] * (comm.size - 1) if comm.rank == 0 else None)).error
     assert isinstance(short, ConfigurationError), f"{short!r}"
