@@ -31,8 +31,8 @@ def form_buckets(
     """Cut an ordered sequence into buckets of one key each, in the order in which they fill up.
 
     Args:
-        members: what is put into buckets, in the order in which it becomes ready.
-        key: what all members of a bucket have in common (dtype and device).
+        members: items to put into buckets, in the order in which they become ready.
+        key: properties that all members of a bucket have in common (dtype and device).
         nbytes: size of a member, in bytes.
         bucket_bytes: a bucket is closed as soon as it holds so many bytes; only the last
             bucket of each key may hold fewer.
@@ -112,7 +112,7 @@ class Bucket:
     Args:
         index: position among the buckets of the model; exchanges start in this order.
         names: name of each parameter.
-        parameters: in the same order.
+        parameters: parameter of each name, in the same order.
         communicator: provides memory that it can exchange without a copy.
         align_bytes: the flat memory is padded to a multiple of so many bytes.
         shares: the flat memory splits evenly into so many parts of aligned size.
@@ -122,7 +122,7 @@ class Bucket:
             that are cut in another way.
 
     Attributes:
-        offsets: where each parameter starts in flat memory, in elements.
+        offsets: start of each parameter in flat memory, in elements.
         numel: elements of flat memory, padding (always zero in ``gradients``) included.
         gradients: flat memory of the gradients, once ``allocate_gradients`` was called.
         gradient_views: the part of each parameter in it, with the parameter's strides.
@@ -227,7 +227,7 @@ class Bucket:
         """Move the weights into one flat block; the parameters stay the same objects.
 
         Args:
-            exchangeable: in memory that can be exchanged without a copy.
+            exchangeable: True puts the block into memory that can be exchanged without a copy.
         """
         if not self.fusion or self.weights is not None:
             return

@@ -37,7 +37,7 @@ def renaming(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Let errors about arguments of what a function calls name the arguments of that function.
 
     Args:
-        names: what each argument is called here, by its name there.
+        names: name of each argument here, by its name there.
 
     Example:
         >>> @renaming(output="recv_tensor")
@@ -92,8 +92,8 @@ def check_kind(kind: type | tuple[type, ...], expected: str, **values: object) -
 
     Args:
         kind: a class, or several.
-        expected: what that is, in words.
-        values: what was given, by the names of the arguments.
+        expected: description of ``kind``, in words.
+        values: values that were given, by the names of the arguments.
 
     Raises:
         InvalidTypeError: naming the first one that is not.

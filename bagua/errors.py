@@ -41,7 +41,7 @@ def blame(error: BaseException, rank: int, call: str) -> tuple[int, str]:
     Args:
         error: ended ``call`` on this rank.
         rank: global rank of this process.
-        call: what this rank did.
+        call: description of the call on this rank.
 
     Returns:
         Global rank of the culprit, and a reason that begins with "it".
@@ -74,8 +74,8 @@ class BaguaError(Exception):
     """Root of all errors raised by bagua.
 
     Args:
-        problem: what is wrong, one sentence without a final period.
-        advice: what to do next; empty if nothing general can be said.
+        problem: sentence that says what is wrong, without a final period.
+        advice: sentence that says what to do next; empty if nothing general can be said.
 
     Example:
         >>> str(BaguaError("the sky is falling", advice="Go inside."))
@@ -114,11 +114,11 @@ class ConfigurationError(BaguaError, ValueError):
     """An argument, option or environment variable cannot be used.
 
     Args:
-        problem: what is wrong.
+        problem: sentence that says what is wrong.
         argument: name of the argument.
-        expected: what would have been right.
-        seen: what was given.
-        advice: what to do next.
+        expected: value that would have been right, in words.
+        seen: value that was given.
+        advice: sentence that says what to do next.
 
     Example:
         >>> error = ConfigurationError("bad size", argument="size", expected=">= 1", seen=0)
@@ -179,9 +179,9 @@ class NonFiniteError(BaguaError, ArithmeticError):
     """Numbers that are not finite where they would spread to other ranks, which was prevented.
 
     Args:
-        problem: what is not finite.
+        problem: sentence that says what is not finite.
         rank: on which rank.
-        advice: what to do next.
+        advice: sentence that says what to do next.
 
     Example:
         >>> NonFiniteError("the weights of rank 1 are not finite", rank=1).rank
@@ -216,21 +216,21 @@ class CommunicationError(BaguaError, RuntimeError):
     All ranks in an error are global ranks: those of the default group, whatever group the call was made in.
 
     Args:
-        problem: what happened.
+        problem: sentence that says what happened.
         rank: rank that raises.
-        activity: what the call was made for: the step, the bucket and its parameters.
+        activity: purpose of the call: the step, the bucket and its parameters.
         call: description of the collective that was running; roots and peers in it count inside the communicator.
         sequence: its number on this communicator.
         communicator: label of the communicator, ``world/intra`` for example.
         peers: ranks that are lost, at fault, or did not come before the deadline.
         silent: ranks that did not answer when they were asked for the cause. They may be well, and busy.
-        reason: what the first of ``peers`` did, for the errors of other ranks; begins with "it".
+        reason: account of what the first of ``peers`` did, for the errors of other ranks; begins with "it".
         expected: this rank's side of a disagreement.
         seen: the other side of a disagreement.
         elapsed_s: seconds since the call started.
         timeout_s: the deadline in force, in seconds.
         history: descriptions of the last calls on this communicator, oldest first.
-        advice: what to do next.
+        advice: sentence that says what to do next.
     """
 
     #: What to do next, unless something better is known.
@@ -296,7 +296,7 @@ class PeerLostError(CommunicationError, ConnectionError):
 
         Args:
             culprit: global rank that is lost.
-            reason: what it did; begins with "it".
+            reason: account of what the culprit did; begins with "it".
             facts: other arguments of the class.
 
         Example:

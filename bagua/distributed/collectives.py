@@ -243,7 +243,7 @@ def barrier(
     timeout: timedelta | float | None = None,
 ) -> TorchWork | None:
     """Return when all ranks are here. Unlike torch's, it takes no ``device_ids``: it needs no device."""
-    refuse("device_ids", device_ids, None, "Call torch.cuda.synchronize() before, if the device shall be ready.")
+    refuse("device_ids", device_ids, None, "Call torch.cuda.synchronize() before, if the device must be ready.")
     communicator = communicator_of(group)
     return as_in_torch(communicator, communicator.barrier(async_op=async_op, timeout=timeout), [])
 

@@ -79,8 +79,8 @@ def init_process_group(
         init_method: ``env://``, ``tcp://host:port`` or ``file:///path``.
         timeout: default deadline of each call.
         world_size: number of processes.
-        rank: of this process.
-        store: where ranks meet, instead of ``init_method``.
+        rank: rank of this process.
+        store: store through which ranks meet, instead of ``init_method``.
         group_name: has no meaning, as in torch.
         pg_options: refused.
         device_id: a device, or its number. Transports take devices from tensors, so it is checked only.
@@ -136,7 +136,7 @@ def new_group(
         backend: None means that of the group of all ranks.
         pg_options: refused.
         use_local_synchronization: refused: all ranks call.
-        group_desc: what messages call the group.
+        group_desc: name of the group in messages.
         device_id: see ``init_process_group``.
         sort_ranks: False is refused unless ``ranks`` are sorted.
     """

@@ -109,7 +109,7 @@ class P2POp:
 
     Args:
         op: ``isend`` or ``irecv`` of this module.
-        tensor: what to send, or where to receive.
+        tensor: tensor to send, or to receive into.
         peer: the other rank, among all ranks.
         group: both are members of it.
         tag: see ``isend``.

@@ -19,7 +19,7 @@ def rank_inside(
     """The rank in ``communicator`` that a global rank, or a rank in the group, names.
 
     Args:
-        communicator: of the group.
+        communicator: communicator of the group.
         rank: a global rank, or None.
         group_rank: a rank in the group, or None.
         argument: name of ``rank``; that of ``group_rank`` has ``group_`` before it.
@@ -80,7 +80,7 @@ def as_in_torch(
         communicator: on which the call was made.
         work: the call, or None.
         outputs: the tensors that receive its result.
-        complete: whether no ``work`` means a call that is complete.
+        complete: True if no ``work`` means a call that is complete.
     """
     if isinstance(communicator, NonMember) or (work is None and not complete):
         return None

@@ -72,7 +72,7 @@ class DistributedDataParallel(OverlappingWrapper):
             exceptions that torch makes: not after a forward pass in ``no_sync()`` or
             without gradients. So an evaluation on one rank alone must call ``.module``.
         optimizers: those that step the parameters; some algorithms need them.
-        algorithm: what is exchanged, and when.
+        algorithm: algorithm that says what is exchanged, and when.
         bucket_bytes: like ``bucket_cap_mb``, in bytes.
         grad_scaler: the ``GradScaler`` of the training loop, if there is one.
         autotune: True or ``AutotuneSettings``: find out during training how large buckets

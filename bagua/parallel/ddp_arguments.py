@@ -145,7 +145,7 @@ def input_device(
     wanted = _as_device(device_ids[0])
     if homes != {wanted}:
         raise ConfigurationError(
-            "the module is not on the device that it shall be trained on",
+            "the module is not on the device that it is to be trained on",
             argument="device_ids",
             expected=f"a device that holds all parameters; they are on {', '.join(sorted(map(str, homes)))}",
             seen=wanted,

@@ -159,8 +159,8 @@ def with_bagua(
 
     Args:
         self: the module.
-        optimizers: that step its parameters.
-        algorithm: what is exchanged, and when: its name, or a declaration with options.
+        optimizers: optimizers that step its parameters.
+        algorithm: algorithm that says what is exchanged, and when: its name, or a declaration with options.
         process_group: the ranks that train together; None means all.
         do_flatten: gradients and weights of a bucket live in flat memory, parameters are views of it.
         broadcast_buffers: take the buffers, too, from rank 0 at the start.

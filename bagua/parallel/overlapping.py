@@ -79,7 +79,7 @@ class OverlappingWrapper(EngineAccess, DistributedModule):
 
     Args:
         module: the module to train.
-        optimizers: that step its parameters; one or several.
+        optimizers: one or several optimizers that step its parameters.
         delay_reduce: exchange everything at the end of backward instead.
         bucket_type: ``Weight`` chooses a decentralized algorithm.
         hierarchical_reduce: inside each host first, then between hosts.

@@ -47,7 +47,7 @@ class ModelSwitchWrapper(EngineAccess, DistributedModule):
 
     Args:
         module: the module to train.
-        optimizer: that steps its parameters; one or a list.
+        optimizer: optimizer that steps its parameters; one or a list.
         broadcast_buffers: take the buffers, too, from rank 0 at the start: in ``switch_to``, where weights
             are taken, and not in the first forward pass, before which the two would not fit together.
         delay_reduce: exchange everything at the end of backward.
@@ -131,7 +131,7 @@ class ModelSwitchWrapper(EngineAccess, DistributedModule):
         """Run the module.
 
         Raises:
-            ConfigurationError: in training, before the first ``switch_to``.
+            ConfigurationError: a forward pass in training comes before the first ``switch_to``.
         """
         engine = self._engine
         if engine is None:
@@ -208,7 +208,7 @@ def bagua_init(
 
     Args:
         module: the module to train.
-        optimizer: that steps its parameters; one or a list.
+        optimizer: optimizer that steps its parameters; one or a list.
         distributed_algorithm: a name, or a declaration with options of its own.
         broadcast_buffers: take the buffers, too, from rank 0 at the start.
         delay_reduce: exchange everything at the end of backward.

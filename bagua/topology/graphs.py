@@ -32,7 +32,7 @@ def metropolis(neighbours: Sequence[set[int]]) -> Round:
     Symmetric and doubly stochastic on every graph; ``1 / (1 + degree)`` where all degrees are equal.
 
     Args:
-        neighbours: of each rank.
+        neighbours: neighbours of each rank.
 
     Example:
         >>> metropolis([{1}, {0, 2}, {1}]).rows[1]
@@ -129,7 +129,7 @@ class Torus(_Graph):
     """A grid whose opposite sides touch; four neighbours, each of weight 1/5. A prime number of ranks is a ring.
 
     Args:
-        rows: of the grid; None for the grid that is nearest to a square.
+        rows: number of rows of the grid; None for the grid that is nearest to a square.
 
     Example:
         >>> [rank for rank, _ in Torus().round(9, 1)[0].sources]
@@ -195,8 +195,8 @@ class ErdosRenyi(_Graph):
     """A random graph, drawn once, the same on every rank: any two ranks are neighbours with some probability.
 
     Args:
-        probability: of an edge; None for ``2 ln(n) / n``, twice the threshold above which
-            such graphs hang together.
+        probability: probability of an edge; None for ``2 ln(n) / n``, twice the threshold above which such graphs hang
+            together.
         seed: another number, another graph.
 
     Graphs that do not hang together are drawn again.

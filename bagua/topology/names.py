@@ -116,7 +116,7 @@ def resolve(name: str | Topology, argument: str) -> Topology:
 
     Args:
         name: as for ``create``.
-        argument: what the caller was given it as, for the message.
+        argument: name of the caller's own argument, for the message.
 
     Raises:
         ConfigurationError: there is none of that name; the message names those that exist, and ``argument``.

@@ -20,7 +20,7 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Edge:
-    """Ranks that mix with each other and with nobody else.
+    """Ranks that mix with each other and with no other rank.
 
     Each keeps ``weight`` of itself and takes an equal part of the rest from every other:
     ``x_i <- w x_i + (1 - w) / (|R| - 1) sum_{j != i} x_j``. A rank that rests is an edge of
@@ -28,7 +28,7 @@ class Edge:
 
     Args:
         ranks: who, in ascending order.
-        weight: what a rank keeps of itself, from 0 to 1.
+        weight: part that a rank keeps of itself, from 0 to 1.
 
     Example:
         >>> Edge((0, 1, 2), weight=0.5).other_weight
@@ -55,7 +55,7 @@ class Neighbours:
     """What one rank does in one round: ``x <- own_weight x + sum_j weight_j x_j``.
 
     Attributes:
-        own_weight: what the rank keeps of itself.
+        own_weight: part that the rank keeps of itself.
         sources: (rank, weight) of those whose values it takes, in ascending order.
         destinations: ranks that take its values, in ascending order. The same ranks as in
             ``sources`` if the round is symmetric.
@@ -251,10 +251,10 @@ def check_round(round_: Round, *, size: int | None = None, symmetric: bool = Fal
     mean of all ranks.
 
     Args:
-        round_: what is checked.
+        round_: round to check.
         size: the number of ranks that it must be for; None for any.
         symmetric: demand a symmetric matrix, too.
-        name: what messages call it.
+        name: name of the topology in messages.
 
     Raises:
         ConfigurationError: a weight is not from 0 to 1, a row or a column does not sum to

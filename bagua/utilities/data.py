@@ -40,7 +40,7 @@ class LoadBalancingDistributedSampler(Sampler[int]):
         dataset: with ``len`` and indices; each sample is looked at once, at the beginning.
         complexity_fn: makes an integer of a sample, as its length.
         num_replicas: number of ranks; None means all.
-        rank: of this process; None asks.
+        rank: rank of this process; None asks.
         shuffle: give chunks in another order in each epoch; without, samples come by complexity.
         seed: equal on all ranks.
         drop_last: leave out what does not fill a chunk; else the first samples are given again.
@@ -263,7 +263,7 @@ class CachedDataset(Dataset[Any]):
         folder: see ``CacheLoader``.
 
     Attributes:
-        cache_loader: what remembers the samples.
+        cache_loader: loader that remembers the samples.
 
     Example:
         >>> dataset = CachedDataset([torch.ones(1), torch.zeros(1)])

@@ -100,7 +100,7 @@ def init_dist_connection(
         cluster_environment: Lightning's, or any object with ``main_address``, ``main_port``,
             ``global_rank()`` and ``world_size()``.
         torch_distributed_backend: as for ``bagua.comm.init_process_group``; None chooses.
-        global_rank: of this process; None asks ``cluster_environment``.
+        global_rank: global rank of this process; None asks ``cluster_environment``.
         world_size: number of processes; None asks ``cluster_environment``.
         timeout: default deadline of every call, in seconds or as a ``timedelta``. What else Lightning passes on to
             ``torch.distributed.init_process_group`` has no meaning here, and is a ``TypeError``.
@@ -330,7 +330,7 @@ def register_ddp_comm_hook(
     Args:
         model: a ``torch.nn.parallel.DistributedDataParallel``, compiled or not, or another module that takes hooks.
         ddp_comm_state: handed to the hook.
-        ddp_comm_hook: what exchanges a bucket; None leaves the model as it is.
+        ddp_comm_hook: hook that exchanges a bucket; None leaves the model as it is.
         ddp_comm_wrapper: applied to the hook first, for example torch's ``fp16_compress_wrapper``.
 
     Raises:

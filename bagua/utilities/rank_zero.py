@@ -79,8 +79,8 @@ def rank_zero_warn(message: str | Warning, stacklevel: int = 4, category: type[W
 
     Args:
         message: the text.
-        stacklevel: whose line is shown, as Lightning counts: 4 is the caller's, 5 that of its caller.
-        category: of the warning.
+        stacklevel: frame whose line is shown, as Lightning counts: 4 is the caller's, 5 that of its caller.
+        category: category of the warning.
     """
     warnings.warn(message, category, stacklevel=stacklevel - 1)
 
@@ -91,6 +91,6 @@ def rank_zero_deprecation(message: str | Warning, stacklevel: int = 5) -> None:
 
     Args:
         message: the text.
-        stacklevel: whose line is shown, as Lightning counts: 5 is that of the caller's caller.
+        stacklevel: frame whose line is shown, as Lightning counts: 5 is that of the caller's caller.
     """
     warnings.warn(message, DeprecationWarning, stacklevel=stacklevel - 1)

@@ -61,7 +61,7 @@ class StepBucket(Then):
 
 @dataclass(frozen=True)
 class WeightsInPlace(What):
-    """The weights; where they are flat they are sent from there: nobody changes them before they are folded."""
+    """The weights; where they are flat they are sent from there: they do not change before they are folded."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"weights"})
     exchangeable_weights: ClassVar[bool] = True
@@ -88,12 +88,12 @@ class RoundMix(How):
     """One round of a topology.
 
     The result is the weights of the peer if two ranks meet; the weighted sum over all ranks of an edge, this one
-    included, if the edge has a communicator of its own; what the weights shall become in all other rounds.
+    included, if the edge has a communicator of its own; what the weights are to become in all other rounds.
 
     Args:
         topology: who mixes with whom.
         nodes: index of the host of each rank.
-        order: in which rounds are taken; see ``DecentralizedDataParallel``.
+        order: order of the rounds; see ``DecentralizedDataParallel``.
     """
 
     topology: Topology

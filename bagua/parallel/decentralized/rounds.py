@@ -95,12 +95,11 @@ class RankRounds:
         size: number of ranks.
         rank: this one.
         nodes: index of the host of each rank.
-        order: in which rounds are taken: in turn, or round 2, then 4, 5, 6 and so on.
+        order: order of the rounds: in turn, or round 2, then 4, 5, 6 and so on.
 
     Attributes:
         topology: as given.
-        by_neighbours: whether some round sends to each neighbour apart, instead of to one
-            peer or in one allreduce.
+        by_neighbours: True if some round sends to each neighbour apart, instead of to one peer or in one allreduce.
 
     Raises:
         ConfigurationError: the topology does not exist for these ranks, or does not keep

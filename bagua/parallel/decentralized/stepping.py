@@ -38,13 +38,13 @@ class Stepping:
     Args:
         optim_fn: makes an optimizer of the named parameters of a bucket.
         lr_scheduler_fn: makes a schedule for it.
-        scaler: by which losses are scaled.
+        scaler: scaler of the losses.
         grad_clip_norm: the largest norm of gradients; 0 does not clip.
-        grad_clip_scope: whether that is the norm over one bucket or over the model. The
-            latter needs all gradients before the first step.
+        grad_clip_scope: scope of that norm: one bucket, or the model. The latter needs all gradients before the first
+            step.
 
     Attributes:
-        mixing_factor: which part of the way to the mixed weights a rank goes; see ``set_adaptive_factor``.
+        mixing_factor: part of the way to the mixed weights that a rank goes; see ``set_adaptive_factor``.
 
     Raises:
         ConfigurationError: an argument that cannot be used.
@@ -169,7 +169,7 @@ class Stepping:
         """Go on where ``state_dict`` was taken; before there are buckets, as soon as there are.
 
         Args:
-            state_dict: of any layout of buckets.
+            state_dict: state with any layout of buckets.
             known: names of all parameters.
 
         Raises:

@@ -70,8 +70,7 @@ class DecentralizedDataParallel(OverlappingWrapper):
         find_unused_parameters: a parameter without a gradient counts as zero; otherwise it
             is an error.
         init_sync: start from rank 0's parameters and buffers.
-        round_order: in which rounds of the topology are mixed: ``in turn``, or as ``decent-dp``
-            takes them: 2, 4, 5, 6, ...
+        round_order: order of the topology's rounds: ``in turn``, or as ``decent-dp`` takes them: 2, 4, 5, 6, ...
 
     Raises:
         CollectiveMismatchError: the models, options or topologies of the ranks differ.
