@@ -264,7 +264,10 @@ class Reducer(BucketFormation):
         without = {slot.name for slot in scheduler.fill_missing(missing)}
         scheduler.complete()
         if self.options.find_unused_parameters and self.group.size > 1:
-            self._restore_unused(without)
+            exchanges = self.exchanges_of(self._phase)
+            if sends_gradients(exchanges):
+                unused_here = self._unused.after(without, steps=1 + lag_of_gradients(exchanges))
+                restore_unused(unused_here, self.model.parameters, self.communicator)
         if self.equality.concerns(self.step):
             self.end_exchanges()
             belief = Belief(self.module, self.model, self.buckets, self.courses.places)
@@ -272,12 +275,6 @@ class Reducer(BucketFormation):
                 self.courses.weights_were_replaced()
         self.step += 1
         self._versions = self.registration.versions if scheduler.owes else []
-
-    def _restore_unused(self, without: set[str]) -> None:
-        exchanges = self.exchanges_of(self._phase)
-        if sends_gradients(exchanges):
-            unused_here = self._unused.after(without, steps=1 + lag_of_gradients(exchanges))
-            restore_unused(unused_here, self.model.parameters, self.communicator)
 
     # Between backward passes.
 
