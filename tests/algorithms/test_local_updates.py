@@ -18,6 +18,7 @@ import bagua.comm
 import bagua.torch_api
 from bagua.algorithms import (
     Algorithm,
+    Blend,
     Difference,
     DiLoCoAlgorithm,
     EagerStep,
@@ -27,7 +28,9 @@ from bagua.algorithms import (
     Mean,
     Outer,
     OuterStep,
+    Parts,
     SlowMoAlgorithm,
+    Weights,
 )
 from bagua.compression import Float16, MinMaxUInt8
 from bagua.errors import ConfigurationError
@@ -348,6 +351,47 @@ def test_a_rank_that_diverged_goes_back_to_the_anchor_and_harms_nobody(thread_ra
     (_, well), (anchor, diverged) = thread_ranks(2, train_with_nan, algorithm)
     assert all(torch.isfinite(value).all() for value in well.values())
     assert_close(diverged, anchor)
+
+
+@pytest.fixture
+def uncleared_memory():
+    """New memory holds what is no number, as it may: torch does that to show who relies on its contents."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def train_with_gaps(algorithm: Algorithm, *, spoilt: int | None = None) -> State:
+    """The weights after two steps; there are gaps between the parameters."""
+    rank = bagua.comm.get_rank()
+    with seeded():
+        model = nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 4))
+    optimizer = optimizer_of(model)
+    wrapped = with_bagua(model, [optimizer], algorithm)
+    train_steps(wrapped, optimizer, rank, [0])
+    optimizer.zero_grad()
+    loss_of(wrapped, rank, 1).backward()
+    if rank == spoilt:
+        with torch.no_grad():
+            next(model.parameters())[0, 0] = float("nan")
+    optimizer.step()
+    return snapshot(model)
+
+
+@pytest.mark.threads
+def test_a_dropped_result_leaves_a_rank_alone_whose_weights_are_finite(thread_ranks, uncleared_memory, caplog):
+    alone = thread_ranks(2, train_with_gaps, LocalSGDAlgorithm(100))
+    well, _ = thread_ranks(2, functools.partial(train_with_gaps, spoilt=1), DiLoCoAlgorithm(2))
+    assert_close(well, alone[0])
+    assert "weights that are not finite on rank 1" in caplog.text
+
+
+@pytest.mark.threads
+def test_weights_are_blended_whatever_lies_between_them(thread_ranks, uncleared_memory):
+    alone = thread_ranks(2, train_with_gaps, LocalSGDAlgorithm(100))
+    exchange = Exchange(Weights(), Every(2), Mean(), Blend(0.5), parts=Parts(1, "strided"))
+    for state, own in zip(thread_ranks(2, train_with_gaps, Algorithm.of(exchange)), alone, strict=True):
+        assert_close(state, {name: (one + mean_of(alone, name)) / 2 for name, one in own.items()})
 
 
 @pytest.mark.threads

@@ -37,7 +37,8 @@ def restart_unless_finite(flight: Flight, anchor: torch.Tensor) -> bool:
     """Whether the result is of no use. A rank whose own weights are not finite goes back to ``anchor`` then."""
     if flight.finite:
         return False
-    if flight.diverged or not torch.isfinite(flight.weights(torch.empty_like(flight.flat))).all():
+    # Between parameters there is padding, which may hold anything where memory is not cleared.
+    if flight.diverged or not torch.isfinite(flight.weights(torch.zeros_like(flight.flat))).all():
         go_back(flight, anchor)
     return True
 

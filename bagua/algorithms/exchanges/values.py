@@ -326,7 +326,7 @@ class Blend(Then):
 
     def fold(self, flight: Flight) -> None:
         """Blend, if the result is finite."""
-        now = flight.weights(torch.empty_like(flight.flat))
+        now = flight.weights(torch.zeros_like(flight.flat))
         _add(flight, flight.flat.sub_(now).mul_(1.0 - self.keep))
 
 

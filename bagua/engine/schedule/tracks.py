@@ -275,7 +275,7 @@ class Course:
 
     def _tell_why(self, flights: Sequence[Flight]) -> None:
         """No rank takes in a result that is not finite, and all say whose weights are to blame. Collective."""
-        own = [one.weights(torch.empty_like(one.flat)) if one.sent is None else one.sent for one in flights]
+        own = [one.weights(torch.zeros_like(one.flat)) if one.sent is None else one.sent for one in flights]
         spoilt = [not all(bool(torch.isfinite(weights).all()) for weights in own)]
         group = None if self.lane is None else self.lane.group
         ranks: Sequence[int] = [0 if group is None else group.ranks[group.rank]]
