@@ -5,7 +5,16 @@ import subprocess
 
 import pytest
 
-from benchmarks import collectives, compression, decentralized, import_time, open_mpi, outer_optimizer, training_step
+from benchmarks import (
+    collectives,
+    compression,
+    decentralized,
+    import_time,
+    open_mpi,
+    outer_optimizer,
+    training_step,
+    watching,
+)
 from benchmarks.collectives_plot import lines
 from benchmarks.paired import Comparison, Interval
 from benchmarks.shared_memory import Case
@@ -63,6 +72,15 @@ def test_training_step(numbers_file, monkeypatch):
     assert training_step.main([*few, "--json", str(numbers_file)]) == 0
     assert len(names(numbers_file)) == 5
     assert "2 ranks, batch 2: bagua : bagua, silent" in names(numbers_file)
+
+
+def test_watching(numbers_file):
+    few = ["--rounds", "1", "--hidden", "8", "--runs", "1", "--steps", "3", "--sizes", "2", "--backends", "shm"]
+    assert watching.main([*few, "--json", str(numbers_file)]) == 0
+    assert names(numbers_file) == ["2 ranks, batch 16: watched : without a record"]
+    notes = json.loads(numbers_file.read_text())["notes"]
+    assert notes["2 ranks on shm: the late rank is named"].endswith("of 1")
+    assert float(notes["shm: exposed, hidden and waiting time : that of the calls by a stopwatch"]) > 0.5
 
 
 def test_import_time(numbers_file, monkeypatch):
