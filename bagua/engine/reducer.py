@@ -197,7 +197,6 @@ class Reducer(BucketFormation):
     def begin_step(self) -> None:
         """A synchronized backward pass starts."""
         self.check_usable()
-        self.settle_loads()
         if self.scheduler is None or self.between_steps:
             return
         if self.algorithm.plane is not None:
@@ -412,13 +411,11 @@ class Reducer(BucketFormation):
         Every rank saves its own. Made of numbers, strings, lists, dictionaries and tensors.
         """
         self.after_optimizers()
-        self.settle_loads()
         return checkpoints.save(self)
 
     def state_digest(self) -> str:
         """See ``EngineAccess.bagua_state_digest``."""
         self.after_optimizers()
-        self.settle_loads()
         weights = {} if self.declaration.ranks_differ else self.model.parameters
         return compare_states(self.step, weights, self.courses.places, self.communicator)
 

@@ -25,6 +25,7 @@ def save(reducer: BucketFormation) -> dict[str, Any]:
     Args:
         reducer: whose exchanges remember something.
     """
+    reducer.settle_loads()
     buckets, flights = [list(bucket.names) for bucket in reducer.buckets], reducer.flights
     remembered = reducer.remembered or collect(())
     if reducer.scheduler is not None:
