@@ -26,7 +26,7 @@ class Metadata:
 
     Attributes:
         numel: number of elements.
-        dtype: of the elements.
+        dtype: dtype of the elements.
 
     Example:
         >>> Metadata.of(torch.ones(2, 3))
@@ -84,7 +84,8 @@ class Codec(ABC):
         """The codec to use for one of many tensors: with random numbers of its own, if it draws any.
 
         Args:
-            numbers: what tells this use from others, as the rank and the step. Ranks that drew alike would err alike.
+            numbers: numbers that tell this use from others, as the rank and the step. Ranks that drew alike would err
+                alike.
         """
         return self
 
@@ -121,7 +122,7 @@ class Codec(ABC):
         """``tensor`` as bytes.
 
         Args:
-            tensor: of any shape; read in the order of its elements.
+            tensor: tensor of any shape; read in the order of its elements.
             out: one-dimensional ``uint8``, contiguous, of ``compressed_bytes`` elements, on
                 the device of ``tensor``, at a multiple of 8 bytes in its storage.
 
@@ -153,7 +154,7 @@ class Codec(ABC):
 
         Args:
             data: from ``compress``.
-            metadata: of the tensor that was compressed.
+            metadata: metadata of the tensor that was compressed.
             out: one-dimensional, contiguous, of ``metadata.numel`` elements, on the device of
                 ``data``; its dtype may be another floating-point one.
             add: add the values to ``out`` instead of overwriting it.

@@ -23,7 +23,7 @@ class _Values(NamedTuple):
     """How kept values are written.
 
     Attributes:
-        bits: of each value.
+        bits: number of bits of each value.
         scales: numbers that the values of a block have in common; None for one for each value: itself.
         encode: fills the scales of rows of values, and returns rows of bytes.
         decode: makes rows of values of rows of bytes and scales.

@@ -76,7 +76,7 @@ class DCTTopK(Codec):
     either way. For exchanges with error feedback. A block with a NaN or Inf becomes NaN as a whole.
 
     Args:
-        side: of a block, a multiple of 4.
+        side: side of a block, a multiple of 4.
         kept: coefficients of a block, at least 1.
         value_bits: 8, 2, or None for coefficients in single precision; see ``BlockTopK``.
 

@@ -106,8 +106,8 @@ class Int4(_Levels):
 
     Args:
         block_numel: elements that share a table, a multiple of 8. Each block costs 64 bytes (128 in float64).
-        seed: of random numbers to round with; reducers draw others on each rank and in each step. None: round to the
-            nearest.
+        seed: seed of random numbers to round with; reducers draw others on each rank and in each step. None: round to
+            the nearest.
 
     Raises:
         ConfigurationError: an option that cannot be used.
@@ -129,8 +129,8 @@ class Int2(_Levels):
 
     Args:
         block_numel: elements that share a table, a multiple of 8. Each block costs 16 bytes (32 in float64).
-        seed: of random numbers to round with, or None; see ``Int4``. With it an element may be off by a third of the
-            range.
+        seed: seed of random numbers to round with, or None; see ``Int4``. With it an element may be off by a third of
+            the range.
 
     Raises:
         ConfigurationError: an option that cannot be used.
@@ -148,7 +148,7 @@ class _Scratch:
     """Memory that pieces use one after the other: to ask for new one takes as long as the work.
 
     Args:
-        device: where it lies.
+        device: device on which the memory lies.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -53,7 +53,7 @@ class MinMaxUInt8(Codec):
     * ``|x' - x| <= (high - low) / 510 * (1 + 1e-4)``, and the rounding of the dtype.
     * Where a block's range contains zero, ``first`` is a multiple of ``step``, so zero
       is reproduced exactly. A block of equal elements is reproduced exactly, too.
-    * A block with a NaN or Inf becomes NaN as a whole, so that nobody overlooks it; so does one
+    * A block with a NaN or Inf becomes NaN as a whole, so that it is not overlooked; so does one
       whose range is beyond ``3.3e38`` (in float64 ``1.7e308``). No block becomes infinite.
     * Differences below ``2 ** -126`` (in float64 ``2 ** -1022``) are lost.
 
@@ -63,8 +63,8 @@ class MinMaxUInt8(Codec):
     Args:
         block_numel: elements that share a range; the last block may have fewer. Smaller
             blocks are more exact, at 8 bytes each (16 in float64).
-        seed: of random numbers to round with; reducers draw others on each rank and in each step. None: round to the
-            nearest.
+        seed: seed of random numbers to round with; reducers draw others on each rank and in each step. None: round to
+            the nearest.
 
     Raises:
         ConfigurationError: ``block_numel`` is no positive integer, or an option of a wrong type.

@@ -54,7 +54,7 @@ def optim_fn_adam(
         beta1: decay of the first moment.
         beta2: decay of the second moment.
         eps: added to the denominator.
-        weight_decay: of matrices.
+        weight_decay: weight decay of matrices.
 
     Example:
         >>> optimizer = optim_fn_adam(list(torch.nn.Linear(2, 2).named_parameters()), weight_decay=0.5)
@@ -83,7 +83,7 @@ def optim_fn_adamw(
         beta1: decay of the first moment.
         beta2: decay of the second moment.
         eps: added to the denominator.
-        weight_decay: of matrices.
+        weight_decay: weight decay of matrices.
 
     Example:
         >>> optim_fn_adamw(list(torch.nn.Linear(2, 2).named_parameters()), lr=0.5).param_groups[0]["lr"]
@@ -112,7 +112,7 @@ def optim_fn_accum_adam(
         beta1: decay of the first moment.
         beta2: decay of the second moment.
         eps: added to the denominator.
-        weight_decay: of matrices.
+        weight_decay: weight decay of matrices.
         accum_iter: steps between commits of the moments.
 
     Example:
@@ -141,7 +141,7 @@ def optim_fn_accum_adamw(
         beta1: decay of the first moment.
         beta2: decay of the second moment.
         eps: added to the denominator.
-        weight_decay: of matrices.
+        weight_decay: weight decay of matrices.
         accum_iter: steps between commits of the moments.
 
     Example:
@@ -163,7 +163,7 @@ def lr_scheduler_fn_cosine_with_warmup(
     """A linear rise of the learning rate, then half a cosine down.
 
     Args:
-        optimizer: of one bucket.
+        optimizer: optimizer of one bucket.
         t_max: steps of the cosine, after those of the rise.
         t_warmup: steps of the rise.
         cosine_eta_min: the learning rate at the end.

@@ -40,9 +40,9 @@ class DionOptimizer(torch.optim.Optimizer):
         momentum: :math:`\mu`, from 0 and less than 1.
         weight_decay: :math:`\lambda`, of all parameters.
         adam_lr: learning rate of AdamW over that of matrices.
-        betas: of AdamW.
-        eps: of AdamW.
-        seed: of the first :math:`Q`.
+        betas: coefficients of AdamW's running averages.
+        eps: term that keeps AdamW from dividing by zero.
+        seed: seed of the first :math:`Q`.
 
     Raises:
         ConfigurationError: a number out of its range.

@@ -32,7 +32,7 @@ def equalized(matrix: torch.Tensor, coefficients: Iterable[tuple[float, float, f
 
     Args:
         matrix: with two dimensions.
-        coefficients: of one polynomial for each iteration.
+        coefficients: coefficients of one polynomial for each iteration.
 
     Example:
         >>> equalized(torch.diag(torch.tensor([1.0, 0.5]))).diag().round(decimals=1)
@@ -65,7 +65,7 @@ class Muon(torch.optim.Optimizer):
         momentum: :math:`\mu`, from 0 and less than 1.
         nesterov: look ahead.
         weight_decay: :math:`\lambda`.
-        scale: of steps. ``spectral``: :math:`s = \sqrt{\text{rows} / \text{columns}}`; ``rms``:
+        scale: size of steps. ``spectral``: :math:`s = \sqrt{\text{rows} / \text{columns}}`; ``rms``:
             :math:`s = 0.2 \sqrt{\max(\text{rows}, \text{columns})}`, for learning rates of AdamW.
 
     Raises:

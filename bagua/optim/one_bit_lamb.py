@@ -45,7 +45,7 @@ class OneBitLambOptimizer(QAdamOptimizer):
         betas: :math:`\beta_1, \beta_2`.
         eps: added to the denominator.
         weight_decay: :math:`\lambda`.
-        ratio_beta: what is kept of :math:`\bar r` in a step, from 0 and less than 1.
+        ratio_beta: part of :math:`\bar r` that is kept in a step, from 0 and less than 1.
 
     Raises:
         ConfigurationError: a number out of its range.

@@ -78,7 +78,7 @@ class ZeroOneAdamOptimizer(QAdamOptimizer):
         """Take over the momentum that explains what was learned since the last call.
 
         Args:
-            parameter: whose momentum it is.
+            parameter: parameter whose momentum it is.
             total: momenta of all steps since then, each times its learning rate, added up.
         """
         state = self.state[parameter]
