@@ -34,7 +34,7 @@ def read_flight_records(folder: str | os.PathLike[str]) -> dict[int, Record]:
     """The flight records of one job, by global rank.
 
     Args:
-        folder: what ``BAGUA_FLIGHT_DIR`` named, for those of the job that has written last; or the folder of a job.
+        folder: folder that ``BAGUA_FLIGHT_DIR`` named, for the job that has written last; or the folder of a job.
 
     Raises:
         ConfigurationError: there are none, or one of them is no flight record of ours.
@@ -71,8 +71,8 @@ def explain(folder: str | os.PathLike[str]) -> list[str]:
     """What went wrong, as far as the flight records in ``folder`` tell it.
 
     Args:
-        folder: what ``BAGUA_FLIGHT_DIR`` named, for the job that has written last; or the folder of a job. It holds the
-            files of all ranks.
+        folder: folder that ``BAGUA_FLIGHT_DIR`` named, for the job that has written last; or the folder of a job. It
+            holds the files of all ranks.
 
     Returns:
         Sentences, the likeliest cause first.
@@ -156,7 +156,7 @@ def _absences(group: _Group, calls: dict[int, dict[int, Record]], records: Mappi
     here = [rank for rank in members if _stands_in(calls.get(rank, {}), sequence)]
     absent = [rank for rank in members if rank in records and rank not in here and not _is_past(calls, rank, sequence)]
     begun_s = min(calls[rank][sequence]["begun_s"] for rank in here)
-    # Whoever had written its record before may have come all the same.
+    # A rank that had written its record before may have come all the same.
     unknown = [rank for rank in absent if records[rank]["written_s"] < begun_s]
     missing = [rank for rank in absent if rank not in unknown]
     what = _what(calls[here[0]][sequence])

@@ -53,17 +53,17 @@ class FlightRecord:
     """Writes the last calls of one rank.
 
     Args:
-        recorder: of the rank.
-        place: of all ranks.
-        folder: where to write, in a folder of the job.
-        listens: write on a signal, too, if this is the main thread and nobody else wants the signal.
+        recorder: recorder of the rank.
+        place: place of this rank among all.
+        folder: folder to write into, in a folder of the job.
+        listens: write on a signal, too, if this is the main thread and no other code wants the signal.
 
     Raises:
         ConfigurationError: the folder cannot be written to.
     """
 
     def __init__(self, recorder: Recorder, place: Place, folder: str, *, listens: bool = True) -> None:
-        # Whoever watches a rank keeps this as long as the rank has its recorder, and no longer.
+        # The watch of a rank keeps this as long as the rank has its recorder, and no longer.
         self._recorder = weakref.ref(recorder)
         self._place = place
         self._folder = usable_folder(folder, "BAGUA_FLIGHT_DIR") / recorder.job
@@ -106,7 +106,7 @@ class FlightRecord:
         """Write what a call has ended with, if it is the first that fails: later failures are often those of the first.
 
         Args:
-            error: of the call.
+            error: error of the call.
         """
         first = next(self._failures) == 0  # in one step: several threads may fail at once
         self._failed = True
@@ -226,7 +226,7 @@ def _complete_from(recorder: Recorder) -> int:
 
 
 def _state(record: CallRecord) -> str:
-    """The state; a call may be complete although nobody has waited for it."""
+    """The state; a call may be complete although no thread has waited for it."""
     return "completed" if record.state == "started" and record.ended else record.state
 
 

@@ -15,7 +15,7 @@ def usable_folder(folder: str, variable: str) -> Path:
 
     Args:
         folder: path of it.
-        variable: that named it, for the error.
+        variable: variable that named it, for the error.
 
     Raises:
         ConfigurationError: it cannot be written to.
@@ -44,8 +44,8 @@ def folder_of_latest_job(folder: str | os.PathLike[str], pattern: str) -> Path:
     """The folder with the files of one job: ``folder`` itself, or that of the job below it that has written last.
 
     Args:
-        folder: what the user named, or the folder of a job.
-        pattern: of the names of the files.
+        folder: folder that the user named, or the folder of a job.
+        pattern: pattern of the names of the files.
     """
     path = Path(folder)
     if any(path.glob(pattern)):

@@ -15,7 +15,7 @@ _LEAST_SHARE = 0.005
 #: One rank is to blame if it is blamed for so large a part of the waiting more than any other one, twice as much where
 #: there are two: of two ranks that are late now and then, one always has the larger part.
 _CLEAR_SHARE = 1 / 3
-#: Where nobody sees who comes when: so much of the differences between ranks lies between it and the next one.
+#: Where no rank sees who comes when: so much of the differences between ranks lies between it and the next one.
 _CLEAR_GAP = 0.5
 #: Readings that a window holds.
 _LENGTH = 16
@@ -69,8 +69,8 @@ def latest_rank(own: int, mine: Reading, others: Mapping[int, Mapping[str, Any]]
 
     Args:
         own: this rank.
-        mine: what it has waited lately.
-        others: what other ranks have said of theirs: ``window_s``, ``waits``, ``collectives_s``.
+        mine: reading of this rank's latest waits.
+        others: beat of each other rank: ``window_s``, ``waits``, ``collectives_s``.
 
     Example:
         >>> latest_rank(0, Reading(10.0, {1: 2.0, 2: 0.1}, 3.0), {})
@@ -94,7 +94,7 @@ def latest_of(beats: Mapping[int, Mapping[str, Any]]) -> int:
     """The rank for which all wait most, by what they have said; -1 if none stands out.
 
     Args:
-        beats: what each rank has said, by rank: ``window_s``, ``waits``, ``collectives_s``.
+        beats: beat of each rank: ``window_s``, ``waits``, ``collectives_s``.
     """
     if not beats:
         return -1
@@ -105,7 +105,7 @@ def latest_of(beats: Mapping[int, Mapping[str, Any]]) -> int:
 
 
 def _who_waited_least(own: int, mine: Reading, others: Mapping[int, Mapping[str, Any]]) -> int:
-    """Where nobody sees who comes when: all leave a collective together, so who was in it the shortest came last."""
+    """Where no rank sees who comes when: all leave a collective together, so who was in it the shortest came last."""
     inside = {own: mine.collectives_s / mine.at} if mine.at > 0 else {}
     inside |= {rank: said["collectives_s"] / said["window_s"] for rank, said in others.items() if said["window_s"] > 0}
     if len(inside) < 2:

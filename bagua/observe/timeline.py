@@ -7,7 +7,7 @@ each collective of two ranks
 
 and many collectives leave an interval. The median of ended on A - ended on B is taken, or the end of the interval next
 to it: all leave a collective together. The middle of the interval would take half of the time by which a rank is always
-late for its clock. Ranks that never met are compared through others. If that is not possible either, nobody knows how
+late for its clock. Ranks that never met are compared through others. If that is not possible either, it is unknown how
 their clocks differ, and the timeline says so.
 """
 
@@ -39,7 +39,7 @@ def read_traces(folder: str | os.PathLike[str]) -> dict[int, list[Line]]:
     """The lines of each rank, the first of which says who it is.
 
     Args:
-        folder: what ``BAGUA_TRACE`` named, for the traces of the latest job; or the folder of a job.
+        folder: folder that ``BAGUA_TRACE`` named, for the traces of the latest job; or the folder of a job.
 
     Raises:
         ConfigurationError: there is no trace, or one that is none of ours.
@@ -74,7 +74,7 @@ def _lines(path: Path) -> Iterator[Line]:
 
 
 def clock_offsets(traces: Mapping[int, Sequence[Line]]) -> dict[int, float | None]:
-    """For each rank what its clock shows more than that of the lowest rank, in microseconds; None if nobody knows.
+    """For each rank what its clock shows more than that of the lowest rank, in microseconds; None if it is unknown.
 
     Args:
         traces: the lines of each rank.
@@ -135,11 +135,11 @@ def timeline(folder: str | os.PathLike[str]) -> dict[str, Any]:
     comes to the last one, and a tick for each rank.
 
     Args:
-        folder: what ``BAGUA_TRACE`` named, for the traces of the latest job; or the folder of a job. It holds the files
-            of all ranks.
+        folder: folder that ``BAGUA_TRACE`` named, for the traces of the latest job; or the folder of a job. It holds
+            the files of all ranks.
 
     Returns:
-        What ``json.dump`` writes. ``otherData`` has the differences between clocks, None where nobody knows; for how
+        What ``json.dump`` writes. ``otherData`` has the differences between clocks, None where one is unknown; for how
         long the others waited for each rank that came last to a collective; and for whom most, -1 if none stands out.
 
     Raises:

@@ -27,9 +27,9 @@ class TraceFile:
     """Writes JSON lines: first who this rank is, then its calls and spans. Times are microseconds of this host's clock.
 
     Args:
-        recorder: of the rank; its clock gives the times.
-        place: of all ranks.
-        folder: where to write, in a folder of the job.
+        recorder: recorder of the rank; its clock gives the times.
+        place: place of this rank among all.
+        folder: folder to write into, in a folder of the job.
 
     Raises:
         ConfigurationError: the folder cannot be written to.
@@ -46,7 +46,7 @@ class TraceFile:
         self._flush_at = time.monotonic() + _PAUSE_S
         self._lock = threading.Lock()
         first = {"rank": rank, "ranks": list(place.ranks), "host": socket.gethostname(), "pid": os.getpid()}
-        #: Threads, and signal handlers, put lines in at one end; whoever writes takes them out at the other.
+        #: Threads, and signal handlers, put lines in at one end; the thread that writes takes them out at the other.
         self._waiting: deque[dict[str, Any]] = deque()
         self._path.write_text(json.dumps(first) + "\n", encoding="utf-8")
 

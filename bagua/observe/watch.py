@@ -27,13 +27,13 @@ class RankWatch:
     """What is kept of one rank.
 
     Args:
-        recorder: of the rank.
-        place: of all ranks.
-        beats: what ranks say of themselves.
+        recorder: recorder of the rank.
+        place: place of this rank among all.
+        beats: beats that ranks publish about themselves.
 
     Attributes:
         others: the last beats of the other ranks that were read.
-        window: what this rank has waited lately.
+        window: time that this rank has waited lately.
     """
 
     def __init__(self, recorder: Recorder, place: Place, beats: Beats) -> None:
@@ -133,7 +133,7 @@ class _Watches:
 
     def __init__(self) -> None:
         self.of: weakref.WeakKeyDictionary[Recorder, RankWatch] = weakref.WeakKeyDictionary()
-        #: Of groups that nobody initialized: those of torch's backend ``bagua``, and between islands.
+        #: Of groups that no user initialized: those of torch's backend ``bagua``, and between islands.
         self._flights: weakref.WeakKeyDictionary[Recorder, FlightRecord] = weakref.WeakKeyDictionary()
 
     def started(self, recorder: Recorder, place: Place, beats: Beats) -> None:

@@ -29,7 +29,7 @@ class CsvWriter:
     """One row for each call, in a file that spreadsheets read: step, name, value.
 
     Args:
-        path: of the file; rows are added to it.
+        path: path of the file; rows are added to it.
 
     Example:
         >>> import tempfile
@@ -65,8 +65,8 @@ class PrometheusWriter:
     ``comm/wait_on_rank/3`` becomes ``bagua_comm_wait_on_rank{rank="0",of="3"}``.
 
     Args:
-        path: of the file, ending in ``.prom``; replaced as a whole each time.
-        rank: of this process; the label of all values.
+        path: path of the file, ending in ``.prom``; replaced as a whole each time.
+        rank: rank of this process; the label of all values.
 
     Example:
         >>> import tempfile
@@ -101,7 +101,7 @@ class TensorBoardWriter:
     """Scalars for TensorBoard.
 
     Args:
-        folder: where the event files go; one for each rank that writes.
+        folder: folder of the event files; one for each rank that writes.
 
     Raises:
         ConfigurationError: TensorBoard is not installed.
@@ -128,7 +128,7 @@ class WandbWriter:
     """Metrics of a run of Weights & Biases.
 
     Args:
-        run: what ``wandb.init()`` returned; None for the run that is current.
+        run: run that ``wandb.init()`` returned; None for the run that is current.
 
     Raises:
         ConfigurationError: Weights & Biases is not installed, or there is no run.

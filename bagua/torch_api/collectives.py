@@ -194,11 +194,11 @@ def gather_inplace(
     """Gather ``count`` elements of each rank into ``tensor`` on rank ``dst``, whose own are in their place there.
 
     Args:
-        tensor: what this rank gives; on rank ``dst`` the parts of all ranks, in rank order.
+        tensor: tensor that this rank gives; on rank ``dst`` the parts of all ranks, in rank order.
         count: number of elements of a part.
         dst: the rank that gathers.
         comm: None means all ranks.
-        keywords: of ``bagua.comm.gather``.
+        keywords: keywords of ``bagua.comm.gather``.
     """
     communicator = communicator_of(comm)
     if not communicator:
@@ -232,11 +232,11 @@ def scatter_inplace(
     """Give each rank its ``count`` elements of ``tensor`` of rank ``src``, whose own stay in their place.
 
     Args:
-        tensor: where this rank receives; on rank ``src`` the parts of all ranks, in rank order.
+        tensor: tensor that this rank receives into; on rank ``src`` the parts of all ranks, in rank order.
         count: number of elements of a part.
         src: the rank that gives.
         comm: None means all ranks.
-        keywords: of ``bagua.comm.scatter``.
+        keywords: keywords of ``bagua.comm.scatter``.
     """
     communicator = communicator_of(comm)
     if not communicator:
@@ -301,14 +301,14 @@ def alltoall_v(
     """Like ``alltoall`` with shares of different sizes, which lie one after the other.
 
     Args:
-        send_tensor: what this rank sends.
+        send_tensor: tensor that this rank sends.
         send_counts: number of elements for each rank.
-        send_displs: where they begin.
-        recv_tensor: what this rank receives.
+        send_displs: element at which each share begins.
+        recv_tensor: tensor that this rank receives into.
         recv_counts: number of elements from each rank.
-        recv_displs: where they are to begin.
+        recv_displs: element at which each share is to begin.
         comm: None means all ranks.
-        keywords: of ``bagua.comm.alltoall_v``.
+        keywords: keywords of ``bagua.comm.alltoall_v``.
 
     Raises:
         ConfigurationError: there are gaps between the shares, or they overlap.
@@ -329,11 +329,11 @@ def alltoall_v_inplace(
     """``alltoall_v`` whose result replaces what was sent: as many elements come from a rank as go there.
 
     Args:
-        tensor: what this rank sends, and then what it has received.
+        tensor: tensor that this rank sends, and then what it has received.
         counts: number of elements for each rank, and from it.
-        displs: where they begin.
+        displs: element at which each share begins.
         comm: None means all ranks.
-        keywords: of ``bagua.comm.alltoall_v``.
+        keywords: keywords of ``bagua.comm.alltoall_v``.
 
     Raises:
         ConfigurationError: there are gaps between the shares, or they overlap.
