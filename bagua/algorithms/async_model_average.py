@@ -40,8 +40,8 @@ class AsyncModelAverageAlgorithm(Algorithm):
         sync_interval_ms: time between two copies of a rank.
         warmup_steps: steps of gradient allreduce before that.
         average_buffers: average floating-point buffers, too, such as running means.
-        on_peer_loss: what happens when a rank dies: ``raise`` a ``PeerLostError`` on the others,
-            or ``continue`` with those that are left.
+        on_peer_loss: reaction to the death of a rank: ``raise`` a ``PeerLostError`` on the others, or ``continue`` with
+            those that are left.
         peer_timeout_s: a rank without a sign of life for so long is taken for dead. Longer than any single call that
             holds the interpreter's lock, such as unpickling a large file: it gives no sign meanwhile.
 
@@ -84,12 +84,12 @@ class AsyncModelAverageAlgorithm(Algorithm):
         """Gradients in the warm-up, weights between steps after it."""
         if phase == "warm-up":
             return (Exchange(Gradients(), Every(), Mean(), Replace()),)
-        how = WhoeverIsThere(self.peer_selection_mode)
+        how = MeanOfMembers(self.peer_selection_mode)
         return (Exchange(Weights(), Every(), how, Add(), at="safe"),)
 
 
 @dataclass(frozen=True)
-class WhoeverIsThere(How):
+class MeanOfMembers(How):
     """A mean that is formed in the background, of those who have put down a copy; ``bagua.averaging`` says how.
 
     Args:
@@ -109,7 +109,7 @@ class AveragingPlane(Plane):
     """What goes on between steps: an ``Averager``, while there is one.
 
     Args:
-        options: what to average, and how often.
+        options: options that say what to average, and how often.
         group: the user's.
 
     Attributes:
@@ -184,7 +184,7 @@ class AsyncModelAverageAlgorithmImpl(AlgorithmImpl, declaration=AsyncModelAverag
     def abort(self, bagua_module: torch.nn.Module, *, timeout: float | timedelta | None = None) -> bool:
         """Stop averaging. To be called after training; every rank does so when it has come to its end.
 
-        A rank that waits here goes on taking part in averages, so that it stops nobody who still
+        A rank that waits here goes on taking part in averages, so that it stops no rank that still
         trains. When all have come, they form a last average of all, with which each of
         them ends. Calling it again does nothing.
 
