@@ -251,7 +251,7 @@ class AlgorithmImpl:
 
     Attributes:
         options: the algorithm.
-        plane: what goes on between steps; None if nothing does.
+        plane: background work between steps; None if there is none.
 
     Raises:
         ConfigurationError: it cannot run on this group.
@@ -328,7 +328,7 @@ class Around(Algorithm):
 
     Args:
         inner: the algorithm.
-        outer: what is exchanged besides.
+        outer: exchanges besides those of the algorithm.
     """
 
     inner: Algorithm
@@ -371,7 +371,7 @@ def around(inner: Algorithm | DistributedAlgorithm | str, *exchanges: Exchange) 
 
     Args:
         inner: any algorithm, or its name.
-        exchanges: what is exchanged besides, as an outer step every so often.
+        exchanges: exchanges to add, as an outer step every so often.
 
     Raises:
         ConfigurationError: exchanges that contradict each other.

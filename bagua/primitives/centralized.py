@@ -100,7 +100,7 @@ def reducer_sum(
         tensor: one-dimensional and contiguous; equal in dtype and size on all ranks.
         group: the ranks that take part.
         reducer: for example ``ScatterGatherReducer(MinMaxUInt8())``.
-        memory: of the reducer, for this tensor; ``settle`` it afterwards.
+        memory: memory of the reducer, for this tensor; ``settle`` it afterwards.
         hierarchical: sum inside each host in full precision, let ``reducer`` sum between the
             hosts, and spread the result inside each host. With a single host, or a
             single rank on each, ``reducer`` sums over all ranks.

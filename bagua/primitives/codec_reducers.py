@@ -213,12 +213,12 @@ class Shares:
     """The slices of a flat tensor, one for each rank, and their place in rows of bytes.
 
     Args:
-        codec: of the slices.
+        codec: codec of the slices.
         numel: elements of the tensor; the last slices may have fewer, or none.
         size: number of slices.
 
     Attributes:
-        slices: of the elements.
+        slices: slices of the elements.
     """
 
     def __init__(self, codec: Codec, numel: int, size: int) -> None:

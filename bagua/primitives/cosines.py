@@ -25,7 +25,7 @@ class CosineReducer(SumReducer):
 
     Args:
         reducer: any other reducer, without error feedback, which belongs around this one.
-        side: of a block, a multiple of 4.
+        side: side of a block, a multiple of 4.
 
     Raises:
         ConfigurationError: ``side`` cannot be one.

@@ -38,7 +38,7 @@ def neighbour_average(
     Args:
         tensor: one-dimensional and contiguous, floating-point; equal in dtype and size on all ranks.
         mixing: for as many ranks as the communicator has; the same on all of them.
-        communicator: of the ranks that mix.
+        communicator: communicator of the ranks that mix.
         buffers: scratch memory like ``tensor``.
         async_op: return a ``Work`` where a rank has one neighbour, or all take the mean;
             otherwise the call blocks all the same.
@@ -151,8 +151,8 @@ class DifferenceExchange:
         z_i = y_i - w_i + (W_ii w_i + v_i - w_i)
         w_i <- w_i + Q(z_i);  v_i <- v_i + sum_j W_ij Q(z_j);  x_i = w_i
 
-    The sender applies the decoded difference, as everyone else, so nobody's estimate ever
-    differs from its owner's. A difference that is not finite is applied by nobody, and
+    The sender applies the decoded difference, as everyone else, so no rank's estimate ever
+    differs from its owner's. A difference that is not finite is applied by no rank, and
     the rank that had it keeps its weights.
 
     The first exchange is in full precision, and starts the estimates from the weights. It is
@@ -207,8 +207,8 @@ class DifferenceExchange:
 
         Args:
             tensor: one-dimensional and contiguous, floating-point; equal in dtype and size on all ranks.
-            communicator: of the ranks that mix.
-            state: of this rank and this tensor, as ``state`` declares it. Unchanged if a call fails.
+            communicator: communicator of the ranks that mix.
+            state: state of this rank and this tensor, as ``state`` declares it. Unchanged if a call fails.
             step: tells this call from others, where the codec rounds at random.
         """
         if int(state["started"]) != self._mark:

@@ -40,8 +40,8 @@ class DionReducer(SumReducer):
 
     Args:
         matrix_rank: columns of the thin matrices.
-        momentum: what of a direction is kept, from 0 and less than 1.
-        seed: of the first ``B``; equal on all ranks.
+        momentum: part of a direction that is kept, from 0 and less than 1.
+        seed: seed of the first ``B``; equal on all ranks.
 
     Raises:
         ConfigurationError: an argument out of its range.

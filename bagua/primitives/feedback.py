@@ -101,7 +101,7 @@ class AveragedFeedback(FeedbackReducer):
         reducer: any other reducer.
         averaging: weight of what was lost last, above 0 and at most 1.
         reset_every: steps of training after which the average begins at zero again.
-        codec: what the average is remembered with.
+        codec: codec that the average is remembered with.
 
     Raises:
         ConfigurationError: ``reducer`` is none, or has error feedback already; a number is out of its range.

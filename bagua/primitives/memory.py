@@ -23,15 +23,15 @@ class State:
     """Something that is remembered of a flat tensor from call to call, declared by the value that remembers it.
 
     Args:
-        name: of it, among all that is remembered of the tensor.
+        name: name of the state, among all that is remembered of the tensor.
         start: the value of all elements before the first call; ``weights`` for a copy of the weights; or
             a function of the memory that returns the tensor.
         per: ``element``: one number for each element, in single precision at least, that belongs to the
             element's parameter. ``flat``: anything that belongs to the flat tensor as a whole. ``family``: a set of
             states, each under a name that begins with this one and a dot, made while training.
         scope: ``shared``: equal on all ranks of the exchange after equally many exchanges. ``local``: of one rank.
-        narrow: in the dtype of the tensor, where that has fewer bits than single precision.
-        device: where it lies, as ``cpu``; None for where the tensor does.
+        narrow: True keeps it in the dtype of the tensor, where that has fewer bits than single precision.
+        device: device on which it lies, as ``cpu``; None for where the tensor does.
     """
 
     name: str
@@ -47,7 +47,7 @@ class MatrixBlock:
     """A part of a flat tensor that is the memory of a matrix, row by row.
 
     Attributes:
-        offset: of its first element.
+        offset: offset of its first element.
         rows: number of rows.
         columns: number of columns.
     """
@@ -63,8 +63,8 @@ class MatrixBlock:
         The dimension with the longest stride counts the rows: the first one that is longer than 1, as a rule.
 
         Args:
-            tensor: whose memory it is.
-            offset: of that memory in the flat tensor, in elements.
+            tensor: tensor whose memory it is.
+            offset: offset of that memory in the flat tensor, in elements.
 
         Example:
             >>> MatrixBlock.of(torch.zeros(1, 4, 3, 2), 10)
@@ -93,16 +93,16 @@ class ReducerMemory:
     Args:
         communicator: provides memory that it can exchange without a copy.
         numel: elements of the tensor.
-        dtype: of the tensor.
-        device: of the tensor.
+        dtype: dtype of the tensor.
+        device: device of the tensor.
         blocks: the matrices in it.
         padding: positions of elements that belong to nothing and are zero; None if there are none.
 
     Attributes:
-        state: in force. To be saved and restored with the training.
-        declared: what ``state`` may hold, by name.
+        state: state that is in force. To be saved and restored with the training.
+        declared: declarations of what ``state`` may hold, by name.
         step: number of the training step; equal on all ranks.
-        loss_scale: what the values were multiplied by. State is kept free of it.
+        loss_scale: factor by which the values were multiplied. State is kept free of it.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class ReducerMemory:
         """Put the proposed state in force if ``result`` is finite, which all ranks find alike; else drop it.
 
         Args:
-            result: of the call that proposed it, bitwise identical on all ranks.
+            result: result of the call that proposed it, bitwise identical on all ranks.
         """
         proposed, self._proposed = self._proposed, {}
         if not proposed:

@@ -30,7 +30,7 @@ class PowerSGDReducer(SumReducer):
 
     Args:
         matrix_rank: columns of the thin matrices.
-        seed: of the first ``B``; equal on all ranks.
+        seed: seed of the first ``B``; equal on all ranks.
 
     Raises:
         ConfigurationError: ``matrix_rank`` is no positive integer.

@@ -111,7 +111,7 @@ class SumReducer(ABC):
 
         Args:
             flat: one-dimensional and contiguous; equal in dtype and size on all ranks.
-            communicator: of the ranks that take part.
+            communicator: communicator of the ranks that take part.
             memory: from ``memory`` of this reducer; ``settle`` it afterwards.
             remainder: like ``flat``, or None. Takes what is lost of this rank's share: the
                 sum over ranks of ``flat`` before is ``flat`` afterwards plus the sum of ``remainder``.
@@ -167,8 +167,8 @@ class ErrorFeedback(FeedbackReducer):
 
     Args:
         reducer: any other reducer.
-        decay: what is kept of a residual until the next call, above 0 and at most 1. Less than 1 forgets what is old,
-            as is good where the tensors are differences of weights after many steps.
+        decay: part of a residual that is kept until the next call, above 0 and at most 1. Less than 1 forgets what is
+            old, as is good where the tensors are differences of weights after many steps.
 
     Raises:
         ConfigurationError: ``reducer`` is none, or has error feedback already; ``decay`` is out of its range.

@@ -31,8 +31,8 @@ class SparseReducer(SumReducer):
     messages of the compressed size, whatever the number of ranks, and loses more: use it with error feedback.
 
     Args:
-        codec: that keeps few elements, as ``TopK(0.01)``.
-        contributors: of each element the mean over those ranks that sent it, times the number of ranks.
+        codec: codec that keeps few elements, as ``TopK(0.01)``.
+        contributors: True gives the mean of each element over those ranks that sent it, times the number of ranks.
         gather_ranks: at least 1.
 
     Raises:

@@ -36,12 +36,12 @@ class Exchange:
         when: it starts.
         how: ranks communicate; None for a local action: nothing is sent, ``then.fold`` is called.
         then: takes in the result.
-        at: where in a step it starts; None for where ``what`` is there first.
-        until: where it is folded, ``lag`` steps later; None for ``backward ends`` after points of a backward pass, for
-            ``bucket ready`` after ``bucket stepped``, and for ``at`` otherwise.
+        at: point of a step where it starts; None for where ``what`` is there first.
+        until: point where it is folded, ``lag`` steps later; None for ``backward ends`` after points of a backward
+            pass, for ``bucket ready`` after ``bucket stepped``, and for ``at`` otherwise.
         lag: steps between start and fold.
-        parts: of the model that go separately. Buffers, which do not arrive, go all at once by default.
-        label: of its state, its connections and its metrics; unique among the exchanges of an algorithm.
+        parts: parts of the model that go separately. Buffers, which do not arrive, go all at once by default.
+        label: name for its state, its connections and its metrics; unique among the exchanges of an algorithm.
 
     Raises:
         ConfigurationError: values that contradict each other.

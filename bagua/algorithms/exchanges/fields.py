@@ -38,7 +38,7 @@ class What(ABC):
             without a copy.
         in_full: it is weights or the like themselves, of which nothing may be missing, and no change of them.
         max_lag: the largest lag that makes sense; None for any.
-        at: where an exchange of it starts, unless it says otherwise.
+        at: point where an exchange of it starts, unless it says otherwise.
     """
 
     reads: ClassVar[frozenset[str]]
@@ -145,10 +145,10 @@ class Then(ABC):
         keeps_sent: ``flight.sent`` is needed.
         alone: does something on a group of one rank, too.
         whole: needs to know whether the results of a whole part are finite.
-        replaces: what was there before is lost.
+        replaces: True if the values that were there before are lost.
         lag_is_period: a flight is folded right before the next one starts, and not at any other time.
         reads_rates: needs learning rates.
-        cut: what happens to flights when training is interrupted: their results are folded early, or dropped.
+        cut: fate of flights when training is interrupted: their results are folded early, or dropped.
     """
 
     keeps_sent: ClassVar[bool] = False
@@ -176,7 +176,7 @@ class Then(ABC):
         return frozenset() if what is None else what.reads
 
     def cut(self, what: What | None) -> Literal["fold", "drop"]:
-        """``fold`` for weights; ``drop`` for gradients of a step that is over: nobody will step with them."""
+        """``fold`` for weights; ``drop`` for gradients of a step that is over: no optimizer will step with them."""
         return "drop" if "gradients" in self.writes(what) else "fold"
 
     def state(self) -> tuple[State, ...]:
@@ -213,7 +213,7 @@ class Every:
 
     Args:
         steps: from one start to the next.
-        offset: of the steps; negative ones start that much earlier.
+        offset: shift of the steps; negative ones start that much earlier.
 
     Example:
         >>> [t for t in range(1, 10) if Every(3).due(t)], [t for t in range(1, 10) if Every(3, offset=1).due(t)]

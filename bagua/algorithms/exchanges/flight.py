@@ -22,20 +22,20 @@ class Flight:
         t: number of that step in its phase, from 1.
         round: how many times this exchange has started in its phase, this time included.
         ranks: how many contributions like this one make one mean; see ``How.ranks``.
-        loss_scale: what the loss was multiplied by in that step; 1.0 without a ``GradScaler``.
+        loss_scale: factor by which the loss was multiplied in that step; 1.0 without a ``GradScaler``.
         scale: factor on what is sent; see ``How.scale``.
         rescale: at the fold, what brings gradients of that step to the loss scale of this one.
         early: at the fold, whether training was interrupted before its time.
         finite: at the fold, whether the results of the whole part are finite; looked at for ``Then.whole``, and where
             all ranks get the same weights.
-        diverged: whether what belongs to the same model, and other ranks hold, was not finite when it was sent.
-        bucket: whose parameters they are.
-        memory: what is remembered of them, and buffers.
-        reads: what the exchange sends; see ``What.reads``.
+        diverged: True if something of the same model that other ranks hold was not finite when it was sent.
+        bucket: bucket of the parameters.
+        memory: state that is remembered of them, and buffers.
+        reads: names of what the exchange sends; see ``What.reads``.
         model: names, parameters and optimizers.
-        flat: what is sent, laid out like the bucket; after ``How.run`` the result.
+        flat: values to send, laid out like the bucket; after ``How.run`` the result.
         sent: a copy of what was sent, before the factor, if ``Then.keeps_sent``.
-        prepared: what ``How.prepare`` returned.
+        prepared: return value of ``How.prepare``.
         wait: ends ``How.run``.
     """
 

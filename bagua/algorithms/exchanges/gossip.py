@@ -36,7 +36,7 @@ class Rounds:
         hierarchical: let the means of hosts mix. Hosts matter only if there are several, and some hold several ranks.
 
     Attributes:
-        by_host: whether hosts matter.
+        by_host: True if hosts matter.
 
     Raises:
         ConfigurationError: a round is not doubly stochastic over ranks, or the topology does not exist for this group.
@@ -127,10 +127,10 @@ class DifferenceMix(How):
 
     Args:
         topology: a name, or a ``bagua.topology.Topology``: the same in every round, and symmetric.
-        codec: of the differences.
+        codec: codec of the differences.
         hierarchical: as for ``Mix``.
-        consensus_step: of CHOCO-SGD, above 0 and at most 1, with which the codec may lose most of each difference;
-            None: weights become what was sent.
+        consensus_step: step size of CHOCO-SGD, above 0 and at most 1, with which the codec may lose most of each
+            difference; None: weights become what was sent.
 
     Raises:
         ConfigurationError: a topology that is not static, or a codec with which this cannot converge.

@@ -14,8 +14,8 @@ class Model:
     """The trainable parameters, the optimizers that step them, and the buffers.
 
     Args:
-        parameters: by name.
-        optimizers: of the model.
+        parameters: trainable parameters, by name.
+        optimizers: optimizers of the model.
         buffers: returns the floating-point buffers as they are now, by name.
     """
 

@@ -130,7 +130,7 @@ class OuterStep(Then):
     restarts from the anchor.
 
     Args:
-        optimizer: of the anchor.
+        optimizer: optimizer of the anchor.
         land: how the weights follow: ``Replace()``: they become the anchor. ``Blend(keep)``: they keep a part of what
             was learned meanwhile. ``Add()``: they move as the anchor does.
 
@@ -254,10 +254,10 @@ class EagerStep(Then):
 
     Rank ``i`` of ``n`` steps its own anchor with ``D_i / n + (D' - D_i' / n)``, where ``D_i`` is its difference, and
     ``D_i'`` and ``D'`` are its own and the mean of the period before; the weights become the anchor. So ranks differ by
-    what the others have learned in the last period, and nobody waits.
+    what the others have learned in the last period, and no rank waits.
 
     Args:
-        optimizer: of the anchor.
+        optimizer: optimizer of the anchor.
 
     Raises:
         ConfigurationError: no ``Difference(scope="local")``, or another lag than the period.

@@ -82,7 +82,7 @@ class Parts:
         by: ``arrival``: buckets, in the order in which gradients appear; they follow ``bucket_bytes`` and autotuning.
             ``strided``: part ``p`` has the layers ``p``, ``p + n``, ... ``bytes``: each has about as many bytes.
             Neither changes during training.
-        select: which parameters take part; None for all.
+        select: choice of the parameters that take part; None for all.
         same_order: gradients must appear in the same order on all ranks. Otherwise rank 0's order of buckets is
             everyone's, and a rank may be late for some.
 
@@ -121,7 +121,7 @@ class Parts:
         """Names of the parameters of each part; parts that would be empty are refused.
 
         Args:
-            parameters: of the model, by name, in its order.
+            parameters: parameters of the model, by name, in its order.
 
         Raises:
             ConfigurationError: there are fewer layers, or parameters, than parts.

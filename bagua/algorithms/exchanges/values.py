@@ -89,9 +89,9 @@ class Difference(What):
 
     Args:
         scope: ``shared`` if it is equal on all ranks, which makes weights equal when it is made; or ``local``.
-        dtype: of the anchor: ``float32``, or wider where weights are; or ``weights`` for theirs.
-        device: where the anchor lies, and what steps it: ``cpu``, in pinned memory where weights are on a GPU; None
-            for where the weights are.
+        dtype: dtype of the anchor: ``float32``, or wider where weights are; or ``weights`` for theirs.
+        device: device on which the anchor lies and is stepped: ``cpu``, in pinned memory where weights are on a GPU;
+            None for where the weights are.
     """
 
     scope: Literal["shared", "local"] = "shared"
@@ -307,7 +307,7 @@ class Blend(Then):
     """A part of what is there is kept: ``x <- keep * x + (1 - keep) * result``.
 
     Args:
-        keep: that part, from 0 to 1.
+        keep: part that is kept, from 0 to 1.
     """
 
     keep: float = 0.5

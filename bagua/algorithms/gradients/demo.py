@@ -34,8 +34,8 @@ class DeMoAlgorithm(ByHost):
 
     Args:
         hierarchical: sum inside each host in full precision, and choose coefficients between hosts only.
-        decay: what is kept of a momentum in a step, above 0 and at most 1.
-        side: of a block, a multiple of 4.
+        decay: part of a momentum that is kept in a step, above 0 and at most 1.
+        side: side of a block, a multiple of 4.
         kept: coefficients of a block, at least 1.
         value_bits: 8, 2, or None for coefficients in single precision; see ``BlockTopK``.
 

@@ -32,8 +32,8 @@ class DionAlgorithm(ByHost):
     Args:
         hierarchical: sum inside each host exactly, and approximate between hosts only.
         matrix_rank: columns of the thin matrices; that of the optimizer.
-        momentum: what of a direction is kept, from 0 and less than 1; that of the optimizer.
-        seed: of the first ``Q``; equal on all ranks.
+        momentum: part of a direction that is kept, from 0 and less than 1; that of the optimizer.
+        seed: seed of the first ``Q``; equal on all ranks.
 
     Raises:
         ConfigurationError: an option out of its range; when a model is wrapped: a parameter that no ``DionOptimizer``
@@ -96,7 +96,7 @@ class DirectionsToOptimizer(Then):
     """The result takes the place of the gradients, and the optimizer is told which of them are directions.
 
     Args:
-        reducer: that made them.
+        reducer: reducer that made them.
     """
 
     reducer: DionReducer

@@ -46,7 +46,7 @@ class ZeroOneAdamAlgorithm(FrozenAdam):
         block_numel: elements that share a magnitude, a multiple of 8.
         variance_steps: exact steps after which the distance from one to the next doubles.
         period_steps: steps after which the distance from one exchange to the next doubles.
-        longest_period: which is not exceeded; a power of two.
+        longest_period: longest distance between exchanges; a power of two.
 
     Raises:
         InvalidTypeError: an option of a wrong type.
@@ -176,7 +176,7 @@ class ExactAtTimes(SumReducer):
     """The exact sum in some steps of training, and what a reducer makes of it in the others.
 
     Args:
-        reducer: of the others.
+        reducer: reducer of the other steps.
         when: the exact ones.
     """
 

@@ -25,7 +25,7 @@ __all__ = ["BetweenIslands", "LetIn", "OverIslands"]
 
 @dataclass(frozen=True)
 class BetweenIslands(How):
-    """Sums or means over the islands of the epoch. A result counts for all of them, or for nobody.
+    """Sums or means over the islands of the epoch. A result counts for all of them, or for none.
 
     An exchange that fails is repeated by those who are left, from the same contributions.
 
@@ -94,7 +94,7 @@ class LetIn(Then):
     """Between two steps, newcomers receive the state.
 
     Args:
-        islands: that they join.
+        islands: islands that the newcomers join.
     """
 
     islands: Islands
@@ -112,7 +112,7 @@ class OverIslands(Algorithm):
 
     Args:
         inner: lets its ranks train alone, and takes means every so often, as ``diloco`` does.
-        islands: that take part.
+        islands: islands that take part.
 
     Raises:
         ConfigurationError: an algorithm that cannot run between islands.

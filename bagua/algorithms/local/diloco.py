@@ -71,15 +71,15 @@ class DiLoCoAlgorithm(LocalUpdates):
         eager: each rank steps with its own part of ``D`` at once, and with those of the others ``sync_every`` steps
             later, so that an exchange has a whole period of time; see ``EagerStep``. Ranks differ until
             ``bagua_finish()``.
-        codec: what differences are sent in, as ``Float16()``, or its name, as ``"int4"``; None for all bits.
-        error_feedback: what the codec loses is added to the next difference; a number for that part of it, as 0.9.
+        codec: codec that differences are sent in, as ``Float16()``, or its name, as ``"int4"``; None for all bits.
+        error_feedback: True adds what the codec loses to the next difference; a number adds that part of it, as 0.9.
         anchor_dtype: ``float32``, or ``weights`` for the dtype of the weights: half the memory where that is bfloat16.
         anchor_device: ``cpu`` for an anchor, and an outer optimizer, in the memory of the host; None for where the
             weights are.
         start_after: so many steps at the beginning exchange gradients instead.
         average_buffers: take the mean of floating-point buffers, too, after each ``sync_every``-th step.
         hierarchical: sum inside each host first, with all bits.
-        inner: what ranks of one host exchange in each step, as ``gradient_allreduce``; see ``LocalUpdates``.
+        inner: exchange of the ranks of one host in each step, as ``gradient_allreduce``; see ``LocalUpdates``.
 
     Raises:
         ConfigurationError: an option of a wrong type or out of its range, or options that contradict each other.

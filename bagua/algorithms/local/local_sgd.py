@@ -24,7 +24,7 @@ class LocalSGDAlgorithm(LocalUpdates):
         start_after: so many steps at the beginning exchange gradients instead.
         average_buffers: take the mean of floating-point buffers, too, after each ``sync_every``-th step.
         hierarchical: sum inside each host first.
-        inner: what ranks of one host exchange in each step, as ``gradient_allreduce``; see ``LocalUpdates``.
+        inner: exchange of the ranks of one host in each step, as ``gradient_allreduce``; see ``LocalUpdates``.
 
     Raises:
         ConfigurationError: an option of a wrong type or out of its range.

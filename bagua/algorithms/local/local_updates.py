@@ -30,8 +30,8 @@ class LocalUpdates(ByHost):
         start_after: so many steps at the beginning exchange gradients instead, as ``gradient_allreduce`` does.
         hierarchical: sum inside each host first, so that each link between hosts carries the weights once.
         average_buffers: floating-point buffers, as running means, become their means after each ``sync_every``-th step.
-        inner: what ranks of one host exchange in each step, as ``gradient_allreduce``: hosts then train alone, each as
-            one rank would, and one rank of each takes part in the exchanges between them. None: ranks train alone.
+        inner: exchange of the ranks of one host in each step, as ``gradient_allreduce``: hosts then train alone, each
+            as one rank would, and one rank of each takes part in the exchanges between them. None: ranks train alone.
 
     Raises:
         ConfigurationError: an option of a wrong type or out of its range.

@@ -27,7 +27,7 @@ class SlowStep(Then):
     weights become the anchor ``Theta``.
 
     Args:
-        beta: what stays of the momentum, from 0 and less than 1.
+        beta: part of the momentum that stays, from 0 and less than 1.
         alpha: factor on the step, above 0.
 
     Raises:
@@ -98,7 +98,7 @@ class SlowMoAlgorithm(LocalUpdates):
         start_after: so many steps at the beginning exchange gradients instead.
         average_buffers: take the mean of floating-point buffers, too, after each ``sync_every``-th step.
         hierarchical: sum inside each host first.
-        inner: what ranks of one host exchange in each step, as ``gradient_allreduce``; see ``LocalUpdates``.
+        inner: exchange of the ranks of one host in each step, as ``gradient_allreduce``; see ``LocalUpdates``.
 
     Raises:
         ConfigurationError: an option of a wrong type or out of its range.

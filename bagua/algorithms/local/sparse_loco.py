@@ -38,7 +38,7 @@ class SparseLoCoAlgorithm(LocalUpdates):
     Args:
         sync_every: steps from one exchange to the next.
         outer_lr: the learning rate of the anchor, above 0.
-        error_feedback: what is kept of a residual until the next exchange, above 0 and at most 1.
+        error_feedback: part of a residual that is kept until the next exchange, above 0 and at most 1.
         block_numel: elements among which the largest are chosen, a multiple of 8.
         kept: how many of them.
         value_bits: bits of each kept value: 8, 2, or None for the values as they are.
@@ -47,7 +47,7 @@ class SparseLoCoAlgorithm(LocalUpdates):
         start_after: so many steps at the beginning exchange gradients instead.
         average_buffers: take the mean of floating-point buffers, too, after each ``sync_every``-th step.
         hierarchical: sum inside each host first, with all bits.
-        inner: what ranks of one host exchange in each step, as ``gradient_allreduce``; see ``LocalUpdates``.
+        inner: exchange of the ranks of one host in each step, as ``gradient_allreduce``; see ``LocalUpdates``.
 
     Raises:
         ConfigurationError: an option of a wrong type or out of its range.
