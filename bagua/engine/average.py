@@ -26,7 +26,7 @@ class GlobalAverage:
     is not mixed in any more.
 
     Args:
-        reducer: of the model.
+        reducer: reducer of the model.
         buffers: average float16, float32 and float64 buffers, too.
         keep: the weights of this rank, for ``restore``.
 

@@ -42,7 +42,7 @@ from bagua.errors import BaguaError, blame
 
 
 class BucketFormation:
-    """The half of ``Reducer``, which see, that ends when buckets exist."""
+    """The half of ``Reducer`` that ends when buckets exist; see there."""
 
     def __init__(
         self,
@@ -390,7 +390,7 @@ class BucketFormation:
         over to parameters of the same name.
 
         Args:
-            difference: what has changed here.
+            difference: difference that has appeared here.
 
         Raises:
             CollectiveTimeoutError: the module has not changed on all ranks.

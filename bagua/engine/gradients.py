@@ -1,4 +1,4 @@
-"""Looking at gradients: whether an optimizer's are finite, and whether they can be taken, and which nobody has."""
+"""Looking at gradients: whether an optimizer's are finite, and whether they can be taken, and which no rank has."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def restore_unused(
     Args:
         unused_here: names of the parameters that got no gradient on this rank.
         parameters: all of them, by name.
-        communicator: of the ranks.
+        communicator: communicator of the ranks.
     """
     device = next(iter(parameters.values())).device
     flags = [name not in unused_here for name in parameters]

@@ -142,15 +142,15 @@ class BackwardHooks:
     hooks on the module itself do.
 
     Args:
-        reducer: what is told.
+        reducer: reducer that is told.
 
     Attributes:
-        synchronize: whether the backward pass of the next forward is a step; see ``no_sync``.
-        accumulates: whether the next backward pass only accumulates gradients, whatever its forward was.
+        synchronize: True if the backward pass of the next forward is a step; see ``no_sync``.
+        accumulates: True if the next backward pass only accumulates gradients, whatever its forward was.
         current: the backward pass that is under way.
-        take: what gets each gradient of it; None if it only accumulates.
+        take: function that gets each gradient of it; None if it only accumulates.
         tuner: finds better settings of the reducer.
-        closed: whether ``close`` was called.
+        closed: True once ``close`` was called.
     """
 
     def __init__(self, reducer: Reducer) -> None:
@@ -246,7 +246,7 @@ class BackwardHooks:
         """A forward pass starts.
 
         Args:
-            training: whether the module is in training mode.
+            training: True if the module is in training mode.
 
         Raises:
             CommunicationError: the module has changed, but not in the same way on all ranks;
@@ -399,7 +399,7 @@ class BackwardHooks:
     def _wait_for_optimizers(self) -> None:
         """Exchange when those optimizers have stepped that will.
 
-        A ``GradScaler`` skips an update whose gradients are not finite, and tells nobody. Others would
+        A ``GradScaler`` skips an update whose gradients are not finite, and tells no rank. Others would
         wait for this rank until its next forward pass, and there may be none.
         """
         reducer = self.reducer

@@ -19,7 +19,7 @@ def meet(group: ProcessGroup, topic: str, change: str) -> None:
     Args:
         group: private to the model. It is broken if not all come.
         topic: used once for each change.
-        change: what this rank has changed.
+        change: description of what this rank has changed.
 
     Raises:
         CollectiveMismatchError: another rank makes a step without the change, and waits for this one in it.

@@ -22,7 +22,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor in nested sequences, mappings, dataclasses and plain objects with attributes.
 
     Args:
-        value: what a forward returned. Objects that contain themselves are visited once.
+        value: value that a forward pass returned. Objects that contain themselves are visited once.
 
     Example:
         >>> [tensor.item() for tensor in tensors_in({"a": torch.tensor(1), "b": [torch.tensor(2), None]})]

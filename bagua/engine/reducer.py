@@ -47,8 +47,8 @@ class Reducer(BucketFormation):
     ``mark_on_complete`` ends the step.
 
     Args:
-        module: whose trainable parameters are exchanged.
-        optimizers: that step them.
+        module: module whose trainable parameters are exchanged.
+        optimizers: optimizers that step them.
         bucket_type: gradients, or weights, which chooses a decentralized algorithm.
         hierarchical_reduce: inside each host first, then between hosts.
         align_bytes: buckets are padded to a multiple of this power of two.
@@ -69,7 +69,7 @@ class Reducer(BucketFormation):
         algorithm: bound to the group.
         step: synchronized backward passes so far.
         buckets: empty before they are formed.
-        options: of the engine.
+        options: options of the engine.
 
     Raises:
         CollectiveMismatchError: the models or options of the ranks differ.
@@ -247,7 +247,7 @@ class Reducer(BucketFormation):
 
         Raises:
             ConfigurationError: parameters without a gradient, and ``find_unused_parameters`` is off.
-            CommunicationError: what happened in an exchange, wherever it ran.
+            CommunicationError: an exchange failed, wherever it ran.
         """
         scheduler = self.scheduler
         if scheduler is None:
@@ -398,7 +398,7 @@ class Reducer(BucketFormation):
         """
         self.close_plane()
         if self.scheduler is not None:
-            with contextlib.suppress(CommunicationError):  # Nobody will use what this rank would have received.
+            with contextlib.suppress(CommunicationError):  # What this rank would have received is not used.
                 self.end_exchanges()
             self.scheduler.owe_nothing()
         self.belongings.close()
@@ -423,8 +423,8 @@ class Reducer(BucketFormation):
         """Go on where ``state_dict`` was taken, in the same buckets. Collective.
 
         Args:
-            state_dict: of this rank. Where it is the same on all ranks, as for gradient allreduce, that
-                of any rank will do.
+            state_dict: state of this rank. Where it is the same on all ranks, as for gradient allreduce, that of any
+                rank will do.
 
         Raises:
             ConfigurationError: it belongs to another algorithm or to other parameters; or to another

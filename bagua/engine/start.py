@@ -29,7 +29,7 @@ def make_equal(reducer: Reducer, *, average: bool, broadcast_buffers: bool) -> N
     """Give all ranks equal parameters, buffers and optimizer state. Collective.
 
     Args:
-        reducer: of the module and its optimizers; it has compared the models already.
+        reducer: reducer of the module and its optimizers; it has compared the models already.
         average: take the mean of what is floating-point, as at a switch of algorithms;
             otherwise everything comes from rank 0, as at the start.
         broadcast_buffers: at the start, the buffers, too.

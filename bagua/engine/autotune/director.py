@@ -52,12 +52,12 @@ class Decision:
     """What all ranks do now.
 
     Args:
-        bucket_bytes: of the setting to use from now on.
-        hierarchical: of that setting.
+        bucket_bytes: bucket size of the setting to use from now on, in bytes.
+        hierarchical: True if that setting exchanges hierarchically.
         restart: measurements so far say nothing about it.
         final: this is the choice; there is nothing more to ask.
         pause_steps: the engine asks again after so many steps.
-        steps: of the ranks, where they differ; then the rest means nothing.
+        steps: steps of the ranks, where they differ; then the rest means nothing.
         missing: ranks without a score that should have one; then the rest means nothing.
         failure: why rank 0 could not decide; then the rest means nothing.
     """
@@ -87,7 +87,7 @@ class Director:
     """Decides, from what all ranks report, which setting all of them use next.
 
     Args:
-        settings: of the user.
+        settings: settings of the user.
         clock: seconds, for the warm-up and the time that a sample takes.
     """
 
@@ -105,7 +105,7 @@ class Director:
         Args:
             posts: a ``Report`` of each rank, as dictionaries.
             start: the setting in force.
-            ladders: what there is to choose from, in case it is not known yet.
+            ladders: function that returns the values to choose from, in case they are not known yet.
         """
         try:
             decision = self.decide([Report(**post) for post in posts], start, ladders)

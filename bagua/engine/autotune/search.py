@@ -56,7 +56,7 @@ class Search(ABC):
         """Note a sample.
 
         Args:
-            setting: what was measured.
+            setting: setting that was measured.
             score: more is better; a finite number.
         """
         self.samples.setdefault(setting, []).append(score)

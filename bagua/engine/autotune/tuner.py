@@ -87,12 +87,12 @@ class Autotuner:
     """Measures, asks rank 0, and applies the answer.
 
     Args:
-        reducer: whose settings are tuned.
+        reducer: reducer whose settings are tuned.
         clock: seconds.
 
     Attributes:
-        automatic: whether training forward passes are timed, and ask by themselves. The
-            first ``report`` turns that off: from then on the caller measures and asks.
+        automatic: True if training forward passes are timed, and ask by themselves. The first ``report`` turns that
+            off: from then on the caller measures and asks.
     """
 
     def __init__(self, reducer: Reducer, clock: Callable[[], float] = time.perf_counter) -> None:

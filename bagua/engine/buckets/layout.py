@@ -48,10 +48,10 @@ def agreed_order(
     Args:
         registration: equal on all ranks.
         arrival: parameters whose gradients appeared here, in that order.
-        communicator: of all ranks.
+        communicator: communicator of all ranks.
         find_unused: parameters without a gradient come last; otherwise they are an error.
         same_order: another order than rank 0's is an error.
-        told: to all other ranks, on the way.
+        told: words for all other ranks, sent on the way.
 
     Returns:
         The order, and what each rank told.
@@ -181,7 +181,7 @@ def check_place(buckets: Sequence[Bucket], parameters: Sequence[torch.Tensor], b
 
 
 def foreign(tensor: object) -> ConfigurationError:
-    """The error for a tensor that is exchanged by nobody."""
+    """The error for a tensor that no algorithm exchanges."""
     shape = (
         f"{type(tensor).__name__} of shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else repr(tensor)
     )

@@ -52,11 +52,11 @@ class Registration:
     """The trainable parameters of a module, as they were at one moment.
 
     Args:
-        module: whose parameters are registered.
+        module: module whose parameters are registered.
 
     Attributes:
-        names: of the trainable parameters, in the module's order.
-        parameters: in the same order; tied ones once, under their first name.
+        names: names of the trainable parameters, in the module's order.
+        parameters: parameters in the same order; tied ones once, under their first name.
 
     Raises:
         InvalidTensorError: a parameter that cannot be trained together: sparse gradients,

@@ -23,7 +23,7 @@ class Belongings:
         group: private to the model.
 
     Attributes:
-        executors: of the exchanges, while there are buckets.
+        executors: executors of the exchanges, while there are buckets.
         groups: private to the model; none once they are being closed. An error that broke one of them may know the
             frames of the training loop, and so the model.
     """
@@ -49,7 +49,7 @@ class Belongings:
         """
         wait = end_exchanges()
         if wait is not None:
-            with contextlib.suppress(CommunicationError):  # Nobody will use what this rank would have received.
+            with contextlib.suppress(CommunicationError):  # What this rank would have received is not used.
                 wait()
         else:
             self.wait_until_idle()

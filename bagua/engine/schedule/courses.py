@@ -87,11 +87,11 @@ class Courses:
 
     Args:
         group: private to the model.
-        belongings: of the model, that its threads and groups are given back with.
+        belongings: threads and groups of the model, to be given back with it.
 
     Attributes:
-        places: what is remembered now, once for each label and bucket.
-        fresh: what wants to start from the weights: for a place and the name of a state, the names of parameters.
+        places: state that is remembered now, once for each label and bucket.
+        fresh: names of the parameters whose state wants to start from the weights, by place and name of the state.
     """
 
     def __init__(self, group: ProcessGroup, belongings: Belongings) -> None:

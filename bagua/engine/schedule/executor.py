@@ -50,8 +50,8 @@ class ThreadExecutor(Executor):
     """In one background thread.
 
     Args:
-        name: of the thread.
-        recorder: of the rank: told while the thread that computes waits.
+        name: name of the thread.
+        recorder: recorder of the rank: told while the thread that computes waits.
     """
 
     def __init__(self, name: str, recorder: Recorder) -> None:
@@ -94,7 +94,7 @@ class StreamExecutor(Executor):
     """On a CUDA stream of its own: the host never blocks.
 
     Args:
-        device: whose gradients are exchanged.
+        device: device whose gradients are exchanged.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -116,8 +116,8 @@ def create_executor(group: ProcessGroup, device: torch.device, *, blocking: bool
     """The executor that the group's transport prefers for tensors on ``device``.
 
     Args:
-        group: whose exchanges will run.
-        device: where the buckets lie.
+        group: group whose exchanges will run.
+        device: device on which the buckets lie.
         blocking: exchanges wait for calls that they start, so they cannot run where
             gradients are computed.
     """

@@ -30,8 +30,8 @@ class Gauges:
     """Looks at the results of one exchange, and leaves numbers in ``group.gauges``.
 
     Args:
-        exchange: whose results.
-        group: whose ranks exchange.
+        exchange: exchange whose results are looked at.
+        group: group whose ranks exchange.
     """
 
     def __init__(self, exchange: Exchange, group: ProcessGroup) -> None:

@@ -20,7 +20,7 @@ class Slot:
     """One parameter in its bucket, as the hooks see it.
 
     Attributes:
-        arrival: of the gradients of the bucket.
+        arrival: arrival of the gradients of the bucket.
         view: the parameter's part of the flat gradients; None if they are not gathered.
         ready: number of the last backward pass that brought its gradient.
     """
@@ -42,7 +42,7 @@ class Arrival:
         bucket: the bucket.
         slots: one for each parameter.
         pending: gradients that are still missing in this backward pass.
-        fusion: whether parameters get their part of the flat gradients.
+        fusion: True if parameters get their part of the flat gradients.
         scale: factor on gradients that are gathered in this step; None for 1.
     """
 
@@ -96,17 +96,17 @@ class Scheduler:
     """Starts and folds exchanges at the points of a step where they say so.
 
     Args:
-        buckets: by arrival, in the order in which their gradients become complete.
+        buckets: buckets by arrival, in the order in which their gradients become complete.
         courses: the exchanges of the phase.
         delay: start no exchange of buckets before the end of backward.
 
     Attributes:
-        slots: by ``id`` of the parameter.
+        slots: slots, by ``id`` of the parameter.
         launched: buckets that are ready in the backward pass that is under way.
-        active: whether a synchronized backward pass is under way.
+        active: True if a synchronized backward pass is under way.
         clock: the step under way, or the last one.
         courses: the exchanges.
-        owes: whether an exchange waits for the optimizers.
+        owes: True if an exchange waits for the optimizers.
     """
 
     def __init__(self, buckets: Sequence[Bucket], courses: Sequence[Course], *, delay: bool) -> None:

@@ -18,8 +18,8 @@ def shown(name: str, group: ProcessGroup, start: Callable[[], Wait]) -> Wait:
     """Start an exchange so that timeline and profiler show it, if one of them wants to.
 
     Args:
-        name: of the exchange and its bucket.
-        group: whose ranks exchange.
+        name: name of the exchange and its bucket.
+        group: group whose ranks exchange.
         start: starts it; returns what waits for its end.
 
     Returns:
@@ -52,7 +52,7 @@ class Passes:
     """The passes of one model, for the timeline.
 
     Args:
-        recorder: of the rank.
+        recorder: recorder of the rank.
     """
 
     def __init__(self, recorder: Recorder) -> None:

@@ -33,7 +33,7 @@ class Clock:
     Attributes:
         step: number of the training step, from 0.
         t: its number in the phase, from 1.
-        loss_scale: what the loss is multiplied by in it.
+        loss_scale: factor by which the loss is multiplied in it.
     """
 
     step: int = -1
@@ -47,7 +47,7 @@ class Lane:
 
     Attributes:
         group: private to the lane.
-        executors: by device.
+        executors: executors, by device.
     """
 
     group: ProcessGroup
@@ -58,10 +58,10 @@ class Track:
     """One bucket of one exchange.
 
     Args:
-        label: of the exchange.
-        part: of the model that the bucket belongs to.
+        label: label of the exchange.
+        part: part of the model that the bucket belongs to.
         bucket: the bucket.
-        memory: what is remembered of it.
+        memory: state that is remembered of it.
 
     Attributes:
         flights: under way, in the order of their starts.
@@ -111,9 +111,9 @@ class Course:
     Args:
         exchange: the exchange.
         tracks: one for each bucket.
-        model: whose parameters they are.
+        model: model whose parameters they are.
         lane: who runs it; None for local actions.
-        prepared: what ``How.prepare`` returned.
+        prepared: return value of ``How.prepare``.
 
     Attributes:
         due: parts that start in this step.

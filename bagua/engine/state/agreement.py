@@ -22,8 +22,8 @@ def compare(facts: Sequence[str], communicator: Communicator, what: str) -> None
 
     Args:
         facts: one line for each fact, in an order that equal ranks have in common.
-        communicator: of the ranks to compare.
-        what: what the facts describe, for the message.
+        communicator: communicator of the ranks to compare.
+        what: subject of the facts, for the message.
 
     Raises:
         CollectiveMismatchError: on all ranks, naming the first difference.
@@ -61,8 +61,8 @@ def compare_or_refuse(facts: Sequence[str], communicator: Communicator, what: st
 
     Args:
         facts: as for ``compare``; not looked at if there is a refusal.
-        communicator: of the ranks to compare.
-        what: what the facts describe, for the message.
+        communicator: communicator of the ranks to compare.
+        what: subject of the facts, for the message.
         refusal: why this rank cannot go on.
 
     Raises:

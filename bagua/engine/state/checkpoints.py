@@ -23,7 +23,7 @@ def save(reducer: BucketFormation) -> dict[str, Any]:
     """See ``Reducer.state_dict``. Nothing is owed to the optimizers.
 
     Args:
-        reducer: whose exchanges remember something.
+        reducer: reducer whose exchanges remember something.
     """
     reducer.settle_loads()
     buckets, flights = [list(bucket.names) for bucket in reducer.buckets], reducer.flights
@@ -48,7 +48,7 @@ def load(reducer: BucketFormation, state_dict: dict[str, Any]) -> None:
     """See ``Reducer.load_state_dict``. Collective.
 
     Args:
-        reducer: whose exchanges go on.
+        reducer: reducer whose exchanges go on.
         state_dict: as ``save`` returned it.
     """
     refusal: ConfigurationError | None = None

@@ -40,10 +40,10 @@ class Belief:
     """What a rank holds, of what must be equal on all.
 
     Args:
-        module: that is trained.
+        module: module that is trained.
         model: its weights by name, and their optimizers.
-        buckets: in which the weights lie.
-        places: what is remembered.
+        buckets: buckets in which the weights lie.
+        places: places that hold what is remembered.
     """
 
     module: torch.nn.Module
@@ -72,7 +72,7 @@ class EqualityCheck:
         options: how often to look, and what to do about a difference.
 
     Attributes:
-        loads: of weights into the model.
+        loads: record of weights that were loaded into the model.
     """
 
     def __init__(self, algorithm: Algorithm, options: EngineOptions) -> None:
@@ -287,8 +287,8 @@ def _take_from_first_rank(belief: Belief, communicator: Communicator, told: str)
     """Give all ranks what rank 0 holds. Collective.
 
     Args:
-        belief: of this rank.
-        communicator: of the ranks.
+        belief: belief of this rank.
+        communicator: communicator of the ranks.
         told: why, for a warning; empty for none.
     """
     if communicator.rank == 0 and told:
@@ -303,7 +303,7 @@ def warn_of_equal_gradients(digests: Sequence[str], rank: int) -> None:
     """Say so, on rank 0, if all ranks computed bitwise the same first gradient.
 
     Args:
-        digests: of each rank; empty where all gradients are zero.
+        digests: digests of each rank; empty where all gradients are zero.
         rank: this rank.
     """
     if rank == 0 and len(digests) > 1 and digests[0] and len(set(digests)) == 1:

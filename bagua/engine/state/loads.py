@@ -45,7 +45,7 @@ class Loads:
         """Training goes on with ``step``: whether weights were loaded before it, and not put back.
 
         Args:
-            step: that comes next.
+            step: number of the step that comes next.
             weights: gives those of the model as they are now.
         """
         if not self._before:

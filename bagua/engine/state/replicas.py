@@ -89,7 +89,7 @@ def make_weights_equal(parameters: Sequence[torch.nn.Parameter], communicator: C
 
     Args:
         parameters: equal in names, shapes and dtypes on all ranks.
-        communicator: of the ranks.
+        communicator: communicator of the ranks.
     """
     if not are_equal(parameters, communicator):
         _average([parameter.detach() for parameter in parameters], communicator)
@@ -100,7 +100,7 @@ def are_equal(tensors: Sequence[torch.Tensor], communicator: Communicator) -> bo
 
     Args:
         tensors: equally many on all ranks.
-        communicator: of the ranks.
+        communicator: communicator of the ranks.
     """
     own = [digest_of(tensor) for tensor in tensors]
     return all(theirs == own for theirs in communicator.allgather_object(own))

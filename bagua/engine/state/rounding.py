@@ -24,9 +24,9 @@ def differ_by_rounding(tensors: Sequence[torch.Tensor], steps: int, communicator
     differ in the last bits. Such differences add up like a random walk, so they may grow with the root of ``steps``.
 
     Args:
-        tensors: of this rank, equal in shapes and dtypes on all ranks.
+        tensors: tensors of this rank, equal in shapes and dtypes on all ranks.
         steps: since ranks held the same bits.
-        communicator: of the ranks.
+        communicator: communicator of the ranks.
     """
     worst = 0.0
     for own in tensors:

@@ -49,9 +49,9 @@ def from_checkpoint(
     """A saved state, which may come from anywhere.
 
     Args:
-        state_dict: of the engine.
-        algorithm: that it should belong to; its options may be others.
-        parameters: of the model, by name.
+        state_dict: state of the engine.
+        algorithm: algorithm that it should belong to; its options may be others.
+        parameters: parameters of the model, by name.
 
     Raises:
         ConfigurationError: it is no such state, or not a whole one, or one of another algorithm, or of parameters of

@@ -63,7 +63,7 @@ class Remembered(TypedDict):
     """What is remembered, free of any flat memory. Under each name comes the label of the exchange, if it has one.
 
     Attributes:
-        parameters: by name of the parameter, the state that has an element for each of its elements.
+        parameters: state that has an element for each element of a parameter, by the parameter's name.
         others: for each flat tensor the names of its parameters, and its state as a whole.
     """
 
@@ -133,8 +133,8 @@ def restore(places: Iterable[Holder], remembered: Remembered) -> None:
     """Put what was remembered back into places that hold initial values.
 
     Args:
-        places: in the same layout or another one. Then, what belonged to a flat tensor as a whole goes to where its
-            first parameter is now, if it fits; that of a family to wherever one of its parameters is.
+        places: places with the same layout or another one. Then, what belonged to a flat tensor as a whole goes to
+            where its first parameter is now, if it fits; that of a family to wherever one of its parameters is.
         remembered: from ``collect``.
 
     Raises:
@@ -240,9 +240,9 @@ def compare_states(
 
     Args:
         step: number of the next one.
-        weights: that must be equal, by name.
+        weights: weights that must be equal, by name.
         places: with what is remembered.
-        communicator: of the ranks.
+        communicator: communicator of the ranks.
 
     Returns:
         A digest of all of it.
