@@ -35,7 +35,7 @@ class SynchronizedBatchNorm(BatchNorm):
     """What a layer becomes as long as it normalizes over the batches of all ranks; the same object as before.
 
     Attributes:
-        plain_class: what it was.
+        plain_class: class of the layer before.
     """
 
     plain_class: type[BatchNorm]

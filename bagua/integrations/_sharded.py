@@ -36,9 +36,9 @@ def refuse_shared_mesh(part: torch.nn.Module, others: Iterable[int], argument: s
     """Refuse ranks that hold other shards, or whose gradients torch sums by itself.
 
     Args:
-        part: to which ``fully_shard`` was applied.
+        part: module to which ``fully_shard`` was applied.
         others: ranks that this one is to exchange with.
-        argument: that names them.
+        argument: name of the argument that gives them.
 
     Raises:
         ConfigurationError: some of them are in the mesh of ``part``.

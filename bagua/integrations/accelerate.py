@@ -57,7 +57,7 @@ def use_comm_hook(
     Args:
         accelerator: an ``accelerate.Accelerator``.
         state: for example ``CodecState("minmax_uint8")``; one for each model.
-        hook: of torch's DDP.
+        hook: communication hook of torch's DDP.
         wrapper: applied to the hook first, for example torch's ``fp16_compress_wrapper``.
 
     Raises:
@@ -123,7 +123,7 @@ def _warn_if_unused(accelerator: Any, handler: CommHookKwargs) -> None:
             accelerator.backward = backward
         if not handler.registered:
             warnings.warn(
-                "use_comm_hook: no model was prepared since, so nobody calls the hook; a model that DDP does not wrap "
+                "use_comm_hook: no model was prepared since, so none calls the hook; a model that DDP does not wrap "
                 "exchanges no gradients at all. Call it before accelerator.prepare(model, ...)",
                 stacklevel=2,
             )

@@ -30,7 +30,7 @@ def training_state(model: Any) -> dict[str, Any]:
     first. Exchanges under way are saved with it.
 
     Args:
-        model: what ``with_bagua``, ``DistributedDataParallel`` or ``exchange_shards`` returned.
+        model: model that ``with_bagua``, ``DistributedDataParallel`` or ``exchange_shards`` returned.
 
     Returns:
         Text and tensors, in dictionaries. Save it under a key: ``dcp.save({"training": training_state(model)}, ...)``.
@@ -61,7 +61,7 @@ def load_training_state(model: Any, checkpoint_id: Any, *, key: str = "training"
 
     Args:
         model: wrapped as it was, with the same optimizers, on any number of ranks.
-        checkpoint_id: what ``dcp.save`` was given, a folder for example.
+        checkpoint_id: identifier that ``dcp.save`` was given, a folder for example.
         key: under which the state was saved.
         options: for ``dcp.load``, as ``storage_reader`` and ``process_group``.
 

@@ -44,9 +44,9 @@ class _HookBucket:
     """What is remembered of a bucket of DDP, which has its parameters one after the other, without gaps.
 
     Args:
-        names: of the parameters.
-        parameters: of the bucket.
-        memory: of the reducer.
+        names: names of the parameters.
+        parameters: parameters of the bucket.
+        memory: memory of the reducer.
     """
 
     label = ""
@@ -66,7 +66,7 @@ class _HookBuckets:
     """What is remembered of all buckets of a model. DDP forms them anew; parameters are known by their ``id``.
 
     Args:
-        reducer: whose memories they are.
+        reducer: reducer whose memories they are.
     """
 
     def __init__(self, reducer: SumReducer) -> None:
@@ -217,7 +217,7 @@ class ReducerState:
         Called in one order on all ranks, with an equal size for each name in every step.
 
         Args:
-            name: of the part.
+            name: name of the part.
             flat: its gradients, one-dimensional and contiguous.
         """
         part = self._parts.get(name)
@@ -264,7 +264,7 @@ class ReducerState:
         """Go on where ``state_dict`` was taken.
 
         Args:
-            state_dict: of this rank.
+            state_dict: state of this rank.
             module: the model, or DDP around it.
 
         Raises:
@@ -367,7 +367,7 @@ def codec_hook(state: ReducerState, bucket: GradBucket) -> torch.futures.Future[
     Torch's wrappers compose with it: ``fp16_compress_wrapper(codec_hook)``.
 
     Args:
-        state: of the model.
+        state: state of the model.
         bucket: torch's ``GradBucket``.
 
     Returns:

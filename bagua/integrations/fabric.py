@@ -49,12 +49,12 @@ class BaguaStrategy(RanksMixin, DDPStrategy):
         forward_sync_buffers: take rank 0's buffers before each forward pass; None does so where the algorithm keeps
             weights equal.
         autotune: as for ``with_bagua``.
-        strategy_options: of Fabric's ``DDPStrategy``, except those for torch's DDP.
+        strategy_options: options of Fabric's ``DDPStrategy``, except those for torch's DDP.
 
     Raises:
         UnsupportedAlgorithmException: there is no such algorithm.
         TypeError: an unknown keyword.
-        ConfigurationError: in ``setup``: several optimizers or none, and an algorithm that needs one.
+        ConfigurationError: ``setup`` gets several optimizers or none, and an algorithm that needs one.
 
     Example:
         >>> BaguaStrategy("bytegrad").strategy_name
@@ -90,7 +90,7 @@ class BaguaStrategy(RanksMixin, DDPStrategy):
         Averages in the background end with equal weights; ``fabric.strategy.resume(model)`` lets them go on.
 
         Args:
-            model: what ``fabric.setup`` returned.
+            model: model that ``fabric.setup`` returned.
         """
         wrapped = _wrapper_of(model)
         wrapped.reducer.after_optimizers()
@@ -101,7 +101,7 @@ class BaguaStrategy(RanksMixin, DDPStrategy):
         """Let averages in the background go on, after ``settle``. Collective.
 
         Args:
-            model: what ``fabric.setup`` returned.
+            model: model that ``fabric.setup`` returned.
         """
         wrapped = _wrapper_of(model)
         if isinstance(wrapped.bagua_algorithm, AsyncModelAverageAlgorithmImpl):
@@ -113,7 +113,7 @@ class BaguaStrategy(RanksMixin, DDPStrategy):
         Fabric does not tell a strategy when training ends; see ``EngineAccess.bagua_finish`` for what it does.
 
         Args:
-            model: what ``fabric.setup`` returned.
+            model: model that ``fabric.setup`` returned.
         """
         self.settle(model)
         wrapped = _wrapper_of(model)

@@ -43,7 +43,7 @@ def exchange_shards(
 
     Args:
         module: and its parts to which ``fully_shard`` was applied; its weights exist.
-        optimizers: that step its parameters.
+        optimizers: optimizers that step its parameters.
         algorithm: exchanges weights, and no gradients.
         process_group: the ranks that hold the same shard as this one, a group of ``bagua.comm`` or of
             ``torch.distributed``.
@@ -86,7 +86,7 @@ class _ForAllShards(How):
 
     Args:
         inner: the exchange of the ranks that hold the same shard.
-        mates: of the ranks that hold the shards of one replica.
+        mates: communicator of the ranks that hold the shards of one replica.
     """
 
     inner: Sum
@@ -184,14 +184,14 @@ class ShardExchange(EngineAccess):
     """The exchanges of the replicas of a sharded model. Made by ``exchange_shards``.
 
     Args:
-        module: that is sharded.
-        optimizers: of its parameters.
-        algorithm: what is exchanged.
-        group: of the ranks with the same shard.
+        module: module that is sharded.
+        optimizers: optimizers of its parameters.
+        algorithm: algorithm that says what is exchanged.
+        group: group of the ranks with the same shard.
         mates: ranks of all, with the shards of this replica.
 
     Attributes:
-        module: that is sharded.
+        module: module that is sharded.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ class BaguaStrategy(StrategyMixin, DDPStrategy):
         forward_sync_buffers: take rank 0's buffers before each forward pass; None does so where the algorithm keeps
             weights equal.
         autotune: as for ``with_bagua``.
-        strategy_options: of Lightning's ``DDPStrategy``, except those for torch's DDP: ``accelerator``,
+        strategy_options: options of Lightning's ``DDPStrategy``, except those for torch's DDP: ``accelerator``,
             ``parallel_devices``, ``cluster_environment``, ``checkpoint_io``, ``precision_plugin``,
             ``process_group_backend``, ``timeout``, ``start_method``.
 

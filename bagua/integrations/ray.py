@@ -24,7 +24,7 @@ def torch_config(*, backend: str | None = None, timeout_s: float = 1800.0, **opt
     Args:
         backend: as for ``bagua.comm.init_process_group``; None chooses.
         timeout_s: default deadline of every call, in seconds.
-        options: of Ray's ``TorchConfig``, except ``backend``: torch has Gloo here, or NCCL with GPUs.
+        options: options of Ray's ``TorchConfig``, except ``backend``: torch has Gloo here, or NCCL with GPUs.
 
     Raises:
         ImportError: Ray is not installed.

@@ -61,7 +61,7 @@ def distributed_data_parallel(manager: Any, module: torch.nn.Module, **options: 
     Args:
         manager: a ``torchft.Manager``.
         module: the module to train.
-        options: of torchft's class.
+        options: options of torchft's class.
 
     Raises:
         ImportError: torchft is not installed.

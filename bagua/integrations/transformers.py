@@ -39,8 +39,8 @@ def use_bagua(trainer: Any, algorithm: Algorithm | DistributedAlgorithm | str, *
 
     Args:
         trainer: a ``transformers.Trainer``.
-        algorithm: what is exchanged, and when; or the name of it.
-        options: of ``with_bagua``.
+        algorithm: algorithm that says what is exchanged, and when; or the name of it.
+        options: options of ``with_bagua``.
 
     Raises:
         ConfigurationError: not a Trainer; or one that FSDP or DeepSpeed trains, or that has bagua already.
@@ -61,7 +61,7 @@ def attach(trainer: Any, algorithm: DistributedAlgorithm | str, **options: Any) 
     Args:
         trainer: a ``transformers.Trainer``.
         algorithm: the name of what is exchanged, and when.
-        options: of the algorithm, and of ``with_bagua``.
+        options: options of the algorithm, and of ``with_bagua``.
 
     Raises:
         ConfigurationError: as for ``use_bagua``; or an option out of its range.
@@ -83,7 +83,7 @@ def use_comm_hook(
     Args:
         trainer: a ``transformers.Trainer``.
         state: for example ``CodecState("minmax_uint8")``.
-        hook: of torch's DDP.
+        hook: communication hook of torch's DDP.
         wrapper: applied to the hook first, for example torch's ``fp16_compress_wrapper``.
 
     Raises:
