@@ -42,7 +42,7 @@ ONE_BUCKET_MB = 100_000
 ADAM_LIKE = (torch.optim.Adam, torch.optim.AdamW)
 ADAM_LEARNING_RATE = 1e-3
 #: Of other optimizers, over that of Adam.
-RATES: dict[object, float] = {OneBitLambOptimizer: 3.0, DionOptimizer: 5.0}
+RATES: dict[object, float] = {OneBitLambOptimizer: 3.0, DionOptimizer: 5.0, torch.optim.SGD: 3.0}  # SGD of signs
 #: More steps than anybody takes.
 NEVER = 10**9
 

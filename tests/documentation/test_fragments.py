@@ -33,6 +33,8 @@ WITH_SCRIPT = ("use_accelerate", "use_ddp", "use_lightning", "use_ray", "use_tor
 MISTAKES = ("save_and_resume",)
 #: What needs a store that somebody serves; `tests/membership` does the same.
 WITH_STORE = ("use_islands",)
+#: What needs several GPUs; `tests/integrations` does the same on the CPU.
+WITH_GPUS = ("local_updates",)
 
 
 def fragments(page: str) -> list[str]:
@@ -89,7 +91,7 @@ def test_fragments_run_in_their_order(page, alone, tmp_path, monkeypatch):
 def test_every_page_with_fragments_says_who_runs_them():
     pages = {str(path.relative_to(DOCS).with_suffix("")) for path in DOCS.rglob("*.md")}
     with_fragments = {page for page in pages if fragments(page)}
-    assert with_fragments == {*RUN, *WITH_SCRIPT, *MISTAKES, *WITH_STORE}
+    assert with_fragments == {*RUN, *WITH_SCRIPT, *MISTAKES, *WITH_STORE, *WITH_GPUS}
 
 
 @pytest.mark.parametrize("page", WITH_SCRIPT)

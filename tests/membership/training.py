@@ -22,7 +22,7 @@ RATE = 0.05
 QUICK = Deadlines(beat_s=0.01, silence_s=8.0, suspect_s=0.05, meet_s=5.0, poll_s=0.002)
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
-    "diloco": {"sync_every": PERIOD},
+    "diloco": {"sync_every": PERIOD, "outer_lr": 0.7, "outer_momentum": 0.9},
     "local_sgd": {"sync_every": PERIOD},
     "slowmo": {"sync_every": PERIOD, "beta": 0.5},
 }

@@ -58,7 +58,7 @@ def late_ranks(late: int) -> tuple[float, float]:
     tensor = torch.ones(4)
     for _ in range(10):
         if bagua.comm.get_rank() == late:
-            time.sleep(0.005)
+            time.sleep(0.03)  # Far longer than a busy machine keeps a thread waiting.
         bagua.comm.allreduce(tensor)
     found = bagua_api.metrics()
     return found["comm/straggler"], found.get(f"comm/wait_on_rank/{late}", 0.0)

@@ -34,7 +34,8 @@ class DeMoAlgorithm(ByHost):
 
     Args:
         hierarchical: sum inside each host in full precision, and choose coefficients between hosts only.
-        decay: part of a momentum that is kept in a step, above 0 and at most 1.
+        decay: part of a momentum that is kept in a step, above 0 and at most 1; 0.999 in the paper, whose trainings are
+            long.
         side: side of a block, a multiple of 4.
         kept: coefficients of a block, at least 1.
         value_bits: 8, 2, or None for coefficients in single precision; see ``BlockTopK``.
@@ -45,14 +46,14 @@ class DeMoAlgorithm(ByHost):
 
     Example:
         >>> DeMoAlgorithm(kept=64).decay
-        0.999
+        0.95
 
     Paper: Peng, Quesnelle, Kingma, "DeMo: Decoupled Momentum Optimization", 2024.
     """
 
     hierarchical: bool = True
     _: KW_ONLY
-    decay: float = 0.999
+    decay: float = 0.95
     side: int = 64
     kept: int = 32
     value_bits: int | None = 8
