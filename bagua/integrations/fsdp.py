@@ -279,7 +279,7 @@ class ShardExchange(EngineAccess):
         self._bagua_engine.reducer.after_optimizers(late=False)
 
     def _check_memory(self) -> None:
-        """Refuse to exchange what is no longer trained."""
+        """Refuse to exchange shards that FSDP has moved: the memory that is exchanged is not the one that trains."""
         pairs = zip(self._shards.named_parameters(), self._parameters, strict=True)
         for (name, shard), parameter in pairs:
             if local_of(parameter).data_ptr() != shard.data_ptr():

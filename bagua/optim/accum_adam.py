@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from bagua.checks import check_whole
+from bagua.optim.closure import loss_of
 from bagua.optim.options import check_betas, check_not_negative
 
 __all__ = ["AccumAdam", "AccumAdamW"]
@@ -90,10 +91,7 @@ class AccumAdam(torch.optim.Optimizer):
         Returns:
             The closure's loss, or None.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             for step, parameters in self._by_step(group["params"]).items():
                 self._update(group, step, parameters)

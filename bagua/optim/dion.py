@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from bagua.checks import check_numbers, check_whole
+from bagua.optim.closure import loss_of
 from bagua.optim.options import check_betas, check_not_negative
 from bagua.primitives import orthonormal
 
@@ -93,10 +94,7 @@ class DionOptimizer(torch.optim.Optimizer):
         Returns:
             The closure's loss, or None.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from bagua.checks import check_choice, check_numbers, unusable
+from bagua.optim.closure import loss_of
 from bagua.optim.options import check_not_negative
 
 __all__ = ["Muon", "equalized"]
@@ -120,10 +121,7 @@ class Muon(torch.optim.Optimizer):
         Returns:
             The closure's loss, or None.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

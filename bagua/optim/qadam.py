@@ -10,6 +10,7 @@ import torch
 
 from bagua.checks import check_whole
 from bagua.errors import ConfigurationError
+from bagua.optim.closure import loss_of
 from bagua.optim.options import check_betas, check_not_negative
 
 __all__ = ["QAdamOptimizer"]
@@ -114,10 +115,7 @@ class QAdamOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigurationError: a gradient that is sparse or complex.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             for step, parameters in self._by_step(group["params"]).items():
                 self._update(group, step, parameters)

@@ -355,7 +355,7 @@ def test_a_rank_that_diverged_goes_back_to_the_anchor_and_harms_nobody(thread_ra
 
 @pytest.fixture
 def uncleared_memory():
-    """New memory holds what is no number, as it may: torch does that to show who relies on its contents."""
+    """New memory is full of NaN. Torch can fill it like that to show which code relies on its contents."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
