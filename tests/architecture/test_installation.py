@@ -90,3 +90,9 @@ def test_the_package_is_a_command():
         check=False,
     )
     assert done.stdout.startswith("bagua ")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/getting_started.md"])
+def test_what_a_newcomer_installs_draws_the_picture_that_is_promised(page):
+    (extras,) = re.findall(r"pip install -c constraints\.txt '\.\[([\w,-]+)\]'", (REPOSITORY / page).read_text("utf-8"))
+    assert set(extras.split(",")) >= {"cli", "plot"}
