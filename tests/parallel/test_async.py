@@ -601,6 +601,15 @@ def test_another_wrapper_of_the_same_module_ends_averaging(thread_ranks):
 # What ends badly.
 
 
+def _die(model):
+    """Both threads of this rank die, first the one that could still say that this rank leaves."""
+    session = model.bagua_algorithm._averager._session
+    session.member.poll = testing.die
+    session.handoff.wake.set()
+    assert session.join(PEER_TIMEOUT_S)
+    testing.die()
+
+
 def _train_until_killed(victim: int, on_peer_loss: str) -> tuple[str, tuple[int, ...]]:
     rank = bagua.comm.get_rank()
     algorithm = AsyncModelAverageAlgorithm("all", 0, on_peer_loss=on_peer_loss, peer_timeout_s=PEER_TIMEOUT_S)
@@ -608,9 +617,7 @@ def _train_until_killed(victim: int, on_peer_loss: str) -> tuple[str, tuple[int,
     try:
         train_until_averaged(model, optimizer, rank, rounds=2)
         if rank == victim:
-            model.bagua_algorithm._averager._session.member.poll = testing.die
-            model.bagua_algorithm._averager._session.handoff.wake.set()
-            testing.die()
+            _die(model)
         while (victim in model.bagua_algorithm.status().members) or on_peer_loss == "raise":
             train_steps(model, optimizer, rank, [0])
             time.sleep(0.002)
@@ -636,9 +643,7 @@ def _train_in_epochs_until_killed(victim: int) -> tuple[bool, tuple[int, ...]]:
     with model.bagua_algorithm.running(model):
         train_until_averaged(model, optimizer, rank, rounds=1)
         if rank == victim:
-            model.bagua_algorithm._averager._session.member.poll = testing.die
-            model.bagua_algorithm._averager._session.handoff.wake.set()
-            testing.die()
+            _die(model)
     model.bagua_algorithm.resume(model)
     train_until_averaged(model, optimizer, rank)
     together = model.bagua_algorithm.abort(model)
