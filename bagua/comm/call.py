@@ -32,11 +32,11 @@ COLLECTIVES = (
     "alltoall_v",
     "barrier",
 )
-#: Kinds between two ranks; they do not count in the sequence of collectives.
-POINT_TO_POINT = ("send", "recv", "sendrecv")
+#: Kinds between two ranks; they do not count in the sequence of collectives. A set: each call asks.
+POINT_TO_POINT = frozenset({"send", "recv", "sendrecv"})
 
 # What ranks tell each other of a call: the position of a name is its number. Append, never reorder.
-KINDS = COLLECTIVES + POINT_TO_POINT
+KINDS = (*COLLECTIVES, "send", "recv", "sendrecv")
 KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 REDUCTIONS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 REDUCTION_NUMBERS = {name: number for number, name in enumerate(REDUCTIONS)}

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bagua.comm.call import COLLECTIVES, KINDS, Call
+from bagua.comm.call import COLLECTIVES, KINDS, POINT_TO_POINT, Call
 from bagua.comm.lifetime.forks import family, forked_error
 from bagua.comm.lifetime.turns import Turns
 from bagua.comm.operands import as_seconds
@@ -273,7 +273,7 @@ class CallPipeline:
         if spent is None:
             spent = blocked_s = ended - record.begun
         self.statistics.add(record.call, spent)
-        if self._arrivals is not None and record.call.kind in COLLECTIVES:
+        if self._arrivals is not None and record.call.kind not in POINT_TO_POINT:
             record.waited_s, record.waited_for = self._arrivals.of(record.call.sequence)
         self.statistics.end(record, ended, blocked_s)
 

@@ -105,25 +105,37 @@ def send_from_shared_memory() -> None:
         assert (output == before).all()
 
 
-def send_alike_from_changing_places(seed: int) -> None:
-    """Messages of few kinds, one after the other, whose data lies here or there: what is known of the last one ages."""
+def exchange_alike_from_changing_places(seed: int) -> None:
+    """Calls of few kinds, one after the other, whose data lies here or there: what is known of the last one ages."""
     comm, choose = communicator(), random.Random(seed)
     other = 1 - comm.rank
-    shared = comm.empty(7, dtype=torch.float32)
-    for number in range(60):
-        form, lent, sender = choose.choice(("send", "send", "sendrecv")), choose.random() < 0.5, choose.randrange(2)
-        numel, dtype = choose.choice((5, 7)), choose.choice((torch.float32, torch.int32))
-        mine = shared[:numel] if lent and dtype is torch.float32 else torch.empty(numel, dtype=dtype)
-        mine.fill_(number + 100 * comm.rank)
-        output = torch.empty(numel, dtype=dtype)
+    shared = comm.empty(70_000, dtype=torch.float32)  # More than two ranks copy at once.
+    forms = ("send", "send", "sendrecv", "broadcast", "allgather", "allreduce")
+    for number in range(120):
+        form, lenders, sender = choose.choice(forms), choose.randrange(4), choose.randrange(2)
+        numel, dtype = choose.choice((5, 7, 70_000)), choose.choice((torch.float32, torch.int32))
+        lent = lenders >> comm.rank & 1 and dtype is torch.float32
+        mine = shared[:numel] if lent else torch.empty(numel, dtype=dtype)
+        mine.fill_(number + 1000 * comm.rank)
+        output, expected = torch.empty(numel, dtype=dtype), number + 1000 * other
         if form == "sendrecv":
             comm.sendrecv(output, mine, other, other)
+        elif form == "allgather":
+            output = torch.empty(2 * numel, dtype=dtype)
+            comm.allgather(output, mine)
+            output = output.view(2, numel)[other]
+        elif form == "allreduce":
+            comm.allreduce(mine)
+            output, expected = mine, 2 * number + 1000
+        elif form == "broadcast":
+            comm.broadcast(mine, sender)
+            output, expected = mine, number + 1000 * sender
         elif comm.rank == sender:
             comm.send(mine, other)
+            continue
         else:
             comm.recv(output, other)
-        if form == "sendrecv" or comm.rank != sender:
-            assert (output == number + 100 * other).all(), (number, form, lent)
+        assert (output == expected).all(), (number, form, lenders)
 
 
 def send_another_size_after_equal_ones() -> str:

@@ -47,8 +47,8 @@ def test_messages_from_shared_memory(shm_pool) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_equal_messages_from_changing_places(shm_pool, seed: int) -> None:
-    shm_pool.run(shm_ranks.send_alike_from_changing_places, seed, size=2)
+def test_equal_calls_from_changing_places(shm_pool, seed: int) -> None:
+    shm_pool.run(shm_ranks.exchange_alike_from_changing_places, seed, size=2)
 
 
 def test_the_message_that_differs_is_named(shm_pool) -> None:

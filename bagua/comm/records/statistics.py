@@ -37,7 +37,7 @@ class KindStatistics(NamedTuple):
 
 
 #: Kinds in which every rank sends as much as the others, when trees are averaged over ranks.
-_EVEN = ("allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "alltoall", "barrier")
+_EVEN = frozenset({"allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "alltoall", "barrier"})
 
 
 def _sent_evenly(kind: str, volume: int, size: int) -> int:
@@ -129,9 +129,11 @@ class Statistics:
             took = ended - begun
             if record.blocked_s is not None:  # A background thread stands still for it, which does no harm.
                 blocked_s = recorder.blocked_s(ended) - record.blocked_s
-            waited = min(record.waited_s, took)
-            exposed = min(blocked_s, took - waited)
-            time_s, exposed_s, waiting_s = time_s + took, exposed_s + exposed, waiting_s + waited
+            waited = record.waited_s
+            if waited:  # Not all calls wait, and each comes here.
+                waited = min(waited, took)
+                waiting_s += waited
+            time_s, exposed_s = time_s + took, exposed_s + min(blocked_s, took - waited)
             if record.call.kind not in POINT_TO_POINT:
                 of_collectives_s += took
         self.times = _new_times((time_s, exposed_s, waiting_s, of_collectives_s, calls + 1))

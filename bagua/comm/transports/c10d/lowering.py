@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bagua.comm.call import COLLECTIVES, POINT_TO_POINT, Call
+from bagua.comm.call import KINDS, POINT_TO_POINT, Call
 from bagua.comm.reduction import ReduceOp, divide, fold
 from bagua.comm.torch_private import end_coalescing, source_rank, start_coalescing
 from bagua.comm.transports.views import as_bytes, flattened
@@ -323,7 +323,7 @@ class Lowering:
 _EXCHANGES = frozenset({"allgather", "alltoall"})
 
 #: Not bound methods: a cycle would keep torch's object alive until the next garbage collection.
-_STARTERS: dict[str, Callable[..., Started]] = {kind: getattr(Lowering, kind) for kind in COLLECTIVES + POINT_TO_POINT}
+_STARTERS: dict[str, Callable[..., Started]] = {kind: getattr(Lowering, kind) for kind in KINDS}
 
 
 def _method(group: Any, *names: str) -> Any:

@@ -20,7 +20,6 @@ from bagua.comm.call import (
     DTYPES,
     KIND_NUMBERS,
     KINDS,
-    POINT_TO_POINT,
     REDUCTION_NUMBERS,
     REDUCTIONS,
     Call,
@@ -48,8 +47,6 @@ _BY_ROWS = ("scatter", "reduce_scatter", "alltoall")
 
 #: Of all fields in their order, in a third of the time.
 _new_call, _new_notice = partial(tuple.__new__, Call), partial(tuple.__new__, Notice)
-
-_NOT_READ: tuple[array[int], Notice | None] = (array("q"), None)
 
 #: ``Notice.piece`` of data that is visible all at once.
 EVERYTHING = 1 << 62
@@ -108,6 +105,7 @@ class Location(NamedTuple):
 
 
 NOWHERE = Location(Where.NOWHERE)
+_NOT_READ: tuple[array[int], Notice | None, Location] = (array("q"), None, NOWHERE)
 
 
 class ControlLayout:
@@ -365,9 +363,9 @@ class PeerLine(ControlLine):
         self._mapped = segments
         #: Number of the call in each slot whose data has been read.
         self._concluded = [0] * Slots(size).count
-        #: Of each message slot what the record said when it was read last, the number of the call apart, and what that
-        #: meant. Empty where counts follow the record.
-        self._read: list[tuple[array[int], Notice | None]] = [_NOT_READ] * Slots(size).count
+        #: Of each slot what the record said when it was read last, the number of the call apart, and what that meant.
+        #: Empty where counts follow the record.
+        self._read = [_NOT_READ] * Slots(size).count
 
     @property
     def reason(self) -> str:
@@ -385,9 +383,9 @@ class PeerLine(ControlLine):
 
     def notice(self, slot: int) -> Notice:
         """What was published last in ``slot``."""
-        numbers, before = self._read[slot]
+        numbers, before, place = self._read[slot]
         if before is not None and self.comparable[slot] == numbers:
-            return self._notice_again(slot, before)
+            return self._notice_again(slot, before, place)
         record = _RECORD.unpack_from(self._bytes, self._record(slot))
         place = Location(record[_PLACE], DTYPES[record[_PLACE + 1]], *record[_PLACE + 2 : _SEQUENCE])
         if place.segment:  # Announced segments are fetched even if this rank needs nothing.
@@ -399,16 +397,17 @@ class PeerLine(ControlLine):
             agreement = call.agreement()
         self._calls[slot], self._places[slot] = call, place
         notice = Notice(call, agreement, place.where == Where.WHOLE, place.piece)
-        whole = call.kind in POINT_TO_POINT and not call.recv_counts
-        self._read[slot] = (array("q", record[:_SEQUENCE]), notice) if whole else _NOT_READ
+        counted = call.send_counts or call.recv_counts
+        self._read[slot] = _NOT_READ if counted else (array("q", record[:_SEQUENCE]), notice, place)
         return notice
 
-    def _notice_again(self, slot: int, before: Notice) -> Notice:
-        """A message like the one ``before``, in the same place."""
-        place, call = self._places[slot], before[0]
+    def _notice_again(self, slot: int, before: Notice, place: Location) -> Notice:
+        """A call like the one ``before``, with data in the same ``place``."""
         if place.segment:
             self._shown[slot] = self._mapped(place.segment, self.named).views
-        call = self._calls[slot] = _new_call((call[0], self._numbers[slot][_SEQUENCE], *call[2:]))
+        call = before[0]
+        call = _new_call((call[0], self._numbers[slot][_SEQUENCE], *call[2:]))
+        self._calls[slot], self._places[slot] = call, place
         return _new_notice((call, *before[1:]))
 
     def conclude(self, slot: int) -> None:
