@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from bagua.errors import ConfigurationError
 
@@ -15,6 +16,7 @@ __all__ = [
     "autotune_sampling_confidence_time_s",
     "autotune_warmup_time_s",
     "debug_checks",
+    "defaults_for_children",
     "flight_dir",
     "for_child",
     "get_local_rank",
@@ -236,6 +238,18 @@ def for_child(variables: Mapping[str, str], defaults: Mapping[str, str]) -> dict
 def overlay(variables: Mapping[str, str]) -> None:
     """Set ``variables`` for the rest of this process: for ranks that a test pool started."""
     os.environ.update(variables)
+
+
+@contextmanager
+def defaults_for_children(defaults: Mapping[str, str]) -> Iterator[None]:
+    """Give processes that start until the end of the block those of ``defaults`` that are not set here."""
+    added = {name: value for name, value in defaults.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def prefer_nccl_clean_up() -> None:

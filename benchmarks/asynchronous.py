@@ -236,7 +236,8 @@ def compare_on_network(options: argparse.Namespace) -> list[Comparison]:
     with open_network(2) as network:
         network.set_rate(options.rate)
         for kind, limit, rounds in (("async", PACE_LIMIT, options.rounds), ("DDP", None, 3)):
-            of_ranks = run_ranks(time_on_network, 2, (Place(network), kind, options.hidden, rounds))
+            arguments = (Place(network), kind, options.hidden, rounds)
+            of_ranks = run_ranks(time_on_network, 2, arguments, network=network)
             name = f"2 hosts, {options.rate:g} Mbit/s: {kind} : alone"
             lines.append(compare(name, slowest(of_ranks), limit))
     return lines

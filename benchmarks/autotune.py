@@ -24,7 +24,7 @@ from bagua.cli.lab.network import LabUnavailableError, open_network
 from bagua.cli.launch import Rank, run_ranks
 from bagua.engine.autotune.tuner import ladders_of
 from bagua.parallel import AutotuneSettings, ModelSwitchWrapper, Setting, bagua_init
-from benchmarks.network.__main__ import NOT_AVAILABLE, quiet_ranks, termination_as_interrupt
+from benchmarks.network.__main__ import NOT_AVAILABLE, termination_as_interrupt
 from benchmarks.network.experiment import show
 from benchmarks.network.ranks import Place, limit_together, report
 from benchmarks.paired import Rounds, add_arguments, compare, conclude, measure, slowest
@@ -204,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and return the exit status: 3 where there cannot be a lab, 1 when the limit was missed."""
     options = make_parser().parse_args(arguments)
     try:
-        with termination_as_interrupt(), quiet_ranks(), open_network(options.hosts) as network:
+        with termination_as_interrupt(), open_network(options.hosts) as network:
             plan = Plan(
                 Place(network, options.ranks_per_host, options.backend),
                 options.rate,
@@ -216,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 options.confidence,
                 options.rounds,
             )
-            found: list[Found] = run_ranks(search, plan.place.world_size, (plan,), show)
+            found: list[Found] = run_ranks(search, plan.place.world_size, (plan,), show, network)
     except LabUnavailableError as error:
         print(error, file=sys.stderr)
         return NOT_AVAILABLE

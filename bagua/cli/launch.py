@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from bagua import comm
+from bagua import comm, env
+from bagua.cli.lab.network import INTERFACE, Host, Network, enter
 from bagua.comm import connect_store, serve_store
 from bagua.errors import CommunicationError
 
@@ -26,6 +27,9 @@ __all__ = ["Failure", "Rank", "RanksFailedError", "run_ranks"]
 # After one rank has failed the others have this long to notice and to say so themselves.
 GRACE_S = 10.0
 STOP_S = 3.0
+PORT_ON_HOST = 29500  # Nobody else is there.
+#: Hosts of a lab have no names, of which torch would warn.
+NAMELESS = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 @dataclass(frozen=True)
@@ -35,25 +39,44 @@ class Rank:
     Args:
         rank: its number, from 0.
         world_size: how many processes were started.
-        port: port of the store for the rendezvous, which the launching process keeps on the loopback device.
+        port: port of the store for the rendezvous. The launching process keeps it; on the hosts of a lab, rank 0.
         report: sends any picklable object to the launching process.
+        local_world_size: how many of the processes share its host.
+        host: host of a lab on which it lives; None on the machine itself.
+        first_address: address of the host of rank 0 in a lab.
     """
 
     rank: int
     world_size: int
     port: int
     report: Callable[[object], None]
+    local_world_size: int
+    host: Host | None = None
+    first_address: str = ""
 
     def join(self, backend: str | None, timeout_s: float) -> None:
         """Initialize bagua's process group with the other started processes."""
         comm.init_process_group(
             backend=backend,
             timeout=timedelta(seconds=timeout_s),
-            store=connect_store(self.port, timeout_s),
+            store=self._store(timeout_s),
             rank=self.rank,
             world_size=self.world_size,
-            local_world_size=self.world_size,
+            local_world_size=self.local_world_size,
         )
+
+    def _store(self, timeout_s: float) -> comm.KeyStore:
+        if self.host is None:
+            return connect_store(self.port, timeout_s)
+        if self.rank == 0:
+            return serve_store(self.first_address, self.port)[0]
+        return connect_store(self.port, timeout_s, self.first_address)
+
+    def move_in(self) -> None:
+        """Move this process to its host."""
+        if self.host is not None:
+            enter(self.host.namespace)
+            env.overlay({"GLOO_SOCKET_IFNAME": INTERFACE})
 
 
 @dataclass(frozen=True)
@@ -158,6 +181,7 @@ def run_ranks(
     world_size: int,
     arguments: tuple[Any, ...] = (),
     on_report: Callable[[object], None] = lambda _: None,
+    network: Network | None = None,
 ) -> list[Any]:
     """Call ``function(rank, *arguments)`` in ``world_size`` new processes with one compute thread each.
 
@@ -167,6 +191,7 @@ def run_ranks(
         world_size: how many processes to start.
         arguments: picklable, the same for all ranks.
         on_report: called here with each object that a rank reports.
+        network: hosts on which the processes live, as many on each, neighbours together; None for this machine itself.
 
     Returns:
         What each rank returned, in the order of ranks.
@@ -179,9 +204,9 @@ def run_ranks(
     ranks: list[Started] = []
     patience_s = 0.0
     try:
-        with interrupt_held_back():
+        with interrupt_held_back(), env.defaults_for_children(NAMELESS if network is not None else {}):
             for rank in range(world_size):
-                ranks.append(start(function, rank, world_size, port, arguments))  # noqa: PERF401  # seen by finally
+                ranks.append(start(function, rank, world_size, port, arguments, network))  # noqa: PERF401  # seen by finally
         values = Gathering(ranks, on_report).run()
         patience_s = STOP_S
     finally:
@@ -191,38 +216,48 @@ def run_ranks(
     return values
 
 
-def start(function: Callable[..., Any], rank: int, world_size: int, port: int, arguments: tuple[Any, ...]) -> Started:
+def take_place(
+    number: int, world_size: int, port: int, report: Callable[[object], None], network: Network | None
+) -> Rank:
+    """One of the processes to be started, with its place on the network."""
+    if network is None:
+        return Rank(number, world_size, port, report, world_size)
+    on_each = world_size // len(network.hosts)
+    host, first = network.hosts[number // on_each], network.hosts[0]
+    return Rank(number, world_size, PORT_ON_HOST, report, on_each, host, first.address)
+
+
+def start(
+    function: Callable[..., Any],
+    number: int,
+    world_size: int,
+    port: int,
+    arguments: tuple[Any, ...],
+    network: Network | None,
+) -> Started:
     """Start one process."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
+    rank = take_place(number, world_size, port, sender.send, network)
     process = context.Process(
-        target=run_one,
-        args=(function, rank, world_size, port, sender, arguments),
-        name=f"bagua rank {rank}",
-        daemon=True,
+        target=run_one, args=(function, rank, arguments), name=f"bagua rank {number}", daemon=True
     )
     process.start()
     sender.close()  # so that the end of the process is the end of the messages
-    return Started(rank, process, receiver)
+    return Started(number, process, receiver)
 
 
-def run_one(
-    function: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    port: int,
-    messages: Connection,
-    arguments: tuple[Any, ...],
-) -> None:
+def run_one(function: Callable[..., Any], rank: Rank, arguments: tuple[Any, ...]) -> None:
     """What a started process does from its first line to its last."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # threads of libraries may have lifted what interrupt_held_back did
     threading.Thread(target=end_with_parent, name="bagua end with parent", daemon=True).start()
     torch.set_num_threads(1)
     try:
-        answer: object = Returned(function(Rank(rank, world_size, port, messages.send), *arguments))
+        rank.move_in()
+        answer: object = Returned(function(rank, *arguments))
     except Exception as error:  # noqa: BLE001  # it goes to the launching process, whatever it is
-        answer = Failure(rank, error, traceback.format_exc())
-    messages.send(fit_to_send(answer, rank))
+        answer = Failure(rank.rank, error, traceback.format_exc())
+    rank.report(fit_to_send(answer, rank.rank))
 
 
 def fit_to_send(answer: object, rank: int) -> object:

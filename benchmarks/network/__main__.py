@@ -12,7 +12,6 @@ contenders of your own, are trained at each rate.
 """
 
 import argparse
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -118,19 +117,6 @@ def termination_as_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-@contextmanager
-def quiet_ranks() -> Iterator[None]:
-    """Keep torch in new processes from warning that the lab's hosts have no names."""
-    name = "TORCH_CPP_LOG_LEVEL"
-    before = os.environ.get(name)
-    os.environ.setdefault(name, "ERROR")
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-
-
 def make_plan(options: argparse.Namespace) -> Plan:
     """What the command line asks for."""
     return Plan(
@@ -149,7 +135,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
 
 def measure(plan: Plan) -> list[Run]:
     """Build the hosts and run everything on them."""
-    with termination_as_interrupt(), quiet_ranks(), open_network(plan.hosts) as network:
+    with termination_as_interrupt(), open_network(plan.hosts) as network:
         return [Experiment(plan, network).run()]
 
 

@@ -80,7 +80,9 @@ class Experiment:
         everyone = [plan.baseline, *contenders, plan.baseline]
         arguments = (self.place, plan.task, everyone, plan.rates, plan.rounds, plan.calls)
         try:
-            of_ranks: list[Timed] = run_ranks(time_contenders, self.place.world_size, arguments, show)
+            of_ranks: list[Timed] = run_ranks(
+                time_contenders, self.place.world_size, arguments, show, self.place.network
+            )
         except RanksFailedError as failed:
             self.failures.update(dict.fromkeys(contenders, str(failed)))
             return []
@@ -121,7 +123,8 @@ class Experiment:
         """The curves of some orders; none if training fails."""
         arguments = (self.place, self.plan.task, orders)
         try:
-            curves: list[Curve] = run_ranks(train_contenders, self.place.world_size, arguments, show)[0]
+            of_ranks = run_ranks(train_contenders, self.place.world_size, arguments, show, self.place.network)
+            curves: list[Curve] = of_ranks[0]
         except RanksFailedError as failed:
             self.failures["training with " + ", ".join(order.contender for order in orders)] = str(failed)
             return {}

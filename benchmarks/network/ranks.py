@@ -3,13 +3,12 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch
 import torch.distributed
 
-from bagua import comm, env
-from bagua.cli.lab.network import INTERFACE, Network, enter, sent_bytes
+from bagua import comm
+from bagua.cli.lab.network import Network, sent_bytes
 from bagua.cli.launch import Rank
 from bagua.errors import ConfigurationError
 from benchmarks.network.contenders import Prepared, find_maker
@@ -17,7 +16,6 @@ from benchmarks.network.tasks import Task, Trainer
 
 __all__ = ["Curve", "Order", "Place", "Progress", "Sample", "Timed", "Training", "time_contenders", "train_contenders"]
 
-PORT = 29500  # nobody else is on the host
 TIMEOUT_S = 300.0
 WARM_UP_STEPS = 5  # buckets form in the first; torch's PowerSGD hook begins at the fourth
 
@@ -42,20 +40,8 @@ class Place:
         return len(self.network.hosts) * self.ranks_per_host
 
     def join(self, rank: Rank) -> None:
-        """Move this process to its host and initialize bagua's process group there."""
-        enter(self.network.hosts[rank.rank // self.ranks_per_host].namespace)
-        env.overlay({"GLOO_SOCKET_IFNAME": INTERFACE})
-        patience = timedelta(seconds=TIMEOUT_S)
-        store = torch.distributed.TCPStore(
-            self.network.hosts[0].address,
-            PORT,
-            is_master=rank.rank == 0,
-            wait_for_workers=False,
-            timeout=patience,
-        )
-        comm.init_process_group(
-            backend=self.backend, timeout=patience, store=store, rank=rank.rank, world_size=rank.world_size
-        )
+        """Initialize bagua's process group on this process, which the launcher has put on its host."""
+        rank.join(self.backend, TIMEOUT_S)
 
     def sent_bytes(self, rank: Rank) -> int:
         """What this rank's host has sent so far, told by one rank of the host; 0 from the others."""

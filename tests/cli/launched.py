@@ -4,6 +4,10 @@ import os
 import signal
 import time
 
+import torch
+
+from bagua import comm
+from bagua.cli.lab.network import sent_bytes
 from bagua.cli.launch import Rank
 from bagua.errors import CollectiveTimeoutError, PeerLostError
 
@@ -11,6 +15,16 @@ from bagua.errors import CollectiveTimeoutError, PeerLostError
 def report_and_return(rank: Rank, factor: int) -> int:
     rank.report(("hello", rank.rank))
     return rank.rank * factor
+
+
+def sum_on_a_host(rank: Rank, numel: int) -> tuple[float, int]:
+    rank.join("gloo", 60.0)
+    before, tensor = sent_bytes(), torch.full((numel,), rank.rank + 1.0)
+    comm.allreduce(tensor)
+    comm.barrier()
+    sent = sent_bytes() - before
+    comm.destroy_process_group()
+    return float(tensor[-1]), sent
 
 
 def rank_one_raises(rank: Rank) -> None:

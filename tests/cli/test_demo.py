@@ -9,15 +9,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
+from bagua.cli.demo import command, shaping
 from bagua.cli.demo.command import named
 from bagua.cli.demo.link import Link, PacedTransport
 from bagua.cli.demo.model import ByteTransformer, Shape
+from bagua.cli.demo.shaping import SlowLink
 from bagua.cli.demo.text import read_standard_library, windows
+from bagua.cli.lab.link import LinkSettings
+from bagua.cli.lab.network import Host, LabUnavailableError, Network
 from bagua.comm import Communicator, get_default_group
 
 REPOSITORY = Path(__file__).parents[2]
@@ -29,12 +34,15 @@ def demo_command(*arguments: str) -> list[str]:
 
 @pytest.mark.shm
 def test_without_a_name_three_algorithms_are_compared_on_a_slow_link(tmp_path):
-    arguments = ("--steps", "8", "--batch-per-rank", "1", "--link", "200", "--no-plot", "--json", str(tmp_path / "all"))
+    few = ("--steps", "8", "--batch-per-rank", "1", "--link", "200", "--paced")
+    arguments = (*few, "--no-plot", "--json", str(tmp_path / "all"))
     done = subprocess.run(
         demo_command(*arguments), capture_output=True, text=True, timeout=110, cwd=REPOSITORY, check=False
     )
     assert done.returncode == 0, done.stderr
-    contests = json.loads((tmp_path / "all").read_text())["contests"]
+    numbers = json.loads((tmp_path / "all").read_text())
+    assert numbers["link_made_by"] == "paced inside the processes"
+    contests = numbers["contests"]
     assert [one["algorithm"] for one in contests] == ["gradient_allreduce", "bytegrad", "local_sgd"]
     sent = [one["result"]["sent_bytes_per_step"] for one in contests]
     assert sent[0] / sent[1] == pytest.approx(4, rel=0.1)
@@ -43,6 +51,49 @@ def test_without_a_name_three_algorithms_are_compared_on_a_slow_link(tmp_path):
     assert all(seconds > 0.9 * sent[0] / 25e6 for seconds in contests[0]["seconds"])
     assert "links of 200 Mbit/s, paced inside the processes" in done.stdout
     assert all(f"  {name} " in done.stdout for name in ("gradient_allreduce", "bytegrad", "local_sgd"))
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[SlowLink, object]]:
+    """What the demo would have started: the link, and the hosts of the processes."""
+    found: list[tuple[SlowLink, object]] = []
+
+    def run_ranks(_function, _ranks, arguments, _show, network):
+        found.append((arguments[1], network))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "run_ranks", run_ranks)
+    return found
+
+
+def test_where_the_kernel_may_it_shapes_the_links(starts, monkeypatch, capsys):
+    hosts = Network((Host(0, "10.77.0.1", "there"), Host(1, "10.77.0.2", "here")), "switch")
+    asked = []
+
+    @contextmanager
+    def open_network(*arguments: object) -> Iterator[Network]:
+        asked.append(arguments)
+        yield hosts
+
+    monkeypatch.setattr(shaping, "open_network", open_network)
+    assert command.main(["--link", "30", "--no-plot"]) == 130
+    assert asked == [(2, LinkSettings(30.0, 30.0))]
+    assert starts == [(SlowLink(30.0, "gloo", hosts), hosts)]
+    assert "links of 30 Mbit/s, shaped by the kernel\n" in capsys.readouterr().out
+
+
+def test_where_the_kernel_may_not_the_processes_pace_themselves_and_say_why(starts, monkeypatch, capsys):
+    def refuse(*_: object) -> None:
+        raise LabUnavailableError("the lab needs root")
+
+    monkeypatch.setattr(shaping, "open_network", refuse)
+    for words in ([], ["--paced"], ["--backend", "threads"]):
+        assert command.main(["--no-plot", *words]) == 130
+    assert [(link.network, hosts) for link, hosts in starts] == [(None, None)] * 3
+    assert starts[2][0].backend == "threads"
+    said = capsys.readouterr().out
+    for reason in ("because the lab needs root", "as --paced asks for", "because threads does not send through the"):
+        assert f"links of 100 Mbit/s, paced inside the processes {reason}" in said
 
 
 def test_a_link_carries_one_message_after_the_other():

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from bagua.cli import launch
+from bagua.cli.lab import network
 from bagua.errors import CollectiveTimeoutError, PeerLostError
 from tests.cli import launched
 
@@ -30,6 +31,15 @@ def test_returns_values_in_rank_order_and_hands_on_reports():
     reports = []
     assert launch.run_ranks(launched.report_and_return, 2, (10,), reports.append) == [0, 10]
     assert sorted(reports) == [("hello", 0), ("hello", 1)]
+
+
+@pytest.mark.skipif(network.refusal() is not None, reason=str(network.refusal()))
+def test_ranks_live_on_the_hosts_of_a_lab_and_send_through_its_links():
+    with network.open_network(2) as hosts:
+        found = launch.run_ranks(launched.sum_on_a_host, 2, (250_000,), network=hosts)
+    for total, sent_bytes in found:
+        assert total == 3.0
+        assert sent_bytes > 1_000_000  # An allreduce among two sends as many bytes as the tensor has.
 
 
 def test_an_error_of_one_rank_arrives_with_its_type_and_facts():

@@ -16,9 +16,9 @@ from bagua.checks import install_command
 from bagua.cli.arguments import positive
 from bagua.cli.demo.comparison import CONTESTANTS, MOST_STEPS, Contest, compare
 from bagua.cli.demo.report import choose_display, comparison_table, draw_comparison, draw_losses, table
+from bagua.cli.demo.shaping import open_slow_link
 from bagua.cli.demo.training import DECENTRALIZED, Result, Settings, train
 from bagua.cli.launch import RanksFailedError, run_ranks
-from bagua.comm import backend_refusal
 from bagua.errors import BaguaError, UnsupportedAlgorithmException
 
 __all__ = ["main"]
@@ -62,17 +62,20 @@ def show_training(settings: Settings, options: argparse.Namespace) -> None:
 
 def show_comparison(settings: Settings, options: argparse.Namespace) -> None:
     """Train with several algorithms over a slow link, and compare them."""
-    backend = settings.backend or ("shm" if backend_refusal("shm") is None else "gloo")
-    arguments = (settings, backend, options.link, options.steps)
-    with choose_display(options.steps or MOST_STEPS) as display:
-        contests: list[Contest] = run_ranks(compare, options.nproc, arguments, display.show)[0]
-    print(comparison_table(contests, options.nproc, options.link))
+    backend = "nccl" if settings.device == "cuda" else settings.backend
+    with open_slow_link(options.nproc, options.link, backend, options.paced) as link:
+        print(f"{link}{link.reason and ' '}{link.reason}", flush=True)
+        arguments = (settings, link, options.steps)
+        with choose_display(options.steps or MOST_STEPS) as display:
+            contests: list[Contest] = run_ranks(compare, options.nproc, arguments, display.show, link.network)[0]
+    print(comparison_table(contests, options.nproc, link))
     if options.plot is not None:
         drawn = draw_comparison(contests, options.link, options.plot)
         print(f"picture: {options.plot}" if drawn else f"picture: not drawn; {install_command('plot')} adds it")
     if options.json is not None:
         found = [dataclasses.asdict(contest) for contest in contests]
         numbers = {**dataclasses.asdict(settings), "world_size": options.nproc, "link_mbit_per_s": options.link}
+        numbers["link_made_by"] = link.made_by
         options.json.write_text(json.dumps({**numbers, "contests": found}, indent=2) + "\n")
 
 
@@ -88,6 +91,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--nproc", type=positive, default=2, metavar="N", help="processes to start")
     add("--algorithm", type=named, metavar="NAME", help="train with this one only; without it, three are compared")
     add("--link", type=float, default=100.0, metavar="X", help="Mbit/s of each process when algorithms are compared")
+    add("--paced", action="store_true", help="slow the link inside the processes also where the kernel could do it")
     add("--backend", metavar="NAME", help="what they communicate through: gloo, nccl, ...; None is the best there is")
     add("--steps", type=positive, metavar="N", help=f"optimizer steps; {defaults.steps}, or what fits into a minute")
     add("--batch-per-rank", type=positive, default=defaults.batch_per_rank, metavar="N", help="windows of text")

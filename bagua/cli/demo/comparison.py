@@ -8,7 +8,7 @@ import torch
 
 import bagua.torch_api as bagua
 from bagua import comm
-from bagua.cli.demo.link import PACED, register_paced
+from bagua.cli.demo.shaping import SlowLink
 from bagua.cli.demo.text import Text, read_standard_library
 from bagua.cli.demo.training import (
     Phase,
@@ -57,18 +57,16 @@ class Contest:
         return statistics.fmean(self.seconds)
 
 
-def compare(rank: Rank, settings: Settings, backend: str, mbit_per_s: float, steps: int | None) -> list[Contest]:
+def compare(rank: Rank, settings: Settings, link: SlowLink, steps: int | None) -> list[Contest]:
     """Train with each contestant, one after the other, on one of the processes.
 
     Args:
         rank: this process, as the launcher started it.
         settings: the same on all ranks.
-        backend: name of the backend that the processes communicate through.
-        mbit_per_s: rate of the link of each process.
+        link: link of each process.
         steps: number of steps of each contestant; None for as many as fit into the demo's time.
     """
-    register_paced(mbit_per_s, backend)
-    rank.join(PACED, settings.timeout_s)
+    link.join(rank, settings.timeout_s)
     text = read_standard_library()
     if steps is None:
         steps = _steps_that_fit(rank, settings, text)

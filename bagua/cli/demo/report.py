@@ -12,6 +12,7 @@ from typing_extensions import Self
 
 from bagua.checks import install_command
 from bagua.cli.demo.comparison import Contest
+from bagua.cli.demo.shaping import SlowLink
 from bagua.cli.demo.training import LAST_STEPS, Phase, Result, TrainingProgress
 
 __all__ = [
@@ -151,7 +152,7 @@ def table(result: Result, world_size: int, algorithm: str) -> str:
     return "\n".join(f"  {name:<{width}}  {value}" for name, value in rows)
 
 
-def comparison_table(contests: Sequence[Contest], world_size: int, mbit_per_s: float) -> str:
+def comparison_table(contests: Sequence[Contest], world_size: int, link: SlowLink) -> str:
     """A line for each algorithm, and what it means."""
     first = contests[0]
     rows = [("", "time", "step", "sent per step", "loss at the end", "held-out loss")]
@@ -170,7 +171,6 @@ def comparison_table(contests: Sequence[Contest], world_size: int, mbit_per_s: f
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     faster = [f"{one.algorithm} in {one.step_s / first.step_s:.0%} of the time" for one in contests[1:]]
-    link = f"links of {mbit_per_s:g} Mbit/s, paced inside the processes"
     return "\n".join(
         [
             f"the same {len(first.seconds)} steps of {world_size} processes through {link}:",

@@ -16,17 +16,18 @@ def thread_store() -> Store:
     return HashStore()
 
 
-def serve_store() -> tuple[Store, int]:
-    """A store on a free port of the loopback device, and that port; it lives as long as the returned object."""
-    store = TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
+def serve_store(address: str = _LOOPBACK, port: int = 0) -> tuple[Store, int]:
+    """A store at this address, and its port, a free one for 0; it lives as long as the returned object."""
+    store = TCPStore(address, port, is_master=True, wait_for_workers=False)
     return store, store.port
 
 
-def connect_store(port: int, timeout_s: float) -> Store:
-    """The store that another process of this host serves on ``port``.
+def connect_store(port: int, timeout_s: float, address: str = _LOOPBACK) -> Store:
+    """The store that another process serves on ``port`` of ``address``.
 
     Args:
         port: as ``serve_store`` returned it there.
         timeout_s: deadline of the connection and of every later ``get`` and ``wait``, in seconds.
+        address: address that was given to ``serve_store``.
     """
-    return TCPStore(_LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
