@@ -86,7 +86,8 @@ class OneBitLambOptimizer(QAdamOptimizer):
         """
         if "scaling" not in self.state[parameter]:
             parameters = [one for group in self.param_groups for one in group["params"]]
-            sizes = {one: float(self.momentum(one).double().square().mean().sqrt()) for one in parameters}
+            means = _read([self.momentum(one).double().square().mean().sqrt() for one in parameters])
+            sizes = dict(zip(parameters, means, strict=True))
             alive = [size for size in sizes.values() if size > 0]
             for one, size in sizes.items():
                 self.state[one]["scaling"] = sum(alive) / len(alive) / size if size > 0 else 1.0
@@ -99,29 +100,49 @@ class OneBitLambOptimizer(QAdamOptimizer):
         torch._foreach_div_(directions, 1 - group["betas"][0] ** step)
         if group["weight_decay"]:
             torch._foreach_add_(directions, list(parameters), alpha=group["weight_decay"])
-        for parameter, direction in zip(parameters, directions, strict=True):
-            warm = step <= self.warmup_steps
-            ratio = self._first_ratio(parameter, direction) if warm else self._later_ratio(group, step, parameter)
-            parameter.add_(direction, alpha=-float(group["lr"]) * ratio)
+        warm, lr = step <= self.warmup_steps, float(group["lr"])
+        ratios = self._first_ratios(parameters, directions) if warm else self._later_ratios(group, step, parameters)
+        for parameter, direction, ratio in zip(parameters, directions, ratios, strict=True):
+            parameter.add_(direction, alpha=-lr * ratio)
 
-    def _first_ratio(self, parameter: torch.Tensor, direction: torch.Tensor) -> float:
+    def _first_ratios(self, parameters: Sequence[torch.Tensor], directions: Sequence[torch.Tensor]) -> list[float]:
         """In the warm-up."""
-        length, step = float(torch.linalg.vector_norm(parameter)), float(torch.linalg.vector_norm(direction))
-        ratio = min(max(length / step, _RATIOS[0]), _RATIOS[1]) if length > 0 and step > 0 else 1.0
-        state, keep = self.state[parameter], self.ratio_beta
-        state["ratio"] = keep * state["ratio"] + (1 - keep) * ratio if "ratio" in state else ratio
-        return ratio
+        norms = _read([torch.linalg.vector_norm(one) for one in (*parameters, *directions)])
+        ratios = [
+            min(max(length / step, _RATIOS[0]), _RATIOS[1]) if length > 0 and step > 0 else 1.0
+            for length, step in zip(norms[: len(parameters)], norms[len(parameters) :], strict=True)
+        ]
+        keep = self.ratio_beta
+        for parameter, ratio in zip(parameters, ratios, strict=True):
+            state = self.state[parameter]
+            state["ratio"] = keep * state["ratio"] + (1 - keep) * ratio if "ratio" in state else ratio
+        return ratios
 
-    def _later_ratio(self, group: dict[str, Any], step: int, parameter: torch.Tensor) -> float:
+    def _later_ratios(self, group: dict[str, Any], step: int, parameters: Sequence[torch.Tensor]) -> list[float]:
         """After the warm-up: by how much gradients have become smaller, at most, since then."""
+        # Those asleep have no estimate yet to compare with.
+        awake = [one for one in parameters if "asleep" not in self.state[one]]
+        factors = dict(zip(awake, _read([self._factor(group, step, one) for one in awake]), strict=True))
+        return [self._later_ratio(one, factors[one]) if one in factors else 1.0 for one in parameters]
+
+    def _factor(self, group: dict[str, Any], step: int, parameter: torch.Tensor) -> torch.Tensor:
         state, (_, beta2), eps = self.state[parameter], group["betas"], group["eps"]
-        if "asleep" in state:  # There is no estimate yet to compare with.
-            return 1.0
         fresh = state.setdefault("fresh_sq", state["exp_avg_sq"].clone())
         fresh.mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
         frozen = state["exp_avg_sq"].sqrt().div_(math.sqrt(1 - beta2**self.warmup_steps)).add_(eps)
-        factor = float(frozen.div_(fresh.sqrt().div_(math.sqrt(1 - beta2**step)).add_(eps)).max())
+        factor: torch.Tensor = frozen.div_(fresh.sqrt().div_(math.sqrt(1 - beta2**step)).add_(eps)).max()
+        return factor
+
+    def _later_ratio(self, parameter: torch.Tensor, factor: float) -> float:
+        state = self.state[parameter]
         before = state.get("factor", 1.0)
         low, high = max(_FACTORS[0], before * _CHANGES[0]), min(_FACTORS[1], before * _CHANGES[1])
         state["factor"] = min(max(factor, low), high)
         return float(state["factor"] * state.get("ratio", 1.0))
+
+
+def _read(scalars: Sequence[torch.Tensor]) -> list[float]:
+    """The numbers in tensors without dimensions: a GPU is waited for once, and not for each of them."""
+    if len({one.device for one in scalars}) != 1:
+        return [float(one) for one in scalars]
+    return [float(one) for one in torch.stack([one.double() for one in scalars]).tolist()]

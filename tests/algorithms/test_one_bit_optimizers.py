@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import bagua.comm
 from bagua.algorithms import Algorithm, OneBitLambAlgorithm, ZeroOneAdamAlgorithm
@@ -137,6 +138,32 @@ def test_one_bit_lamb_is_the_formula(thread_ranks):
     assert_close(state, simulate_lamb(layout))
     for mutant in ({"scaled": False}, {"feedback": False}, {"exact": True}, {"freshens": False}):
         assert differs(state, simulate_lamb(layout, **mutant)), mutant
+
+
+class Reads(TorchDispatchMode):
+    """Counts what waits for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*arguments, **keywords or {})
+
+
+@pytest.mark.parametrize("steps", [LAMB_WARMUP // 2, LAMB_WARMUP + 2], ids=["in the warm-up", "after it"])
+def test_one_bit_lamb_does_not_read_a_number_for_each_tensor(steps):
+    counts = []
+    for size in (1, 9):
+        optimizer = lamb([torch.nn.Parameter(torch.ones(3) * (1 + number)) for number in range(size)])
+        for _ in range(steps):
+            optimizer.zero_grad()
+            sum(one.square().sum() for one in optimizer.param_groups[0]["params"]).backward()
+            with Reads() as reads:
+                optimizer.step()
+        counts.append(reads.count)
+    assert counts[0] == counts[1]
 
 
 # 0/1 Adam.
