@@ -3,7 +3,8 @@
 Each contender trains a small byte-level language model (``--task text``), or a convolutional network on generated
 images of which each rank sees other classes (``--task images``), from the same weights on the same batches, and so does
 gradient allreduce. Reported is the held-out loss over that of gradient allreduce from the same seed (for those that
-need an optimizer of their own: over that of gradient allreduce with it, or with Adam), for each seed and on an average.
+need an optimizer of their own: over that of gradient allreduce with it, or with Adam; for DiLoCo with a codec or in
+fragments: over that of DiLoCo without), for each seed and on an average.
 Two lines say how much that means: ``perturbed`` is gradient allreduce whose first weights differ by one per cent, so
 its distance from 1 is chance; ``silent`` is the mutant that drops the exchange, and a limit that it kept would prove
 nothing.
@@ -28,11 +29,12 @@ import torch
 from torch import nn
 
 from bagua import comm
+from bagua.algorithms import Algorithm
 from bagua.cli.launch import Rank, RanksFailedError, run_ranks
 from bagua.comm.store.serving import connect_store
 from bagua.errors import ConfigurationError
 from benchmarks.network.__main__ import a_contender, at_least, termination_as_interrupt
-from benchmarks.network.contenders import Prepared, every_algorithm, find_maker
+from benchmarks.network.contenders import Prepared, every_algorithm, find_maker, read_options
 from benchmarks.network.experiment import show
 from benchmarks.network.images import ImageTask
 from benchmarks.network.ranks import Training, report
@@ -59,6 +61,16 @@ LIMITS = {
     **dict.fromkeys(("power_sgd", "sign_sgd", "top_k", "sparse_loco"), 1.02),
     **dict.fromkeys(("decentralized", "low_precision_decentralized", "choco"), 1.03),
 }
+LOCAL = ("local_sgd", "slowmo", "diloco")
+#: Of local updates, by the least steps from one exchange to the next.
+LIMITS_BY_PERIOD = ((100, 1.03), (0, 1.01))
+#: Of DiLoCo with one of these options over DiLoCo without.
+LIMITS_OF_FORMS: dict[str, Callable[[object], float]] = {
+    "codec": lambda codec: 1.01 if codec == "int2" else 1.005,
+    "fragments": lambda _: 1.01,
+}
+#: Options that DiLoCo is compared without.
+OF_FORMS = ("codec", "error_feedback", "fragments", "fragment_order", "overlap", "blend", "mix")
 TASKS: dict[str, Callable[[int, int, int], Task]] = {
     "text": small_demo,
     "images": lambda _, seed, batch: ImageTask(batch=4 * batch, seed=seed),
@@ -166,7 +178,27 @@ def train_all(
 
 def baseline_of(contender: str) -> str:
     """What a contender is compared with."""
-    return BASELINES.get(contender.partition(":")[0], BASELINE)
+    name, _, rest = contender.partition(":")
+    options = read_options(rest) if name == "diloco" else {}
+    if not options.keys().isdisjoint(OF_FORMS):
+        kept = ",".join(f"{key}={value!r}" for key, value in options.items() if key not in OF_FORMS)
+        return f"diloco:{kept}" if kept else name
+    return BASELINES.get(name, BASELINE)
+
+
+def limit_of(contender: str) -> float | None:
+    """What is promised of a contender; None where nothing is."""
+    if contender == MUTANT:
+        return MUTANT_LIMIT
+    name, _, rest = contender.partition(":")
+    if name not in LOCAL:
+        return LIMITS.get(name)
+    options = read_options(rest)
+    forms = [limit(options[key]) for key, limit in LIMITS_OF_FORMS.items() if name == "diloco" and key in options]
+    if forms:
+        return max(forms)
+    period = Algorithm.init(name, **options).sync_every  # type: ignore[attr-defined]  # those in LOCAL have it
+    return next(limit for least, limit in LIMITS_BY_PERIOD if period >= least)
 
 
 def make_lines(contenders: Sequence[str], by_seed: Sequence[dict[str, Ended]]) -> list[Line]:
@@ -178,9 +210,7 @@ def make_lines(contenders: Sequence[str], by_seed: Sequence[dict[str, Ended]]) -
         baseline = baseline_of(contender)
         losses = [ended[contender].last_loss for ended in by_seed]
         ratios = [loss / ended[baseline].last_loss for loss, ended in zip(losses, by_seed, strict=True)]
-        must_fail = contender == MUTANT
-        limit = MUTANT_LIMIT if must_fail else LIMITS.get(contender.partition(":")[0])
-        lines.append(Line(contender, baseline, losses, ratios, limit, must_fail))
+        lines.append(Line(contender, baseline, losses, ratios, limit_of(contender), contender == MUTANT))
     return lines
 
 

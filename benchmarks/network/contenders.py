@@ -31,7 +31,7 @@ from bagua.optim import DionOptimizer, OneBitLambOptimizer
 from bagua.parallel.decentralized import DecentralizedDataParallel
 from benchmarks.silent import SilentAlgorithm
 
-__all__ = ["PEERS", "Prepared", "every_algorithm", "every_contender", "find_maker"]
+__all__ = ["PEERS", "Prepared", "every_algorithm", "every_contender", "find_maker", "read_options"]
 
 #: Steps before torch's PowerSGD hook compresses; it demands more than one, as DDP forms its buckets anew after one.
 POWERSGD_WARM_UP_STEPS = 3

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from benchmarks import convergence
-from benchmarks.convergence import BASELINE, MUTANT, Ended, everyone, make_lines
+from benchmarks.convergence import BASELINE, MUTANT, Ended, baseline_of, everyone, limit_of, make_lines
 
 
 @pytest.mark.gloo
@@ -52,3 +52,21 @@ def test_a_limit_that_the_mutant_keeps_fails_the_run(loss, seeds, status):
 def test_whoever_is_chosen_trains_with_the_lines_that_judge_it():
     assert everyone(["qadam"]) == [BASELINE, convergence.PERTURBED, MUTANT, "adam", "qadam"]
     assert {BASELINE, MUTANT} <= set(everyone(None))
+
+
+@pytest.mark.parametrize(
+    ("contender", "baseline", "limit"),
+    [
+        ("local_sgd:sync_every=20", BASELINE, 1.01),
+        ("slowmo:sync_every=100", BASELINE, 1.03),
+        ("diloco", BASELINE, 1.03),
+        ("diloco:sync_every=20,fragments=4,overlap=5", "diloco:sync_every=20", 1.01),
+        ("diloco:codec='int4'", "diloco", 1.005),
+        ("diloco:sync_every=20,codec='int2',error_feedback=0.9", "diloco:sync_every=20", 1.01),
+        ("choco:topology='ring'", BASELINE, 1.03),
+        ("adam", BASELINE, None),
+    ],
+)
+def test_those_who_talk_rarely_are_judged_by_how_rarely(contender, baseline, limit):
+    assert baseline_of(contender) == baseline
+    assert limit_of(contender) == limit
