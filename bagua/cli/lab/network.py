@@ -96,6 +96,26 @@ class Network:
             for host in self.hosts:
                 limit(port_of(host), rate_mbit_s)
 
+    def cut(self, number: int) -> None:
+        """Let nothing pass to or from a host, without a word to those who talk with it. Not with delay or loss."""
+        self._attach(number, "nomaster")
+
+    def mend(self, number: int) -> None:
+        """Undo ``cut``."""
+        self._attach(number, "master bridge")
+
+    def _attach(self, number: int, where: str) -> None:
+        with inside(self.switch):
+            run(f"ip link set {port_of(self.hosts[number])} {where}")
+
+    def set_link(self, number: int, link: LinkSettings) -> None:
+        """Limit what one host sends and receives; see ``set_rate``."""
+        host = self.hosts[number]
+        with inside(host.namespace):
+            limit(INTERFACE, link.send_mbit_s)
+        with inside(self.switch):
+            limit(port_of(host), link.receive_mbit_s)
+
 
 def refusal() -> str | None:
     """Why there cannot be a network lab here, and what would help; None where it can be."""
