@@ -11,6 +11,7 @@ __all__ = ["main"]
 
 COMMANDS = """\
 commands:
+  chaos       run a training command under faults, and say what became of it
   demo        train a small language model on this machine, on a few processes
   doctor      say what this machine offers, how fast it is, and what to set
   explain     say what the flight records of a job tell: who did something else, who did not come
@@ -25,6 +26,7 @@ commands:
 
 #: Where the function ``main`` of each command is.
 _COMMANDS = {
+    "chaos": "bagua.cli.chaos.command",
     "demo": "bagua.cli.demo.command",
     "doctor": "bagua.cli.doctor",
     "explain": "bagua.cli.explain",
