@@ -1,0 +1,114 @@
+"""Schedules of `bagua chaos` on the simulation of the protocol: 200 seeds, no hang, no two histories."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from bagua.cli.chaos.schedule import Fault, draw_schedule
+from tests.membership.simulation import (
+    OUT,
+    STOPPED,
+    UP,
+    Actor,
+    Rules,
+    ViolationError,
+    World,
+    check,
+    moves,
+    start,
+)
+
+MEMBERS, EXCHANGES = 4, 12
+#: Each move takes a second. A run of so many exchanges takes about as many as the schedule lasts, and faults add some.
+DURATION_S, MOST_MOVES = 160.0, 4000
+MIX = {"kill": 28.0, "stop": 8.0, "partition": 9.0}
+
+
+class Walk:
+    """One order of events: faults come as the schedule says, and who makes the next step is drawn."""
+
+    def __init__(self, seed: int, *, barrier: bool = True) -> None:
+        self.rules = Rules(MEMBERS, EXCHANGES, faults=0, barrier=barrier)
+        self.world: World = start(self.rules)
+        self.draw = random.Random(seed)
+        self.faults = list(draw_schedule(seed, MEMBERS, DURATION_S, 8 / DURATION_S, MIX, (5.0, 40.0)).faults)
+        self.hit: list[str] = []
+        self._wakes: dict[int, float] = {}
+
+    def run(self) -> list[Actor]:
+        """Go on until all have made all exchanges, or the schedule's last fault; those who have."""
+        for now in range(MOST_MOVES):
+            check(self.world)
+            self._restart()
+            if self.faults and self.faults[0].at_s <= now:
+                self._strike(self.faults.pop(0), now)
+                continue
+            self._wakes = {seat: at for seat, at in self._wakes.items() if self.world.actors[seat].how == STOPPED}
+            asleep = {f"wake {seat}" for seat, at in self._wakes.items() if at > now}
+            possible = [move for move in moves(self.world, self.rules) if move[0] not in asleep]
+            if possible:
+                self.world = self.draw.choice(possible)[1]
+            elif not self._wakes and (not self.faults or self._finished()):
+                return self._finished()
+        raise ViolationError(f"no end after {MOST_MOVES} moves; {self.world}")
+
+    def _finished(self) -> list[Actor]:
+        actors = [actor for actor in self.world.actors if actor.how == UP and actor.standing is not None]
+        behind = [actor for actor in actors if actor.standing.applied < EXCHANGES]
+        if behind and not (self.faults or self._wakes):
+            raise ViolationError(f"{behind} wait for ever")
+        return [actor for actor in actors if actor.standing.applied == EXCHANGES]
+
+    def _restart(self) -> None:
+        """Who ended, by a kill or because the others went on, comes again as a newcomer."""
+        for seat, actor in enumerate(self.world.actors):
+            if actor.how == OUT or (actor.how == "dead" and actor.failed_in >= 0):
+                gone = actor._replace(how="dead", failed_in=-1)
+                others = self.world.actors[:seat], self.world.actors[seat + 1 :]
+                self.world = self.world._replace(actors=(*others[0], gone, *others[1], Actor(UP, None, 0)))
+
+    def _strike(self, fault: Fault, now: float) -> None:
+        """Let a fault happen to one of those who have the state, as long as another one is left."""
+        cell = self.world.cells[-1]
+        well = [
+            seat
+            for seat in cell.members
+            if self.world.actors[seat].how == UP and self.world.actors[seat].standing is not None
+        ]
+        if len(well) < 2:
+            return
+        victim = well[fault.members[0] % len(well)]
+        word = {"kill": "kill", "stop": "stop", "partition": "cut" if fault.draw < 0.5 else "stop"}[fault.kind]
+        lesser = self.world._replace(faults=1)
+        after = dict(moves(lesser, self.rules)).get(f"{word} {victim}")
+        if after is None:  # Nothing is under way that could be cut.
+            return
+        self.world = after._replace(faults=0)
+        self.hit.append(word)
+        if self.world.actors[victim].how == STOPPED:
+            self._wakes[victim] = now + fault.lasting_s
+
+
+def test_200_schedules_end_with_one_history() -> None:
+    words: set[str] = set()
+    newcomers = 0
+    for seed in range(200):
+        walk = Walk(seed)
+        try:
+            finished = walk.run()
+        except (ViolationError, AssertionError) as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        assert finished, seed
+        assert len({actor.lineage for actor in finished}) == 1, seed
+        words.update(walk.hit)
+        newcomers += sum(seat >= MEMBERS for seat in walk.world.cells[-1].members)
+    assert words == {"kill", "stop", "cut"}
+    assert newcomers > 200
+
+
+def test_without_the_barrier_the_same_schedules_find_two_histories() -> None:
+    with pytest.raises((ViolationError, AssertionError)):
+        for seed in range(200):
+            Walk(seed, barrier=False).run()
