@@ -5,15 +5,12 @@ One line for an existing script: ``model.register_comm_hook(CodecState("minmax_u
 
 # Annotations are not strings here: torch compares those of a hook with its own types.
 import functools
-import itertools
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from bagua.comm import (
     BackwardWatch,
-    Communicator,
     GradBucket,
     PendingWork,
     ProcessGroup,
@@ -22,15 +19,14 @@ from bagua.comm import (
     size_of_all,
 )
 from bagua.compression import Codec, TopK
-from bagua.engine import Executor, Remembered, check_owner, collect, create_executor, merged, renamed, restore
+from bagua.engine import Executor, Remembered, check_owner, create_executor
 from bagua.errors import ConfigurationError, blame
+from bagua.integrations._hook_buckets import HookBuckets
 from bagua.integrations._sharded import refuse_shared_mesh, sharded_parts
 from bagua.primitives import (
     AllGatherReducer,
     ErrorFeedback,
-    MatrixBlock,
     PowerSGDReducer,
-    ReducerMemory,
     ScatterGatherReducer,
     SumReducer,
     allreduce_sum,
@@ -38,68 +34,6 @@ from bagua.primitives import (
 )
 
 __all__ = ["CodecState", "PowerSGDState", "ReducerState", "TopKState", "codec_hook", "register_fsdp_hook"]
-
-
-class _HookBucket:
-    """What is remembered of a bucket of DDP, which has its parameters one after the other, without gaps.
-
-    Args:
-        names: names of the parameters.
-        parameters: parameters of the bucket.
-        memory: memory of the reducer.
-    """
-
-    label = ""
-
-    def __init__(self, names: list[str], parameters: list[torch.Tensor], memory: ReducerMemory) -> None:
-        self.names = names
-        self.memory = memory
-        self._shapes = [parameter.shape for parameter in parameters]
-
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The part of each parameter in ``flat``."""
-        parts = flat.split_with_sizes([shape.numel() for shape in self._shapes])
-        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
-
-
-class _HookBuckets:
-    """What is remembered of all buckets of a model. DDP forms them anew; parameters are known by their ``id``.
-
-    Args:
-        reducer: reducer whose memories they are.
-    """
-
-    def __init__(self, reducer: SumReducer) -> None:
-        self._reducer = reducer
-        self._places: dict[tuple[tuple[str, ...], torch.dtype], _HookBucket] = {}
-        self._kept = collect(())
-
-    def memory_of(
-        self, flat: torch.Tensor, parameters: list[torch.Tensor], communicator: Communicator
-    ) -> ReducerMemory:
-        """The memory for a bucket; a new one takes over what was remembered of its parameters."""
-        names = [str(id(parameter)) for parameter in parameters]
-        key = (tuple(names), flat.dtype)
-        if key not in self._places:
-            offsets = itertools.accumulate((parameter.numel() for parameter in parameters), initial=0)
-            blocks = [block for block in map(MatrixBlock.of, parameters, offsets) if block is not None]
-            place = _HookBucket(names, parameters, self._reducer.memory(communicator, flat, blocks))
-            former = [other for other in self._places if not set(names).isdisjoint(other[0])]
-            self._kept = merged(self._kept, collect([self._places.pop(other) for other in former]))
-            restore([place], self._kept)
-            self._places[key] = place
-        return self._places[key].memory
-
-    def collect(self, names: Mapping[int, str]) -> Remembered:
-        """Copies of everything that is remembered, by ``names``."""
-        return renamed(
-            merged(self._kept, collect(self._places.values())), {str(key): name for key, name in names.items()}
-        )
-
-    def restore(self, remembered: Remembered, names: Mapping[int, str]) -> None:
-        """Go on with what ``collect`` returned; buckets take it up when they are exchanged first."""
-        self._kept = renamed(remembered, {name: str(key) for key, name in names.items()})
-        self._places = {}
 
 
 class ReducerState:
@@ -157,7 +91,7 @@ class ReducerState:
         self._asked_for = process_group
         self._group: ProcessGroup | None = None
         self._executor: Executor | None = None
-        self._places = _HookBuckets(reducer)
+        self._places = HookBuckets(reducer)
         self._watch = BackwardWatch()
         self._parts: dict[str, torch.Tensor] = {}
         self._steps_of_parts: dict[str, int] = {}

@@ -1,0 +1,76 @@
+"""What a communication hook remembers of the buckets of DDP."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+import torch
+
+from bagua.comm import Communicator
+from bagua.engine import Remembered, collect, merged, renamed, restore
+from bagua.primitives import MatrixBlock, ReducerMemory, SumReducer
+
+__all__ = ["HookBuckets"]
+
+
+class _HookBucket:
+    """What is remembered of a bucket of DDP, which has its parameters one after the other, without gaps.
+
+    Args:
+        names: names of the parameters.
+        parameters: parameters of the bucket.
+        memory: memory of the reducer.
+    """
+
+    label = ""
+
+    def __init__(self, names: list[str], parameters: list[torch.Tensor], memory: ReducerMemory) -> None:
+        self.names = names
+        self.memory = memory
+        self._shapes = [parameter.shape for parameter in parameters]
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The part of each parameter in ``flat``."""
+        parts = flat.split_with_sizes([shape.numel() for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+
+class HookBuckets:
+    """What is remembered of all buckets of a model. DDP forms them anew; parameters are known by their ``id``.
+
+    Args:
+        reducer: reducer whose memories they are.
+    """
+
+    def __init__(self, reducer: SumReducer) -> None:
+        self._reducer = reducer
+        self._places: dict[tuple[tuple[str, ...], torch.dtype], _HookBucket] = {}
+        self._kept = collect(())
+
+    def memory_of(
+        self, flat: torch.Tensor, parameters: list[torch.Tensor], communicator: Communicator
+    ) -> ReducerMemory:
+        """The memory for a bucket; a new one takes over what was remembered of its parameters."""
+        names = [str(id(parameter)) for parameter in parameters]
+        key = (tuple(names), flat.dtype)
+        if key not in self._places:
+            offsets = itertools.accumulate((parameter.numel() for parameter in parameters), initial=0)
+            blocks = [block for block in map(MatrixBlock.of, parameters, offsets) if block is not None]
+            place = _HookBucket(names, parameters, self._reducer.memory(communicator, flat, blocks))
+            former = [other for other in self._places if not set(names).isdisjoint(other[0])]
+            self._kept = merged(self._kept, collect([self._places.pop(other) for other in former]))
+            restore([place], self._kept)
+            self._places[key] = place
+        return self._places[key].memory
+
+    def collect(self, names: Mapping[int, str]) -> Remembered:
+        """Copies of everything that is remembered, by ``names``."""
+        return renamed(
+            merged(self._kept, collect(self._places.values())), {str(key): name for key, name in names.items()}
+        )
+
+    def restore(self, remembered: Remembered, names: Mapping[int, str]) -> None:
+        """Go on with what ``collect`` returned; buckets take it up when they are exchanged first."""
+        self._kept = renamed(remembered, {name: str(key) for key, name in names.items()})
+        self._places = {}
