@@ -20,13 +20,17 @@ class _HookBucket:
     Args:
         names: names of the parameters.
         parameters: parameters of the bucket.
+        reducer: reducer of their gradients.
         memory: memory of the reducer.
     """
 
     label = ""
 
-    def __init__(self, names: list[str], parameters: list[torch.Tensor], memory: ReducerMemory) -> None:
+    def __init__(
+        self, names: list[str], parameters: list[torch.Tensor], reducer: SumReducer, memory: ReducerMemory
+    ) -> None:
         self.names = names
+        self.reducer = reducer
         self.memory = memory
         self._shapes = [parameter.shape for parameter in parameters]
 
@@ -37,27 +41,22 @@ class _HookBucket:
 
 
 class HookBuckets:
-    """What is remembered of all buckets of a model. DDP forms them anew; parameters are known by their ``id``.
+    """What is remembered of all buckets of a model. DDP forms them anew; parameters are known by their ``id``."""
 
-    Args:
-        reducer: reducer whose memories they are.
-    """
-
-    def __init__(self, reducer: SumReducer) -> None:
-        self._reducer = reducer
+    def __init__(self) -> None:
         self._places: dict[tuple[tuple[str, ...], torch.dtype], _HookBucket] = {}
         self._kept = collect(())
 
     def memory_of(
-        self, flat: torch.Tensor, parameters: list[torch.Tensor], communicator: Communicator
+        self, flat: torch.Tensor, parameters: list[torch.Tensor], communicator: Communicator, reducer: SumReducer
     ) -> ReducerMemory:
-        """The memory for a bucket; a new one takes over what was remembered of its parameters."""
+        """The memory of a reducer for a bucket; a new one takes over what was remembered of its parameters."""
         names = [str(id(parameter)) for parameter in parameters]
         key = (tuple(names), flat.dtype)
-        if key not in self._places:
+        if key not in self._places or self._places[key].reducer != reducer:
             offsets = itertools.accumulate((parameter.numel() for parameter in parameters), initial=0)
             blocks = [block for block in map(MatrixBlock.of, parameters, offsets) if block is not None]
-            place = _HookBucket(names, parameters, self._reducer.memory(communicator, flat, blocks))
+            place = _HookBucket(names, parameters, reducer, reducer.memory(communicator, flat, blocks))
             former = [other for other in self._places if not set(names).isdisjoint(other[0])]
             self._kept = merged(self._kept, collect([self._places.pop(other) for other in former]))
             restore([place], self._kept)

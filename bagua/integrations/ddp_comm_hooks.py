@@ -5,38 +5,42 @@ One line for an existing script: ``model.register_comm_hook(CodecState("minmax_u
 
 # Annotations are not strings here: torch compares those of a hook with its own types.
 import functools
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 
-from bagua.comm import (
-    BackwardWatch,
-    GradBucket,
-    PendingWork,
-    ProcessGroup,
-    as_group,
-    rank_among_all,
-    size_of_all,
+from bagua.algorithms import (
+    Algorithm,
+    DistributedAlgorithm,
+    Every,
+    Exchange,
+    Gradients,
+    Mean,
+    Model,
+    Replace,
+    Sum,
+    as_algorithm,
 )
+from bagua.comm import GradBucket
 from bagua.compression import Codec, TopK
-from bagua.engine import Executor, Remembered, check_owner, create_executor
-from bagua.errors import ConfigurationError, blame
-from bagua.integrations._hook_buckets import HookBuckets
+from bagua.errors import ConfigurationError
+from bagua.integrations._hook_state import HookState
 from bagua.integrations._sharded import refuse_shared_mesh, sharded_parts
-from bagua.primitives import (
-    AllGatherReducer,
-    ErrorFeedback,
-    PowerSGDReducer,
-    ScatterGatherReducer,
-    SumReducer,
-    allreduce_sum,
-    reducer_sum,
-)
+from bagua.primitives import AllGatherReducer, ErrorFeedback, PowerSGDReducer, ScatterGatherReducer, SumReducer
 
-__all__ = ["CodecState", "PowerSGDState", "ReducerState", "TopKState", "codec_hook", "register_fsdp_hook"]
+__all__ = [
+    "AlgorithmState",
+    "CodecState",
+    "PowerSGDState",
+    "ReducerState",
+    "TopKState",
+    "codec_hook",
+    "register_fsdp_hook",
+]
 
 
-class ReducerState:
+class ReducerState(HookState):
     """What ``codec_hook`` exchanges gradients with, and what it remembers. One for each model.
 
     Ranks are connected when the first bucket is exchanged, on connections of this state's own. Buckets are
@@ -82,160 +86,20 @@ class ReducerState:
             raise ConfigurationError(
                 "not a number of steps", argument="warmup_steps", expected="an integer >= 0", seen=warmup_steps
             )
+        super().__init__(process_group, grad_scaler)
+        kind = Mean if average else Sum
         self.reducer = reducer
-        self.step = 0
-        self._average = average
-        self._hierarchical = hierarchical
+        self._exact, self._reduced = kind(None, hierarchical), kind(reducer, hierarchical)
         self._warmup_steps = warmup_steps
-        self._grad_scaler = grad_scaler
-        self._asked_for = process_group
-        self._group: ProcessGroup | None = None
-        self._executor: Executor | None = None
-        self._places = HookBuckets(reducer)
-        self._watch = BackwardWatch()
-        self._parts: dict[str, torch.Tensor] = {}
-        self._steps_of_parts: dict[str, int] = {}
 
     @property
-    def group(self) -> ProcessGroup:
-        """The ranks, on connections of this state's own. Collective the first time."""
-        if self._group is None or self._group.closed:
-            self._group = as_group(self._asked_for).duplicate("hook")
-            self._executor = None
-        return self._group
+    def name(self) -> str:
+        """The reducer."""
+        return repr(self.reducer)
 
-    def exchange_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Start to exchange a bucket of DDP.
-
-        Args:
-            bucket: torch's ``GradBucket``.
-
-        Returns:
-            A future of the bucket's buffer, which then holds the result.
-        """
-        flat = bucket.buffer()
-        parameters, group = bucket.parameters(), self.group
-        executor = self._executor or create_executor(group, flat.device, blocking=True)
-        self._executor, step = executor, self.step
-        self.step += bucket.is_last()
-        devices: list[int | str | torch.device] | None = [flat.device] if flat.device.type == "cuda" else None
-        completion: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-        failures: list[BaseException] = []
-
-        def exchange() -> None:
-            try:
-                self._reduce(flat, parameters, step)
-            except BaseException as error:
-                failures.append(error)
-                culprit, told = blame(error, group.ranks[group.rank], "an exchange of gradients")
-                group.abort(told, culprit)
-                raise
-            finally:
-                completion.set_result(flat)
-
-        def outcome(_: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-            # What a callback raises is an error to C++ as well; what set_exception is given would be a result.
-            if failures:
-                raise failures[0]
-            return flat
-
-        future = completion.then(outcome)
-        wait = executor.run(exchange)
-        if flat.device.type == "cpu":
-            self._watch.add(PendingWork(lambda _: wait(), completion.done))
-        return future
-
-    def exchange_part(self, name: str, flat: torch.Tensor) -> None:
-        """Exchange the gradients of a part of a model in place, before returning.
-
-        Called in one order on all ranks, with an equal size for each name in every step.
-
-        Args:
-            name: name of the part.
-            flat: its gradients, one-dimensional and contiguous.
-        """
-        part = self._parts.get(name)
-        if part is None:
-            part = self._parts[name] = torch.empty(flat.numel(), device="meta")
-        step = self._steps_of_parts.get(name, self.step)
-        self._steps_of_parts[name] = step + 1
-        self._reduce(flat, [part], step)
-        self.step = max(self.step, min(self._steps_of_parts.values()))
-
-    @torch.no_grad()
-    def _reduce(self, flat: torch.Tensor, parameters: list[torch.Tensor], step: int) -> None:
-        group = self.group
-        if self._average:
-            flat.div_(group.size)
-        memory = self._places.memory_of(flat, parameters, group.global_communicator)
-        if step < self._warmup_steps:
-            allreduce_sum(flat, group, hierarchical=self._hierarchical)
-            return
-        memory.step = step
-        memory.loss_scale = 1.0 if self._grad_scaler is None else self._grad_scaler.get_scale()
-        reducer_sum(flat, group, self.reducer, memory, hierarchical=self._hierarchical)
-        memory.settle(flat)
-
-    # Checkpoints.
-
-    def state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
-        """What is remembered on this rank, by names of parameters. Every rank saves its own.
-
-        Args:
-            module: the model, or DDP around it.
-        """
-        parts = {name: part.numel() for name, part in self._parts.items()}
-        return {
-            "reducer": repr(self.reducer),
-            "rank": rank_among_all(),
-            "world_size": size_of_all(),
-            "step": self.step,
-            "parts": parts,
-            **self._places.collect(self._names(module)),
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any], module: torch.nn.Module) -> None:
-        """Go on where ``state_dict`` was taken.
-
-        Args:
-            state_dict: state of this rank.
-            module: the model, or DDP around it.
-
-        Raises:
-            ConfigurationError: it belongs to another reducer or another model; or another rank, or another number of
-                ranks, and something of it differs between ranks.
-        """
-        if state_dict["reducer"] != repr(self.reducer):
-            raise ConfigurationError(
-                "this state belongs to another reducer",
-                argument="state_dict",
-                expected=repr(self.reducer),
-                seen=state_dict["reducer"],
-            )
-        if any((state_dict["parameters"], state_dict["others"])):  # else there is nothing that differs between ranks
-            check_owner(state_dict, rank_among_all(), size_of_all())
-        for name, numel in state_dict["parts"].items():
-            self._parts[name] = torch.empty(numel, device="meta")
-        remembered = Remembered(parameters=state_dict["parameters"], others=state_dict["others"])
-        self._places.restore(remembered, self._names(module))
-        self.step = state_dict["step"]
-        self._steps_of_parts = {}
-
-    def _names(self, module: torch.nn.Module) -> dict[int, str]:
-        inner = module.module if isinstance(module, torch.nn.parallel.DistributedDataParallel) else module
-        named = {id(parameter): name for name, parameter in inner.named_parameters()}
-        return {**named, **{id(part): f"part {name}" for name, part in self._parts.items()}}
-
-    def close(self) -> None:
-        """Give back threads and connections. Idempotent; happens at the end of the process groups at the latest."""
-        if self._executor is not None:
-            self._executor.close()
-            self._executor = None
-        if self._group is not None:
-            self._group.close()
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.reducer!r})"
+    def sum_at(self, step: int) -> Sum:
+        """Exactly in the warm-up."""
+        return self._exact if step < self._warmup_steps else self._reduced
 
 
 class CodecState(ReducerState):
@@ -295,7 +159,69 @@ class PowerSGDState(ReducerState):
         super().__init__(ErrorFeedback(PowerSGDReducer(matrix_rank)), process_group, **options)
 
 
-def codec_hook(state: ReducerState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+class AlgorithmState(HookState):
+    """Gradients are summed as by an algorithm that has a name, with its warm-up and its other stages.
+
+    For algorithms that replace each gradient by a sum in each step: ``gradient_allreduce``, ``bytegrad``,
+    ``power_sgd``, ``top_k``, ``sign_sgd`` and ``loco``. A hook sees neither optimizers nor weights: the others need
+    ``with_bagua``.
+
+    Args:
+        algorithm: or the name of one.
+        process_group: see ``ReducerState``.
+        grad_scaler: the ``GradScaler`` of the training loop, if there is one.
+
+    Raises:
+        UnsupportedAlgorithmException: there is no such algorithm.
+        ConfigurationError: the algorithm exchanges something else, or at other times.
+
+    Example:
+        >>> AlgorithmState("loco").sum_at(0).reducer is None  # It begins with exact sums.
+        True
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm | DistributedAlgorithm | str,
+        process_group: Any = None,
+        *,
+        grad_scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        super().__init__(process_group, grad_scaler)
+        self.algorithm = as_algorithm(algorithm)
+        self._nothing_known = Model({})
+        self._sums = {phase: _sum_of(self.algorithm, phase) for phase in self.algorithm.phases}
+
+    @property
+    def name(self) -> str:
+        """The algorithm."""
+        return repr(self.algorithm)
+
+    def sum_at(self, step: int) -> Sum:
+        """As in the phase of the step."""
+        return self._sums[self.algorithm.phase(step, self._nothing_known)]
+
+
+def _sum_of(algorithm: Algorithm, phase: Hashable) -> Sum:
+    """How gradients are summed in a phase.
+
+    Raises:
+        ConfigurationError: something else happens, too, or in its place.
+    """
+    first, *more = algorithm.exchanges(phase)
+    how = first.how
+    if not more and isinstance(how, Sum) and first == Exchange(Gradients(), Every(), how, Replace()):
+        return how
+    raise ConfigurationError(
+        "a hook of torch's DDP sees gradients only, and this algorithm does more than to sum them",
+        argument="algorithm",
+        expected="gradient_allreduce, bytegrad, power_sgd, top_k, sign_sgd or loco",
+        seen=repr(algorithm),
+        advice="Use model.with_bagua([optimizer], algorithm) in place of DDP.",
+    )
+
+
+def codec_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Exchange the gradients of a bucket as ``state`` says: ``model.register_comm_hook(state, codec_hook)``.
 
     Torch's wrappers compose with it: ``fp16_compress_wrapper(codec_hook)``.
@@ -310,7 +236,7 @@ def codec_hook(state: ReducerState, bucket: GradBucket) -> torch.futures.Future[
     Raises:
         ConfigurationError: ``state`` is not one of this module.
     """
-    if not isinstance(state, ReducerState):
+    if not isinstance(state, HookState):
         raise _no_state(state)
     return state.exchange_bucket(bucket)
 
@@ -319,12 +245,12 @@ def _no_state(seen: object) -> ConfigurationError:
     return ConfigurationError(
         "this hook needs a state that says how to compress",
         argument="state",
-        expected="CodecState, TopKState, PowerSGDState or ReducerState",
+        expected="CodecState, TopKState, PowerSGDState, AlgorithmState or ReducerState",
         seen=repr(seen),
     )
 
 
-def register_fsdp_hook(module: torch.nn.Module, state: ReducerState) -> None:
+def register_fsdp_hook(module: torch.nn.Module, state: HookState) -> None:
     """Exchange gradients between replicas of a model that FSDP2 shards, as ``state`` says.
 
     For models that ``fully_shard`` was applied to with a one-dimensional mesh: torch sums gradients inside the mesh,
@@ -342,7 +268,7 @@ def register_fsdp_hook(module: torch.nn.Module, state: ReducerState) -> None:
         ConfigurationError: ``fully_shard`` was applied to nothing in ``module``, or torch sums gradients over ranks
             of ``state`` already, because they share its mesh, or a part has several meshes.
     """
-    if not isinstance(state, ReducerState):
+    if not isinstance(state, HookState):
         raise _no_state(state)
     parts = sharded_parts(module)
     others = set(state.group.ranks) - {state.group.ranks[state.group.rank]}

@@ -17,8 +17,9 @@ from bagua.algorithms import Algorithm, AsyncModelAverageAlgorithmImpl, Distribu
 from bagua.checks import install_command
 from bagua.comm import as_group, available, is_initialized, solo_group
 from bagua.errors import ConfigurationError, InvalidTypeError
+from bagua.integrations._hook_state import HookState
 from bagua.integrations.accelerate import check_takes_hooks
-from bagua.integrations.ddp_comm_hooks import ReducerState, codec_hook
+from bagua.integrations.ddp_comm_hooks import codec_hook
 from bagua.observe import metrics
 from bagua.parallel import BaguaModule, with_bagua
 from bagua.utilities.distributed import register_ddp_comm_hook
@@ -77,7 +78,7 @@ def use_comm_hook(
 ) -> None:
     """Let the model that ``trainer`` wraps in torch's DDP exchange gradients through ``hook``.
 
-    Called once, before ``train``. Checkpoints of the Trainer then hold what a ``ReducerState`` remembers on each rank,
+    Called once, before ``train``. Checkpoints of the Trainer then hold what one of our states remembers on each rank,
     and ``train(resume_from_checkpoint=...)`` goes on from there.
 
     Args:
@@ -217,12 +218,12 @@ class _Hook(_Exchange):
         if wrapped is not self._hooked:
             register_ddp_comm_hook(wrapped, self._state, self._hook, self._wrapper)
             self._hooked = wrapped
-        if isinstance(self._state, ReducerState) and "remembered" in saved:
+        if isinstance(self._state, HookState) and "remembered" in saved:
             self._state.load_state_dict(saved["remembered"], self.trainer.model)
 
     def collect(self) -> dict[str, Any] | None:
         """The state of the hook, if it is one of ours."""
-        if self._hooked is None or not isinstance(self._state, ReducerState):
+        if self._hooked is None or not isinstance(self._state, HookState):
             return None
         return {"remembered": self._state.state_dict(self.trainer.model)}
 

@@ -1,0 +1,197 @@
+"""What all states of communication hooks have in common: an exchange in the background, and what it remembers."""
+
+# Annotations are not strings here: torch compares those of a hook with its own types.
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+
+from bagua.algorithms import Sum
+from bagua.comm import BackwardWatch, GradBucket, PendingWork, ProcessGroup, as_group, rank_among_all, size_of_all
+from bagua.engine import Executor, Remembered, check_owner, create_executor
+from bagua.errors import ConfigurationError, blame
+from bagua.integrations._hook_buckets import HookBuckets
+from bagua.primitives import allreduce_sum, reducer_sum
+
+__all__ = ["HookState"]
+
+
+class HookState(ABC):
+    """What ``codec_hook`` exchanges gradients with, and what it remembers. Subclasses say how they are summed.
+
+    Ranks are connected when the first bucket is exchanged, on connections of this state's own. Buckets are
+    exchanged one after the other in a background thread (on CUDA, on a stream), in the order in which DDP
+    hands them over, which is the same on all ranks; meanwhile the backward pass goes on.
+
+    Args:
+        process_group: ranks of the model; see ``ReducerState``.
+        grad_scaler: the ``GradScaler`` of the training loop, if there is one.
+
+    Attributes:
+        step: backward passes whose gradients were exchanged.
+    """
+
+    def __init__(self, process_group: Any, grad_scaler: torch.amp.GradScaler | None) -> None:
+        self.step = 0
+        self._grad_scaler = grad_scaler
+        self._asked_for = process_group
+        self._group: ProcessGroup | None = None
+        self._executor: Executor | None = None
+        self._places = HookBuckets()
+        self._watch = BackwardWatch()
+        self._parts: dict[str, torch.Tensor] = {}
+        self._steps_of_parts: dict[str, int] = {}
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What sums the gradients, with all options: saved states belong to it."""
+
+    @abstractmethod
+    def sum_at(self, step: int) -> Sum:
+        """How the gradients of a step are summed; equal on all ranks.
+
+        Args:
+            step: number of the step, from 0.
+        """
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The ranks, on connections of this state's own. Collective the first time."""
+        if self._group is None or self._group.closed:
+            self._group = as_group(self._asked_for).duplicate("hook")
+            self._executor = None
+        return self._group
+
+    def exchange_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Start to exchange a bucket of DDP.
+
+        Args:
+            bucket: torch's ``GradBucket``.
+
+        Returns:
+            A future of the bucket's buffer, which then holds the result.
+        """
+        flat = bucket.buffer()
+        parameters, group = bucket.parameters(), self.group
+        executor = self._executor or create_executor(group, flat.device, blocking=True)
+        self._executor, step = executor, self.step
+        self.step += bucket.is_last()
+        devices: list[int | str | torch.device] | None = [flat.device] if flat.device.type == "cuda" else None
+        completion: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        failures: list[BaseException] = []
+
+        def exchange() -> None:
+            try:
+                self._reduce(flat, parameters, step)
+            except BaseException as error:
+                failures.append(error)
+                culprit, told = blame(error, group.ranks[group.rank], "an exchange of gradients")
+                group.abort(told, culprit)
+                raise
+            finally:
+                completion.set_result(flat)
+
+        def outcome(_: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            # What a callback raises is an error to C++ as well; what set_exception is given would be a result.
+            if failures:
+                raise failures[0]
+            return flat
+
+        future = completion.then(outcome)
+        wait = executor.run(exchange)
+        if flat.device.type == "cpu":
+            self._watch.add(PendingWork(lambda _: wait(), completion.done))
+        return future
+
+    def exchange_part(self, name: str, flat: torch.Tensor) -> None:
+        """Exchange the gradients of a part of a model in place, before returning.
+
+        Called in one order on all ranks, with an equal size for each name in every step.
+
+        Args:
+            name: name of the part.
+            flat: its gradients, one-dimensional and contiguous.
+        """
+        part = self._parts.get(name)
+        if part is None:
+            part = self._parts[name] = torch.empty(flat.numel(), device="meta")
+        step = self._steps_of_parts.get(name, self.step)
+        self._steps_of_parts[name] = step + 1
+        self._reduce(flat, [part], step)
+        self.step = max(self.step, min(self._steps_of_parts.values()))
+
+    @torch.no_grad()
+    def _reduce(self, flat: torch.Tensor, parameters: list[torch.Tensor], step: int) -> None:
+        group, how = self.group, self.sum_at(step)
+        if (scale := how.scale(group.size)) != 1:
+            flat.mul_(scale)
+        if how.reducer is None:
+            allreduce_sum(flat, group, hierarchical=how.hierarchical)
+            return
+        memory = self._places.memory_of(flat, parameters, group.global_communicator, how.reducer)
+        memory.step = step
+        memory.loss_scale = 1.0 if self._grad_scaler is None else self._grad_scaler.get_scale()
+        reducer_sum(flat, group, how.reducer, memory, hierarchical=how.hierarchical)
+        memory.settle(flat)
+
+    # Checkpoints.
+
+    def state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
+        """What is remembered on this rank, by names of parameters. Every rank saves its own.
+
+        Args:
+            module: the model, or DDP around it.
+        """
+        parts = {name: part.numel() for name, part in self._parts.items()}
+        return {
+            "reducer": self.name,
+            "rank": rank_among_all(),
+            "world_size": size_of_all(),
+            "step": self.step,
+            "parts": parts,
+            **self._places.collect(self._names(module)),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any], module: torch.nn.Module) -> None:
+        """Go on where ``state_dict`` was taken.
+
+        Args:
+            state_dict: state of this rank.
+            module: the model, or DDP around it.
+
+        Raises:
+            ConfigurationError: it belongs to another reducer or another model; or another rank, or another number of
+                ranks, and something of it differs between ranks.
+        """
+        if state_dict["reducer"] != self.name:
+            raise ConfigurationError(
+                "this state belongs to another reducer",
+                argument="state_dict",
+                expected=self.name,
+                seen=state_dict["reducer"],
+            )
+        if any((state_dict["parameters"], state_dict["others"])):  # else there is nothing that differs between ranks
+            check_owner(state_dict, rank_among_all(), size_of_all())
+        for name, numel in state_dict["parts"].items():
+            self._parts[name] = torch.empty(numel, device="meta")
+        remembered = Remembered(parameters=state_dict["parameters"], others=state_dict["others"])
+        self._places.restore(remembered, self._names(module))
+        self.step = state_dict["step"]
+        self._steps_of_parts = {}
+
+    def _names(self, module: torch.nn.Module) -> dict[int, str]:
+        inner = module.module if isinstance(module, torch.nn.parallel.DistributedDataParallel) else module
+        named = {id(parameter): name for name, parameter in inner.named_parameters()}
+        return {**named, **{id(part): f"part {name}" for name, part in self._parts.items()}}
+
+    def close(self) -> None:
+        """Give back threads and connections. Idempotent; happens at the end of the process groups at the latest."""
+        if self._executor is not None:
+            self._executor.close()
+            self._executor = None
+        if self._group is not None:
+            self._group.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name})"
