@@ -162,6 +162,8 @@ class CallPipeline:
         started = self._recorder.clock()
         if self._unseen:
             self._look(started)
+        # While the call is under way, autograd may make the caller's own objects part of a graph, as it does outputs.
+        source, target = (_bare(source), _bare(target)) if async_op else (source, target)
         record: CallRecord | None = None
         if not self.in_use.acquire(False):
             raise self._concurrent_use(kind)
@@ -356,3 +358,8 @@ class CallPipeline:
             error.elapsed_s = round(self._recorder.clock() - started, 3)
         if not error.history:
             error.history = self.statistics.history()
+
+
+def _bare(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The memory of ``tensor``, which no graph gets hold of."""
+    return None if tensor is None else tensor.detach()

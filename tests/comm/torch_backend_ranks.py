@@ -37,6 +37,8 @@ all_gather_single = renamed(dist, "all_gather_single", "all_gather_into_tensor")
 reduce_scatter_single = renamed(dist, "reduce_scatter_single", "reduce_scatter_tensor")
 functional_all_gather = renamed(functional, "all_gather_single", "all_gather_tensor")
 functional_reduce_scatter = renamed(functional, "reduce_scatter_single", "reduce_scatter_tensor")
+gather_with_graph = renamed(functional, "all_gather_single_autograd", "all_gather_tensor_autograd")
+reduce_scatter_with_graph = renamed(functional, "reduce_scatter_single_autograd", "reduce_scatter_tensor_autograd")
 
 
 def own_rank() -> int:
@@ -239,6 +241,12 @@ def in_functional_style(rank: int, size: int) -> None:
     swapped = functional.all_to_all_single(values, None, None, group)
     assert swapped[0].item() == 2 * rank
     assert torch.equal(functional.broadcast(values, 1, group).clone(), torch.arange(2.0 * size) + 1)
+    # Outputs become part of a graph while the call is still under way.
+    weights = values.clone().requires_grad_()
+    reduce_scatter_with_graph(weights, "sum", 0, group).square().sum().backward()
+    assert torch.equal(weights.grad, 2 * total)
+    gather_with_graph(weights, 0, group).sum().backward()
+    assert torch.equal(weights.grad, 2 * total + size)
 
 
 def from_two_threads(rank: int, size: int) -> None:
