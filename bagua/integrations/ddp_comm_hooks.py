@@ -32,6 +32,7 @@ from bagua.primitives import AllGatherReducer, ErrorFeedback, PowerSGDReducer, S
 __all__ = [
     "AlgorithmState",
     "CodecState",
+    "HookState",
     "PowerSGDState",
     "ReducerState",
     "TopKState",

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import bagua.comm
-from bagua.algorithms import Algorithm, DiLoCoAlgorithm, LocalSGDAlgorithm, SlowMoAlgorithm
+from bagua.algorithms import Algorithm, ChocoAlgorithm, DiLoCoAlgorithm, LocalSGDAlgorithm, SlowMoAlgorithm
+from bagua.compression import Identity
 from bagua.errors import ConfigurationError
 from bagua.integrations.fsdp import ShardExchange, exchange_shards
 from bagua.parallel import with_bagua
@@ -120,7 +121,7 @@ def assert_near(state: State, expected: State) -> None:
 @KEEPS_SHARDS
 def test_shards_are_exchanged_as_whole_models_would_be(process_ranks):
     streaming = DiLoCoAlgorithm(4, fragments=2, overlap=1, outer_momentum=0.5)
-    algorithms = [streaming, SlowMoAlgorithm(4), LocalSGDAlgorithm(4)]
+    algorithms = [streaming, SlowMoAlgorithm(4), LocalSGDAlgorithm(4), ChocoAlgorithm(codec=Identity())]
     of_whole = process_ranks(2, train_whole, algorithms)
     of_shards = process_ranks(4, train_sharded, algorithms)
     for rank, by_algorithm in enumerate(of_shards):
@@ -187,7 +188,8 @@ def resume_sharded(algorithm: Algorithm) -> bool:
 
 @KEEPS_SHARDS
 def test_training_of_shards_resumes_bit_by_bit(process_ranks):
-    assert all(process_ranks(4, resume_sharded, DiLoCoAlgorithm(4, overlap=3)))
+    for algorithm in (DiLoCoAlgorithm(4, overlap=3), ChocoAlgorithm()):
+        assert all(process_ranks(4, resume_sharded, algorithm))
 
 
 def spoil_a_shard() -> tuple[State, State]:

@@ -1,0 +1,99 @@
+"""The table of what works with what: each word of it is asked of the code, without training."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from bagua.algorithms import Algorithm, registry
+from bagua.comm import solo_group
+from bagua.errors import ConfigurationError
+from bagua.integrations.ddp_comm_hooks import AlgorithmState
+from bagua.integrations.fsdp import exchange_shards
+from bagua.parallel import with_bagua
+from bagua.torch_api.distributed import ModelSwitchWrapper, bagua_init
+from tests.membership.training import joined, new_store
+
+PAGE = Path(__file__).parents[2] / "docs" / "front_doors.md"
+
+
+def table() -> dict[str, list[str]]:
+    """What the page says: for each algorithm, the cells of its row."""
+    lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    return {name.strip("`"): cells for name, *cells in rows}
+
+
+def answers(names: Iterable[str], enter: Callable[[Algorithm], object], **options: Any) -> dict[str, str]:
+    """Yes, no, or the options with which it is yes."""
+    found = {}
+    for name in names:
+        found[name] = "no"
+        for given in ({}, options):
+            try:
+                enter(Algorithm.init(name, **given if set(given) <= set(vars(registry.get(name)())) else {}))
+            except ConfigurationError:
+                continue
+            found[name] = "`" + ", ".join(f"{key}={value}" for key, value in given.items()) + "`" if given else "yes"
+            break
+    return found
+
+
+def test_every_algorithm_has_a_row() -> None:
+    assert list(table()) == list(registry)
+
+
+def with_a_switch(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, process_group: Any) -> object:
+    return ModelSwitchWrapper(model, optimizer, process_group=process_group).switch_to(name)
+
+
+@pytest.mark.parametrize("enter", [with_bagua, bagua_init, with_a_switch])
+def test_wrappers_take_all_and_name_the_optimizer(enter: Callable[..., Any]) -> None:
+    for name, (said, *_) in table().items():
+        wanted, layer = registry.get(name).optimizer_class, nn.Linear(2, 2)
+        assert (wanted is None) == (said == "yes"), name
+        refused: Any = contextlib.nullcontext()
+        if wanted is not None:
+            refused = pytest.raises(ConfigurationError, match=said.split("`")[1])
+            assert said.startswith(f"`{wanted.__name__}`"), name
+        with refused:
+            enter(layer, torch.optim.AdamW(layer.parameters()), name, process_group=solo_group())
+
+
+def test_hooks() -> None:
+    assert answers(registry, AlgorithmState) == {name: cells[1] for name, cells in table().items()}
+
+
+def of_shards() -> dict[str, str]:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+    model = nn.Linear(2, 2)
+    fully_shard(model, mesh=mesh["shards"])
+    group = mesh["replicas"].get_group()
+
+    def enter(algorithm: Algorithm) -> None:
+        exchange_shards(model, torch.optim.AdamW(model.parameters()), algorithm, group).bagua_close()
+
+    return answers(registry, enter, start_after=0)
+
+
+@pytest.mark.gloo
+def test_weights_of_shards(process_ranks: Any) -> None:
+    said = {name: cells[2] for name, cells in table().items()}
+    assert process_ranks(2, of_shards) == [said, said]
+
+
+def test_islands() -> None:
+    def enter(algorithm: Algorithm) -> None:
+        layer = nn.Linear(2, 2)
+        with joined(new_store(), 1) as islands:
+            with_bagua(layer, torch.optim.AdamW(layer.parameters()), algorithm, between=islands)
+
+    assert answers(registry, enter, start_after=0) == {name: cells[3] for name, cells in table().items()}
