@@ -79,7 +79,7 @@ def use_comm_hook(
     """Let the model that ``trainer`` wraps in torch's DDP exchange gradients through ``hook``.
 
     Called once, before ``train``. Checkpoints of the Trainer then hold what one of our states remembers on each rank,
-    and ``train(resume_from_checkpoint=...)`` goes on from there.
+    and ``train(resume_from_checkpoint=...)`` goes on from there, up to what DDP changes by forming its buckets anew.
 
     Args:
         trainer: a ``transformers.Trainer``.
