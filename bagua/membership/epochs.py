@@ -43,6 +43,10 @@ class Epoch(NamedTuple):
         """The member that gives ``newcomer`` the state; newcomers are dealt out to all who have it."""
         return self.donors[self.newcomers.index(newcomer) % len(self.donors)]
 
+    def served_by(self, donor: int) -> tuple[int, ...]:
+        """The newcomers that ``donor`` gives the state."""
+        return tuple(seat for seat in self.newcomers if self.donor_of(seat) == donor)
+
     def to_json(self) -> dict[str, Any]:
         """As the store keeps it."""
         return self._asdict()

@@ -9,32 +9,34 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from types import TracebackType
 from typing import NamedTuple
 
 from typing_extensions import Self
 
-from bagua import __version__, env
-from bagua.checks import check_kind, check_whole
+from bagua import __version__
 from bagua.comm import (
-    DEFAULT_TIMEOUT_S,
     Cells,
     KeyStore,
     ProcessGroup,
-    as_seconds,
     close_store,
     group_of_seats,
-    open_store,
     part_of,
 )
-from bagua.errors import CollectiveMismatchError, CommunicatorClosedError, ConfigurationError
+from bagua.errors import (
+    CollectiveMismatchError,
+    CommunicatorClosedError,
+    ConfigurationError,
+)
+from bagua.membership.counterparts import Attempt, Counterparts
 from bagua.membership.epochs import Epoch
-from bagua.membership.participant import Attempt, Participant
-from bagua.membership.presence import Presence
+from bagua.membership.follower import Follower
+from bagua.membership.island import Island
+from bagua.membership.participant import Participant
+from bagua.membership.presence import Presence, take_seat
 from bagua.membership.roster import Deadlines
 
-__all__ = ["Islands", "Members", "join_islands"]
+__all__ = ["Islands", "Members"]
 
 _DEADLINES = Deadlines()
 
@@ -54,23 +56,25 @@ class Members(NamedTuple):
 
 
 class Islands:
-    """Processes that train together, and come and go. Made by ``join_islands``.
+    """Islands that train together, and come and go: processes, or jobs of several ranks. Made by ``join_islands``.
 
     Pass it to ``with_bagua(..., between=islands)``. At the end of a ``with`` block it leaves.
 
     Args:
         store: store through which they meet; its calls do not block for long.
         where: name of the store in messages.
-        size: processes that begin together.
-        minimum: smallest number of processes that may go on; None for more than half of those before.
+        size: islands that begin together.
+        minimum: smallest number of islands that may go on; None for more than half of those before.
         name: name of the run.
         timeout_s: how long to wait for others, in seconds.
         backend: name of the backend that connects islands.
         deadlines: how often to look, and how long silence may last.
+        group: ranks of this island, which all make this object; it is closed with it. None for a process alone.
 
     Attributes:
-        seat: number of this process, which no other one ever has. Data can be dealt out by it.
+        seat: number of this island, which no other one ever has. Data can be dealt out by it.
         name: name of the run.
+        ranks: ranks of this island, as the default group numbers them; none for a process alone.
     """
 
     def __init__(
@@ -84,33 +88,47 @@ class Islands:
         timeout_s: float,
         backend: str = "gloo",
         deadlines: Deadlines = _DEADLINES,
+        group: ProcessGroup | None = None,
     ) -> None:
         self.name = name
+        self.ranks = () if group is None else group.ranks
         self._whole_store = store  # C++ keeps no Python object alive.
         self._store = part_of(store, f"islands/{name}")
-        self._size = size
         self._history: deque[str] = deque(maxlen=64)
         self._callbacks: list[Callable[[Members, str], object]] = []
         self._left = ""
         self._bound = False
         self._cells = Cells(self._store, where)
-        facts = [f"bagua {__version__}", f"size={size}", f"minimum={minimum}", f"backend={backend}"]
-        _compare(self._cells, "job", facts, "runs")
-        self._presence = Presence(self._cells, deadlines, time.monotonic)
-        self.seat = self._presence.seat
-        connect = functools.partial(_connect, self._store, self.seat, backend, timeout_s, deadlines.meet_s)
-        self._participant = Participant(
-            self._presence, self._cells, connect,
-            minimum=minimum, timeout_s=timeout_s, deadlines=deadlines, tell=self._changed,
-        )  # fmt: skip
-        self._presence.start(self._participant.watch)
+        self._island = Island(group)
+        facts = [
+            *(f"bagua {__version__}", f"size={size}", f"minimum={minimum}", f"backend={backend}"),
+            f"ranks of an island={self._island.size}",
+        ]
+        self.seat = self._island.share(lambda: self._sit_down(facts))
+        self._presence = Presence(self._cells, self.seat, self._island, deadlines, time.monotonic)
+        connect = functools.partial(
+            _connect, self._store, self.seat, self._island.rank, backend, timeout_s, deadlines.meet_s
+        )
+        self._counterparts = Counterparts(self._presence, self._cells, connect, self._changed)
+        self._island.acts = self._counterparts.acts
+        self._participant: Participant | Follower = Follower(self._island, self._counterparts)
+        if self._island.leads:
+            self._participant = Participant(
+                self._presence, self._cells, self._island, self._counterparts,
+                size=size, minimum=minimum, timeout_s=timeout_s, deadlines=deadlines,
+            )  # fmt: skip
+        self._presence.start(self._watch)
         _living.add(self)
+
+    def _sit_down(self, facts: list[str]) -> int:
+        _compare(self._cells, "job", facts, "runs")
+        return take_seat(self._cells)
 
     # What users ask.
 
     def members(self) -> Members:
         """Who is alive, who takes part, and who was part of the last result."""
-        epoch = self._participant.epoch
+        epoch = self._counterparts.epoch
         in_epoch = () if epoch is None else epoch.members
         return Members(self._presence.roster.alive(), in_epoch, self._participant.contributed)
 
@@ -132,13 +150,21 @@ class Islands:
     def leave(self, reason: str = "it left") -> None:
         """Go, and tell the others, who then do not wait. Idempotent; happens at the end of the process at the latest.
 
+        Of an island of several ranks, all leave.
+
         Args:
             reason: reason that ``why()`` of the others gives.
         """
+        self._leave(reason)
+
+    def _leave(self, reason: str, error: BaseException | None = None) -> None:
         if not self._left:
             self._left = reason
             self._presence.leave(reason)
-            self._participant.close()
+            self._counterparts.close()
+            if error is not None:  # The other ranks may be waiting for this one.
+                self._island.abort(reason)
+            self._island.close()
             close_store(self._whole_store)
             _living.discard(self)
 
@@ -148,7 +174,7 @@ class Islands:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.leave("it left" if error is None else f"it left with {type(error).__name__}: {error}")
+        self._leave("it left" if error is None else f"it left with {type(error).__name__}: {error}", error)
 
     def __repr__(self) -> str:
         return f"Islands(name={self.name!r})"
@@ -177,11 +203,12 @@ class Islands:
                 expected="islands of its own for each model, with another name",
                 seen=repr(self),
             )
-        _compare(self._cells, "model", facts, "models")
+        counterparts = self._counterparts
+        self._island.share(lambda: _compare(self._cells, "model", facts, "models"))
         self._bound = True
-        self._give = give
+        counterparts.give, counterparts.take = give, take
         with self._leaving():
-            self._participant.join(self._size, give, take)
+            self._participant.join()
 
     def exchange(self, attempt: Attempt) -> None:
         """Have an exchange happen for all members or for none; see ``Participant.exchange``."""
@@ -193,7 +220,7 @@ class Islands:
         """This process is between two steps: newcomers may come in."""
         if not self._left:
             with self._leaving():
-                self._participant.rest(self._give)
+                self._participant.rest()
 
     def _check_open(self) -> None:
         if self._left:
@@ -209,7 +236,7 @@ class Islands:
         try:
             yield
         except BaseException as error:
-            self.leave(f"it left with {type(error).__name__}: {error}")
+            self._leave(f"it left with {type(error).__name__}: {error}", error)
             raise
 
     def _changed(self, epoch: Epoch) -> None:
@@ -220,12 +247,21 @@ class Islands:
         for callback in self._callbacks:
             callback(members, epoch.why)
 
+    def _watch(self) -> None:
+        """From the thread that gives signs of life: end calls that wait for somebody who is gone."""
+        self._counterparts.watch()
+        for rank, why in self._presence.lost_ranks().items():
+            self._presence.leave(f"rank {rank} of this island is lost: {why}")
+            self._island.abort(why, rank)
+            self._counterparts.abort(f"rank {rank} of its island is lost: {why}")
 
-def _connect(store: KeyStore, seat: int, backend: str, timeout_s: float, meet_s: float, epoch: Epoch) -> ProcessGroup:
-    """The group of ``epoch``; a function, so that nothing but its user keeps the islands alive."""
-    return group_of_seats(
-        store, epoch.members, seat, f"epoch{epoch.number}", backend=backend, timeout_s=timeout_s, meet_s=meet_s
-    )
+
+def _connect(
+    store: KeyStore, seat: int, rank: int, backend: str, timeout_s: float, meet_s: float, epoch: Epoch
+) -> ProcessGroup:
+    """The counterparts of ``rank`` in ``epoch``; a function, so that nothing but its user keeps the islands alive."""
+    name = f"epoch{epoch.number}" + (f"/rank{rank}" if rank else "")
+    return group_of_seats(store, epoch.members, seat, name, backend=backend, timeout_s=timeout_s, meet_s=meet_s)
 
 
 def _compare(cells: Cells, topic: str, facts: Sequence[str], what: str) -> None:
@@ -244,68 +280,6 @@ def _compare(cells: Cells, topic: str, facts: Sequence[str], what: str) -> None:
         seen=here,
         advice="Start all processes with the same program, version and options, or choose another name=.",
     )
-
-
-def join_islands(
-    where: str | None = None,
-    size: int | None = None,
-    minimum: int | None = None,
-    name: str | None = None,
-    *,
-    timeout: float | timedelta | None = None,
-) -> Islands:
-    """Join the processes that train together and may come and go. Returns at once, as soon as the store answers.
-
-    ``with_bagua(..., between=islands)`` then waits until this process takes part: with the others at the
-    beginning, or as a newcomer, which receives the state.
-
-    Args:
-        where: ``tcp://host:port``, as ``baguarun --serve-islands`` prints it, or ``etcd://host:port,host:port,...``
-            with the servers of an etcd cluster; None for ``BAGUA_ISLANDS``.
-        size: processes that begin together; None for ``minimum``, or for one, which others may join.
-        minimum: processes that may go on when others are lost; None for more than half.
-        name: name of the run; another run over the same store needs another one. None for ``default``.
-        timeout: how long to wait for others, in seconds; None for ``BAGUA_TIMEOUT_S``, or 30 minutes.
-
-    Returns:
-        The islands, with the seat of this process.
-
-    Raises:
-        ConfigurationError: an argument that cannot be used.
-        StoreLostError: no store answers there.
-        CollectiveMismatchError: the others have joined with other arguments, or another version.
-
-    Example:
-        >>> import bagua.torch_api as bagua
-        >>> islands = bagua.join_islands("tcp://head:29600", size=3)  # doctest: +SKIP
-        >>> model = model.with_bagua(optimizer, "diloco", between=islands)  # doctest: +SKIP
-    """
-    found = env.islands() if where is None else where
-    if found is None:
-        raise ConfigurationError(
-            "no store where islands meet",
-            argument="where",
-            expected="an address, or one in BAGUA_ISLANDS",
-            seen="neither",
-            advice="Start a store with: baguarun --serve-islands",
-        )
-    for option, value in (("size", size), ("minimum", minimum)):
-        if value is not None:
-            check_whole(1, **{option: value})
-    check_kind((str, type(None)), "a word", name=name)
-    if size is not None and minimum is not None and minimum > size:
-        raise ConfigurationError(
-            "fewer begin than may go on", argument="minimum", expected=f"at most size, which is {size}", seen=minimum
-        )
-    chosen = env.timeout_s() if timeout is None else timeout
-    timeout_s = DEFAULT_TIMEOUT_S if chosen is None else as_seconds(chosen)
-    store = open_store(found, timeout_s)
-    begin = size or minimum or 1
-    try:
-        return Islands(store, found, size=begin, minimum=minimum, name=name or "default", timeout_s=timeout_s)
-    except BaseException:
-        close_store(store)
-        raise
 
 
 _living: weakref.WeakSet[Islands] = weakref.WeakSet()

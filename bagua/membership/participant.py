@@ -1,4 +1,4 @@
-"""One process through its epochs: how it comes in, exchanges, and goes on when others are gone."""
+"""One island through its epochs: how it comes in, exchanges, and goes on when others are gone."""
 
 from __future__ import annotations
 
@@ -9,42 +9,40 @@ from functools import partial
 
 import torch
 
-from bagua.comm import Cells, ProcessGroup, ReduceOp
+from bagua.comm import Cells, ReduceOp
 from bagua.errors import (
     CollectiveTimeoutError,
-    CommunicationError,
     CommunicatorClosedError,
     LeftOutError,
     PeerLostError,
     StoreLostError,
     TooFewMembersError,
-    TransportUnavailableError,
 )
+from bagua.membership.counterparts import Attempt, Counterparts, epoch_name
 from bagua.membership.epochs import Epoch, Standing, StopReport, first_epoch, next_epoch
+from bagua.membership.island import FailedAct, Island
 from bagua.membership.presence import Presence
 from bagua.membership.roster import Deadlines
-from bagua.membership.transfer import receive_state, send_state
 
-__all__ = ["Attempt", "Participant"]
+__all__ = ["Participant"]
 
 _log = logging.getLogger("bagua")
-#: Runs an exchange on the group of the epoch, from the same contribution each time.
-Attempt = Callable[[ProcessGroup], None]
-#: What ends an exchange that can be repeated without those who are lost.
+#: What says that somebody has not passed a barrier, because a member is lost.
 _LOSSES = (PeerLostError, CollectiveTimeoutError, CommunicatorClosedError)
 
 
 class Participant:
-    """One process in the epochs of its islands.
+    """One island in the epochs of all, on its first rank.
 
     Args:
         presence: its seat.
         cells: cells of the store.
-        connect: makes the group of an epoch; collective among its members.
+        island: its ranks.
+        counterparts: connections of this rank with the first ranks of other islands.
+        size: islands that begin together, if none has begun yet.
         minimum: members that may go on; None for more than half of the last epoch.
         timeout_s: how long to wait for others before giving up, in seconds.
         deadlines: how often to look.
-        tell: called after each change, with the epoch.
 
     Attributes:
         standing: how far it has come; None before it has the state.
@@ -56,72 +54,59 @@ class Participant:
         self,
         presence: Presence,
         cells: Cells,
-        connect: Callable[[Epoch], ProcessGroup],
+        island: Island,
+        counterparts: Counterparts,
         *,
+        size: int,
         minimum: int | None,
         timeout_s: float,
         deadlines: Deadlines,
-        tell: Callable[[Epoch], None],
     ) -> None:
         self._presence = presence
         self._cells = cells
-        self._connect = connect
+        self._island = island
+        self._counterparts = counterparts
+        self._size = size
         self._minimum = minimum
         self._timeout_s = timeout_s
         self._deadlines = deadlines
-        self._tell = tell
-        #: One value, because the thread that gives signs of life reads both.
-        self._link: tuple[Epoch, ProcessGroup] | None = None
         self._called = False
-        self._busy = False
         self.standing: Standing | None = None
         self.contributed: tuple[int, ...] = ()
         self.waiting_for = ""
 
-    @property
-    def epoch(self) -> Epoch | None:
-        """That it takes part in; None before the first."""
-        return None if self._link is None else self._link[0]
-
-    @property
-    def _group(self) -> ProcessGroup:
-        assert self._link is not None
-        return self._link[1]
-
     # Coming in.
 
-    def join(self, size: int, give: Callable[[], object], take: Callable[[object], None]) -> None:
-        """Come in: with the others at the beginning, or as a newcomer. Waits until this process has the state.
-
-        Args:
-            size: processes that begin together, if none has begun yet.
-            give: returns the state.
-            take: replaces the state of this process.
+    def join(self) -> None:
+        """Come in: with the others at the beginning, or as a newcomer. Waits until this island has the state.
 
         Raises:
             TooFewMembersError: too few others came.
             StoreLostError: the store does not answer.
         """
-        started = time.monotonic()
         self._presence.tell(waiting=True)
+        with self._island.leading(self._outcome):
+            self._wait_for_the_state(time.monotonic())
+
+    def _wait_for_the_state(self, started: float) -> None:
         epoch: Epoch | None = None
         while self.standing is None:
-            later = self._cell(1 if epoch is None else epoch.number + 1, partial(self._not_yet, epoch, size))
+            later = self._cell(1 if epoch is None else epoch.number + 1, partial(self._not_yet, epoch))
             if later is None:
                 self._wait(started)
                 continue
             epoch = later
             if self._presence.seat in epoch.members and self._cell(epoch.number + 1) is None:
-                self._come_in(epoch, give, take)
+                self._come_in(epoch)
 
-    def _not_yet(self, epoch: Epoch | None, size: int) -> Epoch | str:
+    def _not_yet(self, epoch: Epoch | None) -> Epoch | str:
         """The first epoch, if it is time, or why a newcomer is not in yet: later epochs are not for it to propose.
 
         Raises:
             TooFewMembersError: no member will let it in.
         """
         if epoch is None:
-            waiting = self._presence.roster.waiting()
+            waiting, size = self._presence.roster.waiting(), self._size
             return first_epoch(waiting) if len(waiting) >= size else f"{len(waiting)} of {size} that begin are here"
         if set(epoch.members) - {self._presence.seat} <= self._presence.roster.left():
             raise TooFewMembersError(
@@ -132,26 +117,20 @@ class Participant:
             )
         return f"waiting to be let in by seats {list(epoch.members)}, after their next exchange"
 
-    def _come_in(self, epoch: Epoch, give: Callable[[], object], take: Callable[[object], None]) -> None:
+    def _come_in(self, epoch: Epoch) -> None:
         seat = self._presence.seat
         if seat in epoch.donors:  # Only in the first epoch.
             self._presence.tell(waiting=False, epoch=epoch.number)
             self.standing = Standing(seat, epoch)
             if not self._meet(epoch, resting=True):
                 self._change()
-            self._serve(give)
+            self._serve()
             return
-        try:
-            self._enter(epoch)
-            donor = epoch.members.index(epoch.donor_of(seat))
-            self._busy = True
-            take(receive_state(self._group.global_communicator, donor))
-        except CommunicationError as error:
-            _log.info("islands: no state for seat %d in epoch %d: %s", seat, epoch.number, error)
+        failure = self._enter(epoch) or self._island.do("receive")
+        if failure is not None:
+            _log.info("islands: no state for seat %d in epoch %d: %s", seat, epoch.number, failure.problem)
             self._presence.tell(epoch=epoch.number, report=StopReport(epoch.number, complete=False))
             return
-        finally:
-            self._busy = False
         self.standing = Standing.of_newcomer(seat, epoch)
         self._presence.tell(waiting=False, epoch=epoch.number, report=None)
 
@@ -165,85 +144,76 @@ class Participant:
 
         Raises:
             TooFewMembersError: too few are left.
-            LeftOutError: the others went on without this process.
+            LeftOutError: the others went on without this island.
             StoreLostError: members are lost, and so is the store.
+            PeerLostError: a rank of this island is lost.
         """
         assert self.standing is not None
-        self.standing = self.standing.enter()
-        number = self.standing.entered
-        members = self.standing.epoch.members
-        while not self._attempt(attempt):
-            self._change()
-            if self.standing.applied >= number:  # All who stay hold the result, which those before have made.
-                break
-            members = self.standing.epoch.members
+        self._counterparts.attempt = attempt
+        with self._island.leading(self._outcome):
             self.standing = self.standing.enter()
-        self.contributed = members
+            number = self.standing.entered
+            members = self.standing.epoch.members
+            while not self._attempt():
+                self._change()
+                if self.standing.applied >= number:  # All who stay hold the result, which those before have made.
+                    break
+                members = self.standing.epoch.members
+                self.standing = self.standing.enter()
+            self.contributed = members
 
-    def _attempt(self, attempt: Attempt) -> bool:
-        """Whether the exchange has happened, for all members."""
+    def _outcome(self) -> tuple[tuple[int, ...], bool]:
+        """Who has contributed, and whether newcomers are let in before the next step."""
+        return self.contributed, self._called
+
+    def _attempt(self) -> bool:
+        """Whether the exchange has happened, for all members. The island holds what all of its ranks hold."""
         assert self.standing is not None
-        group = self._group
-        self._busy = True
-        try:
-            attempt(group)
-            self.standing = self.standing.hold()
-            self._called = self._pass_barrier(group)
-        except _LOSSES as error:
-            self._stop(error)
+        failure = self._island.do("attempt")
+        if failure is not None:
+            self._stop(failure)
             return False
-        finally:
-            self._busy = False
+        self.standing = self.standing.hold()
+        try:
+            self._called = self._pass_barrier()
+        except _LOSSES as error:
+            self._stop(FailedAct(error.problem, error.peers if isinstance(error, PeerLostError) else ()))
+            return False
         self.standing = self.standing.apply()
         return True
 
-    def _pass_barrier(self, group: ProcessGroup) -> bool:
+    def _pass_barrier(self) -> bool:
         """Wait until all members hold the result; whether one of them sees a newcomer."""
         assert self.standing is not None
         waiting = set(self._presence.roster.waiting()) - set(self.standing.epoch.members)
         called = torch.tensor([len(waiting)])
-        group.global_communicator.allreduce(called, ReduceOp.MAX)
+        with self._counterparts.call() as group:
+            group.global_communicator.allreduce(called, ReduceOp.MAX)
         return bool(called)
 
-    def rest(self, give: Callable[[], object]) -> None:
-        """Between two steps: let newcomers in, if the last exchange said that there are any.
-
-        Args:
-            give: returns the state.
-        """
+    def rest(self) -> None:
+        """Between two steps: let newcomers in, if the last exchange said that there are any."""
         if not self._called:
             return
         assert self.standing is not None
-        self.standing = self.standing.stop(resting=True)
-        self._presence.tell(report=self.standing.report)
-        self._change()
-        self._serve(give)
+        with self._island.leading(self._outcome):
+            self.standing = self.standing.stop(resting=True)
+            self._presence.tell(report=self.standing.report)
+            self._change()
+            self._serve()
 
-    def _serve(self, give: Callable[[], object]) -> None:
-        """Give newcomers the state, where it is this process's turn."""
-        assert self._link is not None
-        epoch, group = self._link
-        mine = [seat for seat in epoch.newcomers if epoch.donor_of(seat) == self._presence.seat]
-        if not mine:
-            return
-        state = give()
-        self._busy = True
-        try:
-            for seat in mine:
-                send_state(state, group.global_communicator, epoch.members.index(seat))
-        except CommunicationError as error:  # The next exchange fails, and goes on without that one.
-            _log.info("islands: a newcomer did not get the state: %s", error)
-            group.abort(f"it could not give a newcomer the state: {error}")
-        finally:
-            self._busy = False
+    def _serve(self) -> None:
+        """Give newcomers the state, where it is this island's turn."""
+        epoch = self._counterparts.epoch
+        if epoch is not None and epoch.served_by(self._presence.seat):
+            self._island.do("serve")
 
     # From one epoch to the next.
 
-    def _stop(self, error: CommunicationError, *, resting: bool = False) -> None:
-        """Say that this process takes part in this epoch no more."""
+    def _stop(self, failure: FailedAct, *, resting: bool = False) -> None:
+        """Say that this island takes part in this epoch no more."""
         assert self.standing is not None
-        lost = set(error.peers) - {self._presence.seat} if isinstance(error, PeerLostError) else ()
-        self.standing = self.standing.stop(resting=resting, lost=lost)
+        self.standing = self.standing.stop(resting=resting, lost=set(failure.lost) - {self._presence.seat})
         self._presence.tell(report=self.standing.report)
 
     def _change(self) -> None:
@@ -278,7 +248,7 @@ class Participant:
 
     def _cell(self, number: int, propose: Callable[[], Epoch | str] | None = None) -> Epoch | None:
         """Epoch ``number``, if it is written; else what ``propose`` returns, if no other process comes first."""
-        name = f"epoch/{number}"
+        name = epoch_name(number)
         try:
             written = self._cells.read([name])[0]
             if written is None and propose is not None:
@@ -318,37 +288,29 @@ class Participant:
         seat, timeout_s = self._presence.seat, self._timeout_s
         if self._presence.trouble:
             raise StoreLostError(self._presence.trouble, rank=seat, elapsed_s=elapsed_s, timeout_s=timeout_s)
-        away = self._presence.roster.gone(-1)
+        away, epoch = self._presence.roster.gone(-1), self._counterparts.epoch
         raise TooFewMembersError(
             self.waiting_for or "the others do not come",
             rank=seat,
-            peers=[member for member in (() if self.epoch is None else self.epoch.members) if member in away],
+            peers=[member for member in (() if epoch is None else epoch.members) if member in away],
             elapsed_s=elapsed_s,
             timeout_s=timeout_s,
             advice="Start more processes, or pass minimum= to join_islands. A run that ended needs another name.",
         )
 
     def _meet(self, epoch: Epoch, *, resting: bool = False) -> bool:
-        """Whether the members of ``epoch`` have met; if not, this process has said so."""
-        try:
-            self._enter(epoch)
-        except (*_LOSSES, TransportUnavailableError) as error:
-            self._stop(error, resting=resting)
+        """Whether the members of ``epoch`` have met; if not, this island has said so."""
+        failure = self._enter(epoch)
+        if failure is not None:
+            self._stop(failure, resting=resting)
             return False
         self._presence.tell(epoch=epoch.number, report=None)
         return True
 
-    def _enter(self, epoch: Epoch) -> None:
-        """Connect with the members of ``epoch``. The connections of the one before stay until then.
-
-        Who closes them refuses others that still ask who is lost.
-        """
-        before, self._link = self._link, (epoch, self._connect(epoch))
+    def _enter(self, epoch: Epoch) -> FailedAct | None:
+        """Have all ranks connect with those of the other members."""
         self.waiting_for = ""
-        if before is not None:
-            before[1].close()
-        _log.info("islands: epoch %d of seats %s: %s", epoch.number, list(epoch.members), epoch.why)
-        self._tell(epoch)
+        return self._island.do("enter", epoch.to_json())
 
     def _left_out(self, epoch: Epoch) -> LeftOutError:
         return LeftOutError(
@@ -356,25 +318,3 @@ class Participant:
             rank=self._presence.seat,
             peers=epoch.members,
         )
-
-    # From the thread that gives signs of life.
-
-    def watch(self) -> None:
-        """End a call that waits for somebody who is gone, or who has stopped."""
-        link = self._link
-        if not self._busy or link is None:
-            return
-        epoch, group = link
-        roster = self._presence.roster
-        gone = {seat: why for seat, why in roster.gone(epoch.number).items() if seat in epoch.members}
-        stopped = [seat for seat, report in roster.reports(epoch.number).items() if not report.resting]
-        if gone:
-            seat, why = next(iter(gone.items()))
-            group.abort(why, seat)
-        elif stopped or self._cell(epoch.number + 1) is not None:
-            group.abort("it went on to the next epoch")
-
-    def close(self) -> None:
-        """Close the connections. Idempotent."""
-        if self._link is not None:
-            self._link[1].close()

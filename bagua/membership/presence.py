@@ -15,29 +15,41 @@ from typing import Any
 
 from bagua.comm import Cells, family, forked_error
 from bagua.errors import StoreLostError
+from bagua.membership.island import Island
 from bagua.membership.roster import Deadlines, Roster, SeatRecord, record_name, seat_name
 
-__all__ = ["Presence"]
+__all__ = ["Presence", "take_seat"]
 
 _log = logging.getLogger("bagua")
 
 
+def take_seat(cells: Cells) -> int:
+    """A number that no other island ever has."""
+    name = uuid.uuid4().hex
+    return next(seat for seat in itertools.count() if cells.claim(seat_name(seat), name) == name)
+
+
 class Presence:
-    """Takes a seat, says how this process is as long as it lives, and looks at the others.
+    """Says how this process is as long as it lives, and looks at the others.
 
     Args:
         cells: cells of the store.
+        seat: seat of its island; see ``take_seat``.
+        island: its ranks.
         deadlines: how often.
         clock: seconds.
 
     Attributes:
-        seat: a number that no other process ever has.
-        roster: everybody, as this process has seen them last.
+        roster: all islands, as this process has seen them last.
+        ranks: ranks of its own island, likewise.
         trouble: why the store could not be asked lately; empty if it could.
     """
 
-    def __init__(self, cells: Cells, deadlines: Deadlines, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, cells: Cells, seat: int, island: Island, deadlines: Deadlines, clock: Callable[[], float]
+    ) -> None:
         self._cells = cells
+        self._island = island
         self._deadlines = deadlines
         self._clock = clock
         self._lock = threading.RLock()
@@ -46,9 +58,9 @@ class Presence:
         self._thread: threading.Thread | None = None
         self._forked = False
         self.trouble = ""
-        name = uuid.uuid4().hex
-        self.seat = next(seat for seat in itertools.count() if cells.claim(seat_name(seat), name) == name)
-        self.roster = Roster(cells, self.seat, deadlines)
+        self.seat = seat
+        self.roster = Roster(cells, seat if island.leads else None, deadlines)
+        self.ranks = Roster(cells, island.rank, deadlines, (seat, island.size))
         self._record = SeatRecord(host=f"{socket.gethostname()}, process {os.getpid()}")
         self.tell()
         self.look()
@@ -64,12 +76,20 @@ class Presence:
             raise forked_error()
         with self._lock, self._noting():
             self._record = dataclasses.replace(self._record, beat=self._record.beat + 1, **news)
-            self._cells.post(record_name(self.seat), self._record.to_json())
+            self._cells.post(record_name(self.seat, self._island.rank), self._record.to_json())
 
     def look(self) -> None:
         """See how the others are, if the store answers."""
         with self._lock, self._noting():
-            self.roster.look(self._clock())
+            now = self._clock()
+            self.roster.look(now)
+            if self._island.size > 1:
+                self.ranks.look(now)
+
+    def lost_ranks(self) -> dict[int, str]:
+        """Why this island is at its end, by rank of those who are silent. Who said goodbye is not missed."""
+        left = self.ranks.left()
+        return {rank: why for rank, why in self.ranks.gone(-1).items() if rank not in left}
 
     @property
     def has_left(self) -> bool:

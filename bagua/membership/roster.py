@@ -68,13 +68,13 @@ def seat_name(seat: int) -> str:
     return f"seat/{seat}"
 
 
-def record_name(seat: int) -> str:
-    """Where the process on a seat says how it is."""
-    return f"record/{seat}"
+def record_name(seat: int, rank: int = 0) -> str:
+    """Where a rank of the island on a seat says how it is; the first one speaks for the island."""
+    return f"record/{seat}/{rank}" if rank else f"record/{seat}"
 
 
 class Roster:
-    """All processes that ever took a seat, as one of them sees them.
+    """All islands that ever took a seat, as one process sees them; or the ranks of one island.
 
     Only time during which this process itself was awake counts as silence of another: after a machine has slept,
     everybody must have a chance to show up first.
@@ -83,17 +83,21 @@ class Roster:
         cells: cells of the store.
         own: seat of this process; None for one that only looks.
         deadlines: how long silence may last.
+        ranks_of: seat and size of an island: its ranks are looked at, in the place of seats.
 
     Attributes:
         records: latest record of each process, by seat.
     """
 
-    def __init__(self, cells: Cells, own: int | None, deadlines: Deadlines) -> None:
+    def __init__(
+        self, cells: Cells, own: int | None, deadlines: Deadlines, ranks_of: tuple[int, int] | None = None
+    ) -> None:
         self.records: dict[int, SeatRecord] = {}
         self._cells = cells
         self._own = own
         self._deadlines = deadlines
-        self._taken = 0
+        self._ranks_of = ranks_of
+        self._taken = 0 if ranks_of is None else ranks_of[1]
         self._silent_s: dict[int, float] = {}
         self._looked: float | None = None
 
@@ -106,10 +110,10 @@ class Roster:
         Raises:
             StoreLostError: the store does not answer.
         """
-        while self._cells.read([seat_name(self._taken)])[0] is not None:
+        while self._ranks_of is None and self._cells.read([seat_name(self._taken)])[0] is not None:
             self._taken += 1
         seats = [seat for seat in range(self._taken) if not self.records.get(seat, SeatRecord()).left]
-        found = self._cells.read([record_name(seat) for seat in seats])
+        found = self._cells.read([self._name(seat) for seat in seats])
         beat_s = self._deadlines.beat_s
         since_s = beat_s if self._looked is None else now - self._looked
         # A process that has not looked for so long was asleep, or its store is slow. It may be the first that wakes.
@@ -123,6 +127,9 @@ class Roster:
             records[seat] = record
         # Another thread may be reading: it has the old ones, or the new ones.
         self._silent_s, self.records = silences, records
+
+    def _name(self, number: int) -> str:
+        return record_name(number) if self._ranks_of is None else record_name(self._ranks_of[0], number)
 
     def reports(self, epoch: int) -> dict[int, StopReport]:
         """What was reported in ``epoch``, by seat."""

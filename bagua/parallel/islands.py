@@ -32,23 +32,24 @@ def over_islands(
 
 
 def group_of_island(process_group: Group | None, islands: Islands | None) -> Group | None:
-    """The ranks of this island: this process alone.
+    """The ranks of this island: those that joined, or this process alone.
 
     Raises:
-        ConfigurationError: it has several.
+        ConfigurationError: ``process_group`` has other ranks.
     """
     if islands is None:
         return process_group
     if process_group is None and not is_initialized():
         return solo_group()
     group: ProcessGroup = get_default_group() if process_group is None else as_group(process_group, "process_group")
-    if group.size > 1:
+    here = islands.ranks or (group.ranks[group.rank],)
+    if group.ranks != here:
         raise ConfigurationError(
-            "an island is one process so far",
+            "the ranks of this island are those that joined",
             argument="process_group",
-            expected="a group of one rank",
+            expected=f"a group of rank{'s' if len(here) > 1 else ''} {', '.join(map(str, here))}",
             seen=repr(group),
-            advice="Start each process by itself, without a launcher that connects them.",
+            advice="Call join_islands on all ranks, with the same process_group as here.",
         )
     return group
 

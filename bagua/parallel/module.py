@@ -178,9 +178,9 @@ def with_bagua(
         on_difference: ``raise`` a ``CollectiveMismatchError`` that names the first difference and the ranks, or
             ``repair``: give all ranks rank 0's weights, optimizer state and settings, and warn. Ranks that only round
             differently are warned of once.
-        between: islands that ``join_islands`` returned: this process trains with others that come and go, by
-            ``diloco``, ``local_sgd`` or ``slowmo``. Waits until it takes part; a newcomer starts from the state of the
-            others.
+        between: islands that ``join_islands`` returned: this island trains with others that come and go, by
+            ``diloco``, ``local_sgd`` or ``slowmo``; its ranks exchange gradients in each step. Waits until it takes
+            part; a newcomer starts from the state of the others.
         unknown: anything else is a ``TypeError`` that names the above.
 
     Returns:

@@ -1,7 +1,8 @@
 """Every order of events: members, a store, and what can go wrong, run through without time, threads or sockets.
 
 The steps of members are those of ``bagua.membership.epochs``; what is simulated is who makes the next step, and who
-dies, stops, wakes, is taken for dead while it is well, or comes.
+dies, stops, wakes, is taken for dead while it is well, or comes. An actor is an island: each rank of it exchanges with
+its counterparts, in any order, and what the island holds all of them hold.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from typing import NamedTuple
 from bagua.membership.epochs import Epoch, Standing, StopReport, next_epoch
 
 UP, STOPPED, DEAD, OUT, DONE = "up", "stopped", "dead", "out", "done"
+#: How far one rank of an island is in an attempt.
+COMING, SENT, HAS_RESULT, FAILED = range(4)
 
 
 class Actor(NamedTuple):
-    """One process. ``standing`` is None while it has no state; ``at`` is then the epoch that it waits in."""
+    """One island. ``standing`` is None while it has no state; ``at`` is then the epoch that it waits in."""
 
     how: str
     standing: Standing | None
@@ -24,6 +27,7 @@ class Actor(NamedTuple):
     lineage: tuple[int, ...] = ()  # for each applied exchange the epoch whose members made the sum
     made_in: int = 0  # epoch in which the result that it holds was made
     failed_in: int = 0  # of a newcomer: epoch in which it reported that it got no state
+    ranks: tuple[int, ...] = ()  # how far each rank is in the attempt that is under way, or was the last one
 
 
 class World(NamedTuple):
@@ -32,20 +36,22 @@ class World(NamedTuple):
     actors: tuple[Actor, ...]
     cells: tuple[Epoch, ...]
     faults: int
-    sent: frozenset[tuple[int, int, int]]  # (epoch, seat, exchange): its contribution is with the others
+    sent: frozenset[tuple[int, int, int, int]]  # (epoch, seat, exchange, rank): its contribution is with the others
     held: frozenset[tuple[int, int, int]]  # (epoch, seat, exchange): it holds the result
     calls: frozenset[tuple[int, int]]  # (epoch, exchange): the barrier has told that somebody waits
     silent: frozenset[tuple[int, int]]  # (epoch, exchange): the barrier has told that nobody does
 
 
 class Rules(NamedTuple):
-    """What is tried: members at the start, processes that come later, exchanges, faults; and the rule."""
+    """What is tried: members at the start, islands that come later, exchanges, faults, ranks of each; and the rules."""
 
     members: int
     exchanges: int
     faults: int
     comers: int = 0
     barrier: bool = True
+    ranks: int = 1
+    together: bool = True
     minimum: int | None = 1
 
 
@@ -103,7 +109,12 @@ def _as_newcomer(world: World, seat: int, actor: Actor) -> Iterator[Move]:
 
 def _taking_part(world: World, seat: int, actor: Actor, standing: Standing, rules: Rules) -> Iterator[Move]:
     epoch, number = standing.epoch, standing.epoch.number
-    mine = (number, seat, standing.entered)
+    if standing.held < standing.entered:
+        yield from _in_attempt(world, seat, actor, standing)
+        yield from _after_attempt(world, seat, actor, standing, rules)
+        return
+    if not rules.together:
+        yield from _in_attempt(world, seat, actor, standing)
     others = [world.actors[other] for other in epoch.members if other != seat]
     served = [one for one in epoch.newcomers if epoch.donor_of(one) == seat and not _served(world, one, number)]
     if standing.entered == standing.applied:
@@ -111,14 +122,9 @@ def _taking_part(world: World, seat: int, actor: Actor, standing: Standing, rule
             yield f"rest {seat}", _with(world, seat, actor._replace(standing=standing.stop(resting=True)))
         elif standing.applied < rules.exchanges and not served:
             entered = standing.enter()
-            sent = world.sent | {(number, seat, entered.entered)}
-            yield f"enter {seat}", _with(world, seat, actor._replace(standing=entered))._replace(sent=sent)
-    elif standing.held < standing.entered:
-        if all((number, other, standing.entered) in world.sent for other in epoch.members):
-            after = actor._replace(standing=standing.hold(), made_in=number)
-            if not rules.barrier:
-                after = _applied(after)
-            yield f"reduce {seat}", _with(world, seat, after)._replace(held=world.held | {mine})
+            ranks = (SENT, *[COMING] * (rules.ranks - 1))
+            sent = world.sent | {(number, seat, entered.entered, 0)}
+            yield f"enter {seat}", _with(world, seat, actor._replace(standing=entered, ranks=ranks))._replace(sent=sent)
     elif all((number, other, standing.held) in world.held for other in epoch.members):
         yield from _pass_barrier(world, seat, actor, number, standing.held)
     broken = _with(world, seat, actor._replace(standing=standing.stop()))
@@ -126,6 +132,47 @@ def _taking_part(world: World, seat: int, actor: Actor, standing: Standing, rule
         yield f"break {seat}", broken
     elif world.faults and len(epoch.members) > 1:
         yield f"cut {seat}", broken._replace(faults=world.faults - 1)
+
+
+def _in_attempt(world: World, seat: int, actor: Actor, standing: Standing) -> Iterator[Move]:
+    """Each rank exchanges with its counterparts."""
+    number, exchange, members = standing.epoch.number, standing.entered, standing.epoch.members
+    for rank, how in enumerate(actor.ranks):
+        if how == COMING:
+            sent = world.sent | {(number, seat, exchange, rank)}
+            yield f"send {seat}.{rank}", _with(world, seat, _moved(actor, rank, SENT))._replace(sent=sent)
+        if how == SENT and all((number, other, exchange, rank) in world.sent for other in members):
+            yield f"reduce {seat}.{rank}", _with(world, seat, _moved(actor, rank, HAS_RESULT))
+        if how in (COMING, SENT):
+            broken = _with(world, seat, _moved(actor, rank, FAILED))
+            if any(_refuses(world.actors[other], number, rank) for other in members if other != seat):
+                yield f"break {seat}.{rank}", broken
+            elif world.faults and len(members) > 1:
+                yield f"cut {seat}.{rank}", broken._replace(faults=world.faults - 1)
+
+
+def _after_attempt(world: World, seat: int, actor: Actor, standing: Standing, rules: Rules) -> Iterator[Move]:
+    """The ranks of the island have told each other how they fared."""
+    number, exchange = standing.epoch.number, standing.entered
+    if all(how == HAS_RESULT for how in (actor.ranks if rules.together else actor.ranks[:1])):
+        after = actor._replace(standing=standing.hold(), made_in=number)
+        if not rules.barrier:
+            after = _applied(after)
+        held = world.held | {(number, seat, exchange)}
+        yield f"hold {seat}", _with(world, seat, after)._replace(held=held)
+    elif COMING not in actor.ranks and SENT not in actor.ranks:
+        yield f"give up {seat}", _with(world, seat, actor._replace(standing=standing.stop()))
+
+
+def _moved(actor: Actor, rank: int, how: int) -> Actor:
+    return actor._replace(ranks=(*actor.ranks[:rank], how, *actor.ranks[rank + 1 :]))
+
+
+def _refuses(other: Actor, number: int, rank: int) -> bool:
+    """Whether the connection with a rank of ``other`` breaks, sooner or later."""
+    standing = other.standing
+    here = standing is not None and standing.epoch.number == number
+    return _has_failed(other, number) or (here and standing.held < standing.entered and other.ranks[rank] == FAILED)
 
 
 def _pass_barrier(world: World, seat: int, actor: Actor, number: int, exchange: int) -> Iterator[Move]:
@@ -139,7 +186,14 @@ def _pass_barrier(world: World, seat: int, actor: Actor, number: int, exchange: 
 
 
 def _applied(actor: Actor) -> Actor:
+    _check_ranks(actor)
     return actor._replace(standing=actor.standing.apply(), lineage=(*actor.lineage, actor.made_in))
+
+
+def _check_ranks(actor: Actor) -> None:
+    """What an island takes in, each of its ranks has."""
+    if any(how != HAS_RESULT for how in actor.ranks):
+        raise ViolationError(f"seat {actor.standing.seat} takes in a result that some of its ranks do not have")
 
 
 def _served(world: World, newcomer: int, number: int) -> bool:
@@ -196,11 +250,14 @@ def _follow(world: World, seat: int, actor: Actor, standing: Standing, cell: Epo
         return f"out {seat}", _with(world, seat, actor._replace(how=OUT))
     if not rules.barrier and standing.applied > cell.base:  # It cannot undo, so it goes on from where it is.
         after = actor._replace(standing=Standing(seat, cell, *[standing.applied] * 3), at=cell.number)
-        sent = world.sent | {(cell.number, seat, done) for done in range(cell.base + 1, standing.applied + 1)}
-        return f"follow {seat}", _with(world, seat, after)._replace(sent=sent)
+        again = range(cell.base + 1, standing.applied + 1)
+        sent = {(cell.number, seat, done, rank) for done in again for rank in range(rules.ranks)}
+        return f"follow {seat}", _with(world, seat, after)._replace(sent=world.sent | sent)
     if standing.applied > cell.base:
         raise ViolationError(f"seat {seat} has applied {standing.applied}, and {cell.base} counts")
     missed = (actor.made_in,) * (cell.base - standing.applied)
+    if missed:
+        _check_ranks(actor)
     return f"follow {seat}", _with(
         world, seat, actor._replace(standing=standing.follow(cell), at=cell.number, lineage=actor.lineage + missed)
     )

@@ -26,7 +26,6 @@ from bagua.errors import (
 )
 from bagua.parallel import with_bagua
 from bagua.primitives import EF21, AllGatherReducer, PowerSGDReducer
-from bagua.testing import ThreadRanks
 from bagua.testing.ranks import RankDiedError
 from tests.membership.training import (
     ALGORITHMS,
@@ -231,7 +230,7 @@ def test_who_leaves_in_the_middle_of_an_exchange_learns_it_at_once():
                 return
 
             def leave():
-                _until(lambda: islands._participant._busy)
+                _until(lambda: islands._counterparts.busy)
                 islands.leave()
                 left.set()
 
@@ -346,14 +345,6 @@ def outer_with(reducer, *, hierarchical=False):
 def test_what_cannot_run_between_islands_is_refused(algorithm, why):
     with joined(new_store(), 1) as islands, pytest.raises(ConfigurationError, match=why):
         wrapped(islands, algorithm)
-
-
-def test_an_island_of_several_ranks_is_refused():
-    def rank():
-        with joined(new_store(), 1) as islands, pytest.raises(ConfigurationError, match="one process so far"):
-            wrapped(islands, "diloco")
-
-    ThreadRanks(2).run(rank)
 
 
 def test_something_else_than_islands_is_refused():

@@ -26,6 +26,27 @@ def test_without_the_barrier_there_is_an_order_in_which_histories_differ():
         explore(Rules(3, 1, 1, barrier=False))
 
 
+#: members, exchanges, faults, islands that come later; each of two ranks.
+OF_TWO_RANKS = [(2, 2, 1, 0)]
+THOROUGH_OF_TWO_RANKS = [(2, 1, 2, 0), (3, 1, 1, 0), (2, 2, 2, 0), (2, 2, 1, 1), (3, 2, 1, 0)]
+SIZES_OF_TWO_RANKS = OF_TWO_RANKS + (THOROUGH_OF_TWO_RANKS if len(SIZES) > len(QUICK) else [])
+
+
+@pytest.mark.parametrize("size", SIZES_OF_TWO_RANKS, ids=str)
+def test_no_order_of_events_lets_the_ranks_of_an_island_differ(size):
+    assert explore(Rules(*size, ranks=2)) > 500
+
+
+def test_an_island_that_holds_what_its_first_rank_holds_is_found_wrong():
+    with pytest.raises(ViolationError, match="takes in a result that some of its ranks do not have"):
+        explore(Rules(2, 1, 1, ranks=2, together=False))
+
+
+def test_without_the_barrier_histories_of_islands_of_two_ranks_differ():
+    with pytest.raises(ViolationError, match=r"exchange 1: seat . has epoch"):
+        explore(Rules(3, 1, 1, ranks=2, barrier=False))
+
+
 @pytest.mark.parametrize("base", [max, lambda held: min(held) - 1], ids=["too high", "too low"])
 def test_another_base_is_found_wrong(base, monkeypatch):
     def other(epoch, reports, *rest):

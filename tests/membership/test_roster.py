@@ -13,8 +13,11 @@ from bagua.comm import Cells, get_default_group
 from bagua.comm.store.serving import thread_store
 from bagua.errors import ConfigurationError
 from bagua.membership import participant
+from bagua.membership.counterparts import Counterparts
 from bagua.membership.epochs import Epoch, Standing, StopReport
+from bagua.membership.island import Island
 from bagua.membership.participant import Participant
+from bagua.membership.presence import Presence
 from bagua.membership.roster import Deadlines, Roster, SeatRecord, record_name, seat_name
 from bagua.membership.transfer import receive_state, send_state
 from bagua.testing import ThreadRanks
@@ -56,6 +59,21 @@ def test_who_is_silent_is_found_although_looks_are_rare() -> None:
     assert list(roster.gone(1)) == [1]
 
 
+def test_a_rank_that_is_silent_is_lost_and_one_that_said_goodbye_is_not() -> None:
+    cells, island = Cells(thread_store()), Island(None)
+    island.size = 3
+    times = itertools.count(0.0, 0.25)
+    presence = Presence(cells, 7, island, DEADLINES, lambda: next(times))
+    for number in range(20):
+        cells.post(record_name(7, 1), SeatRecord(beat=min(number, 5)).to_json())
+        cells.post(record_name(7, 2), SeatRecord(beat=1, left="it left").to_json())
+        presence.tell()
+        presence.look()
+        assert number > 15 or not presence.lost_ranks()
+    assert list(presence.lost_ranks()) == [1]
+    assert "it was silent for" in presence.lost_ranks()[1]
+
+
 class Seated:
     """The presence of seat 0, as far as a participant asks it. Seat 1 lives, and never comes to its exchange."""
 
@@ -85,10 +103,10 @@ def test_a_member_that_does_not_come_is_left_out_however_long_one_look_takes(mon
         met.append(epoch)
         return SimpleNamespace(close=lambda: None)
 
-    one = Participant(
-        Seated(), Cells(thread_store()), connect,
-        minimum=1, timeout_s=15.0, deadlines=DEADLINES, tell=lambda epoch: None,
-    )  # fmt: skip
+    presence, cells, island = Seated(), Cells(thread_store()), Island(None)
+    counterparts = Counterparts(presence, cells, connect, lambda epoch: None)
+    island.acts = counterparts.acts
+    one = Participant(presence, cells, island, counterparts, size=2, minimum=1, timeout_s=15.0, deadlines=DEADLINES)
     one.standing = Standing(0, Epoch(1, (0, 1))).stop()
     assert one.standing.report == StopReport(1)
     one._change()

@@ -14,6 +14,7 @@ from bagua.algorithms.exchanges.exchange import Every, Exchange, Flight, How, Th
 from bagua.algorithms.exchanges.model import Model
 from bagua.algorithms.exchanges.parts import Parts
 from bagua.algorithms.exchanges.values import Sum
+from bagua.algorithms.gradients.gradient_allreduce import GradientAllReduceAlgorithm
 from bagua.checks import check_kind
 from bagua.comm import ProcessGroup
 from bagua.errors import ConfigurationError
@@ -27,7 +28,9 @@ __all__ = ["BetweenIslands", "LetIn", "OverIslands"]
 class BetweenIslands(How):
     """Sums or means over the islands of the epoch. A result counts for all of them, or for none.
 
-    An exchange that fails is repeated by those who are left, from the same contributions.
+    An exchange that fails is repeated by those who are left, from the same contributions. The ranks of an island hold
+    the same, so each of them sends a share, and they put the results together. What a reducer loses must be the same on
+    all of them, so there the first rank sends everything.
 
     Args:
         inner: how they communicate.
@@ -69,14 +72,21 @@ class BetweenIslands(How):
         """As between ranks."""
         self.inner.check_dtype(dtype)
 
+    def ranks(self, group: ProcessGroup) -> float:
+        """An island contributes once, whatever its size."""
+        return 1.0
+
     def run(self, flight: Flight, group: ProcessGroup) -> None:
         """Exchange what lies in the flight with the islands; ``group`` is this one alone."""
-        contribution = flight.flat.clone()
+        whole = flight.flat
+        contribution = self._share(whole, group)
 
         def attempt(members: ProcessGroup) -> None:
             # A call that failed may still write to the memory that it was given.
             flight.flat = contribution.clone()
             flight.memory.forget_proposals()
+            if not flight.flat.numel():
+                return
             scale = self.inner.scale(members.size)
             if scale != 1.0:
                 flight.flat.mul_(scale)
@@ -85,8 +95,33 @@ class BetweenIslands(How):
                 work.wait()
 
         self.islands.exchange(attempt)
+        flight.flat = self._put_together(flight.flat, whole, group)
         alive, in_epoch, contributed = (float(len(seats)) for seats in self.islands.members())
         group.gauges.update({"comm/alive": alive, "comm/epoch_members": in_epoch, "comm/contributed": contributed})
+
+    def _share(self, whole: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        """What this rank exchanges with its counterparts."""
+        if group.size == 1:
+            return whole.clone()
+        if not self.inner.exact:
+            return whole.clone() if group.rank == 0 else whole.new_empty(0)
+        length = -(-whole.numel() // group.size)
+        share, own = whole.new_zeros(length), whole[group.rank * length : (group.rank + 1) * length]
+        share[: own.numel()] = own
+        return share
+
+    def _put_together(self, share: torch.Tensor, whole: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+        """The result of all ranks of the island, from the shares of each."""
+        if group.size == 1:
+            return share
+        if not self.inner.exact:
+            if group.rank == 0:
+                whole.copy_(share)
+            group.global_communicator.broadcast(whole, 0)
+            return whole
+        shares = share.new_empty(share.numel() * group.size)
+        group.global_communicator.allgather(shares, share)
+        return whole.copy_(shares[: whole.numel()])
 
 
 @dataclass(frozen=True)
@@ -136,13 +171,14 @@ class OverIslands(Algorithm):
         return self.inner.phase(step, model)
 
     def exchanges(self, phase: Hashable = 0) -> tuple[Exchange, ...]:
-        """Those of the inner algorithm, over the islands."""
+        """Those of the inner algorithm, over the islands; inside an island of several ranks, gradients in each step."""
+        inside = [one.labelled("inside the island") for one in GradientAllReduceAlgorithm().exchanges()]
         found = [
             one if one.how is None else dataclasses.replace(one, how=self._between(one.how))
             for one in self.inner.exchanges(phase)
         ]
         let_in = Exchange(None, Every(), None, LetIn(self.islands), at="safe", parts=Parts(1, "strided"))
-        return (*found, let_in.labelled("newcomers"))
+        return (*(inside if self.islands.ranks else ()), *found, let_in.labelled("newcomers"))
 
     def _between(self, how: How) -> How:
         assert isinstance(how, Sum)

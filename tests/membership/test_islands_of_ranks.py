@@ -1,0 +1,294 @@
+"""Islands of two ranks, all of them threads: each is a job of its own, and the islands train together."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import bagua.torch_api as bagua
+from bagua.algorithms import Algorithm
+from bagua.comm import get_default_group, get_rank, inject_fault, serve_store_at, solo_group
+from bagua.compression import Float16
+from bagua.errors import (
+    CollectiveMismatchError,
+    ConfigurationError,
+    PeerLostError,
+    StoreLostError,
+    TooFewMembersError,
+)
+from bagua.parallel import with_bagua
+from bagua.testing import ThreadRanks
+from bagua.testing.ranks import RankDiedError
+from tests.membership.training import ALGORITHMS, PERIOD, RATE, joined, new_model, new_store, vanish
+
+pytestmark = pytest.mark.threads
+
+RANKS = 2
+
+
+def run_islands(count, job, *, deadline_s=60.0):
+    """What ``job(number of the island)`` returned, or raised, on each rank of each island; by island."""
+    found = [[] for _ in range(count)]
+
+    def start(number):
+        outcomes = ThreadRanks(RANKS, deadline_s=deadline_s).outcomes(job, number)
+        found[number] = [one.value if one.error is None else one.error for one in outcomes]
+
+    threads = [threading.Thread(target=start, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def batch(seat, rank):
+    """What a rank learns from, in each step."""
+    return (torch.eye(3)[[seat % 3, (seat + 1) % 3]] * (1 + seat / 4) + rank * torch.ones(2, 3) / 8).double()
+
+
+def together(store, size, **options):
+    """One of the islands that meet at ``store``, on each of its ranks."""
+    return joined(store, size, group=get_default_group().duplicate("islands"), **options)
+
+
+def wrapped(islands, algorithm="diloco"):
+    chosen = Algorithm.init(algorithm, **ALGORITHMS[algorithm]) if isinstance(algorithm, str) else algorithm
+    model = new_model(10 * islands.seat + get_rank()).double()
+    return with_bagua(model, torch.optim.SGD(model.parameters(), lr=RATE), chosen, between=islands)
+
+
+def train(islands, model, steps, before=lambda step: None):
+    """The weights and who contributed, by number of the step after which islands exchanged."""
+    (optimizer,) = model.bagua_optimizers
+    found = {}
+    for step in range(model.bagua_state_dict()["step"] + 1, steps + 1):
+        before(step)
+        optimizer.zero_grad()
+        model(batch(islands.seat, get_rank())).square().sum().backward()
+        optimizer.step()
+        if step % PERIOD == 0:
+            found[step] = (model.weight.detach().clone(), islands.members().contributed)
+    return found
+
+
+def expected(algorithm, crowds):
+    """The weights after each outer step, in plain torch: one process for each island, with the batches of its ranks."""
+    anchor = new_model(0).double().weight.detach().clone()
+    slow, outer = torch.zeros_like(anchor), torch.nn.Parameter(anchor.clone())
+    optimizer = torch.optim.SGD([outer], lr=0.7, momentum=0.9, nesterov=True)
+    found = []
+    for seats in crowds:
+        ends = []
+        for seat in seats:
+            weights = torch.nn.Parameter(anchor.clone())
+            for _ in range(PERIOD):
+                losses = [(batch(seat, rank) @ weights.T).square().sum() for rank in range(RANKS)]
+                (gradient,) = torch.autograd.grad(sum(losses) / RANKS, weights)
+                weights.data -= RATE * gradient
+            ends.append(weights.detach())
+        mean = torch.stack(ends).mean(0)
+        if algorithm == "diloco":
+            outer.grad = anchor - mean
+            optimizer.step()
+            anchor = outer.detach().clone()
+        elif algorithm == "slowmo":
+            slow = 0.5 * slow + (anchor - mean) / RATE
+            anchor = anchor - RATE * slow
+        else:
+            anchor = mean
+        found.append(anchor)
+    return found
+
+
+def check(algorithm, rows):
+    """All ranks agree bit by bit, and have what plain torch has; who contributed to each outer step."""
+    by_step = {}
+    for row in rows:
+        for step, (weights, contributed) in row.items():
+            other = by_step.setdefault(step, (weights, contributed))
+            assert torch.equal(weights, other[0])
+            assert contributed == other[1]
+    crowds = [by_step[step][1] for step in sorted(by_step)]
+    for step, weights in zip(sorted(by_step), expected(algorithm, crowds), strict=True):
+        torch.testing.assert_close(by_step[step][0], weights, rtol=1e-12, atol=1e-12)
+    return crowds
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_islands_of_two_ranks_train_as_one_process_for_each_with_their_batches(algorithm):
+    store = new_store()
+
+    def rank(_):
+        with together(store, 2) as islands:
+            return train(islands, wrapped(islands, algorithm), 3 * PERIOD)
+
+    rows = run_islands(2, rank)
+    assert check(algorithm, [*rows[0], *rows[1]]) == [(0, 1)] * 3
+
+
+def test_what_a_codec_loses_is_the_same_on_all_ranks():
+    store = new_store()
+    algorithm = Algorithm.init("diloco", sync_every=PERIOD, codec=Float16(), error_feedback=True)
+
+    def rank(_):
+        with together(store, 2) as islands:
+            return train(islands, wrapped(islands, algorithm), 3 * PERIOD)
+
+    first, *others = [row for rows in run_islands(2, rank) for row in rows]
+    assert all(torch.equal(first[step][0], other[step][0]) for step in first for other in others)
+
+
+def train_to_a_fault(store, steps, fault):
+    """Train two islands; ``fault(islands)`` is called at each step of each call after the first exchange, on the second
+    rank of the second island."""
+
+    def rank(_):
+        armed = []
+
+        def hook(_):
+            if armed and (armed[0].seat, get_rank()) == (1, 1):
+                fault(armed[0])
+
+        with inject_fault(hook), together(store, 2) as islands:
+            model = wrapped(islands, "local_sgd")
+            rows = train(islands, model, PERIOD)
+            armed.append(islands)
+            rows |= train(islands, model, steps)
+            armed.clear()
+            return rows
+
+    return [end for rows in run_islands(2, rank) for end in rows]
+
+
+def test_a_rank_that_dies_in_an_exchange_takes_its_island_out_and_no_other():
+    """Wherever the rank dies: the other island has the exchange with it on all of its ranks, or without it."""
+    passed = []
+    train_to_a_fault(new_store(), 2 * PERIOD, lambda islands: passed.append(None))
+    assert len(passed) > 20
+    seen = set()
+    for place in range(len(passed) // 3, len(passed), max(1, len(passed) // 12)):
+        places = iter(range(len(passed)))
+
+        def fault(islands, place=place, places=places):
+            if next(places) == place:
+                vanish(islands)
+
+        ends = train_to_a_fault(new_store(), 4 * PERIOD, fault)
+        rows = [end for end in ends if isinstance(end, dict)]
+        assert len(rows) == 2, ends
+        assert sum(isinstance(end, RankDiedError) for end in ends) == 1, ends
+        assert sum(isinstance(end, PeerLostError) for end in ends) == 1, ends
+        crowds = check("local_sgd", rows)
+        assert (crowds[0], crowds[-1]) == ((0, 1), (0,))
+        seen.add(tuple(crowds))
+    assert len(seen) > 1
+
+
+def test_a_newcomer_receives_the_state_rank_by_rank():
+    came, seen, store = threading.Event(), threading.Event(), new_store()
+
+    def rank(number):
+        if number == 2:
+            assert seen.wait(60)
+        with together(store, 2) as islands:
+            if number == 2:
+                came.set()
+
+            def pace(step):
+                if step == PERIOD + 1 and number < 2:
+                    seen.set()
+                if step == 2 * PERIOD and number < 2:  # The next exchange has to see it.
+                    assert came.wait(60)
+                    while not islands._presence.roster.records.get(2, islands._presence._record).waiting:
+                        threading.Event().wait(0.002)
+
+            return train(islands, wrapped(islands), 4 * PERIOD, pace)
+
+    rows = run_islands(3, rank)
+    assert [min(row) for row in rows[2]] == [3 * PERIOD] * 2
+    crowds = check("diloco", [row for island in rows for row in island])
+    assert crowds == [(0, 1), (0, 1), (0, 1, 2), (0, 1, 2)]
+
+
+def test_what_ends_the_call_of_the_first_rank_ends_it_on_all():
+    store = new_store()
+
+    def rank(_):
+        with together(store, 2, timeout_s=0.1) as islands:
+            wrapped(islands)
+
+    ((first, second),) = run_islands(1, rank)
+    assert isinstance(first, TooFewMembersError)
+    assert isinstance(second, TooFewMembersError)
+    assert (
+        (first.problem, first.advice)
+        == (second.problem, second.advice)
+        == (
+            "1 of 2 that begin are here",
+            first.advice,
+        )
+    )
+
+
+def test_an_error_on_one_rank_ends_the_island():
+    store = new_store()
+
+    def rank(_):
+        with together(store, 1) as islands:
+            model = wrapped(islands)
+            train(islands, model, PERIOD)
+            if get_rank():
+                raise ValueError("a broken disk")
+            train(islands, model, 2 * PERIOD)
+
+    ((first, second),) = run_islands(1, rank)
+    assert isinstance(second, ValueError)
+    assert isinstance(first, PeerLostError)
+
+
+def test_ranks_of_an_island_that_join_differently_are_refused():
+    store, where = serve_store_at("127.0.0.1", 0)
+
+    def rank(_):
+        bagua.join_islands(where, name=f"run of rank {get_rank()}", timeout=20)
+
+    for error, theirs in zip(run_islands(1, rank)[0], (1, 0), strict=True):
+        assert isinstance(error, CollectiveMismatchError)
+        assert error.seen == f"name=run of rank {theirs}"
+    del store
+
+
+def test_a_store_that_one_rank_does_not_reach_is_an_error_on_all():
+    store, where = serve_store_at("127.0.0.1", 0)
+
+    def rank(_):
+        bagua.join_islands("tcp://127.0.0.1:1" if get_rank() else where, timeout=0.5)
+
+    first, second = run_islands(1, rank)[0]
+    assert isinstance(first, StoreLostError)
+    assert isinstance(second, StoreLostError)
+    assert "rank 1 of this island: no store answers at tcp://127.0.0.1:1" in str(first)
+    del store
+
+
+def test_an_island_trains_with_the_ranks_that_joined():
+    store, where = serve_store_at("127.0.0.1", 0)
+
+    def rank(_):
+        with bagua.join_islands(where) as islands:
+            assert islands.ranks == (0, 1)
+            with pytest.raises(ConfigurationError, match="the ranks of this island are those that joined"):
+                with_bagua(new_model(0), [], "diloco", solo_group(), between=islands)
+
+    assert run_islands(1, rank) == [[None, None]]
+    with joined(new_store(), 1) as alone:
+
+        def late(_):
+            with pytest.raises(ConfigurationError, match="a group of rank 0"):
+                with_bagua(new_model(0), [], "diloco", between=alone)
+
+        run_islands(1, late)
+    del store
