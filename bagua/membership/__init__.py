@@ -2,5 +2,6 @@
 
 from bagua.membership.islands import Islands, Members
 from bagua.membership.joining import join_islands
+from bagua.membership.sampler import ElasticSampler
 
-__all__ = ["Islands", "Members", "join_islands"]
+__all__ = ["ElasticSampler", "Islands", "Members", "join_islands"]

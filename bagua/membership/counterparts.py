@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 from bagua.comm import Cells, ProcessGroup
 from bagua.errors import (
@@ -18,10 +20,11 @@ from bagua.errors import (
 )
 from bagua.membership.epochs import Epoch
 from bagua.membership.island import Act
+from bagua.membership.position import Progress
 from bagua.membership.presence import Presence
 from bagua.membership.transfer import receive_state, send_state
 
-__all__ = ["Attempt", "Counterparts", "epoch_name"]
+__all__ = ["Attempt", "Counterparts", "Samples", "epoch_name"]
 
 _log = logging.getLogger("bagua")
 #: Runs an exchange on the group of the epoch, from the same contribution each time.
@@ -33,6 +36,32 @@ _LOSSES = (PeerLostError, CollectiveTimeoutError, CommunicatorClosedError)
 def epoch_name(number: int) -> str:
     """The cell that says who takes part in epoch ``number``."""
     return f"epoch/{number}"
+
+
+class Samples(Protocol):
+    """What deals out samples, as ``ElasticSampler`` does."""
+
+    @property
+    def fact(self) -> str:
+        """What all islands have in common."""
+
+    def begin(self, seat: int, epoch: Epoch) -> None:
+        """This island has come in, with this epoch."""
+
+    def said(self) -> Progress:
+        """What this rank says in an exchange."""
+
+    def hear(self, said: Mapping[int, Progress], room: int) -> None:
+        """What all have said, and how many newcomers may come, if the exchange comes to count."""
+
+    def settle(self) -> None:
+        """The exchange counts."""
+
+    def give(self) -> dict[str, Any]:
+        """What a newcomer needs."""
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        """Begin where the others are."""
 
 
 class Counterparts:
@@ -48,6 +77,8 @@ class Counterparts:
         give: returns the state of this rank.
         take: replaces it.
         attempt: the exchange that is under way.
+        samples: deals out samples, and agrees on them in exchanges; None if nobody does.
+        room: how many newcomers the members of the last attempt have agreed on, where samples are dealt out.
     """
 
     def __init__(
@@ -67,6 +98,8 @@ class Counterparts:
         self.give: Callable[[], object] = _nothing
         self.take: Callable[[object], None] = _ignore
         self.attempt: Attempt = _ignore
+        self.samples: Samples | None = None
+        self.room = 0
 
     @property
     def epoch(self) -> Epoch | None:
@@ -110,9 +143,20 @@ class Counterparts:
         _log.info("islands: epoch %d of seats %s: %s", epoch.number, list(epoch.members), epoch.why)
         self._tell(epoch)
 
-    def _attempt(self, _: object) -> None:
+    def _attempt(self, waiting: int) -> None:
+        """Run the exchange, and agree on samples: whoever has the result has heard what all have said."""
         with self.call() as group:
             self.attempt(group)
+            if self.samples is not None:
+                self._agree(group, self.samples, waiting)
+
+    def _agree(self, group: ProcessGroup, samples: Samples, waiting: int) -> None:
+        own = torch.tensor([waiting, *samples.said()])
+        told = torch.empty(group.size * own.numel(), dtype=own.dtype)
+        group.global_communicator.allgather(told, own)
+        rows = told.view(group.size, -1).tolist()
+        self.room = max(row[0] for row in rows)
+        samples.hear({seat: Progress(*row[1:]) for seat, row in zip(group.ranks, rows, strict=True)}, self.room)
 
     def _receive(self, _: object) -> None:
         """Take the state of this rank's counterpart in the island that gives it."""
@@ -120,14 +164,16 @@ class Counterparts:
         assert epoch is not None
         donor = epoch.members.index(epoch.donor_of(self._presence.seat))
         with self.call() as group:
-            state = receive_state(group.global_communicator, donor)
-        self.take(state)
+            state: Any = receive_state(group.global_communicator, donor)
+        self.take(state["model"])
+        if self.samples is not None:
+            self.samples.take(state["samples"])
 
     def _serve(self, _: object) -> None:
         """Give newcomers the state, where it is this island's turn."""
         epoch = self.epoch
         assert epoch is not None
-        state = self.give()
+        state = {"model": self.give(), "samples": None if self.samples is None else self.samples.give()}
         with self.call() as group:
             try:
                 for seat in epoch.served_by(self._presence.seat):

@@ -28,7 +28,7 @@ from bagua.errors import (
     CommunicatorClosedError,
     ConfigurationError,
 )
-from bagua.membership.counterparts import Attempt, Counterparts
+from bagua.membership.counterparts import Attempt, Counterparts, Samples
 from bagua.membership.epochs import Epoch
 from bagua.membership.follower import Follower
 from bagua.membership.island import Island
@@ -204,17 +204,43 @@ class Islands:
                 seen=repr(self),
             )
         counterparts = self._counterparts
-        self._island.share(lambda: _compare(self._cells, "model", facts, "models"))
+        samples = counterparts.samples
+        told = [*facts, "no ElasticSampler" if samples is None else samples.fact]
+        self._island.share(lambda: _compare(self._cells, "model", told, "models"))
         self._bound = True
         counterparts.give, counterparts.take = give, take
         with self._leaving():
             self._participant.join()
+        if samples is not None and counterparts.epoch is not None:
+            samples.begin(self.seat, counterparts.epoch)
+
+    def deal_out(self, samples: Samples) -> None:
+        """Agree on samples in each exchange.
+
+        Raises:
+            ConfigurationError: training has begun, or others are dealt out.
+        """
+        if self._bound or self._counterparts.samples is not None:
+            raise ConfigurationError(
+                "these islands agree on their samples already, or on none",
+                argument="islands",
+                expected="one sampler for each, made before with_bagua",
+                seen=repr(self),
+            )
+        self._counterparts.samples = samples
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Rank of this process in its island, and the size of the island."""
+        return self._island.rank, self._island.size
 
     def exchange(self, attempt: Attempt) -> None:
         """Have an exchange happen for all members or for none; see ``Participant.exchange``."""
         self._check_open()
         with self._leaving():
             self._participant.exchange(attempt)
+            if self._counterparts.samples is not None:
+                self._counterparts.samples.settle()
 
     def rest(self) -> None:
         """This process is between two steps: newcomers may come in."""

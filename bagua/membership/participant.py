@@ -169,7 +169,7 @@ class Participant:
     def _attempt(self) -> bool:
         """Whether the exchange has happened, for all members. The island holds what all of its ranks hold."""
         assert self.standing is not None
-        failure = self._island.do("attempt")
+        failure = self._island.do("attempt", len(self._strangers()))
         if failure is not None:
             self._stop(failure)
             return False
@@ -185,11 +185,15 @@ class Participant:
     def _pass_barrier(self) -> bool:
         """Wait until all members hold the result; whether one of them sees a newcomer."""
         assert self.standing is not None
-        waiting = set(self._presence.roster.waiting()) - set(self.standing.epoch.members)
-        called = torch.tensor([len(waiting)])
+        called = torch.tensor([len(self._strangers())])
         with self._counterparts.call() as group:
             group.global_communicator.allreduce(called, ReduceOp.MAX)
-        return bool(called)
+        return bool(called) if self._counterparts.samples is None else self._counterparts.room > 0
+
+    def _strangers(self) -> list[int]:
+        """Seats of those who wait, and are no members."""
+        members = () if self.standing is None else self.standing.epoch.members
+        return [seat for seat in self._presence.roster.waiting() if seat not in members]
 
     def rest(self) -> None:
         """Between two steps: let newcomers in, if the last exchange said that there are any."""
@@ -244,7 +248,10 @@ class Participant:
         if late:
             stuck = set(epoch.members) - reports.keys() - gone.keys()
             gone |= dict.fromkeys(stuck, f"it did not come to its next exchange within {self._timeout_s:g} s")
-        return next_epoch(epoch, reports, gone, roster.waiting(), self._minimum, roster.left())
+        waiting, resting = roster.waiting(), standing.report is not None and standing.report.resting
+        if resting and standing.applied and self._counterparts.samples is not None:
+            waiting = waiting[: self._counterparts.room]  # There are samples for so many until the next exchange.
+        return next_epoch(epoch, reports, gone, waiting, self._minimum, roster.left())
 
     def _cell(self, number: int, propose: Callable[[], Epoch | str] | None = None) -> Epoch | None:
         """Epoch ``number``, if it is written; else what ``propose`` returns, if no other process comes first."""

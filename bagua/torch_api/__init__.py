@@ -12,7 +12,7 @@ from typing import NoReturn
 from bagua.algorithms import DistributedAlgorithm
 from bagua.checks import did_you_mean
 from bagua.comm import TorchBackendOptions, install_torch_backend
-from bagua.membership import Islands, Members, join_islands
+from bagua.membership import ElasticSampler, Islands, Members, join_islands
 from bagua.observe import metrics
 from bagua.parallel import AutotuneSettings, BaguaModule, bagua_init, install_with_bagua, with_bagua
 from bagua.torch_api import (
@@ -76,6 +76,7 @@ __all__ = [
     "BaguaModule",
     "Communicator",
     "DistributedAlgorithm",
+    "ElasticSampler",
     "Islands",
     "Members",
     "ProcessGroup",
