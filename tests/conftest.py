@@ -17,6 +17,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import shlex
 import signal
 
 import pytest
@@ -25,6 +26,7 @@ from hypothesis import HealthCheck, settings
 
 from bagua.cli import launch
 from bagua.testing import ProcessRanks, RankPool, ThreadRanks, worker
+from tests.interpreters import interpreter
 from tests.versions import leave_out_what_gloo_prints
 
 # A deadline per example is a wall-clock assertion, and these tests run beside other work.
@@ -120,6 +122,16 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([worker.__name__])
     monkeypatch.setattr(launch.multiprocessing, "get_context", lambda _: context)
+
+
+@pytest.fixture
+def forked_python(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The interpreter with which torchrun and baguarun start ranks: a forked one. Returns its path."""
+    path = tmp_path_factory.mktemp("python") / "python"
+    path.write_text(f'#!/bin/sh\nexec {shlex.join(interpreter())} "$@"\n')
+    path.chmod(0o755)
+    monkeypatch.setenv("PYTHON_EXEC", str(path))
+    return str(path)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -160,6 +160,8 @@ if __name__ == "__main__":
         _follow(sys.argv[1], sys.argv[2:])
     import gc
 
+    import torch._dynamo  # noqa: F401 - every optimizer imports it at its first step, for two seconds
+
     import bagua.torch_api  # noqa: F401 - for the scripts
 
     gc.freeze()  # Collecting garbage would write to all memory that scripts share with the server.

@@ -3,19 +3,20 @@
 import os
 import runpy
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.gloo
+from tests.interpreters import interpreter
+
+pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("forked_python")]
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "bagua.cli.baguarun", *arguments],
+        [*interpreter(), "-m", "bagua.cli.baguarun", *arguments],
         capture_output=True,
         text=True,
         timeout=100,

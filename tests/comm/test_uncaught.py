@@ -12,6 +12,7 @@ import pytest
 
 from bagua.comm.lifetime.closing import uncaught_error
 from bagua.comm.startup.default_group import WorldHolder
+from tests.interpreters import interpreter
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = """
@@ -30,13 +31,14 @@ def run(tmp_path: Path, backend: str, end: str) -> str:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(end=end))
     done = subprocess.run(
-        [sys.executable, "-m", "bagua.cli.baguarun", "--nproc", "2", str(script), backend],
+        [*interpreter(), "-m", "bagua.cli.baguarun", "--nproc", "2", str(script), backend],
         capture_output=True, text=True, timeout=100, cwd=REPOSITORY, check=False,
     )  # fmt: skip
     assert done.returncode == 1
     return done.stderr
 
 
+@pytest.mark.usefixtures("forked_python")
 @pytest.mark.parametrize(
     "backend", [pytest.param("shm", marks=pytest.mark.shm), pytest.param("gloo", marks=pytest.mark.gloo)]
 )
@@ -49,6 +51,7 @@ def test_the_error_of_a_rank_reaches_the_others_and_the_launcher_names_it(tmp_pa
 
 
 @pytest.mark.shm
+@pytest.mark.usefixtures("forked_python")
 def test_a_rank_that_ends_in_order_has_closed_its_communicator(tmp_path: Path) -> None:
     assert "lost rank 1: it closed its communicator" in run(tmp_path, "shm", "sys.exit(0)")
 

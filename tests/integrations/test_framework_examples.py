@@ -14,20 +14,10 @@ import pytest
 
 from tests.interpreters import interpreter
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.usefixtures("forked_python")]
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
-
-
-@pytest.fixture(autouse=True)
-def python(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The interpreter with which torchrun starts ranks."""
-    path = tmp_path_factory.mktemp("python") / "python"
-    path.write_text(f'#!/bin/sh\nexec {shlex.join(interpreter())} "$@"\n')
-    path.chmod(0o755)
-    monkeypatch.setenv("PYTHON_EXEC", str(path))
-    return str(path)
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -112,7 +102,7 @@ def test_the_kubernetes_job_fits_together_and_its_command_starts_ranks(tmp_path)
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_ranks_that_srun_starts_by_itself_find_each_other(python, tmp_path):
+def test_ranks_that_srun_starts_by_itself_find_each_other(forked_python, tmp_path):
     """Without torchrun: ``srun --ntasks-per-node 2 python train.py``."""
     script = tmp_path / "train.py"
     script.write_text(
@@ -121,7 +111,7 @@ def test_ranks_that_srun_starts_by_itself_find_each_other(python, tmp_path):
         "print('rank', bagua.get_rank(), 'of', bagua.get_world_size())\n"
     )
     place = {"SLURM_NTASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    command = [python, str(script)]
+    command = [forked_python, str(script)]
     ranks = [
         subprocess.Popen(
             command,
