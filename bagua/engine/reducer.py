@@ -180,7 +180,8 @@ class Reducer(BucketFormation):
         """What hooks call for each gradient of this backward pass: ``add_param`` or ``mark_tensor_ready``."""
         if not self.follows_gradients:
             return _leave_alone
-        return self.add_param if self.scheduler is None else self.scheduler.take
+        take = self.add_param if self.scheduler is None else self.scheduler.take
+        return self.equality.watch_gradients(take) if self.options.buckets and self.step == 0 else take
 
     def before_step(self) -> bool:
         """A training forward begins: a safe point. Whether hooks on parameters must come or go."""

@@ -17,9 +17,9 @@ from bagua.engine.state.equality import _plain
 from bagua.engine.state.rounding import differ_by_rounding
 from bagua.errors import BaguaError, CollectiveMismatchError, ConfigurationError, PeerLostError
 from bagua.optim import QAdamOptimizer
-from bagua.parallel import bagua_init
+from bagua.parallel import OverlappingWrapper, bagua_init
 from bagua.parallel.module import with_bagua
-from bagua.testing.training import assert_same_on_all_ranks, mlp, sgd, snapshot, train_steps
+from bagua.testing.training import assert_same_on_all_ranks, mlp, seeded, sgd, snapshot, train_steps
 
 pytestmark = pytest.mark.threads
 
@@ -158,6 +158,21 @@ def _train_on_the_same_data(gradient: float) -> None:
 def test_ranks_that_read_the_same_data_are_told_once(thread_ranks, caplog, size, gradient, times):
     with caplog.at_level(logging.WARNING, "bagua"):
         thread_ranks(size, _train_on_the_same_data, gradient)
+    assert caplog.text.count("computed the same gradient in the first step") == times
+
+
+def _train_in_buckets_of_the_user(gradients: list[float]) -> None:
+    with seeded():
+        layer = torch.nn.Linear(2, 2)
+    wrapped = OverlappingWrapper(layer, sgd(layer.parameters()), buckets=[["bias"], ["weight"]])
+    for _ in range(2):
+        (wrapped(torch.ones(1, 2)).sum() * gradients[bagua.comm.get_rank()]).backward()
+
+
+@pytest.mark.parametrize(("gradients", "times"), [([1.0, 1.0], 1), ([1.0, 2.0], 0), ([0.0, 0.0], 0)])
+def test_ranks_that_read_the_same_data_are_told_in_buckets_of_the_user_too(thread_ranks, caplog, gradients, times):
+    with caplog.at_level(logging.WARNING, "bagua"):
+        thread_ranks(2, _train_in_buckets_of_the_user, gradients)
     assert caplog.text.count("computed the same gradient in the first step") == times
 
 

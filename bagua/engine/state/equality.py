@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,8 @@ class EqualityCheck:
         self._looks = not algorithm.in_background
         self._next = 0 if self._looks else -1
         self._leaves_gradients = not any("gradients" in one.needs for one in algorithm.every_exchange())
+        #: Where gradients are exchanged before buckets would be formed: digests of those that this rank computed.
+        self._watches, self._first_gradients = bool(options.buckets), list[str]()
         #: When ranks were known to be equal last, and whether they were told that they round differently.
         self._equal_at, self._rounds = 0, False
 
@@ -119,8 +121,8 @@ class EqualityCheck:
             return False
         self._next = step + self._every if self._every else -1
         communicator = group.global_communicator
-        if step == 0 and self._leaves_gradients:  # Otherwise they were compared before they were exchanged.
-            own = digest_of_gradients(list(belief.model.parameters.values()))
+        if step == 0 and (self._leaves_gradients or self._watches):  # Otherwise they were compared with the buckets.
+            own = self._own_gradients(belief.model)
             warn_of_equal_gradients(communicator.allgather_object(own), group.rank)
         difference, by_rounding = self._difference(step, belief, communicator)
         if difference is None:
@@ -134,6 +136,22 @@ class EqualityCheck:
             _take_from_first_rank(belief, communicator, "" if by_rounding else difference.problem)
             self._equal_at = step
         return self._repairs and not by_rounding
+
+    def watch_gradients(self, take: Callable[[torch.nn.Parameter], None]) -> Callable[[torch.nn.Parameter], None]:
+        """``take``, which also notes the gradients of the first step as this rank computed them."""
+
+        def noting(parameter: torch.nn.Parameter) -> None:
+            if not self._leaves_gradients:
+                self._first_gradients.append(digest_of_gradients([parameter]))
+            take(parameter)
+
+        return noting
+
+    def _own_gradients(self, model: Model) -> str:
+        if self._leaves_gradients:
+            return digest_of_gradients(list(model.parameters.values()))
+        noted, self._first_gradients = sorted(self._first_gradients), []
+        return "".join(noted)
 
     def _tell_of_rounding(self, difference: CollectiveMismatchError, communicator: Communicator) -> None:
         if communicator.rank == 0 and not self._rounds:
