@@ -27,7 +27,7 @@ from bagua.engine import (
     refuse_unknown,
     replace_engine,
 )
-from bagua.errors import ConfigurationError
+from bagua.errors import ConfigurationError, InvalidTypeError
 from bagua.membership import Islands
 from bagua.parallel.islands import come_in, group_of_island, over_islands, refuse_to_switch
 
@@ -201,6 +201,7 @@ def with_bagua(
         >>> bagua.destroy_process_group()
     """
     refuse_unknown(unknown, with_bagua.__kwdefaults__ or ())
+    _refuse_swapped(self, optimizers)
     check_module(self, "self")
     check_flags(do_flatten=do_flatten, broadcast_buffers=broadcast_buffers)
     if isinstance(self, torch.jit.ScriptModule):
@@ -228,6 +229,17 @@ def with_bagua(
     if not isinstance(plain, BaguaModule):
         plain.__class__ = _bagua_class(type(plain))
     return self
+
+
+def _refuse_swapped(model: object, optimizers: object) -> None:
+    if isinstance(optimizers, torch.nn.Module) and not isinstance(model, torch.nn.Module):
+        raise InvalidTypeError(
+            "the first two arguments are swapped",
+            argument="model",
+            expected="the model first, then its optimizers",
+            seen=f"{type(model).__name__}, then {type(optimizers).__name__}",
+            advice="Call with_bagua(model, optimizer).",
+        )
 
 
 def _start(

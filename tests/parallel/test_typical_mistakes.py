@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,10 +12,65 @@ import torch
 import bagua.torch_api as bagua
 from bagua.algorithms import Algorithm
 from bagua.comm import get_rank, solo_group
-from bagua.errors import CollectiveMismatchError, ConfigurationError
-from bagua.testing.training import mlp, sgd
+from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTypeError
+from bagua.testing.training import assert_close, loss_of, mlp, sgd, snapshot
 
 pytestmark = pytest.mark.threads
+
+Way = Callable[[torch.nn.Module, int], None]
+
+
+def backward_twice(model: torch.nn.Module, rank: int) -> None:
+    loss = loss_of(model, rank, 0)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def two_losses(model: torch.nn.Module, rank: int) -> None:
+    output = model(torch.full((2, 8), rank + 1.0))
+    output.sum().backward(retain_graph=True)
+    output.square().mean().backward()
+
+
+def two_batches_without_no_sync(model: torch.nn.Module, rank: int) -> None:
+    for number in range(2):
+        loss_of(model, rank, number).backward()
+
+
+def _step_of_plain_torch(way: Way) -> dict[str, torch.Tensor]:
+    """One step from the mean of the gradients of two ranks, each computed alone."""
+    model = mlp()
+    alone = [copy.deepcopy(model) for _ in range(2)]
+    for rank, replica in enumerate(alone):
+        way(replica, rank)
+    for parameter, *others in zip(model.parameters(), *(one.parameters() for one in alone), strict=True):
+        parameter.grad = sum(one.grad for one in others) / 2
+    sgd(model.parameters()).step()
+    return snapshot(model)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["optimizer", "optimizer made after wrapping"])
+@pytest.mark.parametrize("way", [backward_twice, two_losses, two_batches_without_no_sync])
+def test_several_backward_passes_for_one_update_give_the_mean_of_their_sums(thread_ranks, way, before):
+    def train() -> dict[str, torch.Tensor]:
+        model = mlp(seed=get_rank())
+        optimizer = sgd(model.parameters())
+        wrapped = bagua.with_bagua(model, optimizer if before else [])
+        way(wrapped, get_rank())
+        (optimizer if before else sgd(model.parameters())).step()
+        return snapshot(model)
+
+    expected = _step_of_plain_torch(way)
+    for state in thread_ranks(2, train):
+        assert_close(state, expected)
+
+
+def test_model_and_optimizer_in_the_wrong_order_are_named():
+    layer = torch.nn.Linear(2, 1)
+    optimizer = sgd(layer.parameters())
+    for first in (optimizer, [optimizer]):
+        with pytest.raises(InvalidTypeError, match=r"swapped.*Call with_bagua\(model, optimizer\)"):
+            bagua.with_bagua(first, layer, "bytegrad", solo_group())
 
 
 def test_qadam_with_another_optimizer_names_the_one_to_build():
