@@ -51,6 +51,9 @@ SHM_LIMITS = {
 }
 #: Torch's DDP on the backend ``bagua`` against the same on Gloo, for each batch.
 TORCH_BACKEND_LIMITS = {16: 0.75, 64: 0.85}
+COMPARING = "bagua, comparing in each step"
+#: A comparison takes no more than a step. So after each hundredth step, the default, it costs at most 1 %.
+COMPARING_LIMIT = 2.0
 MEMORY_LIMIT = 1.0
 MEMORY_TOLERANCE = 0.1  # 5 MB of code and of pages that come and go
 HIDDEN = 2048
@@ -100,6 +103,11 @@ def through_bagua(module: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Mod
     return module.with_bagua([optimizer], Algorithm.init("gradient_allreduce"))
 
 
+def through_comparing_bagua(module: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
+    """The same, and ranks compare weights and settings after each step, not after each hundredth."""
+    return bagua.with_bagua(module, optimizer, check_every=1)
+
+
 def through_silent_bagua(module: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
     """The engine with an exchange that does nothing."""
     return module.with_bagua([optimizer], SilentAlgorithm())
@@ -112,6 +120,7 @@ KINDS = {
     "DDP on bagua": through_ddp_on_bagua,
     "bagua": through_bagua,
     "bagua, silent": through_silent_bagua,
+    COMPARING: through_comparing_bagua,
 }
 
 PAIRS = [
@@ -121,6 +130,7 @@ PAIRS = [
     ("bare", "bagua"),
     ("bagua, silent", "bagua"),
     ("bare", "bagua, silent"),
+    ("bagua", COMPARING),
 ]
 
 
@@ -183,6 +193,8 @@ def limit_of(backend: str, baseline: str, candidate: str, batch: int) -> float |
     """What is promised of ``candidate`` against ``baseline``; None where nothing is."""
     if candidate == "DDP on bagua":
         return TORCH_BACKEND_LIMITS.get(batch)
+    if candidate == COMPARING:
+        return COMPARING_LIMIT
     if candidate != "bagua":
         return None
     if backend == "shm":
@@ -190,17 +202,23 @@ def limit_of(backend: str, baseline: str, candidate: str, batch: int) -> float |
     return LIMIT if baseline.startswith("DDP") else None
 
 
-def compare_steps(options: argparse.Namespace) -> list[Comparison]:
-    """All lines about the MLP."""
+def compare_steps(options: argparse.Namespace, pairs: list[tuple[str, str]]) -> list[Comparison]:
+    """Lines about the MLP on two ranks."""
     lines = []
-    cases = [(batch, *pair) for batch in options.batches for pair in PAIRS]
-    for (batch, baseline, candidate), rounds in zip(cases, measure_steps(2, PAIRS, options), strict=True):
+    cases = [(batch, *pair) for batch in options.batches for pair in pairs]
+    for (batch, baseline, candidate), rounds in zip(cases, measure_steps(2, pairs, options), strict=True):
         name = f"2 ranks, batch {batch}: {candidate} : {baseline}"
         lines.append(compare(name, rounds, limit_of(options.backend, baseline, candidate, batch)))
-    alone = measure_steps(1, [("bare", "bagua")], options)
-    for batch, rounds in zip(options.batches, alone, strict=True):
-        lines.append(compare(f"1 rank, batch {batch}: bagua : bare", rounds, LIMIT))
     return lines
+
+
+def compare_alone(options: argparse.Namespace) -> list[Comparison]:
+    """Lines about the MLP on one rank."""
+    alone = measure_steps(1, [("bare", "bagua")], options)
+    return [
+        compare(f"1 rank, batch {batch}: bagua : bare", rounds, LIMIT)
+        for batch, rounds in zip(options.batches, alone, strict=True)
+    ]
 
 
 def measure_steps(ranks: int, pairs: list[tuple[str, str]], options: argparse.Namespace) -> list[Rounds]:
@@ -248,9 +266,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, metavar="N", help="rows in a batch")
     parser.add_argument("--hidden", type=int, default=HIDDEN, metavar="N", help="width of the hidden layers")
     parser.add_argument("--backend", default="gloo", help="of bagua, in all but DDP")
+    parser.add_argument("--only", choices=KINDS, metavar="NAME", help="leave out all but lines of this against others")
     parser.add_argument("--no-memory", action="store_true", help="leave the peak memory out")
     options = parser.parse_args(arguments)
-    comparisons = [*compare_steps(options), *compare_small_parameters(options)]
+    if options.only is not None:
+        return conclude(compare_steps(options, [pair for pair in PAIRS if pair[1] == options.only]), options)
+    comparisons = [*compare_steps(options, PAIRS), *compare_alone(options), *compare_small_parameters(options)]
     return conclude(comparisons, options, {} if options.no_memory else extra_memory(options.backend, options.hidden))
 
 

@@ -74,6 +74,12 @@ def test_training_step(numbers_file, monkeypatch):
     assert "2 ranks, batch 2: bagua : bagua, silent" in names(numbers_file)
 
 
+def test_one_candidate_alone(numbers_file):
+    few = ["--rounds", "1", "--batches", "2", "--hidden", "8", "--backend", "shm", "--only", training_step.COMPARING]
+    assert training_step.main([*few, "--json", str(numbers_file)]) == 0
+    assert names(numbers_file) == ["2 ranks, batch 2: bagua, comparing in each step : bagua"]
+
+
 def test_watching(numbers_file):
     few = ["--rounds", "1", "--hidden", "8", "--runs", "1", "--steps", "3", "--sizes", "2", "--backends", "shm"]
     assert watching.main([*few, "--json", str(numbers_file)]) == 0
