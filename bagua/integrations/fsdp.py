@@ -63,6 +63,9 @@ def exchange_shards(
     others = set(group.ranks) - {group.ranks[group.rank]}
     for part in parts.values():
         refuse_shared_mesh(part, others, "process_group")
+    for part in parts.values():
+        part.unshard()  # The first time FSDP moves a shard that it must pad, in versions of torch before 2.13.
+        part.reshard()
     mates = sorted({group.ranks[group.rank]}.union(*map(ranks_of_mesh, parts.values())))
     return ShardExchange(module, optimizer_list(optimizers), declaration, group, mates)
 
