@@ -30,7 +30,7 @@ def test_the_tutorial_learns_on_two_processes_at_least_as_much_as_on_one(capsys)
     runpy.run_path(str(REPOSITORY / "examples/spiral_one_process.py"))
     done = run("--nproc", "2", "examples/spiral.py")
     assert done.returncode == 0, done.stderr
-    one, two = (float(output.strip().removeprefix("accuracy ")) for output in (capsys.readouterr().out, done.stdout))
+    one, two = (float(output.rpartition("accuracy ")[2]) for output in (capsys.readouterr().out, done.stdout))
     assert two >= one > 0.9  # rank 0 alone prints
 
 

@@ -233,6 +233,7 @@ def test_what_an_algorithm_cannot_use_and_another_transport_than_there_is_are_re
     ProcessRanks(2).run(_refused)
 
 
+@pytest.mark.filterwarnings("ignore:The .srun. command is available")  # Lightning says so where Slurm is installed.
 def test_unknown_algorithms_are_answered_with_those_that_exist():
     for wrong in (lambda: BaguaStrategy("bogus"), lambda: runs.trainer("bagua_bogus")):
         with pytest.raises(UnsupportedAlgorithmException, match="bogus") as refused:
