@@ -1,12 +1,17 @@
-"""Schedules of `bagua chaos` on the simulation of the protocol: 200 seeds, no hang, no two histories."""
+"""Schedules of `bagua chaos`: 200 seeds on the simulation of the protocol, some on islands that are threads."""
 
 from __future__ import annotations
 
+import itertools
+import os
 import random
+import threading
 
 import pytest
 
 from bagua.cli.chaos.schedule import Fault, draw_schedule
+from bagua.comm.transports.threads import inject_fault
+from bagua.testing.ranks import RankDiedError
 from tests.membership.simulation import (
     OUT,
     STOPPED,
@@ -19,6 +24,7 @@ from tests.membership.simulation import (
     moves,
     start,
 )
+from tests.membership.training import PERIOD, Outer, check_rows, joined, new_store, run, train, vanish, wrapped
 
 MEMBERS, EXCHANGES = 4, 12
 #: Each move takes a second. A run of so many exchanges takes about as many as the schedule lasts, and faults add some.
@@ -112,3 +118,51 @@ def test_without_the_barrier_the_same_schedules_find_two_histories() -> None:
     with pytest.raises((ViolationError, AssertionError)):
         for seed in range(200):
             Walk(seed, barrier=False).run()
+
+
+#: Deaths of first members on threads; as many newcomers come.
+DEATHS = 2
+THREAD_SEEDS = range(100 if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else 5)
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("seed", THREAD_SEEDS)
+def test_islands_that_die_and_come_as_drawn_train_as_plain_torch_does(seed: int) -> None:
+    """Who dies, at which step of which exchange, is drawn; a newcomer comes for each. All agree bit by bit."""
+    draw = random.Random(seed)
+    faults = draw_schedule(seed, MEMBERS, 10.0, DEATHS / 10.0, {"kill": 1.0}).faults
+    died = [threading.Event() for _ in range(DEATHS)]
+    doomed = dict(zip(draw.sample(range(MEMBERS), DEATHS), range(DEATHS), strict=True))
+    steps = [12 + int(40 * fault.draw) for fault in faults]
+
+    def island(store):
+        number = next(roles)
+        if number >= MEMBERS:
+            assert died[number - MEMBERS].wait(60.0)
+        with joined(store, MEMBERS) as islands:
+            passed = itertools.count()
+
+            def fault(step):
+                if islands.seat in doomed and next(passed) == steps[doomed[islands.seat]]:
+                    died[doomed[islands.seat]].set()
+                    vanish(islands)
+
+            with inject_fault(fault):
+                return _train_until_newcomers_contribute(islands, wrapped(islands, "diloco"))
+
+    roles = itertools.count()
+    ends = run(MEMBERS + DEATHS, island, new_store(), deadline_s=100.0)
+    rows = [end for end in ends if not isinstance(end, BaseException)]
+    assert sum(isinstance(end, RankDiedError) for end in ends) == DEATHS, ends
+    assert len(rows) == MEMBERS, ends
+    contributed = check_rows("diloco", 0, rows)
+    assert set(contributed[-1]) == {seat for seat in range(MEMBERS + DEATHS) if seat not in doomed}
+
+
+def _train_until_newcomers_contribute(islands, model) -> list[Outer]:
+    """The same outer step is the last one of all: all see who contributed to it."""
+    found: list[Outer] = []
+    while not found or set(range(MEMBERS, MEMBERS + DEATHS)) - set(found[-1].contributed):
+        step = model.bagua_state_dict()["step"]
+        found += train(islands, model, step + PERIOD - step % PERIOD)
+    return found
