@@ -292,6 +292,13 @@ def test_steps_that_are_made_again_from_a_checkpoint_count_once() -> None:
     assert found["goodput_while_well"] == pytest.approx(40 / 65)  # of 2.5 and 4 seconds
 
 
+def test_words_that_repeat_a_step_are_no_progress() -> None:
+    once = [Life(0.0, told((1, 1), (2, 2), (3, 3), (4, 4)))]
+    logged = [Life(0.0, told((1, 1), (1.9, 1), (2, 2), (2.9, 2), (3, 3), (3.9, 3), (4, 4)))]
+    assert score(History([logged], begun_s=1.0)) == score(History([once], begun_s=1.0))
+    assert score(History([once], begun_s=1.0))["pace_steps_per_s"] == pytest.approx(1)
+
+
 def test_a_rank_that_its_launcher_starts_again_is_back_with_the_next_new_step() -> None:
     lives = [Life(0.0, told((1, 10), (2, 20), (3, 30), (9, 20), (10, 30), (11, 40), (12, 50)))]
     found = score(History([lives], [Strike(Fault(3.5, "kill", (0,), 0.0, 0.0), 0, 3.5, "")], begun_s=1.0))

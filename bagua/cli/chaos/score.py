@@ -131,6 +131,11 @@ def _counts(said: Sequence[Progress]) -> dict[str, float | None]:
     return found
 
 
+def _told_once(life: Life) -> list[Progress]:
+    """Its progress without words that repeat a step, as those of logs do."""
+    return [one for number, one in enumerate(life.said) if not number or one.step != life.said[number - 1].step]
+
+
 def _disturbed(history: History, member: int, begin_s: float, end_s: float) -> bool:
     """Whether a fault of its own hit the member between two times."""
     return any(
@@ -144,7 +149,7 @@ def _paces(history: History, member: int) -> list[float]:
     return [
         (after.step - before.step) / (after.at_s - before.at_s)
         for life in history.lives[member]
-        for before, after in pairwise(life.said)
+        for before, after in pairwise(_told_once(life))
         if after.step > before.step
         and after.at_s > before.at_s
         and not _disturbed(history, member, before.at_s, after.at_s)
@@ -163,7 +168,7 @@ class _Stretch:
 def _stretches(lives: Iterable[Life]) -> Iterator[_Stretch]:
     highest = 0
     for life in lives:
-        for before, after in pairwise(life.said):
+        for before, after in pairwise(_told_once(life)):
             yield _Stretch(before.at_s, after.at_s, max(0, after.step - max(before.step, highest)))
             highest = max(highest, before.step, after.step)
         highest = max([highest, *(one.step for one in life.said)])
