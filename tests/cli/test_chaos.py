@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bagua.cli.chaos.progress import MetricFiles, Progress, ProgressReader
+from bagua.cli.chaos.progress import MemberProgress, MetricFiles, ProgressReader
 from bagua.cli.chaos.referee import MOST_FRUITLESS, Ended, Referee, RefereeOptions
 from bagua.cli.chaos.report import describe, verdict
 from bagua.cli.chaos.schedule import (
@@ -113,7 +113,7 @@ def test_lines_tell_the_step(line: str, step: int | None) -> None:
 
 def test_lines_tell_the_rest_too_and_the_pattern_is_the_users() -> None:
     line = '{"step": 8, "digest": "0a1b", "alive": 4, "in_epoch": 3, "contributed": 2}\n'
-    assert ProgressReader().read(1, 2.0, line) == Progress(1, 2.0, 8, "0a1b", 4.0, 3.0, 2.0)
+    assert ProgressReader().read(1, 2.0, line) == MemberProgress(1, 2.0, 8, "0a1b", 4.0, 3.0, 2.0)
     assert ProgressReader(r"iteration (\d+)").read(0, 0.0, "iteration 5").step == 5
     for pattern in ("(", "no group", r"(\d+) (\d+)"):
         with pytest.raises(ValueError, match=r"expression|group"):
@@ -128,9 +128,9 @@ def test_metric_files_are_followed(tmp_path: Path) -> None:
     with (tmp_path / "1.csv").open("w") as file:
         file.write("step,name,value\n20,loss,0.5\n30,lo")
         file.flush()
-        assert files.read(1.5) == [Progress(0, 1.5, 10, "", 3.0, 3.0, 2.0), Progress(1, 1.5, 20)]
+        assert files.read(1.5) == [MemberProgress(0, 1.5, 10, "", 3.0, 3.0, 2.0), MemberProgress(1, 1.5, 20)]
         file.write("ss,0.4\nnot a row\n")
-    assert files.read(2.5) == [Progress(1, 2.5, 30)]
+    assert files.read(2.5) == [MemberProgress(1, 2.5, 30)]
     writer.close()
     assert files.read(3.5) == []
 
@@ -147,7 +147,7 @@ class FakeMembers:
         self._start_s, self._dies, self._deaf = start_s, dies, deaf
         self._trains_at: dict[int, float] = dict.fromkeys(range(members), float("inf"))
         self._held: set[int] = set()
-        self._events: list[Ended | Progress] = []
+        self._events: list[Ended | MemberProgress] = []
         self._step, self._next_s = 0, 1.0
 
     def sleep(self, seconds: float) -> None:
@@ -157,7 +157,7 @@ class FakeMembers:
             self._step, self._next_s = self._step + 10, self.now + 1.0
             counts = (float(len(training)),) * 3
             self._events += [
-                Progress(one, self.now, self._step, f"d{self._step}{one if self._deaf else ''}", *counts)
+                MemberProgress(one, self.now, self._step, f"d{self._step}{one if self._deaf else ''}", *counts)
                 for one in training
             ]
 
@@ -171,7 +171,7 @@ class FakeMembers:
         self._trains_at[member] = float("inf")
         self._events.append(Ended(member, self.now, status))
 
-    def poll(self) -> list[Ended | Progress]:
+    def poll(self) -> list[Ended | MemberProgress]:
         events, self._events = self._events, []
         return events
 
@@ -277,8 +277,8 @@ def test_faults_that_are_upon_members_are_lifted_when_the_run_is_interrupted() -
 # The figures.
 
 
-def told(*steps: tuple[float, int]) -> list[Progress]:
-    return [Progress(0, at_s, step) for at_s, step in steps]
+def told(*steps: tuple[float, int]) -> list[MemberProgress]:
+    return [MemberProgress(0, at_s, step) for at_s, step in steps]
 
 
 def test_steps_that_are_made_again_from_a_checkpoint_count_once() -> None:

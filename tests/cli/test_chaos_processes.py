@@ -20,7 +20,7 @@ import pytest
 from bagua.cli.chaos import command
 from bagua.cli.chaos.places import Home, links, open_places
 from bagua.cli.chaos.processes import Processes, end_all, marked, ranks_of
-from bagua.cli.chaos.progress import Progress, ProgressReader
+from bagua.cli.chaos.progress import MemberProgress, ProgressReader
 from bagua.cli.chaos.referee import Ended
 from bagua.cli.chaos.schedule import Fault, FaultSchedule
 from bagua.cli.chaos.service import ServiceError, open_service
@@ -78,7 +78,7 @@ def members(script: str, count: int = 1, *, ranks: bool = False, **options) -> I
         assert marked(f"{started.run}/0") == []
 
 
-def wait_for(crew: Processes, wanted: Callable[[Ended | Progress], bool]) -> Ended | Progress:
+def wait_for(crew: Processes, wanted: Callable[[Ended | MemberProgress], bool]) -> Ended | MemberProgress:
     until = time.monotonic() + DEADLINE_S
     while time.monotonic() < until:
         for event in crew.poll():
@@ -100,11 +100,11 @@ def wait_for_states(processes: list[int], wanted: bool) -> None:
         time.sleep(0.005)
 
 
-def said(event: Ended | Progress) -> bool:
-    return isinstance(event, Progress)
+def said(event: Ended | MemberProgress) -> bool:
+    return isinstance(event, MemberProgress)
 
 
-def ended(event: Ended | Progress) -> bool:
+def ended(event: Ended | MemberProgress) -> bool:
     return isinstance(event, Ended)
 
 

@@ -16,7 +16,7 @@ from typing import IO
 
 from bagua import env
 from bagua.cli.chaos.places import Home, in_place
-from bagua.cli.chaos.progress import MetricFiles, Progress, ProgressReader
+from bagua.cli.chaos.progress import MemberProgress, MetricFiles, ProgressReader
 from bagua.cli.chaos.referee import Ended
 from bagua.cli.chaos.schedule import Fault
 
@@ -122,7 +122,7 @@ class Processes:
     clock: Callable[[], float]
     echo: Callable[[int, str], object] = lambda _member, _line: None
     _running: dict[int, _Running] = field(default_factory=dict)
-    _said: queue.SimpleQueue[Progress] = field(default_factory=queue.SimpleQueue)
+    _said: queue.SimpleQueue[MemberProgress] = field(default_factory=queue.SimpleQueue)
 
     def start(self, member: int) -> None:
         """See ``Crew``."""
@@ -160,7 +160,7 @@ class Processes:
                 if found is not None:
                     self._said.put(found)
 
-    def poll(self) -> list[Ended | Progress]:
+    def poll(self) -> list[Ended | MemberProgress]:
         """See ``Crew``."""
         ended = []
         for member, running in list(self._running.items()):
@@ -171,7 +171,7 @@ class Processes:
                 running.reader.join(STOP_S)
                 del self._running[member]
                 ended.append(Ended(member, at_s, status))
-        events: list[Ended | Progress] = [] if self.files is None else [*self.files.read(self.clock())]
+        events: list[Ended | MemberProgress] = [] if self.files is None else [*self.files.read(self.clock())]
         while not self._said.empty():
             events.append(self._said.get())
         return [*events, *ended]

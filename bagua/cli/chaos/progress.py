@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["STEP", "MetricFiles", "Progress", "ProgressReader"]
+__all__ = ["STEP", "MemberProgress", "MetricFiles", "ProgressReader"]
 
 #: How a line says how many steps are done, if the user names no other pattern: "step 12", "step=12", '"step": 12'.
 STEP = r"\bstep[\"']?\s*[=:]?\s*(?P<step>\d+)"
@@ -17,7 +17,7 @@ _ALIVE = {"comm/alive": "alive", "comm/epoch_members": "in_epoch", "comm/contrib
 
 
 @dataclass(frozen=True)
-class Progress:
+class MemberProgress:
     """How far one member is.
 
     Attributes:
@@ -37,8 +37,10 @@ class Progress:
     contributed: float | None = None
 
 
-def _progress(member: int, at_s: float, step: int, digest: str, counts: Mapping[str, float]) -> Progress:
-    return Progress(member, at_s, step, digest, counts.get("alive"), counts.get("in_epoch"), counts.get("contributed"))
+def _progress(member: int, at_s: float, step: int, digest: str, counts: Mapping[str, float]) -> MemberProgress:
+    return MemberProgress(
+        member, at_s, step, digest, counts.get("alive"), counts.get("in_epoch"), counts.get("contributed")
+    )
 
 
 class ProgressReader:
@@ -52,7 +54,7 @@ class ProgressReader:
 
     Example:
         >>> ProgressReader().read(2, 7.5, "step=40 loss=1.3 digest=ab12 alive=4")
-        Progress(member=2, at_s=7.5, step=40, digest='ab12', alive=4.0, in_epoch=None, contributed=None)
+        MemberProgress(member=2, at_s=7.5, step=40, digest='ab12', alive=4.0, in_epoch=None, contributed=None)
     """
 
     def __init__(self, pattern: str = STEP) -> None:
@@ -66,7 +68,7 @@ class ProgressReader:
         self._digest = re.compile(r"\bdigest[\"']?\s*[=:]\s*[\"']?(\w+)")
         self._counts = {name: re.compile(rf"\b{name}[\"']?\s*[=:]\s*(\d+)") for name in _ALIVE.values()}
 
-    def read(self, member: int, at_s: float, line: str) -> Progress | None:
+    def read(self, member: int, at_s: float, line: str) -> MemberProgress | None:
         """Progress that ``line`` tells; None if it tells none."""
         found = self._step.search(line)
         if found is None or not found[self._group].isdecimal():
@@ -88,7 +90,7 @@ class MetricFiles:
         self._patterns = patterns
         self._read_bytes: dict[str, int] = {}
 
-    def read(self, at_s: float) -> list[Progress]:
+    def read(self, at_s: float) -> list[MemberProgress]:
         """Progress that was written since the last look."""
         found = []
         for member, pattern in self._patterns.items():

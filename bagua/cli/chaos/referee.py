@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from bagua.cli.chaos.progress import Progress
+from bagua.cli.chaos.progress import MemberProgress
 from bagua.cli.chaos.schedule import Fault, FaultSchedule
 from bagua.cli.chaos.score import History, Life, Strike
 
@@ -41,7 +41,7 @@ class Crew(Protocol):
     def start(self, member: int) -> None:
         """Start a member, also again."""
 
-    def poll(self) -> Sequence[Ended | Progress]:
+    def poll(self) -> Sequence[Ended | MemberProgress]:
         """What has happened since the last call, in order."""
 
     def hit(self, fault: Fault, member: int) -> str:
@@ -164,9 +164,9 @@ class Referee:
         self.history.lives[member].append(Life(now))
         self._crew.start(member)
 
-    def _take(self, event: Ended | Progress, now: float) -> None:
+    def _take(self, event: Ended | MemberProgress, now: float) -> None:
         life = self.history.lives[event.member][-1]
-        if isinstance(event, Progress):
+        if isinstance(event, MemberProgress):
             life.said.append(event)
             self._fruitless[event.member] = 0
             self._heard_s = now

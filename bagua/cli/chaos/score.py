@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from bagua.cli.chaos.progress import Progress
+from bagua.cli.chaos.progress import MemberProgress
 from bagua.cli.chaos.schedule import Fault
 
 __all__ = ["History", "Life", "Strike", "score"]
@@ -26,7 +26,7 @@ class Life:
     """
 
     started_s: float
-    said: list[Progress] = field(default_factory=list)
+    said: list[MemberProgress] = field(default_factory=list)
     ended_s: float | None = None
     status: int | None = None
 
@@ -70,7 +70,7 @@ class History:
     problems: list[str] = field(default_factory=list)
     begun_s: float = 0.0
 
-    def said(self) -> list[Progress]:
+    def said(self) -> list[MemberProgress]:
         """Progress of all members, in order."""
         return sorted((one for lives in self.lives for life in lives for one in life.said), key=lambda one: one.at_s)
 
@@ -106,7 +106,7 @@ def score(history: History, pace: float | None = None) -> dict[str, Any]:
     }
 
 
-def _different(said: Iterable[Progress]) -> dict[str, dict[str, list[int]]]:
+def _different(said: Iterable[MemberProgress]) -> dict[str, dict[str, list[int]]]:
     """Who has which digest, for each step after which not all have the same."""
     by_step: dict[int, dict[str, set[int]]] = {}
     for one in said:
@@ -119,7 +119,7 @@ def _different(said: Iterable[Progress]) -> dict[str, dict[str, list[int]]]:
     }
 
 
-def _counts(said: Sequence[Progress]) -> dict[str, float | None]:
+def _counts(said: Sequence[MemberProgress]) -> dict[str, float | None]:
     """Means of what members count, over all that they said."""
     whole = [one for one in said if one.alive and one.contributed is not None]
     found: dict[str, float | None] = {}
@@ -131,7 +131,7 @@ def _counts(said: Sequence[Progress]) -> dict[str, float | None]:
     return found
 
 
-def _told_once(life: Life) -> list[Progress]:
+def _told_once(life: Life) -> list[MemberProgress]:
     """Its progress without words that repeat a step, as those of logs do."""
     return [one for number, one in enumerate(life.said) if not number or one.step != life.said[number - 1].step]
 
@@ -235,7 +235,7 @@ def _back_s(history: History, strike: Strike) -> float | None:
 
 def _new_steps(lives: Iterable[Life]) -> list[_Stretch]:
     """From each word that tells a new step to the next one that does, over all lives."""
-    found: list[Progress] = []
+    found: list[MemberProgress] = []
     for one in (one for life in lives for one in life.said):
         if not found or one.step > found[-1].step:
             found.append(one)
