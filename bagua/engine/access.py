@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from bagua.algorithms import AlgorithmImpl
 from bagua.buckets import Bucket
+from bagua.checks import check_flags
 from bagua.engine.autotune.search import Setting
 from bagua.engine.average import GlobalAverage
 from bagua.engine.hooks import BackwardHooks
+from bagua.engine.joining import check_joinable, join_block
 
 __all__ = ["EngineAccess"]
 
@@ -45,6 +47,57 @@ class EngineAccess:
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes of forwards in this block only accumulate gradients."""
         return self._bagua_engine.no_sync()
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Train with another number of batches on each rank in this block. Collective.
+
+        A rank that comes to the end of the block makes the steps of the others with nothing to add: its gradients count
+        as zero, its weights as they are. Where ranks hold equal weights, all take weights, buffers and optimizer state
+        of a rank that came last. Inside, each step costs one small exchange more.
+
+        Args:
+            divide_by_initial_world_size: divide gradients by the number of all ranks; otherwise by that of those
+                that have data, which only algorithms that exchange gradients of the same step allow.
+            enable: False to do nothing.
+            throw_on_early_termination: raise on all ranks as soon as one of them has come to the end.
+
+        Raises:
+            ConfigurationError: ranks exchange between steps, or an argument that cannot be used.
+            CollectiveMismatchError: with ``throw_on_early_termination``; inside the block, or at its end.
+
+        Example:
+            >>> import bagua.comm
+            >>> from bagua.parallel import with_bagua
+            >>> layer = torch.nn.Linear(2, 2)
+            >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+            >>> model = with_bagua(layer, [optimizer], "gradient_allreduce", bagua.comm.solo_group())
+            >>> with model.join():
+            ...     model(torch.ones(1, 2)).sum().backward()
+        """
+        check_flags(
+            divide_by_initial_world_size=divide_by_initial_world_size,
+            enable=enable,
+            throw_on_early_termination=throw_on_early_termination,
+        )
+        engine = self._bagua_engine
+        reducer = engine.reducer
+        if not enable or reducer.group.size == 1:
+            return nullcontext()
+        check_joinable(reducer.declaration, by_initial_size=divide_by_initial_world_size)
+        return join_block(
+            engine,
+            self._before_each_step,
+            by_initial_size=divide_by_initial_world_size,
+            throws=throw_on_early_termination,
+        )
+
+    def _before_each_step(self) -> None:
+        """What ranks do together before a step, beside what the engine does."""
 
     def bagua_finish(self) -> None:
         """Make one model of those of all ranks: the last call of training. Collective.

@@ -13,6 +13,7 @@ import torch
 from bagua.engine.autotune.tuner import Autotuner
 from bagua.engine.buckets.layout import shared
 from bagua.engine.gradients import has_finite_gradients, refuse_graph
+from bagua.engine.joining import Joining
 from bagua.engine.outputs import tensors_in
 from bagua.engine.reducer import Reducer
 from bagua.engine.schedule.courses import waits_for_optimizers
@@ -151,6 +152,7 @@ class BackwardHooks:
         take: function that gets each gradient of it; None if it only accumulates.
         tuner: finds better settings of the reducer.
         closed: True once ``close`` was called.
+        joining: the ``join`` block that this rank is in; None outside.
     """
 
     def __init__(self, reducer: Reducer) -> None:
@@ -166,6 +168,7 @@ class BackwardHooks:
         self._listening: list[Any] = []
         self._waiting_for: set[int] = set()
         self._retired = self._stepped = False
+        self.joining: Joining | None = None
 
     def create_hooks(self) -> None:
         """Attach to the parameters and optimizers of the reducer. On one rank there is nothing to attach.
@@ -263,6 +266,18 @@ class BackwardHooks:
                 self.tuner.forward(training=False)
             return
         reducer.check_usable()
+        self.announce()
+        self.enter_step()
+
+    def announce(self) -> bool:
+        """In a ``join`` block, tell the others that a step begins, before its first forward pass; whether it does."""
+        if self.joining is None or not self.synchronize or self.accumulates or not torch.is_grad_enabled():
+            return False
+        return self.joining.announce()
+
+    def enter_step(self) -> None:
+        """A training forward begins, or a step without data."""
+        reducer = self.reducer
         self._passes.enter("forward pass")
         reducer.after_optimizers(stepped=self._stepped)
         if (difference := reducer.registration.difference()) is not None:
@@ -373,6 +388,8 @@ class BackwardHooks:
             for parameter in self._with_gradients():
                 reducer.mark_tensor_ready(parameter)
         reducer.mark_on_complete()
+        if self.joining is not None:
+            self.joining.rescale()
         self._stepped = False
         if reducer.owes:
             self._wait_for_optimizers()

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -324,6 +324,27 @@ class ShardExchange(EngineAccess):
             self._reshard()
             yield
         self._reshard()
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,  # noqa: ARG002 - as of other models
+        enable: bool = True,
+        throw_on_early_termination: bool = False,  # noqa: ARG002 - as of other models
+    ) -> AbstractContextManager[None]:
+        """Refused, unless it is off: FSDP needs all shards in each forward pass.
+
+        Raises:
+            ConfigurationError: it is on.
+        """
+        if not enable:
+            return nullcontext()
+        raise ConfigurationError(
+            "ranks that hold shards cannot run out of data one after the other",
+            argument="enable",
+            expected="False",
+            seen=enable,
+            advice="Give every rank the same number of batches.",
+        )
 
     def bagua_close(self) -> None:
         """End the exchanges; the replica trains on by itself. Idempotent, and not collective."""

@@ -162,13 +162,26 @@ class DistributedDataParallel(OverlappingWrapper):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        if self._buffer_group is not None and self._buffers_are_due:
-            broadcast_buffers_of(self.module, comm=self._buffer_group.global_communicator)
+        if self._begins_step():
+            self._before_each_step()
         if self._input_device is not None:
             inputs, kwargs = _moved((inputs, kwargs), self._input_device)
         output = super().forward(*inputs, **kwargs)
         self._buffers_are_due = torch.is_grad_enabled() and self.require_backward_grad_sync
         return output
+
+    def _begins_step(self) -> bool:
+        """Whether buffers are due; in a ``join`` block, whether those who are out of data know of this step."""
+        if self._engine.joining is None:
+            return self._buffers_are_due
+        return self.training and self._engine.announce()
+
+    def _before_each_step(self) -> None:
+        """Take the buffers of the first rank that has data."""
+        if self._buffer_group is not None:
+            joining = self._engine.joining
+            root = 0 if joining is None else joining.active[0]
+            broadcast_buffers_of(self.module, root, comm=self._buffer_group.global_communicator)
 
     def bagua_close(self) -> None:
         """See ``EngineAccess``."""
@@ -205,25 +218,6 @@ class DistributedDataParallel(OverlappingWrapper):
             expected="an algorithm",
             seen=getattr(hook, "__name__", repr(hook)),
             advice="Pass algorithm=... to the constructor; see bagua.algorithms.",
-        )
-
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,  # noqa: ARG002 - as in torch
-        enable: bool = True,
-        throw_on_early_termination: bool = False,  # noqa: ARG002 - as in torch
-    ) -> NoReturn:
-        """Refused: all ranks must take the same number of steps.
-
-        Raises:
-            ConfigurationError: always.
-        """
-        raise ConfigurationError(
-            "join() is not supported: ranks must take the same number of steps",
-            argument="enable",
-            expected="no call of join()",
-            seen=enable,
-            advice="Give every rank the same number of batches: DistributedSampler(drop_last=True).",
         )
 
 

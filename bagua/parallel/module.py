@@ -114,10 +114,19 @@ def _deepcopy_plain(module: BaguaModule, memo: dict[int, Any]) -> torch.nn.Modul
     return copy.deepcopy(_plain_twin(module), memo)
 
 
-def _bagua_class(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """A class that is both ``BaguaModule`` and ``plain``, and looks like ``plain``. One for each ``plain``."""
+def _own_join(module: torch.nn.Module) -> Any:
+    return vars(module)["join"] if "join" in vars(module) else torch.nn.Module.__getattr__(module, "join")
+
+
+def _bagua_class(plain: type[torch.nn.Module], *, has_join: bool) -> type[torch.nn.Module]:
+    """A class that is both ``BaguaModule`` and ``plain``, and looks like ``plain``. One for each ``plain``.
+
+    Args:
+        plain: class of the module.
+        has_join: the module has something else of that name, which it keeps.
+    """
     for kind in plain.__subclasses__():
-        if kind.__dict__.get("_bagua_plain_class") is plain:
+        if kind.__dict__.get("_bagua_plain_class") is plain and ("join" in kind.__dict__) == has_join:
             return kind
     body: dict[str, Any] = {
         "__module__": plain.__module__,
@@ -125,6 +134,8 @@ def _bagua_class(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:
         "__doc__": plain.__doc__,
         "_bagua_plain_class": plain,
     }
+    if has_join:
+        body["join"] = vars(plain).get("join", getattr(plain, "join", property(_own_join)))
     if hasattr(plain, "__deepcopy__"):  # It would be given the engine, too.
         body["__deepcopy__"] = _deepcopy_plain
     metaclass: Any = type(plain)
@@ -227,7 +238,7 @@ def with_bagua(
     come_in(_start(self, optimizers, over, group, options, broadcast_buffers=broadcast_buffers, warn=True), between)
     plain: torch.nn.Module = self
     if not isinstance(plain, BaguaModule):
-        plain.__class__ = _bagua_class(type(plain))
+        plain.__class__ = _bagua_class(type(plain), has_join=hasattr(plain, "join"))
     return self
 
 

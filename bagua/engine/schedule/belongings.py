@@ -55,6 +55,12 @@ class Belongings:
             self.wait_until_idle()
         self.groups.clear()
 
+    def give_back(self, group: ProcessGroup) -> None:
+        """Close one of the groups. Idempotent."""
+        group.close()
+        if group in self.groups:
+            self.groups.remove(group)
+
     def close(self) -> None:
         """Give everything back. Idempotent."""
         for executor in self.executors:

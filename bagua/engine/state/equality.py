@@ -73,10 +73,12 @@ class EqualityCheck:
 
     Attributes:
         loads: record of weights that were loaded into the model.
+        paused: True while ranks may differ, because some make steps without data.
     """
 
     def __init__(self, algorithm: Algorithm, options: EngineOptions) -> None:
         self.loads = Loads()
+        self.paused = False
         self._differ = algorithm.ranks_differ
         self._every = _usual(algorithm) if options.check_every is None else options.check_every
         self._repairs = options.on_difference == "repair"
@@ -104,6 +106,10 @@ class EqualityCheck:
 
     def concerns(self, step: int) -> bool:
         """Whether there is something to look at when ``step`` ends: the same on all ranks, or only on this one."""
+        if self.paused:
+            if step == self._next and self._every:
+                self._next += 1  # As soon as all have data again.
+            return False
         return step in (self._next, self.loads.step)
 
     def look(self, step: int, belief: Belief, group: ProcessGroup) -> bool:

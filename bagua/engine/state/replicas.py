@@ -19,10 +19,12 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "make_weights_equal",
+    "tensors_of",
 ]
 
 
-def _tensors(module: torch.nn.Module, *, parameters: bool, buffers: bool) -> list[torch.Tensor]:
+def tensors_of(module: torch.nn.Module, *, parameters: bool, buffers: bool) -> list[torch.Tensor]:
+    """Parameters and buffers of ``module`` that are not ignored."""
     ignored = ignored_names(module)
 
     def named() -> Iterator[tuple[str, torch.Tensor]]:
@@ -46,20 +48,21 @@ def broadcast_parameters(module: torch.nn.Module, broadcast_buffers: bool = True
         >>> from bagua.comm import solo_group
         >>> broadcast_parameters(torch.nn.Linear(2, 2), comm=solo_group().global_communicator)
     """
-    tensors = _tensors(module, parameters=True, buffers=broadcast_buffers)
+    tensors = tensors_of(module, parameters=True, buffers=broadcast_buffers)
     communicator_of(comm).broadcast_coalesced(tensors)
 
 
-def broadcast_buffers_of(module: torch.nn.Module, *, comm: Group | None = None) -> None:
-    """Give all ranks rank 0's buffers. Collective.
+def broadcast_buffers_of(module: torch.nn.Module, root: int = 0, *, comm: Group | None = None) -> None:
+    """Give all ranks the buffers of one of them. Collective.
 
     Args:
         module: equal in names, shapes and dtypes on all ranks.
+        root: the rank whose buffers they are.
         comm: the ranks; None means all.
     """
-    tensors = _tensors(module, parameters=False, buffers=True)
+    tensors = tensors_of(module, parameters=False, buffers=True)
     if tensors:
-        communicator_of(comm).broadcast_coalesced(tensors)
+        communicator_of(comm).broadcast_coalesced(tensors, root)
 
 
 def _average(tensors: Sequence[torch.Tensor], communicator: Communicator | NonMember) -> None:
@@ -81,7 +84,7 @@ def allreduce_parameters(module: torch.nn.Module, *, comm: Group | None = None) 
         >>> from bagua.comm import solo_group
         >>> allreduce_parameters(torch.nn.Linear(2, 2), comm=solo_group().global_communicator)
     """
-    _average(_tensors(module, parameters=True, buffers=True), communicator_of(comm))
+    _average(tensors_of(module, parameters=True, buffers=True), communicator_of(comm))
 
 
 def make_weights_equal(parameters: Sequence[torch.nn.Parameter], communicator: Communicator) -> None:

@@ -1,0 +1,198 @@
+"""Ranks that run out of data before others: they make the steps of those with nothing to add, until all are done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from bagua.algorithms import Algorithm, Gradients
+from bagua.engine.reducer import Reducer
+from bagua.engine.schedule.courses import is_between_steps
+from bagua.engine.state.replicas import tensors_of
+from bagua.errors import CollectiveMismatchError, ConfigurationError
+
+__all__ = ["Joining", "check_joinable", "join_block"]
+
+
+def check_joinable(algorithm: Algorithm, *, by_initial_size: bool) -> None:
+    """Refuse an algorithm whose ranks cannot run out of data one by one.
+
+    Raises:
+        ConfigurationError: it is one.
+    """
+    exchanges = algorithm.every_exchange()
+    if is_between_steps(exchanges):
+        raise ConfigurationError(
+            "ranks that exchange between steps do not wait for each other's steps",
+            argument="enable",
+            expected="join() with an algorithm whose ranks step together",
+            seen=repr(algorithm),
+            advice="Leave join() out: a rank without data only has to stay until all are done, as with barrier().",
+        )
+    means = all(isinstance(one.what, Gradients) and not one.lag for one in exchanges)
+    if not by_initial_size and not means:
+        raise ConfigurationError(
+            "only gradients of the same step can be divided by the number of ranks that have data",
+            argument="divide_by_initial_world_size",
+            expected="True",
+            seen=repr(algorithm),
+        )
+
+
+class Joining:
+    """One ``join`` block on one rank.
+
+    Args:
+        reducer: reducer of the model.
+        by_initial_size: gradients are divided by the number of all ranks; otherwise of those that have data.
+        throws: raise on all ranks as soon as one of them has no data left.
+
+    Attributes:
+        active: ranks of the group that make this step with data.
+    """
+
+    def __init__(self, reducer: Reducer, *, by_initial_size: bool, throws: bool) -> None:
+        self._reducer = reducer
+        # An exchange may still go on on the connections of the model.
+        group = reducer.group.duplicate("join")
+        reducer.belongings.groups.append(group)
+        self._group = group
+        self._communicator = group.global_communicator
+        self._by_initial_size = by_initial_size
+        self._throws = throws
+        self._announced = -1
+        self._has_data, self._over = True, False
+        self.active: tuple[int, ...] = tuple(range(group.size))
+
+    def announce(self) -> bool:
+        """Tell the others that this rank begins a step, once for each; whether it was told just now.
+
+        Raises:
+            CollectiveMismatchError: some rank has no data left, and that is not wanted.
+        """
+        if self._announced == self._reducer.step:
+            return False
+        self._announced = self._reducer.step
+        told = torch.zeros(self._communicator.size, dtype=torch.uint8)
+        told[self._communicator.rank] = self._has_data
+        self._communicator.allreduce(told)
+        present = tuple(rank for rank, flag in enumerate(told.tolist()) if flag)
+        self._over = not present
+        if present:
+            self.active = present
+            self._reducer.equality.paused = len(present) < self._communicator.size
+            self._check_all_have_data()
+        return True
+
+    def _check_all_have_data(self) -> None:
+        ranks = self._communicator.ranks
+        if self._throws and len(self.active) < len(ranks):
+            raise CollectiveMismatchError(
+                "some ranks have no data left",
+                rank=ranks[self._communicator.rank],
+                peers=[ranks[rank] for rank in range(len(ranks)) if rank not in self.active],
+                call="join(throw_on_early_termination=True)",
+                advice="Training can go on on all ranks after this error.",
+            )
+
+    def rescale(self) -> None:
+        """Divide by the number of ranks that have data, in the place of all."""
+        factor = self._communicator.size / len(self.active)
+        if self._by_initial_size or factor == 1.0:
+            return
+        for parameter in self._reducer.registration.parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    def follow(self, step: Callable[[], object]) -> None:
+        """This rank has no data left: make steps without, until no rank has any, and take the last one's state.
+
+        Args:
+            step: makes one step without data.
+        """
+        self._has_data = False
+        self._reducer.after_optimizers()
+        while self._announced == self._reducer.step or (self.announce() and not self._over):
+            step()
+        differed, self._reducer.equality.paused = self._reducer.equality.paused, False
+        if differed and not self._reducer.declaration.ranks_differ:
+            self._take_state(max(self.active))
+
+    def close(self) -> None:
+        """Give the connections back. Idempotent."""
+        self._reducer.belongings.give_back(self._group)
+
+    def _take_state(self, root: int) -> None:
+        """All ranks take the weights, buffers and optimizer state of ``root``, which has stepped to the end."""
+        reducer, communicator = self._reducer, self._communicator
+        reducer.end_exchanges()
+        communicator.broadcast_coalesced(tensors_of(reducer.module, parameters=True, buffers=True), root)
+        for optimizer in reducer.optimizers:
+            mine = communicator.rank == root
+            state = communicator.broadcast_object(optimizer.state_dict() if mine else None, root)
+            if not mine:
+                optimizer.load_state_dict(state)
+
+
+class Engine(Protocol):
+    """What tells a reducer of passes, as ``BackwardHooks`` does."""
+
+    reducer: Reducer
+    joining: Joining | None
+
+    def enter_step(self) -> None:
+        """A training forward begins, or a step without data."""
+
+
+@contextmanager
+def join_block(
+    engine: Engine, before_step: Callable[[], None], *, by_initial_size: bool, throws: bool
+) -> Iterator[None]:
+    """At the end of this block, make the steps of the ranks that have data left. Collective.
+
+    Args:
+        engine: engine of the model.
+        before_step: what ranks do together before each step, beside what the engine does.
+        by_initial_size: as for ``Joining``.
+        throws: as for ``Joining``.
+    """
+
+    def step() -> None:
+        before_step()
+        _step_without_data(engine)
+
+    joining = Joining(engine.reducer, by_initial_size=by_initial_size, throws=throws)
+    engine.joining = joining
+    try:
+        yield
+        joining.follow(step)
+    finally:
+        engine.joining = None
+        joining.close()
+        engine.reducer.equality.paused = False
+
+
+def _step_without_data(engine: Engine) -> None:
+    """Take part in a step with zeros for gradients, and with the weights as they are."""
+    reducer = engine.reducer
+    engine.enter_step()
+    _forget_gradients(reducer)
+    if reducer.scheduler is None:
+        reducer.arrival = list(reversed(reducer.registration.parameters))
+        reducer.initialize_buckets()
+    assert reducer.scheduler is not None
+    reducer.begin_step()
+    if reducer.follows_gradients and not reducer.options.find_unused_parameters:
+        reducer.scheduler.fill_missing(reducer.scheduler.missing())
+    reducer.mark_on_complete()
+    reducer.after_optimizers()
+    _forget_gradients(reducer)
+
+
+def _forget_gradients(reducer: Reducer) -> None:
+    """Those of a step without data are not to be stepped with."""
+    for parameter in reducer.registration.parameters:
+        parameter.grad = None

@@ -1,0 +1,238 @@
+"""Ranks with more data than others: nobody waits for ever, and results are those of torch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import bagua.comm
+from bagua.algorithms import AsyncModelAverageAlgorithm, LocalUpdates, registry
+from bagua.errors import CollectiveMismatchError, ConfigurationError
+from bagua.parallel import BaguaModule, DistributedDataParallel, with_bagua
+from bagua.testing.algorithm_contract import optimizer_maker
+from bagua.testing.training import loss_of, mlp, sgd
+
+pytestmark = pytest.mark.threads
+
+ONE_BUCKET_BYTES = 10**9
+RANKS = 3
+#: Batches of each rank.
+BATCHES = (2, 6, 4)
+
+
+def train(model, optimizer, rank, batches=BATCHES, before=lambda step: None):
+    for step in range(batches[rank]):
+        before(step)
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+
+
+def weights_of(model):
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def expected(by_initial_size):
+    """In plain torch: gradients of the ranks that have data, divided by the number of all, or of these."""
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    for step in range(max(BATCHES)):
+        here = [rank for rank in range(RANKS) if step < BATCHES[rank]]
+        optimizer.zero_grad()
+        sum(loss_of(model, rank, step) for rank in here).div(RANKS if by_initial_size else len(here)).backward()
+        optimizer.step()
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("by_initial_size", [True, False])
+@pytest.mark.parametrize("bucket_bytes", [ONE_BUCKET_BYTES, 64])
+def test_gradients_of_those_who_have_data_are_averaged_as_in_torch(thread_ranks, by_initial_size, bucket_bytes):
+    def rank_trains():
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        with_bagua(model, [optimizer], bucket_bytes=bucket_bytes, check_every=1)
+        with model.join(divide_by_initial_world_size=by_initial_size):
+            train(model, optimizer, bagua.comm.get_rank())
+        in_the_end = weights_of(model)
+        train(model, optimizer, bagua.comm.get_rank(), (1, 1, 1))  # All go on together, and are compared.
+        return in_the_end, weights_of(model)
+
+    rows = thread_ranks(RANKS, rank_trains)
+    for in_the_end, later in rows:
+        for mine, wanted in zip(in_the_end, expected(by_initial_size), strict=True):
+            torch.testing.assert_close(mine, wanted)
+        assert all(torch.equal(one, other) for one, other in zip(later, rows[0][1], strict=True))
+
+
+@pytest.mark.parametrize("name", list(registry))
+def test_no_algorithm_hangs(thread_ranks, name):
+    kind = registry.get(name)
+    short = [field.name for field in dataclasses.fields(kind) if field.name in ("sync_every", "warmup_steps")]
+    algorithm = kind(**dict.fromkeys(short, 2))
+
+    def rank_trains():
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = optimizer_maker(algorithm)(model.parameters())
+        with_bagua(model, [optimizer], algorithm, bucket_bytes=ONE_BUCKET_BYTES)
+        if isinstance(algorithm, AsyncModelAverageAlgorithm):
+            with pytest.raises(ConfigurationError, match="do not wait for each other's steps"), model.join():
+                pass
+            assert model.bagua_algorithm.abort(model)
+            return None
+        for _ in range(2):
+            with model.join():
+                train(model, optimizer, rank, (2, 6))
+        if isinstance(algorithm, LocalUpdates) or model.bagua_algorithm.declaration.ranks_differ:
+            return None
+        return weights_of(model)
+
+    rows = thread_ranks(2, rank_trains)
+    if rows[0] is not None:
+        assert all(torch.equal(here, there) for here, there in zip(*rows, strict=True))
+
+
+def test_a_rank_without_any_data_makes_all_steps_of_the_others(thread_ranks):
+    def rank_trains():
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        with_bagua(model, [optimizer])
+        with model.join(divide_by_initial_world_size=False):
+            train(model, optimizer, rank, (0, 3))
+        return weights_of(model)
+
+    alone = mlp()
+    train(alone, sgd(alone.parameters()), 1, (0, 3))
+    for row in thread_ranks(2, rank_trains):
+        for mine, wanted in zip(row, alone.parameters(), strict=True):
+            torch.testing.assert_close(mine, wanted.detach())
+
+
+def test_state_of_the_optimizer_comes_from_a_rank_that_has_stepped(thread_ranks):
+    def rank_trains():
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        with_bagua(model, [optimizer])
+        with model.join():
+            train(model, optimizer, rank, (1, 3))
+        return [float(state["step"]) for state in optimizer.state_dict()["state"].values()]
+
+    rows = thread_ranks(2, rank_trains)
+    assert rows[0] == rows[1] == [3.0] * len(rows[0])
+
+
+def test_buffers_come_from_a_rank_that_has_data(thread_ranks):
+    def rank_trains():
+        rank = bagua.comm.get_rank()
+        inner = torch.nn.Sequential(mlp(), torch.nn.BatchNorm1d(4))
+        model = DistributedDataParallel(inner)
+        optimizer = sgd(model.parameters())
+        with model.join():
+            train(model, optimizer, rank, (1, 4))
+        return int(inner[1].num_batches_tracked), inner[1].running_mean.clone()
+
+    first, second = thread_ranks(2, rank_trains)
+    assert first[0] == second[0] == 4
+    assert torch.equal(first[1], second[1])
+
+
+def test_accumulated_gradients_are_no_steps(thread_ranks):
+    def rank_trains():
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        with_bagua(model, [optimizer])
+        with model.join():
+            for step in range((2, 3)[rank]):
+                with model.no_sync():
+                    loss_of(model, rank, 2 * step).backward()
+                loss_of(model, rank, 2 * step + 1).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with model.no_sync():  # What is left over of the data.
+                loss_of(model, rank, 9).backward()
+        return weights_of(model)
+
+    rows = thread_ranks(2, rank_trains)
+    assert all(torch.equal(here, there) for here, there in zip(*rows, strict=True))
+
+
+def test_early_ends_are_errors_on_all_ranks_if_that_is_wanted(thread_ranks):
+    def rank_trains():
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        with_bagua(model, [optimizer])
+        caught = pytest.raises(CollectiveMismatchError, match="some ranks have no data left")
+        with caught as told, model.join(throw_on_early_termination=True):
+            train(model, optimizer, rank)
+        train(model, optimizer, rank, (1, 1, 1))
+        return told.value.peers, weights_of(model)
+
+    rows = thread_ranks(RANKS, rank_trains)
+    assert [peers for peers, _ in rows] == [(0,)] * RANKS
+    assert all(torch.equal(one, other) for _, row in rows for one, other in zip(row, rows[0][1], strict=True))
+
+
+def test_nothing_changes_if_it_is_off_or_nobody_ends_early(thread_ranks):
+    def rank_trains(enable):
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        with_bagua(model, [optimizer])
+        with model.join(enable=enable):
+            train(model, optimizer, rank, (3, 3))
+        return weights_of(model)
+
+    (off, _), (on, _) = (thread_ranks(2, rank_trains, enable) for enable in (False, True))
+    assert all(torch.equal(one, other) for one, other in zip(off, on, strict=True))
+
+
+def test_a_module_keeps_what_it_calls_join():
+    class Joins(torch.nn.Linear):
+        def join(self):
+            return "mine"
+
+    holds = torch.nn.ModuleDict({"join": torch.nn.Linear(2, 2)})
+    for module, wanted in ((Joins(2, 2), "mine"), (holds, holds["join"])):
+        model = with_bagua(module, [sgd(module.parameters())], "gradient_allreduce", bagua.comm.solo_group())
+        assert (model.join() if wanted == "mine" else model.join) == wanted
+        with BaguaModule.join(model):
+            pass
+
+
+def test_a_forward_pass_without_a_backward_pass_is_made_a_step(thread_ranks):
+    def rank_trains():
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        with_bagua(model, [optimizer])
+        with model.join():
+            train(model, optimizer, rank, (1, 3))
+            if rank == 0:
+                loss_of(model, rank, 1)
+        return weights_of(model)
+
+    rows = thread_ranks(2, rank_trains)
+    assert all(torch.equal(here, there) for here, there in zip(*rows, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "why"),
+    [
+        ("diloco", {"divide_by_initial_world_size": False}, "only gradients of the same step"),
+        ("gradient_allreduce", {"enable": 1}, "argument enable"),
+    ],
+)
+def test_bad_use_is_refused(thread_ranks, algorithm, options, why):
+    def rank_trains():
+        model = mlp()
+        with_bagua(model, [sgd(model.parameters())], algorithm)
+        with pytest.raises(ConfigurationError, match=why), model.join(**options):
+            pass
+
+    thread_ranks(2, rank_trains)
