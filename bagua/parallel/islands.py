@@ -18,17 +18,25 @@ __all__ = ["come_in", "group_of_island", "over_islands", "refuse_to_switch"]
 
 
 def over_islands(
-    algorithm: Algorithm | DistributedAlgorithm | str, islands: Islands | None
+    algorithm: Algorithm | DistributedAlgorithm | str, islands: Islands | None, *, elastic: bool
 ) -> Algorithm | DistributedAlgorithm | str:
-    """``algorithm`` between ``islands``, if there are any.
+    """``algorithm`` between ``islands``, if there are any; ``elastic`` lets gradients be exchanged between them.
 
     Raises:
         ConfigurationError: it cannot run there.
     """
-    if islands is None:
+    if islands is None and not elastic:
         return algorithm
+    if islands is None:
+        raise ConfigurationError(
+            "only islands come and go",
+            argument="elastic",
+            expected="False without between=islands",
+            seen=elastic,
+            advice="Pass what join_islands returned as between=.",
+        )
     check_kind(Islands, "what join_islands returned, or None", between=islands)
-    return OverIslands(as_algorithm(algorithm), islands)
+    return OverIslands(as_algorithm(algorithm), islands, elastic)
 
 
 def group_of_island(process_group: Group | None, islands: Islands | None) -> Group | None:

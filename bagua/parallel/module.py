@@ -160,6 +160,7 @@ def with_bagua(
     check_every: int | None = None,
     on_difference: OnDifference = "raise",
     between: Islands | None = None,
+    elastic: bool = False,
     **unknown: Never,
 ) -> AnyModule:
     """Make this module a distributed one, in place. Collective.
@@ -192,6 +193,8 @@ def with_bagua(
         between: islands that ``join_islands`` returned: this island trains with others that come and go, by
             ``diloco``, ``local_sgd`` or ``slowmo``; its ranks exchange gradients in each step. Waits until it takes
             part; a newcomer starts from the state of the others.
+        elastic: with ``between``: ``gradient_allreduce`` may exchange gradients between islands in each step, all at
+            once when the backward pass ends. Islands come and go between steps.
         unknown: anything else is a ``TypeError`` that names the above.
 
     Returns:
@@ -214,7 +217,7 @@ def with_bagua(
     refuse_unknown(unknown, with_bagua.__kwdefaults__ or ())
     _refuse_swapped(self, optimizers)
     check_module(self, "self")
-    check_flags(do_flatten=do_flatten, broadcast_buffers=broadcast_buffers)
+    check_flags(do_flatten=do_flatten, broadcast_buffers=broadcast_buffers, elastic=elastic)
     if isinstance(self, torch.jit.ScriptModule):
         raise ConfigurationError(
             "a scripted module cannot be changed in place",
@@ -234,7 +237,7 @@ def with_bagua(
         check_every=check_every,
         on_difference=on_difference,
     )
-    group, over = group_of_island(process_group, between), over_islands(algorithm, between)
+    group, over = group_of_island(process_group, between), over_islands(algorithm, between, elastic=elastic)
     come_in(_start(self, optimizers, over, group, options, broadcast_buffers=broadcast_buffers, warn=True), between)
     plain: torch.nn.Module = self
     if not isinstance(plain, BaguaModule):

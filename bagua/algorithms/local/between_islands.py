@@ -13,9 +13,9 @@ from bagua.algorithms.base import Algorithm
 from bagua.algorithms.exchanges.exchange import Every, Exchange, Flight, How, Then
 from bagua.algorithms.exchanges.model import Model
 from bagua.algorithms.exchanges.parts import Parts
-from bagua.algorithms.exchanges.values import Sum
+from bagua.algorithms.exchanges.values import WHOLE, Gradients, Sum
 from bagua.algorithms.gradients.gradient_allreduce import GradientAllReduceAlgorithm
-from bagua.checks import check_kind
+from bagua.checks import check_flags, check_kind
 from bagua.comm import ProcessGroup
 from bagua.errors import ConfigurationError
 from bagua.membership import Islands
@@ -35,6 +35,7 @@ class BetweenIslands(How):
     Args:
         inner: how they communicate.
         islands: who may take part.
+        of_ranks: the ranks of an island hold different things, whose sum or mean it contributes.
 
     Raises:
         ConfigurationError: islands cannot communicate like that.
@@ -42,6 +43,7 @@ class BetweenIslands(How):
 
     inner: Sum
     islands: Islands
+    of_ranks: bool = False
 
     def __post_init__(self) -> None:
         check_kind(Islands, "what join_islands returned", islands=self.islands)
@@ -79,6 +81,8 @@ class BetweenIslands(How):
     def run(self, flight: Flight, group: ProcessGroup) -> None:
         """Exchange what lies in the flight with the islands; ``group`` is this one alone."""
         whole = flight.flat
+        if self.of_ranks and group.size > 1:
+            group.global_communicator.allreduce(whole.mul_(self.inner.scale(group.size)))
         contribution = self._share(whole, group)
 
         def attempt(members: ProcessGroup) -> None:
@@ -148,6 +152,7 @@ class OverIslands(Algorithm):
     Args:
         inner: lets its ranks train alone, and takes means every so often, as ``diloco`` does.
         islands: islands that take part.
+        elastic: gradients may be exchanged between islands in each step, all at once when the backward pass ends.
 
     Raises:
         ConfigurationError: an algorithm that cannot run between islands.
@@ -155,11 +160,13 @@ class OverIslands(Algorithm):
 
     inner: Algorithm
     islands: Islands
+    elastic: bool = False
 
     def __post_init__(self) -> None:
         check_kind(Algorithm, "an Algorithm", inner=self.inner)
+        check_flags(elastic=self.elastic)
         for one in self.inner.every_exchange():
-            _check(one)
+            _check(one, elastic=self.elastic)
 
     @property
     def phases(self) -> tuple[Hashable, ...]:
@@ -173,16 +180,19 @@ class OverIslands(Algorithm):
     def exchanges(self, phase: Hashable = 0) -> tuple[Exchange, ...]:
         """Those of the inner algorithm, over the islands; inside an island of several ranks, gradients in each step."""
         inside = [one.labelled("inside the island") for one in GradientAllReduceAlgorithm().exchanges()]
-        found = [
-            one if one.how is None else dataclasses.replace(one, how=self._between(one.how))
-            for one in self.inner.exchanges(phase)
-        ]
+        found = [one if one.how is None else self._between(one, one.how) for one in self.inner.exchanges(phase)]
+        if not self.islands.ranks or any("gradients" in one.needs for one in found):
+            inside = []
         let_in = Exchange(None, Every(), None, LetIn(self.islands), at="safe", parts=Parts(1, "strided"))
-        return (*(inside if self.islands.ranks else ()), *found, let_in.labelled("newcomers"))
+        return (*inside, *found, let_in.labelled("newcomers"))
 
-    def _between(self, how: How) -> How:
+    def _between(self, exchange: Exchange, how: How) -> Exchange:
         assert isinstance(how, Sum)
-        return BetweenIslands(how, self.islands)
+        if "gradients" not in exchange.needs:
+            return dataclasses.replace(exchange, how=BetweenIslands(how, self.islands))
+        # One barrier for each step, when nothing else is on its way.
+        between = BetweenIslands(how, self.islands, of_ranks=True)
+        return dataclasses.replace(exchange, how=between, at="backward ends", until="backward ends", parts=WHOLE)
 
     @property
     def optimizer_class(self) -> Callable[..., torch.optim.Optimizer] | None:  # type: ignore[override]
@@ -194,18 +204,21 @@ class OverIslands(Algorithm):
         self.inner.check(model)
 
     def __repr__(self) -> str:
-        return f"{self.inner!r} between {self.islands!r}"
+        return f"{'elastic ' if self.elastic else ''}{self.inner!r} between {self.islands!r}"
 
 
-def _check(exchange: Exchange) -> None:
+def _check(exchange: Exchange, *, elastic: bool) -> None:
     how = exchange.how
     if how is None:
         return
     if not how.lockstep or not isinstance(how, Sum):
         raise _refused("members that come and go have no neighbours: only sums and means", how)
     _check_memory(how)
-    if "gradients" in exchange.needs:
-        raise _refused("gradients would be exchanged in each step", exchange, "Without start_after, use diloco.")
+    if "gradients" in exchange.needs and not elastic:
+        advice = "Pass elastic=True, or use diloco without start_after."
+        raise _refused("gradients would be exchanged in each step", exchange, advice)
+    if "gradients" in exchange.needs and not (how.exact and isinstance(exchange.what, Gradients)):
+        raise _refused("gradients are exchanged in full there", exchange, "Use gradient_allreduce.")
     if exchange.lag:
         raise _refused("newcomers come in when nothing is on its way", exchange, "Use overlap=0.")
 
@@ -222,7 +235,7 @@ def _refused(problem: str, seen: object, advice: str = "") -> ConfigurationError
     return ConfigurationError(
         f"this cannot run between islands: {problem}",
         argument="algorithm",
-        expected="diloco, local_sgd or slowmo",
+        expected="diloco, local_sgd or slowmo, or gradient_allreduce with elastic=True",
         seen=repr(seen),
         advice=advice,
     )
