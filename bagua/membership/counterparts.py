@@ -100,6 +100,7 @@ class Counterparts:
         self.attempt: Attempt = _ignore
         self.samples: Samples | None = None
         self.room = 0
+        self._received: Any = None
 
     @property
     def epoch(self) -> Epoch | None:
@@ -119,6 +120,7 @@ class Counterparts:
             "enter": (self._enter, (*_LOSSES, TransportUnavailableError)),
             "attempt": (self._attempt, _LOSSES),
             "receive": (self._receive, (CommunicationError,)),
+            "take": (self._take, ()),
             "serve": (self._serve, ()),
         }
 
@@ -159,12 +161,16 @@ class Counterparts:
         samples.hear({seat: Progress(*row[1:]) for seat, row in zip(group.ranks, rows, strict=True)}, self.room)
 
     def _receive(self, _: object) -> None:
-        """Take the state of this rank's counterpart in the island that gives it."""
+        """Receive the state of this rank's counterpart in the island that gives it."""
         epoch = self.epoch
         assert epoch is not None
         donor = epoch.members.index(epoch.donor_of(self._presence.seat))
         with self.call() as group:
-            state: Any = receive_state(group.global_communicator, donor)
+            self._received = receive_state(group.global_communicator, donor)
+
+    def _take(self, _: object) -> None:
+        """Replace the state of this rank. All ranks have received theirs: they compare what they load."""
+        state, self._received = self._received, None
         self.take(state["model"])
         if self.samples is not None:
             self.samples.take(state["samples"])

@@ -126,7 +126,7 @@ class Participant:
                 self._change()
             self._serve()
             return
-        failure = self._enter(epoch) or self._island.do("receive")
+        failure = self._enter(epoch) or self._island.do("receive") or self._island.do("take")
         if failure is not None:
             _log.info("islands: no state for seat %d in epoch %d: %s", seat, epoch.number, failure.problem)
             self._presence.tell(epoch=epoch.number, report=StopReport(epoch.number, complete=False))

@@ -18,6 +18,7 @@ from bagua.errors import (
     StoreLostError,
     TooFewMembersError,
 )
+from bagua.membership import counterparts
 from bagua.parallel import with_bagua
 from bagua.testing import ThreadRanks
 from bagua.testing.ranks import RankDiedError
@@ -187,14 +188,26 @@ def test_a_rank_that_dies_in_an_exchange_takes_its_island_out_and_no_other():
     assert len(seen) > 1
 
 
-def test_a_newcomer_receives_the_state_rank_by_rank():
-    came, seen, store = threading.Event(), threading.Event(), new_store()
+@pytest.mark.parametrize("fails_once", [False, True])
+def test_a_newcomer_receives_the_state_rank_by_rank(fails_once, monkeypatch):
+    """If one of its ranks does not get the state, none takes it, and the island comes in one exchange later."""
+    came, seen, store, newcomers = threading.Event(), threading.Event(), new_store(), []
+    receive, failures = counterparts.receive_state, iter([fails_once])
+
+    def receive_or_fail(communicator, donor):
+        state = receive(communicator, donor)
+        if newcomers and get_rank() == 1 and next(failures, False):
+            raise PeerLostError("the state did not arrive", peers=[0])
+        return state
+
+    monkeypatch.setattr(counterparts, "receive_state", receive_or_fail)
 
     def rank(number):
         if number == 2:
             assert seen.wait(60)
         with together(store, 2) as islands:
             if number == 2:
+                newcomers.append(number)
                 came.set()
 
             def pace(step):
@@ -205,12 +218,13 @@ def test_a_newcomer_receives_the_state_rank_by_rank():
                     while not islands._presence.roster.records.get(2, islands._presence._record).waiting:
                         threading.Event().wait(0.002)
 
-            return train(islands, wrapped(islands), 4 * PERIOD, pace)
+            return train(islands, wrapped(islands), 5 * PERIOD, pace)
 
     rows = run_islands(3, rank)
-    assert [min(row) for row in rows[2]] == [3 * PERIOD] * 2
+    alone = 3 if fails_once else 2
+    assert [min(row) for row in rows[2]] == [(alone + 1) * PERIOD] * 2
     crowds = check("diloco", [row for island in rows for row in island])
-    assert crowds == [(0, 1), (0, 1), (0, 1, 2), (0, 1, 2)]
+    assert crowds == [(0, 1)] * alone + [(0, 1, 2)] * (5 - alone)
 
 
 def test_what_ends_the_call_of_the_first_rank_ends_it_on_all():
