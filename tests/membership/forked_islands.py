@@ -1,4 +1,4 @@
-"""Islands that are processes: one is killed, one comes. Run as a script; prints one line of JSON for each outer step.
+"""Islands of two processes each: a rank is killed, an island comes. Run as a script; prints one object of JSON.
 
 The processes are forked from this one, which has imported torch already.
 """
@@ -12,13 +12,17 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 
 import torch
+from torch.distributed import PrefixStore, TCPStore
 
 import bagua.torch_api as bagua
 from bagua.cli.baguarun import main as baguarun
 
 PERIOD = 4
+RANKS = 2
 DEADLINE_S = 60.0
 
 
@@ -40,26 +44,43 @@ def fork(job: Callable[[], object]) -> tuple[int, int]:
     return process, reader
 
 
-def island(where: str, number: int, size: int) -> None:
+def island(where: str, number: int, rank: int) -> None:
     torch.set_num_threads(1)
     going = [True]
     signal.signal(signal.SIGTERM, lambda *_: going.clear())
-    torch.manual_seed(number)
+    host, _, port = where.removeprefix("tcp://").rpartition(":")
+    store = PrefixStore(f"island{number}", TCPStore(host, int(port), is_master=False, wait_for_workers=False))
+    limit = timedelta(seconds=DEADLINE_S)
+    bagua.init_process_group(store=store, rank=rank, world_size=RANKS, timeout=limit)
+    torch.manual_seed(RANKS * number + rank)
     model = torch.nn.Linear(64, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    with bagua.join_islands(where, size=size, minimum=1, timeout=DEADLINE_S) as islands:
+    with bagua.join_islands(where, size=2, minimum=1, timeout=DEADLINE_S) as islands:
         algorithm = bagua.algorithms.Algorithm.init("diloco", sync_every=PERIOD)
         model.with_bagua(optimizer, algorithm, between=islands)
         data = torch.randn(4, 64)
-        while going:
+        while goes_on(going):
             optimizer.zero_grad()
             model(data).square().mean().backward()
             optimizer.step()
             step = model.bagua_state_dict()["step"]
             if step % PERIOD == 0:
-                said = {"number": number, "step": step, "sum": float(model.weight.detach().sum()), "seat": islands.seat}
+                said = {
+                    "number": number,
+                    "rank": rank,
+                    "step": step,
+                    "sum": float(model.weight.detach().sum()),
+                    "seat": islands.seat,
+                }
                 print(json.dumps({**said, "contributed": islands.members().contributed}), flush=True)
             time.sleep(0.01)
+
+
+def goes_on(going: list[bool]) -> bool:
+    """Whether no rank of the island was told to end."""
+    ends = torch.tensor([not going], dtype=torch.uint8)
+    bagua.allreduce(ends)
+    return not ends
 
 
 class Crowd:
@@ -90,8 +111,11 @@ class Crowd:
         # Gloo in old versions of torch prints, too.
         self.said += [{**json.loads(line), "at": time.monotonic()} for line in lines if line.startswith(b"{")]
 
+    def count(self, number: int, rank: int) -> int:
+        return sum((one["number"], one["rank"]) == (number, rank) for one in self.said)
+
     def has(self, number: int, outer_steps: int) -> bool:
-        return sum(one["number"] == number for one in self.said) >= outer_steps
+        return all(self.count(number, rank) >= outer_steps for rank in range(RANKS))
 
 
 def warm_up() -> None:
@@ -108,24 +132,26 @@ def main() -> None:
     crowd = Crowd()
     processes = {}
 
-    def start(number: int, size: int = 3) -> None:
-        processes[number], output = fork(lambda: island(where, number, size))
-        crowd.add(output)
+    def start(number: int) -> None:
+        for rank in range(RANKS):
+            processes[number, rank], output = fork(partial(island, where, number, rank))
+            crowd.add(output)
 
-    for number in range(3):
+    for number in range(2):
         start(number)
-    crowd.listen(lambda: all(crowd.has(number, 3) for number in range(3)))
-    os.kill(processes[1], signal.SIGKILL)
+    crowd.listen(lambda: crowd.has(0, 3) and crowd.has(1, 3))
+    os.kill(processes[1, 1], signal.SIGKILL)
     killed = time.monotonic()
-    seen = {number: sum(one["number"] == number for one in crowd.said) for number in (0, 2)}
-    crowd.listen(lambda: all(crowd.has(number, count + 2) for number, count in seen.items()))
-    after = [one["at"] - killed for one in crowd.said if one["number"] != 1 and 1 > len(one["contributed"]) - 2 >= 0]
-    start(3)
-    crowd.listen(lambda: crowd.has(3, 2))
-    for number in (0, 2, 3):
-        os.kill(processes[number], signal.SIGTERM)
+    seen = max(crowd.count(0, rank) for rank in range(RANKS))
+    crowd.listen(lambda: crowd.has(0, seen + 2))
+    after = [one["at"] - killed for one in crowd.said if one["number"] == 0 and len(one["contributed"]) == 1]
+    start(2)
+    crowd.listen(lambda: crowd.has(2, 2))
+    for (number, _), process in processes.items():
+        if number != 1:
+            os.kill(process, signal.SIGTERM)
     crowd.listen(lambda: False)
-    ends = {number: os.waitpid(process, 0)[1] for number, process in processes.items()}
+    ends = {f"{number}.{rank}": os.waitpid(process, 0)[1] for (number, rank), process in processes.items()}
     os.kill(server, signal.SIGTERM)
     status = os.waitpid(server, 0)[1]
     print(json.dumps({"said": crowd.said, "ends": ends, "server": status, "after_s": min(after)}))
