@@ -273,6 +273,7 @@ class BackwardHooks:
         """In a ``join`` block, tell the others that a step begins, before its first forward pass; whether it does."""
         if self.joining is None or not self.synchronize or self.accumulates or not torch.is_grad_enabled():
             return False
+        self.reducer.after_optimizers(stepped=self._stepped)  # Ranks without data have done so before they ask.
         return self.joining.announce()
 
     def enter_step(self) -> None:

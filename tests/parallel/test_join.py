@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import bagua.comm
-from bagua.algorithms import AsyncModelAverageAlgorithm, LocalUpdates, registry
+from bagua.algorithms import Algorithm, AsyncModelAverageAlgorithm, LocalUpdates, registry
 from bagua.errors import CollectiveMismatchError, ConfigurationError
 from bagua.parallel import BaguaModule, DistributedDataParallel, with_bagua
 from bagua.testing.algorithm_contract import optimizer_maker
@@ -109,6 +109,20 @@ def test_a_rank_without_any_data_makes_all_steps_of_the_others(thread_ranks):
     for row in thread_ranks(2, rank_trains):
         for mine, wanted in zip(row, alone.parameters(), strict=True):
             torch.testing.assert_close(mine, wanted.detach())
+
+
+def test_weights_are_exchanged_although_no_optimizer_tells_of_its_steps(thread_ranks):
+    def rank_trains():
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        with_bagua(model, [], Algorithm.init("local_sgd", sync_every=1))
+        with model.join():
+            train(model, optimizer, rank, (1, 3))
+        return weights_of(model)
+
+    rows = thread_ranks(2, rank_trains)
+    assert all(torch.equal(here, there) for here, there in zip(*rows, strict=True))
 
 
 def test_state_of_the_optimizer_comes_from_a_rank_that_has_stepped(thread_ranks):
