@@ -20,7 +20,7 @@ from bagua.errors import (
 )
 from bagua.membership.epochs import Epoch
 from bagua.membership.island import Act
-from bagua.membership.position import Progress
+from bagua.membership.position import Tally
 from bagua.membership.presence import Presence
 from bagua.membership.transfer import receive_state, send_state
 
@@ -48,10 +48,10 @@ class Samples(Protocol):
     def begin(self, seat: int, epoch: Epoch) -> None:
         """This island has come in, with this epoch."""
 
-    def said(self) -> Progress:
+    def said(self) -> Tally:
         """What this rank says in an exchange."""
 
-    def hear(self, said: Mapping[int, Progress], room: int) -> None:
+    def hear(self, said: Mapping[int, Tally], room: int) -> None:
         """What all have said, and how many newcomers may come, if the exchange comes to count."""
 
     def settle(self) -> None:
@@ -158,7 +158,7 @@ class Counterparts:
         group.global_communicator.allgather(told, own)
         rows = told.view(group.size, -1).tolist()
         self.room = max(row[0] for row in rows)
-        samples.hear({seat: Progress(*row[1:]) for seat, row in zip(group.ranks, rows, strict=True)}, self.room)
+        samples.hear({seat: Tally(*row[1:]) for seat, row in zip(group.ranks, rows, strict=True)}, self.room)
 
     def _receive(self, _: object) -> None:
         """Receive the state of this rank's counterpart in the island that gives it."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["Position", "Progress"]
+__all__ = ["Position", "Tally"]
 
 
-class Progress(NamedTuple):
+class Tally(NamedTuple):
     """What a member says of its samples in an exchange.
 
     Attributes:
@@ -41,10 +41,10 @@ class Position(NamedTuple):
         >>> begun = Position().of_members([0, 1])
         >>> [begun.number(0, turn) for turn in range(3)], [begun.number(1, turn) for turn in range(3)]
         ([0, 2, 4], [1, 3, 5])
-        >>> after = begun.exchanged({0: Progress(0, drawn=3, trained=2), 1: Progress(1, drawn=2, trained=2)})
+        >>> after = begun.exchanged({0: Tally(0, drawn=3, trained=2), 1: Tally(1, drawn=2, trained=2)})
         >>> after.first, after.own
         (5, {0: (4,), 1: ()})
-        >>> after.exchanged({1: Progress(1)}).left
+        >>> after.exchanged({1: Tally(1)}).left
         (4,)
     """
 
@@ -67,7 +67,7 @@ class Position(NamedTuple):
         """Those who begin."""
         return self._replace(own=dict.fromkeys(seats, ()), lanes=len(seats))
 
-    def exchanged(self, said: Mapping[int, Progress], room: int = 0) -> Position:
+    def exchanged(self, said: Mapping[int, Tally], room: int = 0) -> Position:
         """An exchange counts.
 
         Args:

@@ -12,7 +12,7 @@ from bagua.checks import check_flags, check_whole
 from bagua.errors import ConfigurationError
 from bagua.membership.epochs import Epoch
 from bagua.membership.islands import Islands
-from bagua.membership.position import Position, Progress
+from bagua.membership.position import Position, Tally
 
 __all__ = ["ElasticSampler"]
 
@@ -187,11 +187,11 @@ class ElasticSampler(Sampler[int]):
         self._lane = self._position.lane_of(seat) if seat in own else len(own) + epoch.newcomers.index(seat)
         self.number_of_pass = self._position.number(self._lane, 0) // self._samples
 
-    def said(self) -> Progress:
+    def said(self) -> Tally:
         """What this rank says in an exchange."""
-        return Progress(self._lane or 0, self._drawn, self._trained)
+        return Tally(self._lane or 0, self._drawn, self._trained)
 
-    def hear(self, said: Mapping[int, Progress], room: int) -> None:
+    def hear(self, said: Mapping[int, Tally], room: int) -> None:
         """What all have said in an exchange that may come to count; see ``Position.exchanged``."""
         self._proposed = self._position.exchanged(said, room), self._trained
 
