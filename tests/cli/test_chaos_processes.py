@@ -25,10 +25,10 @@ from bagua.cli.chaos.referee import Ended
 from bagua.cli.chaos.schedule import Fault, FaultSchedule
 from bagua.cli.chaos.service import ServiceError, open_service
 from bagua.cli.lab import network
-from bagua.cli.lab.link import LinkSettings, parse_link
 from bagua.cli.lab.network import INTERFACE, LabUnavailableError, inside, open_network
 from bagua.cli.main import main
 from bagua.comm import serve_store_at
+from bagua.link import LinkSettings, parse_link
 from tests.interpreters import interpreter
 
 REPOSITORY = Path(__file__).parents[2]

@@ -22,9 +22,9 @@ from bagua.cli.demo.link import Link, PacedTransport
 from bagua.cli.demo.model import ByteTransformer, Shape
 from bagua.cli.demo.shaping import SlowLink
 from bagua.cli.demo.text import read_standard_library, windows
-from bagua.cli.lab.link import LinkSettings
 from bagua.cli.lab.network import Host, LabUnavailableError, Network
 from bagua.comm import Communicator, get_default_group
+from bagua.link import LinkSettings
 from tests.interpreters import interpreter
 
 REPOSITORY = Path(__file__).parents[2]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from bagua.cli.lab import command, network
-from bagua.cli.lab.link import LinkSettings, parse_link
 from bagua.cli.lab.switch import FrameSchedule, SwitchReport
 from bagua.cli.main import main
+from bagua.link import LinkSettings, parse_link
 
 REPOSITORY = Path(__file__).parents[2]
 needs_lab = pytest.mark.skipif(network.refusal() is not None, reason=str(network.refusal()))

@@ -24,8 +24,8 @@ from bagua.cli.chaos.report import describe, plan, verdict
 from bagua.cli.chaos.schedule import FaultSchedule, draw_schedule, parse_lasting, parse_mix, parse_rate
 from bagua.cli.chaos.score import score
 from bagua.cli.chaos.service import ServiceError, open_service, store_command
-from bagua.cli.lab.link import LinkSettings, parse_link
 from bagua.cli.lab.network import LabUnavailableError
+from bagua.link import LinkSettings, parse_link
 
 __all__ = ["main"]
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bagua.cli.chaos.schedule import Fault
-from bagua.cli.lab.link import LinkSettings
 from bagua.cli.lab.network import (
     INTERFACE,
     LabUnavailableError,
@@ -18,6 +17,7 @@ from bagua.cli.lab.network import (
     inside,
     open_network,
 )
+from bagua.link import LinkSettings
 
 __all__ = ["FaultFunctions", "Home", "disks", "in_place", "links", "open_places"]
 

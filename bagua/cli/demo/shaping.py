@@ -7,10 +7,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from bagua.cli.demo.link import PACED, register_paced
-from bagua.cli.lab.link import LinkSettings
 from bagua.cli.lab.network import LabUnavailableError, Network, open_network
 from bagua.cli.launch import Rank
 from bagua.comm import backend_refusal
+from bagua.link import LinkSettings
 
 __all__ = ["SlowLink", "open_slow_link"]
 

@@ -14,7 +14,6 @@ from typing import IO
 
 from bagua import env
 from bagua.cli.arguments import positive
-from bagua.cli.lab.link import LinkSettings, parse_link
 from bagua.cli.lab.network import (
     INTERFACE,
     Host,
@@ -25,6 +24,7 @@ from bagua.cli.lab.network import (
     sent_bytes,
 )
 from bagua.cli.lab.switch import SwitchReport
+from bagua.link import LinkSettings, parse_link
 
 __all__ = ["main"]
 

@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bagua.cli.lab.link import LinkSettings
 from bagua.cli.lab.switch import SwitchReport
+from bagua.link import LinkSettings
 
 __all__ = ["INTERFACE", "Host", "LabUnavailableError", "Network", "enter", "open_network", "refusal", "sent_bytes"]
 
