@@ -7,6 +7,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
@@ -270,7 +271,7 @@ class ProcessGroup:
         if self.rank not in members:
             return NON_MEMBER
         raise_refusals(reasons, self.rank, self.ranks, obstacle)
-        group = ProcessGroup(
+        group = self._made_of(
             dist.PrefixStore("members", store),
             list(members).index(self.rank),
             [self.ranks[member] for member in members],
@@ -281,9 +282,13 @@ class ProcessGroup:
             self._ledger,
             leader,
         )
-        group._parent = weakref.ref(self)
+        group._parent = weakref.ref(self)  # noqa: SLF001 - another one of these
         self._descendants.append(group)
         return group
+
+    def _made_of(self, *arguments: Any) -> ProcessGroup:
+        """A group of the same kind."""
+        return ProcessGroup(*arguments)
 
     # For those who agree by other means than collective calls.
 

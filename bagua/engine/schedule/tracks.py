@@ -202,16 +202,23 @@ class Course:
             flight.flat.mul_(flight.scale)
         then.start(flight)
         if how is not None and self.lane is not None and (self._ranks > 1 or how.alone):
-            run = functools.partial(self._run, how, flight, self.lane.group)
             name = f"{self.exchange.label} of bucket {track.bucket.index}"
+            run = functools.partial(self._run, how, flight, self.lane.group, name)
             executor = self.lane.executors[track.bucket.device]
             flight.wait = shown(name, self.lane.group, lambda: executor.run(run))
         track.flights.append(flight)
 
-    def _run(self, how: How, flight: Flight, group: ProcessGroup) -> Work | None:
+    def _run(self, how: How, flight: Flight, group: ProcessGroup, name: str) -> Work | None:
         """Communicate, in whatever thread that happens."""
         self.at_work = flight.bucket
-        return how.run(flight, group)
+        recorder = group.recorder
+        if recorder.trace is None:
+            return how.run(flight, group)
+        begun = recorder.clock()
+        try:
+            return how.run(flight, group)
+        finally:
+            recorder.span(f"run {name}", begun, track="work", group=group.label)
 
     def _flight(self, track: Track, clock: Clock) -> Flight:
         shift = 0 if self._of_arrival else self._shifts[track.part]

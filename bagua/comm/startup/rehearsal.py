@@ -1,0 +1,110 @@
+"""A group of which one rank is there: it calls what it would call among many, and its record shows that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bagua.comm.call import Call
+from bagua.comm.group import ProcessGroup
+from bagua.comm.records.ledger import Ledger
+from bagua.comm.transports.base import DONE, Handle, Transport
+from bagua.comm.transports.registry import register_transport
+
+__all__ = ["RehearsalTransport", "rehearsal_group"]
+
+_NAME = "rehearsal"
+
+
+class RehearsalTransport(Transport):
+    """Answers at once for peers that are not there, as if each of them held what this rank holds."""
+
+    name = _NAME
+    compares_calls = True
+    #: As on Gloo, whose place it takes.
+    executor = "caller"
+
+    def start(
+        self,
+        call: Call,
+        source: torch.Tensor | None,
+        target: torch.Tensor | None,
+        timeout_s: float,  # noqa: ARG002
+        asynchronous: bool,  # noqa: ARG002
+    ) -> Handle:
+        """Fill the target."""
+        if target is not None:
+            with torch.no_grad():
+                self._fill(call, source, target)
+        elif call.kind == "recv" and source is not None:
+            source.fill_(call.root)
+        return DONE
+
+    def _fill(self, call: Call, source: torch.Tensor | None, target: torch.Tensor) -> None:
+        flat = target.view(-1)
+        if call.kind in ("allreduce", "reduce"):
+            if call.reduction == "sum":
+                flat.mul_(self.size)
+        elif source is target:
+            return
+        elif source is None or call.kind == "alltoall_v" or (call.kind == "recv" and call.root < 0):
+            flat.zero_()  # What a peer would send alone is not known here.
+        elif call.kind in ("allgather", "gather"):
+            flat.view(self.size, -1).copy_(source.view(1, -1).expand(self.size, -1))
+        elif call.kind in ("alltoall", "scatter", "reduce_scatter"):
+            self._fill_with_own_share(call, source, flat)
+        elif source.numel() == flat.numel():
+            flat.copy_(source.view(-1))
+
+    def _fill_with_own_share(self, call: Call, source: torch.Tensor, flat: torch.Tensor) -> None:
+        share = source.view(self.size, -1)[self.rank]
+        if call.kind == "alltoall":
+            flat.view(self.size, -1).copy_(share.expand(self.size, -1))
+            return
+        flat.copy_(share)
+        if call.reduction == "sum":
+            flat.mul_(self.size)
+
+    def abort(self, reason: str, culprit: int | None = None) -> None:
+        """There is nobody to tell."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _RehearsalGroup(ProcessGroup):
+    """A process group whose other members agree to everything."""
+
+    def _agree(self, store: dist.Store, wanted: list[object], obstacle: Exception | None) -> list[str]:  # noqa: ARG002
+        return [""] * self.size
+
+    def _made_of(self, *arguments: Any) -> ProcessGroup:
+        return _RehearsalGroup(*arguments)
+
+
+def rehearsal_group(host_sizes: Sequence[int], timeout_s: float = 1800.0) -> ProcessGroup:
+    """Rank 0 of a group whose other ranks do not exist. Calls return at once, with what this rank put in.
+
+    What is made of other ranks' data has no meaning. Which calls are made, in which order and with how many bytes, and
+    what is computed between them, is as among real ranks.
+
+    Args:
+        host_sizes: number of ranks on each host.
+        timeout_s: default deadline of calls, in seconds, which none of them ever needs.
+
+    Example:
+        >>> group = rehearsal_group([2, 2])
+        >>> group.size, group.node_sizes, group.inter_node_communicator.ranks
+        (4, (2, 2), (0, 2))
+        >>> tensor = torch.ones(1)
+        >>> group.global_communicator.allreduce(tensor)
+        >>> tensor
+        tensor([4.])
+    """
+    register_transport(_NAME, RehearsalTransport)
+    nodes = [host for host, size in enumerate(host_sizes) for _ in range(size)]
+    ranks = range(len(nodes))
+    return _RehearsalGroup(dist.HashStore(), 0, ranks, nodes, _NAME, timeout_s, _NAME, Ledger())
