@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from bagua.errors import ConfigurationError
 
 __all__ = [
+    "advice_file",
     "autotune_level",
     "autotune_log",
     "autotune_max_samples",
@@ -39,6 +40,7 @@ __all__ = [
 
 #: Every variable of ours.
 _OURS = (
+    "BAGUA_ADVICE",
     "BAGUA_AUTOTUNE",
     "BAGUA_AUTOTUNE_MAX_SAMPLES",
     "BAGUA_AUTOTUNE_SAMPLING_CONFIDENCE_TIME_S",
@@ -173,6 +175,11 @@ def log_level() -> str | None:
 def flight_dir() -> str | None:
     """``BAGUA_FLIGHT_DIR``: where each rank writes its last calls when one fails, or None."""
     return os.environ.get("BAGUA_FLIGHT_DIR") or None
+
+
+def advice_file() -> str | None:
+    """``BAGUA_ADVICE``: file that ``bagua advise`` wrote, for ``Algorithm.init("auto")``, or None."""
+    return os.environ.get("BAGUA_ADVICE") or None
 
 
 def trace_dir() -> str | None:

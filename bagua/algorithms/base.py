@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from bagua.algorithms.advised import advised_choice
 from bagua.algorithms.exchanges.exchange import Every, Exchange
 from bagua.algorithms.exchanges.model import Model
 from bagua.algorithms.exchanges.tuples import Promise, check_exchanges, differ_between_ranks, promise_of
@@ -148,13 +149,17 @@ class Algorithm(ABC):
         """The algorithm registered as ``name``.
 
         Args:
-            name: ``gradient_allreduce``, for example.
+            name: ``gradient_allreduce``, for example. ``auto`` is the one that ``bagua advise`` has written to the file
+                ``BAGUA_ADVICE``, or to ``bagua_advice.json`` in the working directory.
             options: its constructor's arguments.
 
         Raises:
             UnsupportedAlgorithmException: there is none of that name.
             TypeError: it does not have one of the options.
         """
+        if name == "auto":
+            name, advised = advised_choice()
+            options = {**advised, **options}
         declaration = registry.get(name)
         known = _option_names(declaration)
         unknown = [option for option in options if option not in known]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+from bagua.advise import advise
 from bagua.algorithms import DistributedAlgorithm
 from bagua.checks import did_you_mean
 from bagua.comm import TorchBackendOptions, install_torch_backend
@@ -83,6 +84,7 @@ __all__ = [
     "ReduceOp",
     "TorchBackendOptions",
     "Work",
+    "advise",
     "algorithms",
     "allgather",
     "allgather_inplace",

@@ -14,6 +14,7 @@ from sphinx.util.docutils import SphinxDirective
 
 # Modules that the API pages explain, in the order in which a name is looked for.
 HOMES = (
+    "bagua.advise",
     "bagua.comm",
     "bagua.errors",
     "bagua.membership",

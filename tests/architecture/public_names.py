@@ -14,6 +14,7 @@ API_PAGES = REPOSITORY / "docs" / "api"
 # Modules that are doors; what lies behind them may move.
 DOORS = (
     "bagua",
+    "bagua.advise",
     "bagua.algorithms",
     "bagua.buckets",
     "bagua.comm",

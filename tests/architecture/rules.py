@@ -34,6 +34,7 @@ LAYERS = {
     "bagua.engine": 5,
     "bagua.parallel": 6,
     "bagua.observe": 6,
+    "bagua.advise": 6,
     "bagua.distributed": 7,
     "bagua.torch_api": 7,
     "bagua.utilities": 7,

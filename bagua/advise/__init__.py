@@ -1,0 +1,40 @@
+"""The model of a step: what was measured once, and how long a step takes with an algorithm on a network."""
+
+from bagua.advise.advice import DDP as DDP
+from bagua.advise.advice import Advice, advise
+from bagua.advise.advice import rehearse_all as rehearse_all
+from bagua.advise.advice import weigh as weigh
+from bagua.advise.facts import MachineFacts, ModelFacts, ParameterFacts
+from bagua.advise.measure import LEAST_STEPS as LEAST_STEPS
+from bagua.advise.measure import StepMeter as StepMeter
+from bagua.advise.measure import measure_model
+from bagua.advise.network import Cluster, Cost, cost_of
+from bagua.advise.prediction import Prediction, extrapolate, outside_calibration, predict
+from bagua.advise.probe import probe_machine
+from bagua.advise.rehearse import rehearse
+from bagua.advise.simulation import max_min_shares, step_seconds
+from bagua.advise.trace import Message, Moment, Rehearsal, Run
+
+__all__ = [
+    "Advice",
+    "Cluster",
+    "Cost",
+    "MachineFacts",
+    "Message",
+    "ModelFacts",
+    "Moment",
+    "ParameterFacts",
+    "Prediction",
+    "Rehearsal",
+    "Run",
+    "advise",
+    "cost_of",
+    "extrapolate",
+    "max_min_shares",
+    "measure_model",
+    "outside_calibration",
+    "predict",
+    "probe_machine",
+    "rehearse",
+    "step_seconds",
+]

@@ -1,0 +1,243 @@
+"""From measured facts to an answer: which algorithm is the fastest on a network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bagua.advise.facts import MachineFacts, ModelFacts
+from bagua.advise.measure import measure_model
+from bagua.advise.network import Cluster
+from bagua.advise.prediction import Prediction, extrapolate, outside_calibration, predict
+from bagua.advise.probe import probe_machine
+from bagua.advise.rehearse import rehearse
+from bagua.advise.trace import Rehearsal
+from bagua.algorithms import Algorithm, GradientAllReduceAlgorithm, registry
+from bagua.checks import check_kind
+from bagua.errors import BaguaError, ConfigurationError
+from bagua.link import parse_link
+
+__all__ = ["DDP", "Advice", "advise", "rehearse_all", "weigh"]
+
+#: Name of torch's DistributedDataParallel in tables, and the size of its buckets.
+DDP = "ddp"
+_DDP_BUCKET_BYTES = 25 * 1024 * 1024
+#: Nobody changes a script for less.
+_WORTH_IT = 0.95
+#: A rehearsal among more hosts is carried forward from two smaller ones.
+_MOST_HOSTS = 16
+_FEW_HOSTS = 8
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Predictions for all algorithms, and which one to take.
+
+    Attributes:
+        cluster: hosts and links.
+        predictions: predictions, the fastest first.
+        optimizer: name of the optimizer that was measured.
+        refusals: why there is no prediction for others, by name.
+        outside: what was not tried when the model was calibrated, a phrase each.
+    """
+
+    cluster: Cluster
+    predictions: tuple[Prediction, ...]
+    optimizer: str
+    refusals: tuple[tuple[str, str], ...] = ()
+    outside: tuple[str, ...] = ()
+
+    @property
+    def ddp(self) -> Prediction:
+        """The prediction for torch's DistributedDataParallel."""
+        return next(one for one in self.predictions if one.name == DDP)
+
+    def eligible(self, one: Prediction, *, may_differ: bool = False) -> bool:
+        """Whether the script may take it as it is: same optimizer, and equal weights unless ranks may differ."""
+        same = one.needs_optimizer in ("", self.optimizer)
+        return same and (one.keeps_equal or may_differ)
+
+    def fastest(self, *, may_differ: bool = False) -> Prediction:
+        """The fastest that keeps the loss by its recipe; plain DDP unless another one is 5 % faster.
+
+        Args:
+            may_differ: ranks may hold different weights between exchanges, as with local updates, whose loss depends on
+                options and learning rate.
+        """
+        first = next(one for one in self.predictions if self.eligible(one, may_differ=may_differ))
+        return first if first.step_s < _WORTH_IT * self.ddp.step_s else self.ddp
+
+    def table(self) -> str:
+        """Predictions as text, and the answer."""
+        lines = [
+            f"{self.cluster.hosts} hosts, {self.cluster.ranks_per_host} ranks on each, links of {self.cluster.link}",
+            f"{'algorithm':<28} {'step':>9} {'90 % within':>19} {'over DDP':>9} {'bytes':>9}  remarks",
+        ]
+        for one in self.predictions:
+            remarks = [] if one.keeps_equal else ["ranks differ"]
+            remarks += [f"needs {one.needs_optimizer}"] if one.needs_optimizer else []
+            interval = f"{_seconds(one.low_s)} - {_seconds(one.high_s)}"
+            lines.append(
+                f"{one.name:<28} {_seconds(one.step_s):>9} {interval:>19} {one.step_s / self.ddp.step_s:>8.2f}x "
+                f"{one.sent_bytes / 1e6:>6.2f} MB  {', '.join(remarks)}".rstrip()
+            )
+        lines += [f"{name}: no prediction: {reason}" for name, reason in self.refusals]
+        return "\n".join([*lines, "", self.answer()])
+
+    def answer(self) -> str:
+        """The answer in sentences."""
+        best, free = self.fastest(), self.fastest(may_differ=True)
+        if best is self.ddp:
+            text = "Take plain DDP (gradient_allreduce): no algorithm that keeps ranks equal is 5 % faster here."
+        else:
+            text = f"Take {best.name}: a step takes {best.step_s / self.ddp.step_s:.2f} of DDP's time."
+        if free not in (best, self.ddp):
+            text += (
+                f" If ranks may differ between exchanges, {free.name} takes {free.step_s / self.ddp.step_s:.2f}; "
+                "its loss depends on its options, so compare losses before you take it."
+            )
+        if self.outside:
+            text += f" This is outside of what was calibrated: {'; '.join(self.outside)}. Try it with bagua lab."
+        return text
+
+    def save(self, path: str | Path, *, may_differ: bool = False) -> None:
+        """Write what ``Algorithm.init("auto")`` reads.
+
+        Args:
+            path: file.
+            may_differ: as for ``fastest``.
+        """
+        best = self.fastest(may_differ=may_differ)
+        found = {
+            "algorithm": "gradient_allreduce" if best.name == DDP else best.name,
+            "options": {},
+            "hosts": self.cluster.hosts,
+            "ranks_per_host": self.cluster.ranks_per_host,
+            "link": str(self.cluster.link),
+            "step_s": {one.name: one.step_s for one in self.predictions},
+        }
+        Path(path).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
+
+
+def rehearse_all(
+    facts: ModelFacts,
+    hosts: int,
+    ranks_per_host: int,
+    names: Sequence[str] | None = None,
+    on_progress: Callable[[str], object] = lambda _: None,
+) -> tuple[list[Rehearsal], dict[str, str]]:
+    """Rehearse DDP and algorithms.
+
+    Args:
+        facts: the model.
+        hosts: how many.
+        ranks_per_host: on each.
+        names: names of the algorithms; None for all that are registered.
+        on_progress: told the name of each, before it is rehearsed.
+
+    Returns:
+        The rehearsals, and by name why others have none.
+
+    Raises:
+        ConfigurationError: fewer than two ranks.
+    """
+    if hosts * ranks_per_host < 2:
+        raise ConfigurationError("one rank sends nothing", argument="hosts", expected="two ranks", seen=1)
+    candidates: list[tuple[str, Algorithm, int]] = [(DDP, GradientAllReduceAlgorithm(), _DDP_BUCKET_BYTES)]
+    candidates += [(name, Algorithm.init(name), 10_000_000) for name in names or registry if name != DDP]
+    found, refusals = [], {}
+    for name, algorithm, bucket_bytes in candidates:
+        on_progress(name)
+        try:
+            found.append(_rehearse_one(name, algorithm, bucket_bytes, facts, hosts, ranks_per_host))
+        except BaguaError as error:
+            if name == DDP:
+                raise
+            refusals[name] = str(error)
+    return found, refusals
+
+
+def _rehearse_one(
+    name: str, algorithm: Algorithm, bucket_bytes: int, facts: ModelFacts, hosts: int, ranks_per_host: int
+) -> Rehearsal:
+    def on(number: int) -> Rehearsal:
+        return rehearse(algorithm, facts, [ranks_per_host] * number, name=name, bucket_bytes=bucket_bytes)
+
+    if hosts <= _MOST_HOSTS:
+        return on(hosts)
+    return extrapolate(on(_FEW_HOSTS), on(_MOST_HOSTS), (_FEW_HOSTS, _MOST_HOSTS, hosts))
+
+
+def weigh(
+    rehearsals: Sequence[Rehearsal],
+    refusals: dict[str, str],
+    facts: ModelFacts,
+    cluster: Cluster,
+    machine: MachineFacts,
+) -> Advice:
+    """Predict all of ``rehearsals``, and compare."""
+    found = [predict(one, facts, cluster, machine) for one in rehearsals]
+    found.sort(key=lambda one: one.step_s)
+    return Advice(cluster, tuple(found), facts.optimizer, tuple(refusals.items()), outside_calibration(cluster))
+
+
+def advise(
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: Callable[[], object],
+    *,
+    hosts: int = 2,
+    ranks_per_host: int = 1,
+    link: str = "1gbit",
+    seconds: float = 10.0,
+    algorithms: Sequence[str] | None = None,
+) -> Advice:
+    """Predict how long a step would take with each algorithm on some hosts, and say which one is the fastest.
+
+    Measures ``step`` and this machine once, in this process, and runs each algorithm on a stand-in for the model as one
+    rank of many would. Nothing is sent anywhere else.
+
+    Args:
+        module: plain module on the CPU.
+        optimizer: optimizer that ``step`` steps.
+        step: makes one training step.
+        hosts: how many.
+        ranks_per_host: on each.
+        link: link of each host, as ``50mbit,20ms``: rate, and delay one way.
+        seconds: how long ``step`` is measured.
+        algorithms: names of those that are compared with DDP; None for all.
+
+    Returns:
+        All predictions, and the answer: ``print(advice.table())``.
+
+    Raises:
+        ConfigurationError: a model that cannot be measured, a link that makes no sense, or fewer than two ranks.
+
+    Example:
+        >>> layer = torch.nn.Linear(64, 64)
+        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        >>> def step():
+        ...     optimizer.zero_grad()
+        ...     layer(torch.ones(2, 64)).sum().backward()
+        ...     optimizer.step()
+        >>> advice = advise(layer, optimizer, step, link="1gbit", seconds=0.0, algorithms=["bytegrad"])
+        >>> sorted(one.name for one in advice.predictions)
+        ['bytegrad', 'ddp']
+    """
+    check_kind(torch.nn.Module, "a torch.nn.Module", module=module)
+    try:
+        settings = parse_link(link)
+    except ValueError as error:
+        raise ConfigurationError(str(error), argument="link", expected="as 50mbit,20ms", seen=repr(link)) from None
+    cluster = Cluster(hosts, ranks_per_host, settings)
+    facts = measure_model(module, optimizer, step, seconds=seconds)
+    rehearsals, refusals = rehearse_all(facts, hosts, ranks_per_host, algorithms)
+    return weigh(rehearsals, refusals, facts, cluster, probe_machine())

@@ -1,0 +1,156 @@
+"""Measuring the steps of a model, without communication."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from bagua.advise.facts import ModelFacts, ParameterFacts
+from bagua.errors import ConfigurationError
+
+__all__ = ["StepMeter", "measure_model"]
+
+#: Steps that are left out: memory is allocated in them.
+_FIRST_STEPS = 2
+LEAST_STEPS = 5
+
+
+class StepMeter:
+    """Notes when steps begin and when gradients arrive. Between two steps it costs a few microseconds a parameter.
+
+    Args:
+        module: module that is trained.
+        optimizers: optimizers that step it.
+        clock: gives seconds.
+
+    Raises:
+        ConfigurationError: parameters on another device than the CPU.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._clock = clock
+        self._module = module
+        self._parameters = {name: one for name, one in module.named_parameters() if one.requires_grad}
+        devices = {one.device.type for one in self._parameters.values()} - {"cpu"}
+        if devices:
+            raise ConfigurationError(
+                "predictions are made for tensors on the CPU, over Gloo",
+                argument="module",
+                expected="parameters on the CPU",
+                seen=", ".join(sorted(devices)),
+                advice="Measure the script itself on such hosts: bagua lab, or BAGUA_TRACE.",
+            )
+        self._optimizer = type(optimizers[0]).__name__ if optimizers else ""
+        self._began: list[float] = []
+        self._arrived: dict[str, list[float]] = {name: [] for name in self._parameters}
+        self._now: dict[str, float] = {}
+        self._stepping = False
+        self._handles: list[Any] = [module.register_forward_pre_hook(self._forward)]
+        self._handles += [
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._arrival(name))  # type: ignore[no-untyped-call]
+            for name, parameter in self._parameters.items()
+        ]
+        self._handles += [one.register_step_post_hook(self._stepped) for one in optimizers[:1]]
+
+    @property
+    def steps(self) -> int:
+        """Steps that have been measured."""
+        return max(len(self._began) - 1 - _FIRST_STEPS, 0)
+
+    def _forward(self, module: torch.nn.Module, _: Any) -> None:
+        if module.training and torch.is_grad_enabled() and not self._stepping:
+            self._stepping = True
+            self._began.append(self._clock())
+
+    def _arrival(self, name: str) -> None:
+        if self._began:
+            self._now[name] = self._clock() - self._began[-1]
+
+    def _stepped(self, *_: Any) -> None:
+        self._stepping = False
+        if len(self._began) > _FIRST_STEPS:
+            for name, seconds in self._now.items():
+                self._arrived[name].append(seconds)
+        self._now.clear()
+
+    def end(self) -> None:
+        """Take all hooks away."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def facts(self, copies: int = 1) -> ModelFacts:
+        """What was measured.
+
+        Args:
+            copies: how many ranks computed on the machine at the same time.
+
+        Raises:
+            ConfigurationError: too few steps, or no gradient.
+        """
+        began = self._began[_FIRST_STEPS:]
+        steps_s = tuple(later - earlier for earlier, later in itertools.pairwise(began))
+        arrivals = {name: statistics.median(found) for name, found in self._arrived.items() if found}
+        order = sorted(arrivals, key=arrivals.__getitem__)
+        parameters = tuple(
+            ParameterFacts(
+                name,
+                tuple(self._parameters[name].shape),
+                str(self._parameters[name].dtype).removeprefix("torch."),
+                arrivals[name],
+            )
+            for name in order
+        )
+        return ModelFacts(parameters, steps_s, self._optimizer, copies)
+
+
+def measure_model(
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: Callable[[], object],
+    *,
+    seconds: float = 10.0,
+) -> ModelFacts:
+    """Call ``step`` for a while, and say what its steps are like.
+
+    Args:
+        module: plain module, that no wrapper trains.
+        optimizer: optimizer that ``step`` steps.
+        step: makes one training step.
+        seconds: how long; at least 7 steps are made.
+
+    Example:
+        >>> layer = torch.nn.Linear(4, 4)
+        >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        >>> def step():
+        ...     optimizer.zero_grad()
+        ...     layer(torch.ones(2, 4)).sum().backward()
+        ...     optimizer.step()
+        >>> [one.name for one in measure_model(layer, optimizer, step, seconds=0.0).parameters]
+        ['bias', 'weight']
+    """
+    meter = StepMeter(module, [optimizer])
+    until = time.monotonic() + seconds
+    try:
+        while meter.steps < LEAST_STEPS or time.monotonic() < until:
+            before = len(meter._began)  # noqa: SLF001 - the other half of this file
+            step()
+            if len(meter._began) == before:  # noqa: SLF001
+                raise ConfigurationError(
+                    "the step does not call the module in training mode",
+                    argument="step",
+                    expected="module(...), backward() and optimizer.step()",
+                    seen=repr(step),
+                )
+    finally:
+        meter.end()
+    return meter.facts()

@@ -1,0 +1,169 @@
+"""From a rehearsal and a network to the time of a step, with an interval."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from bagua.advise.facts import MachineFacts, ModelFacts
+from bagua.advise.network import Cluster
+from bagua.advise.simulation import step_seconds
+from bagua.advise.trace import Message, Moment, Rehearsal, Run
+from bagua.errors import ConfigurationError
+
+__all__ = ["Prediction", "extrapolate", "outside_calibration", "predict"]
+
+#: Nine in ten cells of docs/advise.md, which were not used to fit anything, lie within this part of the prediction.
+ERROR = 0.5
+#: What was measured there.
+_RATES_MBIT_S, _DELAYS_MS, _HOSTS = (50.0, 10_000.0), (0.0, 20.0), (2, 4)
+_DRAWS = 5
+_LEAST_SIMULATED_STEPS = 12
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The time of a step of one algorithm.
+
+    Attributes:
+        name: name of the algorithm.
+        step_s: seconds of a step.
+        low_s: lower end of the interval that holds nine of ten measured times.
+        high_s: upper end of it.
+        sent_bytes: bytes of one rank that enter calls in each step.
+        keeps_equal: True if all ranks hold equal weights after each step.
+        needs_optimizer: optimizer without which the algorithm does not work; empty if any will do.
+    """
+
+    name: str
+    step_s: float
+    low_s: float
+    high_s: float
+    sent_bytes: float
+    keeps_equal: bool
+    needs_optimizer: str
+
+
+def predict(
+    rehearsal: Rehearsal, facts: ModelFacts, cluster: Cluster, machine: MachineFacts, *, seed: int = 0
+) -> Prediction:
+    """The time of a step.
+
+    The slowest of those who wait for each other is drawn from the steps that were measured.
+
+    Args:
+        rehearsal: what one rank does.
+        facts: the model.
+        cluster: hosts and links.
+        machine: what was measured without a network.
+        seed: seed of what is drawn.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    arrivals_s = [one.arrival_s for one in facts.parameters]
+    length = len(rehearsal.steps)
+    count = length * (1 + max(1, -(-_LEAST_SIMULATED_STEPS // length)))
+    found = []
+    for _ in range(_DRAWS):
+        stretches = _stretches(rehearsal, facts, cluster, count, generator)
+        found.append(step_seconds(rehearsal, arrivals_s, facts.step_s, cluster, machine, stretches, facts.copies))
+    mean = sum(found) / len(found)
+    return Prediction(
+        rehearsal.name,
+        mean,
+        min(found) * (1 - ERROR),
+        max(found) * (1 + ERROR),
+        rehearsal.sent_bytes,
+        rehearsal.keeps_equal,
+        rehearsal.needs_optimizer,
+    )
+
+
+def _stretches(
+    rehearsal: Rehearsal, facts: ModelFacts, cluster: Cluster, count: int, generator: torch.Generator
+) -> list[float]:
+    """By how much the slowest of those who meet is slower than the median, for each step."""
+    ratios = torch.tensor(facts.ratios, dtype=torch.float64)
+    together = max(1, min(rehearsal.meeting, cluster.size))
+    alone = max(1, min(round(rehearsal.steps_alone), count))
+    found: list[float] = []
+    while len(found) < count:
+        drawn = torch.randint(len(ratios), (together, alone), generator=generator)
+        found += [float(ratios[drawn].mean(1).max())] * alone
+    return found[:count]
+
+
+def extrapolate(small: Rehearsal, large: Rehearsal, hosts: tuple[int, int, int]) -> Rehearsal:
+    """A rehearsal on more hosts than there can be in one, from two of them: all grows by the host as between these.
+
+    Args:
+        small: rehearsal on the smaller number of hosts.
+        large: rehearsal on the larger one.
+        hosts: the two numbers, and the wanted one.
+
+    Raises:
+        ConfigurationError: other calls are made among more hosts.
+    """
+    few, many, wanted = hosts
+
+    def along(first: float, second: float) -> float:
+        return max(first + (second - first) / (many - few) * (wanted - few), 0.0)
+
+    def item(first: Message | float, second: Message | float) -> Message | float:
+        if isinstance(first, Message) and isinstance(second, Message):
+            ranks, on = round(along(first.ranks, second.ranks)), round(along(first.hosts, second.hosts))
+            return Message(second.kind, along(first.nbytes, second.nbytes), ranks, on)
+        assert not isinstance(first, Message)
+        assert not isinstance(second, Message)
+        return along(first, second)
+
+    if _pattern(small) != _pattern(large):
+        raise ConfigurationError(
+            "other calls are made among more hosts, so what they cost cannot be carried forward",
+            argument="hosts",
+            expected=f"at most {many}",
+            seen=wanted,
+        )
+    runs = tuple(
+        Run(tuple(item(*pair) for pair in zip(one.items, other.items, strict=True)), other.lane)
+        for one, other in zip(small.runs, large.runs, strict=True)
+    )
+    return dataclasses.replace(large, runs=runs, extra_s=along(small.extra_s, large.extra_s))
+
+
+def _pattern(rehearsal: Rehearsal) -> tuple[list[list[str]], list[list[Moment]]]:
+    calls = [[one.kind if isinstance(one, Message) else "" for one in run.items] for run in rehearsal.runs]
+    return calls, [[moment for moment in step if moment.what in ("start", "wait")] for step in rehearsal.steps]
+
+
+def outside_calibration(cluster: Cluster) -> tuple[str, ...]:
+    """A phrase for each way in which ``cluster`` is none of those on which the model was tried.
+
+    Example:
+        >>> from bagua.link import parse_link
+        >>> outside_calibration(Cluster(1000, 1, parse_link("1gbit")))
+        ('1000 hosts, tried with 2 to 4',)
+    """
+    rate = (
+        None
+        if cluster.bytes_per_s == float("inf")
+        else min(one for one in (cluster.link.send_mbit_s, cluster.link.receive_mbit_s) if one is not None)
+    )
+    found = []
+    if not _HOSTS[0] <= cluster.hosts <= _HOSTS[1]:
+        found.append(f"{cluster.hosts} hosts, tried with {_HOSTS[0]} to {_HOSTS[1]}")
+    if cluster.ranks_per_host > 1:
+        found.append(f"{cluster.ranks_per_host} ranks per host, tried with 1")
+    if rate is None or not _RATES_MBIT_S[0] <= rate <= _RATES_MBIT_S[1]:
+        found.append(
+            f"a link of {'unlimited' if rate is None else f'{rate:g} Mbit/s'}, tried with "
+            f"{_RATES_MBIT_S[0]:g} to {_RATES_MBIT_S[1]:g} Mbit/s"
+        )
+    if cluster.link.send_mbit_s != cluster.link.receive_mbit_s:
+        found.append("a link that is not symmetric")
+    if not _DELAYS_MS[0] <= cluster.link.delay_ms <= _DELAYS_MS[1]:
+        found.append(f"a delay of {cluster.link.delay_ms:g} ms, tried with up to {_DELAYS_MS[1]:g} ms")
+    if cluster.link.loss:
+        found.append("a link that loses packets")
+    return tuple(found)

@@ -1,0 +1,239 @@
+"""The event loop: one rank computes, its exchanges run beside it, and both share the cores and the link."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from bagua.advise.facts import MachineFacts
+from bagua.advise.network import Cluster, Cost, cost_of
+from bagua.advise.trace import Message, Moment, Rehearsal, Run
+
+__all__ = ["max_min_shares", "step_seconds"]
+
+#: Calls that Gloo carries out at the same time.
+_GLOO_CALLS = 2
+_NOTHING = 1e-12
+#: More bytes per second than any link has: infinity cannot be subtracted from.
+_NO_LIMIT = 1e15
+
+
+def max_min_shares(capacity: float, limits: Sequence[float]) -> list[float]:
+    """What each of several flows gets of a link: as much as any other, unless it wants less.
+
+    Args:
+        capacity: rate of the link.
+        limits: highest rate of each flow.
+
+    Example:
+        >>> max_min_shares(10.0, [2.0, 100.0, 100.0])
+        [2.0, 4.0, 4.0]
+    """
+    shares = [0.0] * len(limits)
+    left, open_flows = capacity, len(limits)
+    for index in sorted(range(len(limits)), key=limits.__getitem__):
+        shares[index] = min(limits[index], left / open_flows)
+        left -= shares[index]
+        open_flows -= 1
+    return shares
+
+
+@dataclass(eq=False)
+class _Activity:
+    """Something that takes time: work of a core, or bytes on a link, or neither.
+
+    Attributes:
+        left: seconds of work, or bytes, or seconds, that are left.
+        kind: which of them.
+        load: cores that a byte keeps busy, in seconds.
+        limit: highest rate, in bytes per second.
+    """
+
+    left: float
+    kind: str
+    load: float = 0.0
+    limit: float = math.inf
+    rate: float = 1.0
+
+
+Process = Generator["_Activity | Callable[[], bool]", None, None]
+
+
+@dataclass
+class _World:
+    """All processes of one rank, and its clock.
+
+    Attributes:
+        cores: cores that the rank has for itself, as multiples of what it had when it was measured.
+        link_bytes_per_s: rate of its host's link.
+    """
+
+    cores: float
+    link_bytes_per_s: float
+    now: float = 0.0
+    waiting: list[tuple[Process, _Activity | Callable[[], bool]]] = field(default_factory=list)
+
+    def start(self, process: Process) -> None:
+        """Let ``process`` go on until it waits for something."""
+        wanted = next(process, None)
+        if wanted is not None:
+            self.waiting.append((process, wanted))
+
+    def run(self) -> None:
+        """Until all processes have ended."""
+        while self.waiting:
+            if self._wake():
+                continue
+            active = [wanted for _, wanted in self.waiting if isinstance(wanted, _Activity)]
+            if not active:
+                raise AssertionError("every process waits for another one")
+            self._set_rates(active)
+            step = min(one.left / one.rate for one in active)
+            self.now += step
+            for one in active:
+                one.left -= step * one.rate
+                if one.left <= _NOTHING * max(1.0, one.rate):
+                    one.left = 0.0
+
+    def _wake(self) -> bool:
+        """Let those go on that wait for nothing any more."""
+        ready = [
+            item for item in self.waiting if (item[1].left <= 0.0 if isinstance(item[1], _Activity) else item[1]())
+        ]
+        for item in ready:
+            self.waiting.remove(item)
+            self.start(item[0])
+        return bool(ready)
+
+    def _set_rates(self, active: Sequence[_Activity]) -> None:
+        flows = [one for one in active if one.kind == "bytes"]
+        limits = [min(flow.limit, _NO_LIMIT) for flow in flows]
+        shares = max_min_shares(min(self.link_bytes_per_s, _NO_LIMIT), limits)
+        load = sum(share * flow.load for flow, share in zip(flows, shares, strict=True))
+        working = [one for one in active if one.kind == "work"]
+        for_bytes = self.cores / 2 if working else self.cores
+        for flow, share in zip(flows, shares, strict=True):
+            flow.rate = share if load <= for_bytes else share * for_bytes / load
+        for one in working:
+            one.rate = min(1.0, (self.cores - min(load, for_bytes)) / len(working))
+
+
+@dataclass
+class _Rank:
+    """One rank that goes through the steps of a rehearsal.
+
+    Args:
+        world: its clock and resources.
+        runs: the runs, and the costs of their messages.
+        arrivals_s: seconds from the beginning of a step to each gradient.
+        rest_s: seconds from the last gradient to the end of the step.
+        byte_s: as in ``MachineFacts``.
+        had: cores that it had when it was measured.
+    """
+
+    world: _World
+    runs: Sequence[tuple[Run, dict[Message, Cost]]]
+    arrivals_s: Sequence[float]
+    rest_s: float
+    byte_s: float
+    had: float
+    done: set[tuple[int, int]] = field(default_factory=set)
+    ended_at: list[float] = field(default_factory=list)
+    calls: int = 0
+    lanes: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+
+    def compute(self, steps: Sequence[tuple[int, tuple[Moment, ...], float, float]]) -> Process:
+        """The thread that computes.
+
+        Args:
+            steps: number of the period, moments, factor on what is computed, and seconds beside that, of each step.
+        """
+        for period, moments, stretch, extra_s in steps:
+            reached_s = 0.0
+            for moment in moments:
+                if moment.what == "arrival":
+                    arrival_s = self.arrivals_s[min(moment.number, len(self.arrivals_s) - 1)]
+                    yield _Activity(max(arrival_s - reached_s, 0.0) * stretch, "work")
+                    reached_s = max(arrival_s, reached_s)
+                elif moment.what == "stepped":
+                    yield _Activity(self.rest_s * stretch + extra_s, "work")
+                elif moment.what == "start":
+                    yield from self._start(period, moment.number)
+                else:
+                    yield self._is_done(period - moment.periods_ago, moment.number)
+            self.ended_at.append(self.world.now)
+
+    def _is_done(self, period: int, number: int) -> Callable[[], bool]:
+        return lambda: period < 0 or (period, number) in self.done
+
+    def _start(self, period: int, number: int) -> Iterator[_Activity]:
+        run, costs = self.runs[number]
+        items = list(run.items)
+        while not run.lane and items and not isinstance(items[0], Message):
+            yield _Activity(float(items.pop(0)), "work")  # type: ignore[arg-type]
+        self.world.start(self._run(period, number, items, costs, run.lane))
+
+    def _run(
+        self, period: int, number: int, items: Sequence[Message | float], costs: dict[Message, Cost], lane: str
+    ) -> Process:
+        key = (period, number)
+        if lane:
+            queue = self.lanes.setdefault(lane, [])
+            queue.append(key)
+            yield lambda: queue[0] == key
+        for item in items:
+            if isinstance(item, Message):
+                yield from self._send(costs[item])
+            else:
+                yield _Activity(item, "work")
+        if lane:
+            queue.pop(0)
+        self.done.add(key)
+
+    def _send(self, cost: Cost) -> Process:
+        yield lambda: self.calls < _GLOO_CALLS
+        self.calls += 1
+        yield _Activity(cost.latency_s, "seconds")
+        if cost.link_bytes > 0:
+            per_link_byte = cost.own_bytes / cost.link_bytes
+            limit = 1.0 / (self.byte_s * per_link_byte) if self.byte_s else math.inf
+            yield _Activity(cost.link_bytes, "bytes", load=self.byte_s * per_link_byte / self.had, limit=limit)
+        self.calls -= 1
+
+
+def step_seconds(
+    rehearsal: Rehearsal,
+    arrivals_s: Sequence[float],
+    step_s: float,
+    cluster: Cluster,
+    machine: MachineFacts,
+    stretches: Sequence[float],
+    copies: int = 1,
+) -> float:
+    """Mean seconds of a step, after the first period.
+
+    Args:
+        rehearsal: what the rank does.
+        arrivals_s: seconds from the beginning of a step to each gradient, in the order in which they come.
+        step_s: seconds of a step without communication.
+        cluster: hosts and links.
+        machine: what was measured without a network.
+        stretches: factor on what is computed, for each step; as many as there are steps in the periods to be simulated.
+        copies: how many ranks computed on the machine when that was measured.
+    """
+    had = min(1.0, machine.cores / copies)  # cores that the rank had when it was measured
+    cores = machine.cores / (cluster.size if cluster.shared else cluster.ranks_per_host)
+    world = _World(cores / had, cluster.bytes_per_s)
+    runs = [(run, {message: cost_of(message, cluster, machine) for message in run.messages}) for run in rehearsal.runs]
+    rank = _Rank(world, runs, arrivals_s, max(step_s - arrivals_s[-1], 0.0), machine.byte_s, had)
+    length = len(rehearsal.steps)
+    steps = [
+        (index // length, rehearsal.steps[index % length], stretch, rehearsal.extra_s)
+        for index, stretch in enumerate(stretches)
+    ]
+    world.start(rank.compute(steps))
+    world.run()
+    first = min(length, len(steps) - length) if len(steps) > length else 0
+    begun = rank.ended_at[first - 1] if first else 0.0
+    return (rank.ended_at[-1] - begun) / (len(steps) - first)

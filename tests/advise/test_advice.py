@@ -1,0 +1,138 @@
+"""The answer: which algorithm, when plain DDP, and what the file says."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from bagua.advise import Advice, Cluster, ModelFacts, ParameterFacts, Prediction, advise, measure_model
+from bagua.algorithms import Algorithm, ByteGradAlgorithm, GradientAllReduceAlgorithm
+from bagua.errors import ConfigurationError
+
+
+def prediction(name: str, step_s: float, *, equal: bool = True, needs: str = "") -> Prediction:
+    return Prediction(name, step_s, 0.9 * step_s, 1.1 * step_s, 1e6, equal, needs)
+
+
+def advice(*others: Prediction, optimizer: str = "SGD", outside: tuple[str, ...] = ()) -> Advice:
+    everyone = sorted([prediction("ddp", 1.0), *others], key=lambda one: one.step_s)
+    return Advice(Cluster(4), tuple(everyone), optimizer, (("async", "no steps"),), outside)
+
+
+def test_the_fastest_that_keeps_ranks_equal_is_named() -> None:
+    found = advice(prediction("bytegrad", 0.5), prediction("local_sgd", 0.2, equal=False))
+    assert found.fastest().name == "bytegrad"
+    assert found.fastest(may_differ=True).name == "local_sgd"
+    assert "Take bytegrad: a step takes 0.50" in found.answer()
+    assert "local_sgd takes 0.20" in found.answer()
+
+
+def test_plain_ddp_wins_unless_another_is_clearly_faster() -> None:
+    found = advice(prediction("bytegrad", 0.96), prediction("top_k", 1.5))
+    assert found.fastest().name == "ddp"
+    assert found.answer().startswith("Take plain DDP")
+
+
+def test_an_algorithm_with_an_optimizer_of_its_own_suits_who_has_it() -> None:
+    fast = prediction("qadam", 0.1, needs="QAdamOptimizer")
+    assert advice(fast).fastest().name == "ddp"
+    assert advice(fast, optimizer="QAdamOptimizer").fastest().name == "qadam"
+
+
+def test_the_table_has_a_line_for_each_and_says_what_was_not_tried() -> None:
+    text = advice(prediction("bytegrad", 0.5), outside=("1000 hosts, tried with 2 to 4",)).table()
+    assert "bytegrad" in text
+    assert "async: no prediction: no steps" in text
+    assert "outside of what was calibrated: 1000 hosts" in text
+
+
+def test_auto_takes_what_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "advice.json"
+    advice(prediction("bytegrad", 0.5)).save(file)
+    monkeypatch.setenv("BAGUA_ADVICE", str(file))
+    assert Algorithm.init("auto") == ByteGradAlgorithm()
+    assert Algorithm.init("auto", hierarchical=False) == ByteGradAlgorithm(hierarchical=False)
+    advice().save(file)
+    assert Algorithm.init("auto") == GradientAllReduceAlgorithm()
+    assert json.loads(file.read_text())["step_s"] == {"ddp": 1.0}
+
+
+def test_auto_without_advice_is_plain_ddp_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("BAGUA_ADVICE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    with caplog.at_level(logging.WARNING, logger="bagua"):
+        assert Algorithm.init("auto") == GradientAllReduceAlgorithm()
+    assert "bagua advise" in caplog.text
+    advice(prediction("bytegrad", 0.5)).save("bagua_advice.json")
+    assert Algorithm.init("auto") == ByteGradAlgorithm()
+
+
+@pytest.mark.parametrize("text", [None, "no JSON", "[]", '{"algorithm": 3, "options": {}}'])
+def test_advice_that_cannot_be_read_is_an_error(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "advice.json"
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setenv("BAGUA_ADVICE", str(file))
+    with pytest.raises(ConfigurationError, match="BAGUA_ADVICE"):
+        Algorithm.init("auto")
+
+
+def test_a_model_is_measured_and_advised() -> None:
+    layer = torch.nn.Linear(32, 32)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        layer(torch.ones(2, 32)).sum().backward()
+        optimizer.step()
+
+    found = advise(layer, optimizer, step, hosts=1000, link="10mbit", seconds=0.0, algorithms=["bytegrad"])
+    assert {one.name for one in found.predictions} == {"ddp", "bytegrad"}
+    assert any("1000 hosts" in phrase for phrase in found.outside)
+    # A thousand ranks in a ring of Gloo: 1,998 messages, one after the other.
+    assert found.ddp.step_s > 1998 * 1e-6
+    with pytest.raises(ConfigurationError, match="link"):
+        advise(layer, optimizer, step, link="fast")
+    with pytest.raises(ConfigurationError, match="one rank sends nothing"):
+        advise(layer, optimizer, step, hosts=1, seconds=0.0)
+
+
+def test_steps_are_measured_by_a_clock_that_can_be_known() -> None:
+    first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    model = torch.nn.Sequential(first, second)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = measure_model(model, optimizer, lambda: train(model, optimizer), seconds=0.0)
+    assert [one.name[0] for one in found.parameters] == ["1", "1", "0", "0"]
+    arrivals = [one.arrival_s for one in found.parameters]
+    assert arrivals == sorted(arrivals)
+    assert 0 < found.backward_ends_s < found.step_s
+    assert len(found.steps_s) >= 5
+    assert not first._forward_pre_hooks
+    assert ModelFacts.from_json(found.to_json()) == found
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+def test_what_does_not_train_is_refused() -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigurationError, match="does not call the module"):
+        measure_model(model, optimizer, lambda: None)
+    with pytest.raises(ConfigurationError, match="on the CPU"):
+        measure_model(torch.nn.Linear(2, 2, device="meta"), optimizer, lambda: None)
+    with pytest.raises(ConfigurationError, match="nothing was measured"):
+        ModelFacts((), (1.0,))
+    with pytest.raises(ConfigurationError, match="nothing was measured"):
+        ModelFacts((ParameterFacts("p", (1,), "float32", 0.1),), ())

@@ -1,0 +1,111 @@
+"""The event loop, against times that can be added up by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bagua.advise import Cluster, MachineFacts, Message, Moment, Rehearsal, Run, max_min_shares, step_seconds
+from bagua.link import parse_link
+
+MACHINE = MachineFacts(message_s=0.0, byte_s=0.0, cores=8)
+#: One byte takes a microsecond.
+CLUSTER = Cluster(2, 1, parse_link(f"{8 * 1514 / 1448}mbit"))
+ARRIVALS, STEP_S = (0.5, 1.0), 1.2
+
+
+def sending(nbytes: float, lane: str = "", before: float = 0.0, after: float = 0.0) -> Run:
+    return Run((before, Message("sendrecv", nbytes, 2, 2), after), lane)
+
+
+def seconds(rehearsal: Rehearsal, machine: MachineFacts = MACHINE, periods: int = 3, copies: int = 1) -> float:
+    count = periods * len(rehearsal.steps)
+    return step_seconds(rehearsal, ARRIVALS, STEP_S, CLUSTER, machine, [1.0] * count, copies)
+
+
+def moments(text: str) -> tuple[Moment, ...]:
+    """``a0 s1 w1 t``: gradient 0 is there, run 1 starts, is waited for, the optimizer steps."""
+    kinds = {"a": "arrival", "s": "start", "w": "wait", "t": "stepped"}
+    return tuple(
+        Moment(kinds[word[0]], int(word[1] if len(word) > 1 else 0), word.count("'"))  # type: ignore[arg-type]
+        for word in text.split()
+    )
+
+
+def test_without_exchanges_a_step_takes_what_it_computes() -> None:
+    assert seconds(Rehearsal("none", (moments("a0 a1 t"),), ())) == pytest.approx(STEP_S)
+
+
+def test_an_exchange_after_the_last_gradient_is_all_exposed() -> None:
+    found = Rehearsal("late", (moments("a0 a1 s0 w0 t"),), (sending(300_000),))
+    assert seconds(found) == pytest.approx(STEP_S + 0.3)
+
+
+def test_an_exchange_hides_behind_the_rest_of_the_backward_pass() -> None:
+    found = Rehearsal("early", (moments("a0 s0 a1 w0 t"),), (sending(300_000),))
+    assert seconds(found) == pytest.approx(STEP_S)
+    found = Rehearsal("long", (moments("a0 s0 a1 w0 t"),), (sending(700_000),))
+    assert seconds(found) == pytest.approx(STEP_S + 0.2)
+
+
+def test_two_exchanges_share_the_link() -> None:
+    both = (moments("a0 s0 a1 s1 w0 w1 t"),)
+    # The first has the link for 0.5 s, they share it for 0.4 s, and 0.1 s are left of the second.
+    assert seconds(Rehearsal("two", both, (sending(700_000), sending(300_000)))) == pytest.approx(STEP_S + 0.5)
+
+
+def test_what_a_background_thread_runs_goes_one_after_the_other() -> None:
+    steps = (moments("a0 a1 s0 s1 w0 w1 t"),)
+    runs = (sending(100_000, "lane", before=0.1), sending(100_000, "lane", after=0.1))
+    assert seconds(Rehearsal("queue", steps, runs)) == pytest.approx(STEP_S + 0.4)
+
+
+def test_work_before_the_first_call_holds_up_the_thread_that_computes() -> None:
+    steps = (moments("a0 s0 a1 w0 t"),)
+    assert seconds(Rehearsal("packs", steps, (sending(100_000, before=0.2),))) == pytest.approx(STEP_S + 0.2)
+
+
+def test_an_exchange_in_every_fourth_step_counts_a_quarter() -> None:
+    steps = (*[moments("a0 a1 t")] * 3, moments("a0 a1 t s0 w0"))
+    assert seconds(Rehearsal("seldom", steps, (sending(400_000),))) == pytest.approx(STEP_S + 0.1)
+
+
+def test_what_is_waited_for_a_period_later_hides_behind_a_whole_step() -> None:
+    steps = (moments("a0 a1 t w0' s0"),)
+    assert seconds(Rehearsal("eager", steps, (sending(1_000_000),)), periods=6) == pytest.approx(STEP_S)
+    assert seconds(Rehearsal("stalls", steps, (sending(2_400_000),)), periods=20) == pytest.approx(2.4, rel=0.1)
+
+
+def test_threads_share_the_cores_that_a_rank_has() -> None:
+    steps = (moments("a0 s0 a1 w0 t"),)
+    run = Run((Message("sendrecv", 1.0, 2, 2), 0.4), "lane")
+    plenty, one = MACHINE, MachineFacts(message_s=0.0, byte_s=0.0, cores=1)
+    found = Rehearsal("codec", steps, (run,))
+    assert seconds(found, plenty) == pytest.approx(STEP_S, abs=1e-4)
+    # Both go at half speed until the codec is through with its 0.4 s.
+    assert seconds(found, one) == pytest.approx(STEP_S + 0.4, abs=1e-4)
+
+
+def test_a_link_without_limit_takes_no_time() -> None:
+    found = Rehearsal("late", (moments("a0 a1 s0 w0 t"),), (sending(300_000),))
+    there = Cluster(2, 1, parse_link("unlimited"))
+    assert step_seconds(found, ARRIVALS, STEP_S, there, MACHINE, [1.0, 1.0]) == pytest.approx(STEP_S)
+
+
+def test_who_was_measured_beside_others_computes_as_it_was_measured() -> None:
+    found = Rehearsal("none", (moments("a0 a1 t"),), ())
+    shared = Cluster(4, 1, CLUSTER.link, shared=True)
+    two_cores = MachineFacts(message_s=0.0, byte_s=0.0, cores=2)
+    assert step_seconds(found, ARRIVALS, STEP_S, shared, two_cores, [1.0, 1.0], 4) == pytest.approx(STEP_S)
+    assert step_seconds(found, ARRIVALS, STEP_S, shared, two_cores, [1.0, 1.0], 1) == pytest.approx(2 * STEP_S)
+
+
+@given(st.floats(0.1, 100), st.lists(st.floats(0.1, 100), min_size=1, max_size=6))
+def test_shares_are_max_min_fair(capacity: float, limits: list[float]) -> None:
+    shares = max_min_shares(capacity, limits)
+    assert sum(shares) == pytest.approx(min(capacity, sum(limits)))
+    for share, limit in zip(shares, limits, strict=True):
+        assert share <= limit * (1 + 1e-9)
+        # Who gets less than it wants gets as much as anybody.
+        assert share == pytest.approx(limit) or share >= max(shares) * (1 - 1e-9)
