@@ -11,6 +11,7 @@ __all__ = ["main"]
 
 COMMANDS = """\
 commands:
+  advise      predict which algorithm is the fastest for a script, on a network of any speed
   chaos       run a training command under faults, and say what became of it
   demo        train a small language model on this machine, on a few processes
   doctor      say what this machine offers, how fast it is, and what to set
@@ -26,6 +27,7 @@ commands:
 
 #: Where the function ``main`` of each command is.
 _COMMANDS = {
+    "advise": "bagua.cli.advise.command",
     "chaos": "bagua.cli.chaos.command",
     "demo": "bagua.cli.demo.command",
     "doctor": "bagua.cli.doctor",

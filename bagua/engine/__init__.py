@@ -22,6 +22,7 @@ from bagua.engine.options import (
 from bagua.engine.reducer import Reducer
 from bagua.engine.schedule.executor import Executor, create_executor
 from bagua.engine.start import make_equal, replace_engine
+from bagua.engine.start import start_listeners as start_listeners
 from bagua.engine.state.agreement import compare
 from bagua.engine.state.replicas import (
     allreduce_optimizer_state,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from bagua.engine.hooks import BackwardHooks
 from bagua.engine.reducer import Reducer
 from bagua.engine.state.replicas import (
@@ -11,7 +13,10 @@ from bagua.engine.state.replicas import (
     broadcast_parameters,
 )
 
-__all__ = ["make_equal", "replace_engine"]
+__all__ = ["make_equal", "replace_engine", "start_listeners"]
+
+#: Called with the reducer whenever training starts, or goes on with another one.
+start_listeners: list[Callable[[Reducer], object]] = []
 
 
 def replace_engine(before: BackwardHooks | None, reducer: Reducer) -> BackwardHooks:
@@ -34,6 +39,8 @@ def make_equal(reducer: Reducer, *, average: bool, broadcast_buffers: bool) -> N
             otherwise everything comes from rank 0, as at the start.
         broadcast_buffers: at the start, the buffers, too.
     """
+    for listener in start_listeners:
+        listener(reducer)
     communicator = reducer.group.global_communicator
     if communicator.size == 1:
         return

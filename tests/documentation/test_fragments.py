@@ -18,6 +18,7 @@ from tests.architecture.source_tree import REPOSITORY
 DOCS = REPOSITORY / "docs"
 #: Pages whose fragments are run here, in a group of one; each has the names of `surroundings`.
 RUN = (
+    "advise",
     "async_model_average",
     "coming_from_ddp",
     "coming_from_decent_dp",
@@ -57,7 +58,7 @@ def surroundings(page: str) -> dict[str, Any]:
         "loader": [(torch.ones(2, 4), torch.zeros(2, 1))] * 3,
         "loss_function": torch.nn.functional.mse_loss,
     }
-    if page in ("decentralized_data_parallel", "troubleshooting", "watch_a_run"):
+    if page in ("advise", "decentralized_data_parallel", "troubleshooting", "watch_a_run"):
         bagua.init_process_group()
     if page == "decentralized_data_parallel":
         decentralized = importlib.import_module("bagua.torch_api.data_parallel").DecentralizedDataParallel

@@ -1,0 +1,159 @@
+"""The command line of ``bagua advise``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bagua import env
+from bagua.advise import Cluster, probe_machine, weigh
+from bagua.algorithms import registry
+from bagua.cli.advise.picture import draw
+from bagua.cli.advise.worker import Found
+from bagua.cli.arguments import positive
+from bagua.link import LinkSettings, parse_link
+
+__all__ = ["main"]
+
+NOT_MEASURED = 1
+INTERRUPTED = 130
+_WORKER = "import sys; from bagua.cli.advise.worker import main; main(sys.argv[1:])"
+_STOP_S = 5.0
+_POLL_S = 0.1
+EXAMPLES = """\
+  bagua advise --hosts 4 --link 50mbit,20ms train.py --epochs 1
+  bagua advise --hosts 2 --ranks-per-host 4 --link 1gbit --plot advice.png train.py
+  bagua advise --in-lab --hosts 2 --link 100mbit train.py     as "bagua lab" with the same options measures it
+
+The script calls bagua as usual. It is trained without a network for --seconds, and ended then. Its time does not
+depend on --link, so ask for all links that you think of.
+"""
+
+
+def _link(text: str) -> LinkSettings:
+    try:
+        return parse_link(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """All options of the command."""
+    parser = argparse.ArgumentParser(
+        prog="bagua advise",
+        description="Predict how long a step of a script takes with each algorithm, on hosts with links of any speed.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--hosts", type=positive, default=2, metavar="N", help="default 2")
+    add("--ranks-per-host", type=positive, default=1, metavar="N", help="default 1")
+    add("--link", type=_link, default=parse_link("1gbit"), metavar="RATE[,DELAY][,LOSS%%]", help="default 1gbit")
+    add("--seconds", type=float, default=15.0, metavar="S", help="how long the script is trained; default 15")
+    add("--algorithms", nargs="+", choices=list(registry), metavar="NAME", help="default: all; end them with --")
+    add("--may-differ", action="store_true", help="save one with which ranks hold different weights between exchanges")
+    add("--in-lab", action="store_true", help="all hosts share this machine, as those of bagua lab do")
+    add("--out", type=Path, default=Path("bagua_advice.json"), metavar="FILE", help='for Algorithm.init("auto")')
+    add("--plot", type=Path, metavar="FILE", help="draw step time against the rate of links; needs matplotlib")
+    add("-m", dest="module", action="store_true", help="the script is a module")
+    add("script", help="a Python script that calls bagua")
+    add("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure the script, predict, and say what to take.
+
+    Args:
+        arguments: words that follow ``bagua advise`` on the command line.
+
+    Returns:
+        0; 1 where nothing could be measured; 130 after Ctrl-C.
+    """
+    options = make_parser().parse_args(arguments)
+    if options.hosts * options.ranks_per_host < 2:
+        print("one rank sends nothing: --hosts, or --ranks-per-host, must be 2 or more", file=sys.stderr)
+        return NOT_MEASURED
+    try:
+        found = _measured(options)
+    except KeyboardInterrupt:
+        print("interrupted; all processes have ended", file=sys.stderr)
+        return INTERRUPTED
+    if found.facts is None or found.problem:
+        print(f"bagua advise: {found.problem}", file=sys.stderr)
+        return NOT_MEASURED
+    machine = probe_machine()
+    cluster = Cluster(options.hosts, options.ranks_per_host, options.link, options.in_lab)
+    advice = weigh(found.rehearsals, found.refusals, found.facts, cluster, machine)
+    print(advice.table())
+    advice.save(options.out, may_differ=options.may_differ)
+    print(f'written: {options.out}, which Algorithm.init("auto") reads')
+    if options.plot is not None:
+        drawn = draw(found, cluster, machine, options.plot)
+        print(f"plot: {options.plot}" if drawn else "plot: not drawn; pip install 'bagua-torch[plot]'")
+    return 0
+
+
+def _measured(options: argparse.Namespace) -> Found:
+    """What the first of as many processes as share a host, all of them at work at the same time, has found."""
+    copies = options.ranks_per_host * (options.hosts if options.in_lab else 1)
+    script = [options.script, *(options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments)]
+    with tempfile.TemporaryDirectory(prefix="bagua-advise-") as folder:
+        processes: list[subprocess.Popen[bytes]] = []
+        files = [Path(folder) / str(number) for number in range(copies)]
+        try:
+            for number, file in enumerate(files):
+                processes.append(_start(options, script, file, copies, silent=number > 0))
+            _wait_for(processes[0])
+        finally:
+            _stop(processes)
+        if not files[0].exists():
+            return Found(f"the script's process ended with exit status {processes[0].returncode}")
+        found: Found = pickle.loads(files[0].read_bytes())  # noqa: S301 - written by our own process
+        return found
+
+
+def _start(
+    options: argparse.Namespace, script: Sequence[str], file: Path, copies: int, *, silent: bool
+) -> subprocess.Popen[bytes]:
+    settings: dict[str, Any] = {
+        "file": str(file),
+        "seconds": options.seconds,
+        "module": options.module,
+        "hosts": options.hosts,
+        "ranks_per_host": options.ranks_per_host,
+        "algorithms": options.algorithms,
+        "copies": copies,
+    }
+    return subprocess.Popen(
+        [sys.executable, "-c", _WORKER, json.dumps(settings), *script],
+        env=env.for_child({}, {"OMP_NUM_THREADS": "1"}),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL if silent else None,
+        stderr=subprocess.DEVNULL if silent else None,
+    )
+
+
+def _wait_for(process: subprocess.Popen[bytes]) -> None:
+    while process.poll() is None:
+        time.sleep(_POLL_S)
+
+
+def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    for process in processes:
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

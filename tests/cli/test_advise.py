@@ -1,0 +1,128 @@
+"""`bagua advise`: a user's script is measured, and the answer is written."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bagua.advise import MachineFacts
+from bagua.algorithms import Algorithm, ByteGradAlgorithm, GradientAllReduceAlgorithm
+from bagua.cli.advise import command, worker
+
+SCRIPT = """\
+import sys
+import torch
+import bagua.torch_api as bagua
+
+bagua.init_process_group()
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model = model.with_bagua([optimizer], bagua.algorithms.Algorithm.init(sys.argv[1]))
+try:
+    while True:
+        optimizer.zero_grad()
+        model(torch.randn(8, 64)).sum().backward()
+        optimizer.step()
+finally:
+    bagua.destroy_process_group()
+"""
+
+
+def measured(tmp_path: Path, text: str, *arguments: str) -> worker.Found:
+    """What the worker finds, in this process."""
+    script, file = tmp_path / "train.py", tmp_path / "found"
+    script.write_text(text)
+    settings = {
+        "file": str(file),
+        "seconds": 0.0,
+        "module": False,
+        "hosts": 2,
+        "ranks_per_host": 1,
+        "algorithms": ["bytegrad"],
+        "copies": 1,
+    }
+    before = list(sys.argv), list(sys.path)
+    try:
+        worker.main([json.dumps(settings), str(script), *arguments])
+    finally:
+        sys.argv, sys.path = before
+    found: worker.Found = pickle.loads(file.read_bytes())
+    return found
+
+
+def test_a_script_is_trained_for_a_while_and_ended_in_order(tmp_path: Path) -> None:
+    found = measured(tmp_path, SCRIPT, "bytegrad")
+    assert found.problem == ""
+    assert found.facts is not None
+    assert {one.shape for one in found.facts.parameters} == {(64, 64), (64,)}
+    assert [one.name for one in found.rehearsals] == ["ddp", "bytegrad"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("print('nothing of bagua here')", "never gave a model to bagua"),
+        ("raise SystemExit(3)", "exit status 3"),
+        ("raise RuntimeError('Found no NVIDIA driver on your system')", "needs a GPU"),
+        ("1 / 0", "ZeroDivisionError"),
+        (SCRIPT.replace("while True", "for _ in range(3)"), "at least 5 are needed"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(
+    text: str, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert said in measured(tmp_path, text, "gradient_allreduce").problem
+    capfd.readouterr()
+
+
+def test_the_command_prints_a_table_and_writes_what_auto_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = measured(tmp_path, SCRIPT, "bytegrad")
+    monkeypatch.setattr(command, "_measured", lambda _: found)
+    monkeypatch.setattr(command, "probe_machine", lambda: MachineFacts(cores=4))
+    out, plot = tmp_path / "advice.json", tmp_path / "advice.png"
+    assert command.main(["--link", "100kbit", "--out", str(out), "--plot", str(plot), "train.py"]) == 0
+    said = capsys.readouterr().out
+    assert "Take bytegrad" in said
+    monkeypatch.setenv("BAGUA_ADVICE", str(out))
+    assert Algorithm.init("auto") == ByteGradAlgorithm()
+    assert plot.exists() or "not drawn" in said
+    del found.rehearsals[1:]
+    assert command.main(["--out", str(out), "train.py"]) == 0
+    assert "Take plain DDP" in capsys.readouterr().out
+    assert Algorithm.init("auto") == GradientAllReduceAlgorithm()
+
+
+def test_the_command_says_why_it_measured_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "_measured", lambda _: worker.Found("there is no model"))
+    assert command.main(["train.py"]) == 1
+    assert "there is no model" in capsys.readouterr().err
+    assert command.main(["--hosts", "1", "train.py"]) == 1
+    assert "one rank sends nothing" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_all_processes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def start(*_: object, **__: object) -> subprocess.Popen[bytes]:
+        started.append(popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+        return started[-1]
+
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.subprocess, "Popen", start)
+    monkeypatch.setattr(command, "_wait_for", interrupt)
+    assert command.main(["--ranks-per-host", "2", "train.py"]) == 130
+    assert len(started) == 2
+    assert all(process.poll() is not None for process in started)
+    assert "interrupted" in capsys.readouterr().err
