@@ -126,11 +126,6 @@ def assert_nothing_is_left(results: list[tuple[Held, Held]], descriptors: int = 
         assert after.mappings <= before.mappings
 
 
-@pytest.mark.shm
-def test_many_dropped_models_leave_nothing_behind(shm_pool):
-    assert_nothing_is_left(shm_pool.run(wrap_and_drop_many, 60, size=2, deadline_s=240.0))
-
-
 def test_dropped_models_leave_nothing_behind(ranks):
     assert_nothing_is_left(ranks(2, wrap_and_drop_many, 15, deadline_s=120.0))
 
