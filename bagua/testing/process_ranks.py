@@ -57,7 +57,7 @@ class ProcessRanks(RankPool):
         environment: Mapping[str, str] | None = None,
         modules: Sequence[str] = (),
         timeout_s: float = 20.0,
-        deadline_s: float = 60.0,
+        deadline_s: float = 240.0,
     ) -> None:
         super().__init__(size, backend=backend, timeout_s=timeout_s, deadline_s=deadline_s)
         self._environment = dict(environment or {})

@@ -128,7 +128,7 @@ class RankPool(ABC):
         deadline_s: a run takes at most so many seconds; then it ends with ``RankHangsError``.
     """
 
-    def __init__(self, size: int, *, backend: str | None, timeout_s: float = 20.0, deadline_s: float = 60.0) -> None:
+    def __init__(self, size: int, *, backend: str | None, timeout_s: float = 20.0, deadline_s: float = 240.0) -> None:
         self.size = size
         self.backend = backend
         self.timeout_s = timeout_s

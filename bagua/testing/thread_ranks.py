@@ -56,7 +56,7 @@ class ThreadRanks(RankPool):
         *,
         backend: str | None = "threads",
         timeout_s: float = 20.0,
-        deadline_s: float = 60.0,
+        deadline_s: float = 240.0,
         fault: FaultHook | None = None,
     ) -> None:
         super().__init__(size, backend=backend, timeout_s=timeout_s, deadline_s=deadline_s)

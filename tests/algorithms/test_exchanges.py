@@ -926,7 +926,7 @@ def test_what_goes_on_beside_other_exchanges_does_not_hold_them_up(thread_ranks,
     run = Sum.run
 
     def wait(self: Mean, flight: Flight, group: ProcessGroup) -> Work | None:
-        assert done[group.rank].wait(20), "the inner exchanges wait for the outer one"
+        assert done[group.rank].wait(60), "the inner exchanges wait for the outer one"
         return run(self, flight, group)
 
     monkeypatch.setattr(Slow, "run", wait)

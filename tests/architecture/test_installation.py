@@ -88,7 +88,7 @@ def test_the_package_is_a_command():
         [sys.executable, "-m", "bagua", "--version"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         cwd=REPOSITORY,
         check=False,
     )

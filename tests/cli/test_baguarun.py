@@ -19,7 +19,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         [*interpreter(), "-m", "bagua.cli.baguarun", *arguments],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},  # the script lies elsewhere than the package
         check=False,

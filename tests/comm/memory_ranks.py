@@ -43,7 +43,7 @@ def run(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert not any(thread.is_alive() for thread in threads), f"ranks hang: {outcomes}"
     return outcomes
 

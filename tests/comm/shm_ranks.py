@@ -279,9 +279,9 @@ def run_another_program() -> tuple[str, tuple[int, ...]]:
         signal.pause()  # It outlives its parent, and must not keep the others waiting.
     processes = comm.allgather_object([os.getpid(), child])[1]
     if comm.rank == 1:
-        os.execv("/bin/sleep", ["sleep", "40"])
+        os.execv("/bin/sleep", ["sleep", "120"])
     try:
-        comm.allreduce(torch.ones(4), timeout=30.0)
+        comm.allreduce(torch.ones(4), timeout=90.0)
     except BaguaError as error:
         for process in processes:
             os.kill(process, signal.SIGKILL)

@@ -39,7 +39,7 @@ def test_of_many_proposals_at_a_time_one_is_decided_for_all():
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     for row in decided:
         assert row[0] is not None
         assert row == row[:1] * 4

@@ -95,7 +95,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch, monitor: Monitor) -> Any:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "it never happened"
         time.sleep(0.002)

@@ -185,7 +185,7 @@ def test_a_call_from_inside_a_call_of_another_thread_is_refused_and_breaks_nothi
     class Slow(Handle):
         def wait(self, timeout_s=None):
             inside.set()
-            assert go_on.wait(5)
+            assert go_on.wait(60)
 
         def is_completed(self):
             return False
@@ -193,11 +193,11 @@ def test_a_call_from_inside_a_call_of_another_thread_is_refused_and_breaks_nothi
     transport.then = lambda call: Slow()
     thread = threading.Thread(target=comm.barrier)
     thread.start()
-    assert inside.wait(5)
+    assert inside.wait(60)
     with pytest.raises(ConcurrentUseError, match=r"duplicate\(\)"):
         comm.allreduce(torch.ones(1))
     go_on.set()
-    thread.join(5)
+    thread.join(60)
     transport.then = lambda call: DONE
     comm.barrier()
     assert len(transport.calls) == 2

@@ -120,7 +120,7 @@ def wait_for_the_busy_one(directory: str) -> PeerLostError:
     if comm.rank == 2:
         die()
     told = Path(directory) / "told"
-    until = time.monotonic() + 30
+    until = time.monotonic() + 60
     while comm.rank == 1 and not told.exists():
         assert time.monotonic() < until
         time.sleep(0.01)

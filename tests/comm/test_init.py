@@ -196,7 +196,7 @@ def start_without_the_host(port):
     started = time.monotonic()
     with pytest.raises(CollectiveTimeoutError, match=str(port)) as caught:
         bagua.comm.init_process_group(timeout=1.0)
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 60
     return caught.value.peers
 
 
@@ -261,7 +261,7 @@ def test_missing_ranks_are_named_after_the_timeout_and_one_can_try_again():
         started = time.monotonic()
         with pytest.raises(CollectiveTimeoutError, match="did not come") as caught:
             init_thread(stores[0], 4, timeout=0.5)
-        assert time.monotonic() - started < 15
+        assert time.monotonic() - started < 60
         assert not bagua.comm.is_initialized()
         init_thread(stores[1], 2)
         return caught.value.peers, total()
@@ -384,7 +384,7 @@ def test_processes_that_forget_to_destroy_end_well(ending):
     ]
     try:
         for process in processes:
-            output, errors = process.communicate(timeout=60)
+            output, errors = process.communicate(timeout=240)
             assert output.strip() == "[4.0, 4.0, 4.0]", errors
             assert errors == ""
             assert process.returncode == 0
@@ -397,5 +397,5 @@ def test_processes_that_forget_to_destroy_end_well(ending):
 @pytest.mark.solo
 def test_a_single_process_that_forgets_to_destroy_ends_well():
     script = textwrap.dedent(FORGETFUL.format(arguments="", ending="work.wait()"))
-    done = subprocess.run([*interpreter(), "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([*interpreter(), "-c", script], capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[1.0, 1.0, 1.0]", "")

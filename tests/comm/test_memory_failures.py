@@ -45,7 +45,7 @@ def test_a_rank_that_comes_after_the_deadline_of_others_learns_of_it() -> None:
 
     def job(comm: Communicator) -> None:
         if comm.rank == 1:
-            assert over.wait(10)
+            assert over.wait(60)
             comm.allreduce(torch.zeros(1))
         try:
             comm.allreduce(torch.zeros(1), timeout=0.1)
@@ -64,7 +64,7 @@ def test_a_wait_that_is_given_up_breaks_the_communicator() -> None:
 
     def job(comm: Communicator) -> None:
         if comm.rank == 1:
-            assert over.wait(10)
+            assert over.wait(60)
             comm.barrier()
         work = comm.barrier(async_op=True)
         assert work is not None
@@ -81,24 +81,24 @@ def test_a_wait_that_is_given_up_breaks_the_communicator() -> None:
 @pytest.mark.parametrize("call", ["allreduce", "recv", "send"])
 def test_abort_wakes_everyone_with_the_reason(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks 1 to 3 wait, in a collective or for each other; rank 0 aborts from another thread."""
-    monkeypatch.setattr(memory_peers, "SLICE_S", 30.0)  # Nobody looks up without being woken.
+    monkeypatch.setattr(memory_peers, "SLICE_S", 80.0)  # Nobody looks up without being woken.
     waiting = threading.Barrier(4)
 
     def job(comm: Communicator) -> None:
-        waiting.wait(10)
+        waiting.wait(60)
         if comm.rank == 0:
             thread = threading.Thread(target=comm.abort, args=("enough of this",))
             thread.start()
             thread.join()
             comm.barrier()
         if call == "allreduce":
-            comm.allreduce(torch.zeros(4), timeout=20)
+            comm.allreduce(torch.zeros(4), timeout=90)
         else:
-            getattr(comm, call)(torch.zeros(4), comm.rank % 3 + 1, timeout=20)
+            getattr(comm, call)(torch.zeros(4), comm.rank % 3 + 1, timeout=90)
 
     started = time.monotonic()
     outcomes = run(4, job)
-    assert time.monotonic() - started < 15  # the deadline is 20
+    assert time.monotonic() - started < 60  # the deadline is 90
     assert isinstance(outcomes[0], CommunicatorClosedError)
     for error in outcomes[1:]:
         assert isinstance(error, PeerLostError)
@@ -152,7 +152,7 @@ def test_nothing_is_received_on_a_broken_communicator() -> None:
             comm.abort("no more")
             offered.set()
             return None
-        assert offered.wait(10)
+        assert offered.wait(60)
         return comm.recv(target, 0)
 
     assert isinstance(run(2, job)[1], PeerLostError)
@@ -225,7 +225,7 @@ def test_a_result_read_from_a_tensor_taken_back_is_not_returned() -> None:
 
     def delay(step: Step) -> None:
         if step.rank == 1 and step.name == "pass" and step.call.kind == "broadcast":
-            assert given_up.wait(10)
+            assert given_up.wait(60)
 
     tensors = [torch.ones(LARGE), torch.zeros(LARGE)]
 
@@ -247,7 +247,7 @@ def test_a_message_read_from_a_tensor_taken_back_is_not_returned() -> None:
 
     def delay(step: Step) -> None:
         if step.name == "take":
-            assert given_up.wait(10)
+            assert given_up.wait(60)
 
     def job(comm: Communicator) -> None:
         if comm.rank == 1:

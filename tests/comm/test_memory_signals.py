@@ -135,7 +135,7 @@ def interrupted(
 
     def job(comm: Communicator) -> object:
         if comm.rank == 1:
-            assert signals.come.wait(10)
+            assert signals.come.wait(60)
             return attempt(comm)
         signals.comm = comm
         sys.settrace(signals)

@@ -188,7 +188,7 @@ class Late:
         if step.rank == 0 and step.name == "pass":
             self.go_on.set()  # Rank 0 looks no more.
         if step.rank == 1 and step.call.kind == "allreduce" and step.name == self.at:
-            assert self.go_on.wait(10)
+            assert self.go_on.wait(60)
 
 
 class LateToTake(Late):
@@ -197,9 +197,9 @@ class LateToTake(Late):
     def __call__(self, step: Step) -> None:
         super().__call__(step)
         if step.rank == 1 and step.name == "offer":
-            assert self.lane_asleep.wait(10)
+            assert self.lane_asleep.wait(60)
         if step.rank == 0 and step.name == "take":
-            assert self.go_on.wait(10)
+            assert self.go_on.wait(60)
 
 
 @pytest.mark.parametrize("program", LEGAL)

@@ -59,9 +59,9 @@ def test_a_thread_sends_while_another_one_waits_in_a_collective() -> None:
         if comm.rank == 0:
             thread = threading.Thread(target=group.allreduce, args=([summed], synchronous()))
             thread.start()
-            assert inside.wait(5)
+            assert inside.wait(60)
             group.send([message], 1).wait()
-            thread.join(5)
+            thread.join(60)
         else:
             group.recv([message], 0).wait()
             group.allreduce([summed], synchronous())
@@ -78,12 +78,12 @@ def test_a_thread_starts_a_collective_behind_the_one_that_another_waits_in() -> 
         if comm.rank == 0:
             thread = threading.Thread(target=group.allreduce, args=([first], synchronous()))
             thread.start()
-            assert inside.wait(5)
+            assert inside.wait(60)
             work = group.allreduce([second])
             assert not work.is_completed()
             group.send([message], 1).wait()
             work.wait()
-            thread.join(5)
+            thread.join(60)
         else:
             group.recv([message], 0).wait()
             group.allreduce([first], synchronous())
@@ -126,9 +126,9 @@ def test_a_signal_handler_communicates_while_the_main_thread_waits() -> None:
 
     def other() -> None:
         group = rank(1)
-        assert inside.wait(5)
+        assert inside.wait(60)
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert handling.wait(5)
+        assert handling.wait(60)
         barrier(group)
         barrier(group)
         ended.append("other")
@@ -146,7 +146,7 @@ def test_a_signal_handler_communicates_while_the_main_thread_waits() -> None:
         barrier(group)
     finally:
         signal.signal(signal.SIGUSR1, before)
-    thread.join(5)
+    thread.join(60)
     assert sorted(ended) == ["handler", "other"]
 
 
@@ -161,7 +161,7 @@ def test_who_may_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[bool] = []
     thread = threading.Thread(target=lambda: answers.append(turns.handlers_may_call()))
     thread.start()
-    thread.join(5)
+    thread.join(60)
     assert answers == [False], "handlers run in the main thread"
 
 
@@ -180,8 +180,8 @@ def test_a_turn_is_not_taken_twice_by_one_thread() -> None:
     thread.start()
     assert not taken.is_set()
     turn.release()
-    assert taken.wait(5)
-    thread.join(5)
+    assert taken.wait(60)
+    thread.join(60)
     assert turn.acquire()
 
 
@@ -190,7 +190,7 @@ def test_each_thread_collects_its_own_calls() -> None:
     group._start_coalescing(cpu)
     thread = threading.Thread(target=group.allreduce, args=([torch.ones(1)],))
     thread.start()
-    thread.join(5)
+    thread.join(60)
     assert group._end_coalescing(cpu).pending is None
     group._start_coalescing(cpu)
     group.allreduce([torch.ones(1)])

@@ -117,7 +117,7 @@ def test_a_rank_lives_while_the_thread_that_built_it_does() -> None:
         helper = threading.Thread(target=comm.barrier)
         helper.start()
         helper.join()
-        assert waiting.wait(10)
+        assert waiting.wait(60)
         time.sleep(0.1)  # Rank 0 looks several times.
         comm.barrier()
 
@@ -188,7 +188,7 @@ def test_close_ends_a_call_that_nobody_joins() -> None:
         outcome = job(comm)
         if comm.rank == 0:
             closed.set()
-        assert closed.wait(10)
+        assert closed.wait(60)
         return outcome
 
     before = threading.active_count()

@@ -101,7 +101,7 @@ def test_processes_end_well_whatever_they_leave_open(port: int) -> None:
         for rank in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=60)[0] for process in processes]
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

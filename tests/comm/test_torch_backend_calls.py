@@ -108,7 +108,7 @@ def test_a_failed_call_is_an_error_to_those_who_hold_its_future() -> None:
 
 
 def test_backward_passes_of_two_threads_raise_their_own_errors() -> None:
-    watch, turn = BackwardWatch(), threading.Barrier(2, timeout=5)
+    watch, turn = BackwardWatch(), threading.Barrier(2, timeout=60)
     outcomes: dict[int, BaseException | None] = {}
 
     def lose(rank: int) -> Callable[[float | None], None]:
@@ -136,7 +136,7 @@ def test_backward_passes_of_two_threads_raise_their_own_errors() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     for rank, outcome in outcomes.items():
         assert isinstance(outcome, PeerLostError)
         assert outcome.peers == (rank,)

@@ -169,7 +169,7 @@ def test_a_callback_that_waits_learns_of_the_end() -> None:
     result = future_of(thread, first).then(wait)
     unanswered.append(future_of(thread, never))
     first.end()
-    assert entered.wait(10)
+    assert entered.wait(60)
     thread.stop()
     with pytest.raises(CommunicatorClosedError, match="closed while a callback waited"):
         result.wait()

@@ -13,7 +13,7 @@ def ends(run: Callable[[], object]) -> bool:
     """Whether ``run`` returns, in a thread of its own."""
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(60)
     return not thread.is_alive()
 
 
@@ -53,7 +53,7 @@ def ends_at_once(wake: Wake) -> bool:
     thread.start()
     if not ended.wait(0.05):
         wake.set()
-        thread.join(20)
+        thread.join(60)
         return False
     return True
 

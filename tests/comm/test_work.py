@@ -81,7 +81,7 @@ def test_a_thread_that_waits_too_gets_the_same_answer():
 
     def complete(_):
         entered.set()
-        assert go_on.wait(5)
+        assert go_on.wait(60)
         return 7
 
     work = PendingWork(complete, lambda: False)
@@ -89,10 +89,10 @@ def test_a_thread_that_waits_too_gets_the_same_answer():
     threads = [threading.Thread(target=lambda: results.append(work.result())) for _ in range(2)]
     for thread in threads:
         thread.start()
-    assert entered.wait(5)
+    assert entered.wait(60)
     go_on.set()
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
     assert results == [7, 7]
 
 
@@ -102,7 +102,7 @@ def test_a_timeout_holds_while_another_thread_waits(wrap):
 
     def complete(_):
         entered.set()
-        assert broken.wait(5)
+        assert broken.wait(60)
         raise errors[0]
 
     def give_up(error):
@@ -111,7 +111,7 @@ def test_a_timeout_holds_while_another_thread_waits(wrap):
 
     work = wrap(PendingWork(complete, lambda: False, give_up=give_up))
     future = work.get_future()  # its thread waits
-    assert entered.wait(5)
+    assert entered.wait(60)
     with pytest.raises(CollectiveTimeoutError) as caught:
         work.wait(0.01)
     assert caught.value is errors[0]
@@ -214,7 +214,7 @@ class Part(Started):
     def complete(self, timeout_s):
         meanwhile, self.meanwhile = self.meanwhile, lambda: None
         meanwhile()
-        assert self.ready.wait(5)
+        assert self.ready.wait(60)
         return super().complete(timeout_s)
 
 
@@ -241,7 +241,7 @@ def test_who_polls_does_not_advance_what_another_thread_waits_for():
     def meanwhile():
         poller = threading.Thread(target=lambda: answers.append(work.is_completed()))
         poller.start()
-        poller.join(1)  # Polling never waits.
+        poller.join(60)  # Polling never waits.
 
     first, second = Part(meanwhile), ready_when_waited_for()
     work = two_steps(first, second)

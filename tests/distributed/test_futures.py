@@ -36,7 +36,7 @@ def communicate_while_the_main_thread_does(refused):
     """The main thread of rank 0 waits for a message, which rank 1 sends when the callback has been refused."""
     if dist.get_rank() == 1:
         dist.all_reduce(torch.ones(1))
-        assert refused.wait(20)
+        assert refused.wait(60)
         dist.send(torch.ones(1), 0)
         return None
     in_use = dist.group.WORLD.global_communicator.pipeline.in_use

@@ -49,7 +49,7 @@ def test_a_whole_program_meets_where_torch_would(meeting, tmp_path):
     text = "\n".join(line[4:] for line in WHOLE_PROGRAM.splitlines())
     processes = start_scripts(text, [f"{rank} {place}" for rank in range(2)], port, by_agent=True)
     try:
-        answers = [process.communicate(timeout=60) for process in processes]
+        answers = [process.communicate(timeout=240) for process in processes]
     finally:
         for process in processes:
             process.kill()

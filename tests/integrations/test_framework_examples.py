@@ -31,7 +31,7 @@ def run(*command: str, **variables: str) -> str:
         command,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         cwd=REPOSITORY,
         env=environment(**variables),
         check=False,
@@ -124,7 +124,7 @@ def test_ranks_that_srun_starts_by_itself_find_each_other(forked_python, tmp_pat
         for rank in ("0", "1")
     ]
     try:
-        outputs = [process.communicate(timeout=100) for process in ranks]
+        outputs = [process.communicate(timeout=240) for process in ranks]
     finally:
         for process in ranks:
             process.kill()

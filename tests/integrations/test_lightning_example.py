@@ -22,7 +22,7 @@ def test_the_example_learns():
         [sys.executable, "examples/use_lightning.py", "--algorithm", "bytegrad", "--epochs", "2"],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
         check=False,

@@ -51,10 +51,10 @@ def test_a_replica_that_is_killed_in_backward_comes_back(method: str) -> None:
     replicas = Replicas(method, lighthouse)
     try:
         survivor, killed = replicas.start(0), replicas.start(1, "--die-after", "3")
-        killed.communicate(timeout=100)
+        killed.communicate(timeout=240)
         assert killed.returncode == -9
         back = replicas.start(1)
-        outputs = [process.communicate(timeout=100)[0] for process in (survivor, back)]
+        outputs = [process.communicate(timeout=240)[0] for process in (survivor, back)]
     finally:
         for process in replicas.started:
             process.kill()

@@ -153,7 +153,7 @@ def test_a_newcomer_starts_from_the_state_of_the_others_and_contributes(algorith
 
     def island(store, number):
         if number == 2:
-            assert seen.wait(30)
+            assert seen.wait(60)
         with joined(store, 2) as islands:
             if number == 2:
                 came.set()
@@ -163,7 +163,7 @@ def test_a_newcomer_starts_from_the_state_of_the_others_and_contributes(algorith
                 if step == PERIOD + 1:
                     seen.set()
                 if step == 2 * PERIOD:  # The next exchange has to see it.
-                    assert came.wait(30)
+                    assert came.wait(60)
                     _until(lambda: 2 in islands.members().alive and islands._presence.roster.records[2].waiting)
 
             return train(islands, model, 5 * PERIOD, pace if number < 2 else lambda step: None)
@@ -187,7 +187,7 @@ def _numbered(count, job, store):
 
 
 def _until(true):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.002)
@@ -205,7 +205,7 @@ def test_an_island_that_was_stopped_is_told_that_the_others_went_on():
             def stop(step):
                 if islands.seat == 1 and step == PERIOD + 1:
                     presence._ended.set()
-                    assert over.wait(30)
+                    assert over.wait(60)
 
             rows = train(islands, model, 2 * PERIOD, stop)
             over.set()
@@ -226,7 +226,7 @@ def test_who_leaves_in_the_middle_of_an_exchange_learns_it_at_once():
         with joined(store, 2) as islands:
             model = wrapped(islands, "diloco")
             if islands.seat == 1:
-                assert left.wait(30)
+                assert left.wait(60)
                 return
 
             def leave():

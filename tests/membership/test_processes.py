@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gloo
 
 def test_a_killed_rank_takes_its_island_out_and_a_new_island_takes_part():
     command = [*interpreter(), "-m", "tests.membership.forked_islands"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
     failed = 1 << 8

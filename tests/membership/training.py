@@ -86,7 +86,7 @@ def train(
 def vanish(islands: Islands) -> None:
     """End this thread as ``kill -9`` ends a process: no goodbye, no sign of life."""
     islands._presence._ended.set()
-    islands._presence._thread.join(10)
+    islands._presence._thread.join(60)
     raise RankKilled
 
 

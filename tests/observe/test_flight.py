@@ -98,7 +98,7 @@ def stop_one_rank() -> None:
     for _ in range(70):  # more than a record holds
         bagua.comm.allreduce(tensor)
     if bagua.comm.get_rank() == 2:
-        assert given_up.wait(10)
+        assert given_up.wait(60)
     try:
         bagua.comm.barrier()
     finally:
@@ -226,7 +226,7 @@ def test_a_rank_that_is_dropped_takes_its_record_with_it(folder):
 def fail_in_the_background() -> None:
     call = bagua.comm.broadcast if bagua.comm.get_rank() == 1 else bagua.comm.allreduce
     work = call(torch.ones(3), async_op=True)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not work.is_completed():
         assert time.monotonic() < deadline
         time.sleep(0.001)

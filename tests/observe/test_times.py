@@ -137,7 +137,7 @@ def fail_unattended(checked: bool) -> str:
         return "failed"
     work = communicator.allreduce(torch.ones(3), async_op=True)
     bagua.comm.barrier()
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not work.is_completed() and time.monotonic() < until:
         time.sleep(0.001)
     with contextlib.suppress(CommunicationError):

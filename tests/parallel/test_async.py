@@ -31,7 +31,7 @@ from bagua.testing.training import (
     train_steps,
 )
 
-pytestmark = [pytest.mark.threads, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.threads
 
 OFTEN = AsyncModelAverageAlgorithm(sync_interval_ms=0)
 #: A rank that was killed is noticed after this time, in tests.
@@ -523,7 +523,7 @@ def test_an_average_between_forward_and_backward_would_be_noticed_by_autograd(th
         stale = loss_of(model, rank, 0)  # Its backward pass comes too late.
         loss_of(model, rank, 1).backward()
         averager = model.bagua_algorithm._averager
-        until = time.monotonic() + 30
+        until = time.monotonic() + 60
         rounds = averager.status().age_ms
         while time.monotonic() < until:
             loss_of(model, rank, 2).backward()

@@ -17,7 +17,7 @@ from bagua.parallel import with_bagua
 from bagua.testing.training import State, assert_same_on_all_ranks, mlp, snapshot, train_steps
 from tests.parallel.scripts import start_scripts
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(600)
 
 #: Much more than a busy machine delays a thread.
 PEER_TIMEOUT_S = 8.0
@@ -143,7 +143,7 @@ def _run(endings: list[str], port: int, *, by_agent: bool) -> list[tuple[int, st
     try:
         results = []
         for rank in ranks:
-            output, errors = rank.communicate(timeout=90)
+            output, errors = rank.communicate(timeout=240)
             trained, _, output = output.partition("\n")
             assert trained, errors
             results.append((rank.returncode, output, errors, time.monotonic() - float(trained)))
@@ -161,7 +161,7 @@ def test_scripts_that_end_without_abort_end_at_once_and_others_go_on():
         assert (status, output) == expected, errors
         assert "terminate called" not in errors
         assert "Traceback" not in errors
-        assert seconds < 30, "somebody waited for somebody else"
+        assert seconds < 60, "somebody waited for somebody else"
     del store
 
 
@@ -173,4 +173,4 @@ def test_without_the_host_of_the_store_the_others_end_with_an_error_that_says_so
     assert host[0] == 0, host[2]
     # Either it saw rank 0 leave in the seconds that rank 0 stayed for it, or it lost the store.
     assert other[0] == 0 or "lost the store" in other[2], other[2]
-    assert other[3] < 30
+    assert other[3] < 60

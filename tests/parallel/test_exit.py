@@ -43,7 +43,7 @@ def test_the_exit_code_is_the_scripts(endings):
     store, port = serve_store()  # Of this process, so nobody has to guess a free port.
     ranks = start_scripts(SCRIPT, endings, port, by_agent=True)
     try:
-        results = [(rank.communicate(timeout=90), rank.returncode) for rank in ranks]
+        results = [(rank.communicate(timeout=240), rank.returncode) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

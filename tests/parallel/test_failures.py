@@ -244,10 +244,10 @@ def _train_with_mishap(mishap: str) -> tuple[str, float]:
 @pytest.mark.gloo
 @pytest.mark.parametrize(("mishap", "here"), [("hook", "CodecError"), ("unused", "ConfigurationError")])
 def test_what_ends_one_process_ends_the_others_long_before_the_timeout(process_ranks, mishap, here):
-    (other, seconds), (own, _) = process_ranks(2, _train_with_mishap, mishap, timeout_s=40.0)
+    (other, seconds), (own, _) = process_ranks(2, _train_with_mishap, mishap, timeout_s=120.0)
     assert own == here
     assert other in ("PeerLostError", "CommunicatorClosedError")
-    assert seconds < 20
+    assert seconds < 60
 
 
 def _train_on_after_a_mishap() -> State:

@@ -60,7 +60,7 @@ def test_who_waits_in_a_step_says_for_whom_where_and_where_the_other_is(thread_r
             if (rank, step) == (1, 2):
                 heard.messages.clear()
                 heard.told.clear()
-                assert heard.told.wait(30)
+                assert heard.told.wait(60)
             train_steps(wrapped, optimizer, rank, range(step, step + 1))
 
     thread_ranks(2, train)
@@ -76,7 +76,7 @@ def test_who_waits_for_others_to_start_names_them(heard):
 
     def start(rank: int) -> None:
         if rank == 1:
-            assert heard.told.wait(30)
+            assert heard.told.wait(60)
         bagua.comm.init_process_group(backend="threads", store=store, rank=rank, world_size=2)
         bagua.comm.destroy_process_group()
 

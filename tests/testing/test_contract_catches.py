@@ -9,7 +9,7 @@ from bagua.comm.transports import registry as backends
 from bagua.comm.transports.base import DONE, Handle
 from bagua.comm.transports.threads import ThreadsTransport
 from bagua.testing import ThreadRanks
-from bagua.testing.contract import failures
+from bagua.testing.contract import asynchronous, failures
 from bagua.testing.transport_contract import TransportContract
 
 pytestmark = pytest.mark.threads
@@ -136,8 +136,8 @@ MUTANTS = [
 @pytest.mark.parametrize(("mutant", "test"), MUTANTS, ids=[f"{m.__name__}-{t[5:30]}" for m, t in MUTANTS])
 def test_a_mutant_is_caught(mutant, test, monkeypatch):
     monkeypatch.setattr(backends, "ThreadsTransport", mutant)
-    monkeypatch.setattr(failures, "SOON_S", 3.0)
-    monkeypatch.setattr(failures, "UNTIL_S", 3.0)
+    for module, name in ((failures, "SOON_S"), (failures, "UNTIL_S"), (asynchronous, "PATIENCE_S")):
+        monkeypatch.setattr(module, name, 1.0)  # What takes longer is a failure, and wanted here.
     with pytest.raises(Exception, match=r".") as caught:
         getattr(Contract(), test)(ThreadRanks(3, deadline_s=20))
     assert type(caught.value) not in (TypeError, AttributeError, NameError), "the mutant itself is wrong"

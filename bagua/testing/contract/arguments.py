@@ -294,5 +294,5 @@ def try_unknown_options() -> None:
 
 
 def use_timedelta() -> None:
-    perform("allreduce", communicator(), CallSetting(options={"timeout": timedelta(seconds=5)}))
-    perform("allreduce", communicator(), CallSetting(options={"timeout": 5}))
+    perform("allreduce", communicator(), CallSetting(options={"timeout": timedelta(minutes=1)}))
+    perform("allreduce", communicator(), CallSetting(options={"timeout": 60}))

@@ -17,7 +17,7 @@ def ends(run: Any) -> bool:
     """Whether ``run`` returns, in a thread of its own."""
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(60)
     return not thread.is_alive()
 
 
