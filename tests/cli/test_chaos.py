@@ -347,9 +347,14 @@ def test_a_printed_schedule_is_replayed(capsys, tmp_path: Path) -> None:
         (["--members", "2", "--keep", "2", "--", "true"], "--keep 2"),
         (["--schedule", "/nowhere", "--", "true"], "/nowhere"),
         (["--progress", "x", "--", "true"], "group"),
+        (["--report", "/nowhere/report.json", "--", "true"], "no such folder"),
+        (["--", "no-such-command"], "there is no command no-such-command"),
+        (["--service", "no-such-service 1", "--", "true"], "there is no command no-such-service"),
+        (["--members", "2", "--link", "1mbit", "--", "true"], "BAGUA_ISLANDS"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(given, complaint, capsys) -> None:
+def test_what_does_not_fit_together_is_refused(given, complaint, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BAGUA_ISLANDS", "tcp://127.0.0.1:1")
     with pytest.raises(SystemExit) as caught:
         main(["chaos", *given])
     assert caught.value.code == 2

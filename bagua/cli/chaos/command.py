@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -177,18 +178,47 @@ def _check(options: argparse.Namespace, schedule: FaultSchedule) -> None:
     Raises:
         ValueError: in words.
     """
-    if not options.command:
-        raise ValueError("the command is missing: bagua chaos [OPTIONS] -- COMMAND")
-    if not Path("/proc/self/environ").exists():
-        raise ValueError("processes of members are found through /proc, which only Linux has")
-    if options.members == 1 and {"partition", "slow"} & set(schedule.kinds):
-        raise ValueError("links are between members: partition and slow need --members 2 or more")
-    if "disk" in schedule.kinds and not options.disk:
-        raise ValueError("the fault disk needs --disk FOLDER, where the command writes its checkpoints")
-    if options.metrics and options.members > 1 and "{member}" not in options.metrics:
-        raise ValueError("--metrics needs {member} in its path: each member writes a file of its own")
-    if options.keep is not None and not 0 <= options.keep < options.members:
-        raise ValueError(f"--keep {options.keep}; expected 0 to {options.members - 1}")
+    links_fail = bool({"partition", "slow"} & set(schedule.kinds))
+    own_store = not options.service and env.islands() is not None
+    fewest, most = 0, options.members - 1
+    refusals = [
+        (not options.command, "the command is missing: bagua chaos [OPTIONS] -- COMMAND"),
+        (not Path("/proc/self/environ").exists(), "processes of members are found through /proc, which only Linux has"),
+        (most == 0 and links_fail, "links are between members: partition and slow need --members 2 or more"),
+        (
+            _wants_network(options, schedule) and own_store,
+            "members on hosts of their own do not reach the store that BAGUA_ISLANDS names; unset it",
+        ),
+        (
+            "disk" in schedule.kinds and not options.disk,
+            "the fault disk needs --disk FOLDER, where the command writes its checkpoints",
+        ),
+        (
+            options.metrics and most > 0 and "{member}" not in options.metrics,
+            "--metrics needs {member} in its path: each member writes a file of its own",
+        ),
+        (
+            options.keep is not None and not fewest <= options.keep <= most,
+            f"--keep {options.keep}; expected {fewest} to {most}",
+        ),
+        (options.report and not options.report.parent.is_dir(), f"--report {options.report}: there is no such folder"),
+        *(
+            (_is_unknown(words), f"there is no command {words[0]}")
+            for words in (options.command, options.service)
+            if words
+        ),
+    ]
+    for refused, why in refusals:
+        if refused:
+            raise ValueError(why)
+
+
+def _is_unknown(words: Sequence[str]) -> bool:
+    return "{" not in words[0] and shutil.which(words[0]) is None
+
+
+def _wants_network(options: argparse.Namespace, schedule: FaultSchedule) -> bool:
+    return bool({"partition", "slow"} & set(schedule.kinds)) or options.link != LinkSettings()
 
 
 @contextlib.contextmanager
@@ -245,8 +275,8 @@ def _run(options: argparse.Namespace, schedule: FaultSchedule) -> int:
 def _open(options: argparse.Namespace, schedule: FaultSchedule, stack: contextlib.ExitStack) -> Processes:
     """The members, none of them started, and all that they need."""
     kinds, members, run = set(schedule.kinds), schedule.members, f"chaos-{uuid.uuid4().hex}"
-    wants_network = bool(kinds & {"partition", "slow"}) or options.link != LinkSettings()
-    places, network = stack.enter_context(open_places(members, options.link if wants_network else None))
+    link = options.link if _wants_network(options, schedule) else None
+    places, network = stack.enter_context(open_places(members, link))
     functions: dict[str, FaultFunctions] = {}
     if network is not None:
         functions |= links(network, options.link, options.slow_link)
