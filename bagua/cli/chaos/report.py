@@ -36,17 +36,17 @@ def _count(schedule: FaultSchedule) -> str:
 def describe(schedule: FaultSchedule, found: Mapping[str, Any]) -> str:
     """The figures, with what is wrong at the end."""
     struck = found["faults"]
-    head = f"seed {schedule.seed}: {_count(schedule)} on {schedule.members} members in {schedule.duration_s:g} s"
     lines = [
-        f"{head}; {len(struck)} happened, {len(found['skipped'])} did not, {found['restarts']} restarts",
+        f"seed {schedule.seed}: {_count(schedule)} on {schedule.members} members in {schedule.duration_s:g} s",
+        f"faults: {len(struck)} happened, {len(found['skipped'])} did not, {found['restarts']} restarts",
         f"committed: {found['committed_steps']} steps, {found['commits']} of them reported",
     ]
     if found["goodput"] is not None:
         lines.append(
             f"goodput: {found['goodput']:.3f} of {schedule.members} undisturbed members, "
-            f"{_figure(found['goodput_while_well'], 3)} of members while they were well; "
-            f"the pace of one is {found['pace_steps_per_s']:.2f} steps/s"
+            f"{_figure(found['goodput_while_well'], 3)} while they were well"
         )
+        lines.append(f"pace of one member: {found['pace_steps_per_s']:.2f} steps/s")
     if found["alive"] is not None:
         lines.append(
             ", ".join(
@@ -68,12 +68,12 @@ def describe(schedule: FaultSchedule, found: Mapping[str, Any]) -> str:
 def _recoveries(struck: Sequence[Mapping[str, Any]]) -> list[str]:
     if not struck:
         return []
-    lines = ["recovery in seconds        others late: median  worst   itself back: median  worst"]
+    lines = ["recovery in seconds   others late: median  worst   itself back: median  worst"]
     for kind in dict.fromkeys(one["kind"] for one in struck):
         of_kind = [one for one in struck if one["kind"] == kind]
         late = [one["late_s"] for one in of_kind if one["late_s"] is not None]
         back = [one["back_s"] for one in of_kind if one["back_s"] is not None]
-        lines.append(f"  {kind:10} {len(of_kind):4} {_spread(late):>36} {_spread(back):>28}")
+        lines.append(f"  {kind:10} {len(of_kind):4} {_spread(late):>31} {_spread(back):>28}")
     return lines
 
 
