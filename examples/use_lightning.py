@@ -1,12 +1,14 @@
 """Train with Lightning and an algorithm of bagua.
 
-python examples/use_lightning.py --algorithm bytegrad
+python examples/use_lightning.py --algorithm diloco
 """
 
 import argparse
+from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 import bagua.integrations.lightning  # noqa: F401 - makes "bagua_..." known
@@ -20,6 +22,12 @@ parser.add_argument(
 )
 parser.add_argument("--epochs", type=int, default=4)
 parser.add_argument("--devices", type=int, default=2)
+parser.add_argument(
+    "--checkpoint",
+    type=Path,
+    metavar="FOLDER",
+    help="go on from what is there, and save after each epoch",
+)
 options = parser.parse_args()
 
 
@@ -70,15 +78,20 @@ trainer = pl.Trainer(
     devices=options.devices,
     max_epochs=options.epochs,
     logger=False,
-    enable_checkpointing=False,
+    enable_checkpointing=options.checkpoint is not None,
+    callbacks=[ModelCheckpoint(options.checkpoint, save_last=True)]
+    if options.checkpoint is not None
+    else [],
     enable_progress_bar=False,
 )
 loaders = [
-    torch.utils.data.DataLoader(part, batch_size=32, shuffle=part is training)
+    torch.utils.data.DataLoader(part, batch_size=8, shuffle=part is training)
     for part in (training, held_out)
 ]
 model = Student()
-trainer.fit(model, *loaders)
+saved = options.checkpoint and options.checkpoint / "last.ckpt"
+resumed = saved if saved is not None and saved.exists() else None
+trainer.fit(model, *loaders, ckpt_path=resumed)
 
 total = sum(parameter.sum().item() for parameter in model.parameters())
 print(

@@ -1,4 +1,4 @@
-"""Train with the Trainer of Transformers, and send gradients as bytes.
+"""Train with the Trainer of Transformers, and exchange weights every 20 steps.
 
 torchrun --nproc_per_node 2 examples/use_transformers.py --steps 100
 """
@@ -11,16 +11,19 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from bagua.integrations.ddp_comm_hooks import CodecState
-from bagua.integrations.transformers import use_bagua, use_comm_hook
+from bagua.integrations.transformers import attach, use_bagua, use_comm_hook
 
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
 )
 parser.add_argument("--steps", type=int, default=100)
 parser.add_argument(
-    "--algorithm", default="bytegrad", help="of bagua; `hook` keeps torch's DDP"
+    "--algorithm", default="diloco", help="of bagua; `hook` keeps torch's DDP"
 )
 parser.add_argument("--folder", default=None, help="for checkpoints")
+parser.add_argument(
+    "--resume", action="store_true", help="from the last one there"
+)
 options = parser.parse_args()
 
 
@@ -76,9 +79,11 @@ arguments = TrainingArguments(
 trainer = PrintingTrainer(Model(), arguments, train_dataset=data)
 if options.algorithm == "hook":
     use_comm_hook(trainer, CodecState("minmax_uint8"))
+elif options.algorithm == "diloco":
+    attach(trainer, "diloco", sync_every=20)  # this is all that is new
 else:
-    use_bagua(trainer, options.algorithm)  # this is all that is new
-trainer.train()
+    use_bagua(trainer, options.algorithm)
+trainer.train(resume_from_checkpoint=options.resume)
 
 total = sum(parameter.sum().item() for parameter in trainer.model.parameters())
 print(

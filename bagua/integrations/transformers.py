@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -13,15 +11,16 @@ from typing import Any
 
 import torch
 
-from bagua.algorithms import Algorithm, AsyncModelAverageAlgorithmImpl, DistributedAlgorithm, as_algorithm, registry
+from bagua.algorithms import Algorithm, AsyncModelAverageAlgorithmImpl, DistributedAlgorithm, as_algorithm
 from bagua.checks import install_command
-from bagua.comm import as_group, available, is_initialized, solo_group
+from bagua.comm import is_initialized
 from bagua.errors import ConfigurationError, InvalidTypeError
+from bagua.integrations._attached import collect, declare, read_own_file, restore, wrap, write_own_file
 from bagua.integrations._hook_state import HookState
 from bagua.integrations.accelerate import check_takes_hooks
 from bagua.integrations.ddp_comm_hooks import codec_hook
 from bagua.observe import metrics
-from bagua.parallel import BaguaModule, with_bagua
+from bagua.parallel import BaguaModule
 from bagua.utilities.distributed import register_ddp_comm_hook
 
 __all__ = ["attach", "use_bagua", "use_comm_hook"]
@@ -56,21 +55,20 @@ def use_bagua(trainer: Any, algorithm: Algorithm | DistributedAlgorithm | str, *
     _attach(trainer, _Engine, algorithm, options)
 
 
-def attach(trainer: Any, algorithm: DistributedAlgorithm | str, **options: Any) -> None:
+def attach(trainer: Any, algorithm: Algorithm | DistributedAlgorithm | str, **options: Any) -> None:
     """``use_bagua`` with an algorithm by its name, and its options: ``attach(trainer, "diloco", sync_every=50)``.
 
     Args:
         trainer: a ``transformers.Trainer``.
-        algorithm: the name of what is exchanged, and when.
+        algorithm: the name of what is exchanged, and when; or a declaration, which has its options already.
         options: options of the algorithm, and of ``with_bagua``.
 
     Raises:
         ConfigurationError: as for ``use_bagua``; or an option out of its range.
         UnsupportedAlgorithmException: there is no such algorithm.
     """
-    names = {field.name for field in dataclasses.fields(registry.get(algorithm))}  # type: ignore[arg-type]
-    own = {name: options.pop(name) for name in sorted(names.intersection(options))}
-    use_bagua(trainer, Algorithm.init(algorithm, **own), **options)
+    declared, options = declare(algorithm, options)
+    use_bagua(trainer, declared, **options)
 
 
 def use_comm_hook(
@@ -169,34 +167,17 @@ class _Exchange(ABC):
         if args.save_only_model or (saved := self.collect()) is None:
             return
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save({"world_size": args.world_size, **saved}, _file(folder, args.process_index))
+        write_own_file(folder, args.process_index, args.world_size, [saved])
 
     def saved(self, args: Any) -> dict[str, Any]:
-        """What this rank saved in the checkpoint that training goes on from; with other ranks, what rank 0 did."""
+        """What this rank saved in the checkpoint that training goes on from."""
         folder, self.resumed = self.resumed, None
-        if folder is None:
-            return {}
-        own = _read(_file(folder, args.process_index)) or _read(_file(folder, 0))
-        if not own:
-            warnings.warn(
-                f"{folder} was saved without bagua: what it would remember of earlier steps begins anew", stacklevel=2
-            )
-        elif own["world_size"] != args.world_size:
-            own = {key: value for key, value in _read(_file(folder, 0)).items() if key == "remembered"}
-        return own
+        found = [] if folder is None else read_own_file(folder, args.process_index, args.world_size)
+        return found[0] if found else {}
 
     @abstractmethod
     def collect(self) -> dict[str, Any] | None:
         """What this rank remembers, as ``remembered``; None if nothing is."""
-
-
-def _file(folder: Path, rank: int) -> Path:
-    return folder / f"bagua-rank{rank}.pt"
-
-
-def _read(file: Path) -> dict[str, Any]:
-    return torch.load(file, map_location="cpu", weights_only=True) if file.exists() else {}
 
 
 class _Hook(_Exchange):
@@ -249,17 +230,10 @@ class _Engine(_Exchange):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Wrap the model: the Trainer has loaded it and its optimizer from the checkpoint, and prepared both."""
-        options = {"grad_scaler": getattr(self.trainer.accelerator, "scaler", None), **self._options}
-        if options.get("process_group") is None:  # Accelerate has initialized torch's group, on several processes.
-            options["process_group"] = as_group() if available() else solo_group()
-        with_bagua(self.trainer.model, [self._optimizer], self._algorithm, **options)
+        scaler = getattr(self.trainer.accelerator, "scaler", None)
+        wrap(self.trainer.model, [self._optimizer], self._algorithm, scaler, self._options)
         self._paused = False
-        saved = self.saved(args)
-        if "weights" in saved:
-            self._model.load_state_dict(saved["weights"])
-            self._optimizer.load_state_dict(saved["optimizer"])
-        if "remembered" in saved:
-            self._model.load_bagua_state_dict(saved["remembered"])
+        restore(self._model, self.saved(args))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Averaging in the background goes on."""
@@ -295,8 +269,4 @@ class _Engine(_Exchange):
 
     def collect(self) -> dict[str, Any]:
         """What the algorithm remembers; with weights and optimizer where ranks differ."""
-        saved: dict[str, Any] = {"remembered": self._model.bagua_state_dict()}
-        if self._algorithm.ranks_differ:
-            saved["weights"] = self._model.state_dict()
-            saved["optimizer"] = self._optimizer.state_dict()
-        return saved
+        return collect(self._model)

@@ -1,10 +1,12 @@
-"""Accelerate with a hook of ours, on two processes."""
+"""Accelerate with a hook or an algorithm of ours, on two processes."""
 
 from __future__ import annotations
 
 import os
 import types
 import warnings
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +15,14 @@ from torch import nn
 import bagua.comm
 from bagua.errors import ConfigurationError
 from bagua.integrations.ddp_comm_hooks import CodecState
-from bagua.parallel import with_bagua
+from bagua.parallel import BaguaModule, with_bagua
 from bagua.testing import ProcessRanks
 from bagua.testing.training import State, assert_same_on_all_ranks, mlp, sgd, snapshot, train_steps
 
 accelerate = pytest.importorskip("accelerate", reason="needs the extra accelerate")
 
-from bagua.integrations.accelerate import CommHookKwargs, use_comm_hook  # noqa: E402
+from bagua.integrations._attached import read_own_file, write_own_file  # noqa: E402
+from bagua.integrations.accelerate import CommHookKwargs, attach, use_comm_hook  # noqa: E402
 
 pytestmark = pytest.mark.gloo
 
@@ -128,3 +131,117 @@ def test_a_hook_that_nobody_calls_is_told(monkeypatch):
     sharded = types.SimpleNamespace(distributed_type=accelerate.DistributedType.FSDP, ddp_handler=None, _models=[])
     with pytest.raises(ConfigurationError, match=r"FSDP.*register_fsdp_hook"):
         use_comm_hook(sharded, CodecState("minmax_uint8"))
+
+
+# Algorithms.
+
+#: The checkpoint after three steps is saved while an exchange of ``diloco`` is under way.
+STEPS, SAVED_AFTER = 6, 3
+OPTIONS: dict[str, dict[str, Any]] = {
+    "gradient_allreduce": {},
+    "diloco": {"sync_every": 2, "overlap": 1},
+    "local_sgd": {"sync_every": 4},
+}
+
+
+def _attached(name: str) -> tuple[Any, nn.Module, Any]:
+    accelerator = accelerate.Accelerator(cpu=True)
+    attach(accelerator, name, bucket_bytes=256, **OPTIONS[name])
+    model = mlp(seed=bagua.comm.get_rank())
+    prepared, optimizer = accelerator.prepare(model, sgd(model.parameters()))
+    assert prepared is model
+    assert isinstance(model, BaguaModule)
+    return accelerator, model, optimizer
+
+
+def _whole_and_resumed(name: str, folder: str) -> tuple[State, State, State, list[bool]]:
+    rank = bagua.comm.get_rank()
+    accelerator, model, optimizer = _attached(name)
+    train_steps(model, optimizer, rank, range(SAVED_AFTER))
+    accelerator.save_state(folder)
+    train_steps(model, optimizer, rank, range(SAVED_AFTER, STEPS))
+    whole = snapshot(model)
+
+    accelerator, model, optimizer = _attached(name)
+    accelerator.load_state(folder)
+    train_steps(model, optimizer, rank, range(SAVED_AFTER, STEPS))
+    resumed = snapshot(model)
+    model.bagua_finish()
+
+    accelerator, model, optimizer = _attached(name)
+    with accelerator.accumulate(model):
+        syncs = [model._bagua_engine.synchronize]
+    with accelerator.no_sync(model):
+        syncs.append(model._bagua_engine.synchronize)
+    return whole, resumed, snapshot(model), syncs
+
+
+def _by_hand(name: str) -> State:
+    rank, model = bagua.comm.get_rank(), mlp(seed=bagua.comm.get_rank())
+    optimizer = sgd(model.parameters())
+    if name == "ddp":
+        model, optimizer = accelerate.Accelerator(cpu=True).prepare(model, optimizer)
+        train_steps(model, optimizer, rank, range(STEPS))
+        return snapshot(model.module)
+    with_bagua(model, optimizer, bagua.algorithms.Algorithm.init(name, **OPTIONS[name]))
+    train_steps(model, optimizer, rank, range(STEPS))
+    return snapshot(model)
+
+
+def _each(folder: str) -> list[tuple[State, State, State, State]]:
+    _as_torchrun_starts_it()
+    ends = []
+    for name in OPTIONS:
+        whole, resumed, finished, syncs = _whole_and_resumed(name, f"{folder}/{name}")
+        assert syncs == [True, False]
+        ends.append((whole, resumed, finished, _by_hand("ddp" if name == "gradient_allreduce" else name)))
+    return ends
+
+
+def test_an_algorithm_trains_as_by_hand_and_goes_on_from_a_saved_state(tmp_path: Path):
+    first, second = ProcessRanks(2).run(_each, str(tmp_path))
+    for rank in (first, second):
+        for whole, resumed, _, by_hand in rank:
+            for name in by_hand:
+                assert torch.equal(whole[name], by_hand[name]), name
+                assert torch.equal(whole[name], resumed[name]), name
+    for one, other in zip(first, second, strict=True):
+        assert_same_on_all_ranks([one[2], other[2]])
+    local = list(OPTIONS).index("local_sgd")  # It has trained alone for two steps.
+    assert not torch.equal(first[local][0]["0.weight"], second[local][0]["0.weight"])
+
+
+def test_the_file_of_one_rank_serves_any_number_of_ranks(tmp_path: Path):
+    saved = {"remembered": {"step": 3}, "weights": {"a": torch.ones(1)}, "optimizers": []}
+    write_own_file(tmp_path, 0, 2, [saved])
+    assert read_own_file(tmp_path, 0, 2) == [saved]
+    assert read_own_file(tmp_path, 2, 3) == [{"remembered": {"step": 3}}]
+    (tmp_path / "bagua-rank0.pt").rename(tmp_path / "bagua-rank1.pt")
+    assert read_own_file(tmp_path, 1, 3) == [{"remembered": {"step": 3}}]
+    with pytest.warns(UserWarning, match="without bagua"):
+        assert read_own_file(tmp_path / "other", 0, 2) == []
+
+
+def test_what_cannot_be_attached_is_refused():
+    accelerator = accelerate.Accelerator(cpu=True)
+    with pytest.raises(ConfigurationError, match="sync_every"):
+        attach(accelerator, "diloco", sync_every=0)
+    with pytest.warns(UserWarning, match="one process"):
+        attach(accelerator, "diloco", sync_every=2)
+    with pytest.raises(ConfigurationError, match="attached already"):
+        attach(accelerator, "diloco")
+    with pytest.raises(ConfigurationError, match="without the optimizer"):
+        accelerator.prepare(mlp())
+    frozen = mlp().requires_grad_(requires_grad=False)
+    assert not isinstance(accelerator.prepare(frozen), BaguaModule)
+    model = mlp()
+    optimizer = accelerator.prepare(sgd(model.parameters()))
+    assert isinstance(accelerator.prepare(model), BaguaModule)
+    assert accelerator.prepare(model) is model
+    train_steps(model, optimizer, 0, range(2))
+    with pytest.raises(ConfigurationError, match="without the optimizer"):
+        accelerator.prepare_model(mlp())
+    assert not isinstance(accelerator.prepare_model(mlp(), evaluation_mode=True), BaguaModule)
+    sharded = types.SimpleNamespace(distributed_type=accelerate.DistributedType.FSDP, _models=[])
+    with pytest.raises(ConfigurationError, match="FSDP"):
+        attach(sharded, "diloco")

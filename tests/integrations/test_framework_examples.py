@@ -137,18 +137,41 @@ def torchrun(*script: str) -> str:
     return run(*interpreter(), "-m", "torch.distributed.run", *place, *script)
 
 
-def test_the_accelerate_example_learns():
+def test_the_accelerate_example_learns_and_saves(tmp_path):
     pytest.importorskip("accelerate", reason="needs the extra accelerate")
-    losses = learned(torchrun("examples/use_accelerate.py", "--steps", "51"))
+    script = ("examples/use_accelerate.py", "--checkpoint", str(tmp_path / "saved"))
+    losses = learned(torchrun(*script, "--steps", "51"))
     assert losses[-1] < 0.5 * losses[0]
+    assert {file.name for file in (tmp_path / "saved").iterdir()} > {"bagua-rank0.pt", "bagua-rank1.pt"}
 
 
-@pytest.mark.parametrize("algorithm", ["bytegrad", "hook"])
-def test_the_transformers_example_learns(algorithm, tmp_path):
+def test_the_transformers_example_learns_and_goes_on(tmp_path):
     pytest.importorskip("transformers", reason="needs the extra transformers")
-    script = ("examples/use_transformers.py", "--steps", "51", "--algorithm", algorithm, "--folder", str(tmp_path))
-    losses = learned(torchrun(*script))
+    script = ("examples/use_transformers.py", "--folder", str(tmp_path))
+    losses = learned(torchrun(*script, "--steps", "51"))
     assert losses[-1] < 0.5 * losses[0]
+    assert learned(torchrun(*script, "--steps", "101", "--resume"))[0] < 0.5 * losses[0]
+    hooked = learned(torchrun(*script, "--steps", "51", "--algorithm", "hook"))
+    assert hooked[-1] < 0.5 * hooked[0]
+
+
+@pytest.mark.timeout(300)
+def test_each_entry_point_goes_on_from_what_the_one_before_saved(tmp_path):
+    script = ("examples/talk_rarely.py", "--checkpoint", str(tmp_path / "saved"), "--entry")
+    first = learned(torchrun(*script, "switch_to", "--steps", "41"))
+    assert first[-1] < 0.5 * first[0]
+    for entry, steps, last in (("bagua_init", 31, 81), ("with_bagua", 30, 111)):
+        output = torchrun(*script, entry, "--steps", str(steps))
+        assert f"step {last:>4} " in output
+        assert max(learned(output)) < 0.5 * first[0]
+
+
+def test_the_fabric_example_learns_and_saves(tmp_path):
+    pytest.importorskip("lightning", reason="needs the extra lightning")
+    saved = tmp_path / "saved.ckpt"
+    losses = learned(torchrun("examples/use_fabric.py", "--checkpoint", str(saved), "--steps", "51"))
+    assert losses[-1] < 0.5 * losses[0]
+    assert saved.exists()
 
 
 @pytest.mark.slow

@@ -17,9 +17,10 @@ pytestmark = pytest.mark.gloo
 REPOSITORY = Path(__file__).parents[2]
 
 
-def test_the_example_learns():
+def test_the_example_learns_and_saves(tmp_path):
+    script = ["examples/use_lightning.py", "--algorithm", "diloco", "--checkpoint", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, "examples/use_lightning.py", "--algorithm", "bytegrad", "--epochs", "2"],
+        [sys.executable, *script, "--epochs", "2"],
         capture_output=True,
         text=True,
         timeout=240,
@@ -32,3 +33,4 @@ def test_the_example_learns():
     assert losses[-1] < 0.5 * losses[0]  # The first is that of the untrained model.
     (first, *one), (second, *other) = sorted(re.findall(r"rank (\d) of (\d) ends with (-?\d+\.\d+)", done.stdout))
     assert (first, second, one) == ("0", "1", other)
+    assert (tmp_path / "last.ckpt").exists()

@@ -1,0 +1,101 @@
+"""What Accelerate and Transformers have in common: algorithms with options, and a file for each rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bagua.algorithms import Algorithm, DistributedAlgorithm, as_algorithm, registry
+from bagua.comm import as_group, available, solo_group
+from bagua.parallel import BaguaModule, with_bagua
+
+__all__ = ["collect", "declare", "read_own_file", "restore", "wrap", "write_own_file"]
+
+
+def declare(
+    algorithm: Algorithm | DistributedAlgorithm | str, options: dict[str, Any]
+) -> tuple[Algorithm, dict[str, Any]]:
+    """An algorithm with those of the options that are its own; and the other ones.
+
+    Args:
+        algorithm: the name of an algorithm, which takes options; or a declaration, which has its own.
+        options: options of the algorithm and of ``with_bagua``.
+    """
+    if isinstance(algorithm, Algorithm):
+        return algorithm, options
+    names = {field.name for field in dataclasses.fields(registry.get(algorithm))}  # type: ignore[arg-type]
+    own = {name: value for name, value in options.items() if name in names}
+    declared = Algorithm.init(algorithm, **own) if own else as_algorithm(algorithm)
+    return declared, {name: value for name, value in options.items() if name not in own}
+
+
+def wrap(
+    model: torch.nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    algorithm: Algorithm,
+    scaler: Any,
+    options: dict[str, Any],
+) -> None:
+    """``with_bagua`` over the processes that torch has connected, or over this one alone."""
+    options = {"grad_scaler": scaler, **options}
+    if options.get("process_group") is None:
+        options["process_group"] = as_group() if available() else solo_group()
+    with_bagua(model, optimizers, algorithm, **options)
+
+
+def collect(model: BaguaModule) -> dict[str, Any]:
+    """What the algorithm remembers on this rank; with weights and optimizers where ranks differ. Collective."""
+    saved: dict[str, Any] = {"remembered": model.bagua_state_dict()}
+    if model.bagua_algorithm.options.ranks_differ:
+        saved["weights"] = model.state_dict()
+        saved["optimizers"] = [optimizer.state_dict() for optimizer in model.bagua_optimizers]
+    return saved
+
+
+def restore(model: BaguaModule, saved: dict[str, Any]) -> None:
+    """Go on from what ``collect`` returned."""
+    if "weights" in saved:
+        model.load_state_dict(saved["weights"])
+        for optimizer, state in zip(model.bagua_optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+    if "remembered" in saved:
+        model.load_bagua_state_dict(saved["remembered"])
+
+
+def write_own_file(folder: Path, rank: int, world_size: int, saved: list[dict[str, Any]]) -> None:
+    """Save what is this rank's in a checkpoint.
+
+    Args:
+        folder: the checkpoint.
+        rank: of this process.
+        world_size: number of processes.
+        saved: what is remembered of each model.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save({"world_size": world_size, "models": saved}, _file(folder, rank))
+
+
+def read_own_file(folder: Path, rank: int, world_size: int) -> list[dict[str, Any]]:
+    """What this rank saved in a checkpoint; with another number of ranks, what rank 0's algorithms remembered."""
+    own = _read(_file(folder, rank)) or _read(_file(folder, 0))
+    if not own:
+        warnings.warn(
+            f"{folder} was saved without bagua: what it would remember of earlier steps begins anew", stacklevel=3
+        )
+        return []
+    if own["world_size"] == world_size:
+        return list(own["models"])
+    first = _read(_file(folder, 0)) or own  # Not every node sees the folder of rank 0.
+    return [{"remembered": one["remembered"]} for one in first["models"]]
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"bagua-rank{rank}.pt"
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return torch.load(file, map_location="cpu", weights_only=True) if file.exists() else {}
