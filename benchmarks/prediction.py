@@ -11,7 +11,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -160,31 +160,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cells = [Cell(**one) for one in json.loads(options.read.read_text())] if options.read else []
     if not cells:
         try:
-            cells = all_cells(options)
+            for found in cells_by_link(options):
+                cells += found
+                add_to(options.json, found)
         except LabUnavailableError as error:
             print(error, file=sys.stderr)
             return NOT_AVAILABLE
     print(table(cells))
-    if options.json is not None:
-        before = json.loads(options.json.read_text()) if options.json.exists() else []
-        options.json.write_text(json.dumps([*before, *map(asdict, cells)], indent=1))
     return 0
 
 
-def all_cells(options: argparse.Namespace) -> list[Cell]:
-    """Predict first, and measure then."""
+def add_to(path: Path | None, cells: Sequence[Cell]) -> None:
+    """Write cells after those that are in a file, if there is one."""
+    if path is not None:
+        before = json.loads(path.read_text()) if path.exists() else []
+        path.write_text(json.dumps([*before, *map(asdict, cells)], indent=1))
+
+
+def cells_by_link(options: argparse.Namespace) -> Iterator[list[Cell]]:
+    """Predict first, and measure then, one link after the other."""
     task = PerceptronTask(hidden=options.hidden, outer=options.hidden, batch=options.batch)
     facts, machine, rehearsals = run_ranks(find_out, options.hosts, (task, options.hosts, options.contenders))[0]
     print(f"step alone {facts.step_s * 1e3:.1f} ms; {machine}", file=sys.stderr)
-    cells = []
     for link in options.links:
         cluster = Cluster(options.hosts, 1, link, shared=True)
+        predicted = {one.name: predict(one, facts, cluster, machine).step_s for one in rehearsals}
         measured = measure(link, options, task)
-        for one in rehearsals:
-            if one.name in measured:
-                predicted_s = predict(one, facts, cluster, machine).step_s
-                cells.append(Cell(one.name, options.hosts, str(link), predicted_s, measured[one.name]))
-    return cells
+        yield [
+            Cell(name, options.hosts, str(link), predicted[name], seconds)
+            for name, seconds in measured.items()
+            if name in predicted
+        ]
 
 
 if __name__ == "__main__":

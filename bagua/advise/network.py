@@ -18,6 +18,8 @@ _PACKET_BYTES, _FIRST_PACKETS = 1448, 10
 _PAYLOAD = 1448 / 1514
 #: From this size of a share on, Gloo's allgather and alltoall are messages between pairs, all at once.
 _PAIRS_FROM_BYTES = 64 * 1024
+#: A connection that was idle for so long and a round trip begins like a new one: Linux's least retransmission timeout.
+_FORGOTTEN_AFTER_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,8 @@ class _Pattern:
     """How a call is made of messages.
 
     Attributes:
-        rounds: messages that wait for each other.
+        rounds: messages that wait for each other: Gloo sends one when its receiver has asked for it, and in a ring asks
+            for the next one early, so there is one more than messages.
         sent: bytes that the busiest rank sends.
         leaving: the part of them that leaves its host.
     """
@@ -103,19 +106,19 @@ def _pattern(message: Message) -> _Pattern:
     border = 1.0 if n == message.hosts else message.hosts / n  # of a ring, the ranks that send to another host
     tree = math.ceil(math.log2(n))
     at_once = size / n >= _PAIRS_FROM_BYTES
-    swap = _Pattern(2.0 if at_once else n - 1.0, (n - 1) / n * size, away)
+    swap = _Pattern(2.0 if at_once else float(n), (n - 1) / n * size, away)
     star = _Pattern(2.0, (n - 1) / n * size, away)
     patterns = {
-        "allreduce": _Pattern(2.0 * (n - 1), 2 * (n - 1) / n * size, border),
-        "reduce": _Pattern(n - 1.0, 2 * (n - 1) / n * size, border),
+        "allreduce": _Pattern(2.0 * n - 1, 2 * (n - 1) / n * size, border),
+        "reduce": _Pattern(float(n), 2 * (n - 1) / n * size, border),
         "allgather": _Pattern(swap.rounds, swap.sent, away if at_once else border),
         "alltoall": swap,
         "alltoall_v": swap,
         "reduce_scatter": swap,
         "gather": star,
         "scatter": star,
-        "broadcast": _Pattern(float(tree), tree * size),
-        "barrier": _Pattern(2.0 * tree, 0.0),
+        "broadcast": _Pattern(tree + 1.0, tree * size),
+        "barrier": _Pattern(tree + 1.0, 0.0),
     }
     return patterns.get(message.kind, _Pattern(2.0, size))  # between two ranks, which may be anywhere
 
@@ -138,13 +141,14 @@ def slow_start_s(nbytes: float, bytes_per_s: float, delay_s: float) -> float:
     return lost_s
 
 
-def cost_of(message: Message, cluster: Cluster, machine: MachineFacts) -> Cost:
+def cost_of(message: Message, cluster: Cluster, machine: MachineFacts, idle_s: float = 0.0) -> Cost:
     """What ``message`` costs on ``cluster``.
 
     Args:
         message: the message.
         cluster: hosts and links.
         machine: what was measured without a network.
+        idle_s: seconds for which the connections have sent nothing.
     """
     if message.ranks < 2:
         return Cost(0.0, 0.0, 0.0)
@@ -157,7 +161,8 @@ def cost_of(message: Message, cluster: Cluster, machine: MachineFacts) -> Cost:
     latency_s = pattern.rounds * (machine.message_s + cluster.delay_s)
     own_rate = 1.0 / machine.byte_s if machine.byte_s else math.inf
     rate = min(cluster.bytes_per_s, own_rate, cluster.connection_bytes_per_s)
-    latency_s += slow_start_s(own_bytes, rate, cluster.delay_s)
+    if idle_s > _FORGOTTEN_AFTER_S + 2 * cluster.delay_s:
+        latency_s += slow_start_s(own_bytes, rate, cluster.delay_s)
     if cluster.connection_bytes_per_s < cluster.bytes_per_s:
         latency_s += own_bytes * (1 / cluster.connection_bytes_per_s - 1 / cluster.bytes_per_s)
     return Cost(latency_s, link_bytes, own_bytes)

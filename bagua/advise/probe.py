@@ -37,9 +37,9 @@ def probe_machine(cores: int | None = None) -> MachineFacts:
     source = torch.ones_like(copied)
     local_s = _least_s(lambda: copied.copy_(source))
     return MachineFacts(
-        message_s=small_s / 2,  # an allreduce of two ranks is two rounds
+        message_s=small_s / 3,  # an allreduce of two ranks is three rounds
         byte_s=max(large_s - small_s, 0.0) / _LARGE,
-        local_message_s=min(20e-6, small_s / 2),
+        local_message_s=min(20e-6, small_s / 3),
         local_byte_s=local_s / _LARGE,
         cores=cores or usable,
     )

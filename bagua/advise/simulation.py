@@ -225,7 +225,11 @@ def step_seconds(
     had = min(1.0, machine.cores / copies)  # cores that the rank had when it was measured
     cores = machine.cores / (cluster.size if cluster.shared else cluster.ranks_per_host)
     world = _World(cores / had, cluster.bytes_per_s)
-    runs = [(run, {message: cost_of(message, cluster, machine) for message in run.messages}) for run in rehearsal.runs]
+    idle_s = rehearsal.steps_alone * step_s
+    runs = [
+        (run, {message: cost_of(message, cluster, machine, idle_s) for message in run.messages})
+        for run in rehearsal.runs
+    ]
     rank = _Rank(world, runs, arrivals_s, max(step_s - arrivals_s[-1], 0.0), machine.byte_s, had)
     length = len(rehearsal.steps)
     steps = [
