@@ -71,6 +71,10 @@ class Advice:
         first = next(one for one in self.predictions if self.eligible(one, may_differ=may_differ))
         return first if first.step_s < _WORTH_IT * self.ddp.step_s else self.ddp
 
+    def _part(self, one: Prediction) -> str:
+        part = one.step_s / self.ddp.step_s
+        return f"{part:.2f}" if part >= 0.05 else f"{part:.4f}"
+
     def table(self) -> str:
         """Predictions as text, and the answer."""
         lines = [
@@ -82,7 +86,7 @@ class Advice:
             remarks += [f"needs {one.needs_optimizer}"] if one.needs_optimizer else []
             interval = f"{_seconds(one.low_s)} - {_seconds(one.high_s)}"
             lines.append(
-                f"{one.name:<28} {_seconds(one.step_s):>9} {interval:>19} {one.step_s / self.ddp.step_s:>8.2f}x "
+                f"{one.name:<28} {_seconds(one.step_s):>9} {interval:>19} {self._part(one):>8}x "
                 f"{one.sent_bytes / 1e6:>6.2f} MB  {', '.join(remarks)}".rstrip()
             )
         lines += [f"{name}: no prediction: {reason}" for name, reason in self.refusals]
@@ -94,10 +98,10 @@ class Advice:
         if best is self.ddp:
             text = "Take plain DDP (gradient_allreduce): no algorithm that keeps ranks equal is 5 % faster here."
         else:
-            text = f"Take {best.name}: a step takes {best.step_s / self.ddp.step_s:.2f} of DDP's time."
+            text = f"Take {best.name}: a step takes {self._part(best)} of DDP's time."
         if free not in (best, self.ddp):
             text += (
-                f" If ranks may differ between exchanges, {free.name} takes {free.step_s / self.ddp.step_s:.2f}; "
+                f" If ranks may differ between exchanges, {free.name} takes {self._part(free)}; "
                 "its loss depends on its options, so compare losses before you take it."
             )
         if self.outside:
