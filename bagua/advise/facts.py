@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import statistics
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from bagua.errors import ConfigurationError
 
@@ -74,20 +70,6 @@ class ModelFacts:
     def ratios(self) -> tuple[float, ...]:
         """Measured steps as multiples of the median."""
         return tuple(step / self.step_s for step in self.steps_s)
-
-    def to_json(self) -> str:
-        """As text."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> ModelFacts:
-        """What ``to_json`` wrote."""
-        found: Mapping[str, Any] = json.loads(text)
-        parameters = tuple(
-            ParameterFacts(one["name"], tuple(one["shape"]), one["dtype"], one["arrival_s"])
-            for one in found["parameters"]
-        )
-        return cls(parameters, tuple(found["steps_s"]), found["optimizer"], found["copies"])
 
 
 @dataclass(frozen=True)

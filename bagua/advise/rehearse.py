@@ -147,11 +147,7 @@ def rehearse(
     steps = _steps_of(algorithm, steady)
     kind = algorithm.optimizer_class
     with _quietly():
-        try:
-            journal, seconds = _run(algorithm, steady, facts.parameters, host_sizes, bucket_bytes, steps)
-        except (IndexError, RuntimeError):  # What a codec finds in a share that has another size has no meaning.
-            alike = [_divisible(one, sum(host_sizes)) for one in facts.parameters]
-            journal, seconds = _run(algorithm, steady, alike, host_sizes, bucket_bytes, steps)
+        journal, seconds = _run_somehow(algorithm, steady, facts.parameters, host_sizes, bucket_bytes, steps)
         bare_s = _bare_step_s(facts, adaptive=kind is not None)
     found = _Reading(journal, steps, [host for host, size in enumerate(host_sizes) for _ in range(size)])
     beside_s = statistics.median(seconds) - bare_s - found.blocked_s / len(seconds)
@@ -163,6 +159,30 @@ def rehearse(
         keeps_equal=not algorithm.ranks_differ,
         needs_optimizer="" if kind is None else getattr(kind, "__name__", repr(kind)),
     )
+
+
+def _run_somehow(
+    algorithm: Algorithm,
+    steady: Sequence[Exchange],
+    parameters: Sequence[ParameterFacts],
+    host_sizes: Sequence[int],
+    bucket_bytes: int,
+    steps: int,
+) -> tuple[_Journal, list[float]]:
+    """``_run``; where a codec finds no meaning in a share of another size, with shares of equal size."""
+    try:
+        return _run(algorithm, steady, parameters, host_sizes, bucket_bytes, steps)
+    except (IndexError, RuntimeError):
+        alike = [_divisible(one, sum(host_sizes)) for one in parameters]
+    try:
+        return _run(algorithm, steady, alike, host_sizes, bucket_bytes, steps)
+    except (IndexError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"what its peers would send cannot be made up: {type(error).__name__}: {error}",
+            argument="algorithm",
+            expected="one that takes in what another rank with the same gradients sends",
+            seen=repr(algorithm),
+        ) from error
 
 
 def _divisible(one: ParameterFacts, ranks: int) -> ParameterFacts:

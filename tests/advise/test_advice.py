@@ -116,7 +116,6 @@ def test_steps_are_measured_by_a_clock_that_can_be_known() -> None:
     assert 0 < found.backward_ends_s < found.step_s
     assert len(found.steps_s) >= 5
     assert not first._forward_pre_hooks
-    assert ModelFacts.from_json(found.to_json()) == found
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
