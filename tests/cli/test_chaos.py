@@ -299,10 +299,12 @@ def test_words_that_repeat_a_step_are_no_progress() -> None:
     assert score(History([once], begun_s=1.0))["pace_steps_per_s"] == pytest.approx(1)
 
 
-def test_a_rank_that_its_launcher_starts_again_is_back_with_the_next_new_step() -> None:
+@pytest.mark.parametrize("at_s", [2.9, 3.5])
+def test_a_rank_that_its_launcher_starts_again_is_back_with_a_new_step(at_s: float) -> None:
+    """Also if one was told just after the kill."""
     lives = [Life(0.0, told((1, 10), (2, 20), (3, 30), (9, 20), (10, 30), (11, 40), (12, 50)))]
-    found = score(History([lives], [Strike(Fault(3.5, "kill", (0,), 0.0, 0.0), 0, 3.5, "")], begun_s=1.0))
-    assert found["faults"][0]["back_s"] == pytest.approx(7.5)
+    found = score(History([lives], [Strike(Fault(at_s, "kill", (0,), 0.0, 0.0), 0, at_s, "")], begun_s=1.0))
+    assert found["faults"][0]["back_s"] == pytest.approx(11 - at_s)
     assert found["faults"][0]["late_s"] is None
 
 

@@ -25,6 +25,7 @@ def main() -> None:
         algorithm = bagua.algorithms.Algorithm.init("diloco", sync_every=arguments.sync_every)
         model = model.with_bagua(optimizer, algorithm, between=islands)
         data = torch.randn(4, arguments.width, generator=torch.Generator().manual_seed(islands.seat))
+        data /= arguments.width**0.5  # Training converges at any width.
         while True:
             optimizer.zero_grad()
             model(data).square().mean().backward()

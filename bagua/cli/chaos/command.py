@@ -38,7 +38,7 @@ words that are replaced in the command: {member} is the number of the member, fr
 
   bagua chaos --members 4 --faults 90/h --mix kill:28,stop:8 --minutes 30 -- python islands.py
   bagua chaos --members 4 --mix partition,slow --link 100mbit -- baguarun --nproc 2 islands.py
-  bagua chaos --mix kill -- baguarun --nproc 4 --max-restarts 1000 ddp.py      one rank is killed, torchrun restarts all
+  bagua chaos --mix kill -- baguarun --standalone --nproc 4 --max-restarts 99 ddp.py    one rank dies, all start again
   bagua chaos --members 2 --service 'torchft_lighthouse --bind [::]:29510 --min_replicas 1' -- \\
       env TORCHFT_LIGHTHOUSE=http://{service}:29510 REPLICA_GROUP_ID={member} torchrun --nproc-per-node 1 torchft.py
 """

@@ -223,14 +223,17 @@ def _recovery(history: History, strike: Strike) -> dict[str, Any]:
 def _back_s(history: History, strike: Strike) -> float | None:
     """From the end of the fault to the next word of the member; of a killed one, from its next start.
 
-    A launcher that starts a killed rank again says nothing of it: then from the kill to the next new step.
+    A launcher that starts a killed rank again says nothing of it: then from the kill to the new step that took longest
+    of the next two. The first may have been about to be told.
     """
     own = history.lives[strike.member]
     if strike.over_s is not None:
         said = [one.at_s for life in own for one in life.said if one.at_s > strike.over_s]
         return said[0] - strike.over_s if said else None
-    new = [one.end_s for one in _new_steps(own) if one.end_s > strike.at_s]
-    return None if not new or any(_ended_by(life, strike) for life in own) else new[0] - strike.at_s
+    next_two = [one for one in _new_steps(own) if one.end_s > strike.at_s][:2]
+    if len(next_two) < 2 or any(_ended_by(life, strike) for life in own):
+        return None
+    return max(next_two, key=lambda one: one.end_s - one.begin_s).end_s - strike.at_s
 
 
 def _new_steps(lives: Iterable[Life]) -> list[_Stretch]:
