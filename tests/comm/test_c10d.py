@@ -8,6 +8,7 @@ import os
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -20,6 +21,7 @@ from bagua.comm.communicator import Communicator
 from bagua.comm.reduction import ReduceOp, fold, reduction_name
 from bagua.comm.transports.base import Membership
 from bagua.comm.transports.c10d.groups import GlooGroup, NcclGroup, OtherGroup, split_name
+from bagua.comm.transports.c10d.handles import CollectiveHandle
 from bagua.comm.transports.c10d.lowering import Abilities, Lowering, as_timedelta
 from bagua.comm.transports.c10d.transport import C10dTransport, c10d_refusal
 from bagua.errors import (
@@ -534,3 +536,30 @@ def test_membership_of_one_needs_no_peer() -> None:
     comm.barrier()
     comm.close()
     assert tensor.equal(torch.ones(2))
+
+
+class LateWork:
+    """A work of Gloo that ends after two slices of waiting."""
+
+    slices = 2
+
+    def wait(self, timeout: Any = None) -> None:
+        if self.slices:
+            self.slices -= 1
+            raise RuntimeError("timed out")
+
+    def is_completed(self) -> bool:
+        return not self.slices
+
+
+def test_a_wait_of_several_slices_leaves_nothing_for_the_garbage_collector() -> None:
+    owner: Any = SimpleNamespace(failures=SimpleNamespace(peers_left=lambda: False))
+    work = LateWork()
+    gone = weakref.ref(work)
+    gc.disable()
+    try:
+        CollectiveHandle(owner, (work,), None, 20.0, None).wait()
+        del work
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -172,7 +172,8 @@ class CollectiveHandle(C10dHandle):
                 work.wait(_SLICE if left > SLICE_S else as_timedelta(left))
                 continue
             except RuntimeError as error:
-                problem = error
+                # Its traceback holds this frame: a cycle would keep torch's objects until the next garbage collection.
+                problem = error.with_traceback(None)
             self._wait_on(work, until, problem)  # Out here its errors have no misleading context.
 
     def _wait_on(self, work: Any, until: float | None, error: RuntimeError) -> None:
@@ -198,7 +199,7 @@ class CollectiveHandle(C10dHandle):
             try:
                 work.wait(as_timedelta(min(SLICE_S, left)))
             except RuntimeError as again:
-                error = again
+                error = again.with_traceback(None)
             else:
                 return
 
