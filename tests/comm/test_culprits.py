@@ -11,7 +11,8 @@ import torch
 import bagua.comm
 from bagua.comm import ReduceOp
 from bagua.errors import BaguaError, PeerLostError
-from bagua.testing import ProcessRanks, RankPool, ThreadRanks, die
+from bagua.testing import ProcessRanks, RankPool, ThreadRanks
+from bagua.testing.contract.failures import die_last
 from tests.comm.c10d_ranks import Processes
 
 SIZE = 4
@@ -52,8 +53,7 @@ def calls_until_one_is_lost(comm: bagua.comm.Communicator, numel: int) -> PeerLo
 def lose(victim: int, numel: int) -> PeerLostError:
     comm = bagua.comm.get_default_group().global_communicator
     comm.allreduce(torch.ones(numel))
-    if comm.rank == victim:
-        die()
+    die_last(comm.rank == victim, SIZE - 1)
     return calls_until_one_is_lost(comm, numel)
 
 
@@ -81,8 +81,7 @@ def lose_in_a_group() -> PeerLostError | None:
     if not group:
         return None
     group.global_communicator.barrier()
-    if group.rank == 2:
-        die()
+    die_last(group.rank == 2, 2)
     error = calls_until_one_is_lost(group.global_communicator, 3)
     assert f"of communicator {group.label}" in str(error)
     return error
@@ -117,8 +116,7 @@ def wait_for_the_busy_one(directory: str) -> PeerLostError:
     """Rank 2 dies; rank 1 comes when rank 0 has got its error already."""
     comm = bagua.comm.get_default_group().global_communicator
     comm.barrier()
-    if comm.rank == 2:
-        die()
+    die_last(comm.rank == 2, 2)
     told = Path(directory) / "told"
     until = time.monotonic() + 60
     while comm.rank == 1 and not told.exists():
@@ -152,8 +150,7 @@ def lose_inside_a_host() -> PeerLostError | None:
     """Rank 0 dies. Ranks 1 and 3 notice, and leave; rank 2 waits for rank 3 inside its host."""
     group = bagua.comm.get_default_group().duplicate()
     group.global_communicator.barrier()
-    if group.rank == 0:
-        die()
+    die_last(group.rank == 0, 3)
     if group.rank == 2:
         return calls_until_one_is_lost(group.intra_node_communicator, 3)
     lost_in(group.global_communicator.barrier)

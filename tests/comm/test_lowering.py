@@ -20,8 +20,8 @@ from bagua.errors import (
     TransportUnavailableError,
 )
 from bagua.parallel import DistributedDataParallel
-from bagua.testing import ProcessRanks, ThreadRanks, die
-from bagua.testing.contract.failures import caught, say, wait_until_said
+from bagua.testing import ProcessRanks, ThreadRanks
+from bagua.testing.contract.failures import caught, die_last, say, wait_until_said
 from tests.comm.socket_transport import SocketTransport
 
 BACKEND = SocketTransport.name
@@ -98,8 +98,7 @@ def be_killed() -> CommunicationError | None:
     tensor = torch.full((100_000,), comm.rank + 1.0, dtype=torch.bfloat16)
     comm.allreduce(tensor)
     assert bool((tensor == 6.0).all())
-    if comm.rank == 1:
-        die()
+    die_last(comm.rank == 1, comm.size - 1)
     error = caught(lambda: comm.allreduce(tensor)).error
     assert isinstance(error, CommunicationError)
     return error

@@ -35,7 +35,8 @@ from bagua.primitives import (
     ScatterGatherReducer,
     SumReducer,
 )
-from bagua.testing import ProcessRanks, die
+from bagua.testing import ProcessRanks
+from bagua.testing.contract.failures import die_last
 from bagua.testing.training import (
     State,
     assert_close,
@@ -226,8 +227,7 @@ def _lose_a_peer() -> str:
     model = _ddp(CodecState("minmax_uint8"), SEVERAL)
     for step in range(2):  # In the second one DDP has formed its buckets for good.
         loss_of(model, bagua.comm.get_rank(), step).backward()
-    if bagua.comm.get_rank() == 1:
-        die()
+    die_last(bagua.comm.get_rank() == 1, 1)
     with pytest.raises(PeerLostError) as caught:
         loss_of(model, 0, 1).backward()
     return type(caught.value).__name__

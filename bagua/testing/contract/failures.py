@@ -25,7 +25,7 @@ from bagua.testing.contract.base import ContractBase
 from bagua.testing.contract.exercises import EXERCISES, CallSetting, communicator, home, perform
 from bagua.testing.ranks import RankPool, die, fall_silent
 
-__all__ = ["FailuresContract", "caught"]
+__all__ = ["FailuresContract", "caught", "die_last"]
 
 #: Every error must be there one second after the deadline at the latest. The other seconds are for a machine
 #: that has more to do than to run this suite, and may leave any thread alone for that long.
@@ -77,6 +77,14 @@ def wait_until_said(what: str, ranks: int) -> None:
         if sum(group.store.check([f"contract/{what}/{rank}"]) for rank in range(group.size)) >= ranks:
             return
         time.sleep(0.01)
+
+
+def die_last(victim: bool, others: int) -> None:
+    """Kill this rank, if it is the victim, when so many others are here: they have what they got from it before."""
+    if victim:
+        wait_until_said("has what came before", others)
+        die()
+    say("has what came before")
 
 
 class FailuresContract(ContractBase):
