@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from bagua.algorithms import registry
+from bagua.algorithms import DiLoCoAlgorithm, registry
 from bagua.errors import ConfigurationError
 from bagua.testing import ProcessRanks
 from bagua.testing.training import State, assert_close, assert_same_on_all_ranks, snapshot
 
 pl = pytest.importorskip("lightning.pytorch", reason="needs the extra lightning")
 
+from bagua.integrations.lightning import BaguaStrategy  # noqa: E402
 from tests.integrations import lightning_runs as runs  # noqa: E402
 
 pytestmark = pytest.mark.gloo
@@ -79,7 +80,16 @@ def _stop_and_go_on(folder: str) -> dict[str, list[State]]:
         if name in REMEMBERING:
             forgetful = _edit(path, f"{path}.{runs.this_rank.get().rank}", lambda checkpoint: checkpoint.pop("bagua"))
             found[name].append(runs.fit(f"bagua_{name}", _module(name), checkpoint=forgetful))
-    return found
+    return {**found, "in flight": _saved_in_flight(f"{folder}/flight.ckpt")}
+
+
+def _saved_in_flight(path: str) -> list[State]:
+    """Whole and resumed: after the four steps of an epoch an exchange is under way."""
+
+    def strategy() -> BaguaStrategy:
+        return BaguaStrategy(DiLoCoAlgorithm(5, overlap=2))
+
+    return [runs.fit(strategy(), callbacks=[SaveOnce(path)]), runs.fit(strategy(), checkpoint=path)]
 
 
 def _equal(one: State, other: State) -> bool:
@@ -101,6 +111,9 @@ def test_every_algorithm_trains_checkpoints_and_resumes(tmp_path):
         if name in REMEMBERING:
             assert not all(_equal(whole, forgetful) for whole, _, forgetful in (first[name], second[name])), name
     assert not _equal(first["decentralized"][0], first["gradient_allreduce"][0])
+    assert all(_equal(*of_rank["in flight"]) for of_rank in (first, second))
+    saved = torch.load(tmp_path / "flight.ckpt")["bagua"]["ranks"]
+    assert all(own["algorithm_state"][f"rank{rank}"]["flights"] for rank, own in enumerate(saved))
 
 
 # Checkpoints of others.
