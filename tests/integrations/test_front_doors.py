@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -32,19 +33,19 @@ def table() -> dict[str, list[str]]:
     return {name.strip("`"): cells for name, *cells in rows}
 
 
-def answers(names: Iterable[str], enter: Callable[[Algorithm], object], **options: Any) -> dict[str, str]:
-    """Yes, no, or the options with which it is yes."""
-    found = {}
-    for name in names:
-        found[name] = "no"
-        for given in ({}, options):
-            try:
-                enter(Algorithm.init(name, **given if set(given) <= set(vars(registry.get(name)())) else {}))
-            except ConfigurationError:
-                continue
-            found[name] = "`" + ", ".join(f"{key}={value}" for key, value in given.items()) + "`" if given else "yes"
-            break
-    return found
+def answers(names: Iterable[str], enter: Callable[..., object], *ways: tuple[str, Any]) -> dict[str, str]:
+    """Yes; no; or the option with which it is yes, of the algorithm or else of the door."""
+    return {name: answer(name, enter, ways) for name in names}
+
+
+def answer(name: str, enter: Callable[..., object], ways: Iterable[tuple[str, Any]]) -> str:
+    known = {field.name for field in dataclasses.fields(registry.get(name))}
+    for given in ({}, *({key: value} for key, value in ways)):
+        own = {key: value for key, value in given.items() if key in known}
+        with contextlib.suppress(ConfigurationError, TypeError):
+            enter(Algorithm.init(name, **own), **{key: value for key, value in given.items() if key not in known})
+            return "yes" if not given else "".join(f"`{key}={value}`" for key, value in given.items())
+    return "no"
 
 
 def test_every_algorithm_has_a_row() -> None:
@@ -81,7 +82,7 @@ def of_shards() -> dict[str, str]:
     def enter(algorithm: Algorithm) -> None:
         exchange_shards(model, torch.optim.AdamW(model.parameters()), algorithm, group).bagua_close()
 
-    return answers(registry, enter, start_after=0)
+    return answers(registry, enter, ("start_after", 0))
 
 
 @pytest.mark.gloo
@@ -91,9 +92,10 @@ def test_weights_of_shards(process_ranks: Any) -> None:
 
 
 def test_islands() -> None:
-    def enter(algorithm: Algorithm) -> None:
+    def enter(algorithm: Algorithm, **options: Any) -> None:
         layer = nn.Linear(2, 2)
         with joined(new_store(), 1) as islands:
-            with_bagua(layer, torch.optim.AdamW(layer.parameters()), algorithm, between=islands)
+            with_bagua(layer, torch.optim.AdamW(layer.parameters()), algorithm, between=islands, **options)
 
-    assert answers(registry, enter, start_after=0) == {name: cells[3] for name, cells in table().items()}
+    ways = ("start_after", 0), ("elastic", True)
+    assert answers(registry, enter, *ways) == {name: cells[3] for name, cells in table().items()}
