@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import math
 import os
+import pickle
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -129,7 +131,8 @@ class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
         drop_last: leave out the last batches of ranks that have more; else ranks that have fewer repeat their first.
 
     Raises:
-        ConfigurationError: the sampler leaves out samples itself.
+        ConfigurationError: the sampler leaves out samples itself; or, when batches are made, a rank has none to repeat,
+            which all ranks are told.
 
     Example:
         >>> sampler = LoadBalancingDistributedSampler(range(6), int, num_replicas=2, rank=1, shuffle=False)
@@ -157,6 +160,13 @@ class LoadBalancingDistributedBatchSampler(Sampler[list[int]]):
         of_ranks = [list(self.batch_fn(indices)) for indices in self.sampler.shuffle_chunks()]
         counts = [len(batches) for batches in of_ranks]
         own = of_ranks[self.sampler.rank]
+        if not self.drop_last and min(counts) == 0 < max(counts):
+            raise ConfigurationError(
+                "a rank has no batch that it could repeat",
+                argument="batch_fn",
+                expected="at least one batch for each rank, or drop_last=True",
+                seen=f"no batch for rank {counts.index(0)}, and {max(counts)} for another one",
+            )
         count = min(counts) if self.drop_last else max(counts)
         return [own[number % len(own)] for number in range(count)]
 
@@ -224,6 +234,9 @@ class CacheLoader:
         Args:
             key: told from others by its ``str``.
             load_fn: makes the value: for files, of tensors, numbers, strings, and containers of these.
+
+        Raises:
+            ConfigurationError: what ``load_fn`` made cannot be read again from a file.
         """
         if self._folder is None:
             if str(key) not in self._values:
@@ -233,7 +246,7 @@ class CacheLoader:
         if file.exists():
             return torch.load(file, weights_only=True)
         value = load_fn(key)
-        _write(file, value)
+        _write(file, _packed(value))
         return value
 
     def num_keys(self) -> int:
@@ -241,12 +254,29 @@ class CacheLoader:
         return len(self._values) if self._folder is None else len(list(self._folder.glob("*.pt")))
 
 
-def _write(file: Path, value: Any) -> None:
+def _packed(value: Any) -> bytes:
+    """``value`` as a file holds it. It is read at once, and not first when an epoch has passed."""
+    packed = io.BytesIO()
+    try:
+        torch.save(value, packed)
+        torch.load(io.BytesIO(packed.getvalue()), weights_only=True)
+    except (pickle.PickleError, AttributeError, TypeError) as error:
+        raise ConfigurationError(
+            f"this value cannot be read again from a file: {error}",
+            argument="load_fn",
+            expected="tensors, numbers, strings, and containers of these",
+            seen=type(value).__name__,
+            advice="Make a tensor of it, as with torch.from_numpy, or use backend='memory'.",
+        ) from error
+    return packed.getvalue()
+
+
+def _write(file: Path, content: bytes) -> None:
     """Write a whole file, or none: others may be reading."""
     descriptor, name = tempfile.mkstemp(dir=file.parent)
     try:
         with os.fdopen(descriptor, "wb") as written:
-            torch.save(value, written)
+            written.write(content)
         Path(name).replace(file)
     except BaseException:
         Path(name).unlink(missing_ok=True)

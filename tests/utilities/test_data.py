@@ -160,3 +160,22 @@ def test_caches_that_do_not_exist() -> None:
         CacheLoader("redis")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="folder"):
         CachedDataset(Counted(0), "file")
+
+
+def test_a_rank_without_batches_is_refused_on_all_ranks() -> None:
+    def of_big_ones(indices: list[int]) -> list[list[int]]:
+        return [[index] for index in indices if SAMPLES[index] == 9]
+
+    for sampler in samplers(2, shuffle=False):
+        with pytest.raises(ConfigurationError, match="no batch for rank 0"):
+            list(LoadBalancingDistributedBatchSampler(sampler, of_big_ones))
+        assert list(LoadBalancingDistributedBatchSampler(sampler, of_big_ones, drop_last=True)) == []
+
+
+def test_a_value_that_files_cannot_give_back_is_refused_at_once(tmp_path: Path) -> None:
+    cache = CacheLoader("file", folder=tmp_path)
+    for value in (Path("a"), {"sample": pytest}, lambda: None):
+        with pytest.raises(ConfigurationError, match="load_fn"):
+            cache.get("key", lambda _, value=value: value)
+    assert cache.num_keys() == 0
+    assert not [file for file in tmp_path.rglob("*") if file.is_file()]
