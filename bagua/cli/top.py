@@ -99,14 +99,17 @@ def rows_of(now: Mapping[int, Beat], before: Mapping[int, Beat], wall_s: float) 
         before: those of the look before, for what lies between them.
         wall_s: time of the display, as ``time.time()`` gives it.
     """
+    # An earlier job of the same store has left its own beats; names of jobs are in order of time.
+    latest = max(now.values(), key=_job_of, default={})
+    now = {rank: beat for rank, beat in now.items() if _job_of(beat) == _job_of(latest)}
     late = latest_of(now)
-    size = int(now[0]["world_size"]) if 0 in now else 0
+    size = int(latest.get("world_size", 0))
     rows = [_row(rank, now[rank], before.get(rank), late, wall_s) for rank in sorted(now)]
     return rows + [(str(rank), *[""] * 7, "has said nothing yet") for rank in range(size) if rank not in now]
 
 
 def _row(rank: int, beat: Beat, before: Beat | None, late: int, wall_s: float) -> tuple[str, ...]:
-    if before is None or before["at"] == beat["at"] or before["pid"] != beat["pid"]:
+    if before is None or before["at"] == beat["at"] or _life_of(before) != _life_of(beat):
         before = dict.fromkeys(("running_s", "time_s", "exposed_s", "waiting_s", "sent_bytes"), 0.0)
     spent = {key: beat[key] - before[key] for key in ("running_s", "time_s", "exposed_s", "waiting_s", "sent_bytes")}
     running_s = max(spent["running_s"], 1e-9)
@@ -120,6 +123,15 @@ def _row(rank: int, beat: Beat, before: Beat | None, late: int, wall_s: float) -
         "late" if rank == late else "",
         str(beat["call"]),
     )
+
+
+def _life_of(beat: Beat) -> tuple[Any, ...]:
+    """What a beat counts from the beginning of: a process, in a job."""
+    return beat["host"], beat["pid"], _job_of(beat)
+
+
+def _job_of(beat: Beat) -> str:
+    return str(beat.get("job", ""))
 
 
 def plain_table(rows: Sequence[Sequence[str]]) -> str:

@@ -40,6 +40,21 @@ def test_late_and_silent_ranks_are_marked():
     assert top.plain_table(rows).splitlines()[0].startswith("rank  host")
 
 
+def test_what_an_earlier_job_left_in_the_store_is_not_shown():
+    left = {1: beat(job="a", at=900.0, waits={"0": 9.0})}
+    rows = top.rows_of({0: beat(job="b"), **left}, {}, wall_s=1000.0)
+    assert [(row[0], row[7], row[-1]) for row in rows] == [
+        ("0", "", "world #9 barrier()"),
+        ("1", "", "has said nothing yet"),
+    ]
+
+
+def test_a_second_job_of_one_process_counts_from_its_beginning():
+    before = {0: beat(job="a", world_size=1, at=990.0, running_s=500.0, time_s=400.0)}
+    rows = top.rows_of({0: beat(job="b", world_size=1)}, before, wall_s=1000.0)
+    assert rows[0][3:7] == ("40%", "20%", "10%", "5.00")
+
+
 def test_a_job_is_found_through_its_store(capsys):
     store, port = serve_store()
     for rank in range(2):
