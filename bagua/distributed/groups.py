@@ -76,7 +76,7 @@ def init_process_group(
 
     Args:
         backend: see ``bagua.comm.init_process_group``.
-        init_method: ``env://``, ``tcp://host:port`` or ``file:///path``.
+        init_method: ``env://``, ``tcp://host:port`` or ``file:///path``; ``?rank=0&world_size=2`` may follow.
         timeout: default deadline of each call.
         world_size: number of processes.
         rank: rank of this process.
@@ -95,7 +95,8 @@ def init_process_group(
             expected="one of init_method and store",
             seen="both",
         )
-    if init_method is not None and not init_method.startswith("env://") and not comm.is_initialized():
+    if init_method not in {None, "env://"} and not comm.is_initialized():
+        assert init_method is not None
         patience = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout) if timeout else None
         store, rank, world_size = meet_at(init_method, rank, world_size, patience or default_pg_timeout)
     name = None if backend is None else str(backend).lower()

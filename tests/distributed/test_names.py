@@ -198,3 +198,16 @@ def use_a_group_of_torch():
 
 def test_groups_of_torch_are_taken(process_ranks):
     assert process_ranks(3, use_a_group_of_torch) == [[0, "gloo", 5.0], [-1, "gloo", 5.0], [1, "gloo", 5.0]]
+
+
+def test_a_url_may_say_who_this_process_is(monkeypatch):
+    asked = []
+
+    def meet(url, rank, world_size, timeout):
+        asked.append((url, rank, world_size))
+        raise InterruptedError  # Nobody else comes.
+
+    monkeypatch.setattr("bagua.distributed.groups.meet_at", meet)
+    with pytest.raises(InterruptedError):
+        dist.init_process_group(init_method="env://?rank=1&world_size=3")
+    assert asked == [("env://?rank=1&world_size=3", -1, -1)]
