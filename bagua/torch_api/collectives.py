@@ -136,7 +136,7 @@ def broadcast(
     tensor: Tensor, root: int = 0, comm: Group | None = None, *, src: int | None = None, **keywords: Unpack[CallOptions]
 ) -> Work | None:
     """Copy ``tensor`` of rank ``root``, or ``src``, into the ``tensor`` of all other ranks."""
-    return of.broadcast(tensor, root if src is None else src, comm, **keywords)
+    return of.broadcast(tensor, _one_root(root, src), comm, **keywords)
 
 
 def broadcast_coalesced(
@@ -148,7 +148,14 @@ def broadcast_coalesced(
     **keywords: Unpack[CallOptions],
 ) -> Work | None:
     """``broadcast`` of each tensor with one message per dtype and device."""
-    return of.broadcast_coalesced(tensors, root if src is None else src, comm, **keywords)
+    return of.broadcast_coalesced(tensors, _one_root(root, src), comm, **keywords)
+
+
+def _one_root(root: int, src: int | None) -> int:
+    """The rank that both names mean."""
+    if src is None or root in (0, src):
+        return root if src is None else src
+    raise ConfigurationError("two ranks are named", argument="src", expected=f"root={root} alone", seen=f"src={src}")
 
 
 @renaming(**_SENT_FIRST)

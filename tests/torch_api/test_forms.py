@@ -100,6 +100,9 @@ def in_place() -> None:
     with pytest.raises(ConfigurationError, match="one after the other"):
         bagua.alltoall_v_inplace(held, counts, counts)
     assert bagua.get_backend() == "threads"
+    for broadcast, sent in ((bagua.broadcast, own), (bagua.broadcast_coalesced, [own])):
+        with pytest.raises(ConfigurationError, match="two ranks"):
+            broadcast(sent, 1, src=2)
     with pytest.raises(InvalidTypeError, match="bagua_buckets"):
         bagua.get_backend("model")
 
