@@ -139,8 +139,12 @@ class FlightRecord:
     def _put(self, name: str, content: bytes) -> None:
         """Write a file whole: a reader never sees half of it, nor does a signal in the middle of it spoil it."""
         draft = self._folder / f"draft-{os.getpid()}-{threading.get_ident()}-{next(self._numbers)}.tmp"
-        draft.write_bytes(content)
-        draft.replace(self._folder / name)
+        try:
+            draft.write_bytes(content)
+            draft.replace(self._folder / name)
+        except BaseException:  # A full disk, say: half of a draft would make it no better.
+            draft.unlink(missing_ok=True)
+            raise
 
     def _dump(
         self, recorder: Recorder, records: list[CallRecord], reason: str, stacks: dict[str, list[str]]

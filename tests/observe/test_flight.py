@@ -193,6 +193,14 @@ def test_the_first_cause_stays(tmp_path):
     assert explain(tmp_path)[-1] == f"Rank 0 wrote again after its first failure: {later}"
 
 
+def test_a_record_that_cannot_be_written_leaves_no_draft(tmp_path):
+    recorder, _, flight = one_call(tmp_path)
+    with mock.patch.object(Path, "replace", side_effect=OSError("no space left")) as full:
+        flight.fail(RuntimeError("the first cause"))
+    assert full.called
+    assert list((tmp_path / recorder.job).iterdir()) == []
+
+
 def test_threads_that_fail_at_once_leave_one_cause(tmp_path):
     _recorder, _statistics, flight = one_call(tmp_path)
     written = []
