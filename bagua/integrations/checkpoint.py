@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,7 +66,8 @@ def load_training_state(model: Any, checkpoint_id: Any, *, key: str = "training"
         options: for ``dcp.load``, as ``storage_reader`` and ``process_group``.
 
     Raises:
-        ConfigurationError: it belongs to another algorithm or model.
+        ConfigurationError: it belongs to another algorithm, or to other optimizers. For the latter nothing was loaded.
+        RuntimeError: torch's: it belongs to another model.
         CheckpointException: torch's: there is nothing under ``key``.
     """
     engine = _checked(model)
@@ -77,9 +78,10 @@ def load_training_state(model: Any, checkpoint_id: Any, *, key: str = "training"
     rank = group.rank if fits else 0
     own = _read(key, name_of_rank(rank), parameters, load) if fits or "model" not in shared else {}
     of_model = shared if "model" in shared else own
+    of_optimizers = _of_optimizers(engine.bagua_optimizers, of_model["optimizers"], parameters)
     _module_of(engine).load_state_dict(of_model["model"])
-    for optimizer, state in zip(engine.bagua_optimizers, of_model["optimizers"], strict=True):
-        optimizer.load_state_dict(_by_number(state, optimizer, parameters))
+    for optimizer, state in zip(engine.bagua_optimizers, of_optimizers, strict=True):
+        optimizer.load_state_dict(state)
     of_rank = own["algorithm"] if fits else _NOTHING_OF_ITS_OWN
     engine.load_bagua_state_dict(_as_local({**shared["algorithm"], "rank": rank, name_of_rank(rank): of_rank}))
 
@@ -128,8 +130,28 @@ def _by_name(optimizer: torch.optim.Optimizer, parameters: Parameters) -> dict[s
     return {**state, "state": {names[number]: one for number, one in state["state"].items()}}
 
 
+def _of_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer], saved: Sequence[dict[str, Any]], parameters: Parameters
+) -> list[dict[str, Any]]:
+    """What each optimizer loads, once it is certain that there is one for each that was saved."""
+    if len(optimizers) != len(saved):
+        raise _other_optimizers(f"{len(saved)} optimizer{'s'[: len(saved) != 1]}", str(len(optimizers)))
+    return [_by_number(state, one, parameters) for one, state in zip(optimizers, saved, strict=True)]
+
+
+def _other_optimizers(expected: str, seen: str) -> ConfigurationError:
+    return ConfigurationError(
+        "the checkpoint was saved with other optimizers",
+        argument="model",
+        expected=f"a model that was wrapped with {expected}",
+        seen=seen,
+    )
+
+
 def _by_number(state: dict[str, Any], optimizer: torch.optim.Optimizer, parameters: Parameters) -> dict[str, Any]:
     numbers = {name: number for number, name in enumerate(_names(optimizer, parameters))}
+    if unknown := state["state"].keys() - numbers.keys():
+        raise _other_optimizers(f"an optimizer of {min(unknown)}", "one that does not have it")
     return {**state, "state": {numbers[name]: one for name, one in state["state"].items()}}
 
 

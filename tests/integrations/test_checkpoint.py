@@ -98,6 +98,29 @@ def test_another_number_of_ranks_goes_on_from_what_all_had_in_common(process_poo
             assert all(torch.isfinite(value).all() for value in end.values())
 
 
+def load_into_other_optimizers(folder: str) -> list[str]:
+    """The refusals of other optimizers, which leave the weights as they are."""
+    refusals = []
+    for parts in (2, 1):
+        model = mlp(7)
+        parameters = list(model.parameters())
+        groups = [parameters[:2], parameters[2:]][:parts]
+        with_bagua(model, [adam(group) for group in groups], "gradient_allreduce")
+        before = snapshot(model)
+        with pytest.raises(ConfigurationError) as caught:
+            load_training_state(model, Path(folder) / "allreduce")
+        assert all(torch.equal(before[key], now) for key, now in snapshot(model).items())
+        refusals.append(str(caught.value))
+    return refusals
+
+
+@SAVES
+def test_other_optimizers_are_refused_before_anything_is_loaded(process_pool, saved):
+    (number, parameter) = process_pool.run(load_into_other_optimizers, saved[0], size=1)[0]
+    assert "with 1 optimizer" in number
+    assert "an optimizer of " in parameter
+
+
 def begin_sharded(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     model = fully_shard(mlp(seed), mesh=mesh["shards"])
