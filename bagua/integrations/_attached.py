@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 
 from bagua.algorithms import Algorithm, DistributedAlgorithm, as_algorithm, registry
 from bagua.comm import as_group, available, solo_group
+from bagua.errors import ConfigurationError
 from bagua.parallel import BaguaModule, with_bagua
 
-__all__ = ["collect", "declare", "read_own_file", "restore", "wrap", "write_own_file"]
+__all__ = ["collect", "declare", "read_on_all_ranks", "read_own_file", "restore", "wrap", "write_own_file"]
 
 
 def declare(
@@ -76,7 +78,10 @@ def write_own_file(folder: Path, rank: int, world_size: int, saved: list[dict[st
         saved: what is remembered of each model.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    torch.save({"world_size": world_size, "models": saved}, _file(folder, rank))
+    file = _file(folder, rank)
+    draft = file.with_suffix(".tmp")
+    torch.save({"world_size": world_size, "models": saved}, draft)
+    draft.replace(file)  # A rank that is killed before this leaves no half of a file that looks like one.
 
 
 def read_own_file(folder: Path, rank: int, world_size: int) -> list[dict[str, Any]]:
@@ -91,6 +96,36 @@ def read_own_file(folder: Path, rank: int, world_size: int) -> list[dict[str, An
         return list(own["models"])
     first = _read(_file(folder, 0)) or own  # Not every node sees the folder of rank 0.
     return [{"remembered": one["remembered"]} for one in first["models"]]
+
+
+def read_on_all_ranks(model: BaguaModule, folder: Path, rank: int, world_size: int) -> list[dict[str, Any]]:
+    """``read_own_file``, or an error on all ranks: to go on is collective, so no rank may begin anew alone.
+
+    Args:
+        model: one of the models, whose ranks are asked.
+        folder: the checkpoint.
+        rank: number of this process.
+        world_size: number of processes.
+
+    Raises:
+        ConfigurationError: some ranks have a file that can be read, and others do not.
+    """
+    found, damage = list[dict[str, Any]](), ""
+    try:
+        found = read_own_file(folder, rank, world_size)
+    except (OSError, RuntimeError, EOFError, LookupError, ValueError, pickle.UnpicklingError) as error:
+        damage = f"a file that cannot be read: {type(error).__name__}"
+    communicator = model._bagua_engine.reducer.communicator  # noqa: SLF001 - ours
+    answers = communicator.allgather_object("" if found else damage or "no file")
+    if len(set(answers)) > 1 or answers[0] not in {"", "no file"}:
+        raise ConfigurationError(
+            "not all ranks can go on from this checkpoint",
+            argument="checkpoint",
+            expected=f"{_file(folder, 0)} and so on, one file for each rank",
+            seen="; ".join(f"rank {other}: {answer}" for other, answer in enumerate(answers) if answer),
+            advice="Bring the files of all ranks to the folder, or load the weights alone and begin anew.",
+        )
+    return found
 
 
 def _file(folder: Path, rank: int) -> Path:

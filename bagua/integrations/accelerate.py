@@ -14,7 +14,7 @@ from bagua import env
 from bagua.algorithms import Algorithm, DistributedAlgorithm
 from bagua.checks import install_command
 from bagua.errors import ConfigurationError
-from bagua.integrations._attached import collect, declare, read_own_file, restore, wrap, write_own_file
+from bagua.integrations._attached import collect, declare, read_on_all_ranks, restore, wrap, write_own_file
 from bagua.integrations.ddp_comm_hooks import codec_hook
 from bagua.parallel import BaguaModule
 from bagua.utilities.distributed import register_ddp_comm_hook
@@ -199,8 +199,10 @@ class _Attached:
         self._load_state(*arguments, **keywords)
         here = self._accelerator
         assert self._folder is not None
-        saved = read_own_file(self._folder, here.process_index, here.num_processes)
         models = _ours(here._models)  # noqa: SLF001 - there is no other way to ask
+        if not models:
+            return
+        saved = read_on_all_ranks(models[0], self._folder, here.process_index, here.num_processes)
         for model, own in zip(models, saved, strict=False):  # As Accelerate does it with its own files.
             restore(model, own)
 

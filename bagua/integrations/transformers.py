@@ -15,7 +15,15 @@ from bagua.algorithms import Algorithm, AsyncModelAverageAlgorithmImpl, Distribu
 from bagua.checks import install_command
 from bagua.comm import is_initialized
 from bagua.errors import ConfigurationError, InvalidTypeError
-from bagua.integrations._attached import collect, declare, read_own_file, restore, wrap, write_own_file
+from bagua.integrations._attached import (
+    collect,
+    declare,
+    read_on_all_ranks,
+    read_own_file,
+    restore,
+    wrap,
+    write_own_file,
+)
 from bagua.integrations._hook_state import HookState
 from bagua.integrations.accelerate import check_takes_hooks
 from bagua.integrations.ddp_comm_hooks import codec_hook
@@ -169,12 +177,6 @@ class _Exchange(ABC):
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         write_own_file(folder, args.process_index, args.world_size, [saved])
 
-    def saved(self, args: Any) -> dict[str, Any]:
-        """What this rank saved in the checkpoint that training goes on from."""
-        folder, self.resumed = self.resumed, None
-        found = [] if folder is None else read_own_file(folder, args.process_index, args.world_size)
-        return found[0] if found else {}
-
     @abstractmethod
     def collect(self) -> dict[str, Any] | None:
         """What this rank remembers, as ``remembered``; None if nothing is."""
@@ -189,6 +191,12 @@ class _Hook(_Exchange):
         self._hook = hook
         self._wrapper = wrapper
         self._hooked: torch.nn.Module | None = None
+
+    def saved(self, args: Any) -> dict[str, Any]:
+        """What this rank saved in the checkpoint that training goes on from."""
+        folder, self.resumed = self.resumed, None
+        found = [] if folder is None else read_own_file(folder, args.process_index, args.world_size)
+        return found[0] if found else {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Register the hook, and go on from a checkpoint."""
@@ -233,7 +241,10 @@ class _Engine(_Exchange):
         scaler = getattr(self.trainer.accelerator, "scaler", None)
         wrap(self.trainer.model, [self._optimizer], self._algorithm, scaler, self._options)
         self._paused = False
-        restore(self._model, self.saved(args))
+        folder, self.resumed = self.resumed, None
+        if folder is not None:
+            found = read_on_all_ranks(self._model, folder, args.process_index, args.world_size)
+            restore(self._model, found[0] if found else {})
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Averaging in the background goes on."""

@@ -176,22 +176,34 @@ def test_what_is_no_trainer_is_refused() -> None:
         use_bagua(nn.Linear(2, 2), "bytegrad")
 
 
-def without_bagua(folder: str) -> tuple[list[str], str]:
+def _refusal(*arguments: Any) -> str:
+    try:
+        train(*arguments)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def without_bagua(folder: str) -> tuple[list[str], str, str]:
     as_torchrun_starts_it()
     train("ddp", folder, None, {})
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         train("bytegrad", folder, f"{folder}/checkpoint-{STEPS // 2}", {})
+    if bagua.comm.get_rank() == 1:
+        Path(f"{folder}/checkpoint-{STEPS // 2}/bagua-rank1.pt").write_bytes(b"half of a file")
+    damaged = _refusal("bytegrad", folder, f"{folder}/checkpoint-{STEPS // 2}", {})
     trainer = make_trainer(folder)
     with_bagua(trainer.model, torch.optim.SGD(trainer.model.parameters(), lr=0.1), "bytegrad")
     try:
         trainer.train()
     except ConfigurationError as error:
-        return [str(warning.message) for warning in seen], str(error)
-    return [], ""
+        return [str(warning.message) for warning in seen], str(error), damaged
+    return [], "", damaged
 
 
 def test_a_wrapped_model_and_a_checkpoint_without_bagua(tmp_path: Path) -> None:
-    for warned, refused in ProcessRanks(2).run(without_bagua, str(tmp_path)):
+    for warned, refused, damaged in ProcessRanks(2).run(without_bagua, str(tmp_path)):
+        assert "rank 0: no file; rank 1: a file that cannot be read" in damaged
         assert any("saved without bagua" in text for text in warned)
         assert "use_bagua" in refused
