@@ -149,7 +149,10 @@ class Counters(Protocol):
     def place(self) -> Place:
         """Where its calls are made."""
 
-    times: CallTimes
+    @property
+    def times(self) -> CallTimes:
+        """Seconds that its calls took."""
+
     waits: dict[int, float]
     recent: deque[CallRecord]
     gauges: dict[str, float]

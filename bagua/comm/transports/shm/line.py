@@ -327,7 +327,7 @@ class OwnLine(ControlLine):
     def notice(self, slot: int) -> Notice:
         """What was published last in ``slot``."""
         place = self._places[slot]
-        return Notice(self._calls[slot], self._agreements[slot], place.where == Where.WHOLE, place.piece)
+        return _new_notice((self._calls[slot], self._agreements[slot], place.where == Where.WHOLE, place.piece))
 
     def view(self, slot: int, start: int, stop: int) -> torch.Tensor:
         """See ``Line.view``."""

@@ -140,11 +140,12 @@ class ShmPeers(Peers):
 
     def notices(self, slot: int) -> list[Notice]:
         """What each rank published; quickly where all of them did the same with data in the same place."""
-        if not self._alike(slot) or self._line.call(slot).kind == "alltoall_v":
+        own = self._line.notice(slot)
+        if own.call.kind == "alltoall_v" or not self._alike(slot):
             return super().notices(slot)
         for line in self._peer_lines:
             line.adopt(slot)
-        return [self._line.notice(slot)] * self.size
+        return [own] * self.size
 
     def all_copied(self, slot: int) -> bool:
         """See ``Peers.all_copied``."""
