@@ -42,7 +42,7 @@ class Advice:
         predictions: predictions, the fastest first.
         optimizer: name of the optimizer that was measured.
         refusals: why there is no prediction for others, by name.
-        outside: what was not tried when the model was calibrated, a phrase each.
+        outside: conditions that were not tried when the model was calibrated, a phrase each.
     """
 
     cluster: Cluster

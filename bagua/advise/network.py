@@ -147,7 +147,7 @@ def cost_of(message: Message, cluster: Cluster, machine: MachineFacts, idle_s: f
     Args:
         message: the message.
         cluster: hosts and links.
-        machine: what was measured without a network.
+        machine: facts that were measured without a network.
         idle_s: seconds for which the connections have sent nothing.
     """
     if message.ranks < 2:

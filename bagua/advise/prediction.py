@@ -55,10 +55,10 @@ def predict(
     The slowest of those who wait for each other is drawn from the steps that were measured.
 
     Args:
-        rehearsal: what one rank does.
+        rehearsal: runs of one rank.
         facts: the model.
         cluster: hosts and links.
-        machine: what was measured without a network.
+        machine: facts that were measured without a network.
         seed: seed of what is drawn.
     """
     generator = torch.Generator().manual_seed(seed)

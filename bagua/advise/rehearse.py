@@ -55,7 +55,7 @@ class _Twin(torch.nn.Module):
     """Parameters without a computation.
 
     Args:
-        parameters: in the order in which their gradients arrive.
+        parameters: parameters in the order in which their gradients arrive.
         arrived: called with the number of each gradient, when it is there.
     """
 
@@ -134,7 +134,7 @@ def rehearse(
     """Run the last phase of ``algorithm`` on a twin of the model, as one rank of many would.
 
     Args:
-        algorithm: what is rehearsed; its warm-up is left out.
+        algorithm: algorithm that is rehearsed; its warm-up is left out.
         facts: the model.
         host_sizes: number of ranks on each host.
         name: name of the algorithm in tables.

@@ -45,7 +45,7 @@ class _Activity:
 
     Attributes:
         left: seconds of work, or bytes, or seconds, that are left.
-        kind: which of them.
+        kind: number among them.
         load: cores that a byte keeps busy, in seconds.
         limit: highest rate, in bytes per second.
     """
@@ -214,11 +214,11 @@ def step_seconds(
     """Mean seconds of a step, after the first period.
 
     Args:
-        rehearsal: what the rank does.
+        rehearsal: runs of the rank.
         arrivals_s: seconds from the beginning of a step to each gradient, in the order in which they come.
         step_s: seconds of a step without communication.
         cluster: hosts and links.
-        machine: what was measured without a network.
+        machine: facts that were measured without a network.
         stretches: factor on what is computed, for each step; as many as there are steps in the periods to be simulated.
         copies: how many ranks computed on the machine when that was measured.
     """

@@ -60,8 +60,8 @@ class Moment:
     Attributes:
         what: ``arrival``: gradient number ``number`` is there, in the order of a backward pass. ``stepped``: the
             optimizer has stepped, which ends the step. ``start`` and ``wait``: of run number ``number``.
-        number: which one.
-        periods_ago: of a run that is waited for: how many repetitions of the steps ago it started.
+        number: number of the gradient or of the run.
+        periods_ago: for a run that is waited for: how many repetitions of the steps ago it started.
     """
 
     what: Literal["arrival", "stepped", "start", "wait"]

@@ -155,7 +155,7 @@ def join_block(
 
     Args:
         engine: engine of the model.
-        before_step: what ranks do together before each step, beside what the engine does.
+        before_step: calls that ranks make together before each step, beside what the engine does.
         by_initial_size: as for ``Joining``.
         throws: as for ``Joining``.
     """

@@ -73,9 +73,9 @@ def write_own_file(folder: Path, rank: int, world_size: int, saved: list[dict[st
 
     Args:
         folder: the checkpoint.
-        rank: of this process.
+        rank: number of this process.
         world_size: number of processes.
-        saved: what is remembered of each model.
+        saved: state that is remembered of each model.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = _file(folder, rank)

@@ -77,7 +77,7 @@ class Counterparts:
         give: returns the state of this rank.
         take: replaces it.
         attempt: the exchange that is under way.
-        samples: deals out samples, and agrees on them in exchanges; None if nobody does.
+        samples: deals out samples, and agrees on them in exchanges; None if there is no sampler.
         room: how many newcomers the members of the last attempt have agreed on, where samples are dealt out.
     """
 
@@ -146,7 +146,7 @@ class Counterparts:
         self._tell(epoch)
 
     def _attempt(self, waiting: int) -> None:
-        """Run the exchange, and agree on samples: whoever has the result has heard what all have said."""
+        """Run the exchange, and agree on samples: a rank that has the result has heard what all have said."""
         with self.call() as group:
             self.attempt(group)
             if self.samples is not None:

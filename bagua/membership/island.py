@@ -43,7 +43,7 @@ class Island:
     Attributes:
         rank: number of this process in the island.
         size: ranks of the island.
-        acts: what each rank does, by the name of the order, and which errors say that it has not happened.
+        acts: function that each rank calls, by the name of the order, and which errors say that it has not happened.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
@@ -84,7 +84,7 @@ class Island:
         """Do what the first rank says, until its call is over; what that one returns.
 
         Raises:
-            CommunicationError: what ended the call on the first rank.
+            CommunicationError: the call ended on the first rank with it.
         """
         while True:
             name, value = self._heard()

@@ -1,7 +1,7 @@
 """Which samples were trained on, which are on their way, and who draws which next: the same on all members.
 
 The samples of all passes over the data lie in one order, by numbers from 0. Each member draws every n-th of those that
-nobody has drawn. What it has drawn is its own until an exchange to which it contributed counts; what belongs to a
+no island has drawn. What it has drawn is its own until an exchange to which it contributed counts; what belongs to a
 member that is gone is drawn again.
 """
 
@@ -17,7 +17,7 @@ class Tally(NamedTuple):
     """What a member says of its samples in an exchange.
 
     Attributes:
-        lane: which of the lanes it draws from.
+        lane: numbers of the lanes that it draws from.
         drawn: how many it has drawn since the last exchange.
         trained: on how many of all that are its own it has trained.
     """
@@ -31,7 +31,7 @@ class Position(NamedTuple):
     """Where all members are in the data. Each method returns the position after an event.
 
     Attributes:
-        first: number of the first sample that nobody has drawn, and none before it is to be, but for those ``left``.
+        first: number of the first sample that no island has drawn, and none before it is to be, but for those ``left``.
         left: numbers of samples before it that have to be drawn, in ascending order.
         lanes: how many members draw, those included that may come before the next exchange.
         own: numbers that each member has drawn and not contributed, in the order of training; by seat.
@@ -71,7 +71,7 @@ class Position(NamedTuple):
         """An exchange counts.
 
         Args:
-            said: what its members say, by seat. Others are gone.
+            said: reports of its members, by seat. Others are gone.
             room: how many newcomers there may be before the next one.
         """
         drawn = {seat: [self.number(one.lane, turn) for turn in range(one.drawn)] for seat, one in sorted(said.items())}

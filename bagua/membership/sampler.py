@@ -87,7 +87,7 @@ class ElasticSampler(Sampler[int]):
         """Indices of this rank in this pass, first of all those that were drawn before and not trained on."""
         if self._lane is None:
             raise ConfigurationError(
-                "nobody has come in yet",
+                "no island has come in yet",
                 argument="sampler",
                 expected="with_bagua(..., between=islands) before data is loaded",
                 seen="an iteration before it",
@@ -99,7 +99,7 @@ class ElasticSampler(Sampler[int]):
         self.number_of_pass += 1
 
     def __len__(self) -> int:
-        """Samples that this rank has yet to give out in this pass, if nobody comes or goes."""
+        """Samples that this rank has yet to give out in this pass, if no island comes or goes."""
         number, lane, count = self._position.number, self._lane or 0, len(self._own) - self._trained
         end = (self.number_of_pass + 1) * self._samples
         turn = self._drawn
@@ -119,7 +119,7 @@ class ElasticSampler(Sampler[int]):
         check_whole(0, samples=samples)
         if samples > self._given - self._trained:
             raise ConfigurationError(
-                "nobody has got so many samples",
+                "no rank has got so many samples",
                 argument="samples",
                 expected=f"at most {self._given - self._trained}, which were given out and not recorded",
                 seen=samples,

@@ -236,7 +236,7 @@ class CacheLoader:
             load_fn: makes the value: for files, of tensors, numbers, strings, and containers of these.
 
         Raises:
-            ConfigurationError: what ``load_fn`` made cannot be read again from a file.
+            ConfigurationError: a value that ``load_fn`` made cannot be read again from a file.
         """
         if self._folder is None:
             if str(key) not in self._values:

@@ -181,8 +181,8 @@ def test_what_cannot_be_gone_on_from_is_refused():
 @pytest.mark.parametrize(
     ("act", "why"),
     [
-        (lambda: next(iter(new_sampler(0, 5))), "nobody has come in yet"),
-        (lambda: new_sampler(0, 5).record(1), "nobody has got so many samples"),
+        (lambda: next(iter(new_sampler(0, 5))), "no island has come in yet"),
+        (lambda: new_sampler(0, 5).record(1), "no rank has got so many samples"),
         (lambda: new_sampler(0, 1, ranks=2), "some rank would have no samples"),
         (lambda: next(new_sampler(0, 5).batches(DataLoader(range(5)))), "these batches do not consist of"),
         (lambda: new_sampler(0, 5, shuffle=1), "argument shuffle"),

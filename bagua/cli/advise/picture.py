@@ -21,9 +21,9 @@ def draw(found: Found, cluster: Cluster, machine: MachineFacts, path: Path) -> b
     """Draw DDP and the algorithms that are the fastest at some rate.
 
     Args:
-        found: what was measured and rehearsed.
+        found: results of measuring and rehearsing.
         cluster: hosts and links.
-        machine: what was measured without a network.
+        machine: facts that were measured without a network.
         path: file; its ending says which kind.
 
     Returns:

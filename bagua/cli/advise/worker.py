@@ -30,7 +30,7 @@ class Found:
     Attributes:
         problem: why there is nothing else; empty if there is.
         facts: the model.
-        rehearsals: what one rank does with each algorithm.
+        rehearsals: runs of one rank with each algorithm.
         refusals: why others could not be rehearsed, by name.
     """
 

@@ -176,7 +176,7 @@ def _check(options: argparse.Namespace, schedule: FaultSchedule) -> None:
     """Refuse what cannot be meant.
 
     Raises:
-        ValueError: in words.
+        ValueError: reason, in words.
     """
     links_fail = bool({"partition", "slow"} & set(schedule.kinds))
     own_store = not options.service and env.islands() is not None

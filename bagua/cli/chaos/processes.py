@@ -98,14 +98,14 @@ class Processes:
 
     Args:
         command: words of the command; ``{member}``, ``{members}``, ``{first}`` and ``{service}`` are replaced.
-        places: where each member lives.
+        places: place of each member.
         run: name of this run, unlike that of any other.
-        words: what ``{service}`` and the like are replaced with.
+        words: values that ``{service}`` and the like are replaced with.
         variables: variables that all members get.
         reader: finds progress in what they print.
         files: finds progress in files of metrics; None for none.
-        faults: what happens for each kind of fault that is not a matter of processes: begin, and end.
-        hits_ranks: whether kills and stops hit one rank of a member, and not all of it.
+        faults: functions for each kind of fault that is not a matter of processes: begin, and end.
+        hits_ranks: True if kills and stops hit one rank of a member, and not all of it.
         clock: seconds since the members were started.
         echo: told each line that a member prints, with its number.
     """

@@ -83,7 +83,7 @@ class MetricFiles:
     """Follows the files that ``bagua.observe.CsvWriter`` writes.
 
     Args:
-        patterns: where the files of each member are, with ``*`` for what is not known.
+        patterns: path of the files of each member, with ``*`` for what is not known.
     """
 
     def __init__(self, patterns: dict[int, str]) -> None:

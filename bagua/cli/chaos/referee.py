@@ -81,7 +81,7 @@ class Referee:
         tell: told what happens, in words.
 
     Attributes:
-        history: what has happened; times count from the start of the members.
+        history: events so far; times count from the start of the members.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ class FaultSchedule:
         seed: seed that it was drawn from.
         members: number of members that it was drawn for.
         duration_s: seconds that the run takes, from the moment at which all members train.
-        faults: what happens.
+        faults: faults, in the order of their times.
     """
 
     seed: int

@@ -39,7 +39,7 @@ class Strike:
         fault: the fault.
         member: member that it hit.
         at_s: when.
-        what: what was done, in words.
+        what: description of the fault, in words.
         over_s: when it was lifted, or the killed member was started again; None before, or if its launcher does that.
     """
 
@@ -59,7 +59,7 @@ class History:
         strikes: faults that happened, in order.
         skipped: faults that did not, and why.
         hangs: silences of all members, in words.
-        problems: what else went wrong, in words.
+        problems: other things that went wrong, in words.
         begun_s: when the schedule began.
     """
 
@@ -83,7 +83,7 @@ def score(history: History, pace: float | None = None) -> dict[str, Any]:
     """The figures of a run.
 
     Args:
-        history: what happened.
+        history: events of the run.
         pace: steps in a second of a member on its own; None for the median of what the members showed between faults.
     """
     said = history.said()

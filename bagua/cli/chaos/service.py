@@ -35,10 +35,10 @@ def open_service(
 
     Args:
         command: its words.
-        place: where it lives.
+        place: place in which it lives.
         mark: mark by which its processes are found.
         echo: told each line that it prints.
-        is_store: whether it is a store, which says where it is.
+        is_store: True if it is a store, which says where it is.
 
     Returns:
         Where the store is; empty for another program.

@@ -59,7 +59,7 @@ def open_slow_link(ranks: int, mbit_per_s: float, backend: str | None, paced: bo
         ranks: how many processes will use them.
         mbit_per_s: rate of each, in 10^6 bits per second.
         backend: backend that the user asked for; None for the best there is.
-        paced: whether the processes pace themselves also where the kernel could shape.
+        paced: True if the processes pace themselves also where the kernel could shape.
     """
     with ExitStack() as stack:
         if paced:

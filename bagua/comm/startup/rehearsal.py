@@ -69,7 +69,7 @@ class RehearsalTransport(Transport):
             flat.mul_(self.size)
 
     def abort(self, reason: str, culprit: int | None = None) -> None:
-        """There is nobody to tell."""
+        """There is no rank to tell."""
 
     def close(self) -> None:
         """Nothing is held."""
