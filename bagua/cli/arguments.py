@@ -1,8 +1,33 @@
 """Types of arguments on the command line."""
 
-import argparse
+from __future__ import annotations
 
-__all__ = ["positive"]
+import argparse
+from collections.abc import Callable
+from typing import TypeVar
+
+from bagua.link import LinkSettings, parse_link
+
+__all__ = ["argument", "link", "positive"]
+
+_Value = TypeVar("_Value")
+
+
+def argument(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
+    """``parse``, whose complaints argparse prints."""
+
+    def parsed(text: str) -> _Value:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parsed
+
+
+def link(text: str) -> LinkSettings:
+    """A link, as ``bagua.link.parse_link`` reads it."""
+    return argument(parse_link)(text)
 
 
 def positive(text: str) -> int:

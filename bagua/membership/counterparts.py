@@ -24,13 +24,13 @@ from bagua.membership.position import Tally
 from bagua.membership.presence import Presence
 from bagua.membership.transfer import receive_state, send_state
 
-__all__ = ["Attempt", "Counterparts", "Samples", "epoch_name"]
+__all__ = ["LOSSES", "Attempt", "Counterparts", "Samples", "epoch_name"]
 
 _log = logging.getLogger("bagua")
 #: Runs an exchange on the group of the epoch, from the same contribution each time.
 Attempt = Callable[[ProcessGroup], None]
 #: What ends an exchange that can be repeated without those who are lost.
-_LOSSES = (PeerLostError, CollectiveTimeoutError, CommunicatorClosedError)
+LOSSES = (PeerLostError, CollectiveTimeoutError, CommunicatorClosedError)
 
 
 def epoch_name(number: int) -> str:
@@ -117,8 +117,8 @@ class Counterparts:
     def acts(self) -> Mapping[str, tuple[Act, tuple[type[CommunicationError], ...]]]:
         """What the first rank of the island may order, and which errors say that it has not happened."""
         return {
-            "enter": (self._enter, (*_LOSSES, TransportUnavailableError)),
-            "attempt": (self._attempt, _LOSSES),
+            "enter": (self._enter, (*LOSSES, TransportUnavailableError)),
+            "attempt": (self._attempt, LOSSES),
             "receive": (self._receive, (CommunicationError,)),
             "take": (self._take, ()),
             "serve": (self._serve, ()),
@@ -126,7 +126,7 @@ class Counterparts:
 
     @contextmanager
     def call(self) -> Iterator[ProcessGroup]:
-        """The group, for a call that is ended if somebody is gone."""
+        """The group, for a call that is ended if a member is gone."""
         self.busy = True
         try:
             yield self.group
@@ -191,7 +191,7 @@ class Counterparts:
     # From the thread that gives signs of life.
 
     def watch(self) -> None:
-        """End a call that waits for somebody who is gone, or who has stopped."""
+        """End a call that waits for a member that is gone, or that has stopped."""
         link = self._link
         if not self.busy or link is None:
             return

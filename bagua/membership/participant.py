@@ -11,14 +11,13 @@ import torch
 
 from bagua.comm import Cells, ReduceOp
 from bagua.errors import (
-    CollectiveTimeoutError,
     CommunicatorClosedError,
     LeftOutError,
     PeerLostError,
     StoreLostError,
     TooFewMembersError,
 )
-from bagua.membership.counterparts import Attempt, Counterparts, epoch_name
+from bagua.membership.counterparts import LOSSES, Attempt, Counterparts, epoch_name
 from bagua.membership.epochs import Epoch, Standing, StopReport, first_epoch, next_epoch
 from bagua.membership.island import FailedAct, Island
 from bagua.membership.presence import Presence
@@ -27,8 +26,6 @@ from bagua.membership.roster import Deadlines
 __all__ = ["Participant"]
 
 _log = logging.getLogger("bagua")
-#: What says that somebody has not passed a barrier, because a member is lost.
-_LOSSES = (PeerLostError, CollectiveTimeoutError, CommunicatorClosedError)
 
 
 class Participant:
@@ -176,7 +173,7 @@ class Participant:
         self.standing = self.standing.hold()
         try:
             self._called = self._pass_barrier()
-        except _LOSSES as error:
+        except LOSSES as error:
             self._stop(FailedAct(error.problem, error.peers if isinstance(error, PeerLostError) else ()))
             return False
         self.standing = self.standing.apply()

@@ -16,10 +16,11 @@ from typing import Any
 from bagua import env
 from bagua.advise import Cluster, probe_machine, weigh
 from bagua.algorithms import registry
+from bagua.checks import install_command
 from bagua.cli.advise.picture import draw
 from bagua.cli.advise.worker import Found
-from bagua.cli.arguments import positive
-from bagua.link import LinkSettings, parse_link
+from bagua.cli.arguments import link, positive
+from bagua.link import parse_link
 
 __all__ = ["main"]
 
@@ -38,13 +39,6 @@ depend on --link, so ask for all links that you think of.
 """
 
 
-def _link(text: str) -> LinkSettings:
-    try:
-        return parse_link(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def make_parser() -> argparse.ArgumentParser:
     """All options of the command."""
     parser = argparse.ArgumentParser(
@@ -56,7 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--hosts", type=positive, default=2, metavar="N", help="default 2")
     add("--ranks-per-host", type=positive, default=1, metavar="N", help="default 1")
-    add("--link", type=_link, default=parse_link("1gbit"), metavar="RATE[,DELAY][,LOSS%%]", help="default 1gbit")
+    add("--link", type=link, default=parse_link("1gbit"), metavar="RATE[,DELAY][,LOSS%%]", help="default 1gbit")
     add("--seconds", type=float, default=15.0, metavar="S", help="how long the script is trained; default 15")
     add("--algorithms", nargs="+", choices=list(registry), metavar="NAME", help="default: all; end them with --")
     add("--may-differ", action="store_true", help="save one with which ranks hold different weights between exchanges")
@@ -98,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f'written: {options.out}, which Algorithm.init("auto") reads')
     if options.plot is not None:
         drawn = draw(found, cluster, machine, options.plot)
-        print(f"plot: {options.plot}" if drawn else "plot: not drawn; pip install 'bagua-torch[plot]'")
+        print(f"plot: {options.plot}" if drawn else f"plot: not drawn; {install_command('plot')} adds it")
     return 0
 
 

@@ -13,10 +13,10 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from bagua import env
-from bagua.cli.arguments import positive
+from bagua.cli.arguments import argument, link, positive
 from bagua.cli.chaos.places import FaultFunctions, Home, disks, links, open_places
 from bagua.cli.chaos.processes import Processes
 from bagua.cli.chaos.progress import STEP, MetricFiles, ProgressReader
@@ -26,7 +26,7 @@ from bagua.cli.chaos.schedule import FaultSchedule, draw_schedule, parse_lasting
 from bagua.cli.chaos.score import score
 from bagua.cli.chaos.service import ServiceError, open_service, store_command
 from bagua.cli.lab.network import LabUnavailableError
-from bagua.link import LinkSettings, parse_link
+from bagua.link import LinkSettings
 
 __all__ = ["main"]
 
@@ -42,19 +42,6 @@ words that are replaced in the command: {member} is the number of the member, fr
   bagua chaos --members 2 --service 'torchft_lighthouse --bind [::]:29510 --min_replicas 1' -- \\
       env TORCHFT_LIGHTHOUSE=http://{service}:29510 REPLICA_GROUP_ID={member} torchrun --nproc-per-node 1 torchft.py
 """
-_Value = TypeVar("_Value")
-
-
-def _argument(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
-    """``parse``, whose complaints argparse prints."""
-
-    def parsed(text: str) -> _Value:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return parsed
 
 
 def _above_zero(text: str) -> float:
@@ -79,39 +66,37 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--members", type=positive, default=1, metavar="N", help="how often the command is started; default 1")
-    add("--faults", type=_argument(parse_rate), default="90/h", metavar="N/h", help="over all members; default 90/h")
+    add("--faults", type=argument(parse_rate), default="90/h", metavar="N/h", help="over all members; default 90/h")
     add(
         "--mix",
-        type=_argument(parse_mix),
+        type=argument(parse_mix),
         default="kill:28,stop:8",
         metavar="KIND:WEIGHT,...",
         help="kill, stop (and continue), partition, slow (links; root), disk (full; root); default kill:28,stop:8",
     )
-    add("--minutes", type=_argument(_above_zero), default=5.0, help="from when all members train; default 5")
+    add("--minutes", type=argument(_above_zero), default=5.0, help="from when all members train; default 5")
     add("--seed", type=int, default=0, help="of the schedule; default 0")
-    add("--lasting", type=_argument(parse_lasting), default="5-15", metavar="SECONDS", help="of a fault; default 5-15")
+    add("--lasting", type=argument(parse_lasting), default="5-15", metavar="SECONDS", help="of a fault; default 5-15")
     add("--schedule", type=Path, metavar="FILE", help="replay this one, which --print-schedule json has printed")
     add("--print-schedule", choices=("text", "json"), help="print the schedule, and run nothing")
     add("--hit", choices=("member", "rank"), help="what is killed or stopped; default: rank if --members is 1")
     add("--keep", type=int, help="members that are always left well; default 1, or 0 if --members is 1")
-    add("--restart-after", type=_argument(_seconds), default=1.0, metavar="SECONDS", help="default 1")
-    add("--warm-up", type=_argument(_seconds), default=120.0, metavar="SECONDS", help="begin then at the latest")
-    add("--hang", type=_argument(_above_zero), default=60.0, metavar="SECONDS", help="silence of all; default 60")
-    add(
-        "--progress", type=_argument(ProgressReader), default=STEP, metavar="REGEX", help='default: "step 12" and so on'
-    )
+    add("--restart-after", type=argument(_seconds), default=1.0, metavar="SECONDS", help="default 1")
+    add("--warm-up", type=argument(_seconds), default=120.0, metavar="SECONDS", help="begin then at the latest")
+    add("--hang", type=argument(_above_zero), default=60.0, metavar="SECONDS", help="silence of all; default 60")
+    add("--progress", type=argument(ProgressReader), default=STEP, metavar="REGEX", help='default: "step 12" and so on')
     add("--metrics", metavar="PATH", help="file of bagua's CsvWriter, with {member} in its name")
-    add("--pace", type=_argument(_above_zero), help="steps in a second of one member alone; default: as measured")
+    add("--pace", type=argument(_above_zero), help="steps in a second of one member alone; default: as measured")
     add(
         "--link",
-        type=_argument(parse_link),
+        type=link,
         default="unlimited",
         metavar="RATE",
         help="of each member, as in bagua lab",
     )
     add(
         "--slow-link",
-        type=_argument(parse_link),
+        type=link,
         default="1mbit",
         metavar="RATE",
         help="while it is slow; default 1mbit",
@@ -223,7 +208,7 @@ def _wants_network(options: argparse.Namespace, schedule: FaultSchedule) -> bool
 
 @contextlib.contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
-    """End as after Ctrl-C when somebody terminates this process: nothing may be left behind."""
+    """End as after Ctrl-C when this process is terminated: nothing may be left behind."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

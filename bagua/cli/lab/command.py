@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import IO
 
 from bagua import env
-from bagua.cli.arguments import positive
+from bagua.cli.arguments import link, positive
 from bagua.cli.lab.network import (
     INTERFACE,
     Host,
@@ -24,7 +24,7 @@ from bagua.cli.lab.network import (
     sent_bytes,
 )
 from bagua.cli.lab.switch import SwitchReport
-from bagua.link import LinkSettings, parse_link
+from bagua.link import LinkSettings
 
 __all__ = ["main"]
 
@@ -41,13 +41,6 @@ EXAMPLES = """\
 """
 
 
-def _link(text: str) -> LinkSettings:
-    try:
-        return parse_link(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def make_parser() -> argparse.ArgumentParser:
     """All options of the command."""
     parser = argparse.ArgumentParser(
@@ -61,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--ranks-per-host", type=positive, default=1, metavar="N", help="default 1")
     add(
         "--link",
-        type=_link,
+        type=link,
         default=LinkSettings(),
         metavar="RATE[/RATE][,DELAY][,LOSS%%]",
         help="of each host: what it receives and sends, the delay to another host one way, and the packets that are "
