@@ -10,7 +10,7 @@ from bagua import errors
 from bagua.comm import ProcessGroup
 from bagua.errors import CommunicationError, LeftOutError, PeerLostError, StoreLostError, TooFewMembersError
 
-__all__ = ["Act", "FailedAct", "Island"]
+__all__ = ["Act", "FailedAct", "Island", "different"]
 
 #: What each rank does when it is told to, with what it is told.
 Act = Callable[[Any], None]
@@ -153,6 +153,23 @@ class Island:
         assert self._group is not None
         name, value = self._group.global_communicator.broadcast_object(timeout=_PATIENCE_S)
         return name, value
+
+
+def different(
+    problem: str, call: str, rank: int, facts: list[str], theirs: list[str], advice: str
+) -> errors.CollectiveMismatchError:
+    """The error of ranks of an island with different facts.
+
+    Args:
+        problem: headline.
+        call: function that was called.
+        rank: number of the other rank, as ``Island.compare`` gave it.
+        facts: facts of this rank.
+        theirs: facts of the other rank, as many.
+        advice: words that say what to do.
+    """
+    here, there = next((one, other) for one, other in zip(facts, theirs, strict=True) if one != other)
+    return errors.CollectiveMismatchError(problem, call=call, peers=[rank], expected=here, seen=there, advice=advice)
 
 
 _TOLD = ("problem", "advice", "peers", "expected", "seen", "elapsed_s", "timeout_s")

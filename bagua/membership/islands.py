@@ -31,7 +31,7 @@ from bagua.errors import (
 from bagua.membership.counterparts import Attempt, Counterparts, Samples
 from bagua.membership.epochs import Epoch
 from bagua.membership.follower import Follower
-from bagua.membership.island import Island
+from bagua.membership.island import Island, different
 from bagua.membership.participant import Participant
 from bagua.membership.presence import Presence, take_seat
 from bagua.membership.roster import Deadlines
@@ -206,6 +206,7 @@ class Islands:
         counterparts = self._counterparts
         samples = counterparts.samples
         told = [*facts, "no ElasticSampler" if samples is None else samples.fact]
+        self._refuse_other_samples(told[-1])
         self._island.share(lambda: _compare(self._cells, "model", told, "models"))
         self._bound = True
         counterparts.give, counterparts.take = give, take
@@ -213,6 +214,16 @@ class Islands:
             self._participant.join()
         if samples is not None and counterparts.epoch is not None:
             samples.begin(self.seat, counterparts.epoch)
+
+    def _refuse_other_samples(self, fact: str) -> None:
+        """Models of the ranks of an island were compared with each other, but not what deals out their samples."""
+        stranger = self._island.compare([fact], "")
+        if stranger is not None:
+            rank, theirs, _ = stranger
+            raise different(
+                "the ranks of this island do not deal out the same samples", "with_bagua", rank, [fact], theirs,
+                "Make an ElasticSampler with the same arguments on all ranks of the island, or on none.",
+            )  # fmt: skip
 
     def deal_out(self, samples: Samples) -> None:
         """Agree on samples in each exchange.
@@ -274,7 +285,7 @@ class Islands:
             callback(members, epoch.why)
 
     def _watch(self) -> None:
-        """From the thread that gives signs of life: end calls that wait for somebody who is gone."""
+        """From the thread that gives signs of life: end calls that wait for a member that is gone."""
         self._counterparts.watch()
         for rank, why in self._presence.lost_ranks().items():
             self._presence.leave(f"rank {rank} of this island is lost: {why}")

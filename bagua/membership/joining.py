@@ -18,8 +18,8 @@ from bagua.comm import (
     is_initialized,
     open_store,
 )
-from bagua.errors import BaguaError, CollectiveMismatchError, ConfigurationError, StoreLostError
-from bagua.membership.island import Island
+from bagua.errors import BaguaError, ConfigurationError, StoreLostError
+from bagua.membership.island import Island, different
 from bagua.membership.islands import Islands
 
 __all__ = ["join_islands"]
@@ -126,9 +126,7 @@ def _opened_together(where: str, facts: list[str], timeout_s: float, group: Proc
     rank, theirs, problem = stranger
     if problem:
         raise StoreLostError(f"rank {rank} of this island: {problem}", peers=[rank])
-    here, there = next((one, other) for one, other in zip(facts, theirs, strict=True) if one != other)
-    raise CollectiveMismatchError(
-        "the ranks of this island join different islands",
-        call="join_islands", peers=[rank], expected=here, seen=there,
-        advice="Call join_islands with the same arguments on all ranks of the process group.",
+    raise different(
+        "the ranks of this island join different islands", "join_islands", rank, facts, theirs,
+        "Call join_islands with the same arguments on all ranks of the process group.",
     )  # fmt: skip

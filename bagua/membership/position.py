@@ -17,7 +17,7 @@ class Tally(NamedTuple):
     """What a member says of its samples in an exchange.
 
     Attributes:
-        lane: numbers of the lanes that it draws from.
+        lane: number of the lane that it draws from.
         drawn: how many it has drawn since the last exchange.
         trained: on how many of all that are its own it has trained.
     """

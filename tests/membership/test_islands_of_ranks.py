@@ -275,6 +275,20 @@ def test_ranks_of_an_island_that_join_differently_are_refused():
     del store
 
 
+def test_ranks_of_an_island_that_deal_out_other_samples_are_refused():
+    store = new_store()
+
+    def job(_):
+        with together(store, 1) as islands:
+            if get_rank() == 0:
+                bagua.ElasticSampler(range(8), islands)
+            with pytest.raises(CollectiveMismatchError, match="do not deal out the same samples") as raised:
+                wrapped(islands)
+            return raised.value.peers
+
+    assert run_islands(1, job) == [[(1,), (0,)]]
+
+
 def test_a_store_that_one_rank_does_not_reach_is_an_error_on_all():
     store, where = serve_store_at("127.0.0.1", 0)
 
