@@ -300,7 +300,7 @@ def explore(rules: Rules, most: int = 10_000_000) -> int:
 
 
 def _check_goes_on(world: World, found: list[Move], rules: Rules) -> None:
-    """Nobody waits for ever: without another fault, who has the state comes to its end, or is out."""
+    """No island waits without end: without another fault, who has the state comes to its end, or is out."""
     if any(not name.startswith(("kill", "stop", "wake", "cut")) for name, _ in found):
         return
     if any(actor.how == STOPPED for actor in world.actors):
@@ -308,7 +308,7 @@ def _check_goes_on(world: World, found: list[Move], rules: Rules) -> None:
     for seat, actor in enumerate(world.actors):
         behind = actor.standing is not None and actor.standing.applied < rules.exchanges
         if actor.how == UP and behind:
-            raise ViolationError(f"seat {seat} waits for ever")
+            raise ViolationError(f"seat {seat} waits without end")
 
 
 def _story(world: World, came_from: dict[World, tuple[World, str] | None]) -> str:

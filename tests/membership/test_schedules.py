@@ -64,7 +64,7 @@ class Walk:
         actors = [actor for actor in self.world.actors if actor.how == UP and actor.standing is not None]
         behind = [actor for actor in actors if actor.standing.applied < EXCHANGES]
         if behind and not (self.faults or self._wakes):
-            raise ViolationError(f"{behind} wait for ever")
+            raise ViolationError(f"{behind} wait without end")
         return [actor for actor in actors if actor.standing.applied == EXCHANGES]
 
     def _restart(self) -> None:

@@ -1,4 +1,4 @@
-"""Ranks with more data than others: nobody waits for ever, and results are those of torch."""
+"""Ranks with more data than others: no rank waits without end, and results are those of torch."""
 
 from __future__ import annotations
 
