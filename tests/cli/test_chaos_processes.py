@@ -175,6 +175,29 @@ def test_members_are_ended_that_do_not_want_to(monkeypatch: pytest.MonkeyPatch) 
         crew.hit(STOP, 0)
 
 
+def test_a_signal_waits_until_the_member_that_starts_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = subprocess.Popen
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def start_and_signal(*arguments, **options):
+        process = started(*arguments, **options)
+        signal.raise_signal(signal.SIGTERM)
+        return process
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        with members(TRAINER) as crew:
+            monkeypatch.setattr(subprocess, "Popen", start_and_signal)
+            with pytest.raises(KeyboardInterrupt):
+                crew.start(0)
+            monkeypatch.undo()
+            assert wait_for(crew, said).member == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_a_store_that_ends_at_once_is_an_error() -> None:
     failing = [sys.executable, "-S", "-c", "print('no port'); raise SystemExit(4)"]
     lines: list[str] = []

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -20,7 +20,7 @@ from bagua.cli.chaos.progress import MemberProgress, MetricFiles, ProgressReader
 from bagua.cli.chaos.referee import Ended
 from bagua.cli.chaos.schedule import Fault
 
-__all__ = ["Processes", "end_all", "marked", "ranks_of"]
+__all__ = ["Processes", "end_all", "marked", "ranks_of", "signals_deferred"]
 
 #: Each process that a member starts inherits it.
 MARK = "CHAOS_MEMBER"
@@ -86,6 +86,27 @@ def end_all(mark: str) -> None:
     _send_all(mark, signal.SIGKILL)
 
 
+@contextlib.contextmanager
+def signals_deferred() -> Iterator[None]:
+    """Let SIGINT and SIGTERM come after this block: a process that was started in it is known by then.
+
+    Handlers do that, and no mask: a new process would inherit a mask.
+    """
+    if threading.current_thread() is not threading.main_thread():  # Handlers run in the main thread only.
+        yield
+        return
+    came: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda came_now, _: came.append(came_now)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for one in came:
+            signal.raise_signal(signal.Signals(one))
+
+
 @dataclass
 class _Running:
     process: subprocess.Popen[str]
@@ -128,20 +149,21 @@ class Processes:
         """See ``Crew``."""
         place = self.places[member]
         variables = {**self.variables, **place.variables, MARK: self._mark(member), "PYTHONUNBUFFERED": "1"}
-        with in_place(place):
-            process = subprocess.Popen(
-                [self.fill_in(word, member) for word in self.command],
-                env=env.for_child(variables, {"OMP_NUM_THREADS": "1"}),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-            )
-        reader = threading.Thread(target=self._listen, args=(member, process.stdout), daemon=True)
-        reader.start()
-        self._running[member] = _Running(process, reader)
+        with signals_deferred():
+            with in_place(place):
+                process = subprocess.Popen(
+                    [self.fill_in(word, member) for word in self.command],
+                    env=env.for_child(variables, {"OMP_NUM_THREADS": "1"}),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    errors="replace",
+                    start_new_session=True,
+                )
+            reader = threading.Thread(target=self._listen, args=(member, process.stdout), daemon=True)
+            reader.start()
+            self._running[member] = _Running(process, reader)
 
     def fill_in(self, word: str, member: int) -> str:
         """``word`` of the command, as a member gets it."""

@@ -11,7 +11,7 @@ from typing import IO
 
 from bagua import env
 from bagua.cli.chaos.places import Home, in_place
-from bagua.cli.chaos.processes import MARK, end_all
+from bagua.cli.chaos.processes import MARK, end_all, signals_deferred
 
 __all__ = ["ServiceError", "open_service", "store_command"]
 
@@ -48,20 +48,21 @@ def open_service(
     """
     with contextlib.ExitStack() as stack:
         stack.callback(end_all, mark)
-        with in_place(place):
-            process = subprocess.Popen(
-                command,
-                env=env.for_child({**place.variables, MARK: mark, "PYTHONUNBUFFERED": "1"}, {}),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-            )
-        output = process.stdout
-        assert output is not None
-        stack.callback(_finish, process, output, mark)
+        with signals_deferred():
+            with in_place(place):
+                process = subprocess.Popen(
+                    command,
+                    env=env.for_child({**place.variables, MARK: mark, "PYTHONUNBUFFERED": "1"}, {}),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    errors="replace",
+                    start_new_session=True,
+                )
+            output = process.stdout
+            assert output is not None
+            stack.callback(_finish, process, output, mark)
         where = _find_store(output, echo) if is_store else ""
         if is_store and not where:
             raise ServiceError(f"the store where islands meet ended with status {process.wait()}")
