@@ -18,6 +18,7 @@ from bagua.advise.rehearse import rehearse
 from bagua.advise.trace import Rehearsal
 from bagua.algorithms import Algorithm, GradientAllReduceAlgorithm, registry
 from bagua.checks import check_kind
+from bagua.engine import DEFAULT_BUCKET_BYTES
 from bagua.errors import BaguaError, ConfigurationError
 from bagua.link import parse_link
 
@@ -156,7 +157,7 @@ def rehearse_all(
     if hosts * ranks_per_host < 2:
         raise ConfigurationError("one rank sends nothing", argument="hosts", expected="two ranks", seen=1)
     candidates: list[tuple[str, Algorithm, int]] = [(DDP, GradientAllReduceAlgorithm(), _DDP_BUCKET_BYTES)]
-    candidates += [(name, Algorithm.init(name), 10_000_000) for name in names or registry if name != DDP]
+    candidates += [(name, Algorithm.init(name), DEFAULT_BUCKET_BYTES) for name in names or registry if name != DDP]
     found, refusals = [], {}
     for name, algorithm, bucket_bytes in candidates:
         on_progress(name)
