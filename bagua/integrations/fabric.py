@@ -12,7 +12,7 @@ from bagua.algorithms import AsyncModelAverageAlgorithmImpl
 from bagua.checks import install_command
 from bagua.comm import get_default_group
 from bagua.errors import ConfigurationError
-from bagua.integrations._lightning_ranks import KEY, RanksMixin, register
+from bagua.integrations._lightning import KEY, RanksMixin, register
 from bagua.parallel import DistributedDataParallel
 
 try:

@@ -7,8 +7,7 @@ For the package ``lightning``, else ``pytorch_lightning``; where both are used, 
 from __future__ import annotations
 
 from bagua.checks import install_command
-from bagua.integrations._lightning_ranks import register
-from bagua.integrations._lightning_strategy import StrategyMixin
+from bagua.integrations._lightning import StrategyMixin, register
 
 try:
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry

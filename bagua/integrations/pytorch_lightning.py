@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bagua.checks import install_command
-from bagua.integrations._lightning_ranks import register
-from bagua.integrations._lightning_strategy import StrategyMixin
+from bagua.integrations._lightning import StrategyMixin, register
 
 try:
     from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry

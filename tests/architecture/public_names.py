@@ -40,8 +40,7 @@ def public_modules(root: Path = REPOSITORY / PACKAGE) -> list[str]:
     return [
         name
         for name in found
-        if name in DOORS
-        or (any(is_within(name, package) for package in OPEN_PACKAGES) and not name.rsplit(".", 1)[-1].startswith("_"))
+        if name in DOORS or (any(is_within(name, package) for package in OPEN_PACKAGES) and "._" not in name)
     ]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import bagua.comm
 from bagua.integrations import transformers
-from bagua.integrations._lightning_strategy import StrategyMixin
+from bagua.integrations._lightning import StrategyMixin
 
 
 @pytest.fixture(autouse=True)

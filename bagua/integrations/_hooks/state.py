@@ -10,7 +10,7 @@ from bagua.algorithms import Sum
 from bagua.comm import BackwardWatch, GradBucket, PendingWork, ProcessGroup, as_group, rank_among_all, size_of_all
 from bagua.engine import Executor, Remembered, check_owner, create_executor
 from bagua.errors import ConfigurationError, blame
-from bagua.integrations._hook_buckets import HookBuckets
+from bagua.integrations._hooks.buckets import HookBuckets
 from bagua.primitives import allreduce_sum, reducer_sum
 
 __all__ = ["HookState"]

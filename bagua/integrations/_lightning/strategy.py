@@ -9,8 +9,8 @@ import torch
 
 from bagua.algorithms import AsyncModelAverageAlgorithmImpl
 from bagua.comm import get_default_group
-from bagua.integrations._batch_norm import SynchronizedBatchNorms
-from bagua.integrations._lightning_ranks import KEY, RanksMixin
+from bagua.integrations._lightning.batch_norm import SynchronizedBatchNorms
+from bagua.integrations._lightning.ranks import KEY, RanksMixin
 from bagua.observe import metrics
 from bagua.parallel import DistributedDataParallel
 
