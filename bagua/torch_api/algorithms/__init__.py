@@ -9,29 +9,24 @@ from bagua.algorithms import (
 from bagua.algorithms import (
     registry as GlobalAlgorithmRegistry,  # noqa: N812 (documented name)
 )
-from bagua.torch_api.algorithms import (
-    async_model_average,
-    base,
-    bytegrad,
-    choco,
-    decentralized,
-    demo,
-    diloco,
-    dion,
-    gradient_allreduce,
-    local_sgd,
-    loco,
-    one_bit_adam,
-    one_bit_lamb,
-    power_sgd,
-    q_adam,
-    scatter_gather,
-    sign_sgd,
-    slowmo,
-    sparse_loco,
-    top_k,
-    zero_one_adam,
-)
+from bagua.torch_api.algorithms import async_model_average, base, bytegrad, decentralized, gradient_allreduce, q_adam
+from bagua.torch_api.algorithms._newer import MODULES
+
+choco = MODULES["choco"]
+demo = MODULES["demo"]
+diloco = MODULES["diloco"]
+dion = MODULES["dion"]
+local_sgd = MODULES["local_sgd"]
+loco = MODULES["loco"]
+one_bit_adam = MODULES["one_bit_adam"]
+one_bit_lamb = MODULES["one_bit_lamb"]
+power_sgd = MODULES["power_sgd"]
+scatter_gather = MODULES["scatter_gather"]
+sign_sgd = MODULES["sign_sgd"]
+slowmo = MODULES["slowmo"]
+sparse_loco = MODULES["sparse_loco"]
+top_k = MODULES["top_k"]
+zero_one_adam = MODULES["zero_one_adam"]
 
 __all__ = [
     "Algorithm",

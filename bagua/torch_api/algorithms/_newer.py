@@ -1,0 +1,43 @@
+"""Modules of the algorithms that Bagua 0.9 did not have: two names each, and no file."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
+from types import ModuleType
+
+from bagua import algorithms
+
+__all__ = ["MODULES"]
+
+
+def _module(name: str, summary: str, *names: str) -> ModuleType:
+    """A module that passes on names of ``bagua.algorithms``, and that ``import`` finds."""
+    path = f"{__package__}.{name}"
+    module = module_from_spec(ModuleSpec(path, loader=None))
+    module.__doc__ = f"``{path}``: {summary}."
+    vars(module).update({one: getattr(algorithms, one) for one in names}, __all__=[*names])
+    return sys.modules.setdefault(path, module)
+
+
+MODULES = {
+    name: _module(name, summary, f"{algorithm}Algorithm", f"{algorithm}AlgorithmImpl", *others)
+    for name, algorithm, summary, *others in (
+        ("choco", "Choco", "gossip in few bits"),
+        ("demo", "DeMo", "steps by the sign of the largest cosine coefficients of momenta"),
+        ("diloco", "DiLoCo", "training alone for many steps", "Outer"),
+        ("dion", "Dion", "orthonormal directions of low rank"),
+        ("local_sgd", "LocalSGD", "training alone for many steps"),
+        ("loco", "LoCo", "gradients in four bits"),
+        ("one_bit_adam", "OneBitAdam", "Adam that sends one bit for each element"),
+        ("one_bit_lamb", "OneBitLamb", "LAMB that sends one bit for each element"),
+        ("power_sgd", "PowerSGD", "gradients of low rank"),
+        ("scatter_gather", "ScatterGatherAllReduce", "each rank adds up one slice"),
+        ("sign_sgd", "SignSGD", "one bit for each element of a gradient"),
+        ("slowmo", "SlowMo", "training alone for many steps", "SlowStep"),
+        ("sparse_loco", "SparseLoCo", "training alone for many steps, and few elements sent then"),
+        ("top_k", "TopK", "the largest elements of a gradient"),
+        ("zero_one_adam", "ZeroOneAdam", "Adam that sends one bit for each element, and not in every step"),
+    )
+}

@@ -1,7 +1,0 @@
-"""``bagua.torch_api.algorithms.power_sgd``: gradients of low rank."""
-
-from __future__ import annotations
-
-from bagua.algorithms import PowerSGDAlgorithm, PowerSGDAlgorithmImpl
-
-__all__ = ["PowerSGDAlgorithm", "PowerSGDAlgorithmImpl"]
