@@ -2,6 +2,6 @@
 
 import sys
 
-from bagua.cli.main import main
+from bagua.cli import run_command
 
-sys.exit(main())
+sys.exit(run_command())

@@ -6,6 +6,7 @@ from bagua.algorithms.async_model_average import (
     AveragingStatus,
 )
 from bagua.algorithms.base import Algorithm, AlgorithmImpl, ByHost, Plane, around, as_algorithm, bound_form, registry
+from bagua.algorithms.declarations import DistributedAlgorithm, Registry
 from bagua.algorithms.exchanges.exchange import (
     OF_BUCKETS as OF_BUCKETS,
 )
@@ -58,7 +59,6 @@ from bagua.algorithms.neighbors.low_precision_decentralized import (
     LowPrecisionDecentralizedAlgorithm,
     LowPrecisionDecentralizedAlgorithmImpl,
 )
-from bagua.algorithms.registry import DistributedAlgorithm, Registry
 
 __all__ = [
     "Add",

@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 import torch
 
 from bagua.algorithms.advised import advised_choice
+from bagua.algorithms.declarations import DistributedAlgorithm, Registry
 from bagua.algorithms.exchanges.exchange import Every, Exchange
 from bagua.algorithms.exchanges.model import Model
 from bagua.algorithms.exchanges.tuples import Promise, check_exchanges, differ_between_ranks, promise_of
 from bagua.algorithms.exchanges.values import WHOLE, Buffers, Mean, Replace, Weights
-from bagua.algorithms.registry import DistributedAlgorithm, Registry
 from bagua.buckets import Bucket
 from bagua.checks import check_kind, did_you_mean, wrong_type
 from bagua.comm import Group, ProcessGroup, as_group

@@ -1,3 +1,5 @@
 """The commands ``bagua`` and ``baguarun``."""
 
-__all__: list[str] = []
+from bagua.cli.main import main as run_command
+
+__all__ = ["run_command"]

@@ -116,6 +116,43 @@ from bagua.comm.store.serving import (
 from bagua.comm.torch_backend.futures import CallbackThread as CallbackThread
 from bagua.comm.torch_backend.group import install_torch_backend as install_torch_backend
 from bagua.comm.torch_backend.work import BackwardWatch as BackwardWatch, TorchWork as TorchWork
+from bagua.comm.torch_forms.factors import (
+    is_scaled as is_scaled,
+    make_premul_sum as make_premul_sum,
+    scale as scale,
+    scaled as scaled,
+)
+from bagua.comm.torch_forms.lists import (
+    allgather_tensors as allgather_tensors,
+    alltoall_rows as alltoall_rows,
+    alltoall_tensors as alltoall_tensors,
+    gather_tensors as gather_tensors,
+    reduce_scatter_tensors as reduce_scatter_tensors,
+    scatter_tensors as scatter_tensors,
+)
+from bagua.comm.torch_forms.names import (
+    Backend as Backend,
+    DistStoreError as DistStoreError,
+    FileStore as FileStore,
+    HashStore as HashStore,
+    PrefixStore as PrefixStore,
+    QueueEmptyError as QueueEmptyError,
+    Store as Store,
+    TCPStore as TCPStore,
+    default_pg_timeout as default_pg_timeout,
+    get_default_backend_for_device as get_default_backend_for_device,
+    get_node_local_rank as get_node_local_rank,
+    is_available as is_available,
+    is_backend_available as is_backend_available,
+    is_gloo_available as is_gloo_available,
+    is_mpi_available as is_mpi_available,
+    is_nccl_available as is_nccl_available,
+    is_torchelastic_launched as is_torchelastic_launched,
+    is_ucc_available as is_ucc_available,
+    is_xccl_available as is_xccl_available,
+    meet_at as meet_at,
+)
+from bagua.comm.torch_forms.tagged import TaggedReceive as TaggedReceive, mail_of as mail_of
 from bagua.comm.transports.memory.copying import copy_flat as copy_flat
 from bagua.comm.transports.registry import backend_refusal as backend_refusal, create_transport as create_transport
 from bagua.comm.transports.threads import FaultHook as FaultHook, RankKilled as RankKilled, inject_fault as inject_fault

@@ -9,30 +9,34 @@ said in one line at each function.
 
 from __future__ import annotations
 
-from bagua.comm import ProcessGroup, ReduceOp, get_rank, get_world_size, is_initialized
-from bagua.comm import TorchWork as Work
-from bagua.comm.torch_forms import (
+from bagua.comm import (
     Backend,
     DistStoreError,
     FileStore,
     HashStore,
     PrefixStore,
+    ProcessGroup,
     QueueEmptyError,
+    ReduceOp,
     Store,
     TCPStore,
     default_pg_timeout,
     get_default_backend_for_device,
     get_node_local_rank,
+    get_rank,
+    get_world_size,
     is_available,
     is_backend_available,
     is_gloo_available,
+    is_initialized,
     is_mpi_available,
     is_nccl_available,
     is_torchelastic_launched,
     is_ucc_available,
     is_xccl_available,
 )
-from bagua.comm.torch_forms import (
+from bagua.comm import TorchWork as Work
+from bagua.comm import (
     make_premul_sum as _make_nccl_premul_sum,  # noqa: F401 - torch's name
 )
 from bagua.distributed.collectives import (

@@ -9,11 +9,16 @@ from typing import Any
 from torch import Tensor
 
 from bagua.checks import renaming
-from bagua.comm import Communicator, Group, NonMember, ReduceOp, TorchWork, communicator_of
-from bagua.comm.torch_forms import (
+from bagua.comm import (
+    Communicator,
+    Group,
+    NonMember,
+    ReduceOp,
+    TorchWork,
     allgather_tensors,
     alltoall_rows,
     alltoall_tensors,
+    communicator_of,
     gather_tensors,
     is_scaled,
     reduce_scatter_tensors,

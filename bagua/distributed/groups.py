@@ -16,13 +16,15 @@ from bagua.comm import (
     Group,
     NonMember,
     ProcessGroup,
+    Store,
     as_group,
     as_seconds,
     backend_of,
     communicator_of,
+    default_pg_timeout,
+    meet_at,
     ranks_of,
 )
-from bagua.comm.torch_forms import Store, default_pg_timeout, meet_at
 from bagua.distributed.places import refuse
 from bagua.errors import ConfigurationError, InvalidRankError
 

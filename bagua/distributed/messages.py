@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from bagua.checks import check_kind, check_whole
-from bagua.comm import Communicator, Group, TorchWork, check_rank, check_tensor, communicator_of
-from bagua.comm.torch_forms import TaggedReceive, mail_of
+from bagua.comm import Communicator, Group, TaggedReceive, TorchWork, check_rank, check_tensor, communicator_of, mail_of
 from bagua.distributed.places import as_in_torch, rank_inside
 from bagua.errors import ConfigurationError, InvalidRankError
 

@@ -17,7 +17,7 @@ from bagua.errors import ConfigurationError
 from bagua.integrations._attached import collect, declare, read_on_all_ranks, restore, wrap, write_own_file
 from bagua.integrations.ddp_comm_hooks import codec_hook
 from bagua.parallel import BaguaModule
-from bagua.utilities.distributed import register_ddp_comm_hook
+from bagua.utilities import register_ddp_comm_hook
 
 try:
     from accelerate.utils import DistributedDataParallelKwargs, DistributedType

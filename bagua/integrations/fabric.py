@@ -23,7 +23,7 @@ except ImportError:
     except ImportError as error:
         raise ImportError(f"bagua.integrations.fabric needs Lightning 2: {install_command('lightning')}") from error
 
-__all__ = ["BaguaStrategy"]
+__all__ = ["BaguaStrategy", "FabricStrategy"]
 
 
 class _BackwardSyncControl:
@@ -34,7 +34,7 @@ class _BackwardSyncControl:
         return module.no_sync() if enabled else nullcontext()
 
 
-class BaguaStrategy(RanksMixin, DDPStrategy):
+class FabricStrategy(RanksMixin, DDPStrategy):
     """Trains what ``fabric.setup(model, optimizer)`` is given with an algorithm of bagua.
 
     ``fabric.no_backward_sync`` accumulates gradients. ``fabric.save`` also saves what the algorithm remembers on each
@@ -57,7 +57,7 @@ class BaguaStrategy(RanksMixin, DDPStrategy):
         ConfigurationError: ``setup`` gets several optimizers or none, and an algorithm that needs one.
 
     Example:
-        >>> BaguaStrategy("bytegrad").strategy_name
+        >>> FabricStrategy("bytegrad").strategy_name
         'bagua'
     """
 
@@ -191,5 +191,8 @@ def _wrapper_of(model: torch.nn.Module) -> DistributedDataParallel:
         )
     return wrapped
 
+
+#: The name that the strategy has in each of Lightning's packages.
+BaguaStrategy = FabricStrategy
 
 register(STRATEGY_REGISTRY, BaguaStrategy)

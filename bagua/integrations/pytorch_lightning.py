@@ -12,16 +12,19 @@ except ImportError as error:
         f"bagua.integrations.pytorch_lightning needs PyTorch Lightning 2: {install_command('pytorch-lightning')}"
     ) from error
 
-__all__ = ["BaguaStrategy"]
+__all__ = ["BaguaStrategy", "PyTorchLightningStrategy"]
 
 
-class BaguaStrategy(StrategyMixin, DDPStrategy):
+class PyTorchLightningStrategy(StrategyMixin, DDPStrategy):
     """``bagua.integrations.lightning.BaguaStrategy`` for the Trainer of ``pytorch_lightning``.
 
     Example:
-        >>> BaguaStrategy("bytegrad").strategy_name
+        >>> PyTorchLightningStrategy("bytegrad").strategy_name
         'bagua'
     """
 
+
+#: The name that the strategy has in each of Lightning's packages.
+BaguaStrategy = PyTorchLightningStrategy
 
 register(StrategyRegistry, BaguaStrategy)

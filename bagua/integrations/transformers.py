@@ -29,7 +29,7 @@ from bagua.integrations.accelerate import check_takes_hooks
 from bagua.integrations.ddp_comm_hooks import codec_hook
 from bagua.observe import metrics
 from bagua.parallel import BaguaModule
-from bagua.utilities.distributed import register_ddp_comm_hook
+from bagua.utilities import register_ddp_comm_hook
 
 __all__ = ["attach", "use_bagua", "use_comm_hook"]
 

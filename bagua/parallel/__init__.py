@@ -15,6 +15,15 @@ from bagua.engine import (
     broadcast_parameters,
 )
 from bagua.parallel.data_parallel import DistributedDataParallel
+from bagua.parallel.decentralized import (
+    DecentralizedDataParallel as DecentralizedDataParallel,
+)
+from bagua.parallel.decentralized import (
+    LRSchedulerFunction as LRSchedulerFunction,
+)
+from bagua.parallel.decentralized import (
+    OptimizerFunction as OptimizerFunction,
+)
 from bagua.parallel.module import BaguaModule, install_with_bagua, with_bagua
 from bagua.parallel.overlapping import DistributedModule, OverlappingWrapper
 from bagua.parallel.switch import ModelSwitchWrapper, bagua_init

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bagua.parallel import DistributedDataParallel
-from bagua.parallel.decentralized import DecentralizedDataParallel, LRSchedulerFunction, OptimizerFunction
+from bagua.parallel import DecentralizedDataParallel, DistributedDataParallel, LRSchedulerFunction, OptimizerFunction
 
 __all__ = ["LR_SCHEDULER_FN_TYPE", "OPTIM_FN_TYPE", "DecentralizedDataParallel", "DistributedDataParallel"]
 

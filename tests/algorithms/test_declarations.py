@@ -13,12 +13,12 @@ from bagua.algorithms import (
     AlgorithmImpl,
     AsyncModelAverageAlgorithmImpl,
     ByHost,
+    DistributedAlgorithm,
     Registry,
     as_algorithm,
     registry,
 )
 from bagua.algorithms.gradients.gradient_allreduce import GradientAllReduceAlgorithm, GradientAllReduceAlgorithmImpl
-from bagua.algorithms.registry import DistributedAlgorithm
 from bagua.comm import solo_group
 from bagua.errors import ConfigurationError, InvalidTypeError, NotInitializedError, UnsupportedAlgorithmException
 

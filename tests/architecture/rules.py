@@ -53,11 +53,8 @@ EXTRA_PACKAGES = {
     "bagua.testing": {"pytest", "hypothesis", "numpy"},
 }
 
-# Doors beside the packages directly below `bagua`, and packages that users enter by each of their modules.
-INNER_DOORS = {"bagua.comm.torch_forms", "bagua.parallel.decentralized"}
+# Packages that users enter by each of their modules.
 OPEN_PACKAGES = ("bagua.torch_api", "bagua.utilities", "bagua.integrations")
-# The program, which starts the commands.
-ENTRIES = {"bagua.__main__"}
 
 # Parts of torch.distributed that start things.
 LAUNCHER_MODULES = (
@@ -75,8 +72,6 @@ METHODS_OF_TORCH = {
 }
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
 LONGEST_FILE = 450
-# Classes that share a name: the one that Lightning fixes for each of its packages.
-SHARED_NAMES = {"BaguaStrategy"}
 
 Rule = Callable[[list[SourceFile]], list[str]]
 
@@ -111,7 +106,7 @@ def packages_are_entered_by_their_doors(sources: list[SourceFile]) -> list[str]:
     violations = []
     for source in sources:
         for item in imports_of(source):
-            if item.target.split(".")[0] != PACKAGE or source.module in ENTRIES:
+            if item.target.split(".")[0] != PACKAGE:
                 continue
             through = [f"{item.target}.{name}" for name in item.names if name not in bound.get(item.target, ())]
             targets = [item.target, *(name for name in through if name in known)]
@@ -128,7 +123,7 @@ def _names_imported_by(source: SourceFile) -> set[str]:
 
 
 def _is_door(module: str) -> bool:
-    return module.count(".") < 2 or module in INNER_DOORS or any(is_within(module, name) for name in OPEN_PACKAGES)
+    return module.count(".") < 2 or any(is_within(module, name) for name in OPEN_PACKAGES)
 
 
 def no_import_cycles(sources: list[SourceFile]) -> list[str]:
@@ -322,7 +317,7 @@ def names_of_classes_are_unique(sources: list[SourceFile]) -> list[str]:
         for node in ast.walk(source.tree):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(f"{source.path}:{node.lineno}")
-    shared = {name: at for name, at in places.items() if len(at) > 1 and name not in SHARED_NAMES}
+    shared = {name: at for name, at in places.items() if len(at) > 1}
     return [f"{', '.join(at)}: {len(at)} classes are called {name}" for name, at in shared.items()]
 
 

@@ -8,10 +8,10 @@ from collections.abc import Hashable
 from dataclasses import KW_ONLY, dataclass
 
 from bagua.algorithms.base import Algorithm, ByHost, as_algorithm
+from bagua.algorithms.declarations import DistributedAlgorithm
 from bagua.algorithms.exchanges.exchange import Every, Exchange
 from bagua.algorithms.exchanges.model import Model
 from bagua.algorithms.exchanges.values import WHOLE, Buffers, Gradients, Mean, Replace, Sum
-from bagua.algorithms.registry import DistributedAlgorithm
 from bagua.checks import check_flags, check_kind, check_whole
 from bagua.errors import ConfigurationError
 from bagua.primitives import SumReducer

@@ -17,8 +17,7 @@ from bagua.algorithms import Algorithm, AsyncModelAverageAlgorithmImpl, registry
 from bagua.cli.demo.model import ByteTransformer, Shape
 from bagua.cli.demo.text import Text, batch, read_standard_library, windows
 from bagua.cli.launch import Rank
-from bagua.parallel import BaguaModule
-from bagua.parallel.decentralized import DecentralizedDataParallel
+from bagua.parallel import BaguaModule, DecentralizedDataParallel
 
 __all__ = [
     "DECENTRALIZED",

@@ -11,7 +11,7 @@ from bagua.comm import get_default_group, init_process_group, is_initialized
 from bagua.engine import AutotuneSettings
 from bagua.errors import ConfigurationError
 from bagua.parallel import DistributedDataParallel
-from bagua.utilities.distributed import all_gather_ddp_if_available, sync_ddp_if_available
+from bagua.utilities import all_gather_ddp_if_available, sync_ddp_if_available
 
 __all__ = ["KEY", "RanksMixin", "register"]
 
