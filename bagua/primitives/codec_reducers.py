@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -11,11 +13,45 @@ from bagua.compression import Codec, Metadata, check_codec
 from bagua.primitives.memory import ReducerMemory, summing_dtype
 from bagua.primitives.reducers import SumReducer
 
-__all__ = ["AllGatherReducer", "ContributorsReducer", "ScatterGatherReducer", "mean_of_senders"]
+__all__ = ["AllGatherReducer", "ContributorsByRange", "ContributorsReducer", "ScatterGatherReducer"]
 
 
 @dataclass(frozen=True)
-class AllGatherReducer(SumReducer):
+class CodecReducer(SumReducer):
+    """What all reducers of one codec have in common: subclasses say who receives what, and how it is added up.
+
+    Args:
+        codec: ``Q`` and ``D``.
+
+    Attributes:
+        sends_sums: compresses sums as well.
+
+    Raises:
+        ConfigurationError: ``codec`` is none.
+    """
+
+    codec: Codec
+
+    sends_sums: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_codec(self.codec)
+
+    @property
+    def contraction(self) -> float | None:
+        """That of the codec."""
+        return self.codec.contraction
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Refuse what the codec refuses, small or large."""
+        super().check_dtype(dtype)
+        for sent in (dtype, summing_dtype(dtype)) if self.sends_sums else (dtype,):
+            for numel in (0, 2**40):
+                self.codec.compressed_bytes(Metadata(numel, sent))
+
+
+@dataclass(frozen=True)
+class AllGatherReducer(CodecReducer):
     """Everyone sends its compressed tensor to everyone, and adds up what arrives: ``sum_i D(Q(x_i))``.
 
     Receives ``n`` times the compressed size: for strong compression, or few ranks. Sums are
@@ -33,21 +69,6 @@ class AllGatherReducer(SumReducer):
         AllGatherReducer(codec=MinMaxUInt8(block_numel=2048, seed=None))
     """
 
-    codec: Codec
-
-    def __post_init__(self) -> None:
-        check_codec(self.codec)
-
-    @property
-    def contraction(self) -> float | None:
-        """That of the codec."""
-        return self.codec.contraction
-
-    def check_dtype(self, dtype: torch.dtype) -> None:
-        """Refuse what the codec refuses."""
-        super().check_dtype(dtype)
-        _check_codec(self.codec, dtype)
-
     def reduce(
         self,
         flat: torch.Tensor,
@@ -55,21 +76,12 @@ class AllGatherReducer(SumReducer):
         memory: ReducerMemory,
         remainder: torch.Tensor | None = None,
     ) -> None:
-        """See ``SumReducer.reduce``."""
-        codec, metadata = self.codec.for_draw(communicator.rank, memory.step), Metadata.of(flat)
-        received = _gather(codec, flat, communicator, memory)
-        if remainder is not None:
-            torch.sub(flat, codec.decompress(received[communicator.rank], metadata, out=remainder), out=remainder)
-        exact = summing_dtype(flat.dtype)
-        total = flat if exact == flat.dtype else memory.buffer("total", flat.numel(), exact)
-        for source, data in enumerate(received):
-            codec.decompress(data, metadata, out=total, add=source > 0)
-        if total is not flat:
-            flat.copy_(total)
+        """See ``SumReducer.reduce``; the remainder is what this rank did not send."""
+        _by_gathering(self.codec, sum_of_rows, flat, communicator, memory, remainder)
 
 
 @dataclass(frozen=True)
-class ContributorsReducer(SumReducer):
+class ContributorsReducer(CodecReducer):
     """As ``AllGatherReducer``, but of each element the mean over those ranks that sent it, times the number of ranks.
 
     ``n sum_i D(Q(x_i)) / max(number of ranks whose D(Q(x_i)) is not zero, 1)``: what one rank of ``n`` sends counts
@@ -89,21 +101,6 @@ class ContributorsReducer(SumReducer):
     Source: the repositories of CCLoco and DeMo.
     """
 
-    codec: Codec
-
-    def __post_init__(self) -> None:
-        check_codec(self.codec)
-
-    @property
-    def contraction(self) -> float | None:
-        """That of the codec."""
-        return self.codec.contraction
-
-    def check_dtype(self, dtype: torch.dtype) -> None:
-        """Refuse what the codec refuses."""
-        super().check_dtype(dtype)
-        _check_codec(self.codec, dtype)
-
     def reduce(
         self,
         flat: torch.Tensor,
@@ -112,17 +109,11 @@ class ContributorsReducer(SumReducer):
         remainder: torch.Tensor | None = None,
     ) -> None:
         """See ``SumReducer.reduce``; the remainder is what this rank did not send."""
-        codec, metadata, exact = self.codec, Metadata.of(flat), summing_dtype(flat.dtype)
-        received = _gather(codec.for_draw(communicator.rank, memory.step), flat, communicator, memory)
-        total = memory.buffer("total", flat.numel(), exact)
-        if remainder is not None:
-            torch.sub(flat, codec.decompress(received[communicator.rank], metadata, out=remainder), out=remainder)
-        mean_of_senders(codec, received, metadata, total, memory)
-        flat.copy_(total.mul_(communicator.size))
+        _by_gathering(self.codec, mean_of_senders, flat, communicator, memory, remainder)
 
 
 @dataclass(frozen=True)
-class ScatterGatherReducer(SumReducer):
+class ScatterGatherReducer(CodecReducer):
     """Each rank sums one slice of all compressed tensors, and sends the compressed sum to everyone.
 
     With ``x_i[r]`` the r-th of ``n`` slices of rank ``i``: ``y[r] = D(Q(sum_i D(Q(x_i[r]))))``. Two
@@ -143,21 +134,7 @@ class ScatterGatherReducer(SumReducer):
     Paper: Gan et al., "BAGUA: Scaling up Distributed Learning with System Relaxations", VLDB 2022 (primitive C_LP_S).
     """
 
-    codec: Codec
-
-    def __post_init__(self) -> None:
-        check_codec(self.codec)
-
-    @property
-    def contraction(self) -> float | None:
-        """That of the codec."""
-        return self.codec.contraction
-
-    def check_dtype(self, dtype: torch.dtype) -> None:
-        """Refuse what the codec refuses."""
-        super().check_dtype(dtype)
-        _check_codec(self.codec, dtype)
-        _check_codec(self.codec, summing_dtype(dtype))
+    sends_sums: ClassVar[bool] = True
 
     def reduce(
         self,
@@ -167,46 +144,25 @@ class ScatterGatherReducer(SumReducer):
         remainder: torch.Tensor | None = None,
     ) -> None:
         """See ``SumReducer.reduce``. What the sum of a slice loses remains on the rank that added it up."""
-        size, rank = communicator.size, communicator.rank
-        codec = self.codec.for_draw(rank, memory.step)
-        exact = summing_dtype(flat.dtype)
-        shares = Shares(codec, flat.numel(), size)
-        row_bytes = max(shares.row_bytes(flat.dtype), shares.row_bytes(exact))
-        sent = memory.buffer("sent", size * row_bytes, torch.uint8)
-        received = memory.buffer("received", size * row_bytes, torch.uint8)
+        _by_ranges(self.codec, sum_of_rows, flat, communicator, memory, remainder)
 
-        shares.compress(flat, sent.view(size, row_bytes))
-        communicator.alltoall(received, sent)
-        own = flat[shares.slices[rank]]
-        total = memory.buffer("total", own.numel(), exact)
-        rows = received.view(size, row_bytes)[:, : codec.compressed_bytes(Metadata.of(own))]
-        self._add_up(rows, Metadata.of(own), total, memory)
-        if remainder is not None:
-            shares.decompress(sent.view(size, row_bytes), flat.dtype, remainder)
-            torch.sub(flat, remainder, out=remainder)
 
-        answer = sent[:row_bytes]
-        again = codec.for_draw(0)  # Not with the numbers that some of the summands were rounded with.
-        again.compress(total, out=answer[: codec.compressed_bytes(Metadata.of(total))])
-        communicator.allgather(received, answer)
-        shares.decompress(received.view(size, row_bytes), exact, flat)
-        if remainder is not None:
-            remainder[shares.slices[rank]].add_(total.sub_(own), alpha=self._weight_of_one(size))
+@dataclass(frozen=True)
+class ContributorsByRange(CodecReducer):
+    """``ContributorsReducer``, with each rank taking the means of one range of positions."""
 
-    def _add_up(
+    sends_sums: ClassVar[bool] = True
+
+    def reduce(
         self,
-        rows: torch.Tensor,
-        metadata: Metadata,
-        total: torch.Tensor,
-        memory: ReducerMemory,  # noqa: ARG002 - for means
+        flat: torch.Tensor,
+        communicator: Communicator,
+        memory: ReducerMemory,
+        remainder: torch.Tensor | None = None,
     ) -> None:
-        """Make ``total`` of the compressed tensors of all ranks."""
-        for source, row in enumerate(rows):
-            self.codec.decompress(row, metadata, out=total, add=source > 0)
-
-    def _weight_of_one(self, size: int) -> float:  # noqa: ARG002 - for means
-        """What a rank has to send again for each 1 that the answer lacks."""
-        return 1.0
+        """See ``SumReducer.reduce``."""
+        # Who sends an element alone is all who have it, so its value counts for every rank.
+        _by_ranges(self.codec, mean_of_senders, flat, communicator, memory, remainder, 1.0 / communicator.size)
 
 
 class Shares:
@@ -245,10 +201,23 @@ class Shares:
             self._codec.decompress(row[: self._nbytes(part, dtype)], metadata, out=out[part])
 
 
+#: Makes a total of rows of compressed tensors: codec, rows, what a row holds, the total, buffers.
+AddUp = Callable[[Codec, torch.Tensor, Metadata, torch.Tensor, ReducerMemory], None]
+
+
+def sum_of_rows(
+    codec: Codec, rows: torch.Tensor, metadata: Metadata, total: torch.Tensor, memory: ReducerMemory
+) -> None:
+    """Make ``total`` the sum, in the order of the rows."""
+    del memory
+    for source, row in enumerate(rows):
+        codec.decompress(row, metadata, out=total, add=source > 0)
+
+
 def mean_of_senders(
     codec: Codec, rows: torch.Tensor, metadata: Metadata, total: torch.Tensor, memory: ReducerMemory
 ) -> None:
-    """Make ``total`` of compressed tensors: of each element the mean of those that are not zero."""
+    """Make ``total`` of each element the mean of those that are not zero, times the number of rows."""
     counts, decoded = (memory.buffer(name, total.numel(), total.dtype) for name in ("counts", "decoded"))
     total.zero_()
     counts.zero_()
@@ -256,19 +225,67 @@ def mean_of_senders(
         codec.decompress(row, metadata, out=decoded)
         total.add_(decoded)
         counts.add_(decoded != 0)
-    total.div_(counts.clamp_(min=1))
+    total.div_(counts.clamp_(min=1)).mul_(len(rows))
 
 
-def _gather(codec: Codec, flat: torch.Tensor, communicator: Communicator, memory: ReducerMemory) -> torch.Tensor:
-    """A row for each rank: its tensor, compressed."""
-    nbytes = codec.compressed_bytes(Metadata.of(flat))
-    sent = codec.compress(flat, out=memory.buffer("sent", nbytes, torch.uint8))
+def _by_gathering(
+    codec: Codec,
+    add_up: AddUp,
+    flat: torch.Tensor,
+    communicator: Communicator,
+    memory: ReducerMemory,
+    remainder: torch.Tensor | None,
+) -> None:
+    """Everyone receives what all send, and adds it up."""
+    metadata, exact = Metadata.of(flat), summing_dtype(flat.dtype)
+    nbytes = codec.compressed_bytes(metadata)
+    drawn = codec.for_draw(communicator.rank, memory.step)
+    sent = drawn.compress(flat, out=memory.buffer("sent", nbytes, torch.uint8))
     received = memory.buffer("received", communicator.size * nbytes, torch.uint8)
     communicator.allgather(received, sent)
-    return received.view(communicator.size, nbytes)
+    rows = received.view(communicator.size, nbytes)
+    if remainder is not None:
+        torch.sub(flat, codec.decompress(rows[communicator.rank], metadata, out=remainder), out=remainder)
+    total = flat if exact == flat.dtype else memory.buffer("total", flat.numel(), exact)
+    add_up(codec, rows, metadata, total, memory)
+    if total is not flat:
+        flat.copy_(total)
 
 
-def _check_codec(codec: Codec, dtype: torch.dtype) -> None:
-    """Raise what ``codec`` raises for tensors of ``dtype``, small or large."""
-    for numel in (0, 2**40):
-        codec.compressed_bytes(Metadata(numel, dtype))
+def _by_ranges(
+    codec: Codec,
+    add_up: AddUp,
+    flat: torch.Tensor,
+    communicator: Communicator,
+    memory: ReducerMemory,
+    remainder: torch.Tensor | None,
+    weight_of_one: float = 1.0,
+) -> None:
+    """Everyone adds up one slice of what all have, and receives the compressed totals.
+
+    A rank has to send ``weight_of_one`` again for each 1 that its answer lacks.
+    """
+    size, rank = communicator.size, communicator.rank
+    drawn, exact = codec.for_draw(rank, memory.step), summing_dtype(flat.dtype)
+    shares = Shares(drawn, flat.numel(), size)
+    row_bytes = max(shares.row_bytes(flat.dtype), shares.row_bytes(exact))
+    sent = memory.buffer("sent", size * row_bytes, torch.uint8)
+    received = memory.buffer("received", size * row_bytes, torch.uint8)
+
+    shares.compress(flat, sent.view(size, row_bytes))
+    communicator.alltoall(received, sent)
+    own = flat[shares.slices[rank]]
+    total = memory.buffer("total", own.numel(), exact)
+    rows = received.view(size, row_bytes)[:, : codec.compressed_bytes(Metadata.of(own))]
+    add_up(codec, rows, Metadata.of(own), total, memory)
+    if remainder is not None:
+        shares.decompress(sent.view(size, row_bytes), flat.dtype, remainder)
+        torch.sub(flat, remainder, out=remainder)
+
+    answer = sent[:row_bytes]
+    again = drawn.for_draw(0)  # Not with the numbers that some of the summands were rounded with.
+    again.compress(total, out=answer[: codec.compressed_bytes(Metadata.of(total))])
+    communicator.allgather(received, answer)
+    shares.decompress(received.view(size, row_bytes), exact, flat)
+    if remainder is not None:
+        remainder[shares.slices[rank]].add_(total.sub_(own), alpha=weight_of_one)

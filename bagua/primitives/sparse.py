@@ -8,12 +8,12 @@ import torch
 
 from bagua.checks import check_flags, check_whole
 from bagua.comm import Communicator
-from bagua.compression import Codec, Metadata, check_codec
+from bagua.compression import Codec, check_codec
 from bagua.primitives.codec_reducers import (
     AllGatherReducer,
+    ContributorsByRange,
     ContributorsReducer,
     ScatterGatherReducer,
-    mean_of_senders,
 )
 from bagua.primitives.memory import ReducerMemory
 from bagua.primitives.reducers import SumReducer
@@ -73,16 +73,3 @@ class SparseReducer(SumReducer):
     ) -> None:
         """See ``SumReducer.reduce``."""
         self.chosen(communicator.size).reduce(flat, communicator, memory, remainder)
-
-
-@dataclass(frozen=True)
-class ContributorsByRange(ScatterGatherReducer):
-    """``ContributorsReducer``, with each rank taking the means of one range of positions."""
-
-    def _add_up(self, rows: torch.Tensor, metadata: Metadata, total: torch.Tensor, memory: ReducerMemory) -> None:
-        mean_of_senders(self.codec, rows, metadata, total, memory)
-        total.mul_(len(rows))
-
-    def _weight_of_one(self, size: int) -> float:
-        """Who sends an element alone is all who have it, so its value counts for every rank."""
-        return 1.0 / size
