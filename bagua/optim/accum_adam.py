@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -10,57 +9,14 @@ import torch
 
 from bagua.checks import check_whole
 from bagua.optim.closure import loss_of
+from bagua.optim.moments import begin_at_zero, denominators
 from bagua.optim.options import check_betas, check_not_negative
 
 __all__ = ["AccumAdam", "AccumAdamW"]
 
 
-class AccumAdam(torch.optim.Optimizer):
-    r"""Adam that updates in every step, but commits its moment estimates every ``accum_iter`` steps.
-
-    Where ranks train on small batches and only mix their weights, the square of a
-    gradient is mostly noise, and an Adam that averages such squares takes steps that are
-    too small. Here the moments are those of mean gradients. In the :math:`j`-th step of the
-    :math:`t`-th period of :math:`s` steps, with the gradient :math:`g_j`,
-
-    .. math::
-
-        \hat m &= \beta_1 m_{t-1} + (1 - \beta_1) g_j, \qquad
-        \hat v = \beta_2 v_{t-1} + (1 - \beta_2) g_j^2, \\
-        x &\leftarrow x - \gamma \, \frac{\hat m / (1 - \beta_1^t)}{\sqrt{\hat v / (1 - \beta_2^t)} + \epsilon},
-
-    and after the last step of the period, with the mean gradient
-    :math:`\bar g = \frac{1}{s} \sum_j g_j`,
-
-    .. math::
-
-        m_t = \beta_1 m_{t-1} + (1 - \beta_1) \bar g, \qquad
-        v_t = \beta_2 v_{t-1} + (1 - \beta_2) \bar g^2.
-
-    With ``accum_iter=1`` this is Adam. Weight decay is added to the gradient.
-
-    Args:
-        params: parameters, or groups of them.
-        lr: learning rate :math:`\gamma`.
-        betas: :math:`\beta_1, \beta_2`, of a period of ``accum_iter`` steps.
-        eps: added to the denominator.
-        weight_decay: factor on the weights that are added to the gradient.
-        accum_iter: steps in a period, :math:`s`; the number of ranks is a good start.
-
-    Raises:
-        ConfigurationError: a number out of its range.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.ones(2))
-        >>> optimizer = AccumAdam([weight], lr=0.1, accum_iter=4)
-        >>> weight.square().sum().backward()
-        >>> optimizer.step()
-        >>> weight.detach()
-        tensor([0.9000, 0.9000])
-
-    Wang et al., "From Promise to Practice: Realizing High-performance Decentralized
-    Training", ICLR 2025.
-    """
+class CommittingAdam(torch.optim.Optimizer):
+    """What both forms of Adam with delayed moments have in common; see ``AccumAdam``."""
 
     #: Whether weights decay by themselves instead of through the gradient.
     decoupled: ClassVar[bool] = False
@@ -108,8 +64,7 @@ class AccumAdam(torch.optim.Optimizer):
             state = self.state[parameter]
             if not state:
                 state["step"] = torch.tensor(0, dtype=torch.int64)
-                for name in ("exp_avg", "exp_avg_sq", "accum_grad"):
-                    state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                begin_at_zero(state, parameter, "exp_avg", "exp_avg_sq", "accum_grad")
             state["step"] += 1
             by_step.setdefault(int(state["step"]), []).append(parameter)
         return by_step
@@ -130,11 +85,9 @@ class AccumAdam(torch.optim.Optimizer):
 
         number = -(-step // period)
         provisional = torch._foreach_lerp(first, gradients, 1 - beta1)
-        scale = torch._foreach_mul(second, beta2)
-        torch._foreach_addcmul_(scale, gradients, gradients, value=1 - beta2)
-        torch._foreach_sqrt_(scale)
-        torch._foreach_div_(scale, math.sqrt(1 - beta2**number))
-        torch._foreach_add_(scale, group["eps"])
+        squares = torch._foreach_mul(second, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
+        scale = denominators(squares, beta2, number, group["eps"])
         torch._foreach_addcdiv_(parameters, provisional, scale, value=-lr / (1 - beta1**number))
 
         if step % period == 0:
@@ -144,7 +97,55 @@ class AccumAdam(torch.optim.Optimizer):
             torch._foreach_zero_(total)
 
 
-class AccumAdamW(AccumAdam):
+class AccumAdam(CommittingAdam):
+    r"""Adam that updates in every step, but commits its moment estimates every ``accum_iter`` steps.
+
+    Where ranks train on small batches and only mix their weights, the square of a
+    gradient is mostly noise, and an Adam that averages such squares takes steps that are
+    too small. Here the moments are those of mean gradients. In the :math:`j`-th step of the
+    :math:`t`-th period of :math:`s` steps, with the gradient :math:`g_j`,
+
+    .. math::
+
+        \hat m &= \beta_1 m_{t-1} + (1 - \beta_1) g_j, \qquad
+        \hat v = \beta_2 v_{t-1} + (1 - \beta_2) g_j^2, \\
+        x &\leftarrow x - \gamma \, \frac{\hat m / (1 - \beta_1^t)}{\sqrt{\hat v / (1 - \beta_2^t)} + \epsilon},
+
+    and after the last step of the period, with the mean gradient
+    :math:`\bar g = \frac{1}{s} \sum_j g_j`,
+
+    .. math::
+
+        m_t = \beta_1 m_{t-1} + (1 - \beta_1) \bar g, \qquad
+        v_t = \beta_2 v_{t-1} + (1 - \beta_2) \bar g^2.
+
+    With ``accum_iter=1`` this is Adam. Weight decay is added to the gradient.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate :math:`\gamma`.
+        betas: :math:`\beta_1, \beta_2`, of a period of ``accum_iter`` steps.
+        eps: added to the denominator.
+        weight_decay: factor on the weights that are added to the gradient.
+        accum_iter: steps in a period, :math:`s`; the number of ranks is a good start.
+
+    Raises:
+        ConfigurationError: a number out of its range.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = AccumAdam([weight], lr=0.1, accum_iter=4)
+        >>> weight.square().sum().backward()
+        >>> optimizer.step()
+        >>> weight.detach()
+        tensor([0.9000, 0.9000])
+
+    Wang et al., "From Promise to Practice: Realizing High-performance Decentralized
+    Training", ICLR 2025.
+    """
+
+
+class AccumAdamW(CommittingAdam):
     r"""``AccumAdam`` with decoupled weight decay: before each update, :math:`x \leftarrow (1 - \gamma \lambda) x`.
 
     Args:

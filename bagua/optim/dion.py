@@ -10,6 +10,7 @@ import torch
 
 from bagua.checks import check_numbers, check_whole
 from bagua.optim.closure import loss_of
+from bagua.optim.moments import begin_at_zero, denominators
 from bagua.optim.options import check_betas, check_not_negative
 from bagua.primitives import orthonormal
 
@@ -144,11 +145,10 @@ class DionOptimizer(torch.optim.Optimizer):
         state, (beta1, beta2) = self.state[parameter], group["betas"]
         if "exp_avg" not in state:
             state["step"] = 0
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            begin_at_zero(state, parameter, "exp_avg", "exp_avg_sq")
         state["step"] += 1
         state["exp_avg"].lerp_(gradient, 1 - beta1)
         state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        scale: torch.Tensor = state["exp_avg_sq"].sqrt().div_(math.sqrt(1 - beta2 ** state["step"])).add_(group["eps"])
+        [scale] = denominators([state["exp_avg_sq"]], beta2, state["step"], group["eps"])
         average: torch.Tensor = state["exp_avg"]
         return average.div(scale).div_(1 - beta1 ** state["step"])

@@ -10,6 +10,7 @@ import torch
 
 from bagua.checks import check_choice, check_numbers, unusable
 from bagua.optim.closure import loss_of
+from bagua.optim.moments import begin_at_zero
 from bagua.optim.options import check_not_negative
 
 __all__ = ["Muon", "equalized"]
@@ -131,7 +132,7 @@ class Muon(torch.optim.Optimizer):
     def _update(self, group: dict[str, Any], parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         state, lr = self.state[parameter], float(group["lr"])
         if not state:
-            state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            begin_at_zero(state, parameter, "momentum_buffer")
         buffer = state["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
         ahead = gradient.add(buffer, alpha=group["momentum"]) if group["nesterov"] else buffer
         matrix = ahead.flatten(1)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from bagua.checks import check_numbers
+from bagua.optim.moments import denominators
 from bagua.optim.qadam import QAdamOptimizer
 
 __all__ = ["OneBitLambOptimizer"]
@@ -129,9 +129,8 @@ class OneBitLambOptimizer(QAdamOptimizer):
         state, (_, beta2), eps = self.state[parameter], group["betas"], group["eps"]
         fresh = state.setdefault("fresh_sq", state["exp_avg_sq"].clone())
         fresh.mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
-        frozen = state["exp_avg_sq"].sqrt().div_(math.sqrt(1 - beta2**self.warmup_steps)).add_(eps)
-        factor: torch.Tensor = frozen.div_(fresh.sqrt().div_(math.sqrt(1 - beta2**step)).add_(eps)).max()
-        return factor
+        [frozen] = denominators([state["exp_avg_sq"]], beta2, self.warmup_steps, eps)
+        return frozen.div_(*denominators([fresh], beta2, step, eps)).max()
 
     def _later_ratio(self, parameter: torch.Tensor, factor: float) -> float:
         state = self.state[parameter]

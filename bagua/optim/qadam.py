@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -11,6 +10,7 @@ import torch
 from bagua.checks import check_whole
 from bagua.errors import ConfigurationError
 from bagua.optim.closure import loss_of
+from bagua.optim.moments import begin_at_zero, denominators
 from bagua.optim.options import check_betas, check_not_negative
 
 __all__ = ["QAdamOptimizer"]
@@ -97,10 +97,13 @@ class QAdamOptimizer(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             state["step"] = 0
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            begin_at_zero(state, parameter, "exp_avg", "exp_avg_sq")
         moment: torch.Tensor = state["exp_avg"]
         return moment
+
+    def scaling(self, parameter: torch.Tensor) -> float:  # noqa: ARG002 - for optimizers that scale
+        """What the momentum of ``parameter`` is multiplied by while ranks exchange it."""
+        return 1.0
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -162,10 +165,8 @@ class QAdamOptimizer(torch.optim.Optimizer):
 
     def _denominators(self, group: dict[str, Any], step: int, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What the momenta of step ``step`` are divided by."""
-        scale = torch._foreach_sqrt(self._all("exp_avg_sq", parameters))  # noqa: SLF001
-        torch._foreach_div_(scale, math.sqrt(1 - group["betas"][1] ** min(step, self.warmup_steps)))
-        torch._foreach_add_(scale, group["eps"])
-        return list(scale)
+        updates = min(step, self.warmup_steps)
+        return denominators(self._all("exp_avg_sq", parameters), group["betas"][1], updates, group["eps"])
 
     def _move(self, group: dict[str, Any], step: int, parameters: Sequence[torch.Tensor]) -> None:
         """Step the weights."""

@@ -48,6 +48,11 @@ class What(ABC):
     max_lag: ClassVar[int | None] = None
     at: ClassVar[Point] = "stepped"
 
+    @property
+    def has_anchor(self) -> bool:
+        """Whether it is what has been learned since an anchor, in whatever units."""
+        return "anchor" in self.reads
+
     def state(self) -> tuple[State, ...]:
         """What is remembered."""
         return ()

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from bagua.algorithms.exchanges.exchange import Flight, Then, What
-from bagua.algorithms.exchanges.values import Add, Blend, Difference, Replace
+from bagua.algorithms.exchanges.values import Add, Blend, Replace
 from bagua.checks import check_kind
 from bagua.errors import ConfigurationError
 from bagua.primitives import State
@@ -20,17 +20,17 @@ __all__ = ["EagerStep", "Outer", "OuterStep", "check_has_anchor", "restart_unles
 _REPLACE = Replace()
 
 
-def check_has_anchor(what: What | None) -> Difference:
-    """Refuse to step an anchor where there is none; return what has it.
+def check_has_anchor(what: What | None) -> tuple[State, ...]:
+    """Refuse to step an anchor where there is none; return what is remembered where it is.
 
     Raises:
         ConfigurationError: ``what`` is no difference.
     """
-    if not isinstance(what, Difference):
+    if what is None or not what.has_anchor:
         raise ConfigurationError(
             "an outer step goes from an anchor", argument="what", expected="Difference()", seen=repr(what)
         )
-    return what
+    return what.state()
 
 
 def restart_unless_finite(flight: Flight, anchor: torch.Tensor) -> bool:
@@ -277,7 +277,7 @@ class EagerStep(Then):
 
     def check(self, what: What | None) -> None:
         """Refuse what has no anchor of its own on each rank."""
-        if check_has_anchor(what).scope != "local":
+        if any(one.scope != "local" for one in check_has_anchor(what)):
             raise ConfigurationError(
                 "ranks step anchors of their own", argument="what", expected='Difference(scope="local")', seen=what
             )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from bagua.algorithms.base import bound_form
-from bagua.algorithms.exchanges.exchange import Exchange, Flight
-from bagua.algorithms.gradients.q_adam import FrozenAdam, Momenta, MomentaToGradients, owner_in
+from bagua.algorithms.gradients.q_adam import FrozenAdam
 from bagua.compression import Sign
 from bagua.optim import OneBitLambOptimizer, QAdamOptimizer
 from bagua.primitives import ErrorFeedback, ScatterGatherReducer, SumReducer
@@ -53,38 +52,6 @@ class OneBitLambAlgorithm(FrozenAdam):
     def reducer(self) -> SumReducer:
         """Scatter and gather of signs with error feedback."""
         return ErrorFeedback(ScatterGatherReducer(Sign(self.block_numel)))
-
-    def exchanges(self, phase: Hashable = "compressed") -> tuple[Exchange, ...]:
-        """Gradients in the warm-up, momenta of one size after it."""
-        found = super().exchanges(phase)
-        if phase == "warm-up":
-            return found
-        return tuple(replace(one, what=ScaledMomenta(), then=ScaledMomentaToGradients()) for one in found)
-
-
-@dataclass(frozen=True)
-class ScaledMomenta(Momenta):
-    """What the momenta of ``OneBitLambOptimizer`` become with the gradients of this step, all of one size."""
-
-    def fill(self, flight: Flight) -> None:
-        """Make momenta of the gradients where they lie."""
-        super().fill(flight)
-        torch._foreach_mul_(flight.bucket.gradient_views, _scalings(flight))
-
-
-@dataclass(frozen=True)
-class ScaledMomentaToGradients(MomentaToGradients):
-    """The gradients with which the optimizer arrives at the mean momenta."""
-
-    def fold(self, flight: Flight) -> None:
-        """Make them where they lie."""
-        torch._foreach_div_(flight.bucket.gradient_views, _scalings(flight))
-        super().fold(flight)
-
-
-def _scalings(flight: Flight) -> list[float]:
-    parameters = flight.bucket.parameters
-    return [owner_in(flight, one, OneBitLambOptimizer)[0].scaling(one) for one in parameters]
 
 
 OneBitLambAlgorithmImpl = bound_form(OneBitLambAlgorithm)

@@ -21,7 +21,7 @@ from bagua.errors import ConfigurationError
 from bagua.optim import QAdamOptimizer
 from bagua.primitives import ScatterGatherReducer, SumReducer
 
-__all__ = ["FrozenAdam", "Momenta", "MomentaToGradients", "QAdamAlgorithm", "QAdamAlgorithmImpl", "owner_in"]
+__all__ = ["FrozenAdam", "QAdamAlgorithm", "QAdamAlgorithmImpl", "owner_in"]
 
 Owner = TypeVar("Owner", bound=QAdamOptimizer)
 
@@ -138,7 +138,7 @@ class QAdamAlgorithm(FrozenAdam):
 
 @dataclass(frozen=True)
 class Momenta(What):
-    """What the momenta of ``QAdamOptimizer`` become with the gradients of this step: ``m + (1 - beta1) (g - m)``."""
+    """What momenta become with the gradients of this step: ``m + (1 - beta1) (g - m)``, times their scaling."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"gradients"})
     in_place: ClassVar[bool] = True
@@ -150,6 +150,8 @@ class Momenta(What):
         for beta1, gradients, momenta in _by_beta(flight):
             torch._foreach_mul_(gradients, 1 - beta1)
             torch._foreach_add_(gradients, momenta, alpha=beta1 * flight.loss_scale * flight.scale)
+        if scalings := _scalings(flight):
+            torch._foreach_mul_(flight.bucket.gradient_views, scalings)
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,8 @@ class MomentaToGradients(Then):
 
     def fold(self, flight: Flight) -> None:
         """Make them where they lie."""
+        if scalings := _scalings(flight):
+            torch._foreach_div_(flight.bucket.gradient_views, scalings)
         for beta1, gradients, momenta in _by_beta(flight):
             torch._foreach_add_(gradients, momenta, alpha=-beta1 * flight.loss_scale)
             torch._foreach_div_(gradients, 1 - beta1)
@@ -174,6 +178,13 @@ def _by_beta(flight: Flight) -> Iterator[tuple[float, list[torch.Tensor], list[t
         gradients.append(gradient)
         momenta.append(owner.momentum(parameter))
     return ((beta1, *lists) for beta1, lists in groups.items())
+
+
+def _scalings(flight: Flight) -> list[float]:
+    """What the momentum of each parameter is multiplied by; nothing where no optimizer scales any."""
+    parameters = flight.bucket.parameters
+    scalings = [owner_in(flight, one, QAdamOptimizer)[0].scaling(one) for one in parameters]
+    return scalings if any(one != 1.0 for one in scalings) else []
 
 
 def owner_in(flight: Flight, parameter: torch.Tensor, kind: type[Owner]) -> tuple[Owner, dict[str, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -227,12 +227,20 @@ class NoteExact(Then):
 
 
 @dataclass(frozen=True)
-class LearnedMomenta(Difference):
+class LearnedMomenta(What):
     """What was learned since the last exchange, times the denominator of Adam: momenta times learning rates, added."""
+
+    learned: Difference = field(default_factory=Difference)
+
+    reads: ClassVar[frozenset[str]] = Difference.reads
+
+    def state(self) -> tuple[State, ...]:
+        """The anchor."""
+        return self.learned.state()
 
     def fill(self, flight: Flight) -> None:
         """Subtract, and multiply."""
-        super().fill(flight)
+        self.learned.fill(flight)
         torch._foreach_mul_(flight.views(flight.flat), _denominators(flight))
 
 

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from bagua.algorithms import Difference, DifferenceMix, Exchange, Flight, Mix, Replace, Weights
+from bagua.algorithms import DifferenceMix, Exchange, Flight, Mix, Replace, Weights
 from bagua.comm import ProcessGroup, Recorder
 from bagua.errors import ConfigurationError
 from bagua.topology import consensus_rate, create
@@ -48,7 +48,7 @@ class Gauges:
         self._samples: dict[int, torch.Tensor] = {}
         self._products: dict[int, tuple[float, float, float]] = {}
         self._has_residual = any(one.name == "residual" for one in exchange.states())
-        self._is_difference = isinstance(exchange.what, Difference)
+        self._is_difference = exchange.what is not None and exchange.what.has_anchor
         self._is_blind = not (self._factor or self._has_residual or self._is_difference or exchange.lag)
 
     @torch.no_grad()
@@ -95,7 +95,7 @@ def _distance_factor(exchange: Exchange, group: ProcessGroup) -> float:
     One round of mixing removes a part of the distance from the mean: ``||x - mean|| <= ||x - mixed|| / (1 - rate)``.
     """
     what, how, size = exchange.what, exchange.how, group.size
-    if how is None or size == 1 or not isinstance(what, Weights | Difference):
+    if how is None or what is None or size == 1 or not (isinstance(what, Weights) or what.has_anchor):
         return 0.0
     if isinstance(what, Weights) and not isinstance(exchange.then, Replace):
         return 0.0
