@@ -9,7 +9,7 @@ import torch
 
 from bagua.errors import ConfigurationError
 
-__all__ = ["local_of", "ranks_of_mesh", "refuse_shared_mesh", "sharded_parts"]
+__all__ = ["LocalState", "local_of", "ranks_of_mesh", "refuse_shared_mesh", "sharded_parts"]
 
 
 def sharded_parts(module: torch.nn.Module) -> dict[str, Any]:
@@ -65,3 +65,45 @@ def local_of(parameter: torch.Tensor) -> torch.Tensor:
     whole: Any = parameter.detach()
     local: torch.Tensor = whole.to_local() if hasattr(whole, "to_local") else whole
     return local
+
+
+class LocalState:
+    """What an optimizer of sharded parameters remembers of the shards of this rank, without the mesh.
+
+    Args:
+        optimizer: optimizer whose state it is.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """As that of the optimizer; shards stand in dictionaries of their own."""
+        saved = self._optimizer.state_dict()
+        state = {
+            number: {key: {_SHARD: local_of(one)} if hasattr(one, "to_local") else one for key, one in known.items()}
+            for number, known in saved["state"].items()
+        }
+        return {**saved, "state": state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Have the optimizer remember what ``state_dict`` returned on a rank with the same shards of a mesh alike."""
+        parameters = [one for group in self._optimizer.param_groups for one in group["params"]]
+        state = {
+            number: {
+                key: _shard_like(parameters[number], one[_SHARD]) if isinstance(one, dict) else one
+                for key, one in known.items()
+            }
+            for number, known in state_dict["state"].items()
+        }
+        self._optimizer.load_state_dict({**state_dict, "state": state})
+
+
+_SHARD = "shard"
+
+
+def _shard_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A tensor that is sharded as ``parameter`` is, of which this rank holds ``local``."""
+    whole = torch.zeros_like(parameter.detach(), dtype=local.dtype)
+    local_of(whole).copy_(local)
+    return whole

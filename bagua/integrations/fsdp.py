@@ -5,19 +5,32 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from bagua.algorithms import Algorithm, DistributedAlgorithm, Exchange, Flight, How, Model, Sum, as_algorithm
-from bagua.comm import Communicator, ProcessGroup, ReduceOp, as_group
-from bagua.engine import EngineAccess, optimizer_list
+from bagua.algorithms import (
+    Algorithm,
+    BetweenIslands,
+    DistributedAlgorithm,
+    Exchange,
+    Flight,
+    How,
+    Model,
+    OverIslands,
+    Sum,
+    as_algorithm,
+)
+from bagua.checks import check_kind
+from bagua.comm import Communicator, ProcessGroup, ReduceOp, as_group, solo_group
+from bagua.engine import EngineAccess, compare, optimizer_list
 from bagua.errors import ConfigurationError
-from bagua.integrations._sharded import local_of, ranks_of_mesh, refuse_shared_mesh, sharded_parts
-from bagua.parallel import with_bagua
+from bagua.integrations._sharded import LocalState, local_of, ranks_of_mesh, refuse_shared_mesh, sharded_parts
+from bagua.membership import Islands
+from bagua.parallel import come_in, with_bagua
 from bagua.primitives import State
 
 __all__ = ["ShardExchange", "exchange_shards"]
@@ -30,7 +43,9 @@ def exchange_shards(
     module: torch.nn.Module,
     optimizers: Sequence[torch.optim.Optimizer] | torch.optim.Optimizer,
     algorithm: Algorithm | DistributedAlgorithm | str,
-    process_group: Any,
+    process_group: Any = None,
+    *,
+    between: Islands | None = None,
 ) -> ShardExchange:
     """Train replicas of a model that FSDP2 shards with ``diloco``, ``local_sgd`` or the like. Collective.
 
@@ -46,28 +61,66 @@ def exchange_shards(
         optimizers: optimizers that step its parameters.
         algorithm: exchanges weights, and no gradients.
         process_group: the ranks that hold the same shard as this one, a group of ``bagua.comm`` or of
-            ``torch.distributed``.
+            ``torch.distributed``; None with ``between``.
+        between: islands that ``join_islands`` returned: each of them is one replica, and may come and go. The ranks
+            that joined are those among which the model is sharded. Waits until this island takes part; the ranks of a
+            newcomer receive their shards, and what optimizers remember of them, from their counterparts.
 
     Returns:
         What the exchanges are asked and ended through. They go on as long as the optimizers exist.
 
     Raises:
         ConfigurationError: ``fully_shard`` was applied to nothing in ``module``, or torch sums gradients over ranks
-            of ``process_group``, or the algorithm exchanges gradients, or averages in the background.
+            of ``process_group`` or of another island, or the algorithm exchanges gradients, or averages in the
+            background, or neither ``process_group`` nor ``between`` is given, or both.
         CollectiveMismatchError: replicas have other models, shards or options.
     """
+    check_kind((Islands, type(None)), "what join_islands returned, or None", between=between)
     parts = sharded_parts(module)
     declaration = as_algorithm(algorithm)
     _check(declaration)
-    group: ProcessGroup = as_group(process_group, "process_group")
-    others = set(group.ranks) - {group.ranks[group.rank]}
-    for part in parts.values():
-        refuse_shared_mesh(part, others, "process_group")
+    group = _group_of_replicas(parts.values(), process_group, between)
     for part in parts.values():
         part.unshard()  # The first time FSDP moves a shard that it must pad, in versions of torch before 2.13.
         part.reshard()
-    mates = sorted({group.ranks[group.rank]}.union(*map(ranks_of_mesh, parts.values())))
-    return ShardExchange(module, optimizer_list(optimizers), declaration, group, mates)
+    if between is not None:
+        declaration = OverIslands(declaration, between, sharded=True)
+    return ShardExchange(module, optimizer_list(optimizers), declaration, group, _mates(parts.values()), between)
+
+
+def _group_of_replicas(parts: Iterable[torch.nn.Module], process_group: Any, islands: Islands | None) -> ProcessGroup:
+    """The ranks with the same shard that are always there: those of ``process_group``, or between islands this one."""
+    if (process_group is None) == (islands is None):
+        raise ConfigurationError(
+            "replicas are known in one way",
+            argument="process_group",
+            expected="the ranks that hold the same shard, or between=islands",
+            seen="neither" if islands is None else "both",
+        )
+    if islands is None:
+        group: ProcessGroup = as_group(process_group, "process_group")
+        others = set(group.ranks) - {group.ranks[group.rank]}
+        for part in parts:
+            refuse_shared_mesh(part, others, "process_group")
+        return group
+    everyone = as_group(None, "process_group")
+    here = islands.ranks or (everyone.ranks[everyone.rank],)
+    strangers = set(_mates(parts)) - set(here)
+    if strangers:
+        raise ConfigurationError(
+            "an island has all shards of its replica",
+            argument="between",
+            expected=f"a mesh of ranks {list(here)}, which joined together",
+            seen=f"ranks {sorted(strangers)}, too",
+            advice="Shard the model among the ranks that call join_islands together.",
+        )
+    return solo_group()
+
+
+def _mates(parts: Iterable[torch.nn.Module]) -> list[int]:
+    """The ranks with the shards of this replica."""
+    everyone = as_group(None, "process_group")
+    return sorted({everyone.ranks[everyone.rank]}.union(*map(ranks_of_mesh, parts)))
 
 
 def _check(algorithm: Algorithm) -> None:
@@ -93,8 +146,13 @@ class _ForAllShards(How):
         mates: communicator of the ranks that hold the shards of one replica.
     """
 
-    inner: Sum
+    inner: Sum | BetweenIslands
     mates: Communicator
+
+    @property
+    def alone(self) -> bool:
+        """As of a whole model."""
+        return self.inner.alone
 
     @property
     def exact(self) -> bool:
@@ -150,7 +208,7 @@ class _OfShards(Algorithm):
         """Those of the inner algorithm, agreed on by the ranks that hold the other shards."""
         return tuple(
             dataclasses.replace(one, how=_ForAllShards(one.how, self.mates))
-            if isinstance(one.how, Sum) and "weights" in one.needs
+            if isinstance(one.how, Sum | BetweenIslands) and "weights" in one.needs
             else one
             for one in self.inner.exchanges(phase)
         )
@@ -184,6 +242,10 @@ class _Shards(torch.nn.Module):
         return iter(()) if module is None else module.named_buffers(*arguments, **options)
 
 
+def _facts(module: torch.nn.Module) -> list[str]:
+    return [f"{name}: {list(parameter.shape)}, {parameter.dtype}" for name, parameter in module.named_parameters()]
+
+
 class ShardExchange(EngineAccess):
     """The exchanges of the replicas of a sharded model. Made by ``exchange_shards``.
 
@@ -193,6 +255,7 @@ class ShardExchange(EngineAccess):
         algorithm: algorithm that says what is exchanged.
         group: group of the ranks with the same shard.
         mates: ranks of all, with the shards of this replica.
+        islands: islands that this replica is one of; None for replicas that are always there.
 
     Attributes:
         module: module that is sharded.
@@ -205,6 +268,7 @@ class ShardExchange(EngineAccess):
         algorithm: Algorithm,
         group: ProcessGroup,
         mates: Sequence[int],
+        islands: Islands | None = None,
     ) -> None:
         self.module = module
         self._parameters = list(module.parameters())
@@ -217,11 +281,13 @@ class ShardExchange(EngineAccess):
         self._everyone = weakref.ref(everyone)
         of_shards = _OfShards(algorithm, self._mates)
         try:
+            compare([f"algorithm {algorithm!r}", *_facts(module)], self._mates, "models")
             wrapped: Any = with_bagua(self._shards, self._twins, of_shards, group, do_flatten=False)
+            self._bagua_engine = wrapped._bagua_engine  # noqa: SLF001 - ours
+            come_in(self._bagua_engine, islands, [LocalState(one) for one in self._optimizers])
         except BaseException:
             everyone.disconnect(self._mates)
             raise
-        self._bagua_engine = wrapped._bagua_engine  # noqa: SLF001 - ours
         self._reshard()
         loaded: Any = module  # Torch has no hints for these.
         self._handles = [

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -78,11 +78,27 @@ def refuse_to_switch(before: BackwardHooks | None) -> None:
         )
 
 
-def come_in(engine: BackwardHooks, islands: Islands | None) -> None:
-    """Come in with the model of ``engine``: wait until this process takes part, and has the state of the others."""
+class HasState(Protocol):
+    """What gives its state away and takes that of another, as an optimizer does."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, made of numbers, strings, tensors and containers of these."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Replace it."""
+
+
+def come_in(engine: BackwardHooks, islands: Islands | None, optimizers: Sequence[HasState] | None = None) -> None:
+    """Come in with the model of ``engine``: wait until this process takes part, and has the state of the others.
+
+    Args:
+        engine: engine of the model.
+        islands: islands that it comes into; None for none.
+        optimizers: optimizers whose state a newcomer receives; None for those of the engine.
+    """
     if islands is None:
         return
-    state = _State(engine.reducer)
+    state = _State(engine.reducer, engine.reducer.optimizers if optimizers is None else optimizers)
     try:
         islands.bind(engine.reducer.facts, state.give, state.take)
     except BaseException:
@@ -93,15 +109,16 @@ def come_in(engine: BackwardHooks, islands: Islands | None) -> None:
 class _State:
     """All that a newcomer receives: weights, buffers, optimizers, and what the algorithm remembers."""
 
-    def __init__(self, reducer: Reducer) -> None:
+    def __init__(self, reducer: Reducer, optimizers: Sequence[HasState]) -> None:
         self._reducer = reducer
+        self._optimizers = optimizers
 
     def give(self) -> dict[str, Any]:
         """The state between two steps."""
         reducer = self._reducer
         return {
             "tensors": {name: tensor.detach() for name, tensor in _tensors(reducer.module).items()},
-            "optimizers": [optimizer.state_dict() for optimizer in reducer.optimizers],
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             "engine": self._shared(reducer.state_dict()),
         }
 
@@ -112,7 +129,7 @@ class _State:
         with torch.no_grad():
             for name, tensor in state["tensors"].items():
                 here[name].copy_(tensor)
-        for optimizer, found in zip(reducer.optimizers, state["optimizers"], strict=True):
+        for optimizer, found in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(found)
         reducer.load_state_dict(state["engine"])
 

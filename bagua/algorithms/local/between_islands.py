@@ -153,6 +153,8 @@ class OverIslands(Algorithm):
         inner: lets its ranks train alone, and takes means every so often, as ``diloco`` does.
         islands: islands that take part.
         elastic: gradients may be exchanged between islands in each step, all at once when the backward pass ends.
+        sharded: ranks of an island hold shards of the model, whose gradients are summed already; each rank exchanges
+            its own with its counterparts.
 
     Raises:
         ConfigurationError: an algorithm that cannot run between islands.
@@ -161,10 +163,11 @@ class OverIslands(Algorithm):
     inner: Algorithm
     islands: Islands
     elastic: bool = False
+    sharded: bool = False
 
     def __post_init__(self) -> None:
         check_kind(Algorithm, "an Algorithm", inner=self.inner)
-        check_flags(elastic=self.elastic)
+        check_flags(elastic=self.elastic, sharded=self.sharded)
         for one in self.inner.every_exchange():
             _check(one, elastic=self.elastic)
 
@@ -181,7 +184,7 @@ class OverIslands(Algorithm):
         """Those of the inner algorithm, over the islands; inside an island of several ranks, gradients in each step."""
         inside = [one.labelled("inside the island") for one in GradientAllReduceAlgorithm().exchanges()]
         found = [one if one.how is None else self._between(one, one.how) for one in self.inner.exchanges(phase)]
-        if not self.islands.ranks or any("gradients" in one.needs for one in found):
+        if self.sharded or not self.islands.ranks or any("gradients" in one.needs for one in found):
             inside = []
         let_in = Exchange(None, Every(), None, LetIn(self.islands), at="safe", parts=Parts(1, "strided"))
         return (*inside, *found, let_in.labelled("newcomers"))

@@ -1,0 +1,208 @@
+"""Islands that FSDP2 shards inside: each rank exchanges its shards with its counterparts, while islands go and come."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import bagua.comm
+from bagua.algorithms import DiLoCoAlgorithm, LocalSGDAlgorithm
+from bagua.comm import new_group, open_store, serve_store_at
+from bagua.errors import CollectiveMismatchError, ConfigurationError
+from bagua.integrations.fsdp import exchange_shards
+from bagua.membership import Islands
+from bagua.membership.roster import Deadlines
+from bagua.testing.training import State, seeded
+from tests.integrations.test_fsdp import (
+    SHARDS,
+    assert_near,
+    divisor_of,
+    loss_of,
+    optimizer_of,
+    train_step,
+    uneven,
+    whole,
+)
+
+pytestmark = pytest.mark.gloo
+
+PERIOD = 2
+ALGORITHM = DiLoCoAlgorithm(PERIOD, outer_lr=0.7, outer_momentum=0.5)
+#: Nobody is given up for being slow: this machine may be busy.
+PATIENT = Deadlines(beat_s=0.02, silence_s=120.0, suspect_s=60.0, meet_s=60.0, poll_s=0.002)
+
+
+def own_group(shards: int) -> bagua.comm.ProcessGroup:
+    """The ranks of this island. Collective among all."""
+    rank, everyone = bagua.comm.get_rank(), range(bagua.comm.get_world_size())
+    groups = [new_group(list(everyone[first : first + shards])) for first in everyone[::shards]]
+    return groups[rank // shards]
+
+
+def joined(where: str, group: bagua.comm.ProcessGroup, name: str) -> Islands:
+    """One of two islands that meet at ``where``, as each of its ranks has it."""
+    ranks = group.duplicate("islands") if group.size > 1 else None
+    options: dict[str, Any] = {"minimum": 1, "timeout_s": 240.0, "deadlines": PATIENT, "group": ranks}
+    return Islands(open_store(where, 240.0), where, size=2, name=name, **options)
+
+
+def mesh_of(shards: int) -> Any:
+    """The ranks of this island as a mesh. Collective among all."""
+    replicas = bagua.comm.get_world_size() // shards
+    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicas", "shards"))["shards"]
+
+
+# An island goes, and comes again.
+
+
+def train(islands: Islands, mesh: Any, seed: int, steps: int) -> dict[int, tuple[State, tuple[int, ...]]]:
+    """By step after which islands exchanged, the weights of all shards, and who contributed."""
+    model = uneven(seed)
+    for part in (model[0], model):
+        fully_shard(part, mesh=mesh)
+    optimizer = optimizer_of(model)
+    exchange = exchange_shards(model, optimizer, ALGORITHM, between=islands)
+    found = {}
+    for step in range(exchange.bagua_state_dict()["step"] + 1, steps + 1):
+        if step == 4 * PERIOD:  # The exchange after this step has to see the one that came again.
+            while not any(seat > 1 and one.waiting for seat, one in islands._presence.roster.records.items()):
+                time.sleep(0.002)
+        train_step(model, optimizer, step)
+        if step % PERIOD == 0:
+            found[step] = (whole(model), islands.members().contributed)
+    exchange.bagua_close()
+    return found
+
+
+class BrokenDiskError(Exception):
+    """What ends a job."""
+
+
+def go_and_come_again(where: str) -> list[dict[int, tuple[State, tuple[int, ...]]]]:
+    group, mesh = own_group(SHARDS), mesh_of(SHARDS)
+    rows, goes = [], bagua.comm.get_rank() >= SHARDS
+    with contextlib.suppress(BrokenDiskError), joined(where, group, "a run") as islands:
+        rows.append(train(islands, mesh, islands.seat, 2 * PERIOD if goes else 6 * PERIOD))
+        if goes:
+            raise BrokenDiskError
+    if goes:
+        with joined(where, group, "a run") as islands:
+            rows.append(train(islands, mesh, 7, 6 * PERIOD))
+    return rows
+
+
+def in_one_piece(crowds: list[tuple[int, ...]], founder: dict[int, int]) -> list[State]:
+    """The weights after each outer step, in plain torch: a whole model for each island, with the batches of its ranks.
+
+    Args:
+        crowds: seats that contributed to each outer step.
+        founder: numbers of the islands, by seat.
+    """
+    anchor = dict(uneven(0).named_parameters())
+    outer = torch.optim.SGD(anchor.values(), lr=0.7, momentum=0.5, nesterov=True)
+    islands: dict[int, Any] = {}
+    found = []
+    for number, seats in enumerate(crowds):
+        for seat in seats:
+            if seat not in islands:
+                model = uneven()
+                optimizer = optimizer_of(model)
+                if number:
+                    optimizer.load_state_dict(copy.deepcopy(islands[seats[0]][1].state_dict()))
+                islands[seat] = model, optimizer
+        for seat in seats:
+            model, optimizer = islands[seat]
+            model.load_state_dict({name: one.detach() for name, one in anchor.items()})
+            for step in range(number * PERIOD + 1, (number + 1) * PERIOD + 1):
+                optimizer.zero_grad()
+                ranks = [SHARDS * founder[seat] + rank for rank in range(SHARDS)]
+                (sum(loss_of(model, rank, step) for rank in ranks) / divisor_of(ALGORITHM)).backward()
+                optimizer.step()
+        for name, one in anchor.items():
+            ends = [islands[seat][0].get_parameter(name).detach() for seat in seats]
+            one.grad = one.detach() - torch.stack(ends).mean(0)
+        outer.step()
+        found.append({name: one.detach().clone() for name, one in anchor.items()})
+    return found
+
+
+def test_an_island_of_shards_goes_and_comes_again(process_ranks):
+    store, where = serve_store_at("127.0.0.1", 0)
+    rows = process_ranks(4, go_and_come_again, where)
+    del store
+    stays, came = rows[0][0], rows[2][1]
+    again = next(seat for seat in stays[6 * PERIOD][1] if seat > 1)
+    first = stays[3 * PERIOD][1][0]
+    crowds = [stays[step][1] for step in sorted(stays)]
+    assert crowds == [(0, 1)] * 2 + [(first,)] * 2 + [(first, again)] * 2
+    assert sorted(came) == [5 * PERIOD, 6 * PERIOD]
+    wanted = in_one_piece(crowds, {first: 0, 1 - first: 1, again: 1})
+    for row in (row for rank in rows for row in rank):
+        for step, (weights, contributed) in row.items():
+            assert_near(weights, wanted[step // PERIOD - 1])
+            assert contributed == crowds[step // PERIOD - 1]
+
+
+# What is sent, and refused.
+
+
+def bytes_between(shards: int, where: str) -> int:
+    """What this rank sends to other islands in an outer step of a model whose parts are much larger than padding."""
+    with joined(where, own_group(shards), f"islands of {shards}") as islands:
+        with seeded():
+            model = torch.nn.Linear(64, 63)
+        fully_shard(model, mesh=mesh_of(shards))
+        optimizer = optimizer_of(model)
+        exchange = exchange_shards(model, optimizer, LocalSGDAlgorithm(1), between=islands)
+        sent = 0
+        for _ in range(2):
+            communicator = islands._counterparts.group.global_communicator
+            before = communicator.statistics.sent_bytes()
+            optimizer.zero_grad()
+            model(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+            sent = communicator.statistics.sent_bytes() - before
+        exchange.bagua_close()
+        return sent
+
+
+def test_each_rank_sends_as_many_times_less_between_islands_as_there_are_shards(process_ranks):
+    store, where = serve_store_at("127.0.0.1", 0)
+    one, two = process_ranks(2, bytes_between, 1, where), process_ranks(4, bytes_between, 2, where)
+    del store
+    assert one[0] >= 4 * 63 * 64
+    assert all(one[0] * 0.45 <= sent <= one[0] * 0.55 for sent in two)
+
+
+def refused(where: str) -> None:
+    rank = bagua.comm.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+    model = uneven()
+    fully_shard(model, mesh=mesh)
+    for arguments in ({}, {"process_group": mesh.get_group(), "between": islands_alone(where)}):
+        with pytest.raises(ConfigurationError, match="replicas are known in one way"):
+            exchange_shards(model, [], "diloco", **arguments)
+    with pytest.raises(ConfigurationError, match=rf"ranks \[{1 - rank}\], too"):
+        exchange_shards(model, [], "diloco", between=islands_alone(where))
+    differ = pytest.raises(CollectiveMismatchError, match="algorithms")
+    with joined(where, bagua.comm.get_default_group(), "all") as islands, differ:
+        exchange_shards(model, [], DiLoCoAlgorithm(2 + rank), between=islands)
+
+
+def islands_alone(where: str) -> Islands:
+    """A process that has joined by itself."""
+    with joined(where, bagua.comm.solo_group(), f"rank {bagua.comm.get_rank()}") as islands:
+        return islands
+
+
+def test_what_is_no_island_of_shards_is_refused(process_ranks):
+    store, where = serve_store_at("127.0.0.1", 0)
+    process_ranks(2, refused, where)
+    del store
