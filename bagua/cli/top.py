@@ -81,14 +81,21 @@ def _show(beats: Beats, interval_s: float, *, once: bool) -> None:
 
 def _show_live(looks: Callable[[], Iterator[list[tuple[str, ...]]]]) -> None:
     from rich.live import Live
-    from rich.table import Table
 
     with Live() as live:
         for rows in looks():
-            table = Table(*COLUMNS)
-            for row in rows:
-                table.add_row(*row, style="red" if row[7] else "")
-            live.update(table, refresh=True)
+            live.update(rich_table(rows), refresh=True)
+
+
+def rich_table(rows: Sequence[Sequence[str]]) -> Any:
+    """The table for a terminal. Names of groups are the user's, so no cell is read as markup."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*COLUMNS)
+    for row in rows:
+        table.add_row(*map(Text, row), style="red" if row[7] else "")
+    return table
 
 
 def rows_of(now: Mapping[int, Beat], before: Mapping[int, Beat], wall_s: float) -> list[tuple[str, ...]]:

@@ -153,7 +153,8 @@ def _absences(group: _Group, calls: dict[int, dict[int, Record]], records: Mappi
     if not open_calls:
         return
     sequence = min(open_calls)
-    here = [rank for rank in members if _stands_in(calls.get(rank, {}), sequence)]
+    # By the records: between islands a member has another number in the next epoch than the one it signs with.
+    here = sorted(rank for rank, of_rank in calls.items() if _stands_in(of_rank, sequence))
     absent = [rank for rank in members if rank in records and rank not in here and not _is_past(calls, rank, sequence)]
     begun_s = min(calls[rank][sequence]["begun_s"] for rank in here)
     # A rank that had written its record before may have come all the same.

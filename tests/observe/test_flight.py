@@ -263,6 +263,19 @@ def test_a_record_from_before_says_nothing_of_later_calls(tmp_path):
     assert explain(tmp_path)[0] == ("Rank 0 came to call #2 on world, barrier(). Rank 1 had written its record before.")
 
 
+def test_a_rank_that_signs_with_the_number_of_an_earlier_epoch_is_told_all_the_same(tmp_path):
+    """It was member 4 of the epoch in which its record began, and is member 1 of two now."""
+    recorder = bagua.comm.Recorder()
+    statistics = Statistics(1, 2, bagua.comm.Place("islands", "gloo", 1, (0, 1)), recorder)
+    begin_barrier(statistics, 7)
+    earlier = bagua.comm.Place("islands", "gloo", 2, (0, 1, 4))
+    FlightRecord(recorder, earlier, str(tmp_path), listens=False).write("a test")
+    assert (
+        explain(tmp_path)[0]
+        == "Ranks 0 and 1 have written no record: killed, stopped, or still busy with something else."
+    )
+
+
 def test_a_job_without_errors_leaves_nothing(folder):
     ThreadRanks(2).run(bagua.comm.barrier, size=2)
     assert list(folder.iterdir()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import socket
 import threading
 import time
@@ -38,6 +39,15 @@ def test_late_and_silent_ranks_are_marked():
     assert rows[2][0] == "2"
     assert rows[2][-1] == "has said nothing yet"
     assert top.plain_table(rows).splitlines()[0].startswith("rank  host")
+
+
+def test_a_terminal_shows_the_names_of_groups_as_they_are():
+    console = pytest.importorskip("rich.console").Console(width=200, record=True, file=io.StringIO())
+    calls = ["[red]shards[/red] #1 barrier()", "a[/b] #2 barrier()"]
+    rows = top.rows_of({rank: beat(call=call) for rank, call in enumerate(calls)}, {}, wall_s=1000.0)
+    console.print(top.rich_table(rows))
+    shown = console.export_text()
+    assert all(call in shown for call in calls)
 
 
 def test_what_an_earlier_job_left_in_the_store_is_not_shown():
