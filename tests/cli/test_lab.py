@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bagua.cli.lab import command, network
-from bagua.cli.lab.switch import FrameSchedule, SwitchReport
+from bagua.cli.lab.switch import HEADER_BYTES, FrameSchedule, SwitchReport
 from bagua.cli.main import main
 from bagua.link import LinkSettings, parse_link
 
@@ -18,7 +19,7 @@ needs_lab = pytest.mark.skipif(network.refusal() is not None, reason=str(network
 
 
 def frame(receiver: int, nbytes: int = 100, name: bytes = b"") -> bytes:
-    return (bytes([2, 0, 0, 0, 0, receiver]) + name).ljust(nbytes, b".")
+    return bytes(HEADER_BYTES) + (bytes([2, 0, 0, 0, 0, receiver]) + name).ljust(nbytes, b".")
 
 
 def due(schedule: FrameSchedule, now: float) -> list[tuple[int, bytes]]:
@@ -63,11 +64,11 @@ def test_frames_arrive_in_order_after_the_delay() -> None:
 
 def test_a_broadcast_reaches_all_others_and_a_stranger_nobody() -> None:
     schedule = FrameSchedule(3)
-    schedule.take(1, b"\xff" * 6 + b"who?", 0.0)
+    schedule.take(1, bytes(HEADER_BYTES) + b"\xff" * 6 + b"who?", 0.0)
     assert [receiver for receiver, _ in due(schedule, 0.0)] == [0, 2]
     schedule.take(1, frame(7), 0.0)
     schedule.take(1, frame(1), 0.0)
-    schedule.take(1, b"\x33\x33\x00\x00\x00\x01", 0.0)
+    schedule.take(1, bytes(HEADER_BYTES) + b"\x33\x33\x00\x00\x00\x01", 0.0)
     assert due(schedule, 1.0) == []
 
 
@@ -79,6 +80,17 @@ def test_a_receiver_gets_its_rate_whoever_sends() -> None:
     assert len(due(schedule, 0.0101)) == 2  # one for each receiver
     assert len(due(schedule, 0.0199)) == 0
     assert len(due(schedule, 0.0201)) == 1
+
+
+def test_a_packet_that_is_not_cut_yet_takes_the_time_of_its_frames() -> None:
+    # 3,000 bytes in frames of at most 1,448, each with 66 bytes of headers.
+    header = struct.pack("<BBHHHH", 1, 1, 66, 1448, 34, 16)
+    packet = header + bytes([2, 0, 0, 0, 0, 1]) + bytes(60 + 3000)
+    schedule = FrameSchedule(2, receive_bytes_per_s=1000.0)
+    schedule.take(0, packet, 0.0)
+    assert due(schedule, 3.197) == []
+    assert due(schedule, 3.199) == [(1, packet)]
+    assert schedule.report.frames == 3
 
 
 def test_a_queue_has_an_end() -> None:

@@ -26,7 +26,17 @@ from pathlib import Path
 from bagua.cli.lab.switch import SwitchReport
 from bagua.link import LinkSettings
 
-__all__ = ["INTERFACE", "Host", "LabUnavailableError", "Network", "enter", "open_network", "refusal", "sent_bytes"]
+__all__ = [
+    "INTERFACE",
+    "Host",
+    "LabUnavailableError",
+    "Network",
+    "burst_bytes",
+    "enter",
+    "open_network",
+    "refusal",
+    "sent_bytes",
+]
 
 INTERFACE = "lab0"
 MTU_BYTES = 1500
@@ -36,8 +46,10 @@ LEAST_BURST_BYTES = 128 * 1024
 #: How long a packet may queue before it is dropped.
 LONGEST_QUEUE_MS = 50
 CLONE_NEWNET = 0x40000000
-#: Of Linux, to make a TAP device whose frames have no header of the kernel's.
-TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
+#: Of Linux, to make a TAP device whose frames begin with the header of virtio_net.
+TUNSETIFF, IFF_TAP, IFF_NO_PI, IFF_VNET_HDR = 0x400454CA, 0x0002, 0x1000, 0x4000
+#: With it, the device takes and gives packets of TCP before they are cut into frames, and without their checksums.
+TUNSETOFFLOAD, TUN_F_CSUM, TUN_F_TSO4 = 0x400454D0, 0x01, 0x02
 SWITCH_ENDS_S = 5.0
 
 
@@ -171,7 +183,7 @@ def open_network(
 @contextlib.contextmanager
 def switched(network: Network, link: LinkSettings, on_report: Callable[[SwitchReport], object]) -> Iterator[None]:
     """Join the hosts by a process that delays and drops what they send."""
-    devices = [tap_of(host) for host in network.hosts]
+    devices = [tap_of(host, whole=link.loss == 0) for host in network.hosts]
     rate = link.receive_mbit_s
     settings = {
         "devices": devices,
@@ -200,12 +212,21 @@ def switched(network: Network, link: LinkSettings, on_report: Callable[[SwitchRe
             on_report(SwitchReport(**json.loads(written)))
 
 
-def tap_of(host: Host) -> int:
-    """A descriptor of a new TAP device, which is the interface of ``host``."""
+def tap_of(host: Host, *, whole: bool) -> int:
+    """A descriptor of a new TAP device, which is the interface of ``host``.
+
+    Args:
+        host: the host.
+        whole: packets of TCP arrive at the descriptor before they are cut into frames: fewer of them to carry.
+    """
     with inside(host.namespace):
         try:
             device = os.open("/dev/net/tun", os.O_RDWR)
-            fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", INTERFACE.encode(), IFF_TAP | IFF_NO_PI))
+            fcntl.ioctl(
+                device, TUNSETIFF, struct.pack("16sH22x", INTERFACE.encode(), IFF_TAP | IFF_NO_PI | IFF_VNET_HDR)
+            )
+            if whole:
+                fcntl.ioctl(device, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4)
         except OSError as error:
             raise LabUnavailableError(f"delay and loss need TAP devices (/dev/net/tun): {error.strerror}") from error
         run(f"ip link set {INTERFACE} address 02:00:00:00:00:{host.number:02x}")
@@ -251,11 +272,15 @@ def limit(interface: str, rate_mbit_s: float | None) -> None:
         subprocess.run(["tc", "qdisc", "del", "dev", interface, "root"], check=False, capture_output=True)
         return
     bits_per_s = round(rate_mbit_s * 1e6)
-    burst_bytes = max(LEAST_BURST_BYTES, round(bits_per_s / 8 * BURST_S))
     run(
-        f"tc qdisc replace dev {interface} root tbf rate {bits_per_s}bit burst {burst_bytes} "
+        f"tc qdisc replace dev {interface} root tbf rate {bits_per_s}bit burst {burst_bytes(rate_mbit_s)} "
         f"latency {LONGEST_QUEUE_MS}ms"
     )
+
+
+def burst_bytes(rate_mbit_s: float) -> int:
+    """What may leave a link of this rate at once, after it was idle."""
+    return max(LEAST_BURST_BYTES, round(rate_mbit_s * 1e6 / 8 * BURST_S))
 
 
 def run(command: str) -> None:

@@ -1,8 +1,9 @@
 """A switch in user space, for what the kernel here has no queue for: delay and loss.
 
 Each host has a TAP device. The switch takes a frame from the sender's device, keeps it until it is due, and writes it
-to the receiver's. It is one process, and Python: at 1500 bytes a frame it carries about 100 Mbit/s. How late frames
-leave is counted and reported, so a measurement that the switch has distorted says so.
+to the receiver's. It is one process, and Python, so devices give packets of TCP before these are cut into frames, where
+no frame is to be lost. How late frames leave is counted and reported, so a measurement that the switch has distorted
+says so.
 
 ``python -m bagua.cli.lab.switch SETTINGS`` with the devices' descriptors inherited.
 """
@@ -25,7 +26,9 @@ __all__ = ["FrameSchedule", "SwitchReport", "serve"]
 
 #: The longest time for which frames wait for a receiver's rate, as in the kernel's queues of the lab.
 LONGEST_QUEUE_S = 0.05
-LONGEST_FRAME_BYTES = 2048
+#: What a device gives at most: a packet of TCP that is not cut into frames yet, and the header of virtio_net before it.
+LONGEST_FRAME_BYTES = 65536 + 64
+HEADER_BYTES = 10
 #: Frames that are taken from one device before the others have a turn.
 _BATCH = 64
 _BROADCAST = b"\xff" * 6
@@ -93,10 +96,10 @@ class FrameSchedule:
 
         Args:
             sender: number of the host.
-            frame: as Ethernet has it, without checksum.
+            frame: header of virtio_net, and what follows it: a frame without checksum, or several in one.
             now: seconds on any clock.
         """
-        for receiver in self._receivers(sender, frame[:6]):
+        for receiver in self._receivers(sender, frame[HEADER_BYTES : HEADER_BYTES + 6]):
             if self.loss and self._chance.random() < self.loss:
                 self.report.lost += 1
                 continue
@@ -106,7 +109,7 @@ class FrameSchedule:
                 if free - due > LONGEST_QUEUE_S:
                     self.report.overflowed += 1
                     continue
-                due = self._free[receiver] = free + len(frame) / self.receive_bytes_per_s
+                due = self._free[receiver] = free + wire_size(frame)[1] / self.receive_bytes_per_s
             self._number += 1  # Frames that are due at one time keep their order.
             heapq.heappush(self._due, (due, self._number, receiver, frame))
 
@@ -121,16 +124,36 @@ class FrameSchedule:
         report = self.report
         while self._due and self._due[0][0] <= now:
             due, _, receiver, frame = heapq.heappop(self._due)
-            late_s = now - due
-            report.frames += 1
-            report.late_s += late_s
+            late_s, frames = now - due, wire_size(frame)[0]
+            report.frames += frames
+            report.late_s += late_s * frames
             report.latest_s = max(report.latest_s, late_s)
-            report.late_frames += late_s > 1e-3
+            report.late_frames += frames * (late_s > 1e-3)
             yield receiver, frame
 
     def wait_s(self, now: float) -> float | None:
         """Seconds until the next frame is due; None if there is none."""
         return max(self._due[0][0] - now, 0.0) if self._due else None
+
+
+def wire_size(packet: bytes) -> tuple[int, int]:
+    """How many frames a packet is on a wire, and how many bytes they have.
+
+    Args:
+        packet: header of virtio_net, and a frame; or a packet of TCP that is to be cut into frames, as the header says.
+
+    Example:
+        >>> wire_size(bytes(10) + bytes(60))
+        (1, 60)
+        >>> wire_size(bytes([1, 1, 66, 0, *(1448).to_bytes(2, "little"), 34, 0, 16, 0]) + bytes(66 + 3000))
+        (3, 3198)
+    """
+    kind, header_bytes, payload_bytes = packet[1], int.from_bytes(packet[2:4], "little"), packet[4:6]
+    nbytes = len(packet) - HEADER_BYTES
+    if not kind:
+        return 1, nbytes
+    frames = max(-((header_bytes - nbytes) // int.from_bytes(payload_bytes, "little")), 1)
+    return frames, nbytes + (frames - 1) * header_bytes
 
 
 def serve(devices: Sequence[int], schedule: FrameSchedule, over: Callable[[], bool]) -> SwitchReport:
