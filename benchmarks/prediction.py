@@ -1,10 +1,16 @@
 """How far the predictions of ``bagua advise`` are from what the network lab measures.
 
-Measures the steps of a perceptron on as many processes as there are hosts, all at work at the same time and without a
-network, and rehearses algorithms there; then times the same algorithms on links of the lab. Nothing is fitted to those
+Measures the steps of a perceptron on as many processes as there are hosts, without a network, rehearses algorithms, and
+measures calls on links without a limit; then times the same algorithms on links of the lab. Nothing is fitted to those
 times. Needs Linux and root.
 
-``python -m benchmarks.prediction --hosts 2 --links 100mbit 1gbit 10gbit 50mbit,20ms``
+``python -m benchmarks.prediction --hosts 2 --links 100mbit 1gbit 50mbit,20ms``
+
+The whole grid has 16 pieces, a number of hosts and a link each. A piece that is in the file is not measured again:
+
+``for n in $(seq 16); do python -m benchmarks.prediction --grid --pieces 1 --json cells.json; done``
+
+``python -m benchmarks.prediction --read cells.json`` makes tables of what was measured.
 """
 
 import argparse
@@ -16,21 +22,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bagua.advise import (
+    Advice,
     Cluster,
-    MachineFacts,
     ModelFacts,
+    Prediction,
     Rehearsal,
     measure_model,
     predict,
-    probe_machine,
     rehearse,
 )
 from bagua.algorithms import Algorithm, GradientAllReduceAlgorithm
+from bagua.cli.advise.lab import lab_cluster, probe_lab
 from bagua.cli.lab.network import LabUnavailableError, Network, open_network
+from bagua.cli.lab.switch import SwitchReport
 from bagua.cli.launch import Rank, run_ranks
+from bagua.comm import destroy_process_group
 from bagua.link import LinkSettings, parse_link
 from benchmarks.network.contenders import read_options
-from benchmarks.network.experiment import Experiment, Plan
+from benchmarks.network.experiment import show
+from benchmarks.network.ranks import Place, limit_together, report, warm_up
 from benchmarks.network.tasks import PerceptronTask, Task
 
 NOT_AVAILABLE = 3
@@ -44,8 +54,18 @@ CONTENDERS = (
     "low_precision_decentralized",
     "local_sgd",
 )
+GRID = tuple(
+    (hosts, parse_link(rate + delay))
+    for delay in ("", ",20ms")
+    for hosts in (2, 4)
+    for rate in ("10gbit", "1gbit", "100mbit", "10mbit")
+)
 DDP_BUCKET_BYTES = 25 * 1024 * 1024
 MEASURED_S = 4.0
+#: A turn is about so long, but at least a period of the algorithm, and at least two steps.
+TURN_S = 1.0
+#: The switch carries a link if fewer of its frames leave late.
+CARRIED = 0.01
 
 
 @dataclass(frozen=True)
@@ -58,6 +78,8 @@ class Cell:
         link: link of each.
         predicted_s: seconds of a step, predicted.
         measured_s: seconds of a step, measured.
+        late: part of the frames that left the switch more than a millisecond late; 0 without a switch.
+        keeps_equal: whether ranks hold equal weights after each step.
     """
 
     contender: str
@@ -65,27 +87,29 @@ class Cell:
     link: str
     predicted_s: float
     measured_s: float
+    late: float = 0.0
+    keeps_equal: bool = True
+
+    @property
+    def name(self) -> str:
+        """Name of the algorithm."""
+        return self.contender.partition(":")[0]
 
     @property
     def error(self) -> float:
         """The prediction's distance from the measured time, as a part of that."""
         return self.predicted_s / self.measured_s - 1
 
-
-class FixedNetwork(Network):
-    """A network whose links stay as they were made: those with delay have no rate that could be set."""
-
-    def set_rate(self, rate_mbit_s: float | None) -> None:
-        """Do nothing."""
+    @property
+    def counts(self) -> bool:
+        """Whether the lab could carry what was sent."""
+        return self.late <= CARRIED
 
 
-def find_out(
-    rank: Rank, task: Task, hosts: int, contenders: Sequence[str]
-) -> tuple[ModelFacts, MachineFacts, list[Rehearsal]]:
+def find_out(rank: Rank, task: Task, hosts: int, contenders: Sequence[str]) -> tuple[ModelFacts, list[Rehearsal]]:
     """What one of several processes measures while the others do the same."""
     trainer = task.trainer(rank.rank)
-    facts = measure_model(trainer.model, trainer.optimizer, trainer.step, seconds=MEASURED_S)
-    facts = ModelFacts(facts.parameters, facts.steps_s, facts.optimizer, hosts)
+    facts = measure_model(trainer.model, trainer.optimizer, trainer.step, seconds=MEASURED_S, copies=hosts)
     rehearsals = []
     for contender in contenders:
         if contender == "ddp":
@@ -94,43 +118,147 @@ def find_out(
             name, _, options = contender.partition(":")
             made, bucket_bytes = Algorithm.init(name, **read_options(options)), 10_000_000  # type: ignore[assignment]
         rehearsals.append(rehearse(made, facts, [1] * hosts, name=contender, bucket_bytes=bucket_bytes))
-    return facts, probe_machine(), rehearsals
+    return facts, rehearsals
 
 
-def measure(link: LinkSettings, options: argparse.Namespace, task: Task) -> dict[str, float]:
-    """Median seconds of a step of each contender, on one network of the lab."""
-    rate = None if link.needs_switch else link.send_mbit_s
-    plan = Plan(
-        options.hosts,
-        (rate,),
-        tuple(options.contenders),
-        task,
-        options.rounds,
-        calls=options.calls,
-        at_once=len(CONTENDERS),
+def time_all(
+    rank: Rank, place: Place, task: Task, rate_mbit_s: float | None, calls: dict[str, int], rounds: int
+) -> dict[str, list[float]]:
+    """Seconds of a step of each contender in each of its turns, on this rank.
+
+    Args:
+        rank: which one this is.
+        place: where it lives.
+        task: what is trained.
+        rate_mbit_s: rate of the links; None leaves them as they are.
+        calls: timed steps in a turn of each contender.
+        rounds: turns of each.
+    """
+    place.join(rank)
+    trainings, _ = warm_up(rank, task, list(calls))
+    if rate_mbit_s is not None:
+        limit_together(rank, place, rate_mbit_s)
+    found: dict[str, list[float]] = {contender: [] for contender in trainings}
+    for number in range(rounds):
+        for contender, training in trainings.items():
+            found[contender].append(training.turn(rank, place, calls[contender]).step_s)
+        report(rank, f"round {number + 1} of {rounds}")
+    destroy_process_group()
+    return found
+
+
+def measure(
+    hosts: int, link: LinkSettings, task: Task, calls: dict[str, int], rounds: int
+) -> tuple[dict[str, float], float]:
+    """Median seconds of a step on the slowest rank, by contender, and the part of frames that left the switch late."""
+    reports: list[SwitchReport] = []
+    with open_network(hosts, None if not link.needs_switch else link, reports.append) as opened:
+        network = Network(opened.hosts, opened.switch)
+        rate = None if link.needs_switch else link.send_mbit_s
+        of_ranks = run_ranks(time_all, hosts, (Place(network), task, rate, calls, rounds), show, network)
+    late = sum(one.late_frames for one in reports) / max(sum(one.frames for one in reports), 1)
+    slowest = {
+        who: [max(turns) for turns in zip(*(rank[who] for rank in of_ranks), strict=True)] for who in of_ranks[0]
+    }
+    return {who: statistics.median(turns) for who, turns in slowest.items()}, late
+
+
+def steps_of_turn(rehearsal: Rehearsal, predicted_s: float) -> int:
+    """Timed steps: whole periods, for about ``TURN_S``."""
+    period = max(len(rehearsal.steps), 2)
+    return period * max(round(TURN_S / (period * predicted_s)), 1)
+
+
+def cells_of(hosts: int, link: LinkSettings, options: argparse.Namespace) -> list[Cell]:
+    """Predict first, and measure then."""
+    task = PerceptronTask(hidden=options.hidden, outer=options.hidden, batch=options.batch)
+    facts, rehearsals = run_ranks(find_out, hosts, (task, hosts, options.contenders))[0]
+    machine = probe_lab()
+    print(f"step alone {facts.step_s * 1e3:.1f} ms; {machine}", file=sys.stderr)
+    predicted = {one.name: predict(one, facts, lab_cluster(hosts, 1, link), machine) for one in rehearsals}
+    calls = {one.name: steps_of_turn(one, predicted[one.name].step_s) for one in rehearsals}
+    one_by_one = [{name: number} for name, number in calls.items()] if link.needs_switch else [calls]
+    found = []
+    for some in one_by_one:
+        measured, late = measure(hosts, link, task, some, options.rounds)
+        found += [
+            Cell(name, hosts, str(link), predicted[name].step_s, seconds, late, predicted[name].keeps_equal)
+            for name, seconds in measured.items()
+        ]
+    return found
+
+
+def pieces(options: argparse.Namespace, known: Sequence[Cell]) -> list[tuple[int, LinkSettings]]:
+    """What is to be measured now."""
+    wanted = GRID if options.grid else [(options.hosts, link) for link in options.links]
+    there = {(cell.hosts, cell.link) for cell in known}
+    missing = [(hosts, link) for hosts, link in wanted if (hosts, str(link)) not in there]
+    return missing[: options.pieces]
+
+
+def groups_of(cells: Sequence[Cell]) -> dict[tuple[int, str], list[Cell]]:
+    """Cells by hosts and link, in the order in which they came."""
+    found: dict[tuple[int, str], list[Cell]] = {}
+    for cell in cells:
+        found.setdefault((cell.hosts, cell.link), []).append(cell)
+    return found
+
+
+def named(cells: Sequence[Cell]) -> Cell:
+    """The algorithm that advice takes for the fastest, if ranks may differ."""
+    predictions = sorted(
+        (Prediction(cell.contender, cell.predicted_s, 0.0, 0.0, 0.0, cell.keeps_equal, "") for cell in cells),
+        key=lambda one: one.step_s,
     )
-    with open_network(options.hosts, link) as opened:
-        network = FixedNetwork(opened.hosts, opened.switch) if link.needs_switch else opened
-        lines = Experiment(plan, network).time([one for one in options.contenders if one != "ddp"])
-    return {line.contender: line.step.candidate_s for line in lines}
+    best = Advice(Cluster(cells[0].hosts), tuple(predictions), "").fastest(may_differ=True)
+    return next(cell for cell in cells if cell.contender == best.name)
 
 
-def table(cells: Sequence[Cell]) -> str:
-    """All cells, and how far they are off in the middle."""
-    lines = ["| algorithm | hosts | link | predicted | measured | error |", "|---|---|---|---|---|---|"]
-    lines += [
-        f"| `{cell.contender.partition(':')[0]}` | {cell.hosts} | {cell.link} | {cell.predicted_s * 1e3:.1f} ms "
-        f"| {cell.measured_s * 1e3:.1f} ms | {cell.error:+.0%} |"
-        for cell in cells
-    ]
-    errors = sorted(abs(cell.error) for cell in cells)
-    within = sum(error <= 0.15 for error in errors) / len(errors)
-    ninth = errors[min(len(errors) - 1, int(0.9 * len(errors)))]
-    lines.append("")
-    lines.append(
-        f"{len(cells)} cells: median error {statistics.median(errors):.1%}, {within:.0%} within 15 %, "
-        f"nine in ten within {ninth:.0%}"
-    )
+def tables(cells: Sequence[Cell]) -> str:
+    """A table for each number of hosts and delay, with the rates as columns, and how far all cells are off."""
+    groups = groups_of(cells)
+    found: list[str] = []
+    for hosts, delay in dict.fromkeys((hosts, link.partition(",")[2]) for hosts, link in groups):
+        links = [link for number, link in groups if number == hosts and link.partition(",")[2] == delay]
+        names = list(dict.fromkeys(cell.contender for link in links for cell in groups[hosts, link]))
+        found += [f"| {hosts} hosts | " + " | ".join(links) + " |", "|---" * (len(links) + 1) + "|"]
+        for name in names:
+            texts = [
+                next((text_of(cell) for cell in groups[hosts, link] if cell.contender == name), "") for link in links
+            ]
+            found.append(f"| `{name.partition(':')[0]}` | " + " | ".join(texts) + " |")
+        found.append("")
+    return "\n".join([*found, summary(cells)])
+
+
+def text_of(cell: Cell) -> str:
+    """Predicted, measured, and the error."""
+    text = f"{cell.predicted_s * 1e3:.1f} / {cell.measured_s * 1e3:.1f} ms, {cell.error:+.0%}"
+    return text if cell.counts else f"({text})"
+
+
+def summary(cells: Sequence[Cell]) -> str:
+    """How far all cells are off that count, and how often the right algorithm is named."""
+    counted = [cell for cell in cells if cell.counts]
+    left = len(cells) - len(counted)
+    lines = [f"{left} cells in brackets do not count: the switch could not carry what was sent"] if left else []
+    if counted:
+        errors = sorted(abs(cell.error) for cell in counted)
+        within = sum(error <= 0.15 for error in errors) / len(errors)
+        ninth = errors[min(len(errors) - 1, int(0.9 * len(errors)))]
+        lines.append(
+            f"{len(counted)} cells: median error {statistics.median(errors):.1%}, {within:.0%} within 15 %, "
+            f"nine in ten within {ninth:.0%}"
+        )
+    whole = [of for of in groups_of(counted).values() if len(of) > 1 and any(cell.contender == "ddp" for cell in of)]
+    if whole:
+        ratios = [named(of).measured_s / min(cell.measured_s for cell in of) for of in whole]
+        good = sum(ratio <= 1.05 for ratio in ratios)
+        lines.append(f"the named algorithm takes at most 1.05 of the best time on {good} of {len(ratios)} networks")
+        lines += [
+            f"  {of[0].hosts} hosts, {of[0].link}: {named(of).name}, {ratio:.2f} of the best"
+            for of, ratio in zip(whole, ratios, strict=True)
+        ]
     return "\n".join(lines)
 
 
@@ -144,12 +272,13 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--hosts", type=int, default=2, metavar="N", help="default 2")
     add("--links", type=parse_link, nargs="+", default=[parse_link("100mbit")], metavar="LINK", help="as 50mbit,20ms")
+    add("--grid", action="store_true", help="2 and 4 hosts, 10 Mbit/s to 10 Gbit/s, without and with 20 ms")
+    add("--pieces", type=int, metavar="N", help="measure so many links that are not in the file, and end")
     add("--contenders", nargs="+", default=list(CONTENDERS), metavar="WHO", help="ddp, and names of algorithms")
     add("--hidden", type=int, default=512, metavar="N", help="width of the perceptron")
     add("--batch", type=int, default=64, metavar="N", help="rows in a batch")
-    add("--rounds", type=int, default=2, metavar="N", help="turns of everyone")
-    add("--calls", type=int, default=8, metavar="N", help="timed steps in a turn")
-    add("--json", type=Path, metavar="FILE", help="write all cells to this file, after those that are there")
+    add("--rounds", type=int, default=3, metavar="N", help="turns of everyone")
+    add("--json", type=Path, metavar="FILE", help="write cells to this file, after those that are there")
     add("--read", type=Path, metavar="FILE", help="measure nothing; show what was written before")
     return parser
 
@@ -157,40 +286,36 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, predict, and print all cells; 3 where there cannot be a lab."""
     options = make_parser().parse_args(arguments)
-    cells = [Cell(**one) for one in json.loads(options.read.read_text())] if options.read else []
-    if not cells:
+    cells = cells_in(options.read or options.json)
+    if not options.read:
         try:
-            for found in cells_by_link(options):
+            for found in new_cells(options, cells):
+                print(tables(found), flush=True)
                 cells += found
-                add_to(options.json, found)
         except LabUnavailableError as error:
             print(error, file=sys.stderr)
             return NOT_AVAILABLE
-    print(table(cells))
+    print(tables(cells))
     return 0
+
+
+def new_cells(options: argparse.Namespace, known: Sequence[Cell]) -> Iterator[list[Cell]]:
+    """Cells of one network after the other, each written as soon as it is there."""
+    for hosts, link in pieces(options, known):
+        found = cells_of(hosts, link, options)
+        add_to(options.json, found)
+        yield found
+
+
+def cells_in(path: Path | None) -> list[Cell]:
+    """What was written before."""
+    return [Cell(**one) for one in json.loads(path.read_text())] if path is not None and path.exists() else []
 
 
 def add_to(path: Path | None, cells: Sequence[Cell]) -> None:
     """Write cells after those that are in a file, if there is one."""
     if path is not None:
-        before = json.loads(path.read_text()) if path.exists() else []
-        path.write_text(json.dumps([*before, *map(asdict, cells)], indent=1))
-
-
-def cells_by_link(options: argparse.Namespace) -> Iterator[list[Cell]]:
-    """Predict first, and measure then, one link after the other."""
-    task = PerceptronTask(hidden=options.hidden, outer=options.hidden, batch=options.batch)
-    facts, machine, rehearsals = run_ranks(find_out, options.hosts, (task, options.hosts, options.contenders))[0]
-    print(f"step alone {facts.step_s * 1e3:.1f} ms; {machine}", file=sys.stderr)
-    for link in options.links:
-        cluster = Cluster(options.hosts, 1, link, shared=True)
-        predicted = {one.name: predict(one, facts, cluster, machine).step_s for one in rehearsals}
-        measured = measure(link, options, task)
-        yield [
-            Cell(name, options.hosts, str(link), predicted[name], seconds)
-            for name, seconds in measured.items()
-            if name in predicted
-        ]
+        path.write_text(json.dumps([asdict(cell) for cell in [*cells_in(path), *cells]], indent=1))
 
 
 if __name__ == "__main__":

@@ -4,12 +4,14 @@ from bagua.advise.advice import DDP as DDP
 from bagua.advise.advice import Advice, advise
 from bagua.advise.advice import rehearse_all as rehearse_all
 from bagua.advise.advice import weigh as weigh
-from bagua.advise.facts import MachineFacts, ModelFacts, ParameterFacts
+from bagua.advise.facts import CallFacts, MachineFacts, ModelFacts, ParameterFacts
 from bagua.advise.measure import LEAST_STEPS as LEAST_STEPS
 from bagua.advise.measure import StepMeter as StepMeter
 from bagua.advise.measure import measure_model
 from bagua.advise.network import Cluster, Cost, cost_of
 from bagua.advise.prediction import Prediction, extrapolate, outside_calibration, predict
+from bagua.advise.probe import call_facts as call_facts
+from bagua.advise.probe import machine_facts as machine_facts
 from bagua.advise.probe import probe_machine
 from bagua.advise.rehearse import rehearse
 from bagua.advise.simulation import max_min_shares, step_seconds
@@ -17,6 +19,7 @@ from bagua.advise.trace import Message, Moment, Rehearsal, Run
 
 __all__ = [
     "Advice",
+    "CallFacts",
     "Cluster",
     "Cost",
     "MachineFacts",

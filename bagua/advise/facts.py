@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from bagua.errors import ConfigurationError
 
-__all__ = ["MachineFacts", "ModelFacts", "ParameterFacts"]
+__all__ = ["CallFacts", "MachineFacts", "ModelFacts", "ParameterFacts"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class ModelFacts:
         parameters: parameters, in the order in which their gradients arrive.
         steps_s: seconds of each measured step.
         optimizer: name of the optimizer's class.
-        copies: how many ranks computed on the machine while it was measured.
+        copies: how many ranks shared the machine's cores while it was measured; 1 where their time was left out.
 
     Raises:
         ConfigurationError: no step, or no parameter.
@@ -73,6 +73,50 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
+class CallFacts:
+    """What calls of one kind cost two ranks, on a network without limit and delay.
+
+    Attributes:
+        kind: as ``Message.kind``.
+        message_s: seconds of each message of a small call.
+        points: bytes that a rank sends, rising, and the seconds that they add to a small call.
+    """
+
+    kind: str
+    message_s: float
+    points: tuple[tuple[float, float], ...]
+
+    def byte_s(self, sent: float) -> float:
+        """Seconds for each of ``sent`` bytes: on the line between the points next to them.
+
+        Example:
+            >>> CallFacts("allreduce", 0.0, ((100.0, 1.0), (200.0, 4.0))).byte_s(150.0)
+            0.016666666666666666
+        """
+        before = (0.0, 0.0)
+        for point in self.points:
+            if sent <= point[0] or point is self.points[-1]:
+                slope = (point[1] - before[1]) / (point[0] - before[0])
+                return max(before[1] + slope * (sent - before[0]), 0.0) / sent if sent > 0 else max(slope, 0.0)
+            before = point
+        return 0.0
+
+
+#: Kinds that are measured, and those that take the same way through Gloo.
+_ALIKE = {
+    "reduce": "allreduce",
+    "barrier": "allreduce",
+    "alltoall_v": "alltoall",
+    "reduce_scatter": "alltoall",
+    "gather": "allgather",
+    "scatter": "allgather",
+    "broadcast": "sendrecv",
+    "send": "sendrecv",
+    "recv": "sendrecv",
+}
+
+
+@dataclass(frozen=True)
 class MachineFacts:
     """What calls cost on a machine, whatever the network.
 
@@ -82,6 +126,7 @@ class MachineFacts:
         local_message_s: seconds of one message between ranks that share memory.
         local_byte_s: seconds for each byte of it.
         cores: processor cores of a host.
+        calls: the first two by kind of call, where they were measured.
     """
 
     message_s: float = 60e-6
@@ -89,3 +134,11 @@ class MachineFacts:
     local_message_s: float = 20e-6
     local_byte_s: float = 0.3e-9
     cores: int = 1
+    calls: tuple[CallFacts, ...] = ()
+
+    def cost_of(self, kind: str, sent: float) -> tuple[float, float]:
+        """Seconds of one message, and of each byte, of a call in which a rank sends ``sent`` bytes."""
+        for one in self.calls:
+            if one.kind == _ALIKE.get(kind, kind):
+                return one.message_s, one.byte_s(sent)
+        return self.message_s, self.byte_s

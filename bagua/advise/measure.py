@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from bagua.advise.clock import own_time, sees_queues
 from bagua.advise.facts import ModelFacts, ParameterFacts
 from bagua.errors import ConfigurationError
 
@@ -26,7 +27,7 @@ class StepMeter:
     Args:
         module: module that is trained.
         optimizers: optimizers that step it.
-        clock: gives seconds.
+        clock: gives seconds; time in which other threads have the core should be no part of them.
 
     Raises:
         ConfigurationError: parameters on another device than the CPU.
@@ -36,7 +37,7 @@ class StepMeter:
         self,
         module: torch.nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = own_time,
     ) -> None:
         self._clock = clock
         self._module = module
@@ -92,7 +93,8 @@ class StepMeter:
         """What was measured.
 
         Args:
-            copies: how many ranks computed on the machine at the same time.
+            copies: how many ranks computed on the machine at the same time. It does not matter where the clock leaves
+                out what others did.
 
         Raises:
             ConfigurationError: too few steps, or no gradient.
@@ -110,7 +112,8 @@ class StepMeter:
             )
             for name in order
         )
-        return ModelFacts(parameters, steps_s, self._optimizer, copies)
+        alone = self._clock is own_time and sees_queues()
+        return ModelFacts(parameters, steps_s, self._optimizer, 1 if alone else copies)
 
 
 def measure_model(
@@ -119,6 +122,7 @@ def measure_model(
     step: Callable[[], object],
     *,
     seconds: float = 10.0,
+    copies: int = 1,
 ) -> ModelFacts:
     """Call ``step`` for a while, and say what its steps are like.
 
@@ -127,6 +131,7 @@ def measure_model(
         optimizer: optimizer that ``step`` steps.
         step: makes one training step.
         seconds: how long; at least 7 steps are made.
+        copies: how many ranks do the same on this machine at the same time.
 
     Example:
         >>> layer = torch.nn.Linear(4, 4)
@@ -153,4 +158,4 @@ def measure_model(
                 )
     finally:
         meter.end()
-    return meter.facts()
+    return meter.facts(copies)

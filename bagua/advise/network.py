@@ -16,7 +16,7 @@ __all__ = ["Cluster", "Cost", "cost_of"]
 _PACKET_BYTES, _FIRST_PACKETS = 1448, 10
 #: Share of a link's rate that is left when packets have their headers.
 _PAYLOAD = 1448 / 1514
-#: From this size of a share on, Gloo's allgather and alltoall are messages between pairs, all at once.
+#: From this size of a share on, Gloo's allgather is made of messages between pairs, all at once.
 _PAIRS_FROM_BYTES = 64 * 1024
 #: A connection that was idle for so long and a round trip begins like a new one: Linux's least retransmission timeout.
 _FORGOTTEN_AFTER_S = 0.2
@@ -31,6 +31,7 @@ class Cluster:
         ranks_per_host: on each.
         link: link of each host.
         shared: True if all hosts are one machine, whose cores they share, as in ``bagua lab``.
+        burst_bytes: bytes that pass a link at any rate after it was idle, as through the token buckets of the lab.
 
     Raises:
         ConfigurationError: less than one host, or rank.
@@ -40,6 +41,7 @@ class Cluster:
     ranks_per_host: int = 1
     link: LinkSettings = field(default_factory=LinkSettings)
     shared: bool = False
+    burst_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         check_whole(1, hosts=self.hosts, ranks_per_host=self.ranks_per_host)
@@ -74,14 +76,18 @@ class Cost:
     """What one message costs.
 
     Attributes:
-        latency_s: seconds in which nothing is limited by bytes.
+        latency_s: seconds in which nothing happens on this host.
         link_bytes: bytes that go through the link of each host, one way.
         own_bytes: bytes that this rank sends or receives, whichever is more.
+        work_s: seconds for which this rank's processor is busy with messages, whatever their size.
+        byte_s: seconds for which it is busy with each of ``own_bytes``.
     """
 
     latency_s: float
     link_bytes: float
     own_bytes: float
+    work_s: float = 0.0
+    byte_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -89,13 +95,15 @@ class _Pattern:
     """How a call is made of messages.
 
     Attributes:
-        rounds: messages that wait for each other: Gloo sends one when its receiver has asked for it, and in a ring asks
-            for the next one early, so there is one more than messages.
+        messages: messages that a rank sends one after the other.
+        delays: ways from host to host that wait for each other. Gloo sends a message when its receiver has asked for
+            it, so each of them takes two; counted in the lab, among 2 and 4 hosts with 20 ms between them.
         sent: bytes that the busiest rank sends.
         leaving: the part of them that leaves its host.
     """
 
-    rounds: float
+    messages: float
+    delays: float
     sent: float
     leaving: float = 1.0
 
@@ -105,22 +113,27 @@ def _pattern(message: Message) -> _Pattern:
     away = (n - n / message.hosts) / (n - 1)  # of the other ranks, those on other hosts
     border = 1.0 if n == message.hosts else message.hosts / n  # of a ring, the ranks that send to another host
     tree = math.ceil(math.log2(n))
-    at_once = size / n >= _PAIRS_FROM_BYTES
-    swap = _Pattern(2.0 if at_once else float(n), (n - 1) / n * size, away)
-    star = _Pattern(2.0, (n - 1) / n * size, away)
+    share = (n - 1) / n * size
+    swap = _Pattern(n - 1, 2.0, share, away)
+    ring = _Pattern(n - 1, 2.0 * (n - 1), share, border)
     patterns = {
-        "allreduce": _Pattern(2.0 * n - 1, 2 * (n - 1) / n * size, border),
-        "reduce": _Pattern(float(n), 2 * (n - 1) / n * size, border),
-        "allgather": _Pattern(swap.rounds, swap.sent, away if at_once else border),
+        "allreduce": _Pattern(2.0 * (n - 1), 4.0 * (n - 1), 2 * share, border),
+        "reduce": _Pattern(float(n), 2.0 * n, 2 * share, border),
+        "allgather": swap if size / n >= _PAIRS_FROM_BYTES else ring,
         "alltoall": swap,
         "alltoall_v": swap,
         "reduce_scatter": swap,
-        "gather": star,
-        "scatter": star,
-        "broadcast": _Pattern(tree + 1.0, tree * size),
-        "barrier": _Pattern(tree + 1.0, 0.0),
+        "gather": swap,
+        "scatter": swap,
+        "broadcast": _Pattern(tree, 2.0, tree * size),
+        "barrier": _Pattern(tree, 2.0 * tree, 0.0),
     }
-    return patterns.get(message.kind, _Pattern(2.0, size))  # between two ranks, which may be anywhere
+    return patterns.get(message.kind, _Pattern(1.0, 2.0, size))  # between two ranks, which may be anywhere
+
+
+def messages_of(message: Message) -> float:
+    """How many messages a rank sends in a call, one after the other."""
+    return _pattern(message).messages
 
 
 def slow_start_s(nbytes: float, bytes_per_s: float, delay_s: float) -> float:
@@ -158,11 +171,12 @@ def cost_of(message: Message, cluster: Cluster, machine: MachineFacts, idle_s: f
     pattern = _pattern(message)
     own_bytes = pattern.sent
     link_bytes = own_bytes * pattern.leaving * message.ranks / message.hosts
-    latency_s = pattern.rounds * (machine.message_s + cluster.delay_s)
-    own_rate = 1.0 / machine.byte_s if machine.byte_s else math.inf
+    message_s, byte_s = machine.cost_of(message.kind, own_bytes)
+    latency_s = pattern.delays * cluster.delay_s
+    own_rate = 1.0 / byte_s if byte_s else math.inf
     rate = min(cluster.bytes_per_s, own_rate, cluster.connection_bytes_per_s)
     if idle_s > _FORGOTTEN_AFTER_S + 2 * cluster.delay_s:
         latency_s += slow_start_s(own_bytes, rate, cluster.delay_s)
     if cluster.connection_bytes_per_s < cluster.bytes_per_s:
         latency_s += own_bytes * (1 / cluster.connection_bytes_per_s - 1 / cluster.bytes_per_s)
-    return Cost(latency_s, link_bytes, own_bytes)
+    return Cost(latency_s, link_bytes, own_bytes, pattern.messages * message_s, byte_s)

@@ -13,6 +13,7 @@ import math
 import statistics
 import threading
 import time
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+from bagua.advise.clock import queued_s
 from bagua.advise.facts import ModelFacts, ParameterFacts
 from bagua.advise.trace import Message, Moment, Rehearsal, Run
 from bagua.algorithms import Algorithm, Exchange
@@ -32,6 +34,8 @@ from bagua.parallel import with_bagua
 __all__ = ["rehearse"]
 
 _WARM_UP_STEPS, _LEAST_STEPS, _MOST_STEPS = 2, 2, 120
+#: A period is repeated for so many steps, but at least twice: flights of the first are folded in the second.
+_STEPS_READ = 16
 #: Calls whose bytes are those of one share of many.
 _OF_SHARES = ("allgather", "gather", "scatter", "reduce_scatter", "alltoall")
 #: Steps of an algorithm whose intervals are irregular.
@@ -82,30 +86,50 @@ class _Twin(torch.nn.Module):
 
 @dataclass
 class _Journal:
-    """A sink of the record, and of the marks that the twin sets."""
+    """A sink of the record, and of the marks that the twin sets.
+
+    Attributes:
+        queued: seconds for which a thread has had no core, as known at some moments, by thread.
+    """
 
     clock: Callable[[], float] = time.perf_counter
+    queued: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
     calls: list[CallRecord] = field(default_factory=list)
     spans: list[tuple[str, float, float, dict[str, Any], int]] = field(default_factory=list)
     marks: list[tuple[float, str, int]] = field(default_factory=list)
 
     def call(self, record: CallRecord) -> None:
         """See ``TraceSink``."""
+        self._look()
         self.calls.append(record)
 
     def span(self, name: str, begun: float, ended: float, facts: dict[str, Any]) -> None:
         """See ``TraceSink``."""
+        self._look()
         self.spans.append((name, begun, ended, facts, threading.get_ident()))
 
     def mark(self, what: str, number: int = 0) -> None:
         """Note that the thread which computes has come somewhere."""
+        self._look()
         self.marks.append((self.clock(), what, number))
+
+    def _look(self) -> None:
+        self.queued[threading.get_ident()].append((self.clock(), queued_s()))
+
+    def own_s(self, thread: int, begun: float, ended: float) -> float:
+        """Seconds from ``begun`` to ``ended`` without those in which the thread had no core."""
+        known = self.queued[thread]
+        last = len(known) - 1
+        before = known[max(bisect(known, (begun, math.inf)) - 1, 0)][1]
+        after = known[min(bisect(known, (ended, -math.inf)), last)][1]
+        return max(ended - begun - (after - before), 0.0)
 
     def forget(self) -> None:
         """Begin anew."""
         self.calls.clear()
         self.spans.clear()
         self.marks.clear()
+        self.queued.clear()
 
 
 @contextmanager
@@ -150,7 +174,7 @@ def rehearse(
         journal, seconds = _run_somehow(algorithm, steady, facts.parameters, host_sizes, bucket_bytes, steps)
         bare_s = _bare_step_s(facts, adaptive=kind is not None)
     found = _Reading(journal, steps, [host for host, size in enumerate(host_sizes) for _ in range(size)])
-    beside_s = statistics.median(seconds) - bare_s - found.blocked_s / len(seconds)
+    beside_s = statistics.fmean(seconds) - bare_s - found.blocked_s / len(seconds)
     return Rehearsal(
         name or repr(algorithm),
         found.steps,
@@ -235,7 +259,7 @@ def _run(
             _step(twin, optimizer, journal)
         journal.forget()
         group.recorder.trace = journal
-        seconds = [_step(twin, optimizer, journal) for _ in range(2 * steps)]
+        seconds = [_step(twin, optimizer, journal) for _ in range(steps * max(2, _STEPS_READ // steps))]
     finally:
         group.recorder.trace = None
         group.close()
@@ -251,35 +275,35 @@ def _wrap(
 
 
 def _step(twin: _Twin, optimizer: torch.optim.Optimizer, journal: _Journal) -> float:
-    begun = journal.clock()
+    """Seconds for which the thread that computes was busy in it."""
+    begun = time.thread_time()
     journal.mark("begins")
     twin().backward()
     optimizer.step()
     optimizer.zero_grad()
-    return journal.clock() - begun
+    return time.thread_time() - begun
 
 
 def _bare_step_s(facts: ModelFacts, *, adaptive: bool) -> float:
-    """Seconds of a step of the twin without any engine."""
+    """Seconds for which a step of the twin without any engine keeps its thread busy."""
     journal = _Journal()
     twin = _Twin(facts.parameters, lambda number: journal.mark("arrival", number))
     optimizer = _optimizer(torch.optim.Adam if adaptive else None, twin)
-    return statistics.median([_step(twin, optimizer, journal) for _ in range(_WARM_UP_STEPS + 5)][_WARM_UP_STEPS:])
+    return statistics.median([_step(twin, optimizer, journal) for _ in range(_WARM_UP_STEPS + 9)][_WARM_UP_STEPS:])
 
 
-def _quicker(one: Run, other: Run) -> Run:
-    """The same run, with the work as long as it took at least: what else goes on in the machine only adds to it."""
-    if [type(item) for item in one.items] != [type(item) for item in other.items]:
-        return other
-    items = (
-        min(first, second) if isinstance(first, float) and isinstance(second, float) else second
-        for first, second in zip(one.items, other.items, strict=True)
-    )
-    return Run(tuple(items), other.lane)
+def _usual(*runs: Run) -> Run:
+    """A run of all periods, with the work as long as it took in the middle."""
+    last = runs[-1]
+    if any([type(item) for item in one.items] != [type(item) for item in last.items] for one in runs):
+        return last
+    columns = zip(*(one.items for one in runs), strict=True)
+    items = (column[-1] if isinstance(column[-1], Message) else statistics.median(column) for column in columns)
+    return Run(tuple(items), last.lane)
 
 
 class _Reading:
-    """What a journal of two periods says of the second, whose flights have all been started in it or in the first.
+    """What a journal says of the last period, whose flights have all been started in it or in the one before.
 
     Args:
         journal: the journal.
@@ -289,26 +313,26 @@ class _Reading:
     Attributes:
         steps: moments of each step.
         runs: all runs.
-        blocked_s: seconds for which the thread that computes ran exchanges, or waited for them, in both periods.
+        blocked_s: seconds for which the thread that computes ran exchanges itself, in all periods.
     """
 
     def __init__(self, journal: _Journal, steps: int, nodes: Sequence[int]) -> None:
         self._main = threading.get_ident()
         self._nodes = nodes
         began = [at for at, what, _ in journal.marks if what == "begins"]
-        self._began = began[steps]
+        self._began = began[-steps]
         work = sorted((one for one in journal.spans if one[3].get("track") == "work"), key=lambda one: one[1])
         self._work = work
-        self.blocked_s = sum(ended - begun for _, begun, ended, _, thread in work if thread == self._main)
-        self.blocked_s += sum(
-            ended - begun for _, begun, ended, facts, _ in journal.spans if facts.get("track") == "waits"
-        )
+        own = [one for one in work if one[4] == self._main]
+        self.blocked_s = sum(journal.own_s(self._main, begun, ended) for _, begun, ended, _, _ in own)
         starts, waits = self._starts_and_waits(journal)
         now = sorted(number for number, at in starts.items() if at > self._began)
         position = {number: index for index, number in enumerate(now)}
         earlier = [number for number in sorted(starts) if number not in position]
-        runs = [[self._run_of(work[number], journal) for number in numbers] for numbers in (earlier, now)]
-        self.runs = tuple(map(_quicker, *runs)) if len(earlier) == len(now) else tuple(runs[1])
+        known = [self._run_of(work[number], journal) for number in [*earlier, *now]]
+        alike = len(known) % len(now) == 0 if now else False
+        periods = [known[first : first + len(now)] for first in range(0, len(known), len(now))] if alike else []
+        self.runs = tuple(map(_usual, *periods)) if alike else tuple(known[len(earlier) :])
         events: list[tuple[float, Moment]] = [
             (at, Moment(what, number))  # type: ignore[arg-type]
             for at, what, number in journal.marks
@@ -324,7 +348,7 @@ class _Reading:
         events.sort(key=lambda event: event[0])
         self.steps = tuple(
             tuple(moment for at, moment in events if begins < at < ends)
-            for begins, ends in zip(began[steps:], [*began[steps + 1 :], float("inf")], strict=True)
+            for begins, ends in zip(began[-steps:], [*began[-steps:][1:], float("inf")], strict=True)
         )
 
     def _starts_and_waits(self, journal: _Journal) -> tuple[dict[int, float], dict[int, float]]:
@@ -355,9 +379,9 @@ class _Reading:
         at = begun
         for record in journal.calls:
             if begun <= record.begun <= ended and record.place.label.startswith(label):
-                items += [max(record.begun - at, 0.0), self._message(record)]
+                items += [journal.own_s(thread, at, record.begun), self._message(record)]
                 at = record.ended
-        items.append(max(ended - at, 0.0))
+        items.append(journal.own_s(thread, at, ended))
         return Run(tuple(items), "" if thread == self._main else label)
 
     def _message(self, record: CallRecord) -> Message:

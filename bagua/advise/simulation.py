@@ -67,12 +67,19 @@ class _World:
     Attributes:
         cores: cores that the rank has for itself, as multiples of what it had when it was measured.
         link_bytes_per_s: rate of its host's link.
+        burst_bytes: bytes that pass the link at any rate after it was idle.
     """
 
     cores: float
     link_bytes_per_s: float
+    burst_bytes: float = 0.0
     now: float = 0.0
     waiting: list[tuple[Process, _Activity | Callable[[], bool]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._credit = self.burst_bytes
+        #: Bytes by which the credit shrinks in a second; it grows where that is negative.
+        self._spending = 0.0
 
     def start(self, process: Process) -> None:
         """Let ``process`` go on until it waits for something."""
@@ -90,6 +97,11 @@ class _World:
                 raise AssertionError("every process waits for another one")
             self._set_rates(active)
             step = min(one.left / one.rate for one in active)
+            if self._spending > 0.0:
+                step = min(step, self._credit / self._spending)
+            self._credit = min(self._credit - step * self._spending, self.burst_bytes)
+            if self._credit <= _NOTHING * self.burst_bytes:
+                self._credit = 0.0
             self.now += step
             for one in active:
                 one.left -= step * one.rate
@@ -109,12 +121,16 @@ class _World:
     def _set_rates(self, active: Sequence[_Activity]) -> None:
         flows = [one for one in active if one.kind == "bytes"]
         limits = [min(flow.limit, _NO_LIMIT) for flow in flows]
-        shares = max_min_shares(min(self.link_bytes_per_s, _NO_LIMIT), limits)
+        free = self._credit > 0.0
+        shares = max_min_shares(_NO_LIMIT if free else min(self.link_bytes_per_s, _NO_LIMIT), limits)
         load = sum(share * flow.load for flow, share in zip(flows, shares, strict=True))
         working = [one for one in active if one.kind == "work"]
         for_bytes = self.cores / 2 if working else self.cores
         for flow, share in zip(flows, shares, strict=True):
             flow.rate = share if load <= for_bytes else share * for_bytes / load
+        limited = self.burst_bytes > 0.0 and math.isfinite(self.link_bytes_per_s)
+        spending = sum(flow.rate for flow in flows) - self.link_bytes_per_s if limited else 0.0
+        self._spending = spending if free else min(spending, 0.0)
         for one in working:
             one.rate = min(1.0, (self.cores - min(load, for_bytes)) / len(working))
 
@@ -128,7 +144,6 @@ class _Rank:
         runs: the runs, and the costs of their messages.
         arrivals_s: seconds from the beginning of a step to each gradient.
         rest_s: seconds from the last gradient to the end of the step.
-        byte_s: as in ``MachineFacts``.
         had: cores that it had when it was measured.
     """
 
@@ -136,7 +151,6 @@ class _Rank:
     runs: Sequence[tuple[Run, dict[Message, Cost]]]
     arrivals_s: Sequence[float]
     rest_s: float
-    byte_s: float
     had: float
     done: set[tuple[int, int]] = field(default_factory=set)
     ended_at: list[float] = field(default_factory=list)
@@ -194,11 +208,12 @@ class _Rank:
     def _send(self, cost: Cost) -> Process:
         yield lambda: self.calls < _GLOO_CALLS
         self.calls += 1
+        yield _Activity(cost.work_s / self.had, "work")
         yield _Activity(cost.latency_s, "seconds")
         if cost.link_bytes > 0:
-            per_link_byte = cost.own_bytes / cost.link_bytes
-            limit = 1.0 / (self.byte_s * per_link_byte) if self.byte_s else math.inf
-            yield _Activity(cost.link_bytes, "bytes", load=self.byte_s * per_link_byte / self.had, limit=limit)
+            per_link_byte = cost.byte_s * cost.own_bytes / cost.link_bytes
+            limit = 1.0 / per_link_byte if per_link_byte else math.inf
+            yield _Activity(cost.link_bytes, "bytes", load=per_link_byte / self.had, limit=limit)
         self.calls -= 1
 
 
@@ -224,13 +239,13 @@ def step_seconds(
     """
     had = min(1.0, machine.cores / copies)  # cores that the rank had when it was measured
     cores = machine.cores / (cluster.size if cluster.shared else cluster.ranks_per_host)
-    world = _World(cores / had, cluster.bytes_per_s)
+    world = _World(cores / had, cluster.bytes_per_s, cluster.burst_bytes)
     idle_s = rehearsal.steps_alone * step_s
     runs = [
         (run, {message: cost_of(message, cluster, machine, idle_s) for message in run.messages})
         for run in rehearsal.runs
     ]
-    rank = _Rank(world, runs, arrivals_s, max(step_s - arrivals_s[-1], 0.0), machine.byte_s, had)
+    rank = _Rank(world, runs, arrivals_s, max(step_s - arrivals_s[-1], 0.0), had)
     length = len(rehearsal.steps)
     steps = [
         (index // length, rehearsal.steps[index % length], stretch, rehearsal.extra_s)

@@ -93,6 +93,26 @@ def test_a_link_without_limit_takes_no_time() -> None:
     assert step_seconds(found, ARRIVALS, STEP_S, there, MACHINE, [1.0, 1.0]) == pytest.approx(STEP_S)
 
 
+def test_a_bucket_of_tokens_lets_the_first_bytes_pass_at_once() -> None:
+    found = Rehearsal("late", (moments("a0 a1 s0 w0 t"),), (sending(300_000),))
+    # It is full again after each step: a byte each microsecond, for longer than a second.
+    there = Cluster(2, 1, CLUSTER.link, burst_bytes=100_000)
+    assert step_seconds(found, ARRIVALS, STEP_S, there, MACHINE, [1.0] * 4) == pytest.approx(STEP_S + 0.2)
+    # What it gains in the 0.1 s between them is all that the second call has of it.
+    run = Run((Message("sendrecv", 150_000, 2, 2), 0.1, Message("sendrecv", 150_000, 2, 2)))
+    twice = Rehearsal("twice", (moments("a0 a1 s0 w0 t"),), (run,))
+    there = Cluster(2, 1, CLUSTER.link, burst_bytes=150_000)
+    assert step_seconds(twice, ARRIVALS, STEP_S, there, MACHINE, [1.0] * 4) == pytest.approx(STEP_S + 0.1 + 0.05)
+
+
+def test_messages_keep_a_core_busy() -> None:
+    machine = MachineFacts(message_s=0.05, byte_s=0.0, cores=1)
+    found = Rehearsal("early", (moments("a0 s0 a1 w0 t"),), (sending(100_000),))
+    # The model computes on, at half its speed while the message is made.
+    assert seconds(found, machine) == pytest.approx(STEP_S + 0.05)
+    assert seconds(found, MachineFacts(message_s=0.05, byte_s=0.0, cores=2)) == pytest.approx(STEP_S)
+
+
 def test_who_was_measured_beside_others_computes_as_it_was_measured() -> None:
     found = Rehearsal("none", (moments("a0 a1 t"),), ())
     shared = Cluster(4, 1, CLUSTER.link, shared=True)

@@ -9,7 +9,7 @@ import pytest
 
 from bagua.cli.lab.network import LabUnavailableError
 from benchmarks import prediction
-from benchmarks.prediction import Cell, add_to, main
+from benchmarks.prediction import GRID, Cell, add_to, main, make_parser, pieces, summary, tables
 
 
 def test_cells_are_collected_and_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,15 +19,43 @@ def test_cells_are_collected_and_summed_up(tmp_path: Path, capsys: pytest.Captur
     assert len(json.loads(file.read_text())) == 3
     assert main(["--read", str(file)]) == 0
     said = capsys.readouterr().out
-    assert "| `ddp` | 2 | 1000mbit | 110.0 ms | 100.0 ms | +10% |" in said
-    assert "| `top_k` | 2 | 1000mbit | 60.0 ms | 100.0 ms | -40% |" in said
+    assert "| `ddp` | 110.0 / 100.0 ms, +10% |" in said
+    assert "| `top_k` | 60.0 / 100.0 ms, -40% |" in said
     assert "3 cells: median error 10.0%, 67% within 15 %, nine in ten within 40%" in said
 
 
+def test_what_the_switch_could_not_carry_does_not_count() -> None:
+    said = tables([Cell("ddp", 2, "1000mbit,20ms", 1.0, 2.0, late=0.2), Cell("ddp", 2, "10mbit,20ms", 1.0, 1.0)])
+    assert "| `ddp` | (1000.0 / 2000.0 ms, -50%) | 1000.0 / 1000.0 ms, +0% |" in said
+    assert "1 cells: median error 0.0%" in said
+
+
+def test_the_named_algorithm_is_held_against_the_best() -> None:
+    near = [
+        Cell("ddp", 2, "10mbit", 1.0, 1.0),
+        Cell("bytegrad", 2, "10mbit", 0.5, 0.52),
+        Cell("x", 2, "10mbit", 0.6, 0.5),
+    ]
+    # Not worth a change: plain DDP is named unless another one is predicted to be 5 % faster.
+    far = [Cell("ddp", 4, "10gbit", 1.0, 1.2), Cell("bytegrad", 4, "10gbit", 0.96, 1.0)]
+    said = summary([*near, *far])
+    assert "at most 1.05 of the best time on 1 of 2 networks" in said
+    assert "2 hosts, 10mbit: bytegrad, 1.04 of the best" in said
+    assert "4 hosts, 10gbit: ddp, 1.20 of the best" in said
+
+
+def test_the_grid_goes_on_where_it_ended() -> None:
+    options = make_parser().parse_args(["--grid", "--pieces", "2"])
+    known = [Cell("ddp", hosts, str(link), 1.0, 1.0) for hosts, link in GRID[:3]]
+    assert len(GRID) == 16
+    assert pieces(options, known) == list(GRID[3:5])
+    assert pieces(make_parser().parse_args(["--grid"]), []) == list(GRID)
+
+
 def test_a_machine_without_a_lab_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def refuse(_: object) -> list[list[Cell]]:
+    def refuse(*_: object) -> list[Cell]:
         raise LabUnavailableError("needs root")
 
-    monkeypatch.setattr(prediction, "cells_by_link", refuse)
+    monkeypatch.setattr(prediction, "cells_of", refuse)
     assert main([]) == prediction.NOT_AVAILABLE
     assert "needs root" in capsys.readouterr().err

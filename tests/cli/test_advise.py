@@ -13,6 +13,9 @@ import pytest
 from bagua.advise import MachineFacts
 from bagua.algorithms import Algorithm, ByteGradAlgorithm, GradientAllReduceAlgorithm
 from bagua.cli.advise import command, worker
+from bagua.cli.advise.lab import lab_cluster
+from bagua.cli.lab.network import LabUnavailableError
+from bagua.link import parse_link
 
 SCRIPT = """\
 import sys
@@ -126,3 +129,22 @@ def test_ctrl_c_ends_all_processes(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert len(started) == 2
     assert all(process.poll() is not None for process in started)
     assert "interrupted" in capsys.readouterr().err
+
+
+def test_a_prediction_for_the_lab_knows_its_links_and_how_to_do_without(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> MachineFacts:
+        raise LabUnavailableError("needs root")
+
+    on_loopback = MachineFacts(cores=7)
+    monkeypatch.setattr(command, "probe_lab", refuse)
+    monkeypatch.setattr(command, "probe_machine", lambda: on_loopback)
+    options = command.make_parser().parse_args(["--in-lab", "--hosts", "4", "--link", "100mbit", "train.py"])
+    cluster, machine = command._place(options)
+    assert (cluster.hosts, cluster.shared, cluster.burst_bytes) == (4, True, 128 * 1024)
+    assert machine is on_loopback
+    assert "without the lab's links, which cost more: needs root" in capsys.readouterr().err
+    # A millisecond at 10 Gbit/s is more than the largest packets; the switch that makes delays has no bucket.
+    assert lab_cluster(2, 1, parse_link("10gbit")).burst_bytes == 1_250_000
+    assert lab_cluster(2, 1, parse_link("100mbit,20ms")).burst_bytes == 0

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from bagua import env
-from bagua.advise import Cluster, probe_machine, weigh
+from bagua.advise import Cluster, MachineFacts, probe_machine, weigh
 from bagua.algorithms import registry
 from bagua.checks import install_command
+from bagua.cli.advise.lab import lab_cluster, probe_lab
 from bagua.cli.advise.picture import draw
 from bagua.cli.advise.worker import Found
 from bagua.cli.arguments import link, positive
+from bagua.cli.lab.network import LabUnavailableError
 from bagua.link import parse_link
 
 __all__ = ["main"]
@@ -84,8 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if found.facts is None or found.problem:
         print(f"bagua advise: {found.problem}", file=sys.stderr)
         return NOT_MEASURED
-    machine = probe_machine()
-    cluster = Cluster(options.hosts, options.ranks_per_host, options.link, options.in_lab)
+    cluster, machine = _place(options)
     advice = weigh(found.rehearsals, found.refusals, found.facts, cluster, machine)
     print(advice.table())
     advice.save(options.out, may_differ=options.may_differ)
@@ -94,6 +95,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         drawn = draw(found, cluster, machine, options.plot)
         print(f"plot: {options.plot}" if drawn else f"plot: not drawn; {install_command('plot')} adds it")
     return 0
+
+
+def _place(options: argparse.Namespace) -> tuple[Cluster, MachineFacts]:
+    """Where the script shall run, and what calls cost there."""
+    if not options.in_lab:
+        return Cluster(options.hosts, options.ranks_per_host, options.link), probe_machine()
+    cluster = lab_cluster(options.hosts, options.ranks_per_host, options.link)
+    try:
+        return cluster, probe_lab()
+    except LabUnavailableError as error:
+        print(f"bagua advise: calls are measured without the lab's links, which cost more: {error}", file=sys.stderr)
+        return cluster, probe_machine()
 
 
 def _measured(options: argparse.Namespace) -> Found:

@@ -1,0 +1,47 @@
+"""What the network lab is to a prediction: hosts that share cores, token buckets, and calls that pass its links."""
+
+from __future__ import annotations
+
+from bagua.advise import CallFacts, Cluster, MachineFacts, call_facts, machine_facts
+from bagua.cli.lab.network import burst_bytes, open_network
+from bagua.cli.launch import Rank, run_ranks
+from bagua.comm import get_default_group
+from bagua.link import LinkSettings
+
+__all__ = ["lab_cluster", "probe_lab"]
+
+_TIMEOUT_S = 120.0
+
+
+def lab_cluster(hosts: int, ranks_per_host: int, link: LinkSettings) -> Cluster:
+    """Hosts of the lab.
+
+    Args:
+        hosts: how many.
+        ranks_per_host: on each.
+        link: link of each host.
+    """
+    rates = [rate for rate in (link.send_mbit_s, link.receive_mbit_s) if rate is not None]
+    # The switch that makes delays paces what a host receives, with no bucket.
+    burst = burst_bytes(min(rates)) if rates and not link.needs_switch else 0
+    return Cluster(hosts, ranks_per_host, link, shared=True, burst_bytes=burst)
+
+
+def probe_lab() -> MachineFacts:
+    """Measure what calls cost between two hosts of the lab, whose links have no limit.
+
+    Raises:
+        LabUnavailableError: there cannot be a lab here.
+    """
+    with open_network(2) as network:
+        found: list[tuple[CallFacts, ...]] = run_ranks(_rank, 2, network=network)
+    return machine_facts(found[0])
+
+
+def _rank(rank: Rank) -> tuple[CallFacts, ...]:
+    rank.join("gloo", _TIMEOUT_S)
+    group = get_default_group()
+    try:
+        return call_facts(group.global_communicator)
+    finally:
+        group.close()
