@@ -21,6 +21,7 @@ from bagua.engine.options import (
 )
 from bagua.engine.reducer import Reducer
 from bagua.engine.schedule.executor import Executor, create_executor
+from bagua.engine.schedule.shares import SampleCount
 from bagua.engine.start import make_equal, replace_engine
 from bagua.engine.start import start_listeners as start_listeners
 from bagua.engine.state.agreement import compare
@@ -50,6 +51,7 @@ __all__ = [
     "Reducer",
     "ReducerOptions",
     "Remembered",
+    "SampleCount",
     "Setting",
     "SwitchOptions",
     "TensorDeclaration",

@@ -77,7 +77,9 @@ class BucketFormation:
         self._arrived: set[int] = set()
         self._unused = Unused()
         self.scheduler: Scheduler | None = None
-        self.courses = courses.Courses(self.group, self.belongings)
+        self.courses = courses.Courses(
+            self.group, self.belongings, courses.longest_period(self.declaration.every_exchange())
+        )
         self.remembered: Remembered | None = None
         self.flights: list[dict[str, Any]] = []
         self._rebuilt = 0

@@ -11,6 +11,7 @@ import torch
 from bagua.algorithms import Algorithm, Gradients
 from bagua.engine.reducer import Reducer
 from bagua.engine.schedule.courses import is_between_steps
+from bagua.engine.schedule.shares import SampleCount
 from bagua.engine.state.replicas import tensors_of
 from bagua.errors import CollectiveMismatchError, ConfigurationError
 
@@ -52,6 +53,7 @@ class Joining:
 
     Attributes:
         active: ranks of the group that make this step with data.
+        batch: size of the batches of this rank.
     """
 
     def __init__(self, reducer: Reducer, *, by_initial_size: bool, throws: bool) -> None:
@@ -65,6 +67,7 @@ class Joining:
         self._throws = throws
         self._announced = -1
         self._has_data, self._over = True, False
+        self.batch = SampleCount()
         self.active: tuple[int, ...] = tuple(range(group.size))
 
     def announce(self) -> bool:
@@ -76,13 +79,15 @@ class Joining:
         if self._announced == self._reducer.step:
             return False
         self._announced = self._reducer.step
-        told = torch.zeros(self._communicator.size, dtype=torch.uint8)
-        told[self._communicator.rank] = self._has_data
+        told = torch.zeros(self._communicator.size, dtype=torch.int64)
+        told[self._communicator.rank] = self.batch.samples if self._has_data else 0
         self._communicator.allreduce(told)
-        present = tuple(rank for rank, flag in enumerate(told.tolist()) if flag)
+        samples = told.tolist()
+        present = tuple(rank for rank, here in enumerate(samples) if here)
         self._over = not present
         if present:
             self.active = present
+            self._reducer.courses.shares.note(self._reducer.step, samples)
             self._reducer.equality.paused = len(present) < self._communicator.size
             self._check_all_have_data()
         return True
@@ -150,7 +155,7 @@ class Engine(Protocol):
 @contextmanager
 def join_block(
     engine: Engine, before_step: Callable[[], None], *, by_initial_size: bool, throws: bool
-) -> Iterator[None]:
+) -> Iterator[SampleCount]:
     """At the end of this block, make the steps of the ranks that have data left. Collective.
 
     Args:
@@ -167,10 +172,11 @@ def join_block(
     joining = Joining(engine.reducer, by_initial_size=by_initial_size, throws=throws)
     engine.joining = joining
     try:
-        yield
+        yield joining.batch
         joining.follow(step)
     finally:
         engine.joining = None
+        engine.reducer.courses.shares.forget()
         joining.close()
         engine.reducer.equality.paused = False
 

@@ -94,6 +94,82 @@ def test_no_algorithm_hangs(thread_ranks, name):
         assert all(torch.equal(here, there) for here, there in zip(*rows, strict=True))
 
 
+PERIOD = 3
+#: Batches of each rank in the three periods of a run, the first of which comes before the ``join`` block.
+IN_PERIOD = ((3, 3, 3), (2, 3, 3), (0, 3, 1))
+
+
+def expected_alone(sizes, outer=None):
+    """In plain torch: ranks train alone, and each counts in a mean by the samples it has trained on since.
+
+    Args:
+        sizes: samples of each batch of each rank; of all alike before the block.
+        outer: makes the outer optimizer; None for the mean itself.
+    """
+    anchor, models = list(mlp().parameters()), [mlp() for _ in range(RANKS)]
+    optimizers = [sgd(model.parameters()) for model in models]
+    stepper, made = outer and outer(anchor), [0] * RANKS
+    for number, batches in enumerate(IN_PERIOD):
+        for rank, model in enumerate(models):
+            for _ in range(batches[rank]):
+                optimizers[rank].zero_grad()
+                loss_of(model, rank, made[rank]).backward()
+                optimizers[rank].step()
+                made[rank] += 1
+        trained = [size * count if number else count for size, count in zip(sizes, batches, strict=True)]
+        for place, one in enumerate(anchor):
+            ends = torch.stack([list(model.parameters())[place].detach() for model in models])
+            shares = torch.tensor(trained).div(sum(trained)).view(-1, *[1] * one.dim())
+            one.grad = one.detach() - (ends * shares).sum(0)
+        if stepper:
+            stepper.step()
+        for place, one in enumerate(anchor):
+            if not stepper:
+                one.data -= one.grad
+            for model in models:
+                list(model.parameters())[place].data.copy_(one.data)
+    return weights_of(models[0])
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (4, 1, 2)])
+@pytest.mark.parametrize("name", ["local_sgd", "diloco"])
+def test_ranks_that_train_alone_count_by_what_they_have_trained_on(thread_ranks, name, sizes):
+    options = {"outer_lr": 0.7, "outer_momentum": 0.5} if name == "diloco" else {}
+
+    def outer(parameters):
+        return torch.optim.SGD(parameters, lr=0.7, momentum=0.5, nesterov=True)
+
+    def rank_trains():
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        with_bagua(model, [optimizer], Algorithm.init(name, sync_every=PERIOD, **options))
+        train(model, optimizer, rank, IN_PERIOD[0])
+        with model.join() as batch:
+            if sizes[rank] != 1:
+                batch.count(sizes[rank])
+            for step in range(PERIOD, sum(batches[rank] for batches in IN_PERIOD)):
+                optimizer.zero_grad()
+                loss_of(model, rank, step).backward()
+                optimizer.step()
+        return weights_of(model)
+
+    rows = thread_ranks(RANKS, rank_trains)
+    for row in rows:
+        for mine, wanted in zip(row, expected_alone(sizes, outer if options else None), strict=True):
+            torch.testing.assert_close(mine, wanted)
+
+
+def test_a_number_of_samples_that_is_none_is_refused(thread_ranks):
+    def rank_trains():
+        model = mlp()
+        with_bagua(model, [sgd(model.parameters())], "local_sgd")
+        with model.join() as batch, pytest.raises(ConfigurationError, match="samples must be a whole number >= 1"):
+            batch.count(0)
+
+    thread_ranks(2, rank_trains)
+
+
 def test_a_rank_without_any_data_makes_all_steps_of_the_others(thread_ranks):
     def rank_trains():
         rank = bagua.comm.get_rank()

@@ -36,6 +36,7 @@ class What(ABC):
             gathered. With no lag it is sent from there, and the result stays there.
         exchangeable_weights: weights are sent from where they lie, so that is memory which the transport can read
             without a copy.
+        learned: it is what a rank has learned alone, so in a mean ranks may count by what they have trained on.
         in_full: it is weights or the like themselves, of which nothing may be missing, and no change of them.
         max_lag: the largest lag that makes sense; None for any.
         at: point where an exchange of it starts, unless it says otherwise.
@@ -44,6 +45,7 @@ class What(ABC):
     reads: ClassVar[frozenset[str]]
     in_place: ClassVar[bool] = False
     exchangeable_weights: ClassVar[bool] = False
+    learned: ClassVar[bool] = False
     in_full: ClassVar[bool] = False
     max_lag: ClassVar[int | None] = None
     at: ClassVar[Point] = "stepped"
@@ -126,6 +128,11 @@ class How(ABC):
     def ranks(self, group: ProcessGroup) -> float:
         """How many contributions like that of this rank make one mean: the size of ``group``, if all take part."""
         return group.size
+
+    @property
+    def by_share(self) -> bool:
+        """Whether it is a mean in which some ranks may count more than others."""
+        return False
 
     def scale(self, ranks: float) -> float:
         """Factor on what is sent, for so many ``ranks``; costs nothing where it is copied anyway."""

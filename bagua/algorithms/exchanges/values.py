@@ -61,6 +61,7 @@ class Weights(What):
     """The weights."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"weights"})
+    learned: ClassVar[bool] = True
     in_full: ClassVar[bool] = True
 
     def fill(self, flight: Flight) -> None:
@@ -73,6 +74,7 @@ class Buffers(What):
     """The floating-point buffers of the module, as running means; with ``Parts(1, "strided")`` all at once."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"buffers"})
+    learned: ClassVar[bool] = True
     in_full: ClassVar[bool] = True
 
     def fill(self, flight: Flight) -> None:
@@ -99,6 +101,7 @@ class Difference(What):
     device: Literal["cpu"] | None = None
 
     reads: ClassVar[frozenset[str]] = frozenset({"weights", "anchor"})
+    learned: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_choice(("shared", "local"), scope=self.scope)
@@ -241,6 +244,11 @@ class Mean(Sum):
         >>> Mean(over="between")
         Mean(reducer=None, hierarchical=False, over='between')
     """
+
+    @property
+    def by_share(self) -> bool:
+        """Where ranks train alone, and not hosts."""
+        return self.over == "ranks"
 
     def scale(self, ranks: float) -> float:
         """Dividing before the sum keeps 16-bit values in range."""

@@ -230,17 +230,17 @@ class NoteExact(Then):
 class LearnedMomenta(What):
     """What was learned since the last exchange, times the denominator of Adam: momenta times learning rates, added."""
 
-    learned: Difference = field(default_factory=Difference)
+    difference: Difference = field(default_factory=Difference)
 
     reads: ClassVar[frozenset[str]] = Difference.reads
 
     def state(self) -> tuple[State, ...]:
         """The anchor."""
-        return self.learned.state()
+        return self.difference.state()
 
     def fill(self, flight: Flight) -> None:
         """Subtract, and multiply."""
-        self.learned.fill(flight)
+        self.difference.fill(flight)
         torch._foreach_mul_(flight.views(flight.flat), _denominators(flight))
 
 

@@ -14,6 +14,7 @@ from bagua.engine.options import EngineOptions
 from bagua.engine.schedule.belongings import Belongings
 from bagua.engine.schedule.executor import CallerExecutor, create_executor
 from bagua.engine.schedule.scheduler import Scheduler
+from bagua.engine.schedule.shares import SampleShares
 from bagua.engine.schedule.tracks import Clock, Course, Lane, Track, memory_for
 from bagua.engine.state.saving import Remembered, collect, cut, key_of, restore
 from bagua.primitives import State
@@ -27,6 +28,7 @@ __all__ = [
     "is_chunked",
     "lag_of_gradients",
     "layout_of",
+    "longest_period",
     "saved_flights",
     "sends_gradients",
     "waits_for_optimizers",
@@ -53,6 +55,11 @@ def gathers(exchanges: Iterable[Exchange]) -> bool:
 def lag_of_gradients(exchanges: Iterable[Exchange]) -> int:
     """How many steps late gradients come at most."""
     return max((one.lag for one in exchanges if "gradients" in one.needs), default=0)
+
+
+def longest_period(exchanges: Iterable[Exchange]) -> int:
+    """Steps from one start to the next at most; where periods vary, more than are likely."""
+    return max((one.when.steps if one.when.regular else 1024 for one in exchanges), default=1)
 
 
 def is_chunked(exchanges: Iterable[Exchange]) -> bool:
@@ -88,14 +95,17 @@ class Courses:
     Args:
         group: private to the model.
         belongings: threads and groups of the model, to be given back with it.
+        longest: longest period of an exchange, in steps.
 
     Attributes:
+        shares: shares of the ranks in means of what they have learned.
         places: state that is remembered now, once for each label and bucket.
         fresh: names of the parameters whose state wants to start from the weights, by place and name of the state.
     """
 
-    def __init__(self, group: ProcessGroup, belongings: Belongings) -> None:
+    def __init__(self, group: ProcessGroup, belongings: Belongings, longest: int) -> None:
         self._group = group
+        self.shares = SampleShares(longest)
         self._belongings = belongings
         self._groups: dict[str, ProcessGroup] = {}
         self._prepared: dict[tuple[str, str], Any] = {}
@@ -203,7 +213,7 @@ class Courses:
             tracks = [Track(one.label, part, bucket, memory_for(bucket)) for part, bucket in found]
             lane = Lane(self._group, {bucket.device: CallerExecutor() for _, bucket in found})
             prepared = None if one.how is None else one.how.prepare(self._group)
-            course = Course(one, tracks, model, lane, prepared)
+            course = Course(one, tracks, model, lane, prepared, self.shares)
             for together in course.by_part():
                 course.set_off(together, clock)
             course.cut(clock)
@@ -215,7 +225,7 @@ class Courses:
         lane = lane if exchange.how is not None else None
         prepared = None if lane is None or exchange.how is None else self._prepare(exchange, exchange.how, lane)
         exchange.then.enter([bucket for _, bucket in buckets], model)
-        return Course(exchange, tracks, model, lane, prepared)
+        return Course(exchange, tracks, model, lane, prepared, self.shares)
 
     def _track(self, exchange: Exchange, part: int, bucket: Bucket) -> Track:
         key = (exchange.label, id(bucket))

@@ -17,6 +17,7 @@ from bagua.comm import Communicator, ProcessGroup, Work
 from bagua.engine.buckets.layout import unusable
 from bagua.engine.schedule.executor import Executor, nothing
 from bagua.engine.schedule.gauges import Gauges
+from bagua.engine.schedule.shares import SampleShares
 from bagua.engine.schedule.spans import shown
 from bagua.engine.state.saving import paste, propose_again
 from bagua.primitives import MatrixBlock, ReducerMemory
@@ -114,6 +115,7 @@ class Course:
         model: model whose parameters they are.
         lane: who runs it; None for local actions.
         prepared: return value of ``How.prepare``.
+        shares: shares of the ranks in means of what they have learned.
 
     Attributes:
         due: parts that start in this step.
@@ -121,7 +123,13 @@ class Course:
     """
 
     def __init__(
-        self, exchange: Exchange, tracks: Sequence[Track], model: Model, lane: Lane | None, prepared: Any = None
+        self,
+        exchange: Exchange,
+        tracks: Sequence[Track],
+        model: Model,
+        lane: Lane | None,
+        prepared: Any,
+        shares: SampleShares,
     ) -> None:
         self.exchange = exchange
         self.tracks = list(tracks)
@@ -136,6 +144,8 @@ class Course:
         self._shifts = [parts.shift(part, exchange.when.steps) for part in range(parts.n)]
         how = exchange.how
         self._contributions = 1.0 if lane is None or how is None else how.ranks(lane.group)
+        self._shares = shares
+        self._by_share = how is not None and how.by_share and exchange.what is not None and exchange.what.learned
         self._uniform = how is not None and how.uniform
         in_place = exchange.what is not None and exchange.what.in_place
         self._in_place = in_place and exchange.lag == 0
@@ -225,13 +235,14 @@ class Course:
         bucket = track.bucket
         what = self.exchange.what
         local = self.exchange.how is None
+        ranks = self._contributions_at(clock, shift) if self._shares else self._contributions
         return Flight(
             step=clock.step,
             t=clock.t,
             round=self.exchange.when.round(clock.t, shift),
-            ranks=self._contributions,
+            ranks=ranks,
             loss_scale=clock.loss_scale,
-            scale=self.scale,
+            scale=1.0 if self.exchange.how is None else self.exchange.how.scale(ranks),
             bucket=bucket,
             memory=track.memory,
             model=self._model,
@@ -240,6 +251,15 @@ class Course:
             prepared=self._prepared,
             wait=nothing,
         )
+
+    def _contributions_at(self, clock: Clock, shift: int) -> float:
+        """How many contributions like that of this rank make one mean, where ranks count by what they trained on."""
+        if self.lane is None or not self._by_share:
+            return self._contributions
+        when = self.exchange.when
+        before = next((t for t in range(clock.t - 1, 0, -1) if when.due(t, shift)), 0)
+        steps = range(clock.step - clock.t + before + 1, clock.step + 1)
+        return self._shares.contributions(steps, self.lane.group.rank)
 
     def returned(self, track: Track, saved: Mapping[str, Any]) -> Flight:
         """A flight that was saved when its result was there."""
