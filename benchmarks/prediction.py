@@ -15,8 +15,11 @@ The whole grid has 16 pieces, a number of hosts and a link each. A piece that is
 
 import argparse
 import json
+import os
+import resource
 import statistics
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -66,6 +69,8 @@ MEASURED_S = 4.0
 TURN_S = 1.0
 #: The switch carries a link if fewer of its frames leave late.
 CARRIED = 0.01
+#: The lab has the machine for itself if others have less of its cores.
+ALONE = 0.05
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,7 @@ class Cell:
         predicted_s: seconds of a step, predicted.
         measured_s: seconds of a step, measured.
         late: part of the frames that left the switch more than a millisecond late; 0 without a switch.
+        others: part of the machine's cores that other processes had meanwhile.
         keeps_equal: whether ranks hold equal weights after each step.
     """
 
@@ -88,6 +94,7 @@ class Cell:
     predicted_s: float
     measured_s: float
     late: float = 0.0
+    others: float = 0.0
     keeps_equal: bool = True
 
     @property
@@ -102,8 +109,8 @@ class Cell:
 
     @property
     def counts(self) -> bool:
-        """Whether the lab could carry what was sent."""
-        return self.late <= CARRIED
+        """Whether the lab could carry what was sent, and had the machine for itself."""
+        return self.late <= CARRIED and self.others <= ALONE
 
 
 def find_out(rank: Rank, task: Task, hosts: int, contenders: Sequence[str]) -> tuple[ModelFacts, list[Rehearsal]]:
@@ -163,6 +170,25 @@ def measure(
     return {who: statistics.median(turns) for who, turns in slowest.items()}, late
 
 
+class Others:
+    """Counts what processes that are none of ours have of the cores, from its beginning on."""
+
+    def __init__(self) -> None:
+        self._begun = self._look()
+
+    def share(self) -> float:
+        """Part of all cores. Ours must have ended."""
+        spent = [now - then for now, then in zip(self._look(), self._begun, strict=True)]
+        return max(spent[0] - spent[1], 0.0) / (spent[2] * (os.cpu_count() or 1))
+
+    @staticmethod
+    def _look() -> tuple[float, float, float]:
+        # User, nice and system; what interrupts take is that of packets, and ours.
+        busy = sum(map(int, Path("/proc/stat").read_text().split()[1:4])) / os.sysconf("SC_CLK_TCK")
+        of_us = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return busy, sum(one.ru_utime + one.ru_stime for one in of_us), time.monotonic()
+
+
 def steps_of_turn(rehearsal: Rehearsal, predicted_s: float) -> int:
     """Timed steps: whole periods, for about ``TURN_S``."""
     period = max(len(rehearsal.steps), 2)
@@ -180,11 +206,12 @@ def cells_of(hosts: int, link: LinkSettings, options: argparse.Namespace) -> lis
     one_by_one = [{name: number} for name, number in calls.items()] if link.needs_switch else [calls]
     found = []
     for some in one_by_one:
+        others = Others()
         measured, late = measure(hosts, link, task, some, options.rounds)
-        found += [
-            Cell(name, hosts, str(link), predicted[name].step_s, seconds, late, predicted[name].keeps_equal)
-            for name, seconds in measured.items()
-        ]
+        share = others.share()
+        for name, seconds in measured.items():
+            one = predicted[name]
+            found.append(Cell(name, hosts, str(link), one.step_s, seconds, late, share, one.keeps_equal))
     return found
 
 
@@ -241,7 +268,7 @@ def summary(cells: Sequence[Cell]) -> str:
     """How far all cells are off that count, and how often the right algorithm is named."""
     counted = [cell for cell in cells if cell.counts]
     left = len(cells) - len(counted)
-    lines = [f"{left} cells in brackets do not count: the switch could not carry what was sent"] if left else []
+    lines = [f"{left} cells in brackets do not count: the switch was late, or others had the cores"] if left else []
     if counted:
         errors = sorted(abs(cell.error) for cell in counted)
         within = sum(error <= 0.15 for error in errors) / len(errors)

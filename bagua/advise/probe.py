@@ -18,9 +18,10 @@ __all__ = ["call_facts", "machine_facts", "probe_machine"]
 
 #: Bytes of a small call, and of those that show what bytes cost: within a core's cache, and beyond it.
 _SMALL, _LARGE = 64, (256 * 1024, 1024 * 1024, 4 * 1024 * 1024)
-_ROUNDS = 24
+#: Calls of each kind and size.
+_ROUNDS, _ROUNDS_OF_SMALL = 24, 200
 #: Not the median: what else goes on in the machine only adds to a call. Not the least: that is luck.
-_QUANTILE = 0.25
+_QUANTILE = 0.1
 _TIMEOUT_S = 120.0
 
 
@@ -87,14 +88,14 @@ def _seconds_by_kind(communicator: Communicator, nbytes: int) -> Iterator[tuple[
         "sendrecv": lambda: communicator.sendrecv(taken, given, other, other),
     }
     for kind, call in calls.items():
-        yield kind, _usual_s(call)
+        yield kind, _usual_s(call, _ROUNDS_OF_SMALL if nbytes == _SMALL else _ROUNDS)
 
 
-def _usual_s(act: Callable[[], object]) -> float:
+def _usual_s(act: Callable[[], object], rounds: int = _ROUNDS) -> float:
     """Seconds of ``act`` where little else goes on in the machine."""
     times = []
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         begun = time.perf_counter()
         act()
         times.append(time.perf_counter() - begun)
-    return sorted(times)[int(_QUANTILE * _ROUNDS)]
+    return sorted(times)[int(_QUANTILE * rounds)]

@@ -1,5 +1,6 @@
 """What can be seen of a run: metrics and their writers, flight records, timelines. All read the record of calls."""
 
+from bagua.observe.chakra import write_chakra
 from bagua.observe.explain import explain, read_flight_records
 from bagua.observe.metrics import metrics
 from bagua.observe.straggler import latest_of
@@ -18,5 +19,6 @@ __all__ = [
     "metrics",
     "read_flight_records",
     "timeline",
+    "write_chakra",
     "write_timeline",
 ]

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from typing import Any
 
-from bagua.comm import CallRecord, Place, Recorder
+from bagua.comm import Call, CallRecord, Place, Recorder
 from bagua.observe.folders import usable_folder
 
 __all__ = ["TRACE_PREFIX", "TraceFile"]
@@ -53,20 +53,21 @@ class TraceFile:
     def call(self, record: CallRecord) -> None:
         """See ``TraceSink``."""
         call, place = record.call, record.place
-        self._add(
-            {
-                "call": str(call),
-                "kind": call.kind,
-                "sequence": call.sequence,
-                "label": place.label,
-                "ranks": place.ranks,
-                "bytes": call.nbytes,
-                "begun": self._us(record.begun),
-                "ended": self._us(record.ended),
-                "waited": round(record.waited_s * 1e6, 1),
-                "last": record.waited_for,
-            }
-        )
+        line = {
+            "call": str(call),
+            "kind": call.kind,
+            "sequence": call.sequence,
+            "label": place.label,
+            "ranks": place.ranks,
+            "bytes": call.nbytes,
+            "begun": self._us(record.begun),
+            "ended": self._us(record.ended),
+            "waited": round(record.waited_s * 1e6, 1),
+            "last": record.waited_for,
+        }
+        if call.kind in ("send", "recv", "sendrecv"):
+            line["between"] = _ends(call, place)
+        self._add(line)
 
     def span(self, name: str, begun: float, ended: float, facts: dict[str, Any]) -> None:
         """See ``TraceSink``."""
@@ -110,3 +111,13 @@ class TraceFile:
         """Write the rest."""
         self._ended = True
         self.flush()
+
+
+def _ends(call: Call, place: Place) -> tuple[int, int]:
+    """Global ranks from which a message comes, and to which one goes; -1 where that is not known."""
+    source, destination = {
+        "send": (place.rank, call.root),
+        "recv": (call.root, place.rank),
+        "sendrecv": (call.source, call.root),
+    }[call.kind]
+    return place.ranks[source] if source >= 0 else -1, place.ranks[destination] if destination >= 0 else -1
