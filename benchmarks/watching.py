@@ -68,8 +68,8 @@ def watch_with(functions: Sequence[Any]) -> None:
     Statistics.begin, Statistics.end, Statistics.add = functions  # type: ignore[method-assign]
 
 
-def time_steps(rank: Rank, hidden: int, rounds: int) -> Rounds:
-    """Steps on this rank: A without any record, B with it and ``metrics()``."""
+def time_steps(rank: Rank, hidden: int, rounds: int, calls: int) -> Rounds:
+    """Blocks of steps on this rank: A without any record, B with it and ``metrics()`` after each step."""
     rank.join("shm", TIMEOUT_S)
     step = make_step("bagua", lambda: multilayer_perceptron(hidden), WIDTH, BATCH)
 
@@ -84,7 +84,7 @@ def time_steps(rank: Rank, hidden: int, rounds: int) -> Rounds:
         bagua.metrics()
         watch_with(WATCHED)
 
-    timed = measure(without, watched, rounds=rounds, before_each=bagua.barrier)
+    timed = measure(without, watched, rounds=rounds, calls=calls, before_each=bagua.barrier)
     bagua.destroy_process_group()
     return timed
 
@@ -173,7 +173,7 @@ def compare_steps(options: argparse.Namespace) -> Comparison:
     parts = []
     for start in range(min(STARTS, options.rounds)):
         share = len(range(start, options.rounds, STARTS))
-        parts.append(slowest(run_ranks(time_steps, 2, (options.hidden, share))))
+        parts.append(slowest(run_ranks(time_steps, 2, (options.hidden, share, options.calls))))
     return compare(f"2 ranks, batch {BATCH}: watched : without a record", joined(parts), COST_LIMIT)
 
 
@@ -205,6 +205,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add_arguments(parser, rounds=60)
     parser.add_argument("--hidden", type=int, default=HIDDEN, metavar="N", help="width of the hidden layers")
+    parser.add_argument(
+        "--calls", type=int, default=4, metavar="N", help="steps of a block, of which there are 3 a round"
+    )
     parser.add_argument("--runs", type=int, default=20, metavar="N", help="with a late rank, of each kind")
     parser.add_argument("--steps", type=int, default=150, metavar="N", help="steps of such a run")
     parser.add_argument("--sizes", type=int, nargs="+", default=(2, 3, 4), metavar="N", help="ranks of such a run")

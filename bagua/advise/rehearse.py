@@ -18,11 +18,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from bagua.advise.clock import queued_s
 from bagua.advise.facts import ModelFacts, ParameterFacts
 from bagua.advise.trace import Message, Moment, Rehearsal, Run
 from bagua.algorithms import Algorithm, Exchange
@@ -84,52 +83,72 @@ class _Twin(torch.nn.Module):
         return chain
 
 
+class _Work(NamedTuple):
+    """One run of an exchange: when it began and ended, in which thread, and how long that had been busy by its end."""
+
+    name: str
+    begun: float
+    ended: float
+    label: str
+    thread: int
+    busy_s: float
+
+
 @dataclass
 class _Journal:
     """A sink of the record, and of the marks that the twin sets.
 
+    What a thread computes is told by the seconds for which it was on a core: a machine that is busy with other things,
+    and waiting, are no part of it.
+
     Attributes:
-        queued: seconds for which a thread has had no core, as known at some moments, by thread.
+        calls: calls, and how long their threads had been busy when they ended.
+        work: runs of exchanges.
+        spans: what else was shown: name, beginning and track.
+        marks: moments of the twin.
+        busy: by thread, moments and how long it had been busy.
     """
 
     clock: Callable[[], float] = time.perf_counter
-    queued: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
-    calls: list[CallRecord] = field(default_factory=list)
-    spans: list[tuple[str, float, float, dict[str, Any], int]] = field(default_factory=list)
+    busy_clock: Callable[[], float] = time.thread_time
+    calls: list[tuple[CallRecord, float]] = field(default_factory=list)
+    work: list[_Work] = field(default_factory=list)
+    spans: list[tuple[str, float, str]] = field(default_factory=list)
     marks: list[tuple[float, str, int]] = field(default_factory=list)
+    busy: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
 
     def call(self, record: CallRecord) -> None:
         """See ``TraceSink``."""
-        self._look()
-        self.calls.append(record)
+        self.calls.append((record, self._look()))
 
     def span(self, name: str, begun: float, ended: float, facts: dict[str, Any]) -> None:
         """See ``TraceSink``."""
-        self._look()
-        self.spans.append((name, begun, ended, facts, threading.get_ident()))
+        track, busy_s = str(facts.get("track")), self._look()
+        if track == "work":
+            self.work.append(_Work(name, begun, ended, str(facts["group"]), threading.get_ident(), busy_s))
+        else:
+            self.spans.append((name, begun, track))
 
     def mark(self, what: str, number: int = 0) -> None:
         """Note that the thread which computes has come somewhere."""
         self._look()
         self.marks.append((self.clock(), what, number))
 
-    def _look(self) -> None:
-        self.queued[threading.get_ident()].append((self.clock(), queued_s()))
+    def _look(self) -> float:
+        busy_s = self.busy_clock()
+        self.busy[threading.get_ident()].append((self.clock(), busy_s))
+        return busy_s
 
-    def own_s(self, thread: int, begun: float, ended: float) -> float:
-        """Seconds from ``begun`` to ``ended`` without those in which the thread had no core."""
-        known = self.queued[thread]
-        last = len(known) - 1
-        before = known[max(bisect(known, (begun, math.inf)) - 1, 0)][1]
-        after = known[min(bisect(known, (ended, -math.inf)), last)][1]
-        return max(ended - begun - (after - before), 0.0)
+    def busy_before(self, work: _Work) -> float:
+        """How long the thread of ``work`` had been busy when that began, as far as is known."""
+        known = self.busy[work.thread]
+        index = bisect(known, (work.begun, math.inf))
+        return known[index - 1][1] if index else work.busy_s - (work.ended - work.begun)
 
     def forget(self) -> None:
         """Begin anew."""
-        self.calls.clear()
-        self.spans.clear()
-        self.marks.clear()
-        self.queued.clear()
+        for noted in (self.calls, self.work, self.spans, self.marks, self.busy):
+            noted.clear()
 
 
 @contextmanager
@@ -321,10 +340,9 @@ class _Reading:
         self._nodes = nodes
         began = [at for at, what, _ in journal.marks if what == "begins"]
         self._began = began[-steps]
-        work = sorted((one for one in journal.spans if one[3].get("track") == "work"), key=lambda one: one[1])
+        work = sorted(journal.work, key=lambda one: one.begun)
         self._work = work
-        own = [one for one in work if one[4] == self._main]
-        self.blocked_s = sum(journal.own_s(self._main, begun, ended) for _, begun, ended, _, _ in own)
+        self.blocked_s = sum(one.busy_s - journal.busy_before(one) for one in work if one.thread == self._main)
         starts, waits = self._starts_and_waits(journal)
         now = sorted(number for number, at in starts.items() if at > self._began)
         position = {number: index for index, number in enumerate(now)}
@@ -355,34 +373,33 @@ class _Reading:
         """When each run was started and waited for, by its number in the order of the work."""
         numbers: dict[str, list[int]] = defaultdict(list)
         for number, one in enumerate(self._work):
-            numbers[one[0].removeprefix("run ")].append(number)
+            numbers[one.name.removeprefix("run ")].append(number)
         starts: dict[int, float] = {}
         waits: dict[int, float] = {}
         seen: dict[str, int] = defaultdict(int)
-        for name, begun, _, facts, _ in journal.spans:
-            if facts.get("track") == "waits":
+        for name, begun, track in journal.spans:
+            if track == "waits":
                 own = name.removeprefix("wait for ")
                 if seen[own] < len(numbers[own]):
                     waits[numbers[own][seen[own]]] = begun
-            elif facts.get("track") == "exchanges":
+            elif track == "exchanges":
                 if seen[name] < len(numbers[name]):
                     starts[numbers[name][seen[name]]] = begun
                 seen[name] += 1
         for number, one in enumerate(self._work):  # Those that nobody has waited for yet.
-            starts.setdefault(number, one[1])
+            starts.setdefault(number, one.begun)
         return starts, waits
 
-    def _run_of(self, work: tuple[str, float, float, dict[str, Any], int], journal: _Journal) -> Run:
-        _, begun, ended, facts, thread = work
-        label = str(facts["group"])
+    def _run_of(self, work: _Work, journal: _Journal) -> Run:
         items: list[Message | float] = []
-        at = begun
-        for record in journal.calls:
-            if begun <= record.begun <= ended and record.place.label.startswith(label):
-                items += [journal.own_s(thread, at, record.begun), self._message(record)]
-                at = record.ended
-        items.append(journal.own_s(thread, at, ended))
-        return Run(tuple(items), "" if thread == self._main else label)
+        at = journal.busy_before(work)
+        for record, busy_s in journal.calls:
+            if work.begun <= record.begun <= work.ended and record.place.label.startswith(work.label):
+                # The call itself takes no time among real ranks that would not be theirs.
+                items += [max(busy_s - (record.ended - record.begun) - at, 0.0), self._message(record)]
+                at = busy_s
+        items.append(max(work.busy_s - at, 0.0))
+        return Run(tuple(items), "" if work.thread == self._main else work.label)
 
     def _message(self, record: CallRecord) -> Message:
         call, ranks = record.call, record.place.ranks

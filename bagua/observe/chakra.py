@@ -7,7 +7,7 @@ holds messages of protocol buffers, each with its length before it, as ``et_def.
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -116,12 +116,12 @@ class _Builder:
     def _calls_by_work(self) -> dict[int, list[Line]]:
         """Calls by the number of the run that made them; -1: by the code that computes, which stood still."""
         found: dict[int, list[Line]] = defaultdict(list)
+        later, running = deque(enumerate(self._spans["work"])), []
         for call in self._calls:
-            runs = (
-                number
-                for number, work in enumerate(self._spans["work"])
-                if work["begun"] <= call["begun"] <= work["ended"] and call["label"].startswith(work["group"])
-            )
+            while later and later[0][1]["begun"] <= call["begun"]:
+                running.append(later.popleft())
+            running = [one for one in running if one[1]["ended"] >= call["begun"]]
+            runs = (number for number, work in running if call["label"].startswith(work["group"]))
             found[next(runs, -1)].append(call)
         return found
 

@@ -8,8 +8,9 @@ import time
 import pytest
 import torch
 
-from bagua.advise import StepMeter, clock
-from bagua.advise.rehearse import _Journal
+from bagua.advise import Message, Run, StepMeter, clock
+from bagua.advise.rehearse import _Journal, _Reading
+from bagua.comm import Call, CallRecord, Place
 
 
 class Queue:
@@ -65,13 +66,25 @@ def test_ranks_beside_it_do_not_matter_where_their_time_is_left_out(
     assert meter.facts(4).copies == copies
 
 
-def test_work_of_a_rehearsal_is_without_the_queue(queue: Queue) -> None:
-    now = [0.0]
-    journal = _Journal(clock=lambda: now[0])
-    here = threading.get_ident()
-    for at, queued in ((0.0, 5.0), (1.0, 5.0), (4.0, 7.0), (6.0, 7.0)):
-        now[0], queue.seconds = at, queued
-        journal.mark("arrival")
-    assert journal.own_s(here, 1.0, 4.0) == 1.0  # 3 seconds, in 2 of which another thread had the core
-    assert journal.own_s(here, 4.5, 6.0) == 1.5
-    assert journal.own_s(here, 0.5, 4.0) == 1.5
+def test_work_of_a_rehearsal_is_what_kept_its_thread_busy() -> None:
+    now, busy = [0.0], [0.0]
+    journal = _Journal(lambda: now[0], lambda: busy[0])
+
+    def come(at: float, busy_s: float) -> None:
+        now[0], busy[0] = at, busy_s
+
+    place = Place("model0/world", "rehearsal", 0, (0, 1))
+    record = CallRecord(Call("alltoall", 1, torch.uint8, 500), place, 0, 4.0)
+    come(0.0, 10.0)
+    journal.mark("begins")
+    journal.mark("begins")
+    come(4.5, 12.5)  # 2 seconds of work in 4, and a call that took half a second
+    record.ended = 4.5
+    journal.call(record)
+    come(9.0, 13.5)
+    journal.span("run mean of bucket 0", 0.5, 9.0, {"track": "work", "group": "model0"})
+    come(9.0, 14.0)
+    journal.span("mean of bucket 0", 0.4, 9.0, {"track": "exchanges"})
+    found = _Reading(journal, 1, [0, 1])
+    assert found.runs == (Run((2.0, Message("alltoall", 1000.0, 2, 2), 1.0)),)
+    assert found.blocked_s == 3.5
