@@ -137,6 +137,25 @@ def test_bad_arguments_and_no_permission(capsys: pytest.CaptureFixture[str], mon
     assert capsys.readouterr().err == "no root\n"
 
 
+def test_more_hosts_than_addresses_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lab", "--hosts", "251", "t.py"]) == command.NOT_AVAILABLE
+    assert "at most 250 hosts" in capsys.readouterr().err
+
+
+@needs_lab
+def test_sixteen_hosts_receive_and_send_at_rates_of_their_own() -> None:
+    with network.open_network(16, parse_link("50mbit/10mbit")) as opened:
+        assert len({host.address for host in opened.hosts}) == 16
+        host = opened.hosts[15]
+        for namespace, interface, rate in (
+            (host.namespace, network.INTERFACE, "10Mbit"),
+            (opened.switch, network.port_of(host), "50Mbit"),
+        ):
+            with network.inside(namespace):
+                shown = subprocess.run(["tc", "qdisc", "show", "dev", interface], capture_output=True, check=True)
+            assert f"rate {rate} ".encode() in shown.stdout
+
+
 SCRIPT = """
 import sys, time, torch, bagua.comm as comm
 comm.init_process_group(timeout=60)

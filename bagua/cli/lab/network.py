@@ -40,6 +40,7 @@ __all__ = [
 
 INTERFACE = "lab0"
 MTU_BYTES = 1500
+MOST_HOSTS = 250
 #: What may leave at once: a millisecond's worth, but never less than two of the largest packets the kernel makes.
 BURST_S = 1e-3
 LEAST_BURST_BYTES = 128 * 1024
@@ -153,7 +154,7 @@ def open_network(
     """Build a network, and take it down at the end of the block.
 
     Args:
-        hosts: how many, at most 250.
+        hosts: how many, at most ``MOST_HOSTS``.
         link: link of each host; None for no limit.
         on_report: told what the switch has done, where links have delay or loss.
 
@@ -161,6 +162,8 @@ def open_network(
         LabUnavailableError: this cannot be done here.
     """
     link = link or LinkSettings()
+    if hosts > MOST_HOSTS:
+        raise LabUnavailableError(f"a lab has at most {MOST_HOSTS} hosts, each with an address of its own, not {hosts}")
     if (reason := refusal()) is not None:
         raise LabUnavailableError(reason)
     with contextlib.ExitStack() as descriptors:
