@@ -21,7 +21,8 @@ def metrics() -> dict[str, float]:
         ``comm/time_waiting``: peers had not come yet. ``comm/time_exposed``: all had come, and computing stood still.
         ``comm/time_hidden``: all had come, and computing went on. ``comm/overlap``: hidden part of the last two.
         ``comm/wait_on_rank/<r>``: seconds that this rank waited for global rank r, which came last.
-        ``comm/straggler``: the rank for which others waited most in the last seconds; -1 if none stands out.
+        ``comm/straggler``: the rank that came last most often in the last seconds, or for which others waited longest;
+        -1 if none stands out.
         ``comm/alive``, ``comm/epoch_members``, ``comm/contributed``: ranks that gave a sign of life, that belong to the
         job, and that took part in the last exchange; islands, if the model trains between islands. Where they exist:
         ``comm/consensus_distance``, ``comm/staleness_steps``, ``comm/outer_cosine``, ``comm/residual_norm``.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from bagua.comm import Recorder
@@ -15,6 +17,8 @@ _LEAST_SHARE = 0.005
 #: One rank is to blame if it is blamed for so large a part of the waiting more than any other one, twice as much where
 #: there are two: of two ranks that are late now and then, one always has the larger part.
 _CLEAR_SHARE = 1 / 3
+#: Or if it came last more often than any other one, by so many standard deviations of chance.
+_CLEAR_DEVIATIONS = 3.0
 #: Where no rank sees who comes when: so much of the differences between ranks lies between it and the next one.
 _CLEAR_GAP = 0.5
 #: Readings that a window holds.
@@ -28,21 +32,24 @@ class Reading(NamedTuple):
         at: the moment, in seconds.
         waits: seconds waited for each rank that came last.
         collectives_s: seconds in collectives, whatever part of it was waiting.
+        lasts: how often each rank came last.
     """
 
     at: float
-    waits: dict[int, float]
+    waits: Mapping[int, float]
     collectives_s: float
+    lasts: Mapping[int, float] = MappingProxyType({})
 
     @classmethod
     def of(cls, recorder: Recorder) -> Reading:
         """That of this rank, now."""
-        return cls(recorder.clock(), recorder.waits(), recorder.times().of_collectives_s)
+        return cls(recorder.clock(), recorder.waits(), recorder.times().of_collectives_s, recorder.lasts())
 
     def since(self, before: Reading) -> Reading:
         """What has come since another reading; ``at`` is the time between."""
         waits = {rank: seconds - before.waits.get(rank, 0.0) for rank, seconds in self.waits.items()}
-        return Reading(self.at - before.at, waits, self.collectives_s - before.collectives_s)
+        lasts = {rank: times - before.lasts.get(rank, 0.0) for rank, times in self.lasts.items()}
+        return Reading(self.at - before.at, waits, self.collectives_s - before.collectives_s, lasts)
 
 
 class Window:
@@ -70,7 +77,7 @@ def latest_rank(own: int, mine: Reading, others: Mapping[int, Mapping[str, Any]]
     Args:
         own: this rank.
         mine: reading of this rank's latest waits.
-        others: beat of each other rank: ``window_s``, ``waits``, ``collectives_s``.
+        others: beat of each other rank: ``window_s``, ``waits``, ``collectives_s``, ``lasts``.
 
     Example:
         >>> latest_rank(0, Reading(10.0, {1: 2.0, 2: 0.1}, 3.0), {})
@@ -78,29 +85,47 @@ def latest_rank(own: int, mine: Reading, others: Mapping[int, Mapping[str, Any]]
         >>> latest_rank(0, Reading(10.0, {}, 3.0), {1: {"window_s": 10.0, "waits": {}, "collectives_s": 0.5}})
         1
     """
-    blamed = dict(mine.waits)
-    for said in others.values():
-        for rank, seconds in said["waits"].items():
-            blamed[int(rank)] = blamed.get(int(rank), 0.0) + seconds
-    if blamed:
-        rank = max(blamed, key=lambda one: blamed[one])
-        seconds, next_most = blamed[rank], max((blamed[one] for one in blamed if one != rank), default=0.0)
-        matters = seconds > _LEAST_SHARE * mine.at * max(len(others), 1)
-        return rank if matters and seconds - next_most > _CLEAR_SHARE * sum(blamed.values()) else -1
-    return _who_waited_least(own, mine, others)
+    blamed = _summed(mine.waits, (said["waits"] for said in others.values()))
+    if not blamed:
+        return _who_waited_least(own, mine, others)
+    lasts = _summed(mine.lasts, (said.get("lasts", {}) for said in others.values()))
+    most, next_most = _leaders(lasts)
+    rank = most[0]
+    # Who is always a little late is hidden in seconds by those that lose their core for long, now and then.
+    if most[1] - next_most <= _CLEAR_DEVIATIONS * math.sqrt(most[1] + next_most):
+        (rank, seconds), next_seconds = _leaders(blamed)
+        if seconds - next_seconds <= _CLEAR_SHARE * sum(blamed.values()):
+            return -1
+    return rank if blamed.get(rank, 0.0) > _LEAST_SHARE * mine.at * max(len(others), 1) else -1
+
+
+def _summed(mine: Mapping[int, float], others: Iterable[Mapping[Any, float]]) -> dict[int, float]:
+    """What all say of each rank."""
+    total = dict(mine)
+    for said in others:
+        for rank, amount in said.items():
+            total[int(rank)] = total.get(int(rank), 0.0) + amount
+    return total
+
+
+def _leaders(amounts: Mapping[int, float]) -> tuple[tuple[int, float], float]:
+    """The rank with the most, how much that is, and how much the next one has."""
+    ordered = sorted(amounts.items(), key=lambda item: item[1], reverse=True)
+    return (ordered or [(-1, 0.0)])[0], ordered[1][1] if len(ordered) > 1 else 0.0
 
 
 def latest_of(beats: Mapping[int, Mapping[str, Any]]) -> int:
     """The rank for which all wait most, by what they have said; -1 if none stands out.
 
     Args:
-        beats: beat of each rank: ``window_s``, ``waits``, ``collectives_s``.
+        beats: beat of each rank: ``window_s``, ``waits``, ``collectives_s``, ``lasts``.
     """
     if not beats:
         return -1
     own, said = min(beats.items())
     waits = {int(rank): float(seconds) for rank, seconds in said["waits"].items()}
-    mine = Reading(said["window_s"], waits, said["collectives_s"])
+    lasts = {int(rank): float(times) for rank, times in said.get("lasts", {}).items()}
+    mine = Reading(said["window_s"], waits, said["collectives_s"], lasts)
     return latest_rank(own, mine, {rank: beat for rank, beat in beats.items() if rank != own})
 
 

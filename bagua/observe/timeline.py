@@ -160,13 +160,13 @@ def timeline(folder: str | os.PathLike[str]) -> dict[str, Any]:
     compared = traces.keys() - set(unknown)
     comers = _comers({rank: traces[rank] for rank in sorted(compared)}, shifts)
     events += _arrivals(max(traces) + 1, comers)
-    waits = _waits(comers)
+    waits, lasts = _waits(comers)
     spent_s = (max(times, default=0.0) - start) * 1e-6 * max(len(traces) - 1, 1)
     blamed = {rank: waited_us * 1e-6 for rank, waited_us in waits.items()}
     facts = {
         "clock_offsets_us": differences,
         "waited_for_us": waits,
-        "straggler": latest_rank(-1, Reading(spent_s, blamed, 0.0), {}),
+        "straggler": latest_rank(-1, Reading(spent_s, blamed, 0.0, lasts), {}),
     }
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
 
@@ -216,14 +216,16 @@ def _name(kind: str, process: int, thread: int, name: str) -> Line:
     return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
 
 
-def _waits(comers: _Comers) -> dict[int, float]:
-    """By rank, for how many microseconds the others have waited for it, where it came last."""
+def _waits(comers: _Comers) -> tuple[dict[int, float], dict[int, float]]:
+    """By rank, for how many microseconds the others have waited for it, where it came last, and how often that was."""
     waits: dict[int, float] = {}
+    lasts: dict[int, float] = {}
     for of_call in comers.values():
         came = {rank: moment for rank, (moment, _) in of_call.items()}
         last = max(came, key=lambda rank: came[rank])
         waits[last] = waits.get(last, 0.0) + sum(came[last] - moment for moment in came.values())
-    return {rank: round(waits[rank], 1) for rank in sorted(waits)}
+        lasts[last] = lasts.get(last, 0.0) + 1.0
+    return {rank: round(waits[rank], 1) for rank in sorted(waits)}, lasts
 
 
 def _arrivals(process: int, of_calls: _Comers) -> Iterator[Line]:

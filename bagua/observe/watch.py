@@ -99,6 +99,7 @@ class RankWatch:
             "backend": self.place.backend,
             "window_s": recent.at,
             "waits": recent.waits,
+            "lasts": recent.lasts,
             "collectives_s": recent.collectives_s,
             "running_s": recorder.clock() - self._began,
             "time_s": times.time_s,

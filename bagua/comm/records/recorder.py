@@ -141,6 +141,7 @@ class Counters(Protocol):
     Attributes:
         times: seconds that its calls took.
         waits: seconds that this rank has waited for each other one that came last, by global rank.
+        lasts: how often each of them came last; those that come together share a call.
         recent: its last calls.
         gauges: latest values of what is measured on it and changes slowly, by the name of the metric.
     """
@@ -154,6 +155,7 @@ class Counters(Protocol):
         """Seconds that its calls took."""
 
     waits: dict[int, float]
+    lasts: dict[int, float]
     recent: deque[CallRecord]
     gauges: dict[str, float]
 
@@ -198,6 +200,7 @@ class Recorder:
         self.numbers = itertools.count()
         self._closed = CallTimes()
         self._closed_waits: dict[int, float] = {}
+        self._closed_lasts: dict[int, float] = {}
         self._closed_bytes = 0
         #: Seconds for which the code that computes stood still, and since when it does now. One value, so that
         #: threads read both at once.
@@ -232,6 +235,7 @@ class Recorder:
             self.open.remove(entry)
             self._closed = self._closed.plus(entry.times)
             _add_to(self._closed_waits, dict(entry.waits))
+            _add_to(self._closed_lasts, dict(entry.lasts))
             self._closed_bytes += entry.sent_bytes()
 
     def times(self) -> CallTimes:
@@ -246,6 +250,13 @@ class Recorder:
         total = dict(self._closed_waits)
         for entry in list(self.open):
             _add_to(total, dict(entry.waits))
+        return total
+
+    def lasts(self) -> dict[int, float]:
+        """How often each other rank came last, by global rank."""
+        total = dict(self._closed_lasts)
+        for entry in list(self.open):
+            _add_to(total, dict(entry.lasts))
         return total
 
     def sent_bytes(self) -> int:
@@ -272,8 +283,8 @@ class Recorder:
 
 
 def _add_to(total: dict[int, float], more: dict[int, float]) -> None:
-    for rank, seconds in more.items():
-        total[rank] = total.get(rank, 0.0) + seconds
+    for rank, amount in more.items():
+        total[rank] = total.get(rank, 0.0) + amount
 
 
 def _nothing() -> None:

@@ -81,10 +81,23 @@ class Statistics:
         recent: the last calls, oldest first.
         times: seconds that its calls took.
         waits: seconds that this rank has waited for each other one that came last, by global rank.
+        lasts: how often each of them came last.
         gauges: latest values of what is measured on it and changes slowly, by the name of the metric.
     """
 
-    __slots__ = ("_busy_until", "_rank", "_size", "_sums", "_totals", "gauges", "place", "recent", "recorder", "waits")
+    __slots__ = (
+        "_busy_until",
+        "_rank",
+        "_size",
+        "_sums",
+        "_totals",
+        "gauges",
+        "lasts",
+        "place",
+        "recent",
+        "recorder",
+        "waits",
+    )
 
     def __init__(self, rank: int, size: int, place: Place | None = None, recorder: Recorder | None = None) -> None:
         self._rank = rank
@@ -98,6 +111,7 @@ class Statistics:
         #: Fields of ``times``. One plain value: threads read all at once, and each call makes one.
         self._sums = (0.0, 0.0, 0.0, 0.0, 0)
         self.waits: dict[int, float] = {}
+        self.lasts: dict[int, float] = {}
         self.gauges: dict[str, float] = {}
         self.recorder.add(self)
 
@@ -145,6 +159,7 @@ class Statistics:
         self._sums = (time_s, exposed_s, waiting_s, of_collectives_s, calls + 1)
         for rank in record.waited_for:
             self.waits[rank] = self.waits.get(rank, 0.0) + record.waited_s / len(record.waited_for)
+            self.lasts[rank] = self.lasts.get(rank, 0.0) + 1.0 / len(record.waited_for)
         if recorder.trace is not None:
             recorder.trace.call(record)
         if ended >= recorder.beat_at:
