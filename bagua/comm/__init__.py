@@ -80,7 +80,7 @@ from bagua.comm.records.recorder import (
     in_background as in_background,
     observers as observers,
 )
-from bagua.comm.reduction import divide as divide
+from bagua.comm.reduction import divide as divide, reduction_name as reduction_name
 from bagua.comm.startup.adoption import (
     GradBucket as GradBucket,
     as_communicator as as_communicator,

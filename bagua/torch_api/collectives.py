@@ -18,7 +18,17 @@ from typing_extensions import Unpack
 
 from bagua import comm as of
 from bagua.checks import check_kind, renaming
-from bagua.comm import Communicator, Group, NonMember, ReduceOp, Work, backend_of, communicator_of
+from bagua.comm import (
+    Communicator,
+    Group,
+    NonMember,
+    ReduceOp,
+    Work,
+    as_seconds,
+    backend_of,
+    communicator_of,
+    reduction_name,
+)
 from bagua.errors import ConfigurationError, InvalidTensorError, InvalidTypeError
 
 __all__ = [
@@ -73,7 +83,7 @@ def _allreduce_into(
 ) -> Work | None:
     communicator = communicator_of(comm)
     if communicator:
-        _copy(recv_tensor, send_tensor)
+        _begin_reduction(communicator, send_tensor, recv_tensor, op, **keywords)
     return communicator.allreduce(recv_tensor, op, **keywords)
 
 
@@ -87,15 +97,24 @@ def _reduce_into(
     **keywords: Unpack[CallOptions],
 ) -> Work | None:
     communicator = communicator_of(comm)
-    if communicator.rank != dst:
+    if not communicator or communicator.rank != dst:
         reduce_from = renaming(tensor="send_tensor")(communicator.reduce)
         return reduce_from(send_tensor, dst, op, **keywords)  # which leaves it as it is
-    _copy(recv_tensor, send_tensor)
+    _begin_reduction(communicator, send_tensor, recv_tensor, op, **keywords)
     return communicator.reduce(recv_tensor, dst, op, **keywords)
 
 
-def _copy(target: Tensor, source: Tensor) -> None:
-    check_kind(Tensor, "a tensor", send_tensor=source, recv_tensor=target)
+def _begin_reduction(
+    communicator: Communicator,
+    source: Tensor,
+    target: Tensor,
+    op: ReduceOp.RedOpType,
+    async_op: bool = False,  # noqa: ARG001 - as in the call that follows
+    timeout: float | timedelta | None = None,
+) -> None:
+    """Copy what is sent to where it is reduced, once it is certain that the call will not be refused."""
+    communicator.intake.check(source, "send_tensor")
+    communicator.intake.in_place(target, "recv_tensor", keep=False)
     if target.numel() != source.numel() or target.dtype != source.dtype:
         raise InvalidTensorError(
             "what is received must be like what is sent",
@@ -103,8 +122,12 @@ def _copy(target: Tensor, source: Tensor) -> None:
             expected=(tuple(source.shape), source.dtype),
             seen=(tuple(target.shape), target.dtype),
         )
-    with torch.no_grad():
-        target.copy_(source.reshape(target.shape))
+    reduction_name(op, target.dtype)
+    if timeout is not None:
+        as_seconds(timeout)
+    if communicator.usable:
+        with torch.no_grad():
+            target.copy_(source.reshape(target.shape))
 
 
 allreduce = _or_into(of.allreduce, _allreduce_into)

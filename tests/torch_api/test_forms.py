@@ -7,7 +7,13 @@ import torch
 import torch.distributed as dist
 
 import bagua.torch_api as bagua
-from bagua.errors import ConfigurationError, InvalidTensorError, InvalidTypeError
+from bagua.errors import (
+    CommunicatorClosedError,
+    ConfigurationError,
+    InvalidReduceOpError,
+    InvalidTensorError,
+    InvalidTypeError,
+)
 from bagua.testing import ThreadRanks
 from bagua.testing.ranks import this_rank
 
@@ -73,6 +79,16 @@ def both_forms() -> None:
     assert (sent.item(), also_sent.item()) == (3, 2)
     with pytest.raises(InvalidTensorError, match="like what is sent"):
         bagua.allreduce(own, torch.zeros(2))
+    for call in (bagua.allreduce, lambda send, recv, **options: bagua.reduce(send, recv, rank, **options)):
+        for recv, options, refusal in (
+            (torch.zeros(1), {"op": bagua.ReduceOp.PREMUL_SUM}, InvalidReduceOpError),
+            (torch.zeros(1), {"timeout": -1}, ConfigurationError),
+            (torch.zeros(1), {"tmeout": 1}, TypeError),
+            (torch.zeros(1).expand(2), {}, InvalidTensorError),
+        ):
+            with pytest.raises(refusal):
+                call(own.repeat(recv.numel()), recv, **options)
+            assert not recv.any()
 
 
 def in_place() -> None:
@@ -110,6 +126,19 @@ def in_place() -> None:
 @pytest.mark.parametrize("function", [send_and_receive, both_forms, in_place])
 def test_forms_of_the_original(function) -> None:
     ThreadRanks(SIZE).run(function)
+
+
+def use_a_closed_group() -> None:
+    group, recv = bagua.new_group([0]), torch.zeros(1)
+    group.close()
+    if group:
+        with pytest.raises(CommunicatorClosedError):
+            bagua.allreduce(torch.ones(1), recv, comm=group)
+    assert not recv.any()
+
+
+def test_a_refused_call_leaves_what_would_receive() -> None:
+    ThreadRanks(2).run(use_a_closed_group)
 
 
 def among_some() -> list[list[float]]:
