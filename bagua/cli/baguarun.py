@@ -68,23 +68,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _serve_islands(given: list[str]) -> int:
     """Keep the store of islands until somebody ends this process."""
-    from bagua.comm import serve_store_at
-    from bagua.errors import ConfigurationError
-
     address = given[0].partition("=")[2] or "".join(given[1:2]) or f"{socket.gethostname()}:0"
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or len(given) > (1 if "=" in given[0] else 2):
         print(f"baguarun {_ISLANDS} takes host:port, as {socket.gethostname()}:29600; not {address}", file=sys.stderr)
         return 2
+    ended = threading.Event()
+    # Before the address is known: who reads it may end this process.
+    before = {one: signal.signal(one, lambda *_: ended.set()) for one in (signal.SIGINT, signal.SIGTERM)}
     try:
-        store, where = serve_store_at(host.strip("[]"), int(port))
+        return _keep_store(host.strip("[]"), int(port), ended)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _keep_store(host: str, port: int, ended: threading.Event) -> int:
+    from bagua.comm import serve_store_at
+    from bagua.errors import ConfigurationError
+
+    try:
+        store, where = serve_store_at(host, port)
     except ConfigurationError as error:
         print(error, file=sys.stderr)
         return 1
     print(f"Islands meet at {where}.", flush=True)
-    ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.set())
     ended.wait()
     del store
     return 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import signal
 import socket
 
 import pytest
@@ -58,6 +60,21 @@ def test_a_store_is_not_served_at_something_else_than_an_address(address, capsys
 def test_a_script_beside_the_store_is_refused(capsys):
     assert baguarun(["--serve-islands=127.0.0.1:0", "train.py"]) == 2
     assert "takes host:port" in capsys.readouterr().err
+
+
+def test_a_store_can_be_ended_from_when_its_address_is_known(monkeypatch):
+    """Who reads the address may send a signal at once."""
+
+    class Reader(io.StringIO):
+        def flush(self):
+            assert "Islands meet at tcp://127.0.0.1:" in self.getvalue()
+            assert signal.getsignal(signal.SIGTERM) is not before  # It would end this process.
+            signal.raise_signal(signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("sys.stdout", Reader())
+    assert baguarun(["--serve-islands=127.0.0.1:0"]) == 0
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
