@@ -8,6 +8,7 @@ survive pickling with all their attributes, so they cross process boundaries.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -56,6 +57,24 @@ def blame(error: BaseException, rank: int, call: str) -> tuple[int, str]:
         return error.peers[0], error.reason
     detail = error.problem if isinstance(error, BaguaError) else str(error)
     return rank, f"it left {call} with {type(error).__name__}" + (f": {detail}" if detail else "")
+
+
+def how_it_ended(exit_code: int | None) -> str:
+    """How a process ended that was not to end yet, for a message.
+
+    Args:
+        exit_code: as processes of Python have it: the number of a signal is negative. None if it is not known.
+
+    Example:
+        >>> how_it_ended(-9), how_it_ended(3)
+        ('was killed by SIGKILL', 'ended too early, with exit status 3')
+    """
+    if exit_code is None or exit_code >= 0:
+        return f"ended too early, with exit status {exit_code}"
+    try:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    except ValueError:  # Of the real-time signals only the first and the last one have a name.
+        return f"was killed by signal {-exit_code}"
 
 
 def _words(fact: object) -> str:

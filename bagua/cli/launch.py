@@ -20,7 +20,7 @@ import torch
 from bagua import comm, env
 from bagua.cli.lab.network import INTERFACE, Host, Network, enter
 from bagua.comm import connect_store, serve_store
-from bagua.errors import CommunicationError
+from bagua.errors import CommunicationError, how_it_ended
 
 __all__ = ["Failure", "Rank", "RanksFailedError", "run_ranks"]
 
@@ -98,9 +98,7 @@ class Failure:
     def __str__(self) -> str:
         if self.error is not None:
             return f"rank {self.rank} failed: {type(self.error).__name__}: {self.error}"
-        if self.exit_code is not None and self.exit_code < 0:
-            return f"rank {self.rank} was killed by {signal.Signals(-self.exit_code).name}"
-        return f"rank {self.rank} ended too early, with exit status {self.exit_code}"
+        return f"rank {self.rank} {how_it_ended(self.exit_code)}"
 
 
 class RanksFailedError(RuntimeError):

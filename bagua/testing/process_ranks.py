@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import pickle
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
 from bagua.comm import serve_store
-from bagua.errors import ConfigurationError
+from bagua.errors import ConfigurationError, how_it_ended
 from bagua.testing import worker
 from bagua.testing.ranks import Job, Outcome, RankDiedError, RankHangsError, RankPool
 
@@ -133,13 +132,9 @@ class _Rank:
         self.process.join(_ANSWER_S)
         self.ended = True
         if self.outcome is None or (self.outcome.error is None and self.process.exitcode != 0):
-            self.outcome = Outcome(self.rank, error=RankDiedError(f"rank {self.rank} {self._end()}"))
-
-    def _end(self) -> str:
-        code = self.process.exitcode
-        if code is not None and code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
-        return f"ended with exit status {code}"
+            self.outcome = Outcome(
+                self.rank, error=RankDiedError(f"rank {self.rank} {how_it_ended(self.process.exitcode)}")
+            )
 
     def give_up(self) -> None:
         """Ask where it hangs, and note that as its end."""

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import signal
 
 import pytest
 
@@ -127,3 +128,16 @@ def test_facts_that_become_known_later_are_in_the_message():
     error.call = "barrier"
     assert "in barrier" in str(error)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "said"),
+    [
+        (-signal.SIGSEGV, "was killed by SIGSEGV"),
+        (-(signal.SIGRTMIN + 3), f"was killed by signal {signal.SIGRTMIN + 3}"),  # Python has no name for it.
+        (0, "ended too early, with exit status 0"),
+        (None, "ended too early, with exit status None"),
+    ],
+)
+def test_an_end_is_told_whatever_the_exit_code(exit_code, said):
+    assert errors.how_it_ended(exit_code) == said
