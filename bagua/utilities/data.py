@@ -7,7 +7,7 @@ import io
 import math
 import os
 import pickle
-import tempfile
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -273,13 +273,12 @@ def _packed(value: Any) -> bytes:
 
 def _write(file: Path, content: bytes) -> None:
     """Write a whole file, or none: others may be reading."""
-    descriptor, name = tempfile.mkstemp(dir=file.parent)
+    draft = file.with_name(f"{uuid.uuid4().hex}.tmp")  # Not by tempfile: only its owner may read what that makes.
     try:
-        with os.fdopen(descriptor, "wb") as written:
-            written.write(content)
-        Path(name).replace(file)
+        draft.write_bytes(content)
+        draft.replace(file)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
         raise
 
 

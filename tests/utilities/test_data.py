@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +172,16 @@ def test_a_rank_without_batches_is_refused_on_all_ranks() -> None:
         with pytest.raises(ConfigurationError, match="no batch for rank 0"):
             list(LoadBalancingDistributedBatchSampler(sampler, of_big_ones))
         assert list(LoadBalancingDistributedBatchSampler(sampler, of_big_ones, drop_last=True)) == []
+
+
+def test_files_are_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        CacheLoader("file", folder=tmp_path).get("key", len)
+    finally:
+        os.umask(before)
+    (file,) = tmp_path.rglob("*.pt")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640
 
 
 def test_a_value_that_files_cannot_give_back_is_refused_at_once(tmp_path: Path) -> None:
