@@ -35,6 +35,8 @@ __all__ = [
     "get_global_rank",
     "get_group_rank",
     "get_process_group_ranks",
+    "get_rank",
+    "get_world_size",
     "group",
     "init_process_group",
     "new_group",
@@ -103,6 +105,16 @@ def init_process_group(
         store, rank, world_size = meet_at(init_method, rank, world_size, patience or default_pg_timeout)
     name = None if backend is None else str(backend).lower()
     comm.init_process_group(backend=name, timeout=timeout, store=store, rank=rank, world_size=world_size)
+
+
+def get_rank(group: Group | None = None) -> int:
+    """Rank of this process in ``group``, -1 if it is no member; before initialization a ``NotInitializedError``."""
+    return comm.get_rank(comm.get_default_group() if group is None else group)
+
+
+def get_world_size(group: Group | None = None) -> int:
+    """Size of ``group``, -1 if this rank is no member; before initialization a ``NotInitializedError``."""
+    return comm.get_world_size(comm.get_default_group() if group is None else group)
 
 
 def destroy_process_group(group: Group | None = None) -> None:

@@ -14,6 +14,7 @@ from bagua.errors import (
     InvalidRankError,
     InvalidTensorError,
     InvalidTypeError,
+    NotInitializedError,
     RepeatedInitializationError,
 )
 from tests.versions import TORCH
@@ -47,6 +48,14 @@ def test_the_names_that_scripts_use_are_there():
     assert issubclass(dist.DistBackendError, RuntimeError)
     assert dist.group.WORLD is None
     assert dist.P2POp(dist.isend, torch.ones(1), 0, dist.GroupMember.NON_GROUP_MEMBER).peer == -1
+
+
+@pytest.mark.parametrize("function", [dist.get_rank, dist.get_world_size])
+def test_places_are_not_known_before_initialization(function, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(NotInitializedError):
+        function()
 
 
 def refuse_what_is_not_there():
