@@ -25,6 +25,7 @@ from bagua.engine.schedule.shares import SampleCount
 from bagua.engine.start import make_equal, replace_engine
 from bagua.engine.start import start_listeners as start_listeners
 from bagua.engine.state.agreement import compare
+from bagua.engine.state.checkpoints import check as check_saved_state
 from bagua.engine.state.replicas import (
     allreduce_optimizer_state,
     allreduce_parameters,
@@ -65,6 +66,7 @@ __all__ = [
     "check_module",
     "check_optional_flag",
     "check_owner",
+    "check_saved_state",
     "collect",
     "compare",
     "create_executor",

@@ -12,6 +12,7 @@ import torch
 
 from bagua.algorithms import Algorithm, DistributedAlgorithm, as_algorithm, registry
 from bagua.comm import as_group, available, solo_group
+from bagua.engine import check_saved_state
 from bagua.errors import ConfigurationError
 from bagua.parallel import BaguaModule, with_bagua
 
@@ -59,7 +60,9 @@ def collect(model: BaguaModule) -> dict[str, Any]:
 
 
 def restore(model: BaguaModule, saved: dict[str, Any]) -> None:
-    """Go on from what ``collect`` returned."""
+    """Go on from what ``collect`` returned. Collective."""
+    if "remembered" in saved:  # Before weights are loaded: another algorithm's are not for this one.
+        check_saved_state(model._bagua_engine.reducer, saved["remembered"])  # noqa: SLF001 - ours
     if "weights" in saved:
         model.load_state_dict(saved["weights"])
         for optimizer, state in zip(model.bagua_optimizers, saved["optimizers"], strict=True):

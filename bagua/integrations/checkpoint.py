@@ -12,7 +12,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from bagua.checks import check_kind
-from bagua.engine import EngineAccess, name_of_rank
+from bagua.engine import EngineAccess, check_saved_state, name_of_rank
 from bagua.errors import ConfigurationError
 
 __all__ = ["load_training_state", "training_state"]
@@ -66,12 +66,13 @@ def load_training_state(model: Any, checkpoint_id: Any, *, key: str = "training"
         options: for ``dcp.load``, as ``storage_reader`` and ``process_group``.
 
     Raises:
-        ConfigurationError: it belongs to another algorithm, or to other optimizers. For the latter nothing was loaded.
-        RuntimeError: torch's: it belongs to another model.
+        ConfigurationError: it belongs to another algorithm or model, or to other optimizers. Nothing was loaded.
+        RuntimeError: torch's: the model has other parts, as buffers.
         CheckpointException: torch's: there is nothing under ``key``.
     """
     engine = _checked(model)
-    group, parameters = engine._bagua_engine.reducer.group, _parameters_of(engine)  # noqa: SLF001 - ours
+    reducer, parameters = engine._bagua_engine.reducer, _parameters_of(engine)  # noqa: SLF001 - ours
+    group = reducer.group
     load = functools.partial(dcp.load, checkpoint_id=checkpoint_id, **options)
     shared = _read(key, _SHARED, parameters, load)
     fits = shared["algorithm"]["world_size"] == group.size
@@ -79,11 +80,13 @@ def load_training_state(model: Any, checkpoint_id: Any, *, key: str = "training"
     own = _read(key, name_of_rank(rank), parameters, load) if fits or "model" not in shared else {}
     of_model = shared if "model" in shared else own
     of_optimizers = _of_optimizers(engine.bagua_optimizers, of_model["optimizers"], parameters)
+    of_rank = own["algorithm"] if fits else _NOTHING_OF_ITS_OWN
+    remembered = _as_local({**shared["algorithm"], "rank": rank, name_of_rank(rank): of_rank})
+    check_saved_state(reducer, remembered)
     _module_of(engine).load_state_dict(of_model["model"])
     for optimizer, state in zip(engine.bagua_optimizers, of_optimizers, strict=True):
         optimizer.load_state_dict(state)
-    of_rank = own["algorithm"] if fits else _NOTHING_OF_ITS_OWN
-    engine.load_bagua_state_dict(_as_local({**shared["algorithm"], "rank": rank, name_of_rank(rank): of_rank}))
+    engine.load_bagua_state_dict(remembered)
 
 
 def _checked(model: Any) -> EngineAccess:

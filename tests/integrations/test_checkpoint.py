@@ -114,6 +114,26 @@ def load_into_other_optimizers(folder: str) -> list[str]:
     return refusals
 
 
+def load_into_another_algorithm(folder: str) -> str:
+    model, optimizer = begin(ALGORITHMS["local_sgd"], seed=7)
+    train_steps(model, optimizer, 0, range(1))
+    before, steps = snapshot(model), model.bagua_state_dict()["step"]
+    moments = [one["exp_avg"].clone() for one in optimizer.state.values()]
+    with pytest.raises(ConfigurationError) as caught:
+        load_training_state(model, Path(folder) / "allreduce")
+    assert all(torch.equal(before[key], now) for key, now in snapshot(model).items())
+    now = [one["exp_avg"] for one in optimizer.state.values()]
+    assert all(map(torch.equal, moments, now))
+    assert model.bagua_state_dict()["step"] == steps
+    return str(caught.value)
+
+
+@SAVES
+def test_another_algorithm_is_refused_before_anything_is_loaded(process_pool, saved):
+    (refusal,) = process_pool.run(load_into_another_algorithm, saved[0], size=1)
+    assert "this state belongs to another algorithm" in refusal
+
+
 @SAVES
 def test_other_optimizers_are_refused_before_anything_is_loaded(process_pool, saved):
     (number, parameter) = process_pool.run(load_into_other_optimizers, saved[0], size=1)[0]

@@ -14,7 +14,7 @@ from bagua.engine.state.saved_states import check_owner, from_checkpoint, name_o
 from bagua.engine.state.saving import Remembered, collect, divided, scopes_of, united
 from bagua.errors import ConfigurationError
 
-__all__ = ["load", "save"]
+__all__ = ["check", "load", "save"]
 
 _log = logging.getLogger("bagua")
 
@@ -44,12 +44,19 @@ def save(reducer: BucketFormation) -> dict[str, Any]:
     }
 
 
-def load(reducer: BucketFormation, state_dict: dict[str, Any]) -> None:
-    """See ``Reducer.load_state_dict``. Collective.
+def check(reducer: BucketFormation, state_dict: dict[str, Any]) -> tuple[dict[str, Any], list[list[int]]]:
+    """Refuse what does not belong to this model and algorithm, before anything is changed. Collective.
 
     Args:
-        reducer: reducer whose exchanges go on.
+        reducer: reducer whose exchanges would go on.
         state_dict: as ``save`` returned it.
+
+    Returns:
+        The state, and by bucket the positions of its parameters.
+
+    Raises:
+        ConfigurationError: it belongs to another algorithm, or to other parameters.
+        CollectiveMismatchError: ranks have states of different runs, or another rank refuses.
     """
     refusal: ConfigurationError | None = None
     facts: list[str] = []
@@ -60,6 +67,17 @@ def load(reducer: BucketFormation, state_dict: dict[str, Any]) -> None:
     except ConfigurationError as error:
         refusal = error
     compare_or_refuse(facts, reducer.communicator, "checkpoints", refusal)
+    return saved, members
+
+
+def load(reducer: BucketFormation, state_dict: dict[str, Any]) -> None:
+    """See ``Reducer.load_state_dict``. Collective.
+
+    Args:
+        reducer: reducer whose exchanges go on.
+        state_dict: as ``save`` returned it.
+    """
+    saved, members = check(reducer, state_dict)
     own = _own_part(reducer, saved)
     if reducer.scheduler is not None:
         reducer.scheduler.settle()
