@@ -56,11 +56,23 @@ def use_bagua(trainer: Any, algorithm: Algorithm | DistributedAlgorithm | str, *
     """
     _check_trainer(trainer)
     algorithm = as_algorithm(algorithm)
-    accelerator = trainer.accelerator
-    check_takes_hooks(accelerator, "use_bagua")
-    # Everything that Accelerate does to a model but wrapping it.
-    accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
+    check_takes_hooks(trainer.accelerator, "use_bagua")
+    make_accelerator = trainer.create_accelerator_and_postprocess
+
+    @functools.wraps(make_accelerator)
+    def make_one_that_leaves_models_unwrapped() -> None:
+        make_accelerator()
+        _leave_unwrapped(trainer.accelerator)
+
+    _leave_unwrapped(trainer.accelerator)
+    # Each trial of a search for hyperparameters makes a new one.
+    trainer.create_accelerator_and_postprocess = make_one_that_leaves_models_unwrapped
     _attach(trainer, _Engine, algorithm, options)
+
+
+def _leave_unwrapped(accelerator: Any) -> None:
+    """Let Accelerate do everything to a model but wrap it."""
+    accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
 
 
 def attach(trainer: Any, algorithm: Algorithm | DistributedAlgorithm | str, **options: Any) -> None:
@@ -174,7 +186,9 @@ class _Exchange(ABC):
         """Save what this rank remembers in the checkpoint that was just made."""
         if args.save_only_model or (saved := self.collect()) is None:
             return
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        # In a search for hyperparameters, each trial has a folder of its own.
+        folder = Path(self.trainer._get_output_dir(self.trainer._trial))  # noqa: SLF001 - no public name says it
+        folder /= f"checkpoint-{state.global_step}"
         write_own_file(folder, args.process_index, args.world_size, [saved])
 
     @abstractmethod
@@ -191,6 +205,7 @@ class _Hook(_Exchange):
         self._hook = hook
         self._wrapper = wrapper
         self._hooked: torch.nn.Module | None = None
+        self._model: torch.nn.Module | None = None
 
     def saved(self, args: Any) -> dict[str, Any]:
         """What this rank saved in the checkpoint that training goes on from."""
@@ -205,6 +220,9 @@ class _Hook(_Exchange):
         if wrapped is None:
             return  # one process, which was warned of
         if wrapped is not self._hooked:
+            if self._model not in {None, self.trainer.model} and isinstance(self._state, HookState):
+                self._state.forget()
+            self._model = self.trainer.model
             register_ddp_comm_hook(wrapped, self._state, self._hook, self._wrapper)
             self._hooked = wrapped
         if isinstance(self._state, HookState) and "remembered" in saved:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -151,6 +153,44 @@ def derived(folder: str) -> list[State]:
 def test_classes_that_derive_from_trainer_work(tmp_path: Path) -> None:
     for ddp, allreduce in ProcessRanks(2).run(derived, str(tmp_path)):
         assert all(torch.equal(ddp[key], allreduce[key]) for key in ddp)
+
+
+def searching_trainer(name: str, folder: str, **options: Any) -> Any:
+    trainer = make_trainer(folder, eval_strategy="no", **options)
+    trainer.model_init = lambda: Model(bagua.comm.get_rank())
+    if name == "hook":
+        use_comm_hook(trainer, TopKState(0.1))
+    else:
+        use_bagua(trainer, name)
+    return trainer
+
+
+def search(name: str, folder: str) -> list[tuple[State, str]]:
+    """Two trials, as a search for hyperparameters runs them; then the second one by itself."""
+    as_torchrun_starts_it()
+    trainer, last = searching_trainer(name, folder), searching_trainer(name, f"{folder}/alone", learning_rate=0.01)
+    trainer.hp_search_backend = transformers.trainer_utils.HPSearchBackend.OPTUNA
+    trainer.hp_space, trainer.hp_name = (lambda trial: trial.params), None
+    # Optuna need not be installed.
+    importlib.import_module("transformers.integrations").hp_params = trainer.hp_space
+    results = []
+    for number, rate in enumerate((0.02, 0.01)):
+        trainer.train(trial=types.SimpleNamespace(number=number, params={"learning_rate": rate}))
+        results.append((snapshot(trainer.model), type(trainer.model_wrapped).__name__))
+    last.train()
+    return [*results, (snapshot(last.model), type(last.model_wrapped).__name__)]
+
+
+@pytest.mark.parametrize("name", ["diloco", "hook"])
+def test_each_trial_of_a_search_saves_in_its_folder_and_begins_anew(name: str, tmp_path: Path) -> None:
+    for (first, _), (second, in_trial), (alone, wrapped) in ProcessRanks(2).run(search, name, str(tmp_path)):
+        assert in_trial == wrapped == ("DistributedDataParallel" if name == "hook" else "Model")
+        assert all(torch.equal(second[key], alone[key]) for key in alone)
+        assert not all(torch.equal(first[key], alone[key]) for key in alone)
+    for step in (STEPS // 2, STEPS):
+        files = {file.relative_to(tmp_path) for file in tmp_path.glob(f"**/checkpoint-{step}/bagua-rank?.pt")}
+        folders = [Path(f"run-{number}") for number in (0, 1)] + [Path("alone")]
+        assert files == {one / f"checkpoint-{step}/bagua-rank{rank}.pt" for one in folders for rank in (0, 1)}
 
 
 # Bad input, and one process.

@@ -180,6 +180,13 @@ class HookState(ABC):
         self.step = state_dict["step"]
         self._steps_of_parts = {}
 
+    def forget(self) -> None:
+        """Begin anew, with another model: nothing of earlier steps is used."""
+        self.step = 0
+        self._places = HookBuckets()
+        self._parts = {}
+        self._steps_of_parts = {}
+
     def _names(self, module: torch.nn.Module) -> dict[int, str]:
         inner = module.module if isinstance(module, torch.nn.parallel.DistributedDataParallel) else module
         named = {id(parameter): name for name, parameter in inner.named_parameters()}
