@@ -19,7 +19,7 @@ __all__ = ["load_training_state", "training_state"]
 
 _SHARED = "shared"
 _NOTHING_OF_ITS_OWN: dict[str, Any] = {"parameters": {}, "others": [], "flights": []}
-Parameters = Mapping[str, torch.nn.Parameter]
+Parameters = dict[str, torch.nn.Parameter]
 
 
 def training_state(model: Any) -> dict[str, Any]:
@@ -101,7 +101,8 @@ def _module_of(engine: Any) -> torch.nn.Module:
 
 
 def _parameters_of(engine: EngineAccess) -> Parameters:
-    return dict(_module_of(engine).named_parameters())
+    """By all their names: a tied parameter is in the state of a model once for each."""
+    return dict(_module_of(engine).named_parameters(remove_duplicate=False))
 
 
 def _refuse_flat_state(others: list[dict[str, Any]], parameters: Parameters) -> None:
@@ -123,7 +124,7 @@ def _refuse_flat_state(others: list[dict[str, Any]], parameters: Parameters) -> 
 
 
 def _names(optimizer: torch.optim.Optimizer, parameters: Parameters) -> list[str]:
-    known = {id(one): name for name, one in parameters.items()}
+    known = {id(one): name for name, one in reversed(parameters.items())}  # A tied one by its first name.
     every = [one for group in optimizer.param_groups for one in group["params"]]
     return [known.get(id(one), f"parameter {number}") for number, one in enumerate(every)]
 

@@ -33,8 +33,14 @@ ALGORITHMS = {
 BEFORE, AFTER = range(6), range(6, 11)
 
 
-def begin(algorithm: Algorithm, seed: int = 0) -> tuple[Any, torch.optim.Optimizer]:
+def tied_mlp(seed: int) -> torch.nn.Sequential:
     model = mlp(seed)
+    model[-1].register_parameter("second_name", model[0].weight)
+    return model
+
+
+def begin(algorithm: Algorithm, seed: int = 0, *, tied: bool = False) -> tuple[Any, torch.optim.Optimizer]:
+    model = tied_mlp(seed) if tied else mlp(seed)
     optimizer = adam(model.parameters())
     return with_bagua(model, [optimizer], algorithm, bucket_bytes=1000), optimizer
 
@@ -143,7 +149,7 @@ def test_other_optimizers_are_refused_before_anything_is_loaded(process_pool, sa
 
 def begin_sharded(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    model = fully_shard(mlp(seed), mesh=mesh["shards"])
+    model = fully_shard(tied_mlp(seed), mesh=mesh["shards"])
     optimizer = adam(model.parameters())
     algorithm = DiLoCoAlgorithm(4, overlap=3)
     return model, optimizer, exchange_shards(model, optimizer, algorithm, mesh["replicas"].get_group())
@@ -170,7 +176,7 @@ def save_and_resume_shards(folder: str) -> tuple[list[torch.Tensor], list[torch.
 
 def load_whole(folder: str) -> State:
     """Shards that two replicas of two ranks saved, on one replica that holds all."""
-    model, _ = begin(DiLoCoAlgorithm(4, overlap=3), seed=3)
+    model, _ = begin(DiLoCoAlgorithm(4, overlap=3), seed=3, tied=True)
     load_training_state(model, folder)
     return {name: one["anchor"] for name, one in model.bagua_state_dict()["parameters"].items()}
 
