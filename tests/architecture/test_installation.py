@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import email
+import email.policy
 import re
+import runpy
 import subprocess
 import sys
+import zipfile
 
 import pytest
 
@@ -42,6 +46,40 @@ def test_the_oldest_torch_that_is_admitted_is_the_one_that_is_tested():
     assert tested.startswith(f"{admitted}.")
     for page in ("README.md", "docs/getting_started.md", "CONTRIBUTING.md"):
         assert f"torch {admitted}" in (REPOSITORY / page).read_text(encoding="utf-8"), page
+
+
+def links(text: str) -> set[str]:
+    """Targets of links and pictures, of which those in code are none."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    return set(re.findall(r"\]\(([^)]+)\)", prose))
+
+
+def test_the_wheel_describes_itself_without_links_that_lead_nowhere(tmp_path, monkeypatch):
+    backend = pytest.importorskip("hatchling.build", reason="needs the extra test")
+    monkeypatch.chdir(REPOSITORY)
+    wheel = backend.build_wheel(str(tmp_path))
+    with zipfile.ZipFile(tmp_path / wheel) as opened:
+        (name,) = [name for name in opened.namelist() if name.endswith(".dist-info/METADATA")]
+        facts = email.message_from_bytes(opened.read(name), policy=email.policy.default)
+    said, readme = facts.get_payload(), (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert facts["Description-Content-Type"] == "text/markdown"
+    assert "# bagua\n" in said
+    relative = {target for target in links(readme) if "://" not in target and not target.startswith("#")}
+    assert len(relative) > 30
+    assert all((REPOSITORY / target.partition("#")[0]).exists() for target in relative)
+    assert links(said) == links(readme) - relative
+    assert re.findall(r"```diff.*?```", said, re.DOTALL) == re.findall(r"```diff.*?```", readme, re.DOTALL)
+
+
+def test_the_readme_on_an_index_leads_to_the_address_that_the_owner_names():
+    shown = runpy.run_path(str(REPOSITORY / "hatch_build.py"))["outside_a_checkout"]
+    text = "![A\nplot](docs/a.svg) [page](docs/b.md#c) [here](#d) [there](https://e.org/f) `[x]`\n```\n[g](h)\n```\n"
+    rest = "[here](#d) [there](https://e.org/f) `[x]`\n```\n[g](h)\n```\n"
+    assert shown(text, "") == f"A\nplot page {rest}"
+    assert (
+        shown(text, "https://i.org/")
+        == f"![A\nplot](https://i.org/docs/a.svg) [page](https://i.org/docs/b.md#c) {rest}"
+    )
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
