@@ -152,11 +152,11 @@ from bagua.comm.torch_forms.names import (
     is_xccl_available as is_xccl_available,
     meet_at as meet_at,
 )
-from bagua.comm.torch_forms.tagged import TaggedReceive as TaggedReceive, mail_of as mail_of
+from bagua.comm.torch_forms.tagged import mail_of as mail_of
 from bagua.comm.transports.memory.copying import copy_flat as copy_flat
 from bagua.comm.transports.registry import backend_refusal as backend_refusal, create_transport as create_transport
 from bagua.comm.transports.threads import FaultHook as FaultHook, RankKilled as RankKilled, inject_fault as inject_fault
-from bagua.comm.work import JoinedWork as JoinedWork, PendingWork as PendingWork
+from bagua.comm.work import joined as joined
 # isort: on
 
 __all__ = [

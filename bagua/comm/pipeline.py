@@ -19,8 +19,9 @@ from bagua.comm.operands import as_seconds
 from bagua.comm.records.recorder import CallRecord, Place, Recorder, came_late, observers
 from bagua.comm.records.statistics import Statistics
 from bagua.comm.transports.base import DONE, Handle, Transport
-from bagua.comm.work import CompositeWork, PendingWork, Steps, Work
+from bagua.comm.work import Composite, Steps, Work
 from bagua.errors import (
+    CollectiveTimeoutError,
     CommunicationError,
     CommunicatorClosedError,
     ConcurrentUseError,
@@ -64,7 +65,7 @@ class CallPipeline:
         #: By kind the counter of its calls: one for all collectives, one for all calls between two ranks.
         collectives, others = [0], [0]
         self._numbers = {kind: collectives if kind in COLLECTIVES else others for kind in KINDS}
-        self._composite: CompositeWork | None = None
+        self._composite: Composite | None = None
         #: Started calls that no code has seen complete. Not on CUDA streams: to ask spoils a graph that is captured.
         self._unseen: deque[tuple[CallRecord, Handle]] = deque(maxlen=64)
         self._looks = transport.executor != "stream"
@@ -249,10 +250,14 @@ class CallPipeline:
             self._end(record, ended, spent + now - waiting, spent + max(ended - waiting, 0.0))
             return kept[-1] if found is None else found
 
-        def give_up(error: CommunicationError) -> None:
+        def give_up(timeout_s: float) -> CommunicationError | None:
+            if handle.is_completed():
+                return None
+            error = CollectiveTimeoutError("the call did not complete in time", timeout_s=timeout_s)
             self._break(error, record)
+            return error
 
-        return PendingWork(complete, handle.is_completed, handle.notify, give_up)
+        return Work(complete, handle.is_completed, handle.notify, give_up)
 
     def _look(self, now: float) -> None:
         """Note which of the started calls are complete by now."""
@@ -279,24 +284,23 @@ class CallPipeline:
             record.waited_s, record.waited_for = self._arrivals.of(record.call.sequence)
         self.statistics.end(record, ended, blocked_s)
 
-    def compose(self, steps: Steps, async_op: bool) -> CompositeWork:
-        """Run, or start, a collective made of several; see ``CompositeWork``."""
+    def compose(self, steps: Steps, async_op: bool) -> Work:
+        """Run, or start, a collective made of several; see ``Composite``."""
         composite = self._composite
         if composite is not None and not composite.driven_here():
             composite.wait()
         outer = self._composite
 
-        def released(_: CompositeWork) -> None:
+        def released() -> None:
             self._composite = outer
 
-        work = CompositeWork(steps, released)
-        if work.is_completed():
-            return work
-        if async_op:
-            self._composite = work
-        else:
-            work.wait()
-        return work
+        composite = Composite(steps, released)
+        if not composite.is_completed():
+            if async_op:
+                self._composite = composite
+            else:
+                composite.wait()
+        return composite.as_work()
 
     # Errors.
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,16 +13,24 @@ import torch
 
 from bagua.comm.lifetime.forks import family, forked_error
 from bagua.comm.operands import as_seconds
+from bagua.comm.transports.base import Handle, Joined, countdown
 from bagua.errors import CollectiveTimeoutError, CommunicationError, ConcurrentUseError
 
-__all__ = ["CompositeWork", "JoinedWork", "PendingWork", "Steps", "Work"]
-
-#: A collective made of others: yields each started work, returns the result.
-Steps = Generator["Work", None, Any]
+__all__ = ["Composite", "Steps", "Work", "joined"]
 
 
-class Work(ABC):
+class Work(Handle):
     """An unfinished call. Every rank must ``wait`` before it uses the tensors.
+
+    It is completed once, by the first thread that waits; others wait for that one, and get the same answer.
+
+    Args:
+        complete: waits for the call, at most the given seconds, and returns the result.
+        poll: function that says whether ``complete`` would return or raise at once. Never blocks, never raises.
+        notify: see ``Handle.notify``; None if the call cannot tell.
+        give_up: ends the call because the time of a thread is over while another one waits, and returns the error to
+            raise; None if it has just completed.
+        waiting: lock that is held by the thread that completes the call; None for one of its own.
 
     Example:
         >>> import torch, bagua.comm
@@ -34,8 +40,24 @@ class Work(ABC):
         (True, True, None)
     """
 
-    def __init__(self) -> None:
-        self._waiting = threading.RLock()
+    __slots__ = (
+        *("__weakref__", "_complete", "_error", "_finished", "_generation"),
+        *("_give_up", "_notify", "_poll", "_result", "_waiting"),
+    )
+
+    def __init__(
+        self,
+        complete: Callable[[float | None], Any],
+        poll: Callable[[], bool],
+        notify: Callable[[Callable[[], None]], bool] | None = None,
+        give_up: Callable[[float], CommunicationError | None] | None = None,
+        waiting: threading.RLock | None = None,
+    ) -> None:
+        self._complete = complete
+        self._poll = poll
+        self._notify = notify
+        self._give_up = give_up
+        self._waiting = waiting or threading.RLock()
         self._finished = False
         self._error: BaseException | None = None
         self._result: Any = None
@@ -57,6 +79,7 @@ class Work(ABC):
         Raises:
             CommunicationError: the call failed. Also a ``timeout`` that passes breaks the
                 communicator, because the ranks no longer agree on what has happened.
+            ConcurrentUseError: a signal handler waits for a call made of several, of which it interrupted a step.
         """
         if self._inherited() and not self._finished:
             raise forked_error()
@@ -72,7 +95,7 @@ class Work(ABC):
         if not self._waiting.acquire(blocking=False):
             until = time.monotonic() + timeout_s
             while not self._waiting.acquire(timeout=max(left_s, 0.01)):
-                error = self._give_up(timeout_s)
+                error = self.give_up(timeout_s)
                 if error is not None:
                     raise error
                 left_s = until - time.monotonic()
@@ -87,33 +110,38 @@ class Work(ABC):
         if not self._finished:
             try:
                 self._result = self._complete(timeout_s)
-            except BaseException as error:
-                self._error = error
-                raise
-            finally:
                 self._finished = True
+            except BaseException as error:
+                if isinstance(error, ConcurrentUseError) and not self._poll():
+                    raise  # Of a signal handler that waits for what it interrupted: the call goes on.
+                self._error, self._finished = error, True
+                raise
         elif self._error is not None:
             raise self._error
 
-    def _give_up(self, timeout_s: float) -> CommunicationError | None:
+    def give_up(self, timeout_s: float) -> CommunicationError | None:
         """End the call, for which another thread waits, because this one's time is over.
+
+        Args:
+            timeout_s: seconds that this thread has waited.
 
         Returns:
             The error to raise; None if the call has just completed.
         """
-        return CollectiveTimeoutError("the call did not complete in time", timeout_s=timeout_s)
-
-    @abstractmethod
-    def _complete(self, timeout_s: float | None) -> Any:
-        """Wait, finish the work in the waiting thread, and return the result."""
-
-    @abstractmethod
-    def _poll(self) -> bool:
-        """Whether ``_complete`` would return or raise at once. Never blocks, never raises."""
+        if self._give_up is not None:
+            return self._give_up(timeout_s)
+        return (
+            None if self._poll() else CollectiveTimeoutError("the call did not complete in time", timeout_s=timeout_s)
+        )
 
     def is_completed(self) -> bool:
         """Whether ``wait`` would return or raise at once."""
         return self._finished or self._inherited() or self._poll()
+
+    @property
+    def failed(self) -> bool:
+        """Whether ``wait`` raises an error that is known here."""
+        return self._error is not None
 
     def exception(self) -> BaseException | None:
         """The error that ``wait`` raises, or None; does not wait for an unfinished call."""
@@ -159,148 +187,84 @@ class Work(ABC):
 
             threading.Thread(target=after_waiting, name="bagua-future", daemon=True).start()
 
-    def notify(self, callback: Callable[[], None]) -> bool:  # noqa: ARG002  # of those who can tell
-        """See ``Handle.notify``."""
-        return False
-
-
-class PendingWork(Work):
-    """One started call of a transport.
-
-    Args:
-        complete: waits for it, at most the given seconds, and returns the result.
-        poll: function that says whether it is complete.
-        notify: see ``Handle.notify``.
-        give_up: breaks the communicator because of the given error.
-    """
-
-    def __init__(
-        self,
-        complete: Callable[[float | None], Any],
-        poll: Callable[[], bool],
-        notify: Callable[[Callable[[], None]], bool] | None = None,
-        give_up: Callable[[CommunicationError], None] | None = None,
-    ) -> None:
-        super().__init__()
-        self._complete_call = complete
-        self._poll_call = poll
-        self._notify_call = notify
-        self._give_up_call = give_up
-
-    def _give_up(self, timeout_s: float) -> CommunicationError | None:
-        if self._poll_call():
-            return None
-        error = super()._give_up(timeout_s)
-        if error is not None and self._give_up_call is not None:
-            self._give_up_call(error)
-        return error
-
-    def _complete(self, timeout_s: float | None) -> Any:
-        return self._complete_call(timeout_s)
-
-    def _poll(self) -> bool:
-        return self._poll_call()
-
     def notify(self, callback: Callable[[], None]) -> bool:
         """See ``Handle.notify``."""
-        return self._notify_call is not None and self._notify_call(callback)
+        return self._notify is not None and self._notify(callback)
 
 
-def _countdown(timeout_s: float | None) -> Callable[[], float | None]:
-    """A function that says how much of ``timeout_s`` is left for the next of several waits."""
-    if timeout_s is None:
-        return lambda: None
-    until = time.monotonic() + timeout_s
-    return lambda: max(until - time.monotonic(), 0.001)
-
-
-class JoinedWork(Work):
-    """Several works that were started together, complete when all are.
+def joined(works: Sequence[Work], finish: Callable[[], None] | None) -> Work:
+    """Several works that were started together as one, complete when all are.
 
     Args:
         works: none depends on another.
         finish: brings the results to where they belong, once.
     """
+    together = Joined(*works)
 
-    def __init__(self, works: Sequence[Work], finish: Callable[[], None] | None) -> None:
-        super().__init__()
-        self._works = works
-        self._finish = finish
+    def complete(timeout_s: float | None) -> None:
+        together.wait(timeout_s)
+        if finish is not None:
+            finish()
 
-    def _give_up(self, timeout_s: float) -> CommunicationError | None:
-        errors = (work._give_up(timeout_s) for work in self._works)  # noqa: SLF001 - of another work
+    def give_up(timeout_s: float) -> CommunicationError | None:
+        errors = (work.give_up(timeout_s) for work in works)
         return next((error for error in errors if error is not None), None)
 
-    def _complete(self, timeout_s: float | None) -> None:
-        left_s = _countdown(timeout_s)
-        for work in self._works:
-            work.wait(left_s())
-        if self._finish is not None:
-            self._finish()
-
-    def _poll(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def notify(self, callback: Callable[[], None]) -> bool:
-        """See ``Handle.notify``; if one of the works cannot tell, ``callback`` never runs."""
-        completed = itertools.count(1)
-
-        def one_more() -> None:
-            if next(completed) == len(self._works):
-                callback()
-
-        return all(work.notify(one_more) for work in self._works)
+    return Work(complete, together.is_completed, together.notify, give_up)
 
 
-class CompositeWork(Work):
+#: A collective made of others: yields each started work, returns the result.
+Steps = Generator[Work, None, Any]
+
+
+class Composite(Handle):
     """A collective made of several, advanced by the thread that waits for it.
 
     Creating one starts its first step. A later call on the same communicator first
     finishes it, so all ranks issue the steps in one order.
 
-    The steps are advanced only by the thread that holds ``_waiting``, and only past a work that
+    The steps are advanced only by the thread that holds ``waiting``, and only past a work that
     is complete: several threads may wait and poll, ``get_future`` starts one of them, and a
     signal handler may do so in the middle of it.
 
     Args:
         steps: yields each started work and returns the result.
         released: called once, when no step is left.
+
+    Attributes:
+        waiting: lock of the thread that advances the steps.
     """
 
-    def __init__(self, steps: Steps, released: Callable[[CompositeWork], None]) -> None:
-        super().__init__()
+    __slots__ = ("_current", "_driver", "_error", "_over", "_released", "_result", "_steps", "waiting")
+
+    def __init__(self, steps: Steps, released: Callable[[], None] | None = None) -> None:
+        self.waiting = threading.RLock()
         self._steps = steps
-        self._released: Callable[[CompositeWork], None] | None = released
+        self._released = released
         self._driver: int | None = None
         self._current: Work | None = None
+        self._over = False
+        self._error: BaseException | None = None
+        self._result: Any = None
         try:
             self._advance(None)
         except BaseException:
             self._end()
             raise
 
+    def as_work(self) -> Work:
+        """What the user of the collective gets."""
+        return Work(self.complete, self.is_completed, None, self._give_up, self.waiting)
+
     def driven_here(self) -> bool:
         """Whether the calling thread is the one that advances the steps right now."""
         return self._driver == threading.get_ident()
-
-    def wait(self, timeout: float | timedelta | None = None) -> bool:
-        """Block until all steps are complete; see ``Work.wait``.
-
-        Raises:
-            ConcurrentUseError: a signal handler that interrupted a step waits for the whole.
-        """
-        if self.driven_here():
-            raise ConcurrentUseError(
-                "a signal handler waits for the call that it interrupted",
-                advice="Ask is_completed() there, and wait after the handler has returned.",
-            )
-        return super().wait(timeout)
 
     def _advance(self, complete: Work | None) -> None:
         """Take the next step, unless a signal handler has done so since ``complete`` was looked up."""
         self._driver = threading.get_ident()  # Before looking: from here on handlers do not advance.
         try:
-            if self._current is complete and not self._finished:
+            if self._current is complete and not self._over:
                 self._current = next(self._steps)
         except StopIteration as end:
             self._result = end.value
@@ -310,43 +274,66 @@ class CompositeWork(Work):
             self._driver = None
 
     def _end(self) -> None:
-        """No step is left; a communicator may have begun another composite work since it was told so."""
+        """No step is left; a communicator may have begun another composite since it was told so."""
+        self._over = True
         self._steps.close()
         released, self._released = self._released, None
         if released is not None:
-            released(self)
+            released()
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error  # raised by those who wait
+        self._end()
 
     def _give_up(self, timeout_s: float) -> CommunicationError | None:
         current = self._current
-        return None if current is None else current._give_up(timeout_s)  # noqa: SLF001 - of another work
+        return None if current is None else current.give_up(timeout_s)
 
-    def _complete(self, timeout_s: float | None) -> Any:
-        left_s = _countdown(timeout_s)
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until all steps are complete; see ``complete``."""
+        with self.waiting:
+            self.complete(timeout_s)
+
+    def complete(self, timeout_s: float | None) -> Any:
+        """Take all steps that are left, and return the result; ``waiting`` is held.
+
+        Raises:
+            ConcurrentUseError: a signal handler that interrupted a step waits for the whole.
+        """
+        if self.driven_here():
+            raise ConcurrentUseError(
+                "a signal handler waits for the call that it interrupted",
+                advice="Ask is_completed() there, and wait after the handler has returned.",
+            )
+        left_s = countdown(timeout_s)
         try:
-            while not self._finished and (current := self._current) is not None:
+            while not self._over and (current := self._current) is not None:
                 current.wait(left_s())
                 self._advance(current)
-        except BaseException:
-            self._end()
+        except BaseException as error:
+            step = self._current
+            if isinstance(error, ConcurrentUseError) and step is not None and not step.is_completed():
+                raise  # The step goes on; see ``Work``.
+            self._fail(error)
             raise
-        if self._error is not None:  # met by a signal handler that polled meanwhile
+        if self._error is not None:  # met by a signal handler that polled meanwhile, or earlier
             raise self._error
         return self._result
 
-    def _poll(self) -> bool:
-        if self.driven_here() or not self._waiting.acquire(blocking=False):
-            return self._finished  # The thread that is at it will say so.
+    def is_completed(self) -> bool:
+        """Whether ``wait`` would return or raise at once; takes the steps that can be taken."""
+        if self.driven_here() or not self.waiting.acquire(blocking=False):
+            return self._over  # The thread that is at it will say so.
         try:
-            while not self._finished and (current := self._current) is not None:
+            while not self._over and (current := self._current) is not None:
                 if not current.is_completed():
                     return False
                 current.wait()
                 self._advance(current)
         except BaseException as error:
-            self._end()
-            self._error, self._finished = error, True  # raised by wait
+            self._fail(error)
             if not isinstance(error, Exception):
                 raise
         finally:
-            self._waiting.release()
+            self.waiting.release()
         return True

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from bagua.checks import check_kind, check_whole
-from bagua.comm import Communicator, Group, TaggedReceive, TorchWork, check_rank, check_tensor, communicator_of, mail_of
+from bagua.comm import Communicator, Group, TorchWork, Work, check_rank, check_tensor, communicator_of, mail_of
 from bagua.distributed.places import as_in_torch, rank_inside
 from bagua.errors import ConfigurationError, InvalidRankError
 
@@ -68,9 +68,7 @@ def recv(
         return -1
     inside = _source(communicator, src, group_src)
     if tag:
-        work = _receive_tagged(communicator, tensor, inside, tag)
-        work.wait()
-        inside = work.source
+        inside = _receive_tagged(communicator, tensor, inside, tag).result()
     elif inside is None:
         inside = int(communicator.recv_any(tensor))  # type: ignore[arg-type]  # no work without async_op
     else:
@@ -89,9 +87,9 @@ def _send_tagged(communicator: Communicator, tensor: Tensor, dst: int, tag: int)
     mail_of(communicator).send(tensor, dst, tag)
 
 
-def _receive_tagged(communicator: Communicator, tensor: Tensor, src: int | None, tag: int) -> TaggedReceive:
+def _receive_tagged(communicator: Communicator, tensor: Tensor, src: int | None, tag: int) -> Work:
     _check_message(communicator, tensor, src, "src", tag)
-    return TaggedReceive(mail_of(communicator), tensor, src, tag)
+    return mail_of(communicator).receive(tensor, src, tag)
 
 
 def _check_message(communicator: Communicator, tensor: Tensor, other: int | None, argument: str, tag: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from bagua.comm import Communicator, JoinedWork, ProcessGroup, ReduceOp, Work, divide
+from bagua.comm import Communicator, ProcessGroup, ReduceOp, Work, divide, joined
 from bagua.compression import Codec, Metadata
 from bagua.primitives.hierarchical import on_leaders
 from bagua.primitives.memory import ReducerMemory, State
@@ -95,7 +95,7 @@ def _meet(
 
     work = communicator.sendrecv(received, tensor, turn.source, turn.destination, async_op=async_op)
     if work is not None:
-        return JoinedWork([work], finish)
+        return joined([work], finish)
     finish()
     return None
 

@@ -17,7 +17,7 @@ from bagua.comm.group import solo_group
 from bagua.comm.torch_backend.calls import TorchCalls
 from bagua.comm.torch_backend.futures import CallbackThread
 from bagua.comm.torch_backend.work import BackwardWatch, TorchWork
-from bagua.comm.work import JoinedWork, PendingWork
+from bagua.comm.work import Work, joined
 from bagua.errors import InvalidTensorError, PeerLostError
 
 
@@ -98,7 +98,7 @@ def failing(timeout_s: float | None) -> None:
 
 
 def test_a_failed_call_is_an_error_to_those_who_hold_its_future() -> None:
-    work = TorchWork(PendingWork(failing, lambda: True), [], CallbackThread("test"))
+    work = TorchWork(Work(failing, lambda: True), [], CallbackThread("test"))
     passed_on = work.get_future().then(lambda done: done.value())
     with pytest.raises(PeerLostError, match="rank 1 is gone"):
         passed_on.wait()
@@ -122,7 +122,7 @@ def test_backward_passes_of_two_threads_raise_their_own_errors() -> None:
 
         def hook(_: Tensor) -> None:
             turn.wait()  # Both passes are under way,
-            watch.add(PendingWork(lose(rank), lambda: True))
+            watch.add(Work(lose(rank), lambda: True))
             turn.wait()  # and neither is over before the other has added its call.
 
         leaf.register_hook(hook)
@@ -147,7 +147,7 @@ def test_a_backward_pass_that_fails_leaves_nothing_to_the_next() -> None:
     watch, leaf = BackwardWatch(), torch.ones(1, requires_grad=True)
 
     def hook(_: Tensor) -> None:
-        watch.add(PendingWork(failing, lambda: True))
+        watch.add(Work(failing, lambda: True))
         raise ZeroDivisionError
 
     handle = leaf.register_hook(hook)
@@ -161,7 +161,7 @@ def test_a_backward_pass_that_fails_leaves_nothing_to_the_next() -> None:
 def test_a_timeout_of_zero_means_the_deadline_of_the_call() -> None:
     seen: list[float | None] = []
     for timeout in (timedelta(), timedelta(seconds=2)):
-        TorchWork(PendingWork(seen.append, lambda: False), [], CallbackThread("test")).wait(timeout)
+        TorchWork(Work(seen.append, lambda: False), [], CallbackThread("test")).wait(timeout)
     assert seen == [None, 2.0]
 
 
@@ -173,8 +173,8 @@ def test_joined_works_finish_once_when_all_are_complete() -> None:
         callbacks.append(callback)
         return True
 
-    parts = [PendingWork(lambda _: None, lambda: True, notify) for _ in range(2)]
-    work = TorchWork(JoinedWork(parts, lambda: finished.append(1)), [kept := torch.ones(1)], CallbackThread("test"))
+    parts = [Work(lambda _: None, lambda: True, notify) for _ in range(2)]
+    work = TorchWork(joined(parts, lambda: finished.append(1)), [kept := torch.ones(1)], CallbackThread("test"))
     future = work.get_future()
     callbacks[0]()
     assert not future.done()

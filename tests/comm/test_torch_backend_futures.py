@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from bagua.comm.torch_backend.futures import CallbackThread, in_callback
-from bagua.comm.work import JoinedWork, PendingWork
+from bagua.comm.work import Work, joined
 from bagua.errors import CommunicatorClosedError
 
 
@@ -22,7 +22,7 @@ class Call:
     def __init__(self, tells: bool = True) -> None:
         self._over = threading.Event()
         self._callbacks: list[Callable[[], None]] = []
-        self.work = PendingWork(lambda _: self._over.wait(10), self._over.is_set, self._notify if tells else None)
+        self.work = Work(lambda _: self._over.wait(10), self._over.is_set, self._notify if tells else None)
 
     def _notify(self, callback: Callable[[], None]) -> bool:
         self._callbacks.append(callback)
@@ -191,10 +191,10 @@ def test_a_forked_child_is_told_that_the_call_is_its_parents(thread: CallbackThr
 
 def test_joined_works_tell_only_if_all_can() -> None:
     calls = [Call(), Call(tells=False)]
-    assert not JoinedWork([call.work for call in calls], None).notify(lambda: None)
+    assert not joined([call.work for call in calls], None).notify(lambda: None)
     told: list[int] = []
     calls = [Call(), Call()]
-    assert JoinedWork([call.work for call in calls], None).notify(lambda: told.append(1))
+    assert joined([call.work for call in calls], None).notify(lambda: told.append(1))
     calls[0].end()
     assert told == []
     calls[1].end()

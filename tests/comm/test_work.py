@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from bagua.comm.work import CompositeWork, JoinedWork, PendingWork
+from bagua.comm.work import Composite, Work, joined
 from bagua.errors import CollectiveTimeoutError, ConcurrentUseError, ConfigurationError, PeerLostError
 
 
@@ -25,7 +25,7 @@ class Started:
         return self.result
 
     def work(self):
-        return PendingWork(self.complete, self.ready.is_set)
+        return Work(self.complete, self.ready.is_set)
 
 
 def test_a_call_is_completed_once():
@@ -84,7 +84,7 @@ def test_a_thread_that_waits_too_gets_the_same_answer():
         assert go_on.wait(60)
         return 7
 
-    work = PendingWork(complete, lambda: False)
+    work = Work(complete, lambda: False)
     results = []
     threads = [threading.Thread(target=lambda: results.append(work.result())) for _ in range(2)]
     for thread in threads:
@@ -96,7 +96,7 @@ def test_a_thread_that_waits_too_gets_the_same_answer():
     assert results == [7, 7]
 
 
-@pytest.mark.parametrize("wrap", [lambda part: part, lambda part: JoinedWork([part], None)])
+@pytest.mark.parametrize("wrap", [lambda part: part, lambda part: joined([part], None)])
 def test_a_timeout_holds_while_another_thread_waits(wrap):
     entered, broken, errors = threading.Event(), threading.Event(), []
 
@@ -105,11 +105,12 @@ def test_a_timeout_holds_while_another_thread_waits(wrap):
         assert broken.wait(60)
         raise errors[0]
 
-    def give_up(error):
-        errors.append(error)
+    def give_up(timeout_s):
+        errors.append(CollectiveTimeoutError("too late", timeout_s=timeout_s))
         broken.set()
+        return errors[0]
 
-    work = wrap(PendingWork(complete, lambda: False, give_up=give_up))
+    work = wrap(Work(complete, lambda: False, give_up=give_up))
     future = work.get_future()  # its thread waits
     assert entered.wait(60)
     with pytest.raises(CollectiveTimeoutError) as caught:
@@ -128,13 +129,17 @@ def test_works_that_are_waited_for_together_share_one_deadline():
         given.append(timeout_s)
         time.sleep(0.02)
 
-    JoinedWork([PendingWork(complete, lambda: False) for _ in range(2)], None).wait(5)
-    CompositeWork((PendingWork(complete, lambda: False) for _ in range(2)), lambda _: None).wait(5)
+    joined([Work(complete, lambda: False) for _ in range(2)], None).wait(5)
+    composite(Work(complete, lambda: False) for _ in range(2)).wait(5)
     for first, second in (given[:2], given[2:]):
         assert second <= first - 0.02 <= 4.98
 
 
 # Collectives made of others.
+
+
+def composite(steps, released=None):
+    return Composite(steps, released).as_work()
 
 
 def test_steps_are_taken_one_after_the_other():
@@ -148,14 +153,14 @@ def test_steps_are_taken_one_after_the_other():
         return "both"
 
     released = []
-    work = CompositeWork(steps(), released.append)
+    work = composite(steps(), lambda: released.append(True))
     assert log == ["first"]
     assert not work.is_completed()
     first.ready.set()
     assert not work.is_completed()
     assert log == ["first", "second"], "who asks also advances it"
     assert work.result() == "both"
-    assert released == [work]
+    assert released == [True]
 
 
 def test_an_error_in_a_step_ends_the_whole():
@@ -168,10 +173,10 @@ def test_an_error_in_a_step_ends_the_whole():
             closed.append(True)
 
     released = []
-    work = CompositeWork(steps(), released.append)
+    work = composite(steps(), lambda: released.append(True))
     with pytest.raises(PeerLostError):
         work.wait()
-    assert released == [work]
+    assert released == [True]
     assert closed == [True]
     assert isinstance(work.exception(), PeerLostError)
 
@@ -183,7 +188,7 @@ def test_an_error_between_steps_is_kept_for_the_waiter():
         yield first.work()
         raise ConfigurationError("no encoding", argument="obj")
 
-    work = CompositeWork(steps(), lambda _: None)
+    work = composite(steps())
     first.ready.set()
     assert work.is_completed()
     assert isinstance(work.exception(), ConfigurationError)
@@ -196,7 +201,7 @@ def test_nothing_to_do_is_done_at_once():
         return []
         yield
 
-    work = CompositeWork(steps(), lambda _: None)
+    work = composite(steps())
     assert work.is_completed()
     assert work.result() == []
 
@@ -232,7 +237,7 @@ def two_steps(first, second):
         yield second.work()
         return second.ready.is_set()
 
-    return CompositeWork(steps(), lambda _: None)
+    return composite(steps())
 
 
 def test_who_polls_does_not_advance_what_another_thread_waits_for():
@@ -275,7 +280,7 @@ def test_an_error_that_a_signal_handler_met_is_raised_by_the_interrupted_wait():
         yield first.work()
         raise ConfigurationError("no encoding", argument="obj")
 
-    work = CompositeWork(steps(), lambda _: None)
+    work = composite(steps())
     first.meanwhile = work.is_completed
     first.ready.set()
     for _ in range(2):
@@ -294,7 +299,7 @@ def test_a_signal_handler_in_a_step_can_poll_but_not_wait():
             work.wait()
         return "done"
 
-    work = CompositeWork(steps(), lambda _: None)
+    work = composite(steps())
     first.ready.set()
     assert work.result() == "done"
     assert answers == [False, None]
@@ -307,9 +312,9 @@ def test_a_step_that_was_interrupted_is_not_taken_for_complete():
         yield first.work()
         raise KeyboardInterrupt
 
-    work = CompositeWork(steps(), released.append)
+    work = composite(steps(), lambda: released.append(True))
     first.ready.set()
     for ask in (work.is_completed, work.wait, work.result):
         with pytest.raises(KeyboardInterrupt):
             ask()
-    assert released == [work]
+    assert released == [True]

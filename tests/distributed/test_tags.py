@@ -48,7 +48,11 @@ def receive_from_anybody():
     found = []
     if rank == 2:
         tensor = torch.empty(1, dtype=torch.int16)
-        found = [(dist.recv(tensor, None, group, tag=7), tensor.item()) for _ in range(4)]
+        found = [(dist.recv(tensor, None, group, tag=7), tensor.item()) for _ in range(3)]
+        work = dist.irecv(tensor, None, group, tag=7)
+        assert work is not None
+        work.wait()
+        found.append((dist.get_global_rank(group, work._source_rank()), tensor.item()))
     assert dist.recv(torch.empty(1), None, group, tag=7) == -1 if rank == 0 else True
     dist.barrier()
     return found
@@ -140,7 +144,8 @@ def interrupt_a_wait():
         dist.send(torch.ones(2), 1, tag=1)
         return None
     work = dist.irecv(tensor, None, tag=1).pending
-    look, said = work._mail.find, []
+    mail = tagged.mail_of(dist.group.WORLD.global_communicator)
+    look, said = mail.find, []
 
     def find(*arguments):
         if not said:
@@ -149,7 +154,7 @@ def interrupt_a_wait():
                 work.wait()
         return look(*arguments)
 
-    work._mail.find = find
+    mail.find = find
     assert not work.is_completed()
     dist.barrier()
     work.wait()
@@ -167,7 +172,8 @@ def wait_below_a_wait():
         dist.send(torch.ones(2), 1, tag=1)
         return None
     work = dist.irecv(tensor, 0, tag=1).pending
-    require, nested = work._mail.require_open, []
+    mail = tagged.mail_of(dist.group.WORLD.global_communicator)
+    require, nested = mail.require_open, []
 
     def require_open(kind):
         if not nested:  # The outer wait has found nothing, and is about to sleep.
@@ -176,7 +182,7 @@ def wait_below_a_wait():
             work.wait()
         require(kind)
 
-    work._mail.require_open = require_open
+    mail.require_open = require_open
     work.wait()
     return tensor.tolist()
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from bagua.comm import Call, Handle, Membership, Transport, create_transport, register_transport, sent_bytes
+from bagua.comm import Call, Handle, Membership, Transport, Work, create_transport, register_transport, sent_bytes
 
 __all__ = ["PACED", "Link", "PacedTransport", "register_paced"]
 
@@ -82,7 +82,13 @@ class PacedTransport(Transport):
     ) -> Handle:
         """Start ``call``; who waits for it waits for the link, too."""
         handle = self._inner.start(call, source, target, timeout_s, asynchronous)
-        return _PacedHandle(handle, self._link, sent_bytes(call, self.rank, self.size))
+        nbytes = sent_bytes(call, self.rank, self.size)
+
+        def complete(timeout_s: float | None) -> None:
+            handle.wait(timeout_s)
+            self._link.carry(nbytes)
+
+        return Work(complete, handle.is_completed)
 
     def share(self) -> None:
         """See ``Transport.share``."""
@@ -107,25 +113,6 @@ class PacedTransport(Transport):
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """See ``Transport.empty``."""
         return self._inner.empty(numel, dtype, device)
-
-
-class _PacedHandle(Handle):
-    __slots__ = ("_carried", "_inner", "_link", "_nbytes")
-
-    def __init__(self, inner: Handle, link: Link, nbytes: int) -> None:
-        self._inner = inner
-        self._link = link
-        self._nbytes = nbytes
-        self._carried = False
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        self._inner.wait(timeout_s)
-        if not self._carried:
-            self._carried = True
-            self._link.carry(self._nbytes)
-
-    def is_completed(self) -> bool:
-        return self._inner.is_completed()
 
 
 def register_paced(mbit_per_s: float, backend: str) -> None:

@@ -38,7 +38,7 @@ from bagua.comm.torch_forms.lists import counts_of_rows, rows_for
 from bagua.comm.torch_forms.lists import flat as flat_of
 from bagua.comm.torch_private import end_coalescing, start_coalescing
 from bagua.comm.transports.memory.copying import copy_pieces
-from bagua.comm.work import JoinedWork, Work
+from bagua.comm.work import Work, joined
 from bagua.errors import InvalidReduceOpError, InvalidTensorError
 
 __all__ = ["TorchCalls"]
@@ -147,7 +147,7 @@ class TorchCalls:
             if finish is not None:
                 finish()
             return TorchWork(None, outputs, self.callbacks)
-        work = works[0] if finish is None and len(works) == 1 else JoinedWork(works, finish)
+        work = works[0] if finish is None and len(works) == 1 else joined(works, finish)
         if self._coalesced and (collected := self._coalesced.get(threading.get_ident())) is not None:
             collected.append(work)
         made = TorchWork(work, outputs, self.callbacks, is_message=is_message)
@@ -440,7 +440,7 @@ class TorchCalls:
             return end_coalescing(backend)
         works = self._coalesced.pop(threading.get_ident(), None)
         # Messages may be among them.
-        return TorchWork(JoinedWork(works, None) if works else None, [], self.callbacks, is_message=True)
+        return TorchWork(joined(works, None) if works else None, [], self.callbacks, is_message=True)
 
     # Names before torch 2.13.
     _allgather_base = all_gather_single

@@ -12,7 +12,7 @@ from torch import Tensor
 from bagua.comm.communicator import Communicator
 from bagua.comm.reduction import ReduceOp
 from bagua.comm.transports.memory.copying import copy_pieces
-from bagua.comm.work import JoinedWork, Work
+from bagua.comm.work import Work, joined
 from bagua.errors import InvalidTensorError
 
 __all__ = [
@@ -135,7 +135,7 @@ def alltoall_rows(
 def _then(work: Work | None, finish: Callable[[], None]) -> Work | None:
     """Have ``finish`` bring the result to where it belongs, now or when ``work`` is complete."""
     if work is not None:
-        return JoinedWork([work], finish)
+        return joined([work], finish)
     finish()
     return None
 

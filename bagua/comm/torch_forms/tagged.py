@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from bagua.comm.communicator import Communicator
 from bagua.comm.objects import as_bytes, decode, encode
 from bagua.comm.transports.memory.copying import copy_pieces
-from bagua.comm.work import Work
+from bagua.comm.work import Composite, Steps, Work
 from bagua.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -31,7 +31,7 @@ from bagua.errors import (
     PeerLostError,
 )
 
-__all__ = ["Mail", "TaggedReceive", "mail_of"]
+__all__ = ["Mail", "mail_of"]
 
 T = TypeVar("T")
 
@@ -84,6 +84,29 @@ class Mail:
         self._next[src, tag] = number + 1
         return f"{src}/{self.rank}/{tag}/{number}"
 
+    def receive(self, tensor: torch.Tensor, src: int | None, tag: int) -> Work:
+        """Start to receive into ``tensor``; the thread that waits, or asks, writes it.
+
+        Args:
+            tensor: receives the message.
+            src: the sender; None means any other rank.
+            tag: number that tells the messages of a sender apart.
+
+        Returns:
+            A work whose result is the rank of the sender.
+
+        Raises:
+            CommunicatorClosedError: the communicator is closed or broken.
+        """
+        message = _Message(self, tensor, src, tag)
+
+        def steps() -> Steps:
+            yield Work(message.wait, message.is_there)
+            message.take()
+            return message.source
+
+        return Composite(steps()).as_work()
+
     def find(self, sources: Sequence[int], tag: int) -> int | None:
         """One of ``sources`` from which such a message is there; None if there is none."""
         for src in sources:
@@ -135,8 +158,8 @@ class Mail:
             ) from error
 
 
-class TaggedReceive(Work):
-    """A message that is awaited. Its tensor is written by the thread that waits.
+class _Message:
+    """A message that is awaited.
 
     Args:
         mail: tagged messages of this rank.
@@ -149,17 +172,17 @@ class TaggedReceive(Work):
     """
 
     def __init__(self, mail: Mail, tensor: torch.Tensor, src: int | None, tag: int) -> None:
-        super().__init__()
         mail.require_open("recv")
         self._mail, self._tensor, self._tag = mail, tensor, tag
         self._looker: int | None = None
+        self._taken = False
         self.source = src
         self._key = None if src is None else mail.expect(src, tag)
 
-    def _arrived(self) -> bool:
+    def _look(self) -> bool:
         """Whether the message is there; False also in a signal handler that interrupts this question."""
-        if self._looker is not None:
-            return False
+        if self._taken or self._looker is not None:
+            return self._taken
         self._looker = threading.get_ident()
         try:
             if self._key is None:
@@ -171,8 +194,15 @@ class TaggedReceive(Work):
         finally:
             self._looker = None
 
-    def wait(self, timeout: float | timedelta | None = None) -> bool:
-        """Block until the message is in its tensor; see ``Work.wait``.
+    def is_there(self) -> bool:
+        """Whether ``wait`` would return or raise at once."""
+        try:
+            return self._look()
+        except PeerLostError:
+            return True
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Block until the message is there.
 
         Raises:
             ConcurrentUseError: a signal handler that interrupted a look at the store waits for the message.
@@ -182,43 +212,35 @@ class TaggedReceive(Work):
                 "a signal handler waits for the message that it interrupted",
                 advice="Ask is_completed() there, and wait after the handler has returned.",
             )
-        return super().wait(timeout)
-
-    def _poll(self) -> bool:
-        if not self._waiting.acquire(blocking=False):
-            return False
-        try:
-            return self._finished or self._arrived()
-        except PeerLostError:
-            return True  # Waiting raises it.
-        finally:
-            self._waiting.release()
-
-    def _complete(self, timeout_s: float | None) -> torch.Tensor:
-        try:
-            return self._receive(timeout_s)
-        except BaseException as error:  # Later messages with this tag would be taken for this one.
-            self._mail.give_up(error)
-            raise
-
-    def _receive(self, timeout_s: float | None) -> torch.Tensor:
         mail, pause_s = self._mail, _SHORTEST_S
         limit_s = mail.timeout_s if timeout_s is None else timeout_s
         started = time.monotonic()
-        while not self._arrived():
-            if self._finished:  # A signal handler has waited for it meanwhile.
-                return self._tensor
-            mail.require_open("recv")
-            if time.monotonic() - started > limit_s:
-                raise self._late(limit_s)
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_S)
+        with self._breaking():
+            while not self._look():
+                mail.require_open("recv")
+                if time.monotonic() - started > limit_s:
+                    raise self._late(limit_s)
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_S)
+
+    def take(self) -> None:
+        """Move the message, which is there, from the store into its tensor."""
         assert self._key is not None
-        received = mail.fetch(self._key)
-        if received.dtype is not self._tensor.dtype or received.numel() != self._tensor.numel():
-            raise self._mismatch(received)
-        copy_pieces([self._tensor], [received.view(-1)])
-        return self._tensor
+        with self._breaking():
+            received = self._mail.fetch(self._key)
+            self._taken = True
+            if received.dtype is not self._tensor.dtype or received.numel() != self._tensor.numel():
+                raise self._mismatch(received)
+            copy_pieces([self._tensor], [received.view(-1)])
+
+    @contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """Break the communicator if an error ends this: later messages with this tag would be taken for this one."""
+        try:
+            yield
+        except BaseException as error:
+            self._mail.give_up(error)
+            raise
 
     def _late(self, limit_s: float) -> CollectiveTimeoutError:
         sender = None if self.source is None else self._mail.ranks[self.source]

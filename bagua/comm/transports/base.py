@@ -38,6 +38,8 @@ reduction that does the same to its bytes in ``call.reduction``.
 
 from __future__ import annotations
 
+import itertools
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -49,11 +51,11 @@ from torch.distributed import Store
 from bagua.comm.call import Call
 from bagua.comm.long_wait import Activity
 
-__all__ = ["DONE", "Arrivals", "Done", "Handle", "Membership", "Transport"]
+__all__ = ["DONE", "Arrivals", "Handle", "Joined", "Membership", "Transport", "countdown"]
 
 
 class Handle(ABC):
-    """A started call, as the transport sees it. Users see ``bagua.comm.Work``."""
+    """A started call. A transport returns one; what its user gets is made of it: ``bagua.comm.Work``."""
 
     __slots__ = ()
 
@@ -68,7 +70,7 @@ class Handle(ABC):
         return False
 
     @abstractmethod
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self, timeout_s: float | None = None) -> object:
         """Block until the call is complete (on CUDA: until the current stream will see it).
 
         Args:
@@ -96,25 +98,56 @@ class Handle(ABC):
         return False
 
 
-class Done(Handle):
-    """A call that was complete when ``start`` returned."""
+def countdown(timeout_s: float | None) -> Callable[[], float | None]:
+    """A function that says how much of ``timeout_s`` is left for the next of several waits."""
+    if timeout_s is None:
+        return lambda: None
+    until = time.monotonic() + timeout_s
+    return lambda: max(until - time.monotonic(), 0.001)
 
-    __slots__ = ()
+
+class Joined(Handle):
+    """Calls that were started together, complete when all are; at once if there are none.
+
+    Args:
+        handles: none depends on another.
+    """
+
+    __slots__ = ("_handles",)
+
+    def __init__(self, *handles: Handle) -> None:
+        self._handles = handles
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return."""
+        """Wait for one after the other."""
+        left_s = countdown(timeout_s)
+        for handle in self._handles:
+            handle.wait(left_s())
 
     def is_completed(self) -> bool:
-        """Return True."""
-        return True
+        """Whether all are complete."""
+        return all(handle.is_completed() for handle in self._handles)
+
+    @property
+    def failed(self) -> bool:
+        """Whether one has failed."""
+        return any(handle.failed for handle in self._handles)
 
     def notify(self, callback: Callable[[], None]) -> bool:
-        """Run it now."""
-        callback()
-        return True
+        """See ``Handle.notify``; if one of the calls cannot tell, ``callback`` never runs."""
+        if not self._handles:
+            callback()
+        completed = itertools.count(1)
+
+        def one_more() -> None:
+            if next(completed) == len(self._handles):  # counting is atomic
+                callback()
+
+        return all(handle.notify(one_more) for handle in self._handles)
 
 
-DONE = Done()
+#: A call that was complete when ``start`` returned.
+DONE: Handle = Joined()
 
 
 @dataclass(frozen=True)

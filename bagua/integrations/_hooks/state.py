@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from bagua.algorithms import Sum
-from bagua.comm import BackwardWatch, GradBucket, PendingWork, ProcessGroup, as_group, rank_among_all, size_of_all
+from bagua.comm import BackwardWatch, GradBucket, ProcessGroup, Work, as_group, rank_among_all, size_of_all
 from bagua.engine import Executor, Remembered, check_owner, create_executor
 from bagua.errors import ConfigurationError, blame
 from bagua.integrations._hooks.buckets import HookBuckets
@@ -101,7 +101,7 @@ class HookState(ABC):
         future = completion.then(outcome)
         wait = executor.run(exchange)
         if flat.device.type == "cpu":
-            self._watch.add(PendingWork(lambda _: wait(), completion.done))
+            self._watch.add(Work(lambda _: wait(), completion.done))
         return future
 
     def exchange_part(self, name: str, flat: torch.Tensor) -> None:
