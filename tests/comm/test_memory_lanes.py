@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from bagua.comm.transports.memory.lanes import Lane, Lanes, LaneTask, Pending
+from bagua.comm.transports.memory.lanes import Lane, LaneHandle, Lanes, LaneTask
 from bagua.comm.transports.memory.line import Deadline
 from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError
 
@@ -21,7 +21,7 @@ def deadline(timeout_s: float = 5.0) -> Deadline:
 def test_who_waits_wakes_before_callbacks_run() -> None:
     """A future's callback waits for the lock that the waiting thread holds."""
     lanes, begin, woken = Lanes("test"), threading.Event(), threading.Event()
-    pending = Pending([lanes.submit(LANE, begin.wait)], deadline(), lambda _: None)
+    pending = LaneHandle([lanes.submit(LANE, begin.wait)], deadline(), lambda _: None)
     told: list[bool] = []
     pending.notify(lambda: told.append(woken.wait(5)))
     threading.Timer(0.05, begin.set).start()
@@ -47,7 +47,7 @@ def test_one_of_two_parts_that_fails_ends_the_wait() -> None:
 
     parts = [lanes.submit(("send", 1), never.wait), lanes.submit(("recv", 1), fail)]
     with pytest.raises(ZeroDivisionError):
-        Pending(parts, deadline(), lambda _: None).wait()
+        LaneHandle(parts, deadline(), lambda _: None).wait()
     never.set()
     assert lanes.stop(5)
 
@@ -55,7 +55,7 @@ def test_one_of_two_parts_that_fails_ends_the_wait() -> None:
 def test_a_wait_that_is_given_up_says_so() -> None:
     lanes, never, reasons = Lanes("test"), threading.Event(), []
     with pytest.raises(CollectiveTimeoutError):
-        Pending([lanes.submit(LANE, never.wait)], deadline(), reasons.append).wait(0.01)
+        LaneHandle([lanes.submit(LANE, never.wait)], deadline(), reasons.append).wait(0.01)
     assert reasons == ["it gave up after a wait of 0.01 s"]
     never.set()
     assert lanes.stop(5)
@@ -65,7 +65,7 @@ def test_a_wait_that_is_given_up_says_so() -> None:
 
 def test_a_call_that_its_thread_never_makes_holds_nobody_up_for_ever() -> None:
     lanes, begun = Lanes("test"), threading.Event()
-    inline, parts = lanes.inline([LANE], lambda: None), []
+    inline, parts = lanes.inline([LANE], lambda: None, deadline(), lambda _: None), []
     thread = threading.Thread(target=lambda: parts.append(lanes.submit(LANE, begun.set)))
     thread.start()
     thread.join(60)

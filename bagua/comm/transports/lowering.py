@@ -27,7 +27,7 @@ from bagua.comm.reduction import fold
 from bagua.comm.transports.base import DONE, Handle, Membership, Transport
 from bagua.comm.transports.failure.finder import FailureFinder
 from bagua.comm.transports.links import LinkMessages, MessageLink
-from bagua.comm.transports.memory.lanes import COLLECTIVE, Lane, Lanes, Pending
+from bagua.comm.transports.memory.lanes import COLLECTIVE, Lane, LaneHandle, Lanes
 from bagua.comm.transports.memory.line import Deadline
 from bagua.comm.transports.memory.wildcards import Wildcards
 from bagua.comm.transports.views import as_bytes, flattened
@@ -147,7 +147,7 @@ class LoweredTransport(Transport):
         if len(tasks) == 1:
             ((lane, task),) = tasks.items()
             return self._start_in(lane, task, deadline, asynchronous)
-        return Pending([self._lanes.submit(*item) for item in tasks.items()], deadline, self.abort, _GRACE_S)
+        return LaneHandle([self._lanes.submit(*item) for item in tasks.items()], deadline, self.abort, _GRACE_S)
 
     def _start_wildcard(
         self,
@@ -195,11 +195,11 @@ class LoweredTransport(Transport):
             culprit, reason = blame(error, self.membership.ranks[self.rank], str(call))
             self.abort(reason, culprit)
             with contextlib.suppress(CommunicationError):  # The tensors are not read any more.
-                Pending([part], Deadline(time.perf_counter(), 0.0), self.abort, _FAREWELL_S).wait()
+                LaneHandle([part], Deadline(time.perf_counter(), 0.0), self.abort, _FAREWELL_S).wait()
             if isinstance(error, CommunicatorClosedError) and part.error is not None:
                 raise part.error from error  # It was met first, and says more.
             raise
-        Pending([part], deadline, self.abort, _GRACE_S).wait()
+        LaneHandle([part], deadline, self.abort, _GRACE_S).wait()
 
     def _receive_all(self, incoming: _Parts, deadline: Deadline) -> None:
         for peer in reversed(self._peers):

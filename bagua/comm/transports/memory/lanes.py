@@ -16,7 +16,7 @@ from bagua.comm.transports.base import DONE, Handle
 from bagua.comm.transports.memory.line import Deadline
 from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError, ConcurrentUseError
 
-__all__ = ["COLLECTIVE", "Inline", "Lane", "LaneTask", "Lanes", "Pending"]
+__all__ = ["COLLECTIVE", "Lane", "LaneHandle", "LaneTask", "Lanes"]
 
 #: How long a signal handler may have to wait.
 _SLICE_S = 0.1
@@ -33,16 +33,23 @@ class LaneTask:
 
     Args:
         task: function that makes the call, or raises its error.
+        caller: the thread that is to do it, by its number; 0 for that of the lane.
+
+    Attributes:
+        caller: the same.
+        ended_at: when it was over, by ``time.perf_counter()``; 0.0 before that.
+        error: what ``task`` raised.
     """
 
-    def __init__(self, task: Callable[[], None]) -> None:
+    __slots__ = ("_callbacks", "_done", "_task", "caller", "ended_at", "error")
+
+    def __init__(self, task: Callable[[], None], caller: int = 0) -> None:
         self._task: Callable[[], None] | None = task
         self._callbacks: list[Callable[[LaneTask], None]] = []
         self._done = False
+        self.caller = caller
         self.ended_at = 0.0
         self.error: BaseException | None = None
-        #: The thread that calls, if it does it all by itself.
-        self.caller = 0
 
     def run(self) -> None:
         """Do it, and tell those who wait."""
@@ -105,34 +112,29 @@ class Lanes:
 
     Attributes:
         shared: True if several threads make calls; see ``Transport.share``.
-        used: True once there was a call in a lane.
+        latest: by lane what was started last.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._threads: dict[Lane, BackgroundThread] = {}
-        self._latest: dict[Lane, LaneTask] = {}
+        self.latest: dict[Lane, LaneTask] = {}
         #: Of each lane the latest that its caller does by itself; an earlier one is over.
         self._inline: dict[Lane, LaneTask] = {}
         self._stopped = False
         self.shared = False
-        self.used = False
 
     def idle(self, *lanes: Lane) -> bool:
         """Whether all calls of these lanes are complete."""
         for lane in lanes:
-            latest = self._latest.get(lane)
+            latest = self.latest.get(lane)
             if latest is not None and not latest.done():
                 return False
         return True
 
-    def latest(self, lane: Lane) -> LaneTask | None:
-        """What was started last in ``lane``; None if nothing was."""
-        return self._latest.get(lane)
-
     def busy(self) -> bool:
         """Whether a call of any lane is not complete."""
-        return any(not latest.done() for latest in list(self._latest.values()))
+        return any(not latest.done() for latest in list(self.latest.values()))
 
     def start(
         self,
@@ -152,15 +154,15 @@ class Lanes:
             deadline: moment at which the call must be over.
             abandoned: told why, when a wait is given up.
             asynchronous: True if the caller goes on at once.
-            grace_s: see ``Pending``.
+            grace_s: see ``LaneHandle``.
         """
         if not asynchronous and self.idle(lane):
             if not self.shared:
                 task()
                 return DONE
             if not handlers_may_call():
-                return self.inline([lane], task)
-        return Pending([self.submit(lane, task)], deadline, abandoned, grace_s)
+                return self.inline([lane], task, deadline, abandoned)
+        return LaneHandle([self.submit(lane, task)], deadline, abandoned, grace_s)
 
     def submit(self, lane: Lane, task: Callable[[], None]) -> LaneTask:
         """Run ``task`` when the earlier calls of its lane are complete.
@@ -172,7 +174,6 @@ class Lanes:
             CommunicatorClosedError: the lanes were stopped.
             ConcurrentUseError: the calling thread is in the middle of the call before.
         """
-        self.used = True
         before = self._inline.get(lane)
         self._require_running()
         thread = self._threads.get(lane)
@@ -188,7 +189,7 @@ class Lanes:
             if isinstance(error, ConcurrentUseError):
                 raise
             raise CommunicatorClosedError("the communicator was closed") from error
-        self._latest[lane] = part
+        self.latest[lane] = part
         self._require_running()  # ``stop`` may have come meanwhile, out of a signal handler.
         return part
 
@@ -196,14 +197,14 @@ class Lanes:
         if self._stopped:
             raise CommunicatorClosedError("the communicator was closed")
 
-    def inline(self, lanes: Sequence[Lane], task: Callable[[], None]) -> Inline:
+    def inline(
+        self, lanes: Sequence[Lane], task: Callable[[], None], deadline: Deadline, abandoned: Callable[[str], None]
+    ) -> LaneHandle:
         """``task`` for the calling thread to do in ``Handle.wait``; later calls of its lanes come after it."""
-        self.used = True
-        part = LaneTask(task)
-        part.caller = threading.get_ident()
+        part = LaneTask(task, threading.get_ident())
         for lane in lanes:
-            self._latest[lane] = self._inline[lane] = part
-        return Inline(part)
+            self.latest[lane] = self._inline[lane] = part
+        return LaneHandle((part,), deadline, abandoned)
 
     def abandon(self) -> None:
         """The communicator is broken: no thread has to wait for a call that its thread may never make."""
@@ -227,28 +228,8 @@ def _await(part: LaneTask) -> None:
     over.acquire()
 
 
-class Inline(Handle):
-    """A call that the calling thread makes itself, in ``wait``."""
-
-    __slots__ = ("_part",)
-
-    def __init__(self, part: LaneTask) -> None:
-        self._part = part
-
-    def wait(self, timeout_s: float | None = None) -> None:  # noqa: ARG002
-        """Make the call; it has a deadline of its own."""
-        part = self._part
-        part.run()
-        if part.error is not None:
-            raise part.error
-
-    def is_completed(self) -> bool:
-        """Whether it was made."""
-        return self._part.done()
-
-
-class Pending(Handle):
-    """A call that runs in one lane, or ``sendrecv`` in two.
+class LaneHandle(Handle):
+    """A call in one lane, or ``sendrecv`` in two. Some are made by the thread that waits; see ``Lanes.inline``.
 
     Args:
         parts: task of each lane.
@@ -268,16 +249,22 @@ class Pending(Handle):
         self._abandoned = abandoned
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Block until all parts are complete; see ``Handle.wait``."""
-        # At its own deadline the lane raises an error that knows more: let it.
-        remaining = self._deadline.at - time.perf_counter() + self._grace_s
-        allowed = remaining if timeout_s is None else min(timeout_s, remaining)
+        """Make the call, or block until all parts are complete; see ``Handle.wait``."""
+        parts = self._parts
+        if parts[0].caller:
+            parts[0].run()  # It keeps to its deadline.
+            if parts[0].error is not None:
+                raise parts[0].error
+            return
         if not self._settled():
-            self._sleep(max(allowed, 0.0))
-        for part in self._parts:
+            # At its own deadline the lane raises an error that knows more: let it.
+            remaining = self._deadline.at - time.perf_counter() + self._grace_s
+            self._sleep(max(remaining if timeout_s is None else min(timeout_s, remaining), 0.0))
+        completed = self.is_completed()  # Before the errors: a part that fails from here on must not look complete.
+        for part in parts:
             if part.error is not None:
                 raise part.error
-        if not self.is_completed():
+        if not completed:
             timeout_s = self._deadline.timeout_s if timeout_s is None else timeout_s
             self._abandoned(f"it gave up after a wait of {timeout_s:g} s")
             raise CollectiveTimeoutError("the call did not complete in time", timeout_s=timeout_s)

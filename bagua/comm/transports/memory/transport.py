@@ -37,7 +37,7 @@ from bagua.comm.call import POINT_TO_POINT, Call
 from bagua.comm.lifetime.turns import handlers_may_call
 from bagua.comm.transports.base import DONE, Arrivals, Handle, Membership, Transport
 from bagua.comm.transports.memory.exchange import MemoryExchange, compare, reduce_copies, small_bytes
-from bagua.comm.transports.memory.lanes import COLLECTIVE, Lane, LaneTask, Pending
+from bagua.comm.transports.memory.lanes import COLLECTIVE, Lane, LaneHandle, LaneTask
 from bagua.comm.transports.memory.line import Deadline, LineState, Words
 from bagua.comm.transports.memory.messages import Messages
 from bagua.comm.transports.memory.peers import Peers
@@ -96,19 +96,20 @@ class MemoryTransport(Transport):
         deadline = _new_deadline((time.perf_counter() + timeout_s, timeout_s))
         lanes = _lanes(call, self.rank)
         order = self._order(call) if self._wildcards.open or (call.root < 0 and lanes is not _COLLECTIVES) else ()
-        if not (asynchronous or order) and (not self._lanes.used or self._lanes.idle(*lanes)):
+        if not (asynchronous or order) and (not self._lanes.latest or self._lanes.idle(*lanes)):
             if not self._lanes.shared:
                 self._run(call, source, target, deadline, lanes)
                 return DONE
             if not handlers_may_call():
-                return self._lanes.inline(lanes, partial(self._run, call, source, target, deadline, lanes))
+                task = partial(self._run, call, source, target, deadline, lanes)
+                return self._lanes.inline(lanes, task, deadline, self.abort)
         try:
             parts = [self._submit(lane, call, source, target, deadline, order) for lane in lanes]
         except ConcurrentUseError:
             if call.kind == "recv" and call.root < 0:
                 order[-1].close()
             raise
-        return Pending(parts, deadline, self.abort)
+        return LaneHandle(parts, deadline, self.abort)
 
     def _order(self, call: Call) -> Sequence[Wildcard]:
         """The receives from any rank that ``call`` comes after; of such a receive itself the last one is its own."""

@@ -56,7 +56,7 @@ class Wildcards:
 
     def start(self) -> Wildcard:
         """A receive from any rank begins."""
-        latest = {peer: self._lanes.latest(("recv", peer)) for peer in self._peers}
+        latest = {peer: self._lanes.latest.get(("recv", peer)) for peer in self._peers}
         wildcard = Wildcard({peer: part for peer, part in latest.items() if part is not None}, self.open)
         self.open.append(wildcard)
         return wildcard
