@@ -135,7 +135,7 @@ class CallPipeline:
 
     # The path of every call.
 
-    def run(  # noqa: PLR0915 - each function that it calls costs a small message more
+    def run(
         self,
         kind: str,
         source: torch.Tensor | None,
@@ -173,15 +173,11 @@ class CallPipeline:
                 if self._broken is not None or self.closed:
                     raise self._refusal(kind)
                 number = self._numbers[kind]
-                number[0] += 1
-                call = _new_call((kind, number[0], dtype, numel, reduction, root, peer, *counts))
+                call = _new_call((kind, number[0] + 1, dtype, numel, reduction, root, peer, *counts))
                 record = self.statistics.begin(call, started)
                 start = self._start_in_profile if profiling() else self._transport.start
-                try:
-                    handle = start(call, source, target, timeout_s, async_op)
-                except (ConcurrentUseError, ConfigurationError):
-                    number[0] -= 1  # Nothing was started, and the other ranks count on.
-                    raise
+                handle = start(call, source, target, timeout_s, async_op)
+                number[0] += 1  # Not earlier: where nothing was started, the other ranks count on.
                 if handle is not DONE and not (async_op or self._shared):
                     handle.wait()
             finally:

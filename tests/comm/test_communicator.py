@@ -1,5 +1,6 @@
 """The path of every call, over a transport that does what a test says."""
 
+import sys
 import threading
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from bagua.comm import Communicator, Membership
 from bagua.comm.call import COLLECTIVES, POINT_TO_POINT, Call
+from bagua.comm.pipeline import CallPipeline
 from bagua.comm.records.statistics import HISTORY_LENGTH, Statistics, merge
 from bagua.comm.store.serving import thread_store
 from bagua.comm.transports.base import DONE, Handle, Transport
@@ -141,6 +143,41 @@ def test_a_call_that_was_not_started_has_no_number(comm, transport, error):
     transport.then = lambda call: DONE
     comm.allreduce(torch.ones(3))
     assert [call.sequence for call, *_ in transport.calls] == [1, 1]
+
+
+def interrupt(comm, code, at):
+    """Make a call, in which a signal handler raises at line ``at`` of ``code``."""
+
+    def trace(frame, event, _):
+        return line if frame.f_code is code else None
+
+    def line(frame, event, _):
+        if event == "line" and frame.f_lineno == at:
+            raise KeyboardInterrupt
+        return line
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        comm.barrier()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+
+
+def test_a_handler_that_raises_before_a_call_is_started_leaves_no_gap_in_the_numbers():
+    code = CallPipeline.run.__code__
+    went_on = 0
+    for at in sorted({number for *_, number in code.co_lines() if number}):
+        transport = Scripted()
+        comm = Communicator(transport, 9.0)
+        interrupt(comm, code, at)
+        if comm.usable and not comm.pipeline.in_use.locked():
+            went_on += 1
+            comm.barrier()
+            assert [call.sequence for call, *_ in transport.calls] == list(range(1, len(transport.calls) + 1)), at
+    assert went_on > 10
 
 
 def test_tensors_that_can_be_gone_through_once_are_reduced(comm, transport):
