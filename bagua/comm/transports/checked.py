@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Set as AbstractSet
 
@@ -20,7 +19,7 @@ import torch
 from torch.distributed import PrefixStore
 
 from bagua.comm.call import POINT_TO_POINT, Call
-from bagua.comm.transports.base import Handle, Membership, Transport
+from bagua.comm.transports.base import Handle, Joined, Membership, Transport
 from bagua.comm.transports.c10d.transport import C10dTransport
 from bagua.comm.transports.fingerprints import CollectiveFingerprints, FingerprintExchange, MessageFingerprints
 from bagua.errors import CollectiveTimeoutError
@@ -66,8 +65,8 @@ class CheckedTransport(Transport):
         self._advancing = threading.RLock()
         _living.add(self)
         #: Calls that have not started: collectives in order; messages to, or from, one peer in order.
-        self._collectives: deque[_CollectiveHandle] = deque()
-        self._others: list[_MessageHandle] = []
+        self._collectives: deque[CheckedHandle] = deque()
+        self._others: list[CheckedHandle] = []
 
     def start(
         self,
@@ -81,9 +80,9 @@ class CheckedTransport(Transport):
             return self.data.start(call, source, target, timeout_s, asynchronous)
         if call.kind == "sendrecv" and source is not None and source.is_cpu:
             # The peer may wait for one half before it begins the other. (On a GPU the halves must start together.)
-            receiving = call._replace(kind="recv", root=call.source, numel=call.recv_counts[0])
-            return _BothHandles(
-                self._start_checked(call._replace(kind="send"), source, None, timeout_s),
+            sending, receiving = _halves(call)
+            return Joined(
+                self._start_checked(sending, source, None, timeout_s),
                 self._start_checked(receiving, None, target, timeout_s),
             )
         return self._start_checked(call, source, target, timeout_s)
@@ -92,15 +91,15 @@ class CheckedTransport(Transport):
         self, call: Call, source: torch.Tensor | None, target: torch.Tensor | None, timeout_s: float
     ) -> Handle:
         with self._advancing:
+            handle = CheckedHandle(self, call, source, target, timeout_s)
             if call.kind not in POINT_TO_POINT:
-                collective = _CollectiveHandle(self, call, source, target, timeout_s)
-                self._collectives.append(collective)
-                return collective
-            message = _MessageHandle(self, call, source, target, timeout_s)
+                handle.tell()
+                self._collectives.append(handle)
+                return handle
             if not any(earlier.any_source for earlier in self._others):
-                message.tell()
-            self._others.append(message)
-            return message
+                handle.tell()
+            self._others.append(handle)
+            return handle
 
     def advance(self) -> None:
         """Start what can be started, in order."""
@@ -120,7 +119,7 @@ class CheckedTransport(Transport):
         A receive behind one from any rank tells no rank of itself before that one has found its sender: the next
         message of each rank may be for the earlier one.
         """
-        waiting: list[_MessageHandle] = []
+        waiting: list[CheckedHandle] = []
         taken: set[tuple[str, int]] = set()
         undecided = False
         for handle in self._others:
@@ -153,10 +152,31 @@ class CheckedTransport(Transport):
 _living: weakref.WeakSet[CheckedTransport] = weakref.WeakSet()
 
 
-class _CheckedHandle(Handle):
-    """A call that starts once its fingerprints were compared."""
+def _halves(call: Call) -> tuple[Call, Call]:
+    """The messages that a ``sendrecv`` is made of."""
+    return call._replace(kind="send"), call._replace(kind="recv", root=call.source, numel=call.recv_counts[0])
 
-    __slots__ = ("_call", "_deadline", "_error", "_inner", "_tensors", "_timeout_s", "_transport")
+
+class CheckedHandle(Handle):
+    """A call that starts once its fingerprints were compared: those of all ranks, or of both ends of a message.
+
+    Args:
+        transport: transport that starts the call.
+        call: call to be started; ``sendrecv`` is two messages that must start together.
+        source: see ``Transport.start``.
+        target: see ``Transport.start``.
+        timeout_s: deadline of the call, from now.
+
+    Attributes:
+        any_source: it is a receive that has yet to find its sender.
+        only_sends: it receives nothing.
+        ways: direction and peer of each message that it is, or may be; empty for a collective.
+    """
+
+    __slots__ = (
+        *("_call", "_deadline", "_error", "_fingerprints", "_inner", "_look_at", "_tensors", "_timeout_s"),
+        *("_transport", "any_source", "only_sends", "ways"),
+    )
 
     def __init__(
         self,
@@ -173,6 +193,25 @@ class _CheckedHandle(Handle):
         self._deadline = time.monotonic() + timeout_s
         self._inner: Handle | None = None
         self._error: BaseException | None = None
+        self._look_at = 0.0
+        self.any_source = call.kind == "recv" and call.root < 0
+        self.only_sends = call.kind == "send"
+        self._fingerprints: list[CollectiveFingerprints | MessageFingerprints]
+        if call.kind not in POINT_TO_POINT:
+            self.ways: set[tuple[str, int]] = set()
+            self._fingerprints = [CollectiveFingerprints(transport.check, call, timeout_s)]
+        elif self.any_source:  # There is nothing to tell before one sends.
+            self.ways = {(_RECEIVES, peer) for peer in range(transport.size)}
+            self._fingerprints = []
+        else:
+            halves = _halves(call) if call.kind == "sendrecv" else (call,)
+            self.ways = {(half.kind, half.root) for half in halves}
+            self._fingerprints = [MessageFingerprints(transport.messages, half, timeout_s) for half in halves]
+
+    def tell(self) -> None:
+        """Tell the peers, once."""
+        for one in self._fingerprints:
+            one.tell()
 
     def try_start(self, taken: AbstractSet[tuple[str, int]] = frozenset()) -> bool:
         """Start the data call if the fingerprints are there; True if this handle is done with them.
@@ -189,14 +228,6 @@ class _CheckedHandle(Handle):
         except Exception as error:  # noqa: BLE001  # the one who waits raises it
             self._error = error
         return True
-
-    @abstractmethod
-    def _compared(self, taken: AbstractSet[tuple[str, int]]) -> bool:
-        """Whether all that must fit has arrived, and fits."""
-
-    @abstractmethod
-    def _give_up(self) -> None:
-        """The deadline has passed: let the transport of the fingerprints say who is missing, if it knows."""
 
     def _left_s(self) -> float:
         return max(self._deadline - time.monotonic(), 0.001)
@@ -224,83 +255,19 @@ class _CheckedHandle(Handle):
     def failed(self) -> bool:
         return self._error is not None or (self._inner is not None and self._inner.failed)
 
-
-class _CollectiveHandle(_CheckedHandle):
-    """A collective: all ranks see all fingerprints."""
-
-    __slots__ = ("_fingerprints",)
-
-    def __init__(
-        self,
-        transport: CheckedTransport,
-        call: Call,
-        source: torch.Tensor | None,
-        target: torch.Tensor | None,
-        timeout_s: float,
-    ) -> None:
-        super().__init__(transport, call, source, target, timeout_s)
-        self._fingerprints = CollectiveFingerprints(transport.check, call, timeout_s)
-
-    def _compared(self, _: AbstractSet[tuple[str, int]]) -> bool:
-        if not self._fingerprints.arrived():
-            return False
-        self._fingerprints.compare()
-        return True
-
-    def _give_up(self) -> None:
-        self._fingerprints.give_up()
-
-
-class _MessageHandle(_CheckedHandle):
-    """A message, or two that must start together.
-
-    Attributes:
-        any_source: it is a receive that has yet to find its sender.
-        only_sends: it receives nothing.
-        ways: direction and peer of what it moves, or may move.
-    """
-
-    __slots__ = ("_halves", "_look_at", "any_source", "only_sends", "ways")
-
-    def __init__(
-        self,
-        transport: CheckedTransport,
-        call: Call,
-        source: torch.Tensor | None,
-        target: torch.Tensor | None,
-        timeout_s: float,
-    ) -> None:
-        super().__init__(transport, call, source, target, timeout_s)
-        self.any_source = call.kind == "recv" and call.root < 0
-        self.only_sends = call.kind == "send"
-        self._look_at = 0.0
-        halves = [call]
-        if call.kind == "sendrecv":
-            receiving = call._replace(kind="recv", root=call.source, numel=call.recv_counts[0])
-            halves = [call._replace(kind="send"), receiving]
-        self.ways = {(half.kind, half.root) for half in halves}
-        if self.any_source:
-            self.ways = {(_RECEIVES, peer) for peer in range(transport.size)}
-            halves = []
-        self._halves = [MessageFingerprints(transport.messages, half, timeout_s) for half in halves]
-
-    def tell(self) -> None:
-        """Tell the peers, once; of a receive from any rank there is nothing to tell before one sends."""
-        for half in self._halves:
-            half.tell()
-
     def _compared(self, taken: AbstractSet[tuple[str, int]]) -> bool:
+        """Whether all that must fit has arrived, and fits."""
         if self.any_source:
             self._find_sender(taken)
         if self.any_source or not taken.isdisjoint(self.ways) or not self._arrived():
             return False
-        for half in self._halves:
-            half.compare()
+        for one in self._fingerprints:
+            one.compare()
         return True
 
     def _arrived(self) -> bool:
         # Each is asked, whatever the others say: asking is what brings the answer.
-        return False not in [half.arrived() for half in self._halves]
+        return False not in [one.arrived() for one in self._fingerprints]
 
     def _find_sender(self, taken: AbstractSet[tuple[str, int]]) -> None:
         """From the rank that is found on it is a receive from that rank."""
@@ -317,7 +284,7 @@ class _MessageHandle(_CheckedHandle):
         self._tensors = None, target
         self._call = self._call._replace(root=peer)
         self.any_source, self.ways = False, {(_RECEIVES, peer)}
-        self._halves = [MessageFingerprints(self._transport.messages, self._call, self._left_s())]
+        self._fingerprints = [MessageFingerprints(self._transport.messages, self._call, self._left_s())]
         self.tell()
 
     def _require_peers(self) -> None:
@@ -329,28 +296,8 @@ class _MessageHandle(_CheckedHandle):
             raise failures.failed(ConnectionError("a peer left"), elapsed_s, self._timeout_s)
 
     def _give_up(self) -> None:
+        """The deadline has passed: let the transport of the fingerprints say who is missing, if it knows."""
         if self.any_source:
             raise CollectiveTimeoutError("no rank has sent a message", timeout_s=self._timeout_s)
-        for half in self._halves:
-            half.give_up()
-
-
-class _BothHandles(Handle):
-    """Two calls that were started together, complete when both are."""
-
-    __slots__ = ("_handles",)
-
-    def __init__(self, *handles: Handle) -> None:
-        self._handles = handles
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        until = None if timeout_s is None else time.monotonic() + timeout_s
-        for handle in self._handles:
-            handle.wait(None if until is None else max(until - time.monotonic(), 0.0))
-
-    def is_completed(self) -> bool:
-        return all(handle.is_completed() for handle in self._handles)
-
-    @property
-    def failed(self) -> bool:
-        return any(handle.failed for handle in self._handles)
+        for one in self._fingerprints:
+            one.give_up()

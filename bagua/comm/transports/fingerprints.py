@@ -19,7 +19,7 @@ from bagua.comm.call import (
     REDUCTIONS,
     Call,
 )
-from bagua.comm.transports.base import Handle, Transport
+from bagua.comm.transports.base import DONE, Handle, Transport
 from bagua.errors import CollectiveMismatchError, CommunicationError
 
 __all__ = [
@@ -62,10 +62,15 @@ class CollectiveFingerprints:
         self._rank = check.rank
         self._size = check.size
         self._ranks = check.membership.ranks
-        own = fingerprint_of(call, check.size, KIND_NUMBERS[call.kind])
-        self._rows = torch.empty((check.size, own.numel()), dtype=torch.int64)
-        gathering = Call("allgather", call.sequence, torch.int64, own.numel())
-        self._handle = check.start(gathering, own, self._rows, timeout_s, True)
+        self._timeout_s = timeout_s
+        self._own = fingerprint_of(call, check.size, KIND_NUMBERS[call.kind])
+        self._rows = torch.empty((check.size, self._own.numel()), dtype=torch.int64)
+        self._handle: Handle = DONE
+
+    def tell(self) -> None:
+        """Tell all ranks, in the order of the calls."""
+        gathering = Call("allgather", int(self._own[1]), torch.int64, self._own.numel())
+        self._handle = self._check.start(gathering, self._own, self._rows, self._timeout_s, True)
 
     def arrived(self) -> bool:
         return self._handle.is_completed()
