@@ -21,7 +21,7 @@ from bagua.comm.communicator import Communicator
 from bagua.comm.reduction import ReduceOp, fold, reduction_name
 from bagua.comm.transports.base import Membership
 from bagua.comm.transports.c10d.groups import GlooGroup, NcclGroup, OtherGroup, split_name
-from bagua.comm.transports.c10d.handles import CollectiveHandle
+from bagua.comm.transports.c10d.handles import HostHandle
 from bagua.comm.transports.c10d.lowering import Abilities, Lowering, as_timedelta
 from bagua.comm.transports.c10d.transport import C10dTransport, c10d_refusal
 from bagua.errors import (
@@ -558,7 +558,7 @@ def test_a_wait_of_several_slices_leaves_nothing_for_the_garbage_collector() -> 
     gone = weakref.ref(work)
     gc.disable()
     try:
-        CollectiveHandle(owner, (work,), None, 20.0, None).wait()
+        HostHandle(owner, (work,), None, 20.0, None).wait()
         del work
         assert gone() is None
     finally:

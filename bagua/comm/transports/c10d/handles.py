@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
@@ -26,7 +25,7 @@ from bagua.comm.transports.c10d.lowering import Finish, as_timedelta
 from bagua.comm.transports.failure.finder import FailureFinder
 from bagua.errors import CommunicationError
 
-__all__ = ["C10dHandle", "CollectiveHandle", "MessageHandle", "Owner", "StreamHandle", "StreamWatch", "Waiters"]
+__all__ = ["C10dHandle", "HostHandle", "Owner", "StreamHandle", "StreamWatch", "Waiters"]
 
 #: How long Ctrl-C may have to wait.
 SLICE_S = 0.1
@@ -159,21 +158,41 @@ def _has_failed(work: Any) -> bool:
     return False
 
 
-class CollectiveHandle(C10dHandle):
-    """Works whose wait may time out without harm and which know whether they are complete."""
+class HostHandle(C10dHandle):
+    """Works that the host waits for, in slices.
 
-    __slots__ = ()
+    Args:
+        is_message: True for messages of Gloo. Their state is unknown until somebody waits, and waiting has one try.
+    """
+
+    __slots__ = ("_unknown",)
+
+    def __init__(self, *arguments: Any, is_message: bool = False) -> None:
+        super().__init__(*arguments)
+        #: Whether nobody has begun to wait for messages, and nobody can tell their state.
+        self._unknown = is_message
+
+    def unattended(self) -> None:
+        # Somebody must wait, or is_completed would never know.
+        if self._unknown and self._works:
+            limit = as_timedelta(max(self._left_s(None), 0.0) + _GRACE_S)
+            self._works = (self._transport.waiters.wait_for(self._works, limit),)
+            self._unknown = False
 
     def _wait(self, timeout_s: float | None) -> None:
         until = None if timeout_s is None else time.monotonic() + timeout_s
+        if self._unknown and (timeout_s is not None or threading.current_thread() is threading.main_thread()):
+            self.unattended()
         for work in self._works or ():
             left = self._left_s(until)
             try:
-                work.wait(_SLICE if left > SLICE_S else as_timedelta(left))
+                work.wait(_SLICE if left > SLICE_S and not self._unknown else as_timedelta(left))
                 continue
             except RuntimeError as error:
                 # Its traceback holds this frame: a cycle would keep torch's objects until the next garbage collection.
                 problem = error.with_traceback(None)
+            if self._unknown:
+                raise self._judge(problem) from problem
             self._wait_on(work, until, problem)  # Out here its errors have no misleading context.
 
     def _wait_on(self, work: Any, until: float | None, error: RuntimeError) -> None:
@@ -212,93 +231,17 @@ class CollectiveHandle(C10dHandle):
 
     def settle(self, limit_s: float = 1.0) -> None:
         deadline = time.monotonic() + limit_s
-        for work in self._works or ():
+        for work in () if self._unknown else self._works or ():
             while not work.is_completed() and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
 
     def is_completed(self) -> bool:
         works = self._works
-        return works is None or all(work.is_completed() for work in works)
+        return not works or (not self._unknown and all(work.is_completed() for work in works))
 
     @property
     def failed(self) -> bool:
-        return super().failed or any(map(_has_failed, self._works or ()))
-
-
-class MessageHandle(C10dHandle):
-    """Messages of Gloo: their state is unknown until somebody waits, and waiting has one try."""
-
-    __slots__ = ("_future",)
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._future: Future[None] | None = None
-
-    def unattended(self) -> None:
-        # Somebody must wait, or is_completed would never know.
-        if self._works and self._future is None:
-            self._future = self._transport.waiters.submit(self._waiting(self._works))
-
-    def _waiting(self, works: tuple[Any, ...]) -> Callable[[], None]:
-        limit = as_timedelta(max(self._left_s(None), 0.0) + _GRACE_S)
-
-        def wait() -> None:
-            for work in works:
-                work.wait(limit)
-
-        return wait
-
-    def _wait(self, timeout_s: float | None) -> None:
-        until = None if timeout_s is None else time.monotonic() + timeout_s
-        on_main_thread = threading.current_thread() is threading.main_thread()
-        if on_main_thread or timeout_s is not None:
-            self.unattended()
-        try:
-            if self._future is not None:
-                self._wait_in_slices(self._future, until)
-                return
-            for work in self._works or ():
-                work.wait(as_timedelta(self._left_s(until)))
-        except FutureTimeoutError as error:
-            timed_out = self._transport.failures.timed_out(self.elapsed_s(), self._timeout_s)
-            self.settle()
-            raise timed_out from error
-        except (RuntimeError, ConnectionError) as error:
-            if self._left_s(until) <= 0:
-                raise self._transport.failures.timed_out(self.elapsed_s(), self._timeout_s) from error
-            raise self._transport.failures.failed(error, self.elapsed_s(), self._timeout_s) from error
-
-    def _wait_in_slices(self, future: Future[None], until: float | None) -> None:
-        wait = LongWait()
-        while True:
-            if wait.is_over():
-                self._transport.failures.warn_of(wait)
-            left_s = max(self._left_s(until), 0.0)
-            try:
-                future.result(min(SLICE_S, left_s))
-            except FutureTimeoutError:
-                if self._transport.failures.peers_left():  # Their notice may come before their connections close.
-                    raise ConnectionError("a peer left") from None
-                if left_s <= SLICE_S:
-                    raise
-            else:
-                return
-
-    def settle(self, limit_s: float = 1.0) -> None:
-        if self._future is not None:
-            try:
-                self._future.exception(limit_s)
-            except FutureTimeoutError:
-                return
-
-    def is_completed(self) -> bool:
-        works = self._works
-        return not works or (self._future is not None and self._future.done())
-
-    @property
-    def failed(self) -> bool:
-        future = self._future
-        return super().failed or (future is not None and future.done() and future.exception() is not None)
+        return super().failed or (not self._unknown and any(map(_has_failed, self._works or ())))
 
 
 class StreamHandle(C10dHandle):
@@ -380,6 +323,34 @@ def _all_completed(works: tuple[Any, ...]) -> bool:
         return True  # Waiting raises it.
 
 
+class _Awaited:
+    """Works for which a helper thread waits, as one work that knows whether it is complete.
+
+    Args:
+        works: torch's works. They live as long as this does.
+        future: completed by the thread.
+    """
+
+    def __init__(self, works: tuple[Any, ...], future: Future[None]) -> None:
+        self._works = works
+        self._future = future
+
+    def is_completed(self) -> bool:
+        """Whether the thread is done."""
+        return self._future.done()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Block until the thread is done, and raise what it met.
+
+        Raises:
+            RuntimeError: a work failed, or the thread goes on after ``timeout``.
+        """
+        try:
+            self._future.result(None if timeout is None else timeout.total_seconds())
+        except FutureTimeoutError:
+            raise RuntimeError("the time for waiting is over") from None
+
+
 class Waiters:
     """Threads that wait for messages, as many as there are messages waited for at a time."""
 
@@ -387,16 +358,26 @@ class Waiters:
         self._idle: list[BackgroundThread] = []
         self._all: list[BackgroundThread] = []
 
-    def submit(self, function: Callable[[], None]) -> Future[None]:
-        """Run ``function`` now, in a thread that does nothing else meanwhile."""
+    def wait_for(self, works: tuple[Any, ...], limit: timedelta) -> _Awaited:
+        """Wait for ``works`` from now on, in a thread that does nothing else meanwhile.
+
+        Args:
+            works: works of Gloo.
+            limit: time that each of them is given.
+        """
         try:
             thread = self._idle.pop()
         except IndexError:
             thread = BackgroundThread("bagua-message")
             self._all.append(thread)
-        future = thread.submit(function)
+
+        def wait() -> None:
+            for work in works:
+                work.wait(limit)
+
+        future = thread.submit(wait)
         future.add_done_callback(lambda _: self._idle.append(thread))
-        return future
+        return _Awaited(works, future)
 
     def stop(self) -> None:
         """End the threads."""

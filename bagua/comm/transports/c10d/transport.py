@@ -12,6 +12,7 @@ import functools
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 
 import torch
 
@@ -22,8 +23,7 @@ from bagua.comm.transports.base import DONE, Handle, Membership, Transport
 from bagua.comm.transports.c10d.groups import BackendGroup, create_group, group_refusal, split_name
 from bagua.comm.transports.c10d.handles import (
     C10dHandle,
-    CollectiveHandle,
-    MessageHandle,
+    HostHandle,
     StreamHandle,
     StreamWatch,
     Waiters,
@@ -50,8 +50,8 @@ class _Channel:
         lowering = Lowering(group.group, group.rank, group.size, group.abilities)
         self.start = lowering.start
         self.takes_messages = lowering.takes_messages
-        self.collective: type[C10dHandle] = StreamHandle if group.on_stream else CollectiveHandle
-        self.message: type[C10dHandle] = StreamHandle if group.on_stream else MessageHandle
+        self.collective: Callable[..., C10dHandle] = StreamHandle if group.on_stream else HostHandle
+        self.message = self.collective if group.on_stream else functools.partial(HostHandle, is_message=True)
 
 
 class C10dTransport(Transport):
@@ -143,8 +143,8 @@ class C10dTransport(Transport):
             raise self._unable(call, error) from error
         except RuntimeError as error:
             raise self.failures.failed(error, 0.0, timeout_s) from error
-        handle_class = channel.message if channel.takes_messages(call) else channel.collective
-        handle = handle_class(self, works, _where_allowed(finish, target), timeout_s, (source, target))
+        new_handle = channel.message if channel.takes_messages(call) else channel.collective
+        handle = new_handle(self, works, _where_allowed(finish, target), timeout_s, (source, target))
         if asynchronous or channel.group.on_stream:
             self._keep(handle)
         return handle
