@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from bagua.comm.messages import Caller, recv, send
 from bagua.comm.objects import decode, encode, encode_failure
 from bagua.comm.operands import check_rank
 from bagua.comm.pipeline import Timeout
@@ -28,7 +29,7 @@ __all__ = [
 
 
 def broadcast_object(
-    communicator: Any,
+    communicator: Caller,
     obj: object = None,
     root: int = 0,
     *,
@@ -67,7 +68,7 @@ def broadcast_object(
 
 
 def allgather_object(
-    communicator: Any,
+    communicator: Caller,
     obj: object,
     *,
     async_op: bool = False,
@@ -101,7 +102,7 @@ def allgather_object(
 
 
 def gather_object(
-    communicator: Any,
+    communicator: Caller,
     obj: object,
     dst: int = 0,
     *,
@@ -138,7 +139,7 @@ def gather_object(
 
 
 def scatter_object(
-    communicator: Any,
+    communicator: Caller,
     objs: Sequence[object] | None = None,
     root: int = 0,
     *,
@@ -176,7 +177,7 @@ def scatter_object(
 
 
 def send_object(
-    communicator: Any,
+    communicator: Caller,
     obj: object,
     dst: int,
     *,
@@ -198,8 +199,8 @@ def send_object(
 
     def steps() -> Steps:
         length = torch.tensor([own.numel()], device=communicator.intake.home)
-        yield from _maybe(communicator.send(length, dst, async_op=async_op, timeout=timeout))
-        yield from _maybe(communicator.send(own, dst, async_op=async_op, timeout=timeout))
+        yield from _maybe(send(communicator, length, dst, async_op=async_op, timeout=timeout))
+        yield from _maybe(send(communicator, own, dst, async_op=async_op, timeout=timeout))
         if failure is not None:
             raise failure
 
@@ -207,7 +208,7 @@ def send_object(
 
 
 def recv_object(
-    communicator: Any, src: int, *, async_op: bool = False, timeout: Timeout = None, allow_pickle: bool = False
+    communicator: Caller, src: int, *, async_op: bool = False, timeout: Timeout = None, allow_pickle: bool = False
 ) -> Any:
     """The next object that rank ``src`` sends with ``send_object``.
 
@@ -221,9 +222,9 @@ def recv_object(
 
     def steps() -> Steps:
         length = torch.zeros(1, dtype=torch.int64, device=communicator.intake.home)
-        yield from _maybe(communicator.recv(length, src, async_op=async_op, timeout=timeout))
+        yield from _maybe(recv(communicator, length, src, async_op=async_op, timeout=timeout))
         data = _bytes(communicator, int(length))
-        yield from _maybe(communicator.recv(data, src, async_op=async_op, timeout=timeout))
+        yield from _maybe(recv(communicator, data, src, async_op=async_op, timeout=timeout))
         return decode(data, allow_pickle=allow_pickle)
 
     return _object_result(communicator, steps(), async_op)
@@ -232,17 +233,17 @@ def recv_object(
 # What those on objects have in common.
 
 
-def _bytes(communicator: Any, length: int) -> torch.Tensor:
+def _bytes(communicator: Caller, length: int) -> torch.Tensor:
     return torch.zeros(length, dtype=torch.uint8, device=communicator.intake.home)
 
 
-def _padded(communicator: Any, data: torch.Tensor, length: int) -> torch.Tensor:
+def _padded(communicator: Caller, data: torch.Tensor, length: int) -> torch.Tensor:
     padded = _bytes(communicator, length)
     padded[: data.numel()] = data
     return padded
 
 
-def _encoded(communicator: Any, obj: object, allow_pickle: bool) -> tuple[torch.Tensor, ConfigurationError | None]:
+def _encoded(communicator: Caller, obj: object, allow_pickle: bool) -> tuple[torch.Tensor, ConfigurationError | None]:
     """``obj`` as bytes; if it has no encoding, the news of that, so that no peer waits."""
     try:
         return encode(obj, allow_pickle=allow_pickle).to(communicator.intake.home), None
@@ -252,7 +253,7 @@ def _encoded(communicator: Any, obj: object, allow_pickle: bool) -> tuple[torch.
 
 
 def _encoded_parts(
-    communicator: Any, objs: Sequence[object] | None, root: int, allow_pickle: bool
+    communicator: Caller, objs: Sequence[object] | None, root: int, allow_pickle: bool
 ) -> tuple[list[torch.Tensor], ConfigurationError | None]:
     """What ``root`` sends to each rank, and what is wrong with ``objs``: raised when no peer waits any more."""
     if communicator.rank != root and objs is None:
@@ -272,7 +273,7 @@ def _encoded_parts(
     return news if communicator.rank == root else [], failure
 
 
-def _object_result(communicator: Any, steps: Steps, async_op: bool) -> Any:
+def _object_result(communicator: Caller, steps: Steps, async_op: bool) -> Any:
     work = communicator.pipeline.compose(steps, async_op)
     return work if async_op else work.result()
 
@@ -299,7 +300,7 @@ def _decode_rows(data: torch.Tensor, counts: list[int], allow_pickle: bool) -> l
 
 
 def allreduce_coalesced(
-    communicator: Any,
+    communicator: Caller,
     tensors: Sequence[torch.Tensor],
     op: ReduceOp.RedOpType = ReduceOp.SUM,
     *,
@@ -328,7 +329,7 @@ def allreduce_coalesced(
 
 
 def broadcast_coalesced(
-    communicator: Any,
+    communicator: Caller,
     tensors: Sequence[torch.Tensor],
     root: int = 0,
     *,
@@ -362,7 +363,7 @@ def _listed(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _coalesced(
-    communicator: Any,
+    communicator: Caller,
     tensors: list[torch.Tensor],
     start: Callable[[torch.Tensor], Work | None],
     async_op: bool,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -15,10 +16,32 @@ __all__ = ["Caller", "recv", "recv_any", "send", "sendrecv"]
 
 
 class Caller(Protocol):
-    """What a call needs of its communicator."""
+    """What these calls, and those made of several, need of their communicator, which is above them."""
 
+    rank: int
+    size: int
     intake: Intake
     pipeline: CallPipeline
+
+    @property
+    def allreduce(self) -> Callable[..., Work | None]:
+        """See ``Communicator.allreduce``."""
+
+    @property
+    def broadcast(self) -> Callable[..., Work | None]:
+        """See ``Communicator.broadcast``."""
+
+    @property
+    def allgather(self) -> Callable[..., Work | None]:
+        """See ``Communicator.allgather``."""
+
+    @property
+    def gather(self) -> Callable[..., Work | None]:
+        """See ``Communicator.gather``."""
+
+    @property
+    def scatter(self) -> Callable[..., Work | None]:
+        """See ``Communicator.scatter``."""
 
 
 def send(
