@@ -22,7 +22,7 @@ from bagua.engine.options import (
 from bagua.engine.reducer import Reducer
 from bagua.engine.schedule.executor import Executor, create_executor
 from bagua.engine.schedule.shares import SampleCount
-from bagua.engine.start import make_equal, replace_engine
+from bagua.engine.start import begin_training, replace_engine
 from bagua.engine.start import start_listeners as start_listeners
 from bagua.engine.state.agreement import compare
 from bagua.engine.state.checkpoints import check as check_saved_state
@@ -58,6 +58,7 @@ __all__ = [
     "TensorDeclaration",
     "allreduce_optimizer_state",
     "allreduce_parameters",
+    "begin_training",
     "broadcast_buffers_of",
     "broadcast_optimizer_state",
     "broadcast_parameters",
@@ -70,7 +71,6 @@ __all__ = [
     "collect",
     "compare",
     "create_executor",
-    "make_equal",
     "merged",
     "optimizer_list",
     "refuse_unknown",

@@ -13,7 +13,7 @@ from bagua.engine.state.replicas import (
     broadcast_parameters,
 )
 
-__all__ = ["make_equal", "replace_engine", "start_listeners"]
+__all__ = ["begin_training", "replace_engine", "start_listeners"]
 
 #: Called with the reducer whenever training starts, or goes on with another one.
 start_listeners: list[Callable[[Reducer], object]] = []
@@ -30,8 +30,8 @@ def replace_engine(before: BackwardHooks | None, reducer: Reducer) -> BackwardHo
     return engine
 
 
-def make_equal(reducer: Reducer, *, average: bool, broadcast_buffers: bool) -> None:
-    """Give all ranks equal parameters, buffers and optimizer state. Collective.
+def begin_training(reducer: Reducer, *, average: bool, broadcast_buffers: bool) -> None:
+    """Tell those who listen, and give all ranks equal parameters, buffers and optimizer state. Collective.
 
     Args:
         reducer: reducer of the module and its optimizers; it has compared the models already.

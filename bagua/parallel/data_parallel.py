@@ -14,10 +14,10 @@ from bagua.checks import check_flags
 from bagua.comm import ProcessGroup
 from bagua.engine import (
     AutotuneSettings,
+    begin_training,
     broadcast_buffers_of,
     check_grad_scaler,
     check_module,
-    make_equal,
     optimizer_list,
     refuse_unknown,
 )
@@ -154,7 +154,7 @@ class DistributedDataParallel(OverlappingWrapper):
         self._buffer_group: ProcessGroup | None = None
         self._buffers_are_due = True
         if init_sync:
-            make_equal(self.reducer, average=False, broadcast_buffers=at_the_start)
+            begin_training(self.reducer, average=False, broadcast_buffers=at_the_start)
         if before_forward and group.size > 1 and any(True for _ in module.buffers()):
             # Not the engine's own group: an exchange may still be going on there.
             self._buffer_group = group.duplicate("buffers")

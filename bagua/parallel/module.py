@@ -22,8 +22,8 @@ from bagua.engine import (
     EngineOptions,
     OnDifference,
     Reducer,
+    begin_training,
     check_module,
-    make_equal,
     refuse_unknown,
     replace_engine,
 )
@@ -274,7 +274,7 @@ def _start(
     average = before is not None and not before.closed
     if warn and before is not None and average and before.reducer.declaration == reducer.declaration:
         _warn_of_repetition(reducer)
-    make_equal(reducer, average=average, broadcast_buffers=broadcast_buffers)
+    begin_training(reducer, average=average, broadcast_buffers=broadcast_buffers)
     module.__dict__[_ENGINE] = engine
     return engine
 

@@ -19,9 +19,9 @@ from bagua.engine import (
     InitOptions,
     Reducer,
     SwitchOptions,
+    begin_training,
     check_bucket_bytes,
     check_optional_flag,
-    make_equal,
     optimizer_list,
     refuse_unknown,
     replace_engine,
@@ -124,7 +124,7 @@ class ModelSwitchWrapper(EngineAccess, DistributedModule):
         reducer = Reducer.of(self.module, self._optimizers, algorithm, group, checked)
         average = self._engine is not None and not self._engine.closed
         self._engine = replace_engine(self._engine, reducer)
-        make_equal(reducer, average=average, broadcast_buffers=self._broadcast_buffers)
+        begin_training(reducer, average=average, broadcast_buffers=self._broadcast_buffers)
         return self
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

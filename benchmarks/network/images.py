@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from benchmarks.network.tasks import SupervisedTrainer
+
 __all__ = ["ImageTask", "ImageTrainer"]
 
 HELD_OUT_SEED = 2_000_000
@@ -46,18 +48,13 @@ class ImageTask:
         return ImageTrainer(self, share)
 
 
-class ImageTrainer:
+class ImageTrainer(SupervisedTrainer):
     """``ImageTask`` on one rank."""
-
-    momentum = 0.9
 
     def __init__(self, task: ImageTask, share: int) -> None:
         self.task = task
         torch.manual_seed(task.seed)
-        self.model: nn.Module = convolutional_network()
-        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
-            self.model.parameters(), lr=task.learning_rate, momentum=self.momentum
-        )
+        super().__init__(convolutional_network(), task.learning_rate)
         fixed = torch.Generator().manual_seed(HELD_OUT_SEED)
         coarse = torch.randn(CLASSES, 1, SIDE // 4, SIDE // 4, generator=fixed)
         patterns = nn.functional.interpolate(coarse, size=(SIDE, SIDE), mode="bilinear")
@@ -79,27 +76,13 @@ class ImageTrainer:
         drawn = torch.randint(CLASSES, (count,), generator=generator)
         return images, torch.where(torch.rand(count, generator=generator) < self.task.wrong, drawn, classes)
 
-    def use(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Train with these from now on."""
-        self.model, self.optimizer = model, optimizer
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """Images of this rank."""
+        return self.draw(self.generator, self.task.batch, self.mine)
 
-    def step(self) -> float:
-        """One training step on the next batch; returns its loss."""
-        images, labels = self.draw(self.generator, self.task.batch, self.mine)
-        loss = nn.functional.cross_entropy(self.model(images), labels)
-        self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()
-        return float(loss.item())
-
-    @torch.no_grad()
-    def held_out_loss(self) -> float:
-        """The cross entropy on images of all classes that nobody trains on."""
-        images, labels = self.held_out
-        self.model.eval()
-        loss = nn.functional.cross_entropy(self.model(images), labels)
-        self.model.train()
-        return float(loss.item())
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The cross entropy."""
+        return nn.functional.cross_entropy(outputs, targets)
 
 
 def convolutional_network() -> nn.Module:

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,7 +15,7 @@ from bagua.cli.demo.text import Text, read_standard_library, windows
 from bagua.cli.demo.training import Settings
 from bagua.cli.demo.training import Trainer as DemoTrainer
 
-__all__ = ["TASKS", "DemoTask", "PerceptronTask", "Task", "Trainer", "small_demo"]
+__all__ = ["TASKS", "DemoTask", "PerceptronTask", "SupervisedTrainer", "Task", "Trainer", "small_demo"]
 
 HELD_OUT_SEED = 1_000_000
 
@@ -80,19 +81,66 @@ class PerceptronTask:
         return PerceptronTrainer(self, share)
 
 
-class PerceptronTrainer:
+class SupervisedTrainer(ABC):
+    """A model with SGD that learns targets of inputs; subclasses draw them.
+
+    Args:
+        model: model of this rank.
+        learning_rate: that of SGD with momentum.
+
+    Attributes:
+        held_out: inputs and targets that nobody trains on.
+    """
+
+    momentum = 0.9
+    held_out: tuple[Tensor, Tensor]
+
+    def __init__(self, model: nn.Module, learning_rate: float) -> None:
+        self.model = model
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
+            model.parameters(), lr=learning_rate, momentum=self.momentum
+        )
+
+    @abstractmethod
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """The next inputs and targets."""
+
+    @abstractmethod
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """What is minimized."""
+
+    def use(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Train with these from now on."""
+        self.model, self.optimizer = model, optimizer
+
+    def step(self) -> float:
+        """One training step on the next batch; returns its loss."""
+        inputs, targets = self.batch()
+        loss = self.loss(self.model(inputs), targets)
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        return float(loss.item())
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """The loss on what nobody trains on."""
+        inputs, targets = self.held_out
+        self.model.eval()
+        loss = self.loss(self.model(inputs), targets)
+        self.model.train()
+        return float(loss.item())
+
+
+class PerceptronTrainer(SupervisedTrainer):
     """``PerceptronTask`` on one rank."""
 
     latent = 8
-    momentum = 0.9
 
     def __init__(self, task: PerceptronTask, share: int) -> None:
         self.task = task
         torch.manual_seed(task.seed)
-        self.model: nn.Module = multilayer_perceptron(task.outer, task.hidden)
-        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
-            self.model.parameters(), lr=task.learning_rate, momentum=self.momentum
-        )
+        super().__init__(multilayer_perceptron(task.outer, task.hidden), task.learning_rate)
         fixed = torch.Generator().manual_seed(HELD_OUT_SEED)
         self.embedding = torch.randn(self.latent, task.outer, generator=fixed)
         self.teacher = torch.randn(self.latent, task.outer, generator=fixed)
@@ -105,27 +153,13 @@ class PerceptronTrainer:
         scale = self.latent**-0.5
         return torch.tanh(points @ self.embedding * scale), torch.sin(points @ self.teacher * scale)
 
-    def use(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Train with these from now on."""
-        self.model, self.optimizer = model, optimizer
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """Rows of this rank."""
+        return self.draw(self.generator, self.task.batch)
 
-    def step(self) -> float:
-        """One training step on the next batch; returns its loss."""
-        inputs, targets = self.draw(self.generator, self.task.batch)
-        loss = nn.functional.mse_loss(self.model(inputs), targets)
-        self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()
-        return float(loss.item())
-
-    @torch.no_grad()
-    def held_out_loss(self) -> float:
-        """The mean squared error on rows that nobody trains on."""
-        inputs, targets = self.held_out
-        self.model.eval()
-        loss = nn.functional.mse_loss(self.model(inputs), targets)
-        self.model.train()
-        return float(loss.item())
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean squared error."""
+        return nn.functional.mse_loss(outputs, targets)
 
 
 def multilayer_perceptron(outer: int, hidden: int) -> nn.Module:

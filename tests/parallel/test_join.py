@@ -30,6 +30,19 @@ def train(model, optimizer, rank, batches=BATCHES, before=lambda step: None):
         optimizer.step()
 
 
+def wrapped(*arguments, **options):
+    """A model of this rank with its optimizer, and the rank."""
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    with_bagua(model, [optimizer], *arguments, **options)
+    return model, optimizer, bagua.comm.get_rank()
+
+
+def assert_equal(rows):
+    for row in rows:
+        assert all(torch.equal(one, other) for one, other in zip(row, rows[0], strict=True))
+
+
 def weights_of(model):
     return [parameter.detach().clone() for parameter in model.parameters()]
 
@@ -50,20 +63,18 @@ def expected(by_initial_size):
 @pytest.mark.parametrize("bucket_bytes", [ONE_BUCKET_BYTES, 64])
 def test_gradients_of_those_who_have_data_are_averaged_as_in_torch(thread_ranks, by_initial_size, bucket_bytes):
     def rank_trains():
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        with_bagua(model, [optimizer], bucket_bytes=bucket_bytes, check_every=1)
+        model, optimizer, rank = wrapped(bucket_bytes=bucket_bytes, check_every=1)
         with model.join(divide_by_initial_world_size=by_initial_size):
-            train(model, optimizer, bagua.comm.get_rank())
+            train(model, optimizer, rank)
         in_the_end = weights_of(model)
-        train(model, optimizer, bagua.comm.get_rank(), (1, 1, 1))  # All go on together, and are compared.
+        train(model, optimizer, rank, (1, 1, 1))  # All go on together, and are compared.
         return in_the_end, weights_of(model)
 
     rows = thread_ranks(RANKS, rank_trains)
-    for in_the_end, later in rows:
+    for in_the_end, _ in rows:
         for mine, wanted in zip(in_the_end, expected(by_initial_size), strict=True):
             torch.testing.assert_close(mine, wanted)
-        assert all(torch.equal(one, other) for one, other in zip(later, rows[0][1], strict=True))
+    assert_equal([later for _, later in rows])
 
 
 @pytest.mark.parametrize("name", list(registry))
@@ -91,7 +102,7 @@ def test_no_algorithm_hangs(thread_ranks, name):
 
     rows = thread_ranks(2, rank_trains)
     if rows[0] is not None:
-        assert all(torch.equal(here, there) for here, there in zip(*rows, strict=True))
+        assert_equal(rows)
 
 
 PERIOD = 3
@@ -172,10 +183,7 @@ def test_a_number_of_samples_that_is_none_is_refused(thread_ranks):
 
 def test_a_rank_without_any_data_makes_all_steps_of_the_others(thread_ranks):
     def rank_trains():
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        with_bagua(model, [optimizer])
+        model, optimizer, rank = wrapped()
         with model.join(divide_by_initial_world_size=False):
             train(model, optimizer, rank, (0, 3))
         return weights_of(model)
@@ -197,8 +205,7 @@ def test_weights_are_exchanged_although_no_optimizer_tells_of_its_steps(thread_r
             train(model, optimizer, rank, (1, 3))
         return weights_of(model)
 
-    rows = thread_ranks(2, rank_trains)
-    assert all(torch.equal(here, there) for here, there in zip(*rows, strict=True))
+    assert_equal(thread_ranks(2, rank_trains))
 
 
 def test_state_of_the_optimizer_comes_from_a_rank_that_has_stepped(thread_ranks):
@@ -232,10 +239,7 @@ def test_buffers_come_from_a_rank_that_has_data(thread_ranks):
 
 def test_accumulated_gradients_are_no_steps(thread_ranks):
     def rank_trains():
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        with_bagua(model, [optimizer])
+        model, optimizer, rank = wrapped()
         with model.join():
             for step in range((2, 3)[rank]):
                 with model.no_sync():
@@ -247,16 +251,12 @@ def test_accumulated_gradients_are_no_steps(thread_ranks):
                 loss_of(model, rank, 9).backward()
         return weights_of(model)
 
-    rows = thread_ranks(2, rank_trains)
-    assert all(torch.equal(here, there) for here, there in zip(*rows, strict=True))
+    assert_equal(thread_ranks(2, rank_trains))
 
 
 def test_early_ends_are_errors_on_all_ranks_if_that_is_wanted(thread_ranks):
     def rank_trains():
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        with_bagua(model, [optimizer])
+        model, optimizer, rank = wrapped()
         caught = pytest.raises(CollectiveMismatchError, match="some ranks have no data left")
         with caught as told, model.join(throw_on_early_termination=True):
             train(model, optimizer, rank)
@@ -265,21 +265,18 @@ def test_early_ends_are_errors_on_all_ranks_if_that_is_wanted(thread_ranks):
 
     rows = thread_ranks(RANKS, rank_trains)
     assert [peers for peers, _ in rows] == [(0,)] * RANKS
-    assert all(torch.equal(one, other) for _, row in rows for one, other in zip(row, rows[0][1], strict=True))
+    assert_equal([weights for _, weights in rows])
 
 
 def test_nothing_changes_if_it_is_off_or_nobody_ends_early(thread_ranks):
     def rank_trains(enable):
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        with_bagua(model, [optimizer])
+        model, optimizer, rank = wrapped()
         with model.join(enable=enable):
             train(model, optimizer, rank, (3, 3))
         return weights_of(model)
 
     (off, _), (on, _) = (thread_ranks(2, rank_trains, enable) for enable in (False, True))
-    assert all(torch.equal(one, other) for one, other in zip(off, on, strict=True))
+    assert_equal([off, on])
 
 
 def test_a_module_keeps_what_it_calls_join():
@@ -297,18 +294,14 @@ def test_a_module_keeps_what_it_calls_join():
 
 def test_a_forward_pass_without_a_backward_pass_is_made_a_step(thread_ranks):
     def rank_trains():
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        with_bagua(model, [optimizer])
+        model, optimizer, rank = wrapped()
         with model.join():
             train(model, optimizer, rank, (1, 3))
             if rank == 0:
                 loss_of(model, rank, 1)
         return weights_of(model)
 
-    rows = thread_ranks(2, rank_trains)
-    assert all(torch.equal(here, there) for here, there in zip(*rows, strict=True))
+    assert_equal(thread_ranks(2, rank_trains))
 
 
 @pytest.mark.parametrize(
@@ -320,8 +313,7 @@ def test_a_forward_pass_without_a_backward_pass_is_made_a_step(thread_ranks):
 )
 def test_bad_use_is_refused(thread_ranks, algorithm, options, why):
     def rank_trains():
-        model = mlp()
-        with_bagua(model, [sgd(model.parameters())], algorithm)
+        model, _, _ = wrapped(algorithm)
         with pytest.raises(ConfigurationError, match=why), model.join(**options):
             pass
 

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from bagua.checks import check_flags, check_numbers
 from bagua.comm import Group
-from bagua.engine import FLOAT_BUFFERS, GlobalAverage, check_module, make_equal
+from bagua.engine import FLOAT_BUFFERS, GlobalAverage, begin_training, check_module
 from bagua.errors import ConfigurationError
 from bagua.parallel.ddp_arguments import bytes_from_megabytes, resolve_group
 from bagua.parallel.decentralized.mixing import RoundMix, mixing_a_step_late
@@ -147,7 +147,7 @@ class DecentralizedDataParallel(OverlappingWrapper):
         try:
             self.reducer.prepare()
             if init_sync:
-                make_equal(self.reducer, average=False, broadcast_buffers=True)
+                begin_training(self.reducer, average=False, broadcast_buffers=True)
         except BaseException:
             self._engine.remove_hooks()
             self.reducer.close()
