@@ -4,8 +4,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from bagua import observe
 from bagua.errors import ConfigurationError
-from bagua.observe import explain
 
 __all__ = ["main"]
 
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("folder", metavar="DIR", help="BAGUA_FLIGHT_DIR, for the latest job; or the folder of a job")
     parsed = parser.parse_args(arguments)
     try:
-        sentences = explain(parsed.folder)
+        sentences = observe.explain(parsed.folder)
     except ConfigurationError as error:
         print(f"bagua explain: {error}", file=sys.stderr)
         return 1

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bagua import observe
 from bagua.algorithms import Algorithm, AsyncModelAverageAlgorithmImpl, DistributedAlgorithm, as_algorithm
 from bagua.checks import install_command
 from bagua.comm import is_initialized
@@ -27,7 +28,6 @@ from bagua.integrations._attached import (
 from bagua.integrations._hooks import HookState
 from bagua.integrations.accelerate import check_takes_hooks
 from bagua.integrations.ddp_comm_hooks import codec_hook
-from bagua.observe import metrics
 from bagua.parallel import BaguaModule
 from bagua.utilities import register_ddp_comm_hook
 
@@ -164,7 +164,7 @@ class _Reporter:
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:  # noqa: ARG002
         if logs is not None and "loss" in logs and is_initialized():
-            logs.update(metrics())
+            logs.update(observe.metrics())
 
 
 def _folder(trainer: Any, resume_from_checkpoint: str | bool | None) -> Path | None:

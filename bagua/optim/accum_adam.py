@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from bagua.checks import check_whole
-from bagua.optim.closure import loss_of
+from bagua.optim.group_steps import GroupOptimizer
 from bagua.optim.moments import begin_at_zero, denominators
 from bagua.optim.options import check_betas, check_not_negative
 
 __all__ = ["AccumAdam", "AccumAdamW"]
 
 
-class CommittingAdam(torch.optim.Optimizer):
+class CommittingAdam(GroupOptimizer):
     """What both forms of Adam with delayed moments have in common; see ``AccumAdam``."""
 
     #: Whether weights decay by themselves instead of through the gradient.
@@ -37,21 +37,9 @@ class CommittingAdam(torch.optim.Optimizer):
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "accum_iter": accum_iter}
         )
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient.
-
-        Args:
-            closure: computes the loss anew, and its gradients.
-
-        Returns:
-            The closure's loss, or None.
-        """
-        loss = loss_of(closure)
-        for group in self.param_groups:
-            for step, parameters in self._by_step(group["params"]).items():
-                self._update(group, step, parameters)
-        return loss
+    def _step_group(self, group: dict[str, Any]) -> None:
+        for step, parameters in self._by_step(group["params"]).items():
+            self._update(group, step, parameters)
 
     def _by_step(self, parameters: Sequence[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
         """Parameters with a gradient, by the number of the step that they take now: usually the same for all."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from bagua.checks import check_numbers, check_whole
-from bagua.optim.closure import loss_of
+from bagua.optim.group_steps import GroupOptimizer
 from bagua.optim.moments import begin_at_zero, denominators
 from bagua.optim.options import check_betas, check_not_negative
 from bagua.primitives import orthonormal
@@ -19,7 +19,7 @@ __all__ = ["DionOptimizer"]
 _EPSILON = 1e-8
 
 
-class DionOptimizer(torch.optim.Optimizer):
+class DionOptimizer(GroupOptimizer):
     r"""Steps of matrices along orthonormal directions of low rank of their momenta; AdamW for everything else.
 
     For a matrix with at least as many rows as columns (transposed otherwise), with :math:`Q` (columns x
@@ -85,22 +85,10 @@ class DionOptimizer(torch.optim.Optimizer):
         """Say that what lies in ``parameter.grad`` in the next step is a direction already."""
         self.state[parameter]["directed"] = True
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient.
-
-        Args:
-            closure: computes the loss anew, and its gradients.
-
-        Returns:
-            The closure's loss, or None.
-        """
-        loss = loss_of(closure)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(group, parameter, parameter.grad)
-        return loss
+    def _step_group(self, group: dict[str, Any]) -> None:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                self._update(group, parameter, parameter.grad)
 
     def _update(self, group: dict[str, Any], parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         lr = float(group["lr"])

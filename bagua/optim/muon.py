@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 import torch
 
 from bagua.checks import check_choice, check_numbers, unusable
-from bagua.optim.closure import loss_of
+from bagua.optim.group_steps import GroupOptimizer
 from bagua.optim.moments import begin_at_zero
 from bagua.optim.options import check_not_negative
 
@@ -49,7 +49,7 @@ def equalized(matrix: torch.Tensor, coefficients: Iterable[tuple[float, float, f
     return x if wide else x.t()
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(GroupOptimizer):
     r"""SGD with momentum whose steps have equal singular values, for matrices.
 
     .. math::
@@ -112,22 +112,10 @@ class Muon(torch.optim.Optimizer):
             if parameter.dim() < 2 or not parameter.is_floating_point():
                 raise unusable("params", "real parameters of two dimensions or more", f"shape {list(parameter.shape)}")
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient.
-
-        Args:
-            closure: computes the loss anew, and its gradients.
-
-        Returns:
-            The closure's loss, or None.
-        """
-        loss = loss_of(closure)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(group, parameter, parameter.grad)
-        return loss
+    def _step_group(self, group: dict[str, Any]) -> None:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                self._update(group, parameter, parameter.grad)
 
     def _update(self, group: dict[str, Any], parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         state, lr = self.state[parameter], float(group["lr"])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from bagua.checks import check_whole
 from bagua.errors import ConfigurationError
-from bagua.optim.closure import loss_of
+from bagua.optim.group_steps import GroupOptimizer
 from bagua.optim.moments import begin_at_zero, denominators
 from bagua.optim.options import check_betas, check_not_negative
 
@@ -19,7 +19,7 @@ __all__ = ["QAdamOptimizer"]
 _DEAD = 2.0**-16
 
 
-class QAdamOptimizer(torch.optim.Optimizer):
+class QAdamOptimizer(GroupOptimizer):
     r"""Adam for ``warmup_steps`` steps; then its second moment no longer changes.
 
     In the :math:`t`-th step, with the gradient :math:`g`, to which weight decay was added, and with
@@ -105,24 +105,9 @@ class QAdamOptimizer(torch.optim.Optimizer):
         """What the momentum of ``parameter`` is multiplied by while ranks exchange it."""
         return 1.0
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient.
-
-        Args:
-            closure: computes the loss anew, and its gradients.
-
-        Returns:
-            The closure's loss, or None.
-
-        Raises:
-            ConfigurationError: a gradient that is sparse or complex.
-        """
-        loss = loss_of(closure)
-        for group in self.param_groups:
-            for step, parameters in self._by_step(group["params"]).items():
-                self._update(group, step, parameters)
-        return loss
+    def _step_group(self, group: dict[str, Any]) -> None:
+        for step, parameters in self._by_step(group["params"]).items():
+            self._update(group, step, parameters)
 
     def _by_step(self, parameters: Sequence[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
         """Parameters with a gradient, by the number of the step that they take now: usually the same for all."""

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from bagua import observe
 from bagua.algorithms import AsyncModelAverageAlgorithmImpl
 from bagua.comm import get_default_group
 from bagua.integrations._lightning.batch_norm import SynchronizedBatchNorms
 from bagua.integrations._lightning.ranks import KEY, RanksMixin
-from bagua.observe import metrics
 from bagua.parallel import DistributedDataParallel
 
 __all__ = ["StrategyMixin"]
@@ -69,7 +69,7 @@ class StrategyMixin(RanksMixin):
         if trainer.loggers and every and step and step % every == 0 and step != self._logged_step:
             self._logged_step = step
             for logger in trainer.loggers:
-                logger.log_metrics(metrics(), step=step)
+                logger.log_metrics(observe.metrics(), step=step)
 
     # Training with averages in the background.
 
