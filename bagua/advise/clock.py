@@ -20,6 +20,7 @@ class _Statistics:
     """The file in which Linux writes what a core has done for the thread that opens it."""
 
     def __init__(self) -> None:
+        self._process = os.getpid()
         try:
             self._descriptor = os.open(_FILE, os.O_RDONLY)
         except OSError:
@@ -29,8 +30,13 @@ class _Statistics:
         """Seconds on a core, and seconds in its queue; zeros where nobody counts."""
         if self._descriptor < 0:
             return 0.0, 0.0
-        running_ns, queued_ns, _ = os.pread(self._descriptor, _LONGEST_BYTES, 0).split()
-        return int(running_ns) * 1e-9, int(queued_ns) * 1e-9
+        numbers = os.pread(self._descriptor, _LONGEST_BYTES, 0).split()
+        return (int(numbers[0]) * 1e-9, int(numbers[1]) * 1e-9) if len(numbers) > 1 else (0.0, 0.0)
+
+    @property
+    def of_parent(self) -> bool:
+        """Whether this process was forked since, so that the file is that of another thread."""
+        return os.getpid() != self._process
 
     def __del__(self) -> None:
         if self._descriptor >= 0:
@@ -43,13 +49,19 @@ class _Own(threading.local):
     def __init__(self) -> None:
         self.statistics = _Statistics()
 
+    def read(self) -> tuple[float, float]:
+        """See ``_Statistics``."""
+        if self.statistics.of_parent:
+            self.statistics = _Statistics()
+        return self.statistics.read()
+
 
 _own = _Own()
 
 
 def queued_s() -> float:
     """Seconds for which the calling thread was ready to go on and had no core, since it began."""
-    return _own.statistics.read()[1]
+    return _own.read()[1]
 
 
 def own_time() -> float:
@@ -59,4 +71,4 @@ def own_time() -> float:
 
 def sees_queues() -> bool:
     """Whether this system says how long threads stand in a queue."""
-    return _own.statistics.read()[0] > 0.0
+    return _own.read()[0] > 0.0

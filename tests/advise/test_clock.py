@@ -18,6 +18,7 @@ class Queue:
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.of_parent = False
 
     def read(self) -> tuple[float, float]:
         return 1.0, self.seconds
@@ -34,6 +35,12 @@ def test_the_clock_stands_in_the_queue_of_a_core(queue: Queue, monkeypatch: pyte
     monkeypatch.setattr(time, "perf_counter", lambda: 10.0)
     queue.seconds = 3.0
     assert clock.own_time() == 7.0
+
+
+def test_a_forked_process_reads_of_its_own_thread(queue: Queue) -> None:
+    queue.seconds, queue.of_parent = 1e9, True
+    assert clock.queued_s() < 1e9
+    assert clock._own.statistics is not queue
 
 
 def test_a_system_that_does_not_count_takes_nothing_off(monkeypatch: pytest.MonkeyPatch) -> None:

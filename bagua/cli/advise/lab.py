@@ -5,7 +5,7 @@ from __future__ import annotations
 from bagua.advise import CallFacts, Cluster, MachineFacts, call_facts, machine_facts
 from bagua.cli.lab.network import burst_bytes, open_network
 from bagua.cli.launch import Rank, run_ranks
-from bagua.comm import get_default_group
+from bagua.comm import destroy_process_group, get_default_group
 from bagua.link import LinkSettings
 
 __all__ = ["lab_cluster", "probe_lab"]
@@ -40,8 +40,7 @@ def probe_lab() -> MachineFacts:
 
 def _rank(rank: Rank) -> tuple[CallFacts, ...]:
     rank.join("gloo", _TIMEOUT_S)
-    group = get_default_group()
     try:
-        return call_facts(group.global_communicator)
+        return call_facts(get_default_group().global_communicator)
     finally:
-        group.close()
+        destroy_process_group()

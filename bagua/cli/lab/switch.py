@@ -107,7 +107,7 @@ class FrameSchedule:
             if self.receive_bytes_per_s is not None:
                 free = max(self._free[receiver], due)
                 if free - due > LONGEST_QUEUE_S:
-                    self.report.overflowed += 1
+                    self.report.overflowed += wire_size(frame)[0]
                     continue
                 due = self._free[receiver] = free + wire_size(frame)[1] / self.receive_bytes_per_s
             self._number += 1  # Frames that are due at one time keep their order.
