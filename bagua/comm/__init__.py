@@ -96,6 +96,7 @@ from bagua.comm.startup.default_group import become_rank as become_rank
 from bagua.comm.startup.initialization import DEFAULT_TIMEOUT_S as DEFAULT_TIMEOUT_S
 from bagua.comm.startup.rehearsal import rehearsal_group as rehearsal_group
 from bagua.comm.startup.seats import group_of_seats as group_of_seats
+from bagua.comm.records.statistics import LATE_SHARE as LATE_SHARE
 from bagua.comm.records.statistics import sent_bytes as sent_bytes
 from bagua.comm.store.asking import consult as consult, gather_values as gather_values
 from bagua.comm.store.beats import Beats as Beats, connect_beats as connect_beats

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bagua.comm import LATE_SHARE
 from bagua.errors import ConfigurationError
 from bagua.observe.folders import folder_of_latest_job
 from bagua.observe.straggler import Reading, latest_rank
@@ -217,14 +218,16 @@ def _name(kind: str, process: int, thread: int, name: str) -> Line:
 
 
 def _waits(comers: _Comers) -> tuple[dict[int, float], dict[int, float]]:
-    """By rank, for how many microseconds the others have waited for it, where it came last, and how often that was."""
+    """By rank, for how long, in us, the others have waited for it, where it came last, and how often that was late."""
     waits: dict[int, float] = {}
     lasts: dict[int, float] = {}
-    for of_call in comers.values():
+    before: dict[str, float] = {}
+    for (label, _, _), of_call in comers.items():
         came = {rank: moment for rank, (moment, _) in of_call.items()}
         last = max(came, key=lambda rank: came[rank])
         waits[last] = waits.get(last, 0.0) + sum(came[last] - moment for moment in came.values())
-        lasts[last] = lasts.get(last, 0.0) + 1.0
+        since, before[label] = came[last] - before.get(label, min(came.values())), came[last]
+        lasts[last] = lasts.get(last, 0.0) + (came[last] - min(came.values()) > LATE_SHARE * since)
     return {rank: round(waits[rank], 1) for rank in sorted(waits)}, lasts
 
 

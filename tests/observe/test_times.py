@@ -50,6 +50,19 @@ def test_a_call_that_the_code_that_computes_makes_and_waits_for_is_exposed_but_f
     assert statistics.waits == {2: 3.0}
 
 
+def test_who_comes_last_is_late_only_if_that_matters(clock, statistics):
+    # Of ten seconds from call to call; there is none before the first.
+    for number, waited_s in enumerate((1.0, 0.3, 0.001, 0.4), 1):
+        clock.now += 9.0
+        record = statistics.begin(call(number), clock())
+        record.waited_s, record.waited_for = waited_s, (1, 2)
+        clock.now += 1.0
+        statistics.end(record, clock(), blocked_s=1.0)
+    assert statistics.lasts == {1: 1.0, 2: 1.0}
+    statistics.recorder.retire(statistics)
+    assert statistics.recorder.lasts() == {1: 1.0, 2: 1.0}
+
+
 def test_what_goes_on_beside_computing_is_hidden(clock, statistics):
     record = statistics.begin(call(1), clock())
     record.waited_s = 3.0

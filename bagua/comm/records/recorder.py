@@ -141,7 +141,7 @@ class Counters(Protocol):
     Attributes:
         times: seconds that its calls took.
         waits: seconds that this rank has waited for each other one that came last, by global rank.
-        lasts: how often each of them came last; those that come together share a call.
+        lasts: how often each of them came last, and late; those that come together share a call.
         recent: its last calls.
         gauges: latest values of what is measured on it and changes slowly, by the name of the metric.
     """
@@ -253,7 +253,7 @@ class Recorder:
         return total
 
     def lasts(self) -> dict[int, float]:
-        """How often each other rank came last, by global rank."""
+        """How often each other rank came last, and late, by global rank."""
         total = dict(self._closed_lasts)
         for entry in list(self.open):
             _add_to(total, dict(entry.lasts))

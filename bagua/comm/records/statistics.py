@@ -13,6 +13,8 @@ __all__ = ["KindStatistics", "Statistics", "merge", "sent_bytes"]
 #: Calls remembered of each communicator, and how many of them the message of a failure shows.
 RECORDS_LENGTH = 64
 HISTORY_LENGTH = 16
+#: Who comes last is late if it is waited for so large a part of the time from the end of one call to that of the next.
+LATE_SHARE = 0.02
 
 
 class KindStatistics(NamedTuple):
@@ -81,7 +83,7 @@ class Statistics:
         recent: the last calls, oldest first.
         times: seconds that its calls took.
         waits: seconds that this rank has waited for each other one that came last, by global rank.
-        lasts: how often each of them came last.
+        lasts: how often each of them came last, and late.
         gauges: latest values of what is measured on it and changes slowly, by the name of the metric.
     """
 
@@ -140,8 +142,9 @@ class Statistics:
         recorder = self.recorder
         record.ended, record.state = ended, "completed"
         time_s, exposed_s, waiting_s, of_collectives_s, calls = self._sums
+        before = self._busy_until
         # In each call: a builtin takes twice as long as a comparison.
-        begun = record.begun if record.begun > self._busy_until else self._busy_until  # noqa: FURB136
+        begun = record.begun if record.begun > before else before  # noqa: FURB136
         if ended > begun:
             self._busy_until = ended
             took = ended - begun
@@ -157,13 +160,19 @@ class Statistics:
             if record.call.kind not in POINT_TO_POINT:
                 of_collectives_s += took
         self._sums = (time_s, exposed_s, waiting_s, of_collectives_s, calls + 1)
-        for rank in record.waited_for:
-            self.waits[rank] = self.waits.get(rank, 0.0) + record.waited_s / len(record.waited_for)
-            self.lasts[rank] = self.lasts.get(rank, 0.0) + 1.0 / len(record.waited_for)
+        if record.waited_for:
+            self._blame(record, record.waited_s > LATE_SHARE * (ended - before))
         if recorder.trace is not None:
             recorder.trace.call(record)
         if ended >= recorder.beat_at:
             recorder.beat()
+
+    def _blame(self, record: CallRecord, late: bool) -> None:
+        share = 1.0 / len(record.waited_for)
+        for rank in record.waited_for:
+            self.waits[rank] = self.waits.get(rank, 0.0) + record.waited_s * share
+            if late:
+                self.lasts[rank] = self.lasts.get(rank, 0.0) + share
 
     def add(self, call: Call, seconds: float) -> None:
         """Count one completed call."""
