@@ -111,6 +111,7 @@ _ALIKE = {
     "gather": "allgather",
     "scatter": "allgather",
     "broadcast": "sendrecv",
+    "swap": "sendrecv",
     "send": "sendrecv",
     "recv": "sendrecv",
 }

@@ -16,6 +16,9 @@ __all__ = ["Cluster", "Cost", "cost_of"]
 _PACKET_BYTES, _FIRST_PACKETS = 1448, 10
 #: Share of a link's rate that is left when packets have their headers.
 _PAYLOAD = 1448 / 1514
+#: How much longer a full link takes for each direction of one connection that carries data both ways. Of calls of 1 and
+#: 4 MB between two hosts of the lab at 1 Gbit/s, whatever steps take: sendrecv 1.17 and 1.18, allgather 1.20 and 1.16.
+_BOTH_WAYS = 1.17
 #: From this size of a share on, Gloo's allgather is made of messages between pairs, all at once.
 _PAIRS_FROM_BYTES = 64 * 1024
 #: A connection that was idle for so long and a round trip begins like a new one: Linux's least retransmission timeout.
@@ -100,12 +103,14 @@ class _Pattern:
             it, so each of them takes two; counted in the lab, among 2 and 4 hosts with 20 ms between them.
         sent: bytes that the busiest rank sends.
         leaving: the part of them that leaves its host.
+        both_ways: whether each connection has data in both directions at a time.
     """
 
     messages: float
     delays: float
     sent: float
     leaving: float = 1.0
+    both_ways: bool = False
 
 
 def _pattern(message: Message) -> _Pattern:
@@ -114,7 +119,8 @@ def _pattern(message: Message) -> _Pattern:
     border = 1.0 if n == message.hosts else message.hosts / n  # of a ring, the ranks that send to another host
     tree = math.ceil(math.log2(n))
     share = (n - 1) / n * size
-    swap = _Pattern(n - 1, 2.0, share, away)
+    star = _Pattern(n - 1, 2.0, share, away)
+    swap = _Pattern(n - 1, 2.0, share, away, both_ways=True)
     ring = _Pattern(n - 1, 2.0 * (n - 1), share, border)
     patterns = {
         "allreduce": _Pattern(2.0 * (n - 1), 4.0 * (n - 1), 2 * share, border),
@@ -123,8 +129,9 @@ def _pattern(message: Message) -> _Pattern:
         "alltoall": swap,
         "alltoall_v": swap,
         "reduce_scatter": swap,
-        "gather": swap,
-        "scatter": swap,
+        "gather": star,
+        "scatter": star,
+        "swap": _Pattern(1.0, 2.0, size, both_ways=True),
         "broadcast": _Pattern(tree, 2.0, tree * size),
         "barrier": _Pattern(tree, 2.0 * tree, 0.0),
     }
@@ -170,7 +177,7 @@ def cost_of(message: Message, cluster: Cluster, machine: MachineFacts, idle_s: f
         return Cost(2 * tree * machine.local_message_s + 3 * message.nbytes * machine.local_byte_s, 0.0, 0.0)
     pattern = _pattern(message)
     own_bytes = pattern.sent
-    link_bytes = own_bytes * pattern.leaving * message.ranks / message.hosts
+    link_bytes = own_bytes * pattern.leaving * message.ranks / message.hosts * (_BOTH_WAYS if pattern.both_ways else 1)
     message_s, byte_s = machine.cost_of(message.kind, own_bytes)
     latency_s = pattern.delays * cluster.delay_s
     own_rate = 1.0 / byte_s if byte_s else math.inf
