@@ -242,6 +242,7 @@ class _Engine(_Exchange):
         super().__init__(trainer)
         self._algorithm = algorithm
         self._options = options
+        self._wrapped: torch.nn.Module | None = None
         self._paused = False
 
     @property
@@ -257,6 +258,9 @@ class _Engine(_Exchange):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Wrap the model: the Trainer has loaded it and its optimizer from the checkpoint, and prepared both."""
         scaler = getattr(self.trainer.accelerator, "scaler", None)
+        if self._wrapped is self.trainer.model:  # An attempt that ended with an error, as for lack of memory, left it.
+            self._model.bagua_close()
+        self._wrapped = self.trainer.model
         wrap(self.trainer.model, [self._optimizer], self._algorithm, scaler, self._options)
         self._paused = False
         folder, self.resumed = self.resumed, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import types
 import warnings
@@ -153,6 +154,33 @@ def derived(folder: str) -> list[State]:
 def test_classes_that_derive_from_trainer_work(tmp_path: Path) -> None:
     for ddp, allreduce in ProcessRanks(2).run(derived, str(tmp_path)):
         assert all(torch.equal(ddp[key], allreduce[key]) for key in ddp)
+
+
+class TooLarge(Model):
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        if len(inputs) > 2:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+        return super().forward(inputs, labels)
+
+
+def find_the_batch_size(folder: str) -> tuple[list[State], list[str]]:
+    as_torchrun_starts_it()
+    states, logged = [], []
+    logging.getLogger("bagua").addFilter(lambda record: logged.append(record.getMessage()) or False)
+    for name in ("ddp", "gradient_allreduce"):
+        trainer = make_trainer(f"{folder}/{name}", eval_strategy="no", auto_find_batch_size=True)
+        trainer.model = trainer.model_wrapped = TooLarge(bagua.comm.get_rank())
+        if name != "ddp":
+            use_bagua(trainer, name)
+        trainer.train()
+        states.append(snapshot(trainer.model))
+    return states, logged
+
+
+def test_a_batch_that_fits_is_found(tmp_path: Path) -> None:
+    for (ddp, allreduce), logged in ProcessRanks(2).run(find_the_batch_size, str(tmp_path)):
+        assert all(torch.equal(ddp[key], allreduce[key]) for key in ddp)
+        assert not [text for text in logged if "wrapped" in text]
 
 
 def searching_trainer(name: str, folder: str, **options: Any) -> Any:
