@@ -31,11 +31,6 @@ assert bagua.torch_api is not None, "the import makes the name known"
 SKIPPED = {
     "monitored_barrier": "torch allows it on Gloo only, by name",
     "test_get_backend": "asks for the name gloo",
-    "test_backend_group": "asks for the name gloo",
-    "test_backend_config": "asks for the name gloo",
-    "test_undefined_backend": "asks for the name gloo",
-    "sparse": "goes through a Gloo group of its own",
-    "test_new_subgroups": "wants ranks of several GPUs, or four of them",
 }
 
 
