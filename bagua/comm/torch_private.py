@@ -152,6 +152,10 @@ _LEFT_TO_TORCH = frozenset(
     {"rank", "size", "name", "boxed", "unbox", "merge_remote_group", "monitored_barrier"}
     | {"use_pg_for_symm_mem_rendezvous"}
 )
+#: From torch 2.15 on; none of them communicates.
+_LEFT_TO_LATER_TORCH = frozenset(
+    {"get_backend", "unregister_abort_hook", "unregister_post_hook", "unregister_pre_hook"}
+)
 #: C++ calls groups by these names, too.
 _CALLS_WITH_UNDERSCORE = frozenset({"_allgather_base", "_reduce_scatter_base"})
 
@@ -161,7 +165,7 @@ def _unknown_calls(group_class: type[dist.ProcessGroup]) -> list[str]:
     methods = {name for name, value in vars(dist.ProcessGroup).items() if _is_method(name, value)}
     calls = {name for name in methods if not name.startswith("_")} | (methods & _CALLS_WITH_UNDERSCORE)
     own = {name for kind in group_class.__mro__ if not issubclass(dist.ProcessGroup, kind) for name in vars(kind)}
-    return sorted(calls - own - _LEFT_TO_TORCH)
+    return sorted(calls - own - _LEFT_TO_TORCH - _LEFT_TO_LATER_TORCH)
 
 
 def _is_method(name: str, value: object) -> bool:

@@ -281,7 +281,8 @@ def refusals(rank: int, size: int) -> None:
     raised(ConfigurationError, dist.new_group, pg_options=object())
     # A deadline of torch reaches our transport.
     patient = dist.new_group()
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.2), patient)
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(timedelta(seconds=0.2), patient)
     if rank == 0:
         error = raised(CollectiveTimeoutError, dist.all_reduce, torch.ones(1), group=patient)
         assert error.timeout_s == 0.2

@@ -1,8 +1,7 @@
 """Torch's calls on a process group, made on a communicator of ours.
 
-C++ calls eleven of these methods by name (DDP, functional collectives). One that is missing
-falls through to a C++ method that holds the interpreter's lock while it waits: a deadlock.
-So all of them are here, in today's spelling and in the one before.
+C++ calls eleven of these methods by name (DDP, functional collectives). One that is missing falls through to C++, which
+holds the interpreter's lock while it waits: a deadlock. So all of them are here, in the spelling of each version.
 """
 
 from __future__ import annotations
@@ -24,15 +23,7 @@ from bagua.comm.operands import check_rank
 from bagua.comm.torch_backend.forms import takes
 from bagua.comm.torch_backend.futures import CallbackThread, PlainFutures, in_callback
 from bagua.comm.torch_backend.stand_in import CpuStandIn
-from bagua.comm.torch_backend.tensors import (
-    REDUCE_ROWS,
-    as_one,
-    first,
-    only,
-    require_equal,
-    rows_of,
-    spelled,
-)
+from bagua.comm.torch_backend.tensors import REDUCE_ROWS, as_one, first, only, require_equal, rows_of, spelled
 from bagua.comm.torch_backend.work import BackwardWatch, TorchWork
 from bagua.comm.torch_forms.lists import counts_of_rows, rows_for
 from bagua.comm.torch_forms.lists import flat as flat_of
@@ -388,6 +379,14 @@ class TorchCalls:
 
         return self._start(opts, outputs, [partial(self._collectives.gather, flat, tensor, opts.rootRank)], finish)
 
+    @takes(c10d.GatherOptions, ("tensor", "tensor"), "output:tensor input:tensor opts")
+    def gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
+        """Gather a tensor of all ranks into one output on one of them; torch has it from 2.15 on."""
+        if other := self._elsewhere(tensor):
+            return other.gather_single(output, tensor, opts)
+        target = output if opts.rootRank == self._communicator.rank else None
+        return self._start(opts, [output], [partial(self._collectives.gather, target, tensor, opts.rootRank)])
+
     @takes(
         c10d.ScatterOptions,
         ("list", "lists"),
@@ -448,3 +447,4 @@ class TorchCalls:
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
+    gather_into_tensor = gather_single

@@ -112,6 +112,18 @@ class TorchGroup(TorchCalls, dist.ProcessGroup):  # type: ignore[misc]  # the st
         for backend in (self._stand_in, *self._backends.values()):
             set_default_timeout(backend, timeout)
 
+    def reconfigure(self, *_: object) -> None:
+        """Refuse what torch 2.15 asks of groups of C++: it would meet the stand-in, and change nothing of ours."""
+        raise ConfigurationError(
+            "groups of backend bagua have no hooks around calls, no windows, and keep their ranks",
+            argument="group",
+            expected="a group of backend gloo or nccl for these",
+            seen="a group of backend bagua",
+        )
+
+    get_reconfigure_handle = new_window = reconfigure
+    register_pre_hook = register_post_hook = register_abort_hook = reconfigure
+
     def split_group(self, *_: object, **__: object) -> dist.ProcessGroup:
         """Refuse: torch would give the parts to Gloo or NCCL."""
         raise ConfigurationError(
