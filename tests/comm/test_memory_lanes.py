@@ -63,6 +63,35 @@ def test_a_wait_that_is_given_up_says_so() -> None:
         lanes.submit(LANE, never.wait)
 
 
+class FailingPart(LaneTask):
+    """Fails right after its error was looked at for the ``looks``-th time."""
+
+    __slots__ = ("looks", "what")
+
+    def __init__(self, looks: int) -> None:
+        self.looks, self.what = looks, None
+        super().__init__(lambda: None)
+
+    @property
+    def error(self) -> BaseException | None:
+        found, self.looks = self.what, self.looks - 1
+        if self.looks == 0:
+            self.what = ZeroDivisionError()
+            self.end()
+        return found
+
+    @error.setter
+    def error(self, what: BaseException | None) -> None:
+        assert what is None
+
+
+@pytest.mark.parametrize("looks", range(1, 5))
+def test_a_part_that_fails_between_two_looks_is_not_taken_for_complete(looks: int) -> None:
+    pending = LaneHandle([FailingPart(looks)], deadline(), lambda _: None)
+    with pytest.raises((ZeroDivisionError, CollectiveTimeoutError)):
+        pending.wait(0.0)
+
+
 def test_a_call_that_its_thread_never_makes_holds_nobody_up_for_ever() -> None:
     lanes, begun = Lanes("test"), threading.Event()
     inline, parts = lanes.inline([LANE], lambda: None, deadline(), lambda _: None), []

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from bagua.comm.transports.base import DONE
 from bagua.comm.work import Composite, Work, joined
 from bagua.errors import CollectiveTimeoutError, ConcurrentUseError, ConfigurationError, PeerLostError
 
@@ -133,6 +134,15 @@ def test_works_that_are_waited_for_together_share_one_deadline():
     composite(Work(complete, lambda: False) for _ in range(2)).wait(5)
     for first, second in (given[:2], given[2:]):
         assert second <= first - 0.02 <= 4.98
+
+
+def test_what_was_complete_at_the_start_says_so_at_once():
+    told = []
+    assert DONE.notify(lambda: told.append(True))
+    assert told == [True]
+    assert DONE.is_completed()
+    assert not DONE.failed
+    DONE.wait(0.1)
 
 
 # Collectives made of others.
