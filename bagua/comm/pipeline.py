@@ -164,7 +164,7 @@ class CallPipeline:
         if self._unseen:
             self._look(started)
         # While the call is under way, autograd may make the caller's own objects part of a graph, as it does outputs.
-        source, target = (_bare(source), _bare(target)) if async_op else (source, target)
+        source, target = _bare(source, target) if async_op else (source, target)
         record: CallRecord | None = None
         if not self.in_use.acquire(False):
             raise self._concurrent_use(kind)
@@ -194,7 +194,7 @@ class CallPipeline:
 
     def _conclude(self, handle: Handle, finish: Callable[[], Any] | None) -> None:
         """What is left of a synchronous call."""
-        if self._shared:
+        if self._shared and handle is not DONE:
             handle.wait()
         if finish is not None:
             finish()
@@ -360,6 +360,7 @@ class CallPipeline:
             error.history = self.statistics.history()
 
 
-def _bare(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The memory of ``tensor``, which no graph gets hold of."""
-    return None if tensor is None else tensor.detach()
+def _bare(source: torch.Tensor | None, target: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The memory of both, which no graph gets hold of; of a call in place that of one."""
+    memory = None if target is None else target.detach()
+    return memory if source is target else None if source is None else source.detach(), memory

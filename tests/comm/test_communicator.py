@@ -91,6 +91,24 @@ def test_a_call_is_described_to_the_transport(comm, transport):
     assert comm.history() == tuple(text for text, _, _ in described)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_call_in_place_has_one_tensor(asynchronous):
+    pairs = []
+
+    class Noting(Scripted):
+        def start(self, call, source, target, timeout_s, asynchronous):
+            pairs.append((source, target))
+            return DONE
+
+    comm, tensor = Communicator(Noting(), 9.0), torch.ones(3, requires_grad=asynchronous)
+    comm.allreduce(tensor, async_op=asynchronous)
+    comm.broadcast(tensor, 0, async_op=asynchronous)
+    for source, target in pairs:
+        assert source is target
+        assert source.data_ptr() == tensor.data_ptr()
+        assert not source.requires_grad
+
+
 def test_an_error_of_the_transport_gets_its_facts_and_breaks_the_communicator(comm, transport):
     comm.barrier()
     transport.then = raising(CollectiveTimeoutError("too late", timeout_s=9.0))
