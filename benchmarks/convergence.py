@@ -1,6 +1,6 @@
 """What communicating less costs in loss: two tasks with every registered algorithm, from several seeds.
 
-Each contender trains a small byte-level language model (``--task text``), or a convolutional network on generated
+Each contender trains a small language model of bytes (``--task text``), or a convolutional network on generated
 images of which each rank sees other classes (``--task images``), from the same weights on the same batches, and so does
 gradient allreduce. Reported is the held-out loss over that of gradient allreduce from the same seed (for those that
 need an optimizer of their own: over that of gradient allreduce with it, or with Adam; for DiLoCo with a codec or in
@@ -34,11 +34,12 @@ from bagua.cli.launch import Rank, RanksFailedError, run_ranks
 from bagua.comm.store.serving import connect_store
 from bagua.errors import ConfigurationError
 from benchmarks.network.__main__ import a_contender, at_least, termination_as_interrupt
-from benchmarks.network.contenders import Prepared, every_algorithm, find_maker, read_options
+from benchmarks.network.contenders import Prepared, every_algorithm, find_maker, read_options, split_options
 from benchmarks.network.experiment import show
 from benchmarks.network.images import ImageTask
 from benchmarks.network.ranks import Training, report
-from benchmarks.network.tasks import Task, small_demo
+from benchmarks.network.tasks import Task
+from benchmarks.network.text import NextByteTask
 
 TIMEOUT_S = 120.0
 BASELINE = "gradient_allreduce"
@@ -72,8 +73,8 @@ LIMITS_OF_FORMS: dict[str, Callable[[object], float]] = {
 #: Options that DiLoCo is compared without.
 OF_FORMS = ("codec", "error_feedback", "fragments", "fragment_order", "overlap", "blend", "mix")
 TASKS: dict[str, Callable[[int, int, int], Task]] = {
-    "text": small_demo,
-    "images": lambda _, seed, batch: ImageTask(batch=4 * batch, seed=seed),
+    "text": lambda steps, seed, batch: NextByteTask(steps=steps, batch=64 * batch, seed=seed),
+    "images": lambda steps, seed, batch: ImageTask(steps=steps, batch=4 * batch, seed=seed),
 }
 #: The mutant must break the tightest of them.
 MUTANT_LIMIT = 1.005
@@ -170,6 +171,7 @@ def train_all(
         first_loss = training.held_out_loss()
         training.prepared.resume()
         training.take_steps(steps)
+        training.prepared.finish()
         ended[contender] = Ended(first_loss, training.held_out_loss())
         report(rank, f"seed {seed}, {contender}: {first_loss:.3f} -> {ended[contender].last_loss:.4f}")
     comm.destroy_process_group()
@@ -193,7 +195,7 @@ def limit_of(contender: str) -> float | None:
     name, _, rest = contender.partition(":")
     if name not in LOCAL:
         return LIMITS.get(name)
-    options = read_options(rest)
+    options, _ = split_options(name, read_options(rest))
     forms = [limit(options[key]) for key, limit in LIMITS_OF_FORMS.items() if name == "diloco" and key in options]
     if forms:
         return max(forms)
@@ -227,7 +229,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seeds", type=at_least(1), default=LEAST_SEEDS, metavar="N", help="at least 3 to judge")
     add("--first-seed", type=at_least(0), default=0, metavar="N", help="the others follow it; default 0")
     add("--task", choices=TASKS, default="text", help="default text")
-    add("--batch-per-rank", type=at_least(1), default=4, metavar="N", help="windows of text, or fours of images")
+    add(
+        "--batch-per-rank",
+        type=at_least(1),
+        default=4,
+        metavar="N",
+        help="64 windows of text or 4 images each; default 4",
+    )
     add("--contenders", type=a_contender, nargs="+", metavar="WHO", help="default: all registered algorithms")
     add("--json", type=Path, metavar="FILE", help="write all numbers to this file")
     return parser

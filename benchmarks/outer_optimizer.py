@@ -26,10 +26,11 @@ from torch import Tensor, nn
 
 import bagua.comm
 from bagua.algorithms import Algorithm, DiLoCoAlgorithm, Outer
-from bagua.cli.demo.text import Text, read_standard_library, windows
+from bagua.cli.demo.text import Text, read_standard_library
 from bagua.parallel import with_bagua
 from bagua.testing import ThreadRanks
 from bagua.testing.training import seeded
+from benchmarks.network.text import CONTEXT, NextByte, loss_at
 
 BASELINE = "gradient_allreduce"
 GUARDED = "guarded"
@@ -37,7 +38,7 @@ GUARDED = "guarded"
 LARGEST_GAIN = 1.5
 #: How near to the best cell a choice must come to be offered.
 WITHIN = 1.005
-CONTEXT, WIDTH, HIDDEN, BATCH = 8, 8, 48, 16
+BATCH = 16
 HELD_OUT_WINDOWS = 4096
 DEADLINE_S = 600.0
 
@@ -89,28 +90,6 @@ def gain_below(limit: float, rate: float, momentum: float, cosine: float) -> tup
         return limit, 0.0
     excess = limit / rate - 1  # What m / (1 - m * cosine) may be.
     return rate, min(momentum, excess / (1 + excess * cosine))
-
-
-class NextByte(nn.Module):
-    """Logits of the next byte, from those before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(256, WIDTH)
-        self.layers = nn.Sequential(
-            nn.Linear(CONTEXT * WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 256)
-        )
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Logits ``[batch, 256]`` for inputs ``[batch, CONTEXT]``."""
-        logits: Tensor = self.layers(self.embedding(inputs).flatten(1))
-        return logits
-
-
-def loss_at(model: nn.Module, text: Tensor, starts: Tensor) -> Tensor:
-    """Nats per byte."""
-    inputs, targets = windows(text, starts, CONTEXT)
-    return nn.functional.cross_entropy(model(inputs), targets[:, -1])
 
 
 def train(text: Text, algorithm: Algorithm, steps: int, rate: float, seed: int) -> float:

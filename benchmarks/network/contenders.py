@@ -9,7 +9,7 @@ A contender is written as text, so that it fits on a command line and reaches th
 * ``adam``, ``lamb``, ``dion_optimizer``: gradient allreduce with another optimizer in place of the task's, to compare
   algorithms with that need one;
 * ``bytegrad`` or ``bytegrad:hierarchical=False``: a registered algorithm, with options, also of the optimizer that it
-  needs;
+  needs; ``lr``, the highest learning rate, is taken for the optimizer of the task by those that need none;
 * ``package.module:function``: ``function(model, optimizer)`` returns a :class:`Prepared`.
 """
 
@@ -17,7 +17,8 @@ import ast
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +32,16 @@ from bagua.optim import DionOptimizer, OneBitLambOptimizer
 from bagua.parallel.decentralized import DecentralizedDataParallel
 from benchmarks.silent import SilentAlgorithm
 
-__all__ = ["PEERS", "Prepared", "every_algorithm", "every_contender", "find_maker", "read_options"]
+__all__ = [
+    "PEERS",
+    "Prepared",
+    "every_algorithm",
+    "every_contender",
+    "find_maker",
+    "one_like",
+    "read_options",
+    "split_options",
+]
 
 #: Steps before torch's PowerSGD hook compresses; it demands more than one, as DDP forms its buckets anew after one.
 POWERSGD_WARM_UP_STEPS = 3
@@ -61,12 +71,14 @@ class Prepared:
         resume: called before the first step of a turn.
         pause: called after the last step of a turn: other contenders get the network, so it waits until everything
             that was started has ended.
+        finish: called after the last step of all, to make one model of those of all ranks.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     resume: Callable[[], object] = nothing
     pause: Callable[[], object] = nothing
+    finish: Callable[[], object] = nothing
 
 
 Maker = Callable[[nn.Module, torch.optim.Optimizer], Prepared]
@@ -105,19 +117,29 @@ def through_ddp_8bit(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prep
 
 def through_decentralized(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
     """DecentralizedDataParallel, which steps with optimizers of its own, made like the task's."""
-    kind, settings = type(optimizer), optimizer.defaults
 
     def make(named_parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        return kind([parameter for _, parameter in named_parameters], **settings)
+        return one_like(optimizer, [parameter for _, parameter in named_parameters])
 
     wrapped = DecentralizedDataParallel(model, make, topology="one-peer-exp")
     idle = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
     return Prepared(wrapped, idle, pause=wrapped.communication_state_dict)  # which leaves no exchange under way
 
 
+def one_like(
+    optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], **changed: object
+) -> torch.optim.Optimizer:
+    """An optimizer of other parameters, of the same kind and with the same options but for ``changed``."""
+    kind = type(optimizer)
+    known = inspect.signature(kind).parameters  # AdamW's defaults hold more than it takes
+    options = {key: value for key, value in optimizer.defaults.items() if key in known}
+    return kind(parameters, **{**options, **changed})
+
+
 def without_exchange(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
     """The engine with an exchange that sends nothing: the mutant that must not pass for training together."""
-    return through_bagua(model, optimizer, SilentAlgorithm(), check_every=0)  # It leaves ranks different.
+    prepared = through_bagua(model, optimizer, SilentAlgorithm(), check_every=0)  # It leaves ranks different.
+    return dataclasses.replace(prepared, finish=nothing)
 
 
 def with_adam(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
@@ -162,7 +184,8 @@ def through_bagua(
         return Prepared(
             wrapped, optimizer, functools.partial(bound.resume, wrapped), functools.partial(bound.abort, wrapped)
         )
-    return Prepared(wrapped, optimizer, pause=wrapped.state_dict)  # which leaves no exchange under way
+    # Saving leaves no exchange under way.
+    return Prepared(wrapped, optimizer, pause=wrapped.state_dict, finish=wrapped.bagua_finish)
 
 
 def named(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, options: dict[str, object]) -> Prepared:
@@ -172,17 +195,21 @@ def named(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, options
     if make_optimizer is not None:
         of_optimizer.setdefault("lr", rate_of(make_optimizer, optimizer))
         optimizer = make_optimizer(model.parameters(), **of_optimizer)
+    elif of_optimizer:
+        optimizer = one_like(optimizer, model.parameters(), **of_optimizer)
     return through_bagua(model, optimizer, Algorithm.init(name, **own))
 
 
 def split_options(name: str, options: dict[str, object]) -> tuple[dict[str, object], dict[str, object]]:
-    """Those of the algorithm, and those of the optimizer that it needs; all of the algorithm if it needs none."""
+    """Those of the algorithm, and those of the optimizer; if it needs none of its own, only ``lr`` is for that."""
     declaration = registry.get(name)
     if declaration.optimizer_class is None:
-        return options, {}
-    known = [field.name for field in dataclasses.fields(declaration)]  # type: ignore[arg-type]  # all are dataclasses
-    own = {key: value for key, value in options.items() if key in known}
-    return own, {key: value for key, value in options.items() if key not in known}
+        for_optimizer = {"lr"}
+    else:
+        known = {field.name for field in dataclasses.fields(declaration)}  # type: ignore[arg-type]  # all are dataclasses
+        for_optimizer = options.keys() - known
+    own = {key: value for key, value in options.items() if key not in for_optimizer}
+    return own, {key: value for key, value in options.items() if key in for_optimizer}
 
 
 PEERS: dict[str, Maker] = {

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from benchmarks.network.tasks import SupervisedTrainer
+from benchmarks.network.tasks import SupervisedTrainer, rate_at
 
 __all__ = ["ImageTask", "ImageTrainer"]
 
@@ -23,7 +23,8 @@ class ImageTask:
     Args:
         batch: images in one rank's batch.
         ranks: over which the classes are dealt.
-        learning_rate: of SGD with momentum.
+        steps: for which the learning rate's schedule is made.
+        learning_rate: of SGD with momentum, the highest one.
         seed: of the weights, and of the order of the data; the patterns are the same for all seeds.
         own: part of a rank's images that comes from its own classes; the others come from all.
         noise: of each pixel; patterns have a standard deviation of 1.
@@ -32,7 +33,8 @@ class ImageTask:
 
     batch: int = 16
     ranks: int = 4
-    learning_rate: float = 0.05
+    steps: int = 1500
+    learning_rate: float = 0.1
     seed: int = 0
     own: float = 0.8
     noise: float = 1.5
@@ -65,6 +67,11 @@ class ImageTrainer(SupervisedTrainer):
         mine = torch.arange(CLASSES)[share * CLASSES // task.ranks : (share + 1) * CLASSES // task.ranks]
         self.mine = mine if len(mine) else torch.arange(CLASSES)
         self.generator = torch.Generator().manual_seed(1 + share + 1000 * task.seed)
+        self.schedule = self.schedule_of(self.optimizer)
+
+    def schedule_of(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+        """The learning rates of all steps."""
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, self.task.steps))
 
     def draw(self, generator: torch.Generator, count: int, own: Tensor) -> tuple[Tensor, Tensor]:
         """Images ``[count, 1, SIDE, SIDE]`` and their labels, most of the classes ``own``."""
@@ -83,6 +90,18 @@ class ImageTrainer(SupervisedTrainer):
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The cross entropy."""
         return nn.functional.cross_entropy(outputs, targets)
+
+    def use(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Train with these from now on."""
+        if optimizer is not self.optimizer:
+            self.schedule = self.schedule_of(optimizer)
+        super().use(model, optimizer)
+
+    def step(self) -> float:
+        """One training step on the next batch; returns its loss."""
+        loss = super().step()
+        self.schedule.step()
+        return loss
 
 
 def convolutional_network() -> nn.Module:
