@@ -193,8 +193,8 @@ def with_bagua(
         between: islands that ``join_islands`` returned: this island trains with others that come and go, by
             ``diloco``, ``local_sgd`` or ``slowmo``; its ranks exchange gradients in each step. Waits until it takes
             part; a newcomer starts from the state of the others.
-        elastic: with ``between``: ``gradient_allreduce`` may exchange gradients between islands in each step, all at
-            once when the backward pass ends. Islands come and go between steps.
+        elastic: with ``between``: algorithms that sum gradients, as ``gradient_allreduce``, may do so between islands
+            in each step, all at once when the backward pass ends. Islands come and go between steps.
         unknown: anything else is a ``TypeError`` that names the above.
 
     Returns:

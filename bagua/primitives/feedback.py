@@ -51,7 +51,7 @@ class EF21(FeedbackReducer):
     def state(self) -> tuple[State, ...]:
         """This rank's estimate, the sum of all of them, and the average."""
         average = () if self.averaging == 1 else (State("average"),)
-        return (State("estimate"), State("total", scope="shared"), *average, *self.reducer.state())
+        return (State("estimate"), State("total", scope="shared", of_members=True), *average, *self.reducer.state())
 
     def reduce(
         self,

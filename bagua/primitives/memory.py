@@ -30,6 +30,7 @@ class State:
             element's parameter. ``flat``: anything that belongs to the flat tensor as a whole. ``family``: a set of
             states, each under a name that begins with this one and a dot, made while training.
         scope: ``shared``: equal on all ranks of the exchange after equally many exchanges. ``local``: of one rank.
+        of_members: True for a sum over the ranks that took part in earlier calls: it is wrong once others do.
         narrow: True keeps it in the dtype of the tensor, where that has fewer bits than single precision.
         device: device on which it lies, as ``cpu``; None for where the tensor does.
     """
@@ -38,6 +39,7 @@ class State:
     start: Literal["weights"] | float | Callable[[ReducerMemory], torch.Tensor] = 0.0
     per: Literal["element", "flat", "family"] = "element"
     scope: Literal["shared", "local"] = "local"
+    of_members: bool = False
     narrow: bool = False
     device: Literal["cpu"] | None = None
 

@@ -94,8 +94,9 @@ def test_weights_of_shards(process_ranks: Any) -> None:
 def test_islands() -> None:
     def enter(algorithm: Algorithm, **options: Any) -> None:
         layer = nn.Linear(2, 2)
+        make = algorithm.optimizer_class or torch.optim.AdamW
         with joined(new_store(), 1) as islands:
-            with_bagua(layer, torch.optim.AdamW(layer.parameters()), algorithm, between=islands, **options)
+            with_bagua(layer, make(layer.parameters()), algorithm, between=islands, **options)
 
     ways = ("start_after", 0), ("elastic", True)
     assert answers(registry, enter, *ways) == {name: cells[3] for name, cells in table().items()}

@@ -151,7 +151,7 @@ def test_a_newcomer_comes_in_between_two_steps_with_the_momentum_of_the_others()
     ("algorithm", "options", "why"),
     [
         ("gradient_allreduce", {"elastic": False}, "gradients would be exchanged in each step"),
-        ("bytegrad", {}, "gradients are exchanged in full there"),
+        ("scatter_gather_allreduce", {}, "only sums and means"),
         ("gradient_allreduce", {"between": None}, "only islands come and go"),
         ("gradient_allreduce", {"elastic": 1}, "argument elastic"),
     ],

@@ -13,7 +13,7 @@ from bagua.algorithms.base import Algorithm
 from bagua.algorithms.exchanges.exchange import Every, Exchange, Flight, How, Then
 from bagua.algorithms.exchanges.model import Model
 from bagua.algorithms.exchanges.parts import Parts
-from bagua.algorithms.exchanges.values import WHOLE, Gradients, Sum
+from bagua.algorithms.exchanges.values import WHOLE, Sum
 from bagua.algorithms.gradients.gradient_allreduce import GradientAllReduceAlgorithm
 from bagua.checks import check_flags, check_kind
 from bagua.comm import ProcessGroup
@@ -100,6 +100,8 @@ class BetweenIslands(How):
 
         self.islands.exchange(attempt)
         flight.flat = self._put_together(flight.flat, whole, group)
+        if self.of_ranks and flight.flat is not whole:  # What follows works on gradients where they lie.
+            flight.flat = whole.copy_(flight.flat)
         alive, in_epoch, contributed = (float(len(seats)) for seats in self.islands.members())
         group.gauges.update({"comm/alive": alive, "comm/epoch_members": in_epoch, "comm/contributed": contributed})
 
@@ -220,17 +222,15 @@ def _check(exchange: Exchange, *, elastic: bool) -> None:
     if "gradients" in exchange.needs and not elastic:
         advice = "Pass elastic=True, or use diloco without start_after."
         raise _refused("gradients would be exchanged in each step", exchange, advice)
-    if "gradients" in exchange.needs and not (how.exact and isinstance(exchange.what, Gradients)):
-        raise _refused("gradients are exchanged in full there", exchange, "Use gradient_allreduce.")
     if exchange.lag:
         raise _refused("newcomers come in when nothing is on its way", exchange, "Use overlap=0.")
 
 
 def _check_memory(how: Sum) -> None:
-    """What a reducer keeps equal on all ranks depends on who they are, or is not there on those who come later."""
-    shared = [] if how.reducer is None else [one.name for one in how.reducer.state() if one.scope == "shared"]
-    if shared:
-        problem = f"members that come later lack what its reducer keeps equal on all ranks: {', '.join(shared)}"
+    """What belongs to one rank goes with it, and what is equal on all is sent to those who come; sums are neither."""
+    sums = [] if how.reducer is None else [one.name for one in how.reducer.state() if one.of_members]
+    if sums:
+        problem = f"its reducer remembers a sum over those who took part before: {', '.join(sums)}"
         raise _refused(problem, how, "Use ErrorFeedback, whose residuals belong to one rank each.")
 
 
@@ -238,7 +238,7 @@ def _refused(problem: str, seen: object, advice: str = "") -> ConfigurationError
     return ConfigurationError(
         f"this cannot run between islands: {problem}",
         argument="algorithm",
-        expected="diloco, local_sgd or slowmo, or gradient_allreduce with elastic=True",
+        expected="diloco, local_sgd or slowmo, or with elastic=True an algorithm that sums gradients in each step",
         seen=repr(seen),
         advice=advice,
     )
