@@ -223,6 +223,35 @@ def test_a_state_is_saved_and_goes_on(process_ranks):
         assert_close(resumed, whole)
 
 
+def _resume_in_other_buckets() -> list[tuple[State, State]]:
+    """The weights without and with a stop, by codecs of blocks and by thin matrices: DDP begins with other buckets."""
+    found = []
+    for make in (lambda: CodecState(MinMaxUInt8(block_numel=64), error_feedback=True), lambda: PowerSGDState(1)):
+        state, rank = make(), bagua.comm.get_rank()
+        model = _ddp(state, SEVERAL)
+        optimizer = sgd(model.parameters())
+        train_steps(model, optimizer, rank, range(3))
+        saved = (snapshot(model.module), copy.deepcopy(optimizer.state_dict()), state.state_dict(model))
+        train_steps(model, optimizer, rank, range(3, 6))
+        later = make()
+        again = _ddp(later, SEVERAL)
+        again.module.load_state_dict(saved[0])
+        twin = sgd(again.parameters())
+        twin.load_state_dict(saved[1])
+        later.load_state_dict(saved[2], again)
+        train_steps(again, twin, rank, range(3, 6))
+        found.append((snapshot(model.module), snapshot(again.module)))
+        state.close()
+        later.close()
+    return found
+
+
+def test_training_resumes_bit_by_bit_although_ddp_begins_with_other_buckets(process_ranks):
+    for of_rank in process_ranks(2, _resume_in_other_buckets):
+        for whole, resumed in of_rank:
+            assert all(torch.equal(one, resumed[name]) for name, one in whole.items())
+
+
 def _lose_a_peer() -> str:
     model = _ddp(CodecState("minmax_uint8"), SEVERAL)
     for step in range(2):  # In the second one DDP has formed its buckets for good.

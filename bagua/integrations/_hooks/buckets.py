@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -46,6 +46,29 @@ class HookBuckets:
     def __init__(self) -> None:
         self._places: dict[tuple[tuple[str, ...], torch.dtype], _HookBucket] = {}
         self._kept = collect(())
+        #: Buckets of a saved state, as names, until gradients have been exchanged in them.
+        self._saved: list[list[str]] = []
+
+    @property
+    def layout(self) -> list[list[str]]:
+        """The parameters of each bucket, by their ``id``, in the order of their exchanges."""
+        return [list(names) for names, _ in self._places]
+
+    @property
+    def awaits_layout(self) -> bool:
+        """Whether the next step is to be exchanged in the buckets of a saved state."""
+        return bool(self._saved)
+
+    def take_layout(self, parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Buckets of a saved state, made of ``parameters``; none if they are others. Once.
+
+        A run that goes on has the buckets that DDP formed in its first step; one that resumes has yet to make it.
+        """
+        saved, self._saved = self._saved, []
+        known = {str(id(one)): one for one in parameters}
+        if sorted(name for names in saved for name in names) != sorted(known):
+            return []
+        return [[known[name] for name in names] for names in saved]
 
     def memory_of(
         self, flat: torch.Tensor, parameters: list[torch.Tensor], communicator: Communicator, reducer: SumReducer
@@ -69,7 +92,15 @@ class HookBuckets:
             merged(self._kept, collect(self._places.values())), {str(key): name for key, name in names.items()}
         )
 
-    def restore(self, remembered: Remembered, names: Mapping[int, str]) -> None:
-        """Go on with what ``collect`` returned; buckets take it up when they are exchanged first."""
-        self._kept = renamed(remembered, {name: str(key) for key, name in names.items()})
+    def restore(self, remembered: Remembered, names: Mapping[int, str], layout: Sequence[Sequence[str]]) -> None:
+        """Go on with what ``collect`` returned; buckets take it up when they are exchanged first.
+
+        Args:
+            remembered: all that is remembered.
+            names: names of the parameters, by their ``id``.
+            layout: names of the parameters of each bucket.
+        """
+        keys = {name: str(key) for key, name in names.items()}
+        self._kept = renamed(remembered, keys)
         self._places = {}
+        self._saved = [[keys[name] for name in bucket if name in keys] for bucket in layout]

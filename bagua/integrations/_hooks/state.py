@@ -1,8 +1,10 @@
 """What all states of communication hooks have in common: an exchange in the background, and what it remembers."""
 
 # Annotations are not strings here: torch compares those of a hook with its own types.
+import functools
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +16,27 @@ from bagua.integrations._hooks.buckets import HookBuckets
 from bagua.primitives import allreduce_sum, reducer_sum
 
 __all__ = ["HookState"]
+
+
+class _Held(NamedTuple):
+    """A bucket of DDP that is on its way.
+
+    Attributes:
+        flat: its gradients, one parameter after the other.
+        parameters: parameters of the bucket.
+        completion: future that ends when they are exchanged.
+        failures: reasons why they could not be.
+    """
+
+    flat: torch.Tensor
+    parameters: list[torch.Tensor]
+    completion: torch.futures.Future[torch.Tensor]
+    failures: list[BaseException]
+
+    def views(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each parameter with its part of the gradients."""
+        sizes = [parameter.numel() for parameter in self.parameters]
+        return zip(self.parameters, self.flat.split_with_sizes(sizes), strict=True)
 
 
 class HookState(ABC):
@@ -38,6 +61,7 @@ class HookState(ABC):
         self._group: ProcessGroup | None = None
         self._executor: Executor | None = None
         self._places = HookBuckets()
+        self._held: list[_Held] = []
         self._watch = BackwardWatch()
         self._parts: dict[str, torch.Tensor] = {}
         self._steps_of_parts: dict[str, int] = {}
@@ -73,24 +97,12 @@ class HookState(ABC):
             A future of the bucket's buffer, which then holds the result.
         """
         flat = bucket.buffer()
-        parameters, group = bucket.parameters(), self.group
-        executor = self._executor or create_executor(group, flat.device, blocking=True)
+        executor = self._executor or create_executor(self.group, flat.device, blocking=True)
         self._executor, step = executor, self.step
         self.step += bucket.is_last()
         devices: list[int | str | torch.device] | None = [flat.device] if flat.device.type == "cuda" else None
         completion: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         failures: list[BaseException] = []
-
-        def exchange() -> None:
-            try:
-                self._reduce(flat, parameters, step)
-            except BaseException as error:
-                failures.append(error)
-                culprit, told = blame(error, group.ranks[group.rank], "an exchange of gradients")
-                group.abort(told, culprit)
-                raise
-            finally:
-                completion.set_result(flat)
 
         def outcome(_: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
             # What a callback raises is an error to C++ as well; what set_exception is given would be a result.
@@ -99,10 +111,48 @@ class HookState(ABC):
             return flat
 
         future = completion.then(outcome)
-        wait = executor.run(exchange)
+        if bucket.index() == 0:  # Those of a backward pass that failed are not exchanged.
+            self._held = []
+        self._held.append(_Held(flat, bucket.parameters(), completion, failures))
+        if self._places.awaits_layout and not bucket.is_last():
+            return future
+        held, self._held = self._held, []
+        wait = executor.run(functools.partial(self._exchange, held, step))
         if flat.device.type == "cpu":
             self._watch.add(Work(lambda _: wait(), completion.done))
         return future
+
+    def _exchange(self, held: Sequence[_Held], step: int) -> None:
+        """Exchange buckets of one backward pass; whatever comes of it, nobody waits for them any more."""
+        try:
+            self._reduce_all(held, step)
+        except BaseException as error:
+            for one in held:
+                one.failures.append(error)
+            culprit, told = blame(error, self.group.ranks[self.group.rank], "an exchange of gradients")
+            self.group.abort(told, culprit)
+            raise
+        finally:
+            for one in held:
+                one.completion.set_result(one.flat)
+
+    @torch.no_grad()
+    def _reduce_all(self, held: Sequence[_Held], step: int) -> None:
+        """Reduce buckets as they are; in the first step after a load, in those of the saved state."""
+        layout = []
+        if self._places.awaits_layout:
+            layout = self._places.take_layout([parameter for one in held for parameter in one.parameters])
+        if not layout or len({one.flat.dtype for one in held}) > 1:
+            for one in held:
+                self._reduce(one.flat, one.parameters, step)
+            return
+        views = {id(parameter): view for one in held for parameter, view in one.views()}
+        for parameters in layout:
+            flat = torch.cat([views[id(parameter)] for parameter in parameters])
+            self._reduce(flat, parameters, step)
+            parts = flat.split_with_sizes([parameter.numel() for parameter in parameters])
+            for parameter, part in zip(parameters, parts, strict=True):
+                views[id(parameter)].copy_(part)
 
     def exchange_part(self, name: str, flat: torch.Tensor) -> None:
         """Exchange the gradients of a part of a model in place, before returning.
@@ -150,6 +200,7 @@ class HookState(ABC):
             "world_size": size_of_all(),
             "step": self.step,
             "parts": parts,
+            "buckets": self._layout(module),
             **self._places.collect(self._names(module)),
         }
 
@@ -176,7 +227,7 @@ class HookState(ABC):
         for name, numel in state_dict["parts"].items():
             self._parts[name] = torch.empty(numel, device="meta")
         remembered = Remembered(parameters=state_dict["parameters"], others=state_dict["others"])
-        self._places.restore(remembered, self._names(module))
+        self._places.restore(remembered, self._names(module), state_dict.get("buckets", ()))
         self.step = state_dict["step"]
         self._steps_of_parts = {}
 
@@ -186,6 +237,11 @@ class HookState(ABC):
         self._places = HookBuckets()
         self._parts = {}
         self._steps_of_parts = {}
+
+    def _layout(self, module: torch.nn.Module) -> list[list[str]]:
+        """Names of the parameters of each bucket; none for parts, which are always the same."""
+        names = {str(key): name for key, name in self._names(module).items()}
+        return [] if self._parts else [[names[key] for key in bucket if key in names] for bucket in self._places.layout]
 
     def _names(self, module: torch.nn.Module) -> dict[int, str]:
         inner = module.module if isinstance(module, torch.nn.parallel.DistributedDataParallel) else module
