@@ -306,6 +306,10 @@ def swap_on_first(model: torch.nn.Module, _: torch.optim.Optimizer, rank: int) -
     if rank == 0:
         kept = snapshot(model)
         model.load_state_dict(mlp(seed=7).state_dict())
+        model.eval()
+        with torch.no_grad():
+            model(torch.ones(1, 8))
+        model.train()
         model.load_state_dict(kept)
 
 
