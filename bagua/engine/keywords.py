@@ -65,13 +65,16 @@ class AlgorithmOptions(TypedDict, total=False):
     decay: float
     density_steps: int
     eager: bool
+    embeddings: str | None
     error_feedback: bool | float
-    fragment_order: Literal["strided", "bytes"]
+    fragment_order: Literal["strided", "bytes"] | None
     fragments: int
+    grace: float | Literal["auto"]
     inner: Algorithm | str | None
     kept: int
     longest_period: int
     matrix_rank: int
+    merge: Literal["rda", "mean"]
     mix: Literal["blend", "add"]
     momentum: float | None
     on_peer_loss: Literal["raise", "continue"]
@@ -83,6 +86,7 @@ class AlgorithmOptions(TypedDict, total=False):
     peer_timeout_s: float
     period_steps: int
     q_adam_optimizer: QAdamOptimizer | None
+    quorum: int | None
     ratio: float
     reset_every: int
     seed: int
@@ -94,6 +98,7 @@ class AlgorithmOptions(TypedDict, total=False):
     value_bits: int | None
     variance_steps: int
     warmup_steps: int
+    weight: Literal["tokens", "equal"]
 
 
 class InitOptions(SwitchOptions, AlgorithmOptions, total=False):

@@ -330,7 +330,7 @@ class Reducer(BucketFormation):
         """See ``EngineAccess.bagua_finish``."""
         self.check_usable()
         self.flush()
-        closing = self.declaration.closing() if self.group.size > 1 else ()
+        closing = tuple(one for one in self.declaration.closing() if self.group.size > 1 or one.alone)
         if not closing:
             return
         equal = are_equal(self.registration.parameters, self.communicator)
@@ -418,7 +418,8 @@ class Reducer(BucketFormation):
         """See ``EngineAccess.bagua_state_digest``."""
         self.after_optimizers()
         weights = {} if self.declaration.ranks_differ else self.model.parameters
-        return compare_states(self.step, weights, self.courses.places, self.communicator)
+        step = 0 if self.courses.apart else self.step  # Ranks have made different numbers of steps.
+        return compare_states(step, weights, self.courses.places, self.communicator)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where ``state_dict`` was taken, in the same buckets. Collective.

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from typing_extensions import Self
 
 from bagua import __version__
+from bagua.checks import check_numbers
 from bagua.comm import (
     Cells,
     KeyStore,
@@ -31,7 +32,9 @@ from bagua.errors import (
 from bagua.membership.counterparts import Attempt, Counterparts, Samples
 from bagua.membership.epochs import Epoch
 from bagua.membership.follower import Follower
+from bagua.membership.fragments import Merge
 from bagua.membership.island import Island, different
+from bagua.membership.merges import Merges
 from bagua.membership.participant import Participant
 from bagua.membership.presence import Presence, take_seat
 from bagua.membership.roster import Deadlines
@@ -75,6 +78,8 @@ class Islands:
         seat: number of this island, which no other one ever has. Data can be dealt out by it.
         name: name of the run.
         ranks: ranks of this island, as the default group numbers them; none for a process alone.
+        size: islands that begin together.
+        merges: what members have learned that train each at its own pace.
     """
 
     def __init__(
@@ -90,7 +95,7 @@ class Islands:
         deadlines: Deadlines = _DEADLINES,
         group: ProcessGroup | None = None,
     ) -> None:
-        self.name = name
+        self.name, self.size = name, size
         self.ranks = () if group is None else group.ranks
         self._whole_store = store  # C++ keeps no Python object alive.
         self._store = part_of(store, f"islands/{name}")
@@ -117,6 +122,7 @@ class Islands:
                 self._presence, self._cells, self._island, self._counterparts,
                 size=size, minimum=minimum, timeout_s=timeout_s, deadlines=deadlines,
             )  # fmt: skip
+        self.merges = Merges(self.seat, self.exchange, self.rest, deadlines.poll_s)
         self._presence.start(self._watch)
         _living.add(self)
 
@@ -130,7 +136,9 @@ class Islands:
         """Who is alive, who takes part, and who was part of the last result."""
         epoch = self._counterparts.epoch
         in_epoch = () if epoch is None else epoch.members
-        return Members(self._presence.roster.alive(), in_epoch, self._participant.contributed)
+        last = self.merges.last
+        contributed = self._participant.contributed if last is None else last.seats
+        return Members(self._presence.roster.alive(), in_epoch, contributed)
 
     def why(self) -> str:
         """Who takes part and why, in words: what is waited for, and what led to each epoch, latest first."""
@@ -147,6 +155,19 @@ class Islands:
         """Have ``callback(members, why)`` called after each change, in the thread that trains."""
         self._callbacks.append(callback)
 
+    def count_tokens(self, tokens: float) -> None:
+        """This process has trained on so many tokens, or samples, more. With a quorum, differences count by them.
+
+        Args:
+            tokens: those of this step, before the optimizer steps. Who never calls this counts steps.
+        """
+        check_numbers(lambda count: count >= 0, "a number from 0", tokens=tokens)
+        self.merges.count(tokens)
+
+    def tape(self) -> tuple[Merge, ...]:
+        """The latest merges by a quorum, the oldest first: with the optimizer of each member, they make a run anew."""
+        return self.merges.tape()
+
     def leave(self, reason: str = "it left") -> None:
         """Go, and tell the others, who then do not wait. Idempotent; happens at the end of the process at the latest.
 
@@ -161,6 +182,7 @@ class Islands:
         if not self._left:
             self._left = reason
             self._presence.leave(reason)
+            self.merges.stop(self._counterparts.abort)
             self._counterparts.close()
             if error is not None:  # The other ranks may be waiting for this one.
                 self._island.abort(reason)
@@ -209,9 +231,10 @@ class Islands:
         self._refuse_other_samples(told[-1])
         self._island.share(lambda: _compare(self._cells, "model", told, "models"))
         self._bound = True
-        counterparts.give, counterparts.take = give, take
+        counterparts.give, counterparts.take = self.merges.giving(give), self.merges.taking(take)
         with self._leaving():
             self._participant.join()
+        self.merges.start()
         if samples is not None and counterparts.epoch is not None:
             samples.begin(self.seat, counterparts.epoch)
 
@@ -239,6 +262,11 @@ class Islands:
                 seen=repr(self),
             )
         self._counterparts.samples = samples
+
+    @property
+    def deals_out(self) -> bool:
+        """Whether an ``ElasticSampler`` deals out samples."""
+        return self._counterparts.samples is not None
 
     @property
     def place(self) -> tuple[int, int]:

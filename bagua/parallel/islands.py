@@ -129,9 +129,18 @@ class _State:
         with torch.no_grad():
             for name, tensor in state["tensors"].items():
                 here[name].copy_(tensor)
+        if any(one.how is not None and one.how.apart for one in reducer.declaration.every_exchange()):
+            self._take_anchor(state["engine"]["parameters"], here)
         for optimizer, found in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(found)
         reducer.load_state_dict(state["engine"])
+
+    def _take_anchor(self, kept: Mapping[str, Mapping[str, torch.Tensor]], here: Mapping[str, torch.Tensor]) -> None:
+        """Begin at the anchor: what its donor has learned since is for that one to contribute."""
+        for name, values in kept.items():
+            for key, value in values.items():
+                if key.rpartition(".")[2] == "anchor":
+                    here[name].detach().copy_(value)
 
     def _shared(self, saved: dict[str, Any]) -> dict[str, Any]:
         """Without what belongs to one island, as what its own codec has lost."""

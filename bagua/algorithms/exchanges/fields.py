@@ -72,10 +72,13 @@ class How(ABC):
             exchanges go on in the background, results are taken in when they are there, and the bound form of the
             algorithm has a ``Plane``.
         chunked: buckets are padded so that they split evenly over the ranks.
+        apart: results come when they come, over connections that nothing else uses: only folds wait for them. Until a
+            flight is folded, the weights have what it sent, so checkpoints leave it out.
     """
 
     lockstep: ClassVar[bool] = True
     chunked: ClassVar[bool] = False
+    apart: ClassVar[bool] = False
 
     @property
     def alone(self) -> bool:

@@ -15,6 +15,7 @@ from bagua.algorithms.exchanges.model import Model
 from bagua.algorithms.exchanges.parts import Parts
 from bagua.algorithms.exchanges.values import WHOLE, Sum
 from bagua.algorithms.gradients.gradient_allreduce import GradientAllReduceAlgorithm
+from bagua.algorithms.local.decoupled import ByQuorum, decoupled, ending
 from bagua.checks import check_flags, check_kind
 from bagua.comm import ProcessGroup
 from bagua.errors import ConfigurationError
@@ -171,7 +172,10 @@ class OverIslands(Algorithm):
         check_kind(Algorithm, "an Algorithm", inner=self.inner)
         check_flags(elastic=self.elastic, sharded=self.sharded)
         for one in self.inner.every_exchange():
-            _check(one, elastic=self.elastic)
+            if isinstance(one.how, ByQuorum):
+                _check_quorum(one.how, self.islands)
+            else:
+                _check(one, elastic=self.elastic)
 
     @property
     def phases(self) -> tuple[Hashable, ...]:
@@ -184,12 +188,26 @@ class OverIslands(Algorithm):
 
     def exchanges(self, phase: Hashable = 0) -> tuple[Exchange, ...]:
         """Those of the inner algorithm, over the islands; inside an island of several ranks, gradients in each step."""
+        if self._by_quorum:
+            (outer,) = self.inner.exchanges(phase)
+            return decoupled(outer, self.islands)
         inside = [one.labelled("inside the island") for one in GradientAllReduceAlgorithm().exchanges()]
         found = [one if one.how is None else self._between(one, one.how) for one in self.inner.exchanges(phase)]
         if self.sharded or not self.islands.ranks or any("gradients" in one.needs for one in found):
             inside = []
         let_in = Exchange(None, Every(), None, LetIn(self.islands), at="safe", parts=Parts(1, "strided"))
         return (*inside, *found, let_in.labelled("newcomers"))
+
+    def closing(self) -> tuple[Exchange, ...]:
+        """With a quorum, what members have yet to merge."""
+        if not self._by_quorum:
+            return super().closing()
+        (outer,) = self.inner.exchanges()
+        return ending(outer, self.islands)
+
+    @property
+    def _by_quorum(self) -> bool:
+        return any(isinstance(one.how, ByQuorum) for one in self.inner.every_exchange())
 
     def _between(self, exchange: Exchange, how: How) -> Exchange:
         assert isinstance(how, Sum)
@@ -224,6 +242,23 @@ def _check(exchange: Exchange, *, elastic: bool) -> None:
         raise _refused("gradients would be exchanged in each step", exchange, advice)
     if exchange.lag:
         raise _refused("newcomers come in when nothing is on its way", exchange, "Use overlap=0.")
+
+
+def _check_quorum(how: ByQuorum, islands: Islands) -> None:
+    if islands.ranks:
+        raise _refused("members that merge by a quorum are one process each", how, "Use quorum=None.")
+    if islands.deals_out:
+        raise _refused(
+            "an ElasticSampler agrees in exchanges that all islands make in the same step", how, "Use quorum=None."
+        )
+    if how.quorum > islands.size:
+        raise ConfigurationError(
+            "a quorum of more islands than begin together",
+            argument="quorum",
+            expected=f"at most size, which is {islands.size}",
+            seen=how.quorum,
+            advice="Pass size= to join_islands, or a smaller quorum.",
+        )
 
 
 def _check_memory(how: Sum) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -12,6 +12,7 @@ from bagua.algorithms.exchanges.exchange import Every, Exchange
 from bagua.algorithms.exchanges.outer import EagerStep, Outer, OuterStep
 from bagua.algorithms.exchanges.parts import Parts
 from bagua.algorithms.exchanges.values import Add, Blend, Difference, Replace
+from bagua.algorithms.local.decoupled import ByQuorum, Merging, Weighting
 from bagua.algorithms.local.local_updates import LocalUpdates
 from bagua.checks import check_choice, check_flags, check_kind, check_numbers, check_whole
 from bagua.compression import Codec, as_codec
@@ -23,6 +24,17 @@ __all__ = ["DiLoCoAlgorithm", "DiLoCoAlgorithmImpl"]
 FragmentOrder = Literal["strided", "bytes"]
 Landing = Literal["blend", "add"]
 _NAMES = ("nesterov", "sgd")
+#: What cannot be had with a quorum: what all members would have to do in one step, what loses bits, and ``add``, with
+#: which weights keep what has been merged.
+_WITH_QUORUM: dict[str, Any] = {
+    "codec": None,
+    "eager": False,
+    "mix": "blend",
+    "start_after": 0,
+    "average_buffers": False,
+    "inner": None,
+}
+_WITHOUT_QUORUM: dict[str, Any] = {"grace": "auto", "weight": "tokens", "merge": "rda", "embeddings": None}
 #: What a codec must keep at least of the square of any block, where nothing feeds back what it loses.
 _LEAST_CONTRACTION = 0.05
 #: Rate and momentum of the outer optimizer, by the least ``sync_every`` that they suit; see ``defaults_for``.
@@ -64,7 +76,8 @@ class DiLoCoAlgorithm(LocalUpdates):
         outer_lr: its learning rate, above 0; None for 1.0, below 32 steps and from 500 steps on for 0.7.
         outer_momentum: its momentum, from 0 and less than 1; None for 0.6, from 500 steps on for 0.9.
         fragments: parts of the model that are exchanged one after the other.
-        fragment_order: ``strided``: layers are dealt out; ``bytes``: parts of equal size.
+        fragment_order: ``strided``: layers are dealt out; ``bytes``: parts of equal size. None: ``strided``, and
+            ``bytes`` with a quorum.
         overlap: steps from the start of an exchange to its end; less than ``sync_every``.
         blend: the share of what a rank has learned meanwhile that it keeps, from 0 to 1.
         mix: ``blend``, or ``add``: weights move as the anchor does, so that nothing that was learned meanwhile is lost.
@@ -76,6 +89,14 @@ class DiLoCoAlgorithm(LocalUpdates):
         anchor_dtype: ``float32``, or ``weights`` for the dtype of the weights: half the memory where that is bfloat16.
         anchor_device: ``cpu`` for an anchor, and an outer optimizer, in the memory of the host; None for where the
             weights are.
+        quorum: between islands, each trains at its own pace: the difference of a part is merged when so many are there,
+            and who comes later is part of its next merge; see ``ByQuorum``. None: all wait for all.
+        grace: with a quorum, seconds to wait for more; ``auto`` for the time that ``overlap`` hides anyway.
+        weight: with a quorum, ``tokens``: by the tokens since the last merge, times those of each step, as
+            ``Islands.count_tokens`` was told; or ``equal``.
+        merge: with a quorum, ``rda``, the radial-directional mean of each tensor, and the mean of embeddings; or
+            ``mean``.
+        embeddings: with ``rda``, pattern of the names of more tensors whose mean is taken, as those of an output layer.
         start_after: so many steps at the beginning exchange gradients instead.
         average_buffers: take the mean of floating-point buffers, too, after each ``sync_every``-th step.
         hierarchical: sum inside each host first, with all bits.
@@ -99,7 +120,7 @@ class DiLoCoAlgorithm(LocalUpdates):
     outer_lr: float | None = None
     outer_momentum: float | None = None
     fragments: int = 1
-    fragment_order: FragmentOrder = "strided"
+    fragment_order: FragmentOrder | None = None
     overlap: int = 0
     blend: float = 0.0
     mix: Landing = "blend"
@@ -108,6 +129,11 @@ class DiLoCoAlgorithm(LocalUpdates):
     error_feedback: bool | float = False
     anchor_dtype: Literal["float32", "weights"] = "float32"
     anchor_device: Literal["cpu"] | None = None
+    quorum: int | None = None
+    grace: float | Literal["auto"] = "auto"
+    weight: Weighting = "tokens"
+    merge: Merging = "rda"
+    embeddings: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.outer, Outer):
@@ -118,7 +144,7 @@ class DiLoCoAlgorithm(LocalUpdates):
             expected = "a number from 0 and less than 1, or None"
             check_numbers(lambda part: 0 <= part < 1, expected, outer_momentum=self.outer_momentum)
         check_whole(1, fragments=self.fragments)
-        check_choice(get_args(FragmentOrder), fragment_order=self.fragment_order)
+        check_choice((*get_args(FragmentOrder), None), fragment_order=self.fragment_order)
         check_whole(0, overlap=self.overlap)
         check_numbers(lambda part: 0 <= part <= 1, "a number from 0 to 1", blend=self.blend)
         check_choice(get_args(Landing), mix=self.mix)
@@ -149,14 +175,26 @@ class DiLoCoAlgorithm(LocalUpdates):
             raise _refused("blend", "0 without overlap, and with mix='add'", self.blend)
         if self.error_feedback and self.codec is None:
             raise _refused("error_feedback", "False without a codec, which loses nothing", self.error_feedback)
+        self._check_quorum()
         if not self.error_feedback:
             _check_keeps_enough(self.codec)
+
+    def _check_quorum(self) -> None:
+        """Refuse what has no meaning with a quorum, or without."""
+        without, reason = _WITHOUT_QUORUM, "without a quorum"
+        if self.quorum is not None:
+            without, reason = _WITH_QUORUM, "with a quorum"
+        for name, default in without.items():
+            if getattr(self, name) != default:
+                raise _refused(name, f"{default!r} {reason}", getattr(self, name))
+        if self.merge == "mean" and self.embeddings is not None:
+            raise _refused("embeddings", "None with merge='mean', which takes the mean of everything", self.embeddings)
 
     @property
     def outer_exchange(self) -> Exchange:
         """Differences, each part by itself, and a step of the anchor."""
         how = self.mean(self._reducer)
-        parts = Parts(self.fragments, self.fragment_order)
+        parts = Parts(self.fragments, self.fragment_order or ("strided" if self.quorum is None else "bytes"))
         scope: Literal["local", "shared"] = "local" if self.eager else "shared"
         what = Difference(scope=scope, dtype=self.anchor_dtype, device=self.anchor_device)
         if self.eager:
@@ -164,7 +202,13 @@ class DiLoCoAlgorithm(LocalUpdates):
             return Exchange(what, Every(self.sync_every), how, step, lag=self.sync_every, parts=parts)
         when = Every(self.sync_every, offset=-self.overlap)
         then = OuterStep(self._optimizer, self._land)
-        return Exchange(what, when, how, then, lag=self.overlap, parts=parts)
+        return Exchange(what, when, self._by_quorum or how, then, lag=self.overlap, parts=parts)
+
+    @property
+    def _by_quorum(self) -> ByQuorum | None:
+        if self.quorum is None:
+            return None
+        return ByQuorum(self.quorum, self.grace, self.weight, self.merge, self.embeddings, self.overlap)
 
     @property
     def _optimizer(self) -> Outer:

@@ -262,7 +262,9 @@ def checked_model(
         ConfigurationError: the model cannot be trained this way.
     """
     named = dict(zip(registration.names, registration.parameters, strict=True))
-    model = Model(named, optimizers, partial(floating_buffers_of, module))
+    tables = {id(one.weight) for one in module.modules() if isinstance(one, torch.nn.Embedding | torch.nn.EmbeddingBag)}
+    embeddings = [name for name, parameter in named.items() if id(parameter) in tables]
+    model = Model(named, optimizers, partial(floating_buffers_of, module), embeddings)
     declaration.check(model)
     for one in declaration.every_exchange():
         for dtype in {parameter.dtype for parameter in named.values()}:

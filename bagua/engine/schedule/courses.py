@@ -17,7 +17,7 @@ from bagua.engine.schedule.scheduler import Scheduler
 from bagua.engine.schedule.shares import SampleShares
 from bagua.engine.schedule.tracks import Clock, Course, Lane, Track, memory_for
 from bagua.engine.state.saving import Remembered, collect, cut, key_of, restore
-from bagua.primitives import State
+from bagua.primitives import ReducerMemory, State
 
 __all__ = [
     "Courses",
@@ -124,6 +124,11 @@ class Courses:
         """What is remembered now, once for each label and bucket."""
         return list(self._places.values())
 
+    @property
+    def apart(self) -> bool:
+        """Whether results come when they come."""
+        return any(course.apart for course in self.courses)
+
     def forget(self) -> None:
         """Buckets are formed anew, and everything begins from its start."""
         self._parts.clear()
@@ -207,10 +212,13 @@ class Courses:
         options: EngineOptions,
         clock: Clock,
     ) -> None:
-        """Have ``exchanges`` made now, from start to fold, in this thread. They remember nothing. Collective."""
+        """Have ``exchanges`` made now, from start to fold, in this thread. Collective.
+
+        They remember what is remembered under their label, and nothing else.
+        """
         for one in exchanges:
             found = self._buckets_of(one, buckets, model, options)
-            tracks = [Track(one.label, part, bucket, memory_for(bucket)) for part, bucket in found]
+            tracks = [Track(one.label, part, bucket, self._memory_of(one, bucket)) for part, bucket in found]
             lane = Lane(self._group, {bucket.device: CallerExecutor() for _, bucket in found})
             prepared = None if one.how is None else one.how.prepare(self._group)
             course = Course(one, tracks, model, lane, prepared, self.shares)
@@ -228,14 +236,16 @@ class Courses:
         return Course(exchange, tracks, model, lane, prepared, self.shares)
 
     def _track(self, exchange: Exchange, part: int, bucket: Bucket) -> Track:
-        key = (exchange.label, id(bucket))
-        known = self._places.get(key)
-        track = Track(exchange.label, part, bucket, memory_for(bucket) if known is None else known.memory)
-        self._places.setdefault(key, track)
+        track = Track(exchange.label, part, bucket, self._memory_of(exchange, bucket))
+        self._places.setdefault((exchange.label, id(bucket)), track)
         new = [one for one in exchange.states() if one.name not in track.memory.declared]
         track.memory.declare(new)
         self._note_fresh(track, new)
         return track
+
+    def _memory_of(self, exchange: Exchange, bucket: Bucket) -> ReducerMemory:
+        known = self._places.get((exchange.label, id(bucket)))
+        return memory_for(bucket) if known is None else known.memory
 
     def prepare(self, exchanges: Sequence[Exchange]) -> None:
         """Have exchanges that share the connections of the model make what they need. Collective."""

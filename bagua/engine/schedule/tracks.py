@@ -120,6 +120,7 @@ class Course:
     Attributes:
         due: parts that start in this step.
         at_work: the bucket that is being exchanged, or waited for; None if there is none.
+        apart: see ``How.apart``.
     """
 
     def __init__(
@@ -150,6 +151,7 @@ class Course:
         in_place = exchange.what is not None and exchange.what.in_place
         self._in_place = in_place and exchange.lag == 0
         self._gathers = in_place and not self._of_arrival
+        self.apart = how is not None and how.apart
         self._gauges = None if lane is None or exchange.how is None else Gauges(exchange, lane.group)
         self._all_drop = (self._ranks > 1 or exchange.alone) and self._is_dropped_by_all()
 

@@ -1,0 +1,273 @@
+"""Outer steps by a quorum: members train each at its own pace, and what enough of them have learned is merged."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+
+from bagua.algorithms.exchanges.exchange import Every, Exchange, Flight, How, Then, What
+from bagua.algorithms.exchanges.model import Model
+from bagua.algorithms.exchanges.outer import OuterStep, go_back
+from bagua.algorithms.exchanges.parts import Named
+from bagua.algorithms.exchanges.values import WHOLE, Add, Difference
+from bagua.buckets import Bucket
+from bagua.checks import check_choice, check_kind, check_numbers, check_whole
+from bagua.comm import ProcessGroup, Work
+from bagua.errors import ConfigurationError
+from bagua.membership import Fragment, Islands, QuorumRule
+from bagua.primitives import State, radial_directional_mean, weighted_mean
+
+__all__ = ["ByQuorum", "ComeTogether", "MergedStep", "TakeIn", "decoupled", "ending"]
+
+Weighting = Literal["tokens", "equal"]
+Merging = Literal["rda", "mean"]
+
+
+@dataclass(frozen=True)
+class ByQuorum(How):
+    """Differences are merged when a quorum of them is there, and those who come later are part of the next merge.
+
+    Args:
+        quorum: differences that must be there.
+        grace: seconds to wait for more then; ``auto`` for the time that training hides anyway.
+        weight: ``tokens``: a difference counts by the tokens behind it, times those of each step. ``equal``: all count
+            the same.
+        merge: ``rda``: radial-directional mean of each tensor, and the plain mean of embeddings. ``mean``: plain mean.
+        embeddings: pattern of the names of more tensors whose plain mean is taken; None for none.
+        overlap: steps until a result is taken in.
+        islands: members; None until the model is wrapped with ``between=islands``.
+
+    Raises:
+        ConfigurationError: an option of a wrong type or out of its range; when the model is wrapped, no islands.
+    """
+
+    quorum: int = 1
+    grace: float | Literal["auto"] = "auto"
+    weight: Weighting = "tokens"
+    merge: Merging = "rda"
+    embeddings: str | None = None
+    overlap: int = 0
+    islands: Islands | None = None
+
+    apart: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_whole(1, quorum=self.quorum)
+        if self.grace != "auto":
+            check_numbers(lambda grace: grace >= 0, "'auto', or seconds from 0", grace=self.grace)
+        check_choice(get_args(Weighting), weight=self.weight)
+        check_choice(get_args(Merging), merge=self.merge)
+        check_kind((str, type(None)), "a pattern of names, as '*head*', or None", embeddings=self.embeddings)
+
+    @property
+    def alone(self) -> bool:
+        """A member is one process."""
+        return True
+
+    @property
+    def exact(self) -> bool:
+        """It depends on who comes when."""
+        return False
+
+    def check(self, group: ProcessGroup) -> None:
+        """Refuse ranks that cannot come and go."""
+        if self.islands is None:
+            raise ConfigurationError(
+                "ranks of one group wait for all of them: a quorum is for islands",
+                argument="quorum",
+                expected="with_bagua(..., between=islands), or quorum=None",
+                seen=self.quorum,
+            )
+
+    @property
+    def rule(self) -> QuorumRule:
+        """When fragments are merged."""
+        return QuorumRule(self.quorum, None if self.grace == "auto" else float(self.grace), self.overlap)
+
+    def ranks(self, group: ProcessGroup) -> float:
+        """Each contributes by itself."""
+        return 1.0
+
+    def run(self, flight: Flight, group: ProcessGroup) -> Work:
+        """Contribute what lies in the flight."""
+        assert self.islands is not None
+        name = name_of(flight.bucket)
+        finite = flight.is_finite()
+        if not finite:  # What this member has learned is lost, and it begins again from the anchor.
+            go_back(flight, flight.state["anchor"])
+            flight.flat.zero_()
+        merges = self.islands.merges
+        merges.contribute(name, flight.flat, equal=self.weight == "equal", void=not finite)
+        alive, in_epoch, contributed = (float(len(seats)) for seats in self.islands.members())
+        group.gauges.update({"comm/alive": alive, "comm/epoch_members": in_epoch, "comm/contributed": contributed})
+        return Work(lambda _: merges.wait(name), lambda: merges.is_merged(name))
+
+    def fragment(self, bucket: Bucket, model: Model) -> Fragment:
+        """How differences of a bucket are merged."""
+        merge: Any = weighted_mean
+        if self.merge == "rda":
+            named = None if self.embeddings is None else Named(self.embeddings)
+            plain = frozenset(
+                number
+                for number, (name, one) in enumerate(zip(bucket.names, bucket.parameters, strict=True))
+                if name in model.embeddings or (named is not None and named.takes(name, one))
+            )
+            merge = partial(radial_directional_mean, views=bucket.views, plain=plain)
+        return Fragment(name_of(bucket), bucket.numel, bucket.dtype, merge)
+
+
+def name_of(bucket: Bucket) -> str:
+    """The name of the fragment that is a bucket."""
+    return bucket.names[0]
+
+
+@dataclass(frozen=True)
+class MergedStep(Then):
+    """An outer step with the merged difference to which this member has contributed, after those without it.
+
+    Args:
+        step: outer step of the anchor.
+        how: exchange that brings the differences.
+    """
+
+    step: OuterStep
+    how: ByQuorum
+
+    alone: ClassVar[bool] = True
+
+    @property
+    def overwrites(self) -> bool:
+        """As the weights follow."""
+        return self.step.overwrites
+
+    def check(self, what: What | None) -> None:
+        """Refuse what has no anchor."""
+        self.step.check(what)
+
+    def state(self) -> tuple[State, ...]:
+        """That of the outer step."""
+        return self.step.state()
+
+    def check_parameters(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Refuse what the outer step refuses."""
+        self.step.check_parameters(parameters)
+
+    def enter(self, buckets: Sequence[Bucket], model: Model) -> None:
+        """Say what is merged, and when."""
+        assert self.how.islands is not None
+        self.how.islands.merges.open([self.how.fragment(bucket, model) for bucket in buckets], self.how.rule)
+
+    def fold(self, flight: Flight) -> None:
+        """Take in what has come before, and then this."""
+        assert self.how.islands is not None
+        _take_in_others(self.how.islands, self.step, flight)
+        merged = self.how.islands.merges.own(name_of(flight.bucket))
+        if merged is not None:
+            _take_in(flight, self.step, merged)
+
+
+@dataclass(frozen=True)
+class TakeIn(Then):
+    """Outer steps with differences of others: the weights move as the anchor does, and keep what is learned here.
+
+    Args:
+        step: outer step of the anchor.
+        what: has the anchor.
+        islands: members.
+    """
+
+    step: OuterStep
+    what: Difference
+    islands: Islands
+
+    alone: ClassVar[bool] = True
+
+    def writes(self, what: What | None) -> frozenset[str]:
+        """Weights, and the anchor."""
+        return self.what.reads
+
+    def state(self) -> tuple[State, ...]:
+        """What it shares with the exchange of the same label."""
+        return (*self.what.state(), *self.step.state())
+
+    def fold(self, flight: Flight) -> None:
+        """Take them in, in the order of the merges."""
+        _take_in_others(self.islands, self.step, flight)
+
+
+@dataclass(frozen=True)
+class ComeTogether(TakeIn):
+    """At the end of training, when all members have contributed everything, the weights of all become the anchor."""
+
+    def fold(self, flight: Flight) -> None:
+        """Wait for the others, and take in what they have learned."""
+        self.islands.merges.come_together()
+        super().fold(flight)
+        flight.bucket.write_weights(flight.state["anchor"])
+
+
+@dataclass(frozen=True)
+class GiveState(Then):
+    """Between two steps, members that give newcomers the state do so.
+
+    Args:
+        islands: islands that the newcomers join.
+    """
+
+    islands: Islands
+
+    alone: ClassVar[bool] = True
+
+    def fold(self, flight: Flight) -> None:
+        """Give it, if there are any."""
+        self.islands.merges.between_steps(flight.step)
+
+
+def _take_in_others(islands: Islands, step: OuterStep, flight: Flight) -> None:
+    moved = OuterStep(step.optimizer, Add())
+    for difference in islands.merges.others(name_of(flight.bucket)):
+        _take_in(flight, moved, difference)
+
+
+def _take_in(flight: Flight, step: OuterStep, difference: torch.Tensor) -> None:
+    flight.flat = difference.to(flight.bucket.device)
+    step.fold(flight)
+
+
+def decoupled(exchange: Exchange, islands: Islands) -> tuple[Exchange, ...]:
+    """The exchanges of members that merge by a quorum, made of ``exchange``.
+
+    Args:
+        exchange: differences of ``ByQuorum``, with an outer step.
+        islands: members.
+    """
+    how, then, what = exchange.how, exchange.then, exchange.what
+    assert isinstance(how, ByQuorum)
+    assert isinstance(then, OuterStep)
+    assert isinstance(what, Difference)
+    how = dataclasses.replace(how, islands=islands)
+    local = Exchange(
+        None, Every(), None, TakeIn(then, what, islands), at="stepped", parts=exchange.parts, label=exchange.label
+    )
+    give = Exchange(None, Every(), None, GiveState(islands), at="safe", parts=WHOLE, label="newcomers")
+    return (local, dataclasses.replace(exchange, how=how, then=MergedStep(then, how)), give)
+
+
+def ending(exchange: Exchange, islands: Islands) -> tuple[Exchange, ...]:
+    """What makes one model of those of all members: of everything that they have learned.
+
+    Args:
+        exchange: as for ``decoupled``.
+        islands: members.
+    """
+    local, sent, _ = decoupled(exchange, islands)
+    assert isinstance(local.then, TakeIn)
+    together = ComeTogether(local.then.step, local.then.what, islands)
+    # All parts start before any is waited for: no member may wait for one that another has yet to contribute.
+    last = dataclasses.replace(sent, when=Every(), at="backward ends", until="stepped", lag=0)
+    return (last, dataclasses.replace(local, then=together))
