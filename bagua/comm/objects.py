@@ -18,7 +18,7 @@ import torch
 from bagua.comm.reduction import check_communicable, dtype_by_name
 from bagua.errors import ConfigurationError, InvalidTensorError
 
-__all__ = ["as_bytes", "decode", "encode", "encode_failure"]
+__all__ = ["as_bytes", "decode", "encode", "encode_failure", "encoded_bytes"]
 
 _HEADER = struct.Struct("<BQ")
 _PLAIN, _PICKLE, _FAILURE = 0, 1, 2
@@ -41,15 +41,35 @@ def encode(value: object, *, allow_pickle: bool = False) -> torch.Tensor:
         {'step': 3, 'tags': ('a', b'b')}
     """
     if allow_pickle:
-        return _as_tensor(_HEADER.pack(_PICKLE, 0), _pickled(value))
-    blobs: list[bytes] = []
+        return _as_tensor(_HEADER.pack(_PICKLE, 0) + _pickled(value))
+    return _as_tensor(encoded_bytes(value))
+
+
+def encoded_bytes(value: object) -> bytearray:
+    """``value`` as ``encode`` writes it, without pickle; its tensors are copied once.
+
+    Raises:
+        ConfigurationError: a part of ``value`` has no safe encoding.
+    """
+    blobs: list[bytes | torch.Tensor] = []
     document = json.dumps(_node(value, blobs)).encode()
-    return _as_tensor(_HEADER.pack(_PLAIN, len(document)), document, *blobs)
+    head = _HEADER.pack(_PLAIN, len(document)) + document
+    found = bytearray(len(head) + sum(map(len, blobs)))
+    found[: len(head)] = head
+    flat, position = torch.frombuffer(found, dtype=torch.uint8), len(head)
+    for blob in blobs:
+        end = position + len(blob)
+        if isinstance(blob, torch.Tensor):
+            flat[position:end].copy_(blob)
+        else:
+            found[position:end] = blob
+        position = end
+    return found
 
 
 def encode_failure(reason: str) -> torch.Tensor:
     """What a rank sends in place of an object that it could not encode."""
-    return _as_tensor(_HEADER.pack(_FAILURE, 0), reason.encode(errors="backslashreplace"))
+    return _as_tensor(_HEADER.pack(_FAILURE, 0) + reason.encode(errors="backslashreplace"))
 
 
 def decode(data: torch.Tensor, *, allow_pickle: bool = False) -> Any:
@@ -59,11 +79,11 @@ def decode(data: torch.Tensor, *, allow_pickle: bool = False) -> Any:
         ConfigurationError: the sender failed to encode it, or used pickle and this side
             did not ask for that.
     """
-    raw = as_bytes(data)
-    flag, length = _HEADER.unpack_from(raw)
-    body = raw[_HEADER.size :]
+    flag, length = _HEADER.unpack(as_bytes(data[: _HEADER.size]))
+    body = data[_HEADER.size :]
     if flag == _FAILURE:
-        raise ConfigurationError(f"the sending rank could not encode its object: {body.decode()}", argument="obj")
+        problem = as_bytes(body).decode()
+        raise ConfigurationError(f"the sending rank could not encode its object: {problem}", argument="obj")
     if flag == _PICKLE:
         if not allow_pickle:
             raise ConfigurationError(
@@ -72,8 +92,8 @@ def decode(data: torch.Tensor, *, allow_pickle: bool = False) -> Any:
                 expected="the same value on all ranks",
                 seen="True on the sender, False here",
             )
-        return pickle.loads(body)  # noqa: S301 - both sides asked for it
-    return _Reader(body[length:]).value(json.loads(body[:length]))
+        return pickle.loads(as_bytes(body))  # noqa: S301 - both sides asked for it
+    return _Reader(body[length:]).value(json.loads(as_bytes(body[:length])))
 
 
 def _pickled(value: object) -> bytes:
@@ -83,8 +103,8 @@ def _pickled(value: object) -> bytes:
         raise ConfigurationError("the object cannot be pickled", argument="obj", seen=type(value).__name__) from error
 
 
-def _as_tensor(*parts: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
+def _as_tensor(raw: bytes | bytearray) -> torch.Tensor:
+    return torch.frombuffer(raw if isinstance(raw, bytearray) else bytearray(raw), dtype=torch.uint8)
 
 
 def as_bytes(data: torch.Tensor) -> bytes:
@@ -96,7 +116,7 @@ def as_bytes(data: torch.Tensor) -> bytes:
     return bytes(raw)
 
 
-def _node(value: object, blobs: list[bytes]) -> Any:
+def _node(value: object, blobs: list[bytes | torch.Tensor]) -> Any:
     kind = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
@@ -121,7 +141,7 @@ def _node(value: object, blobs: list[bytes]) -> Any:
     )
 
 
-def _tensor_node(value: torch.Tensor, blobs: list[bytes]) -> list[Any]:
+def _tensor_node(value: torch.Tensor, blobs: list[bytes | torch.Tensor]) -> list[Any]:
     if value.layout is not torch.strided:
         raise InvalidTensorError(
             "only dense tensors can be sent inside an object",
@@ -130,20 +150,22 @@ def _tensor_node(value: torch.Tensor, blobs: list[bytes]) -> list[Any]:
             seen=value.layout,
         )
     check_communicable(value.dtype, "obj")
-    # Not contiguous(): that leaves a single element its odd stride, which no view as bytes accepts.
-    plain = value.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-    blobs.append(as_bytes(plain.view(-1).view(torch.uint8)))
+    plain = value.detach().cpu().resolve_conj().resolve_neg()
+    if plain.numel() == 1 or not plain.is_contiguous():
+        # Not contiguous(): that leaves a single element its odd stride, which no view as bytes accepts.
+        plain = plain.clone(memory_format=torch.contiguous_format)
+    blobs.append(plain.view(-1).view(torch.uint8))
     return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
 
 
 class _Reader:
     """Rebuilds a value; blobs are consumed in the order in which they were written."""
 
-    def __init__(self, blobs: bytes) -> None:
+    def __init__(self, blobs: torch.Tensor) -> None:
         self._blobs = blobs
         self._position = 0
 
-    def _take(self, length: int) -> bytes:
+    def _take(self, length: int) -> torch.Tensor:
         start, self._position = self._position, self._position + length
         return self._blobs[start : self._position]
 
@@ -159,14 +181,13 @@ class _Reader:
             return self._tensor(*rest)
         if tag == "complex":
             return complex(*rest)
-        raw = self._take(rest[0])
+        raw = as_bytes(self._take(rest[0]))
         return raw if tag == "bytes" else bytearray(raw)
 
     def _tensor(self, dtype_name: str, shape: list[int]) -> torch.Tensor:
         dtype = dtype_by_name(dtype_name)
         result = torch.empty(shape, dtype=dtype)
         raw = self._take(result.numel() * dtype.itemsize)
-        if raw:
-            flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-            result.view(-1).view(torch.uint8).copy_(flat)
+        if raw.numel():
+            result.view(-1).view(torch.uint8).copy_(raw)
         return result
