@@ -101,6 +101,7 @@ class Counterparts:
         self.samples: Samples | None = None
         self.room = 0
         self._received: Any = None
+        self._sent_before = 0
 
     @property
     def epoch(self) -> Epoch | None:
@@ -112,6 +113,12 @@ class Counterparts:
         """The members of that epoch."""
         assert self._link is not None
         return self._link[1]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank has sent to its counterparts in exchanges, at least."""
+        link = self._link
+        return self._sent_before + (0 if link is None else link[1].recorder.sent_bytes())
 
     @property
     def acts(self) -> Mapping[str, tuple[Act, tuple[type[CommunicationError], ...]]]:
@@ -141,6 +148,7 @@ class Counterparts:
         epoch = Epoch.from_json(told)
         before, self._link = self._link, (epoch, self._connect(epoch))
         if before is not None:
+            self._sent_before += before[1].recorder.sent_bytes()
             before[1].close()
         _log.info("islands: epoch %d of seats %s: %s", epoch.number, list(epoch.members), epoch.why)
         self._tell(epoch)

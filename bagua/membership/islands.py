@@ -140,6 +140,17 @@ class Islands:
         contributed = self._participant.contributed if last is None else last.seats
         return Members(self._presence.roster.alive(), in_epoch, contributed)
 
+    def metrics(self) -> dict[str, float]:
+        """What ``bagua.torch_api.metrics`` says of islands, where there is a default group; here it is always there.
+
+        Returns:
+            ``comm/alive``, ``comm/epoch_members`` and ``comm/contributed``: numbers of the islands that ``members``
+            names. ``comm/bytes_between_islands``: bytes that this rank has sent to other islands, at least.
+        """
+        names = ("comm/alive", "comm/epoch_members", "comm/contributed")
+        found = {name: float(len(seats)) for name, seats in zip(names, self.members(), strict=True)}
+        return {**found, "comm/bytes_between_islands": float(self._counterparts.sent_bytes)}
+
     def why(self) -> str:
         """Who takes part and why, in words: what is waited for, and what led to each epoch, latest first."""
         alive, in_epoch, contributed = self.members()
@@ -152,7 +163,7 @@ class Islands:
         return "\n".join([*lines, *reversed(self._history)])
 
     def on_change(self, callback: Callable[[Members, str], object]) -> None:
-        """Have ``callback(members, why)`` called after each change, in the thread that trains."""
+        """Have ``callback(members, why)`` called after each change, in the thread that exchanges."""
         self._callbacks.append(callback)
 
     def count_tokens(self, tokens: float) -> None:

@@ -101,6 +101,9 @@ def come_in(engine: BackwardHooks, islands: Islands | None, optimizers: Sequence
     state = _State(engine.reducer, engine.reducer.optimizers if optimizers is None else optimizers)
     try:
         islands.bind(engine.reducer.facts, state.give, state.take)
+        gauges = engine.reducer.group.gauges
+        gauges.update(islands.metrics())
+        islands.on_change(lambda *_: gauges.update(islands.metrics()))
     except BaseException:
         engine.close()
         raise

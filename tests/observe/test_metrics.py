@@ -203,6 +203,7 @@ def test_members_of_the_epoch_are_counted_and_not_those_of_the_group():
         for end in islands_of_threads.run(3, island, islands_of_threads.new_store())
         if not isinstance(end, BaseException)
     ]
+    assert all(end[1]["comm/bytes_between_islands"] > end[0]["comm/bytes_between_islands"] > 0 for end in ends)
     names = ("comm/epoch_members", "comm/contributed")
     assert [[tuple(found[name] for name in names) for found in end] for end in ends] == [[(3, 3), (2, 2)]] * 2
 

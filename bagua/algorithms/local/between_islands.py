@@ -103,8 +103,7 @@ class BetweenIslands(How):
         flight.flat = self._put_together(flight.flat, whole, group)
         if self.of_ranks and flight.flat is not whole:  # What follows works on gradients where they lie.
             flight.flat = whole.copy_(flight.flat)
-        alive, in_epoch, contributed = (float(len(seats)) for seats in self.islands.members())
-        group.gauges.update({"comm/alive": alive, "comm/epoch_members": in_epoch, "comm/contributed": contributed})
+        group.gauges.update(self.islands.metrics())
 
     def _share(self, whole: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
         """What this rank exchanges with its counterparts."""

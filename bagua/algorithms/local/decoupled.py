@@ -103,8 +103,7 @@ class ByQuorum(How):
             flight.flat.zero_()
         merges = self.islands.merges
         merges.contribute(name, flight.flat, equal=self.weight == "equal", void=not finite)
-        alive, in_epoch, contributed = (float(len(seats)) for seats in self.islands.members())
-        group.gauges.update({"comm/alive": alive, "comm/epoch_members": in_epoch, "comm/contributed": contributed})
+        group.gauges.update(self.islands.metrics())
         return Work(lambda _: merges.wait(name), lambda: merges.is_merged(name))
 
     def fragment(self, bucket: Bucket, model: Model) -> Fragment:
