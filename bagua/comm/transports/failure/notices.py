@@ -35,7 +35,7 @@ from bagua.comm.store.keys import missing_keys, read_all, wait_for_keys
 from bagua.comm.transports.base import Membership
 from bagua.errors import TransportUnavailableError
 
-__all__ = ["ATTENDANCE_S", "Cause", "Findings", "Mailbox", "meet"]
+__all__ = ["ATTENDANCE_S", "Cause", "Findings", "Mailbox", "meet", "own_address"]
 
 #: How long ranks that are alive have to say that their call failed, too.
 ATTENDANCE_S = 0.6
@@ -46,6 +46,7 @@ _BATCH = 128
 #: A notice is cut to this; one write of so few bytes never blocks.
 _NOTICE_BYTES = 2048
 _SIOCGIFADDR = 0x8915
+_LOOPBACK = "127.0.0.1"
 
 
 class Cause(NamedTuple):
@@ -311,16 +312,17 @@ def _listen(host: str) -> socket.socket:
 
 
 def _own_host(membership: Membership) -> str:
-    """The address of this host that Gloo takes, too; the loopback device if all ranks are here."""
-    loopback = "127.0.0.1"
-    if len(set(membership.nodes)) == 1:
-        return loopback
+    return _LOOPBACK if len(set(membership.nodes)) == 1 else own_address()
+
+
+def own_address() -> str:
+    """The address of this host that Gloo takes, too; that of the loopback device if it is not one."""
     try:
         interface = env.gloo_interface()
         host = _address_of(interface) if interface else socket.gethostbyname(socket.gethostname())
         _listen(host).close()
     except OSError:
-        return loopback
+        return _LOOPBACK
     return host
 
 

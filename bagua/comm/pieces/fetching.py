@@ -1,0 +1,225 @@
+"""Fetches contents from several processes at once; where one is lost, the others give what is missing."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from bagua.comm.phase_deadline import PhaseDeadline
+from bagua.comm.pieces.server import LENGTH, PIECE_BYTES, Source, digest_of, digests_of
+
+__all__ = ["Fetch", "ask_now"]
+
+
+class _Place(NamedTuple):
+    """Where a piece belongs."""
+
+    name: str
+    piece: int
+
+
+class Fetch:
+    """Brings the contents of one source together, from all sources that offer the same pieces.
+
+    The first source that answers says what is to be fetched; if it is lost before all is there, the next one does.
+    A piece counts only with the digest that was said.
+
+    Args:
+        known: contents that are there already, by name: pieces with the same digest are not fetched.
+        without: names of contents that are not wanted.
+        deadline: how long an answer may take; it is told how long each took.
+
+    Attributes:
+        received_bytes: bytes of pieces that came, by source.
+        failures: why a source was given up, by source.
+    """
+
+    def __init__(self, known: Mapping[str, bytearray], without: frozenset[str], deadline: PhaseDeadline) -> None:
+        self._without = without
+        self._deadline = deadline
+        self._changed = threading.Condition()
+        #: Length and digests of each of the wanted contents, and where each digest belongs, as sources said.
+        self._offers: dict[Source, dict[str, tuple[int, list[str]]]] = {}
+        self._places: dict[Source, dict[str, _Place]] = {}
+        self._pieces: dict[str, memoryview] = {}
+        for content in known.values():
+            view = memoryview(content)
+            starts = range(0, len(view), PIECE_BYTES)
+            pieces = [view[start : start + PIECE_BYTES] for start in starts]
+            self._pieces.update(zip(digests_of(view), pieces, strict=True))
+        self._under_way: dict[str, Source] = {}
+        self._connections: dict[Source, socket.socket] = {}
+        self._ended = False
+        self.received_bytes: dict[Source, int] = {}
+        self.failures: dict[Source, str] = {}
+
+    def run(self, find: Callable[[], list[Source]], poll_s: float = 0.05) -> tuple[Source, dict[str, bytearray]] | None:
+        """The contents, and the source that said what they are; None if no source is left.
+
+        Args:
+            find: returns the sources that are there now; one that is no longer named is given up. It may raise, which
+                ends the fetch.
+            poll_s: seconds between two calls of it.
+        """
+        begun: set[Source] = set()
+        try:
+            while True:
+                named = find()
+                for source in named:
+                    if source not in begun:
+                        begun.add(source)
+                        threading.Thread(
+                            target=self._draw_from, args=(source,), name="bagua-fetch", daemon=True
+                        ).start()
+                with self._changed:
+                    for source in begun - set(named):
+                        self._give_up(source, "it is no longer there")
+                    if begun and begun <= self.failures.keys():
+                        return None
+                    leader = self._leader()
+                    if leader is not None and not self._missing(leader):
+                        return leader, self._put_together(leader)
+                    self._changed.wait(poll_s)
+        finally:
+            with self._changed:
+                self._ended = True
+                for source in begun:
+                    self._give_up(source, "nothing more is wanted")
+
+    def _leader(self) -> Source | None:
+        return next((source for source in self._offers if source not in self.failures), None)
+
+    def _missing(self, leader: Source) -> bool:
+        return any(digest not in self._pieces for digest in self._places[leader])
+
+    def _put_together(self, leader: Source) -> dict[str, bytearray]:
+        found = {}
+        for name, (length, digests) in self._offers[leader].items():
+            content = found[name] = bytearray(length)
+            for piece, digest in enumerate(digests):
+                start = piece * PIECE_BYTES
+                content[start : start + PIECE_BYTES] = self._pieces[digest]
+        return found
+
+    # In the thread of a source.
+
+    def _draw_from(self, source: Source) -> None:
+        try:
+            with _connected(source, self._deadline.seconds) as connection:
+                with self._changed:
+                    self._connections[source] = connection
+                # Digests are taken when they are asked for first, which takes longer than any piece.
+                self._hear(source, json.loads(self._answer(connection, source, [source.number], None)))
+                while (task := self._next_task(source)) is not None:
+                    self._take(connection, source, *task)
+        except (OSError, ValueError, KeyError) as error:
+            with self._changed:
+                self._give_up(source, str(error) or type(error).__name__)
+
+    def _hear(self, source: Source, offered: Mapping[str, list[Any]]) -> None:
+        """Take in what it offers."""
+        names = offered.keys() - self._without
+        with self._changed:
+            self._offers[source] = {name: (offered[name][0], offered[name][1]) for name in names}
+            self._places[source] = {
+                digest: _Place(name, piece) for name in names for piece, digest in enumerate(offered[name][1])
+            }
+            self._changed.notify_all()
+
+    def _next_task(self, source: Source) -> tuple[str, _Place] | None:
+        """A piece that nobody else fetches; waits for one as long as others might fail. None at the end."""
+        with self._changed:
+            while True:
+                leader = self._leader()
+                if self._ended or source in self.failures or leader is None:
+                    return None
+                own = self._places[source]
+                here = [digest for digest in self._places[leader] if digest in own and self._is_open(digest)]
+                if here:
+                    digest = min(here, key=self._offered_by)
+                    self._under_way[digest] = source
+                    return digest, own[digest]
+                self._changed.wait()
+
+    def _is_open(self, digest: str) -> bool:
+        return digest not in self._pieces and digest not in self._under_way
+
+    def _offered_by(self, digest: str) -> int:
+        """How many can give a piece: what only one has is asked for first."""
+        return sum(digest in places for source, places in self._places.items() if source not in self.failures)
+
+    def _take(self, connection: socket.socket, source: Source, digest: str, place: _Place) -> None:
+        started = time.monotonic()
+        piece = self._answer(connection, source, [source.number, *place], self._deadline.seconds)
+        if digest_of(memoryview(piece)) != digest:
+            raise ValueError("what it sent has another digest than it said")
+        with self._changed:
+            self._deadline.note(time.monotonic() - started)
+            self._pieces[digest] = memoryview(piece)
+            self._under_way.pop(digest, None)
+            self.received_bytes[source] = self.received_bytes.get(source, 0) + len(piece)
+            self._changed.notify_all()
+
+    def _answer(
+        self, connection: socket.socket, source: Source, question: list[Any], limit_s: float | None
+    ) -> bytearray:
+        connection.settimeout(limit_s)
+        return _asked(connection, [source.key, *question])
+
+    def _give_up(self, source: Source, why: str) -> None:
+        """Others may fetch what it was about to give. The caller holds the lock."""
+        self.failures.setdefault(source, why)
+        self._under_way = {digest: giver for digest, giver in self._under_way.items() if giver != source}
+        connection = self._connections.pop(source, None)
+        if connection is not None:
+            _shut(connection)
+        self._changed.notify_all()
+
+
+def ask_now(source: Source, timeout_s: float) -> list[int] | None:
+    """What a source says of itself at this moment; None if it does not answer."""
+    try:
+        with _connected(source, timeout_s) as connection:
+            return list(json.loads(_asked(connection, [source.key, "now"])))
+    except (OSError, ValueError):
+        return None
+
+
+def _connected(source: Source, timeout_s: float) -> socket.socket:
+    return socket.create_connection((source.host, source.port), timeout_s)
+
+
+def _shut(connection: socket.socket) -> None:
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        connection.close()
+
+
+def _asked(connection: socket.socket, question: list[Any]) -> bytearray:
+    """What the other end answers.
+
+    Raises:
+        OSError: it has gone, or is late.
+        ValueError: it has nothing like that.
+    """
+    connection.sendall(json.dumps(question).encode() + b"\n")
+    (length,) = LENGTH.unpack(_received(connection, LENGTH.size))
+    if length < 0:
+        raise ValueError("it offers that no longer")
+    return _received(connection, length)
+
+
+def _received(connection: socket.socket, length: int) -> bytearray:
+    found = bytearray(length)
+    rest = memoryview(found)
+    while rest:
+        count = connection.recv_into(rest)
+        if not count:
+            raise ConnectionResetError("it closed the connection")
+        rest = rest[count:]
+    return found

@@ -1,0 +1,189 @@
+"""Offers contents to other processes, and gives them the pieces that they ask for, in threads of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import socket
+import socketserver
+import struct
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from bagua.comm.lifetime.forks import family
+from bagua.comm.transports.failure.notices import own_address
+
+__all__ = ["LENGTH", "PIECE_BYTES", "PieceServer", "Source"]
+
+#: Small enough that a source that is lost costs little, large enough that asking costs nothing.
+PIECE_BYTES = 4 * 1024 * 1024
+#: Begins each answer.
+LENGTH = struct.Struct("<q")
+_NOTHING = LENGTH.pack(-1)
+
+
+class Source(NamedTuple):
+    """Where contents are offered; as a tuple, the store can keep it.
+
+    Attributes:
+        host: address of the host.
+        port: port on which pieces are given out.
+        key: word that whoever asks must know.
+        number: number of the offer. The next one of the same process has another.
+    """
+
+    host: str
+    port: int
+    key: str
+    number: int
+
+
+class PieceServer:
+    """Gives out one offer at a time: named contents of bytes, cut in pieces with a digest each.
+
+    Args:
+        now: returns what those who fetch may ask while they do: whole numbers.
+
+    Example:
+        >>> server = PieceServer(lambda: [0])
+        >>> server.offer({"text": bytearray(b"hello")}).number
+        1
+        >>> server.close()
+    """
+
+    def __init__(self, now: Callable[[], list[int]]) -> None:
+        self._now = now
+        self._key = uuid.uuid4().hex
+        self._number = 0
+        self._contents: dict[str, memoryview] = {}
+        self._catalogue: _Later | None = None
+        self._server: _Server | None = None
+        self._forked = False
+        family.add(self)
+
+    def offer(self, contents: Mapping[str, bytearray]) -> Source:
+        """Give out ``contents`` from now on, in the place of what was offered before. Returns at once.
+
+        Args:
+            contents: bytes by name, which nobody changes any more.
+
+        Raises:
+            OSError: the system gives no socket.
+        """
+        if self._server is None:
+            self._server = _Server((own_address(), 0), self._answer)
+        self._number += 1
+        self._contents = {name: memoryview(content) for name, content in contents.items()}
+        self._catalogue = _Later(self._contents)
+        host, port = self._server.server_address[:2]
+        return Source(str(host), int(port), self._key, self._number)
+
+    def withdraw(self) -> None:
+        """Offer nothing any more, and give the memory back."""
+        self._contents, self._catalogue = {}, None
+
+    def _answer(self, question: list[Any]) -> bytes | memoryview | None:
+        """What is said to ``[key, "now"]``, ``[key, number]`` or ``[key, number, name, piece]``; None for nothing."""
+        contents, catalogue, number = self._contents, self._catalogue, self._number
+        key, what, *place = question
+        if key != self._key:
+            return None
+        if what == "now":
+            return json.dumps(self._now()).encode()
+        if what != number or catalogue is None:
+            return None
+        if not place:
+            return catalogue.text()
+        name, piece = place
+        return contents[name][piece * PIECE_BYTES : (piece + 1) * PIECE_BYTES]
+
+    def close(self) -> None:
+        """End all threads and connections. Idempotent."""
+        self.withdraw()
+        server, self._server = self._server, None
+        if server is not None and not self._forked:
+            server.end()
+
+    def disown(self) -> None:
+        """In a forked child: the parent gives out pieces."""
+        self._forked = True
+
+
+class _Later:
+    """The digests of all pieces, taken in another thread and waited for when they are asked for."""
+
+    def __init__(self, contents: Mapping[str, memoryview]) -> None:
+        self._text = b""
+        self._thread = threading.Thread(target=self._take, args=(contents,), name="bagua-digests", daemon=True)
+        self._thread.start()
+
+    def _take(self, contents: Mapping[str, memoryview]) -> None:
+        catalogue = {name: [len(content), digests_of(content)] for name, content in contents.items()}
+        self._text = json.dumps(catalogue).encode()
+
+    def text(self) -> bytes:
+        self._thread.join()
+        return self._text
+
+
+def digests_of(content: memoryview) -> list[str]:
+    """The digest of each piece."""
+    return [digest_of(content[start : start + PIECE_BYTES]) for start in range(0, len(content), PIECE_BYTES)]
+
+
+def digest_of(piece: memoryview) -> str:
+    """A digest that nobody can forge."""
+    return hashlib.sha256(piece).hexdigest()
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    """One thread for each connection; all of them end with it."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, address: tuple[str, int], answer: Callable[[list[Any]], bytes | memoryview | None]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(address, _Connection)
+        self.answer = answer
+        self.ending = False
+        self.connections: set[socket.socket] = set()
+        self._thread = threading.Thread(
+            target=self.serve_forever, kwargs={"poll_interval": 0.05}, name="bagua-pieces", daemon=True
+        )
+        self._thread.start()
+
+    def end(self) -> None:
+        """Close everything, and wait for the thread that listens."""
+        self.ending = True
+        self.shutdown()
+        for connection in list(self.connections):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        self.server_close()
+        self._thread.join()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Whoever asks has gone, or asks nonsense: that ends its connection, and nothing else."""
+
+
+class _Connection(socketserver.StreamRequestHandler):
+    """Answers one who asks, line by line."""
+
+    server: _Server
+
+    def handle(self) -> None:
+        self.server.connections.add(self.connection)
+        try:
+            if self.server.ending:
+                return
+            for line in iter(lambda: self.rfile.readline(4096), b""):
+                answer = self.server.answer(json.loads(line))
+                self.connection.sendall(_NOTHING if answer is None else LENGTH.pack(len(answer)))
+                if answer is not None:
+                    self.connection.sendall(answer)
+        finally:
+            self.server.connections.discard(self.connection)
