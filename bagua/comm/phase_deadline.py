@@ -50,6 +50,11 @@ class PhaseDeadline:
         return min(max(self.usual_s, _TIMES_FIRST * median(self._first), self._least_s), self._most_s)
 
     @property
+    def known(self) -> bool:
+        """Whether it has happened often enough to tell what is usual."""
+        return len(self._first) == _FIRST
+
+    @property
     def usual_s(self) -> float:
         """Seconds that it takes at most, but for outliers: median and deviations alone; 0 before the first."""
         durations = list(self._durations)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -22,13 +22,16 @@ from bagua.membership.epochs import Epoch
 from bagua.membership.island import Act
 from bagua.membership.position import Tally
 from bagua.membership.presence import Presence
-from bagua.membership.transfer import receive_state, send_state
+from bagua.membership.roster import SeatRecord, record_name
+from bagua.membership.transfer import MOST_DONORS, Donor, Offer, Receiver
 
 __all__ = ["LOSSES", "Attempt", "Counterparts", "Samples", "epoch_name"]
 
 _log = logging.getLogger("bagua")
 #: Runs an exchange on the group of the epoch, from the same contribution each time.
 Attempt = Callable[[ProcessGroup], None]
+#: Parts of the state that belong to one island: what a newcomer got first will do.
+_OWN_PARTS = frozenset({"optimizers"})
 #: What ends an exchange that can be repeated without those who are lost.
 LOSSES = (PeerLostError, CollectiveTimeoutError, CommunicatorClosedError)
 
@@ -72,10 +75,15 @@ class Counterparts:
         cells: cells of the store.
         connect: makes the group of an epoch; collective among its members.
         tell: called after each change, with the epoch.
+        place: rank of this process in its island.
+        receiver: fetches the state, if this island is a newcomer.
 
     Attributes:
-        give: returns the state of this rank.
-        take: replaces it.
+        give: returns the state of this rank, in parts by name.
+        take: replaces it, and goes on after a step: its number, or -1 for the one that the state tells.
+        step: returns the number of the last step.
+        at: last exchange that counts and last step, when this rank was between two steps last.
+        under_way: number of the exchange that is under way, on the first rank of the island.
         attempt: the exchange that is under way.
         samples: deals out samples, and agrees on them in exchanges; None if there is no sampler.
         room: how many newcomers the members of the last attempt have agreed on, where samples are dealt out.
@@ -87,6 +95,8 @@ class Counterparts:
         cells: Cells,
         connect: Callable[[Epoch], ProcessGroup],
         tell: Callable[[Epoch], None],
+        place: int,
+        receiver: Receiver,
     ) -> None:
         self._presence = presence
         self._cells = cells
@@ -95,12 +105,17 @@ class Counterparts:
         #: One value, because the thread that gives signs of life reads both.
         self._link: tuple[Epoch, ProcessGroup] | None = None
         self.busy = False
-        self.give: Callable[[], object] = _nothing
-        self.take: Callable[[object], None] = _ignore
+        self._place = place
+        self._receiver = receiver
+        self._donor = Donor(lambda: [*self.at])
+        self.give: Callable[[], Mapping[str, object]] = dict
+        self.take: Callable[[Mapping[str, Any], int], None] = _ignore
+        self.step: Callable[[], int] = int
+        self.at = (0, 0)
+        self.under_way = 0
         self.attempt: Attempt = _ignore
         self.samples: Samples | None = None
         self.room = 0
-        self._received: Any = None
         self._sent_before = 0
 
     @property
@@ -128,7 +143,7 @@ class Counterparts:
             "attempt": (self._attempt, LOSSES),
             "receive": (self._receive, (CommunicationError,)),
             "take": (self._take, ()),
-            "serve": (self._serve, ()),
+            "offer": (self._offer, ()),
         }
 
     @contextmanager
@@ -169,32 +184,82 @@ class Counterparts:
         samples.hear({seat: Tally(*row[1:]) for seat, row in zip(group.ranks, rows, strict=True)}, self.room)
 
     def _receive(self, _: object) -> None:
-        """Receive the state of this rank's counterpart in the island that gives it."""
+        """Fetch the state that the epoch begins with, for this rank, from its counterparts in several islands."""
         epoch = self.epoch
         assert epoch is not None
-        donor = epoch.members.index(epoch.donor_of(self._presence.seat))
-        with self.call() as group:
-            self._received = receive_state(group.global_communicator, donor)
 
-    def _take(self, _: object) -> None:
+        def look() -> dict[int, Offer | None]:
+            if self._is_over(epoch):
+                raise CommunicatorClosedError("the others went on before it had the state", rank=self._presence.seat)
+            offers = self._offers(epoch.donors[:MOST_DONORS])
+            return {seat: offer if offer and offer.epoch == epoch.number else None for seat, offer in offers.items()}
+
+        self._receiver.receive(look)
+
+    def receive_early(self, seats: Sequence[int], needs: int, check: Callable[[], None]) -> None:
+        """Fetch the state, or what has changed of it, before this island comes in.
+
+        Args:
+            seats: members that were asked.
+            needs: number of the exchange that has to be part of it.
+            check: raises if it is no use to go on.
+        """
+
+        def look() -> dict[int, Offer | None]:
+            check()
+            offers = self._offers(seats)
+            return {seat: offer if offer and offer.exchange >= needs else None for seat, offer in offers.items()}
+
+        self._receiver.receive(look, kept=_OWN_PARTS)
+
+    @property
+    def has(self) -> int:
+        """Number of the exchange whose state was received; -1 if none was."""
+        return self._receiver.exchange
+
+    def _offers(self, seats: Sequence[int]) -> dict[int, Offer | None]:
+        """What those of ``seats`` offer that are not gone."""
+        gone = self._presence.roster.gone(-1)
+        here = [seat for seat in seats if seat not in gone]
+        try:
+            said = self._cells.read([record_name(seat, self._place) for seat in here])
+        except StoreLostError as error:
+            self._presence.trouble = error.problem
+            return dict.fromkeys(here)
+        records = [SeatRecord() if one is None else SeatRecord.from_json(one) for one in said]
+        return {seat: record.offer for seat, record in zip(here, records, strict=True)}
+
+    def latest_step(self) -> int:
+        """The last step of any member that holds what was received; -1 if nobody tells."""
+        return self._receiver.latest_step()
+
+    def _take(self, step: int) -> None:
         """Replace the state of this rank. All ranks have received theirs: they compare what they load."""
-        state, self._received = self._received, None
-        self.take(state["model"])
+        state = self._receiver.take()
+        samples = state.pop("samples")
+        self.take(state, step)
         if self.samples is not None:
-            self.samples.take(state["samples"])
+            self.samples.take(samples)
 
-    def _serve(self, _: object) -> None:
-        """Give newcomers the state, where it is this island's turn."""
-        epoch = self.epoch
-        assert epoch is not None
-        state = {"model": self.give(), "samples": None if self.samples is None else self.samples.give()}
-        with self.call() as group:
-            try:
-                for seat in epoch.served_by(self._presence.seat):
-                    send_state(state, group.global_communicator, epoch.members.index(seat))
-            except CommunicationError as error:  # The next exchange fails, and goes on without that one.
-                _log.info("islands: a newcomer did not get the state: %s", error)
-                group.abort(f"it could not give a newcomer the state: {error}")
+    def _offer(self, told: Sequence[int]) -> None:
+        """Offer newcomers the state: that of the last exchange, told with the epoch."""
+        state = {**self.give(), "samples": None if self.samples is None else self.samples.give()}
+        offer = self._donor.offer(state, *told)
+        if offer.problem:
+            _log.warning("islands: newcomers cannot come in, because the state cannot be sent: %s", offer.problem)
+        self._presence.tell(offer=offer)
+
+    @property
+    def offered(self) -> int:
+        """Number of the exchange whose state this rank offers; -1 for none."""
+        offer = self._donor.offered
+        return -1 if offer is None else offer.exchange
+
+    def withdraw(self) -> None:
+        """Offer nothing any more."""
+        if self.offered >= 0:
+            self._donor.withdraw()
+            self._presence.tell(offer=None)
 
     # From the thread that gives signs of life.
 
@@ -206,7 +271,9 @@ class Counterparts:
         epoch, group = link
         roster = self._presence.roster
         gone = {seat: why for seat, why in roster.gone(epoch.number).items() if seat in epoch.members}
-        stopped = [seat for seat, report in roster.reports(epoch.number).items() if not report.resting]
+        reports = roster.reports(epoch.number)
+        # Who rests before this exchange does not come to it; who rests after it has sent its part.
+        stopped = [seat for seat, one in reports.items() if not one.resting or one.held < self.under_way]
         if gone:
             seat, why = next(iter(gone.items()))
             group.abort(why, seat)
@@ -227,13 +294,10 @@ class Counterparts:
 
     def close(self) -> None:
         """Close the connections. Idempotent."""
+        self._donor.close()
         if self._link is not None:
             self._link[1].close()
 
 
-def _nothing() -> object:
-    return None
-
-
-def _ignore(_: object) -> None:
+def _ignore(*_: object) -> None:
     """What is done before anything is known."""

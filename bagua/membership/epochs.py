@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 __all__ = ["Epoch", "Standing", "StopReport", "first_epoch", "next_epoch"]
 
+_NOBODY: Mapping[int, int] = {}
+
 
 class Epoch(NamedTuple):
     """Who takes part from one change to the next.
@@ -24,7 +26,7 @@ class Epoch(NamedTuple):
         number: from 1, without gaps.
         members: seats, in ascending order.
         base: number of the last exchange whose result counts.
-        newcomers: those of the members that have yet to receive the state.
+        newcomers: those of the members that have yet to receive the state. Who had it before it came is not one.
         why: reason for the change, for people.
     """
 
@@ -36,16 +38,8 @@ class Epoch(NamedTuple):
 
     @property
     def donors(self) -> tuple[int, ...]:
-        """Members that have the state when it begins."""
+        """Members that have the state when it begins; each of them can give it."""
         return tuple(seat for seat in self.members if seat not in self.newcomers)
-
-    def donor_of(self, newcomer: int) -> int:
-        """The member that gives ``newcomer`` the state; newcomers are dealt out to all who have it."""
-        return self.donors[self.newcomers.index(newcomer) % len(self.donors)]
-
-    def served_by(self, donor: int) -> tuple[int, ...]:
-        """The newcomers that ``donor`` gives the state."""
-        return tuple(seat for seat in self.newcomers if self.donor_of(seat) == donor)
 
     def to_json(self) -> dict[str, Any]:
         """As the store keeps it."""
@@ -150,6 +144,7 @@ def next_epoch(
     waiting: Sequence[int] = (),
     minimum: int | None = None,
     left: Collection[int] = (),
+    ready: Mapping[int, int] = _NOBODY,
 ) -> Epoch | str:
     """The epoch that follows ``epoch``, or why there is none yet.
 
@@ -157,9 +152,10 @@ def next_epoch(
         epoch: epoch of all members that report.
         reports: reports of its members in this epoch, by seat.
         gone: why, for each seat that is not waited for.
-        waiting: seats that want to join.
+        waiting: seats that want to join, and receive the state then.
         minimum: members that may go on; None for more than half of the epoch.
         left: those of ``gone`` that went on purpose: no member misses them.
+        ready: seats that want to join and receive the state before: number of the exchange whose state each has.
 
     Example:
         >>> before = Epoch(3, (0, 1, 2), base=7)
@@ -173,17 +169,17 @@ def next_epoch(
     if missing:
         return f"waiting for {_seats(missing)}"
     staying = [seat for seat in epoch.members if seat in reports and reports[seat].complete and seat not in gone]
-    refusal = _refusal(epoch, reports, staying, gone, waiting, minimum, left)
+    refusal = _refusal(epoch, reports, staying, gone, {*waiting, *ready}, minimum, left)
     if refusal:
         return refusal
-    held = [reports[seat].held for seat in staying]
+    base = min(reports[seat].held for seat in staying)
     at_rest = all(reports[seat].resting for seat in staying)
     newcomers = tuple(sorted(set(waiting) - set(staying))) if at_rest else ()
+    come = sorted({*newcomers, *(seat for seat, has in ready.items() if has == base and seat not in staying)})
     reasons = [f"seat {seat} is not in it: {gone[seat]}" for seat in epoch.members if seat in gone]
-    reasons += [f"{_seats(newcomers)} came"] if newcomers else []
+    reasons += [f"{_seats(come)} came"] if come else []
     reasons += [] if reasons else ["an exchange failed, and no member is lost"]
-    members = tuple(sorted([*staying, *newcomers]))
-    return Epoch(epoch.number + 1, members, min(held), newcomers, "; ".join(reasons))
+    return Epoch(epoch.number + 1, tuple(sorted([*staying, *come])), base, newcomers, "; ".join(reasons))
 
 
 def _voters(epoch: Epoch, reports: Mapping[int, StopReport]) -> list[int]:
@@ -201,7 +197,7 @@ def _refusal(
     reports: Mapping[int, StopReport],
     staying: Sequence[int],
     gone: Mapping[int, str],
-    waiting: Sequence[int],
+    waiting: Collection[int],
     minimum: int | None,
     left: Collection[int],
 ) -> str:
@@ -215,7 +211,7 @@ def _refusal(
             return ""
         return f"{_seats(staying)} are not more than half of {_seats(had_state)} ({lost})"
     wanted = min(minimum, len(had_state)) if left else minimum
-    if len(staying) + len(set(waiting) - set(staying)) >= wanted:
+    if len({*staying, *waiting}) >= wanted:
         return ""
     return f"{_seats(staying)} and {len(waiting)} that wait are fewer than {wanted} ({lost})"
 

@@ -28,14 +28,15 @@ class Follower:
         self._called = False
         self.contributed: tuple[int, ...] = ()
 
-    def join(self) -> None:
-        """Come in with the island."""
+    def join(self, *, early: bool) -> None:  # noqa: ARG002 - as a Participant is asked
+        """Come in with the island; ``early`` is for islands of one rank."""
         self._island.follow()
 
     def exchange(self, attempt: Attempt) -> None:
         """Take part in an exchange of the island."""
         self._counterparts.attempt = attempt
         self._end_with(self._island.follow())
+        self._counterparts.withdraw()
 
     def rest(self) -> None:
         """Let newcomers in, if there are any."""

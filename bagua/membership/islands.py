@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import functools
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from typing_extensions import Self
 
@@ -28,6 +29,7 @@ from bagua.errors import (
     CollectiveMismatchError,
     CommunicatorClosedError,
     ConfigurationError,
+    PeerLostError,
 )
 from bagua.membership.counterparts import Attempt, Counterparts, Samples
 from bagua.membership.epochs import Epoch
@@ -38,8 +40,9 @@ from bagua.membership.merges import Merges
 from bagua.membership.participant import Participant
 from bagua.membership.presence import Presence, take_seat
 from bagua.membership.roster import Deadlines
+from bagua.membership.transfer import Receiver
 
-__all__ = ["Islands", "Members"]
+__all__ = ["Islands", "Members", "Training"]
 
 _DEADLINES = Deadlines()
 
@@ -56,6 +59,19 @@ class Members(NamedTuple):
     alive: tuple[int, ...] = ()
     in_epoch: tuple[int, ...] = ()
     contributed: tuple[int, ...] = ()
+
+
+class Training(Protocol):
+    """A model as it is trained here, for those who receive its state and give it."""
+
+    def give(self) -> dict[str, Any]:
+        """The state between two steps, in parts by name, made of numbers, strings, tensors and containers of these."""
+
+    def take(self, state: Mapping[str, Any], step: int) -> None:
+        """Replace the state, and go on after step number ``step``; -1 for the one that the state tells."""
+
+    def step(self) -> int:
+        """Number of the last step."""
 
 
 class Islands:
@@ -95,6 +111,7 @@ class Islands:
         deadlines: Deadlines = _DEADLINES,
         group: ProcessGroup | None = None,
     ) -> None:
+        deadlines = dataclasses.replace(deadlines, timeout_s=timeout_s)
         self.name, self.size = name, size
         self.ranks = () if group is None else group.ranks
         self._whole_store = store  # C++ keeps no Python object alive.
@@ -102,6 +119,7 @@ class Islands:
         self._history: deque[str] = deque(maxlen=64)
         self._callbacks: list[Callable[[Members, str], object]] = []
         self._left = ""
+        self._lost_rank: tuple[int, str] | None = None
         self._bound = False
         self._cells = Cells(self._store, where)
         self._island = Island(group)
@@ -114,7 +132,10 @@ class Islands:
         connect = functools.partial(
             _connect, self._store, self.seat, self._island.rank, backend, timeout_s, deadlines.meet_s
         )
-        self._counterparts = Counterparts(self._presence, self._cells, connect, self._changed)
+        receiver = Receiver(self.seat, timeout_s, deadlines.beat_s / 4)
+        self._counterparts = Counterparts(
+            self._presence, self._cells, connect, self._changed, self._island.rank, receiver
+        )
         self._island.acts = self._counterparts.acts
         self._participant: Participant | Follower = Follower(self._island, self._counterparts)
         if self._island.leads:
@@ -214,13 +235,14 @@ class Islands:
 
     # What the layers above call.
 
-    def bind(self, facts: Sequence[str], give: Callable[[], object], take: Callable[[object], None]) -> None:
+    def bind(self, facts: Sequence[str], training: Training, *, early: bool = True) -> None:
         """Come in with a model. Waits until this process takes part and has the state.
 
         Args:
             facts: facts about the model and its training, equal on all.
-            give: returns the state, made of numbers, strings, tensors and containers of these.
-            take: replaces the state.
+            training: the model as it is trained here.
+            early: a newcomer may receive the state before it comes in, while the others train on. That pays if they
+                make several steps between two exchanges.
 
         Raises:
             CollectiveMismatchError: the others train something else.
@@ -242,9 +264,11 @@ class Islands:
         self._refuse_other_samples(told[-1])
         self._island.share(lambda: _compare(self._cells, "model", told, "models"))
         self._bound = True
-        counterparts.give, counterparts.take = self.merges.giving(give), self.merges.taking(take)
+        counterparts.give, counterparts.take, counterparts.step = training.give, training.take, training.step
+        if self.merges.opened:
+            counterparts.give, counterparts.take = self.merges.giving(training.give), self.merges.taking(training.take)
         with self._leaving():
-            self._participant.join()
+            self._participant.join(early=early)
         self.merges.start()
         if samples is not None and counterparts.epoch is not None:
             samples.begin(self.seat, counterparts.epoch)
@@ -313,6 +337,9 @@ class Islands:
             yield
         except BaseException as error:
             self._leave(f"it left with {type(error).__name__}: {error}", error)
+            if self._lost_rank is not None and isinstance(error, CommunicatorClosedError):
+                rank, why = self._lost_rank
+                raise PeerLostError(f"rank {rank} of this island is lost: {why}", peers=[rank]) from error
             raise
 
     def _changed(self, epoch: Epoch) -> None:
@@ -327,6 +354,7 @@ class Islands:
         """From the thread that gives signs of life: end calls that wait for a member that is gone."""
         self._counterparts.watch()
         for rank, why in self._presence.lost_ranks().items():
+            self._lost_rank = self._lost_rank or (rank, why)
             self._presence.leave(f"rank {rank} of this island is lost: {why}")
             self._island.abort(why, rank)
             self._counterparts.abort(f"rank {rank} of its island is lost: {why}")

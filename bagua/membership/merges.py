@@ -78,8 +78,9 @@ class Merges:
         self._step, self._steps, self._tokens = -1, 0, 0.0
         self._step_s = self._idle_s = self._look_s = self._merge_s = self._chosen_at = 0.0
         self._stepped_at: float | None = None
-        self._give: Callable[[], object] | None = None
-        self._asked, self._given = False, None
+        self._give: Callable[[], Mapping[str, object]] | None = None
+        self._asked = False
+        self._given: Any = None
         self._tape: deque[Merge] = deque(maxlen=_TAPE)
         family.add(self)
 
@@ -95,6 +96,11 @@ class Merges:
 
     # Before training.
 
+    @property
+    def opened(self) -> bool:
+        """Whether there is anything to merge."""
+        return bool(self._fragments)
+
     def open(self, fragments: Sequence[Fragment], rule: QuorumRule) -> None:
         """Merge these fragments from now on, as ``rule`` says.
 
@@ -108,7 +114,7 @@ class Merges:
 
     def start(self) -> None:
         """Make exchanges from now on, if there is anything to merge: this process is a member."""
-        if self._fragments:
+        if self.opened:
             context = contextvars.copy_context()
             self._thread = threading.Thread(target=context.run, args=(self._run,), name="bagua-merges", daemon=True)
             self._thread.start()
@@ -239,21 +245,23 @@ class Merges:
 
     # What a newcomer needs.
 
-    def giving(self, give: Callable[[], object]) -> Callable[[], object]:
+    def giving(self, give: Callable[[], Mapping[str, object]]) -> Callable[[], Mapping[str, object]]:
         """What returns the state, from any thread: the one that trains makes it, between two of its steps."""
         self._give = give
 
-        def ask() -> object:
+        def ask() -> Mapping[str, object]:
             if threading.current_thread() is not self._thread:
                 return self._state()
             with self._changed:
                 self._asked = True
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: not self._asked or self._stopped.is_set())
+                given: Any
                 given, self._given = self._given, None
                 if isinstance(given, BaseException):
                     raise given
-                return given
+                told: Mapping[str, object] = given
+                return told
 
         return ask
 
@@ -276,11 +284,11 @@ class Merges:
         pending = [one for one in pending if one[1] is not None]
         return {"state": self._give(), "number": self._number, "pending": pending}
 
-    def taking(self, take: Callable[[Any], None]) -> Callable[[Any], None]:
+    def taking(self, take: Callable[[Any, int], None]) -> Callable[[Any, int], None]:
         """What replaces the state by that which another member gave."""
 
-        def replace(given: Mapping[str, Any]) -> None:
-            take(given["state"])
+        def replace(given: Mapping[str, Any], step: int) -> None:
+            take(given["state"], step)
             self._number = given["number"]
             for number, difference in given["pending"]:
                 self._arrived.setdefault(number, deque()).append(Arrived(difference, own=False))

@@ -11,6 +11,7 @@ import torch
 
 from bagua.comm import Cells, ReduceOp
 from bagua.errors import (
+    CollectiveTimeoutError,
     CommunicatorClosedError,
     LeftOutError,
     PeerLostError,
@@ -22,10 +23,13 @@ from bagua.membership.epochs import Epoch, Standing, StopReport, first_epoch, ne
 from bagua.membership.island import FailedAct, Island
 from bagua.membership.presence import Presence
 from bagua.membership.roster import Deadlines
+from bagua.membership.transfer import MOST_DONORS
 
 __all__ = ["Participant"]
 
 _log = logging.getLogger("bagua")
+#: How often a newcomer receives the state while the others go on, before it asks them to wait for it.
+_ROUNDS = 3
 
 
 class Participant:
@@ -68,20 +72,30 @@ class Participant:
         self._timeout_s = timeout_s
         self._deadlines = deadlines
         self._called = False
+        #: Whether newcomers receive the state before they come in; of this one itself, as long as it may catch up.
+        self._early = False
+        self._rounds = 0
+        self._seen: object = None
         self.standing: Standing | None = None
         self.contributed: tuple[int, ...] = ()
         self.waiting_for = ""
 
     # Coming in.
 
-    def join(self) -> None:
+    def join(self, *, early: bool) -> None:
         """Come in: with the others at the beginning, or as a newcomer. Waits until this island has the state.
+
+        Args:
+            early: newcomers receive the state before they come in, where that is possible: several ranks receive it
+                together, and samples are dealt out from one exchange to the next.
 
         Raises:
             TooFewMembersError: too few others came.
             StoreLostError: the store does not answer.
+            ConfigurationError: no member can send its state.
         """
-        self._presence.tell(waiting=True)
+        self._early = early and self._island.size == 1 and self._counterparts.samples is None
+        self._presence.tell(waiting=True, admit=not self._early)
         with self._island.leading(self._outcome):
             self._wait_for_the_state(time.monotonic())
 
@@ -90,7 +104,10 @@ class Participant:
         while self.standing is None:
             later = self._cell(1 if epoch is None else epoch.number + 1, partial(self._not_yet, epoch))
             if later is None:
-                self._wait(started)
+                if epoch is not None and self._catch_up(epoch):
+                    started = time.monotonic()
+                else:
+                    self._wait(started)
                 continue
             epoch = later
             if self._presence.seat in epoch.members and self._cell(epoch.number + 1) is None:
@@ -114,22 +131,50 @@ class Participant:
             )
         return f"waiting to be let in by seats {list(epoch.members)}, after their next exchange"
 
+    def _catch_up(self, epoch: Epoch) -> bool:
+        """Receive the state of the last exchange before coming in, if it is not here; whether it was received."""
+        newest, presence = self._presence.roster.exchange_of(epoch.members), self._presence
+        if not self._early or self._counterparts.has >= newest:
+            return False
+        if self._rounds == _ROUNDS:
+            presence.tell(admit=True)
+        self._rounds += 1
+        if self._rounds > _ROUNDS:
+            return False
+        first = presence.seat % len(epoch.members)  # Newcomers ask different members.
+        asks = (*epoch.members[first:], *epoch.members[:first])[:MOST_DONORS]
+        presence.tell(needs=newest, asks=asks)
+        try:
+            self._counterparts.receive_early(asks, newest, partial(self._check_wait, time.monotonic()))
+        except (PeerLostError, CollectiveTimeoutError) as error:
+            _log.info("islands: no state for seat %d: %s", presence.seat, error.problem)
+        presence.tell(needs=-1, asks=(), has=self._counterparts.has)
+        return True
+
     def _come_in(self, epoch: Epoch) -> None:
         seat = self._presence.seat
-        if seat in epoch.donors:  # Only in the first epoch.
+        if epoch.number == 1 and seat in epoch.donors:
             self._presence.tell(waiting=False, epoch=epoch.number)
             self.standing = Standing(seat, epoch)
             if not self._meet(epoch, resting=True):
                 self._change()
             self._serve()
             return
-        failure = self._enter(epoch) or self._island.do("receive") or self._island.do("take")
+        failure = self._enter(epoch) or self._get_state(epoch)
         if failure is not None:
             _log.info("islands: no state for seat %d in epoch %d: %s", seat, epoch.number, failure.problem)
-            self._presence.tell(epoch=epoch.number, report=StopReport(epoch.number, complete=False))
+            self._presence.tell(epoch=epoch.number, has=-1, report=StopReport(epoch.number, complete=False))
             return
         self.standing = Standing.of_newcomer(seat, epoch)
-        self._presence.tell(waiting=False, epoch=epoch.number, report=None)
+        self._presence.tell(waiting=False, admit=False, epoch=epoch.number, exchange=epoch.base, report=None)
+
+    def _get_state(self, epoch: Epoch) -> FailedAct | None:
+        """Receive the state that ``epoch`` begins with, if it is not here, and go on where the others are."""
+        if self._presence.seat in epoch.newcomers:
+            return self._island.do("receive") or self._island.do("take", -1)
+        if self._counterparts.has != epoch.base:
+            return FailedAct(f"it has the state of exchange {self._counterparts.has}, and {epoch.base} counts")
+        return self._island.do("take", self._counterparts.latest_step())
 
     # Exchanges.
 
@@ -158,6 +203,8 @@ class Participant:
                 members = self.standing.epoch.members
                 self.standing = self.standing.enter()
             self.contributed = members
+        if not self._early:
+            self._counterparts.withdraw()
 
     def _outcome(self) -> tuple[tuple[int, ...], bool]:
         """Who has contributed, and whether newcomers are let in before the next step."""
@@ -166,6 +213,7 @@ class Participant:
     def _attempt(self) -> bool:
         """Whether the exchange has happened, for all members. The island holds what all of its ranks hold."""
         assert self.standing is not None
+        self._counterparts.under_way = self.standing.entered
         failure = self._island.do("attempt", len(self._strangers()))
         if failure is not None:
             self._stop(failure)
@@ -187,27 +235,53 @@ class Participant:
             group.global_communicator.allreduce(called, ReduceOp.MAX)
         return bool(called) if self._counterparts.samples is None else self._counterparts.room > 0
 
-    def _strangers(self) -> list[int]:
-        """Seats of those who wait, and are no members."""
-        members = () if self.standing is None else self.standing.epoch.members
-        return [seat for seat in self._presence.roster.waiting() if seat not in members]
+    def _strangers(self, *, admit: bool = True) -> list[int]:
+        """Seats of those who wait, and are no members: all, or those who want to be let in without the state."""
+        members, roster = () if self.standing is None else self.standing.epoch.members, self._presence.roster
+        found = [seat for seat in roster.waiting() if seat not in members]
+        return [seat for seat in found if roster.records[seat].admit] if admit else found
 
     def rest(self) -> None:
-        """Between two steps: let newcomers in, if the last exchange said that there are any."""
-        if not self._called:
-            return
+        """Between two steps: let newcomers in, and offer the state to those who ask for it."""
         assert self.standing is not None
+        self._counterparts.at = (self.standing.applied, self._counterparts.step())
+        self._presence.note(exchange=self.standing.applied)
+        changes, offers = self._called, False
+        if self._early and not changes:
+            changes, offers = self._look_around(self.standing)
+        if not changes and not offers:
+            return
         with self._island.leading(self._outcome):
-            self.standing = self.standing.stop(resting=True)
-            self._presence.tell(report=self.standing.report)
-            self._change()
-            self._serve()
+            if changes:
+                self.standing = self.standing.stop(resting=True)
+                self._presence.tell(report=self.standing.report)
+                self._change()
+                self._serve()
+            else:
+                self._island.do("offer", [self.standing.applied, self.standing.epoch.number])
+
+    def _look_around(self, standing: Standing) -> tuple[bool, bool]:
+        """Whether the epoch ends, and whether somebody asks for the state; new only after a new look at the others."""
+        roster, offered = self._presence.roster, self._counterparts.offered
+        if roster.records is self._seen:
+            return False, False
+        self._seen = roster.records
+        if roster.reports(standing.epoch.number):  # Somebody lets in a newcomer that this island has not seen.
+            return True, False
+        strangers = [roster.records[seat] for seat in self._strangers(admit=False)]
+        if not strangers and standing.applied > offered:
+            self._counterparts.withdraw()
+        seat, applied = self._presence.seat, standing.applied
+        return (
+            any(one.has == applied for one in strangers),
+            any(seat in one.asks and offered < one.needs <= applied for one in strangers),
+        )
 
     def _serve(self) -> None:
-        """Give newcomers the state, where it is this island's turn."""
+        """Offer newcomers the state, if this island is one of those that do."""
         epoch = self._counterparts.epoch
-        if epoch is not None and epoch.served_by(self._presence.seat):
-            self._island.do("serve")
+        if epoch is not None and epoch.newcomers and self._presence.seat in epoch.donors[:MOST_DONORS]:
+            self._island.do("offer", [epoch.base, epoch.number])
 
     # From one epoch to the next.
 
@@ -245,10 +319,11 @@ class Participant:
         if late:
             stuck = set(epoch.members) - reports.keys() - gone.keys()
             gone |= dict.fromkeys(stuck, f"it did not come to its next exchange within {self._timeout_s:g} s")
-        waiting, resting = roster.waiting(), standing.report is not None and standing.report.resting
+        waiting, resting = self._strangers(), standing.report is not None and standing.report.resting
+        ready = {seat: roster.records[seat].has for seat in self._strangers(admit=False)}
         if resting and standing.applied and self._counterparts.samples is not None:
             waiting = waiting[: self._counterparts.room]  # There are samples for so many until the next exchange.
-        return next_epoch(epoch, reports, gone, waiting, self._minimum, roster.left())
+        return next_epoch(epoch, reports, gone, waiting, self._minimum, roster.left(), ready)
 
     def _cell(self, number: int, propose: Callable[[], Epoch | str] | None = None) -> Epoch | None:
         """Epoch ``number``, if it is written; else what ``propose`` returns, if no other process comes first."""
@@ -272,12 +347,13 @@ class Participant:
             _log.info("islands: seat %d: %s", self._presence.seat, why)
         self.waiting_for = why
 
-    def _wait(self, started: float, *, give_up: bool = True) -> None:
+    def _wait(self, started: float, *, give_up: bool = True, pause: bool = True) -> None:
         """Wait for a moment, or give up after ``timeout_s``.
 
         Args:
             started: when this process began to wait.
             give_up: False if there is something left to try.
+            pause: False to return at once.
 
         Raises:
             TooFewMembersError: too few are there, for too long.
@@ -287,7 +363,7 @@ class Participant:
             raise CommunicatorClosedError("this process has left its islands", rank=self._presence.seat)
         elapsed_s = time.monotonic() - started
         if elapsed_s <= self._timeout_s or not give_up:
-            time.sleep(self._deadlines.poll_s)
+            time.sleep(self._deadlines.poll_s if pause else 0.0)
             return
         seat, timeout_s = self._presence.seat, self._timeout_s
         if self._presence.trouble:
@@ -301,6 +377,10 @@ class Participant:
             timeout_s=timeout_s,
             advice="Start more processes, or pass minimum= to join_islands. A run that ended needs another name.",
         )
+
+    def _check_wait(self, started: float) -> None:
+        """While somebody else does what this process waits for: give up when waiting is no use."""
+        self._wait(started, pause=False)
 
     def _meet(self, epoch: Epoch, *, resting: bool = False) -> bool:
         """Whether the members of ``epoch`` have met; if not, this island has said so."""

@@ -78,6 +78,15 @@ class Presence:
             self._record = dataclasses.replace(self._record, beat=self._record.beat + 1, **news)
             self._cells.post(record_name(self.seat, self._island.rank), self._record.to_json())
 
+    def note(self, **news: Any) -> None:
+        """Say it with the next sign of life.
+
+        Args:
+            news: fields of the record.
+        """
+        with self._lock:
+            self._record = dataclasses.replace(self._record, **news)
+
     def look(self) -> None:
         """See how the others are, if the store answers."""
         with self._lock, self._noting():

@@ -6,8 +6,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bagua.comm import Cells
+from bagua.comm import Cells, PhaseDeadline
 from bagua.membership.epochs import StopReport
+from bagua.membership.transfer import Offer
 
 __all__ = ["Deadlines", "Roster", "SeatRecord", "record_name", "seat_name"]
 
@@ -18,8 +19,9 @@ class Deadlines:
 
     Attributes:
         beat_s: between two signs of life.
-        silence_s: without a sign of life before it counts as gone.
+        silence_s: without a sign of life before it counts as gone; longer where signs of life come late.
         suspect_s: the same for one whose connections refused somebody.
+        timeout_s: what the user allows, beyond which no silence lasts longer because signs of life come late.
         meet_s: for the members of an epoch to connect.
         poll_s: between two looks at what is about to be decided.
     """
@@ -29,6 +31,7 @@ class Deadlines:
     suspect_s: float = 0.6
     meet_s: float = 10.0
     poll_s: float = 0.02
+    timeout_s: float = 1800.0
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,13 @@ class SeatRecord:
         beat: grows as long as it lives.
         epoch: number of the epoch that it takes part in, or has read last.
         report: report that it has made; None while it takes part.
-        waiting: it wants to join, and has no state.
+        waiting: it wants to join, and has no say yet.
+        admit: others shall let it in without the state: it cannot get it before.
+        asks: seats of members that it asks for the state.
+        needs: number of the exchange whose state it asks for, or a later one; -1 if it asks for none.
+        has: number of the exchange whose state it has received; -1 if none.
+        exchange: number of the last exchange that counts for it as a member.
+        offer: state that it offers to those who ask.
         left: why it went; empty as long as it is here.
         host: its host and process, for people.
     """
@@ -48,6 +57,12 @@ class SeatRecord:
     epoch: int = 0
     report: StopReport | None = None
     waiting: bool = False
+    admit: bool = False
+    asks: tuple[int, ...] = ()
+    needs: int = -1
+    has: int = -1
+    exchange: int = 0
+    offer: Offer | None = None
     left: str = ""
     host: str = ""
 
@@ -60,7 +75,9 @@ class SeatRecord:
         """From what the store keeps."""
         said = found["report"]
         report = None if said is None else StopReport(**{**said, "lost": tuple(said["lost"])})
-        return cls(**{**found, "report": report})
+        return cls(
+            **{**found, "report": report, "asks": tuple(found["asks"]), "offer": Offer.from_json(found["offer"])}
+        )
 
 
 def seat_name(seat: int) -> str:
@@ -99,6 +116,8 @@ class Roster:
         self._ranks_of = ranks_of
         self._taken = 0 if ranks_of is None else ranks_of[1]
         self._silent_s: dict[int, float] = {}
+        #: From one sign of life to the next, of all others: a slow store or a full link makes them late.
+        self._pause = PhaseDeadline(deadlines.timeout_s)
         self._looked: float | None = None
 
     def look(self, now: float) -> None:
@@ -123,6 +142,8 @@ class Roster:
         for seat, said in zip(seats, found, strict=True):
             before, record = records.get(seat), SeatRecord() if said is None else SeatRecord.from_json(said)
             heard = before is None or record.beat != before.beat
+            if before is not None and heard and seat != self._own:
+                self._pause.note(silences[seat] + awake_s)
             silences[seat] = 0.0 if heard else silences[seat] + awake_s
             records[seat] = record
         # Another thread may be reading: it has the old ones, or the new ones.
@@ -144,22 +165,35 @@ class Roster:
             suspects: seats of processes whose connections refused this one.
         """
         reports = self.reports(epoch)
+        silence_s, suspect_s = self._limits()
         refused = {*suspects, *(seat for report in reports.values() for seat in report.lost)}
         found = {}
         for seat, record in self.records.items():
             silent_s = self._silent_s[seat]
             suspect = seat in refused and seat not in reports
-            limit_s = self._deadlines.suspect_s if suspect else self._deadlines.silence_s
+            limit_s = suspect_s if suspect else silence_s
             if record.left:
                 found[seat] = record.left
             elif silent_s > limit_s and seat != self._own:
                 found[seat] = f"it was silent for {silent_s:.1f} s{', and refused connections' if suspect else ''}"
         return found
 
+    def _limits(self) -> tuple[float, float]:
+        """How long silence may last, and that of one whose connections refused somebody."""
+        deadlines, pause = self._deadlines, self._pause
+        if not pause.known:
+            return deadlines.silence_s, deadlines.suspect_s
+        silence_s = max(deadlines.silence_s, pause.seconds)
+        return silence_s, min(max(deadlines.suspect_s, pause.usual_s), silence_s)
+
     def waiting(self) -> list[int]:
         """Seats of those who are here and want to join."""
         away = self.gone(-1)
         return [seat for seat, record in self.records.items() if record.waiting and seat not in away]
+
+    def exchange_of(self, seats: Collection[int]) -> int:
+        """Number of the last exchange that counts for one of ``seats``."""
+        return max((self.records[seat].exchange for seat in seats if seat in self.records), default=0)
 
     def left(self) -> frozenset[int]:
         """Seats of those who said goodbye."""

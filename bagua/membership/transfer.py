@@ -1,68 +1,173 @@
-"""Giving a newcomer the state, in pieces, with a digest of all of it."""
+"""How a newcomer gets the state: members offer it and train on, and the newcomer fetches it from several at once."""
 
 from __future__ import annotations
 
-import hashlib
-import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from bagua.comm import Communicator, as_bytes, decode, encode, encode_failure
-from bagua.errors import BaguaError, CollectiveMismatchError
+from bagua.comm import Fetch, PhaseDeadline, PieceServer, Source, ask_now, decode, encoded_bytes
+from bagua.errors import BaguaError, CollectiveTimeoutError, ConfigurationError, PeerLostError
 
-__all__ = ["receive_state", "send_state"]
+__all__ = ["MOST_DONORS", "Donor", "Offer", "Receiver"]
 
-_log = logging.getLogger("bagua")
-#: Small enough that a member that is lost in between is noticed soon on a slow link.
-_PIECE_BYTES = 4 * 1024 * 1024
+#: More sources than a few make no link faster, and each of them copies its state.
+MOST_DONORS = 4
 
 
-def send_state(state: object, communicator: Communicator, newcomer: int) -> None:
-    """Send ``state`` to rank ``newcomer`` of the communicator.
+class Offer(NamedTuple):
+    """What a member says when it was asked for the state.
+
+    Attributes:
+        exchange: number of the last exchange that is part of the state.
+        epoch: number of the epoch in which it was offered.
+        problem: reason why the state cannot be sent; empty if it can.
+        source: place to fetch it; None with a problem.
+    """
+
+    exchange: int
+    epoch: int
+    problem: str = ""
+    source: Source | None = None
+
+    @classmethod
+    def from_json(cls, found: Sequence[Any] | None) -> Offer | None:
+        """From what the store keeps."""
+        if found is None:
+            return None
+        exchange, epoch, problem, source = found
+        return cls(exchange, epoch, problem, None if source is None else Source(*source))
+
+
+class Donor:
+    """Offers the state of one rank; the rank goes on when it is copied.
 
     Args:
-        state: numbers, strings, tensors, and containers of these.
-        communicator: communicator of the epoch.
-        newcomer: calls ``receive_state``.
+        now: returns the last exchange that counts for this rank, and the number of its last step.
 
-    Raises:
-        CommunicationError: it is lost.
+    Attributes:
+        offered: latest offer; None if there is none, or it was withdrawn.
     """
-    try:
-        data = encode(state)
-    except BaguaError as error:  # The newcomer has to go; this member trains on.
-        _log.warning("islands: newcomers cannot come in, because the state cannot be sent: %s", error.problem)
-        data = encode_failure(error.problem)
-    communicator.send(torch.tensor([data.numel()]), newcomer)
-    for piece in torch.split(data, _PIECE_BYTES):
-        communicator.send(piece, newcomer)
-    communicator.send(_digest(data), newcomer)
+
+    def __init__(self, now: Callable[[], list[int]]) -> None:
+        self._server = PieceServer(now)
+        self.offered: Offer | None = None
+
+    def offer(self, state: Mapping[str, object], exchange: int, epoch: int) -> Offer:
+        """Offer ``state``, in the place of what was offered before.
+
+        Args:
+            state: parts by name, made of numbers, strings, tensors, and containers of these.
+            exchange: number of the last exchange that is part of it.
+            epoch: number of the epoch.
+        """
+        try:
+            contents = {name: encoded_bytes(part) for name, part in state.items()}
+            self.offered = Offer(exchange, epoch, "", self._server.offer(contents))
+        except (BaguaError, OSError) as error:  # The newcomer has to go elsewhere; this member trains on.
+            self.offered = Offer(exchange, epoch, error.problem if isinstance(error, BaguaError) else str(error))
+        return self.offered
+
+    def withdraw(self) -> None:
+        """Give the memory back."""
+        self.offered = None
+        self._server.withdraw()
+
+    def close(self) -> None:
+        """Offer nothing any more, and end all threads. Idempotent."""
+        self.withdraw()
+        self._server.close()
 
 
-def receive_state(communicator: Communicator, donor: int) -> object:
-    """The state that rank ``donor`` of the communicator sends.
+class Receiver:
+    """Fetches the state for one rank of a newcomer, and again what has changed.
 
-    Raises:
-        CommunicationError: the donor is lost, or what arrived is not what was sent.
-        ConfigurationError: the donor holds something that cannot be sent.
+    Args:
+        seat: seat of the newcomer.
+        timeout_s: how long to wait for an offer, and the longest time that a piece may take, in seconds.
+        poll_s: seconds between two looks at who offers.
+
+    Attributes:
+        exchange: number of the last exchange that is part of what was received; -1 before.
+        received_bytes: bytes that came in the last fetch, by the seat of the member that gave them.
     """
-    size = torch.zeros(1, dtype=torch.int64)
-    communicator.recv(size, donor)
-    data = torch.empty(int(size), dtype=torch.uint8)
-    for piece in torch.split(data, _PIECE_BYTES):
-        communicator.recv(piece, donor)
-    digest = torch.empty(32, dtype=torch.uint8)
-    communicator.recv(digest, donor)
-    if not torch.equal(digest, _digest(data)):
-        raise CollectiveMismatchError(
-            "the state that arrived is not the one that was sent",
-            call="the transfer of the state to a newcomer",
-            peers=(communicator.ranks[donor],),
-            expected=as_bytes(digest).hex(),
-            seen=as_bytes(_digest(data)).hex(),
-        )
-    return decode(data)
 
+    def __init__(self, seat: int, timeout_s: float, poll_s: float) -> None:
+        self._seat = seat
+        self._timeout_s = timeout_s
+        self._poll_s = poll_s
+        self._deadline = PhaseDeadline(timeout_s)
+        self._contents: dict[str, bytearray] = {}
+        self._sources: dict[Source, tuple[int, Offer]] = {}
+        self.exchange = -1
+        self.received_bytes: dict[int, int] = {}
 
-def _digest(data: torch.Tensor) -> torch.Tensor:
-    return torch.frombuffer(bytearray(hashlib.sha256(as_bytes(data)).digest()), dtype=torch.uint8)
+    def receive(self, look: Callable[[], Mapping[int, Offer | None]], kept: frozenset[str] = frozenset()) -> None:
+        """Fetch the state from those who offer it.
+
+        Args:
+            look: returns what each member that can be asked offers, by seat. It may raise, which ends the fetch.
+            kept: parts that were received before and need not be newer.
+
+        Raises:
+            PeerLostError: no member is left that offers it.
+            CollectiveTimeoutError: no member has offered it.
+            ConfigurationError: no member can send it.
+        """
+        started = time.monotonic()
+        names = frozenset(kept & self._contents.keys())
+        latest: dict[int, Offer] = {}
+
+        def find() -> list[Source]:
+            offers = look()
+            latest.update({seat: offer for seat, offer in offers.items() if offer is not None})
+            known = {seat: latest.get(seat) for seat in offers}  # The store may not answer each time.
+            self._refuse_without_hope(known, time.monotonic() - started)
+            found = {offer.source: (seat, offer) for seat, offer in known.items() if offer and offer.source}
+            self._sources.update(found)
+            return list(found)
+
+        fetch = Fetch(self._contents, names, self._deadline)
+        fetched = fetch.run(find, self._poll_s)
+        self.received_bytes = {self._sources[source][0]: count for source, count in fetch.received_bytes.items()}
+        if fetched is None:
+            whys = [f"seat {self._sources[source][0]}: {why}" for source, why in fetch.failures.items()]
+            raise PeerLostError(
+                f"nobody is left who gives seat {self._seat} the state ({'; '.join(whys)})",
+                rank=self._seat,
+                peers=sorted({self._sources[source][0] for source in fetch.failures}),
+            )
+        source, contents = fetched
+        self._contents.update(contents)
+        self.exchange = self._sources[source][1].exchange
+
+    def _refuse_without_hope(self, offers: Mapping[int, Offer | None], elapsed_s: float) -> None:
+        if not offers:
+            raise PeerLostError(
+                f"all members that have the state are lost; seat {self._seat} has none", rank=self._seat
+            )
+        problems = {seat: offer.problem for seat, offer in offers.items() if offer is not None and offer.problem}
+        if len(problems) == len(offers):
+            seat, problem = next(iter(problems.items()))
+            raise ConfigurationError(
+                f"newcomers cannot come in, because members cannot send their state; seat {seat}: {problem}",
+                argument="between",
+                expected="a model and optimizers whose state_dict() holds numbers, strings, tensors, and containers",
+                seen=f"seats {sorted(problems)} that cannot send theirs",
+            )
+        if elapsed_s > self._timeout_s and not any(offers.values()):
+            raise CollectiveTimeoutError(
+                f"no member has offered seat {self._seat} the state", elapsed_s=elapsed_s, timeout_s=self._timeout_s
+            )
+
+    def latest_step(self) -> int:
+        """The last step of any member that holds the same state, as far as they answer; -1 if none does."""
+        ends = [ask_now(source, min(self._timeout_s, 1.0)) for source in self._sources]
+        return max((end[1] for end in ends if end is not None and end[0] == self.exchange), default=-1)
+
+    def take(self) -> dict[str, Any]:
+        """The parts of the state by name, which are then forgotten here."""
+        contents, self._contents = self._contents, {}
+        return {name: decode(torch.frombuffer(content, dtype=torch.uint8)) for name, content in contents.items()}

@@ -100,7 +100,10 @@ def come_in(engine: BackwardHooks, islands: Islands | None, optimizers: Sequence
         return
     state = _State(engine.reducer, engine.reducer.optimizers if optimizers is None else optimizers)
     try:
-        islands.bind(engine.reducer.facts, state.give, state.take)
+        exchanges = engine.reducer.declaration.every_exchange()
+        # What is merged by a quorum has no moment between two exchanges of all.
+        early = not any("gradients" in one.needs or (one.how is not None and one.how.apart) for one in exchanges)
+        islands.bind(engine.reducer.facts, state, early=early)
         gauges = engine.reducer.group.gauges
         gauges.update(islands.metrics())
         islands.on_change(lambda *_: gauges.update(islands.metrics()))
@@ -125,8 +128,12 @@ class _State:
             "engine": self._shared(reducer.state_dict()),
         }
 
-    def take(self, state: Any) -> None:
-        """Replace all of it, before training begins."""
+    def step(self) -> int:
+        """Number of the last step."""
+        return self._reducer.step
+
+    def take(self, state: Mapping[str, Any], step: int) -> None:
+        """Replace all of it before training begins, after step number ``step``; -1 for the one of the state."""
         reducer = self._reducer
         here = _tensors(reducer.module)
         with torch.no_grad():
@@ -136,7 +143,8 @@ class _State:
             self._take_anchor(state["engine"]["parameters"], here)
         for optimizer, found in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(found)
-        reducer.load_state_dict(state["engine"])
+        engine = state["engine"]
+        reducer.load_state_dict({**engine, "step": max(step, engine["step"])})
 
     def _take_anchor(self, kept: Mapping[str, Mapping[str, torch.Tensor]], here: Mapping[str, torch.Tensor]) -> None:
         """Begin at the anchor: what its donor has learned since is for that one to contribute."""

@@ -37,6 +37,7 @@ class Actor(NamedTuple):
     ranks: tuple[int, ...] = ()  # how far each rank is in the attempt that is under way, or was the last one
     learned: int = 0  # differences that it has made, one after the other
     ready: int = 0  # number of the one that is not merged yet; 0 if there is none
+    has: int = -1  # of a newcomer: number of the exchange whose state it has received
 
 
 class World(NamedTuple):
@@ -66,6 +67,9 @@ class Rules(NamedTuple):
     minimum: int | None = 1
     quorum: int = 0  # 0: all take part in each exchange
     forget_when: str = "applied"  # the result is applied; "held" and "passed", the own barrier, are wrong
+    #: Newcomers can receive the state before they come in, and again if others went on.
+    early: bool = True
+    stale: bool = False  # found wrong: who has the state of an earlier exchange comes in, too
 
 
 Move = tuple[str, World]
@@ -98,7 +102,7 @@ def moves(world: World, rules: Rules) -> Iterator[Move]:
             number = actor.learned + 1
             yield f"learn {seat}", _with(world, seat, actor._replace(learned=number, ready=number))
         if actor.standing is None:
-            yield from _as_newcomer(world, seat, actor)
+            yield from _as_newcomer(world, seat, actor, rules)
         elif actor.standing.report is None:
             yield from _taking_part(world, seat, actor, actor.standing, rules)
         else:
@@ -109,18 +113,47 @@ def _with(world: World, seat: int, actor: Actor) -> World:
     return world._replace(actors=(*world.actors[:seat], actor, *world.actors[seat + 1 :]))
 
 
-def _as_newcomer(world: World, seat: int, actor: Actor) -> Iterator[Move]:
+def _as_newcomer(world: World, seat: int, actor: Actor, rules: Rules) -> Iterator[Move]:
     number = max((cell.number for cell in world.cells if seat in cell.members), default=0)
     if number <= actor.failed_in:
+        yield from _receive_early(world, seat, actor, rules)
         return
-    epoch = world.cells[number - 1]
-    donor = world.actors[epoch.donor_of(seat)]
-    giving = donor.how == UP and donor.standing is not None and donor.standing.epoch.number == number
-    if giving and donor.standing.report is None and donor.standing.applied == epoch.base:
+    epoch = world.cells[number - 1] if number else None
+    if epoch is None or len(world.cells) > number:
+        yield from _receive_early(world, seat, actor, rules)
+        return
+    if seat not in epoch.newcomers:
+        come = actor._replace(standing=Standing.of_newcomer(seat, epoch), at=number)
+        yield f"come in {seat}", _with(world, seat, come)
+    givers = [world.actors[donor] for donor in epoch.donors if _gives(world.actors[donor], epoch)]
+    for giver in {giver.lineage: giver for giver in givers}.values() if seat in epoch.newcomers else ():
         received = Standing.of_newcomer(seat, epoch)
-        yield f"receive {seat}", _with(world, seat, actor._replace(standing=received, at=number, lineage=donor.lineage))
-    if not giving or donor.standing.report is not None or donor.standing.applied > epoch.base:
-        yield f"miss {seat}", _with(world, seat, actor._replace(failed_in=number))
+        yield f"receive {seat}", _with(world, seat, actor._replace(standing=received, at=number, lineage=giver.lineage))
+    others = [world.actors[other] for other in epoch.members if other != seat]
+    well = bool(givers) if seat in epoch.newcomers else not any(_has_failed(other, number) for other in others)
+    if world.faults or not well:
+        lesser = world._replace(faults=world.faults - well)
+        yield f"miss {seat}", _with(lesser, seat, actor._replace(failed_in=number))
+
+
+def _gives(donor: Actor, epoch: Epoch) -> bool:
+    """Whether a member offers the state that the epoch begins with."""
+    standing = donor.standing
+    here = donor.how == UP and standing is not None and standing.epoch.number == epoch.number
+    return here and standing.report is None and standing.applied == epoch.base
+
+
+def _receive_early(world: World, seat: int, actor: Actor, rules: Rules) -> Iterator[Move]:
+    """From any member that is between two exchanges; nobody waits for it."""
+    if not rules.early:
+        return
+    offered = {}
+    for donor in world.actors:
+        standing = donor.standing
+        if donor.how == UP and standing is not None and standing.entered == standing.applied > actor.has:
+            offered[standing.applied] = donor.lineage
+    for has, lineage in offered.items():
+        yield f"receive {seat} early", _with(world, seat, actor._replace(has=has, lineage=lineage))
 
 
 def _taking_part(world: World, seat: int, actor: Actor, standing: Standing, rules: Rules) -> Iterator[Move]:
@@ -132,11 +165,11 @@ def _taking_part(world: World, seat: int, actor: Actor, standing: Standing, rule
     if not rules.together:
         yield from _in_attempt(world, seat, actor, standing, rules)
     others = [world.actors[other] for other in epoch.members if other != seat]
-    served = [one for one in epoch.newcomers if epoch.donor_of(one) == seat and not _served(world, one, number)]
     if standing.entered == standing.applied:
-        if (number, standing.applied) in world.calls:
+        called = (number, standing.applied) in world.calls
+        if called or _sees_one_ready(world, standing) or any(_reports(other, number) for other in others):
             yield f"rest {seat}", _with(world, seat, actor._replace(standing=standing.stop(resting=True)))
-        elif standing.applied < rules.exchanges and not served:
+        if not called and standing.applied < rules.exchanges:
             entered = standing.enter()
             ranks = (SENT, *[COMING] * (rules.ranks - 1))
             sent = world.sent | {(number, seat, entered.entered, 0)}
@@ -145,7 +178,7 @@ def _taking_part(world: World, seat: int, actor: Actor, standing: Standing, rule
     elif all((number, other, standing.held) in world.held for other in epoch.members):
         yield from _pass_barrier(world, seat, actor, number, standing.held)
     broken = _with(world, seat, actor._replace(standing=standing.stop()))
-    if any(_has_failed(other, number) for other in others) or any(_gone(world, one, number) for one in served):
+    if any(_has_failed(other, number) for other in others):
         yield f"break {seat}", broken
     elif world.faults and len(epoch.members) > 1:
         yield f"cut {seat}", broken._replace(faults=world.faults - 1)
@@ -242,14 +275,14 @@ def _check_ranks(actor: Actor) -> None:
         raise ViolationError(f"seat {actor.standing.seat} takes in a result that some of its ranks do not have")
 
 
-def _served(world: World, newcomer: int, number: int) -> bool:
-    standing = world.actors[newcomer].standing
-    return standing is not None and standing.epoch.number >= number
+def _sees_one_ready(world: World, standing: Standing) -> bool:
+    """Whether a process that waits has the state of the last exchange."""
+    strangers = (one for seat, one in enumerate(world.actors) if seat not in standing.epoch.members)
+    return any(one.standing is None and one.how == UP and one.has == standing.applied for one in strangers)
 
 
-def _gone(world: World, newcomer: int, number: int) -> bool:
-    actor = world.actors[newcomer]
-    return actor.how != UP or actor.failed_in >= number
+def _reports(other: Actor, number: int) -> bool:
+    return other.how == UP and other.standing is not None and _has_stopped(other.standing, number)
 
 
 def _has_failed(other: Actor, number: int) -> bool:
@@ -274,10 +307,15 @@ def _between_epochs(world: World, seat: int, actor: Actor, standing: Standing, r
     well = [other for other in unheard if world.actors[other].how == UP]
     if len(well) > world.faults:
         return
-    waiting = [other for other, one in enumerate(world.actors) if one.standing is None and one.how == UP]
+    comers = {other: one for other, one in enumerate(world.actors) if one.standing is None and one.how == UP}
+    ready = {other: one.has for other, one in comers.items() if rules.early}
+    if rules.stale:
+        ready = dict.fromkeys((other for other in ready if ready[other] >= 0), standing.held)
     ended = [other for other in reports if world.actors[other].how != UP]
     for gone in [unheard, [*unheard, *ended]] if ended else [unheard]:
-        proposal = next_epoch(standing.epoch, reports, dict.fromkeys(gone, "gone"), waiting, rules.minimum)
+        proposal = next_epoch(
+            standing.epoch, reports, dict.fromkeys(gone, "gone"), list(comers), rules.minimum, ready=ready
+        )
         if isinstance(proposal, Epoch):
             cells = (*world.cells, proposal._replace(why=""))
             yield f"propose {seat} {proposal.members}", world._replace(cells=cells, faults=world.faults - len(well))
@@ -313,6 +351,8 @@ def check(world: World) -> None:
     """No two processes differ in what made any exchange, those included that were killed, stopped or left out."""
     found: dict[int, tuple[int, Made]] = {}
     for seat, actor in enumerate(world.actors):
+        if actor.standing is not None and len(actor.lineage) != actor.standing.applied:
+            raise ViolationError(f"seat {seat} has a state of {len(actor.lineage)} exchanges: {actor.standing}")
         for exchange, made in enumerate(actor.lineage, start=1):
             other, elsewhere = found.setdefault(exchange, (seat, made))
             if elsewhere != made:
@@ -350,11 +390,34 @@ def explore(rules: Rules, most: int = 10_000_000) -> int:
             _check_goes_on(world, found, rules)
         except ViolationError as violation:
             raise ViolationError(f"{violation}; after: {_story(world, came_from)}") from violation
-        for name, after in found:
+        for name, reached in found:
+            after = _without_past(reached)
             if after not in came_from:
                 came_from[after] = (world, name)
                 todo.append(after)
     return len(came_from)
+
+
+def _without_past(world: World) -> World:
+    """The same world, without what was sent in epochs to which nobody can go back."""
+    present = [
+        actor.standing.epoch.number
+        for actor in world.actors
+        if actor.standing is not None and actor.how in (UP, STOPPED)
+    ]
+    oldest = min(present, default=0)
+    kept = [frozenset(entry for entry in entries if entry[0] >= oldest) for entries in world[3:]]
+    actors = tuple(_as_dead(actor) if actor.how in (DEAD, OUT) else actor for actor in world.actors)
+    return World(actors, world.cells, world.faults, *kept)
+
+
+def _as_dead(actor: Actor) -> Actor:
+    """Nobody can tell how far it was, but by its report and what it has applied."""
+    standing = actor.standing
+    if standing is not None:
+        applied = standing.applied
+        standing = standing._replace(entered=applied, held=applied)
+    return actor._replace(standing=standing, ranks=(), made=(0, ()), has=-1)
 
 
 def _check_goes_on(world: World, found: list[Move], rules: Rules) -> None:

@@ -30,8 +30,8 @@ from bagua.testing.ranks import RankDiedError
 from tests.membership.training import (
     ALGORITHMS,
     PERIOD,
-    Deadlines,
     check_rows,
+    fall_silent,
     joined,
     new_model,
     new_store,
@@ -149,7 +149,8 @@ def test_who_says_goodbye_is_not_missed_although_half_is_left():
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_newcomer_starts_from_the_state_of_the_others_and_contributes(algorithm):
-    came, seen = threading.Event(), threading.Event()
+    """It has the state before it comes in, in the middle of a period, and trains on from where the others are."""
+    came, seen, inside = threading.Event(), threading.Event(), threading.Event()
 
     def island(store, number):
         if number == 2:
@@ -158,20 +159,24 @@ def test_a_newcomer_starts_from_the_state_of_the_others_and_contributes(algorith
             if number == 2:
                 came.set()
             model = wrapped(islands, algorithm)
+            if number == 2:
+                inside.set()
 
-            def pace(step):
+            def let_in(step):
                 if step == PERIOD + 1:
                     seen.set()
-                if step == 2 * PERIOD:  # The next exchange has to see it.
                     assert came.wait(60)
-                    _until(lambda: 2 in islands.members().alive and islands._presence.roster.records[2].waiting)
+                    _until(lambda: islands.rest() or 2 in islands.members().in_epoch)
+                    assert inside.wait(60)
 
-            return train(islands, model, 5 * PERIOD, pace if number < 2 else lambda step: None)
+            rows = train(islands, model, 5 * PERIOD, let_in if number < 2 else lambda step: None)
+            return rows, islands.why()
 
-    store = new_store()
-    rows = _numbered(3, island, store)
-    assert [row[0].step for row in rows] == [PERIOD, PERIOD, 3 * PERIOD]
-    assert check_rows(algorithm, 0, rows) == [(0, 1), (0, 1), (0, 1, 2), (0, 1, 2), (0, 1, 2)]
+    found = _numbered(3, island, new_store())
+    rows = [rows for rows, _ in found]
+    assert [row[0].step for row in rows] == [PERIOD, PERIOD, 2 * PERIOD]
+    assert check_rows(algorithm, 0, rows) == [(0, 1), *[(0, 1, 2)] * 4]
+    assert all("epoch 2 of seats [0, 1, 2], from exchange 1: seat 2 came" in why for _, why in found)
 
 
 def _numbered(count, job, store):
@@ -194,17 +199,15 @@ def _until(true):
 
 
 def test_an_island_that_was_stopped_is_told_that_the_others_went_on():
-    deadlines = Deadlines(beat_s=0.01, silence_s=0.3, suspect_s=0.1, meet_s=5.0, poll_s=0.002)
     over = threading.Event()
 
     def island(store):
-        with joined(store, 3, deadlines=deadlines) as islands:
+        with joined(store, 3) as islands:
             model = wrapped(islands, "diloco")
-            presence = islands._presence
 
             def stop(step):
                 if islands.seat == 1 and step == PERIOD + 1:
-                    presence._ended.set()
+                    fall_silent(islands)
                     assert over.wait(60)
 
             rows = train(islands, model, 2 * PERIOD, stop)
@@ -220,14 +223,17 @@ def test_an_island_that_was_stopped_is_told_that_the_others_went_on():
 
 
 def test_who_leaves_in_the_middle_of_an_exchange_learns_it_at_once():
-    left = threading.Event()
+    inside, left = threading.Event(), threading.Event()
 
     def island(store):
         with joined(store, 2) as islands:
             model = wrapped(islands, "diloco")
             if islands.seat == 1:
+                inside.set()
                 assert left.wait(60)
                 return
+
+            assert inside.wait(60)
 
             def leave():
                 _until(lambda: islands._counterparts.busy)
@@ -238,7 +244,7 @@ def test_who_leaves_in_the_middle_of_an_exchange_learns_it_at_once():
             with pytest.raises(CommunicatorClosedError, match="has left its islands"):
                 train(islands, model, PERIOD)
 
-    assert run(2, island, new_store(), deadline_s=10.0) == [None, None]
+    assert run(2, island, new_store()) == [None, None]
 
 
 def test_signs_of_life_go_on_after_an_error():
@@ -267,11 +273,10 @@ def test_a_store_that_is_gone_when_members_meet_is_a_typed_error():
 
 
 def test_a_minority_stops_and_names_whom_it_misses():
-    deadlines = Deadlines(beat_s=0.01, silence_s=0.3, suspect_s=0.05, meet_s=5.0, poll_s=0.002)
-
     def island(store):
-        with joined(store, 2, minimum=None, timeout_s=0.5, deadlines=deadlines) as islands:
+        with joined(store, 2, minimum=None) as islands:
             model = wrapped(islands, "diloco")
+            islands._participant._timeout_s = 0.2
             train(islands, model, PERIOD, lambda step: islands.seat == 1 and vanish(islands))
 
     error = next(end for end in run(2, island, new_store()) if not isinstance(end, RankDiedError))
@@ -455,8 +460,9 @@ def test_without_the_store_nobody_is_replaced_until_it_is_back(returns):
     store = Unsteady()
 
     def island():
-        with joined(store, 2, timeout_s=20.0 if returns else 0.3) as islands:
+        with joined(store, 2) as islands:
             model = wrapped(islands, "diloco")
+            islands._participant._timeout_s = 60.0 if returns else 0.3
 
             def fail(step):
                 if step == PERIOD + 1 and islands.seat == 1:

@@ -18,7 +18,7 @@ from bagua.errors import (
     StoreLostError,
     TooFewMembersError,
 )
-from bagua.membership import counterparts
+from bagua.membership.transfer import Receiver
 from bagua.parallel import with_bagua
 from bagua.testing import ThreadRanks
 from bagua.testing.ranks import RankDiedError
@@ -192,15 +192,14 @@ def test_a_rank_that_dies_in_an_exchange_takes_its_island_out_and_no_other():
 def test_a_newcomer_receives_the_state_rank_by_rank(fails_once, monkeypatch):
     """If one of its ranks does not get the state, none takes it, and the island comes in one exchange later."""
     came, seen, store, newcomers = threading.Event(), threading.Event(), new_store(), []
-    receive, failures = counterparts.receive_state, iter([fails_once])
+    receive, failures = Receiver.receive, iter([fails_once])
 
-    def receive_or_fail(communicator, donor):
-        state = receive(communicator, donor)
+    def receive_or_fail(*arguments):
+        receive(*arguments)
         if newcomers and get_rank() == 1 and next(failures, False):
             raise PeerLostError("the state did not arrive", peers=[0])
-        return state
 
-    monkeypatch.setattr(counterparts, "receive_state", receive_or_fail)
+    monkeypatch.setattr(Receiver, "receive", receive_or_fail)
 
     def rank(number):
         if number == 2:

@@ -9,16 +9,19 @@ import pytest
 from bagua.membership.epochs import Epoch, Standing, StopReport, first_epoch, next_epoch
 from tests.membership.simulation import Rules, ViolationError, explore
 
-#: members, exchanges, faults, processes that come later.
-QUICK = [(2, 2, 2, 0), (3, 1, 1, 0), (3, 2, 1, 0), (2, 2, 1, 1), (1, 2, 1, 2)]
-THOROUGH = [(3, 1, 2, 0), (2, 2, 2, 1), (3, 2, 1, 1), (2, 3, 1, 1), (4, 1, 1, 0)]
+#: members, exchanges, faults, processes that come later; and whether these receive the state before they come in.
+QUICK = [(2, 2, 2, 0), (3, 1, 1, 0), (3, 2, 1, 0), (2, 2, 1, 1, False), (2, 1, 0, 1), (1, 2, 1, 1)]
+THOROUGH = [
+    *((3, 1, 2, 0), (2, 2, 2, 1, False), (3, 2, 1, 1, False), (2, 3, 1, 1, False), (4, 1, 1, 0)),
+    *((1, 2, 1, 2, False), (2, 1, 1, 1), (2, 2, 1, 1), (1, 1, 1, 2), (1, 3, 1, 1)),
+]
 SIZES = QUICK + (THOROUGH if os.environ.get("HYPOTHESIS_PROFILE") == "thorough" else [])
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_no_order_of_events_lets_histories_differ_or_members_wait_for_ever(size):
-    members, exchanges, faults, comers = size
-    assert explore(Rules(members, exchanges, faults, comers)) > 500
+    members, exchanges, faults, comers, *early = size
+    assert explore(Rules(members, exchanges, faults, comers, early=not early)) > 500
 
 
 @pytest.mark.parametrize("ranks", [1, 2] if len(SIZES) > len(QUICK) else [1])
@@ -52,7 +55,7 @@ THOROUGH_OF_QUORUMS = [((2, 1, 2, 0), 2), ((3, 1, 1, 0), 1), ((3, 1, 1, 0), 2), 
     ("size", "quorum"), OF_QUORUMS + (THOROUGH_OF_QUORUMS if len(SIZES) > len(QUICK) else []), ids=str
 )
 def test_no_order_of_events_loses_a_difference_or_counts_it_twice(size, quorum):
-    assert explore(Rules(*size, quorum=quorum)) > 500
+    assert explore(Rules(*size, quorum=quorum, early=False)) > 500
 
 
 @pytest.mark.parametrize(
@@ -60,13 +63,18 @@ def test_no_order_of_events_loses_a_difference_or_counts_it_twice(size, quorum):
 )
 def test_differences_that_are_forgotten_too_early_or_too_late_are_found(forget_when, what):
     with pytest.raises(ViolationError, match=what):
-        explore(Rules(2, 2, 1, quorum=1, forget_when=forget_when))
+        explore(Rules(2, 2, 1, quorum=1, forget_when=forget_when, early=False))
+
+
+def test_a_newcomer_that_comes_in_with_an_older_state_is_found_wrong():
+    with pytest.raises(ViolationError, match="seat 1 has a state of 0 exchanges"):
+        explore(Rules(1, 2, 0, 1, stale=True))
 
 
 @pytest.mark.parametrize("base", [max, lambda held: min(held) - 1], ids=["too high", "too low"])
 def test_another_base_is_found_wrong(base, monkeypatch):
-    def other(epoch, reports, *rest):
-        proposal = next_epoch(epoch, reports, *rest)
+    def other(epoch, reports, *rest, **more):
+        proposal = next_epoch(epoch, reports, *rest, **more)
         if isinstance(proposal, str):
             return proposal
         return proposal._replace(base=max(0, base([reports[seat].held for seat in proposal.donors])))
@@ -116,9 +124,15 @@ def test_newcomers_come_in_when_all_rest():
     resting = {seat: report._replace(resting=True) for seat, report in reports(s0=8, s2=8, s5=8, s6=8).items()}
     after = next_epoch(EPOCH, resting, {}, [9, 7])
     assert (after.members, after.newcomers, after.donors) == ((0, 2, 5, 6, 7, 9), (7, 9), (0, 2, 5, 6))
-    assert (after.donor_of(7), after.donor_of(9)) == (0, 2)
     resting[2] = resting[2]._replace(resting=False)
     assert next_epoch(EPOCH, resting, {}, [9, 7]).newcomers == ()
+
+
+@pytest.mark.parametrize("resting", [True, False])
+def test_who_has_the_state_comes_in_with_any_change(resting):
+    said = {seat: report._replace(resting=resting) for seat, report in reports(s0=8, s2=8, s5=9, s6=8).items()}
+    after = next_epoch(EPOCH, said, {}, ready={7: 8, 8: 7, 9: -1})
+    assert (after.members, after.newcomers, after.base, after.why) == ((0, 2, 5, 6, 7), (), 8, "seat 7 came")
 
 
 def test_who_has_no_state_has_no_say():

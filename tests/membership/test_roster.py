@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import logging
+import json
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from bagua.comm import Cells, get_default_group
+from bagua.comm import Cells
 from bagua.comm.store.serving import thread_store
-from bagua.errors import ConfigurationError
+from bagua.errors import CollectiveTimeoutError, ConfigurationError, PeerLostError
 from bagua.membership import participant
 from bagua.membership.counterparts import Counterparts
 from bagua.membership.epochs import Epoch, Standing, StopReport
@@ -19,9 +20,7 @@ from bagua.membership.island import Island
 from bagua.membership.participant import Participant
 from bagua.membership.presence import Presence
 from bagua.membership.roster import Deadlines, Roster, SeatRecord, record_name, seat_name
-from bagua.membership.transfer import receive_state, send_state
-from bagua.testing import ThreadRanks
-from bagua.testing.ranks import this_rank
+from bagua.membership.transfer import Donor, Offer, Receiver
 
 DEADLINES = Deadlines(beat_s=0.25, silence_s=3.0, suspect_s=0.6)
 
@@ -57,6 +56,21 @@ def test_who_is_silent_is_found_although_looks_are_rare() -> None:
     for number in range(20):
         roster.look(2.0 * number)
     assert list(roster.gone(1)) == [1]
+
+
+def test_where_signs_of_life_come_late_silence_may_last_longer() -> None:
+    roster, cells = roster_of_two()
+    beat = 1
+    for number in range(130):
+        beat += number % 8 == 0  # Each eighth look, so after two seconds.
+        cells.post(record_name(1), SeatRecord(beat=beat).to_json())
+        roster.look(number * 0.25)
+        assert roster.gone(1, suspects=[1]) == {} or beat < 10
+    for number in range(130, 160):
+        roster.look(number * 0.25)
+        silent_s = 0.25 * (number - 128)
+        assert (1 in roster.gone(1)) is (silent_s > 6.0)  # 3 times the first ones.
+        assert (1 in roster.gone(1, suspects=[1])) is (silent_s > 2.0)
 
 
 def test_a_rank_that_is_silent_is_lost_and_one_that_said_goodbye_is_not() -> None:
@@ -104,7 +118,7 @@ def test_a_member_that_does_not_come_is_left_out_however_long_one_look_takes(mon
         return SimpleNamespace(close=lambda: None)
 
     presence, cells, island = Seated(), Cells(thread_store()), Island(None)
-    counterparts = Counterparts(presence, cells, connect, lambda epoch: None)
+    counterparts = Counterparts(presence, cells, connect, lambda epoch: None, 0, Receiver(0, 15.0, 0.01))
     island.acts = counterparts.acts
     one = Participant(presence, cells, island, counterparts, size=2, minimum=1, timeout_s=15.0, deadlines=DEADLINES)
     one.standing = Standing(0, Epoch(1, (0, 1))).stop()
@@ -114,22 +128,78 @@ def test_a_member_that_does_not_come_is_left_out_however_long_one_look_takes(mon
     assert "it did not come to its next exchange within 15 s" in met[0].why
 
 
-def give_what_cannot_be_sent() -> str:
-    comm = get_default_group().global_communicator
-    said = ""
-    if this_rank.get().rank == 0:
-        send_state({"weights": torch.ones(3), "hook": len}, comm, 1)
-    else:
-        try:
-            receive_state(comm, 0)
-        except ConfigurationError as error:
-            said = str(error)
-    comm.barrier()  # Both can go on.
-    return said
+def donors(*states: dict) -> list[Donor]:
+    """Members that offer their states after exchange 3, in epoch 2."""
+    made = [Donor(lambda: [3, 17]) for _ in states]
+    for donor, state in zip(made, states, strict=True):
+        donor.offer(state, 3, 2)
+    return made
 
 
-def test_a_state_that_cannot_be_sent_ends_the_newcomer_and_not_the_donor(caplog) -> None:
-    with caplog.at_level(logging.WARNING, logger="bagua"):
-        _, said = ThreadRanks(2).run(give_what_cannot_be_sent)
-    assert "could not encode its object" in said
-    assert "newcomers cannot come in, because the state cannot be sent" in caplog.text
+def offers(*made: Donor) -> dict[int, Offer | None]:
+    """What the store says of them, by seat."""
+    return {seat: Offer.from_json(json.loads(json.dumps(donor.offered))) for seat, donor in enumerate(made)}
+
+
+def close(*made: Donor) -> None:
+    for donor in made:
+        donor.close()
+
+
+def test_a_newcomer_has_what_members_offer_and_is_told_where_they_are() -> None:
+    state = {"model": {"weights": torch.arange(3.0)}, "optimizers": [1]}
+    made, receiver = donors(state, state), Receiver(9, 60.0, 0.001)
+    receiver.receive(lambda: offers(*made))
+    assert (receiver.exchange, receiver.latest_step()) == (3, 17)
+    assert sum(receiver.received_bytes.values()) > 0
+    made[0].offer({"model": {"weights": torch.ones(3)}, "optimizers": [2]}, 4, 2)
+    receiver.receive(lambda: offers(made[0]), frozenset({"optimizers"}))
+    assert (receiver.exchange, receiver.latest_step()) == (4, -1)
+    found = receiver.take()
+    assert found["optimizers"] == [1]
+    torch.testing.assert_close(found["model"], {"weights": torch.ones(3)})
+    close(*made)
+
+
+def test_a_member_that_cannot_send_its_state_is_passed_over() -> None:
+    made, receiver = donors({"model": len}, {"model": 5}), Receiver(9, 60.0, 0.001)
+    receiver.receive(lambda: offers(*made))
+    assert receiver.take() == {"model": 5}
+    close(*made)
+
+
+def test_members_that_cannot_send_their_state_end_the_newcomer_with_the_reason() -> None:
+    made, receiver = donors({"model": len}, {"model": len}), Receiver(9, 60.0, 0.001)
+    with pytest.raises(ConfigurationError, match="members cannot send their state; seat 0: an object of this type"):
+        receiver.receive(lambda: offers(*made))
+    close(*made)
+
+
+def test_a_newcomer_without_members_that_have_the_state_says_so() -> None:
+    made, receiver = donors({"model": 5}), Receiver(9, 60.0, 0.001)
+    with pytest.raises(PeerLostError, match="all members that have the state are lost"):
+        receiver.receive(dict)
+    stale = offers(*made)
+    made[0].withdraw()
+    with pytest.raises(PeerLostError, match="seat 0: it offers that no longer") as caught:
+        receiver.receive(lambda: stale)
+    assert caught.value.peers == (0,)
+    with pytest.raises(CollectiveTimeoutError, match="no member has offered seat 9 the state"):
+        Receiver(9, 0.0, 0.001).receive(lambda: {0: None})
+    close(*made)
+
+
+def test_a_store_that_does_not_answer_each_time_costs_no_source() -> None:
+    made, receiver, again = donors({"model": 5}), Receiver(9, 60.0, 0.001), threading.Event()
+    server = made[0]._server._server
+    answer, looks = server.answer, itertools.count()
+    server.answer = lambda question: answer(question) if again.wait(60) else None
+
+    def look() -> dict[int, Offer | None]:
+        if next(looks) > 1:
+            again.set()
+        return {0: None} if again.is_set() else offers(*made)
+
+    receiver.receive(look)
+    assert receiver.take() == {"model": 5}
+    close(*made)

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
 import os
-import shutil
 import signal
-import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 from torch.distributed import DistNetworkError, DistStoreError, HashStore, PrefixStore
@@ -23,45 +17,13 @@ from bagua.comm import Cells, group_of_seats, open_store, serve_store_at
 from bagua.comm.store.etcd import EtcdStore
 from bagua.comm.store.polled import BoundedStore, PolledStore
 from bagua.errors import ConfigurationError, StoreLostError
+from bagua.membership.roster import Deadlines
+from tests.membership.etcd_servers import ETCD, cluster, free_ports, leader
 from tests.membership.training import PERIOD, check_rows, joined, run, train, vanish, wrapped
 
-ETCD = shutil.which("etcd")
+#: Each island has a store of its own here, so that silence is a matter of time.
+DEADLINES = Deadlines(beat_s=0.05, silence_s=8.0, suspect_s=2.0, meet_s=60.0, poll_s=0.01)
 needs_etcd = pytest.mark.skipif(ETCD is None, reason="etcd is not installed: apt-get install etcd-server")
-
-
-@contextlib.contextmanager
-def cluster(size: int, folder: Path) -> Iterator[tuple[list[tuple[str, int]], list[subprocess.Popen]]]:
-    """The servers of an etcd cluster on free ports, and their processes."""
-    ports = free_ports(2 * size)
-    peers = {f"s{number}": f"http://127.0.0.1:{ports[2 * number]}" for number in range(size)}
-    servers = [("127.0.0.1", ports[2 * number + 1]) for number in range(size)]
-    processes = [
-        subprocess.Popen(
-            [
-                *(ETCD, "--name", name, "--data-dir", folder / name, "--unsafe-no-fsync"),
-                *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
-                *("--listen-client-urls", f"http://127.0.0.1:{port}"),
-                *("--advertise-client-urls", f"http://127.0.0.1:{port}"),
-                *("--initial-cluster", ",".join(f"{other}={url}" for other, url in peers.items())),
-                *("--heartbeat-interval=50", "--election-timeout=300"),
-            ],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        for (name, peer), (_, port) in zip(peers.items(), servers, strict=True)
-    ]
-    try:
-        yield servers, processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [one.getsockname()[1] for one in sockets]
 
 
 @pytest.fixture(params=["bounded", pytest.param("etcd", marks=needs_etcd)])
@@ -195,7 +157,7 @@ def test_islands_train_on_while_the_leader_of_etcd_is_killed(tmp_path):
 
         def island():
             store = open_store(where, 20.0)
-            with joined(store, 2) as islands:
+            with joined(store, 2, deadlines=DEADLINES) as islands:
                 model = wrapped(islands, "diloco")
 
                 def pace(step):
@@ -212,15 +174,3 @@ def test_islands_train_on_while_the_leader_of_etcd_is_killed(tmp_path):
         ends = run(2, island)
     rows = [end for end in ends if not isinstance(end, BaseException)]
     assert check_rows("diloco", 0, rows) == [(0, 1), (0,), (0,)]
-
-
-def leader(servers: list[tuple[str, int]], processes: list[subprocess.Popen]) -> subprocess.Popen:
-    """The process of the server that leads."""
-    found = {}
-    for (host, port), process in zip(servers, processes, strict=True):
-        connection = http.client.HTTPConnection(host, port, timeout=5)
-        connection.request("POST", "/v3/maintenance/status", "{}")
-        status = json.loads(connection.getresponse().read())
-        connection.close()
-        found[status["header"]["member_id"]] = process
-    return found[status["leader"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,14 +13,16 @@ from bagua.algorithms import Algorithm
 from bagua.comm.store.serving import thread_store
 from bagua.comm.transports.threads import RankKilled
 from bagua.membership import Islands
-from bagua.membership.roster import Deadlines
+from bagua.membership.roster import Deadlines, Roster
 from bagua.parallel import with_bagua
 from bagua.testing import ThreadRanks
 
 PERIOD = 2
 RATE = 0.05
-#: Silence is not looked for here, but in the tests that wait for it: this machine may be busy.
-QUICK = Deadlines(beat_s=0.01, silence_s=8.0, suspect_s=0.05, meet_s=5.0, poll_s=0.002)
+#: No clock says here who is silent: this machine may be busy. See ``fall_silent``.
+QUICK = Deadlines(beat_s=0.01, silence_s=600.0, suspect_s=600.0, meet_s=60.0, poll_s=0.002)
+#: Seats and ranks that have fallen silent, for each store.
+_silent: weakref.WeakKeyDictionary[object, set[tuple[int, int]]] = weakref.WeakKeyDictionary()
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "diloco": {"sync_every": PERIOD, "outer_lr": 0.7, "outer_momentum": 0.9},
@@ -43,9 +46,30 @@ def new_store():
 @contextlib.contextmanager
 def joined(store, size: int, *, deadlines: Deadlines = QUICK, **options: Any) -> Iterator[Islands]:
     """One of the islands that meet at ``store``."""
-    wanted: dict[str, Any] = {"minimum": 1, "name": "a run", "timeout_s": 20.0, **options}
+    wanted: dict[str, Any] = {"minimum": 1, "name": "a run", "timeout_s": 60.0, **options}
     with Islands(store, "the store", size=size, backend="threads", deadlines=deadlines, **wanted) as islands:
+        silent, presence = _silent.setdefault(store, set()), islands._presence
+        _judge(presence.roster, lambda: {seat for seat, rank in silent if rank == 0 and seat != islands.seat})
+        _judge(presence.ranks, lambda: {rank for seat, rank in silent if seat == islands.seat})
         yield islands
+
+
+def _judge(roster: Roster, silent: Callable[[], set[int]]) -> None:
+    """Have those taken for gone who are ``silent``, and nobody else who has not left."""
+    gone = roster.gone
+
+    def judged(epoch: int) -> dict[int, str]:
+        known = silent() & roster.records.keys()
+        return {**dict.fromkeys(known, "it was silent, as the test wants it"), **gone(epoch)}
+
+    roster.gone = judged  # type: ignore[method-assign]
+
+
+def fall_silent(islands: Islands) -> None:
+    """Give no more signs of life, which everybody notices at once."""
+    islands._presence._ended.set()
+    islands._presence._thread.join(60)
+    _silent[islands._whole_store].add((islands.seat, islands.place[0]))
 
 
 def new_model(seat: int) -> torch.nn.Module:
@@ -85,8 +109,7 @@ def train(
 
 def vanish(islands: Islands) -> None:
     """End this thread as ``kill -9`` ends a process: no goodbye, no sign of life."""
-    islands._presence._ended.set()
-    islands._presence._thread.join(60)
+    fall_silent(islands)
     raise RankKilled
 
 
@@ -127,14 +150,20 @@ def _inner(anchor: torch.Tensor, seat: int) -> torch.Tensor:
     return weights
 
 
-def check_rows(algorithm: str, founder: int, rows: Sequence[Sequence[Outer]]) -> list[tuple[int, ...]]:
-    """All islands agree bit by bit, and their weights are those of plain torch; who contributed to each outer step."""
+def check_equal(rows: Sequence[Sequence[Outer]]) -> dict[int, Outer]:
+    """All islands agree bit by bit; what there is after each outer step."""
     by_step: dict[int, Outer] = {}
     for row in rows:
         for one in row:
             other = by_step.setdefault(one.step, one)
             assert torch.equal(one.weights, other.weights), (one, other)
             assert one.contributed == other.contributed
+    return by_step
+
+
+def check_rows(algorithm: str, founder: int, rows: Sequence[Sequence[Outer]]) -> list[tuple[int, ...]]:
+    """All islands agree bit by bit, and their weights are those of plain torch; who contributed to each outer step."""
+    by_step = check_equal(rows)
     contributed = [by_step[step].contributed for step in sorted(by_step)]
     assert sorted(by_step) == [PERIOD * (number + 1) for number in range(len(by_step))]
     for step, weights in zip(sorted(by_step), expected(algorithm, founder, contributed), strict=True):

@@ -1,0 +1,190 @@
+"""How long a newcomer takes until it contributes, and what it costs the members that give it the state.
+
+``python -m benchmarks.newcomer --rate 1gbit`` lets three islands train with DiLoCo on a link of that rate, in a network
+namespace of its own (needs root), and a fourth one join in the middle of a period. Inner steps mostly sleep, so that a
+few cores suffice. Prints the seconds from ``join_islands()`` to the first contribution beside what they may be: 3 s,
+1.3 times the state over the free bandwidth, and the rest of the period.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+
+import torch
+
+import bagua.torch_api as bagua
+from bagua.comm import serve_store_at
+
+MEMBERS = 3
+#: Periods that members train before the newcomer is started, and the part of the next one that is over when it joins.
+WARM, PART = 2, 0.4
+
+
+class Large(torch.nn.Module):
+    """Many weights, of which a step computes with one."""
+
+    def __init__(self, weights: int) -> None:
+        super().__init__()
+        self.idle = torch.nn.Parameter(torch.randn(weights))
+        self.used = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self) -> torch.Tensor:
+        return self.used.square().sum()
+
+
+def train(where: str, arguments: argparse.Namespace, *, late: bool) -> None:
+    """One island: tells each step, and who contributed, on standard output."""
+    torch.set_num_threads(1)
+    model = Large(arguments.megabytes * 1_000_000 // 3 // 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    algorithm = bagua.algorithms.Algorithm.init("diloco", sync_every=arguments.sync_every)
+    if late:
+        sys.stdin.readline()
+    joined = time.monotonic()
+    with bagua.join_islands(where, size=MEMBERS, minimum=1, timeout=300.0) as islands:
+        model = model.with_bagua(optimizer, algorithm, between=islands)
+        tell(joined=joined, came_in=time.monotonic(), step=model.bagua_state_dict()["step"])
+        while True:
+            optimizer.zero_grad()
+            model().backward()
+            time.sleep(arguments.pause)
+            optimizer.step()
+            step = model.bagua_state_dict()["step"]
+            tell(step=step, at=time.monotonic(), contributed=islands.members().contributed, seat=islands.seat)
+
+
+def tell(**facts: object) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+class Listener:
+    """What one island says, as it says it."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.said: list[dict] = []
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        self.said.extend(map(json.loads, self.process.stdout))
+
+    def steps(self) -> list[dict]:
+        return [one for one in list(self.said) if "at" in one]
+
+
+def wait_for(condition, limit_s: float = 240.0) -> None:
+    until = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > until:
+            raise SystemExit("the islands did not come so far in time")
+        time.sleep(0.05)
+
+
+def bandwidth_of_link() -> float:
+    """Bytes per second of one stream on the loopback device."""
+    payload = bytes(1 << 20)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = socket.create_connection(server.getsockname())
+        receiver, _ = server.accept()
+        thread = threading.Thread(target=lambda: [sender.sendall(payload) for _ in range(64)], daemon=True)
+        started, received = time.monotonic(), 0
+        thread.start()
+        while received < 64 << 20:
+            received += len(receiver.recv(1 << 20))
+        sender.close()
+        receiver.close()
+    return received / (time.monotonic() - started)
+
+
+def pace(steps: list[dict], since: float, until: float) -> float:
+    """Seconds of a step of one island between two moments, without steps that wait in an exchange."""
+    times = [one["at"] for one in steps if since <= one["at"] <= until]
+    return statistics.fmean(after - before for before, after in itertools.pairwise(times))
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    link = bandwidth_of_link()
+    store, where = serve_store_at("127.0.0.1", 0)
+    options = [
+        f"--{name}={getattr(arguments, name.replace('-', '_'))}" for name in ("megabytes", "sync-every", "pause")
+    ]
+    command = [sys.executable, "-m", "benchmarks.newcomer", f"--where={where}", *options]
+    members = [Listener(command) for _ in range(MEMBERS)]
+    newcomer = Listener([*command, "--late"])
+    try:
+        starts = int((WARM + PART) * arguments.sync_every)
+        wait_for(lambda: all(one.steps() and one.steps()[-1]["step"] >= starts for one in members))
+        assert newcomer.process.stdin is not None
+        newcomer.process.stdin.write("go\n")
+        newcomer.process.stdin.flush()
+        wait_for(lambda: any(one["seat"] in one["contributed"] for one in newcomer.steps()))
+    finally:
+        for one in [*members, newcomer]:
+            one.process.kill()
+            one.process.wait()
+    report(arguments, link, members, newcomer)
+    del store
+
+
+def report(arguments: argparse.Namespace, link: float, members: list[Listener], newcomer: Listener) -> None:
+    came = newcomer.said[0]
+    first = next(one for one in newcomer.steps() if one["seat"] in one["contributed"])
+    periods = [
+        step["at"]
+        for step in members[0].steps()
+        if step["step"] % arguments.sync_every == 0 and step["at"] > came["joined"]
+    ]
+    state_s, rest_s = arguments.megabytes * 1e6 / link, periods[0] - came["joined"]
+    quiet = statistics.fmean(
+        pace([s for s in one.steps() if arguments.sync_every < s["step"] < 2 * arguments.sync_every], 0.0, 1e18)
+        for one in members
+    )
+    busy = statistics.fmean(pace(one.steps(), came["joined"], came["came_in"]) for one in members)
+    allowed = 3.0 + 1.3 * state_s + rest_s
+    took = first["at"] - came["joined"]
+    entered = came["came_in"] - came["joined"]
+    print(
+        f"state {arguments.megabytes} MB, link {link / 1e6:.0f} MB/s, so {state_s:.2f} s; rest of period {rest_s:.2f} s"
+    )
+    print(f"came in after {entered:.2f} s, at step {came['step']}, with period {arguments.sync_every}")
+    print(f"contributed after {took:.2f} s, at step {first['step']}; allowed {allowed:.2f} s")
+    print(f"members: {quiet:.4f} s a step before, {busy:.4f} s meanwhile: {quiet / busy:.3f} of their speed")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--megabytes", type=int, default=200, help="of the state: weights, anchor and momentum")
+    parser.add_argument("--sync-every", type=int, default=60)
+    parser.add_argument("--pause", type=float, default=0.1, help="seconds of sleep in each inner step")
+    parser.add_argument(
+        "--rate", default="", help="of the link, for example 1gbit; none for the loopback device as it is"
+    )
+    parser.add_argument("--where", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--late", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.where:
+        train(arguments.where, arguments, late=arguments.late)
+    elif arguments.rate and "BAGUA_NEWCOMER" not in os.environ:
+        shape = f"ip link set lo up && tc qdisc add dev lo root tbf rate {arguments.rate} burst 1mb latency 50ms"
+        again = [sys.executable, "-m", "benchmarks.newcomer", *sys.argv[1:]]
+        unshare = shutil.which("unshare") or "unshare"
+        ended = subprocess.run(
+            [unshare, "--net", "sh", "-c", f'{shape} && exec "$@"', "sh", *again],
+            env={**os.environ, "BAGUA_NEWCOMER": "1"}, check=False,
+        )  # fmt: skip
+        raise SystemExit(ended.returncode)
+    else:
+        measure(arguments)
+
+
+if __name__ == "__main__":
+    main()
