@@ -130,7 +130,7 @@ class Islands:
         self.seat = self._island.share(lambda: self._sit_down(facts))
         self._presence = Presence(self._cells, self.seat, self._island, deadlines, time.monotonic)
         connect = functools.partial(
-            _connect, self._store, self.seat, self._island.rank, backend, timeout_s, deadlines.meet_s
+            _connect, self._store, self._presence, self._island.rank, backend, timeout_s, deadlines.meet_s
         )
         receiver = Receiver(self.seat, timeout_s, deadlines.beat_s / 4)
         self._counterparts = Counterparts(
@@ -361,11 +361,21 @@ class Islands:
 
 
 def _connect(
-    store: KeyStore, seat: int, rank: int, backend: str, timeout_s: float, meet_s: float, epoch: Epoch
+    store: KeyStore, presence: Presence, rank: int, backend: str, timeout_s: float, meet_s: float, epoch: Epoch
 ) -> ProcessGroup:
     """The counterparts of ``rank`` in ``epoch``; a function, so that nothing but its user keeps the islands alive."""
-    name = f"epoch{epoch.number}" + (f"/rank{rank}" if rank else "")
-    return group_of_seats(store, epoch.members, seat, name, backend=backend, timeout_s=timeout_s, meet_s=meet_s)
+    name, seat = f"epoch{epoch.number}" + (f"/rank{rank}" if rank else ""), presence.seat
+
+    def look() -> None:
+        if presence.has_left:
+            raise CommunicatorClosedError("this process has left its islands", rank=seat)
+        for other, why in presence.roster.gone(epoch.number).items():
+            if other in epoch.members and other != seat:
+                raise PeerLostError(f"seat {other} does not come to {name}: {why}", rank=seat, peers=[other])
+
+    return group_of_seats(
+        store, epoch.members, seat, name, backend=backend, timeout_s=timeout_s, meet_s=meet_s, look=look
+    )
 
 
 def _compare(cells: Cells, topic: str, facts: Sequence[str], what: str) -> None:

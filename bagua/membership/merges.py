@@ -314,19 +314,23 @@ class Merges:
         communicator = group.global_communicator
         looked_at = self._clock()
         while True:
+            self._require_here()
             said = self._look_around(communicator)
             choice = choose(said, self._rule)
             if choice is not None:
                 break
             fastest_s = min(one.step_s for one in said.values())
             pause_s = min(_PAUSE_S, max(self._poll_s, max(self._rule.overlap, 1) * fastest_s / _LOOKS))
-            if self._stopped.wait(pause_s):
-                raise CommunicatorClosedError("this process has left its islands", rank=self._seat)
+            self._stopped.wait(pause_s)
             looked_at, before = self._clock(), looked_at
             self._look_s = looked_at - before
         self._chosen_at = self._clock()
         difference = self._merge(choice, communicator) if any(choice.weights) else None
         self._proposed = choice, difference
+
+    def _require_here(self) -> None:
+        if self._stopped.is_set():
+            raise CommunicatorClosedError("this process has left its islands", rank=self._seat)
 
     def _look_around(self, communicator: Communicator) -> dict[int, Said]:
         own = torch.tensor(self._say().numbers(), dtype=torch.float64)

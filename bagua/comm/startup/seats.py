@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store
 
 from bagua.comm.group import ProcessGroup
 from bagua.comm.records.ledger import Ledger
 from bagua.comm.startup.formation import new_job
-from bagua.errors import TransportUnavailableError
+from bagua.comm.store.asking import gather_values
+from bagua.errors import CommunicationError, PeerLostError, TransportUnavailableError
 
 __all__ = ["group_of_seats"]
 
 
 def group_of_seats(
-    store: Store, seats: Sequence[int], own: int, name: str, *, backend: str, timeout_s: float, meet_s: float
+    store: Store,
+    seats: Sequence[int],
+    own: int,
+    name: str,
+    *,
+    backend: str,
+    timeout_s: float,
+    meet_s: float,
+    look: Callable[[], None] | None = None,
 ) -> ProcessGroup:
     """A group of the processes on ``seats``, each on a host of its own. Collective among them alone.
 
@@ -29,9 +38,11 @@ def group_of_seats(
         backend: as for ``init_process_group``.
         timeout_s: default deadline of every call, in seconds.
         meet_s: how long to wait for all members to come, in seconds.
+        look: called until all have come. It raises a ``CommunicationError`` if there is no use in waiting.
 
     Raises:
         CollectiveTimeoutError: some did not come.
+        PeerLostError: one that had come has gone before all were there.
         TransportUnavailableError: they cannot be connected.
 
     Example:
@@ -43,6 +54,7 @@ def group_of_seats(
     members, place, ledger = PrefixStore(name, store), list(seats).index(own), Ledger()
     try:
         ledger.recorder.job = members.compare_set("job", "", new_job()).decode()
+        _meet(members, place, seats, meet_s, look)
         group = ProcessGroup(members, place, seats, range(len(seats)), backend, meet_s, name, ledger)
     except (DistNetworkError, DistStoreError) as error:
         raise TransportUnavailableError(f"{name}: the store does not answer: {error}", rank=own) from error
@@ -50,3 +62,17 @@ def group_of_seats(
     for communicator in {id(one): one for one in (group.global_communicator, group.intra_node_communicator)}.values():
         communicator.pipeline.timeout_s = timeout_s
     return group
+
+
+def _meet(members: Store, place: int, seats: Sequence[int], meet_s: float, look: Callable[[], None] | None) -> None:
+    """Wait until all have come. Then all connect, or nobody does: to connect cannot be interrupted."""
+    if look is not None:
+        look()
+    try:
+        gather_values(members, "here", place, seats, seats[place], meet_s, look)
+    except CommunicationError:
+        if members.compare_set("meeting", "", "off") == b"on":
+            return  # The others have seen this process: they are connecting with it.
+        raise
+    if members.compare_set("meeting", "", "on") != b"on":
+        raise PeerLostError("a process that had come has gone before all were there", rank=seats[place])

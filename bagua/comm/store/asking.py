@@ -17,7 +17,13 @@ __all__ = ["consult", "gather_values", "raise_refusals", "refuse_together"]
 
 
 def gather_values(
-    store: dist.Store, topic: str, rank: int, ranks: Sequence[int], value: Any, timeout_s: float
+    store: dist.Store,
+    topic: str,
+    rank: int,
+    ranks: Sequence[int],
+    value: Any,
+    timeout_s: float,
+    look: Callable[[], None] | None = None,
 ) -> list[Any]:
     """What every member posted under ``topic``, in rank order. A barrier that names who is missing.
 
@@ -28,6 +34,7 @@ def gather_values(
         ranks: global rank of each member, for messages.
         value: anything JSON can hold.
         timeout_s: how long to wait for the others, in seconds.
+        look: called again and again meanwhile; what it raises ends the wait.
 
     Raises:
         CollectiveTimeoutError: with the missing ranks as ``peers``.
@@ -36,7 +43,7 @@ def gather_values(
     started = time.monotonic()
     try:
         store.set(keys[rank], json.dumps(value))
-        _collect(store, topic, rank, ranks, keys, started, timeout_s)
+        _collect(store, topic, rank, ranks, keys, started, timeout_s, look)
         return [json.loads(text) for text in read_all(store, keys)]
     except dist.DistNetworkError as error:
         raise _store_lost(topic, rank, ranks) from error
@@ -87,7 +94,14 @@ def consult(
 
 
 def _collect(
-    store: dist.Store, topic: str, rank: int, ranks: Sequence[int], keys: list[str], started: float, timeout_s: float
+    store: dist.Store,
+    topic: str,
+    rank: int,
+    ranks: Sequence[int],
+    keys: list[str],
+    started: float,
+    timeout_s: float,
+    look: Callable[[], None] | None = None,
 ) -> None:
     """Wait until every member's key is there."""
     wait = LongWait()
@@ -96,6 +110,8 @@ def _collect(
         return [ranks[member] for member in missing_keys(store, keys)]
 
     def tell() -> None:
+        if look is not None:
+            look()
         if wait.is_over():
             wait.warn(ranks[rank], missing(), f"to come to {topic}")
 
