@@ -58,8 +58,11 @@ def default_store() -> dist.Store:
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """The store of a group of torch, to meet its ranks there."""
-    return c10d._get_process_group_store(group)
+    """The store of a group of torch, to meet its ranks there.
+
+    Groups of backend bagua have one of their own: torch's part of the store may have another name on each rank.
+    """
+    return getattr(group, "store_of_members", None) or c10d._get_process_group_store(group)
 
 
 def all_groups() -> list[dist.ProcessGroup]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import hashlib
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from bagua.comm.torch_backend.futures import CallbackThread, CallFuture, PlainFu
 from bagua.comm.torch_backend.stand_in import CpuStandIn
 from bagua.comm.torch_backend.work import BackwardPass, TorchWork
 from bagua.comm.torch_private import (
+    default_store,
     do_not_compile,
     nccl_options,
     requested_backends,
@@ -67,7 +69,7 @@ class TorchGroup(TorchCalls, dist.ProcessGroup):  # type: ignore[misc]  # the st
     """What ``torch.distributed`` holds for a group whose backend is ``bagua``.
 
     Args:
-        store: key-value store that torch gave to this group.
+        store: key-value store of the ranks of this group alone.
         members: our group of the same ranks, which this one owns.
         stand_in: registered with torch for CPU tensors.
         backends: who serves the tensors of other devices, by device type.
@@ -84,7 +86,8 @@ class TorchGroup(TorchCalls, dist.ProcessGroup):  # type: ignore[misc]  # the st
     ) -> None:
         dist.ProcessGroup.__init__(self, members.rank, members.size)  # type: ignore[call-arg]  # not in the stub
         TorchCalls.__init__(self, members, stand_in, backends, **dataclasses.asdict(options))
-        self._store = store
+        #: For all who meet the ranks of this group.
+        self.store_of_members = store
         self._set_default_backend(_GLOO)
         self._register_backend(torch.device("cpu"), _GLOO, stand_in)
         for device_type, backend in backends.items():
@@ -105,7 +108,7 @@ class TorchGroup(TorchCalls, dist.ProcessGroup):  # type: ignore[misc]  # the st
 
     def get_group_store(self) -> dist.Store:
         """The store of this group."""
-        return self._store
+        return self.store_of_members
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the default deadline of all later calls."""
@@ -245,17 +248,17 @@ def create_torch_group(
         True
         >>> group.shutdown()
     """
+    part = fresh(store, rank)  # Also if an argument is refused: ranks then still agree on how many groups they began.
     install_torch_backend()
     require_known_calls(TorchGroup)
     own, of_nccl = _split_options(options)
     configure_log()
     timeout_s = as_seconds(timeout)
     everyone = list(ranks) or list(range(size))
-    part = fresh(store, rank)
     members = _connect(part, rank, everyone, timeout_s, f"torch/{name}")
     stand_in = CpuStandIn(dist.PrefixStore("gloo", part), rank, size, timedelta(seconds=timeout_s))
     backends = {"cuda": _nccl(part, rank, size, timeout_s, everyone, name, of_nccl)} if _serves_cuda() else {}
-    return TorchGroup(store, members, stand_in, backends, own)
+    return TorchGroup(part, members, stand_in, backends, own)
 
 
 def _create(request: Any, options: Any) -> TorchGroup:
@@ -266,15 +269,34 @@ def _create(request: Any, options: Any) -> TorchGroup:
         options: the user's ``pg_options``.
     """
     _check_nothing_is_dropped(requested_backends())
+    ranks = list(request.global_ranks_in_group)  # Torch gives none for the group of all.
     return create_torch_group(
-        request.store,
+        _store_of_ranks(request.store, ranks),
         request.group_rank,
         request.group_size,
         request.timeout,
-        ranks=request.global_ranks_in_group,  # Torch gives none for the group of all.
+        ranks=ranks,
         name=request.group_id,
         options=options,
     )
+
+
+def _store_of_ranks(store: dist.Store, ranks: list[int]) -> dist.Store:
+    """Where ``ranks`` meet: in the store of the default group, under their numbers.
+
+    Torch's ``store`` has the name of the group as its prefix, mostly a number that each rank counts. Torch 2.15 counts
+    groups with ``use_local_synchronization``, too, which only their members make. From then on ranks have other numbers
+    for one group, and would wait for each other at different places.
+
+    Args:
+        store: what torch offers, with prefixes for the device and for the group; returned if it is not made like that.
+        ranks: global ranks of the group; none for the default group, whose name is the same everywhere.
+    """
+    of_group = getattr(store, "underlying_store", None)
+    if not ranks or not dist.is_initialized() or getattr(of_group, "underlying_store", None) is not default_store():
+        return store
+    name = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
+    return dist.PrefixStore(f"bagua/ranks/{name}", default_store())
 
 
 def _split_options(options: Any) -> tuple[TorchBackendOptions, Any]:
