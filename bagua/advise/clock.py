@@ -27,7 +27,7 @@ class _Statistics:
             self._descriptor = -1
 
     def read(self) -> tuple[float, float]:
-        """Seconds on a core, and seconds in its queue; zeros where nobody counts."""
+        """Seconds on a core, and seconds in its queue; zeros where the system does not count."""
         if self._descriptor < 0:
             return 0.0, 0.0
         numbers = os.pread(self._descriptor, _LONGEST_BYTES, 0).split()

@@ -103,7 +103,7 @@ class _Pattern:
             it, so each of them takes two; counted in the lab, among 2 and 4 hosts with 20 ms between them.
         sent: bytes that the busiest rank sends.
         leaving: the part of them that leaves its host.
-        both_ways: whether each connection has data in both directions at a time.
+        both_ways: True if each connection has data in both directions at a time.
     """
 
     messages: float

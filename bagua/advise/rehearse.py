@@ -104,9 +104,9 @@ class _Journal:
     Attributes:
         calls: calls, and how long their threads had been busy when they ended.
         work: runs of exchanges.
-        spans: what else was shown: name, beginning and track.
+        spans: other spans that were shown: name, beginning and track.
         marks: moments of the twin.
-        busy: by thread, moments and how long it had been busy.
+        busy: moments, and how long the thread had been busy, by thread.
     """
 
     clock: Callable[[], float] = time.perf_counter

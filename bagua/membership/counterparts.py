@@ -230,7 +230,7 @@ class Counterparts:
         return {seat: record.offer for seat, record in zip(here, records, strict=True)}
 
     def latest_step(self) -> int:
-        """The last step of any member that holds what was received; -1 if nobody tells."""
+        """The last step of any member that holds what was received; -1 if no member tells."""
         return self._receiver.latest_step()
 
     def _take(self, step: int) -> None:

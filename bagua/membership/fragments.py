@@ -58,7 +58,7 @@ class Sent(NamedTuple):
     """A difference of this member that has not been merged.
 
     Attributes:
-        difference: flat tensor, which nobody writes to.
+        difference: flat tensor that stays as it is.
         weight: how much it counts.
         since: when it was contributed, in seconds.
     """

@@ -95,7 +95,7 @@ class Islands:
         name: name of the run.
         ranks: ranks of this island, as the default group numbers them; none for a process alone.
         size: islands that begin together.
-        merges: what members have learned that train each at its own pace.
+        merges: merges of members that train each at its own pace.
     """
 
     def __init__(

@@ -142,7 +142,7 @@ class Merges:
         self._answer()
 
     def contribute(self, name: str, difference: torch.Tensor, *, equal: bool = False, void: bool = False) -> None:
-        """Give what this member has learned of a fragment. Nobody may write to ``difference`` until it is merged.
+        """Give what this member has learned of a fragment. ``difference`` stays as it is until it is merged.
 
         Args:
             name: name of the fragment.
@@ -256,6 +256,7 @@ class Merges:
                 self._asked = True
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: not self._asked or self._stopped.is_set())
+                self._require_here()
                 given: Any
                 given, self._given = self._given, None
                 if isinstance(given, BaseException):

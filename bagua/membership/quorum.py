@@ -85,7 +85,7 @@ def choose(said: dict[int, Said], rule: QuorumRule) -> Choice | None:
     Among several fragments the one comes first whose quorum has been there for longest.
 
     Args:
-        said: what each member has said, by seat.
+        said: words of each member, by seat.
         rule: the same on all.
 
     Example:

@@ -21,7 +21,7 @@ class Deadlines:
         beat_s: between two signs of life.
         silence_s: without a sign of life before it counts as gone; longer where signs of life come late.
         suspect_s: the same for one whose connections refused somebody.
-        timeout_s: what the user allows, beyond which no silence lasts longer because signs of life come late.
+        timeout_s: limit of the user, beyond which no silence lasts longer because signs of life come late.
         meet_s: for the members of an epoch to connect.
         poll_s: between two looks at what is about to be decided.
     """
@@ -43,7 +43,7 @@ class SeatRecord:
         epoch: number of the epoch that it takes part in, or has read last.
         report: report that it has made; None while it takes part.
         waiting: it wants to join, and has no say yet.
-        admit: others shall let it in without the state: it cannot get it before.
+        admit: others are to let it in without the state, which it cannot get before.
         asks: seats of members that it asks for the state.
         needs: number of the exchange whose state it asks for, or a later one; -1 if it asks for none.
         has: number of the exchange whose state it has received; -1 if none.

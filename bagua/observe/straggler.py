@@ -32,7 +32,7 @@ class Reading(NamedTuple):
         at: the moment, in seconds.
         waits: seconds waited for each rank that came last.
         collectives_s: seconds in collectives, whatever part of it was waiting.
-        lasts: how often each rank came last, and late: a call in which all come nearly together blames nobody.
+        lasts: how often each rank came last, and late: a call in which all come nearly together blames no rank.
     """
 
     at: float

@@ -22,7 +22,7 @@ from bagua.errors import ConfigurationError
 from bagua.membership import Fragment, Islands, QuorumRule
 from bagua.primitives import State, radial_directional_mean, weighted_mean
 
-__all__ = ["ByQuorum", "ComeTogether", "MergedStep", "TakeIn", "decoupled", "ending"]
+__all__ = ["ByQuorum", "MergedStep", "TakeIn", "decoupled", "ending"]
 
 Weighting = Literal["tokens", "equal"]
 Merging = Literal["rda", "mean"]
@@ -178,11 +178,14 @@ class TakeIn(Then):
         step: outer step of the anchor.
         what: has the anchor.
         islands: members.
+        ends: training ends here, and everything has been contributed: wait for the others, and let the weights of all
+            become the anchor.
     """
 
     step: OuterStep
     what: Difference
     islands: Islands
+    ends: bool = False
 
     alone: ClassVar[bool] = True
 
@@ -196,18 +199,11 @@ class TakeIn(Then):
 
     def fold(self, flight: Flight) -> None:
         """Take them in, in the order of the merges."""
+        if self.ends:
+            self.islands.merges.come_together()
         _take_in_others(self.islands, self.step, flight)
-
-
-@dataclass(frozen=True)
-class ComeTogether(TakeIn):
-    """At the end of training, when all members have contributed everything, the weights of all become the anchor."""
-
-    def fold(self, flight: Flight) -> None:
-        """Wait for the others, and take in what they have learned."""
-        self.islands.merges.come_together()
-        super().fold(flight)
-        flight.bucket.write_weights(flight.state["anchor"])
+        if self.ends:
+            flight.bucket.write_weights(flight.state["anchor"])
 
 
 @dataclass(frozen=True)
@@ -266,7 +262,7 @@ def ending(exchange: Exchange, islands: Islands) -> tuple[Exchange, ...]:
     """
     local, sent, _ = decoupled(exchange, islands)
     assert isinstance(local.then, TakeIn)
-    together = ComeTogether(local.then.step, local.then.what, islands)
+    together = dataclasses.replace(local.then, ends=True)
     # All parts start before any is waited for: no member may wait for one that another has yet to contribute.
     last = dataclasses.replace(sent, when=Every(), at="backward ends", until="stepped", lag=0)
     return (last, dataclasses.replace(local, then=together))

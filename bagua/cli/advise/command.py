@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _place(options: argparse.Namespace) -> tuple[Cluster, MachineFacts]:
-    """Where the script shall run, and what calls cost there."""
+    """Where the script is to run, and what calls cost there."""
     if not options.in_lab:
         return Cluster(options.hosts, options.ranks_per_host, options.link), probe_machine()
     cluster = lab_cluster(options.hosts, options.ranks_per_host, options.link)

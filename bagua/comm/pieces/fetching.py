@@ -131,7 +131,7 @@ class Fetch:
             self._changed.notify_all()
 
     def _next_task(self, source: Source) -> tuple[str, _Place] | None:
-        """A piece that nobody else fetches; waits for one as long as others might fail. None at the end."""
+        """A piece that is not being fetched; waits for one as long as others might fail. None at the end."""
         with self._changed:
             while True:
                 leader = self._leader()

@@ -31,7 +31,7 @@ class Source(NamedTuple):
     Attributes:
         host: address of the host.
         port: port on which pieces are given out.
-        key: word that whoever asks must know.
+        key: word that a process must know to ask.
         number: number of the offer. The next one of the same process has another.
     """
 
@@ -68,7 +68,7 @@ class PieceServer:
         """Give out ``contents`` from now on, in the place of what was offered before. Returns at once.
 
         Args:
-            contents: bytes by name, which nobody changes any more.
+            contents: bytes by name, which stay as they are.
 
         Raises:
             OSError: the system gives no socket.
@@ -135,7 +135,7 @@ def digests_of(content: memoryview) -> list[str]:
 
 
 def digest_of(piece: memoryview) -> str:
-    """A digest that nobody can forge."""
+    """A digest that cannot be forged."""
     return hashlib.sha256(piece).hexdigest()
 
 
@@ -167,7 +167,7 @@ class _Server(socketserver.ThreadingTCPServer):
         self._thread.join()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Whoever asks has gone, or asks nonsense: that ends its connection, and nothing else."""
+        """The process that asks has gone, or asks nonsense: that ends its connection, and nothing else."""
 
 
 class _Connection(socketserver.StreamRequestHandler):

@@ -65,7 +65,7 @@ def group_of_seats(
 
 
 def _meet(members: Store, place: int, seats: Sequence[int], meet_s: float, look: Callable[[], None] | None) -> None:
-    """Wait until all have come. Then all connect, or nobody does: to connect cannot be interrupted."""
+    """Wait until all have come. Then all connect, or none does: to connect cannot be interrupted."""
     if look is not None:
         look()
     try:

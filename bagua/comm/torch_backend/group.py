@@ -289,7 +289,7 @@ def _store_of_ranks(store: dist.Store, ranks: list[int]) -> dist.Store:
     for one group, and would wait for each other at different places.
 
     Args:
-        store: what torch offers, with prefixes for the device and for the group; returned if it is not made like that.
+        store: store of torch, with prefixes for the device and for the group; returned if it is not made like that.
         ranks: global ranks of the group; none for the default group, whose name is the same everywhere.
     """
     of_group = getattr(store, "underlying_store", None)

@@ -123,7 +123,7 @@ class HookState(ABC):
         return future
 
     def _exchange(self, held: Sequence[_Held], step: int) -> None:
-        """Exchange buckets of one backward pass; whatever comes of it, nobody waits for them any more."""
+        """Exchange buckets of one backward pass; afterwards no rank waits for them, even if it failed."""
         try:
             self._reduce_all(held, step)
         except BaseException as error:

@@ -38,7 +38,7 @@ class LaneTask:
     Attributes:
         caller: the same.
         ended_at: when it was over, by ``time.perf_counter()``; 0.0 before that.
-        error: what ``task`` raised.
+        error: error of ``task``.
     """
 
     __slots__ = ("_callbacks", "_done", "_task", "caller", "ended_at", "error")
@@ -112,7 +112,7 @@ class Lanes:
 
     Attributes:
         shared: True if several threads make calls; see ``Transport.share``.
-        latest: by lane what was started last.
+        latest: task that was started last, by lane.
     """
 
     def __init__(self, name: str) -> None:
