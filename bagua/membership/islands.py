@@ -34,9 +34,9 @@ from bagua.errors import (
 from bagua.membership.counterparts import Attempt, Counterparts, Samples
 from bagua.membership.epochs import Epoch
 from bagua.membership.follower import Follower
-from bagua.membership.fragments import Merge
 from bagua.membership.island import Island, different
-from bagua.membership.merges import Merges
+from bagua.membership.merging.fragments import Merge
+from bagua.membership.merging.merges import Merges
 from bagua.membership.participant import Participant
 from bagua.membership.presence import Presence, take_seat
 from bagua.membership.roster import Deadlines

@@ -7,9 +7,9 @@ import threading
 import pytest
 import torch
 
-from bagua.membership.fragments import Fragment
-from bagua.membership.merges import Merges
-from bagua.membership.quorum import Choice, QuorumRule, Said, choose
+from bagua.membership.merging.fragments import Fragment
+from bagua.membership.merging.merges import Merges
+from bagua.membership.merging.quorum import Choice, QuorumRule, Said, choose
 from bagua.primitives import radial_directional_mean, weighted_mean
 
 NONE = -1.0

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from bagua.comm.phase_deadline import PhaseDeadline
+from bagua.comm.pieces.phase_deadline import PhaseDeadline
 from bagua.comm.pieces.server import LENGTH, PIECE_BYTES, Source, digest_of, digests_of
 
 __all__ = ["Fetch", "ask_now"]

@@ -15,8 +15,8 @@ import torch
 from bagua.comm import Communicator, ProcessGroup, family, forked_error
 from bagua.errors import CommunicatorClosedError, ConfigurationError
 from bagua.membership.counterparts import Attempt
-from bagua.membership.fragments import Arrived, Fragment, Merge, Sent
-from bagua.membership.quorum import Choice, QuorumRule, Said, choose
+from bagua.membership.merging.fragments import Arrived, Fragment, Merge, Sent
+from bagua.membership.merging.quorum import Choice, QuorumRule, Said, choose
 
 __all__ = ["Merges"]
 

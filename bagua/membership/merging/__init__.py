@@ -1,0 +1,1 @@
+"""Merges by a quorum: who contributes what, and when it is merged."""
