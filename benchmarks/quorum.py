@@ -11,7 +11,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 
 import bagua.torch_api as bagua
 from bagua.cli.baguarun import main as baguarun
+from tests.membership.forked_islands import fork
 
 __all__ = ["main"]
 
@@ -29,23 +30,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "quorum of all": {"quorum": 4, "grace": 0.0},
 }
 MEMBERS = 4
-
-
-def fork(job: Callable[[], object]) -> tuple[int, int]:
-    """The process that runs ``job``, and the end of a pipe that has what it prints."""
-    reader, writer = os.pipe()
-    process = os.fork()
-    if process == 0:
-        os.dup2(writer, 1)
-        os.close(reader)
-        status = 1
-        try:
-            job()
-            status = 0
-        finally:
-            os._exit(status)
-    os.close(writer)
-    return process, reader
 
 
 def steps_in(seconds: float, pace_s: float, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
