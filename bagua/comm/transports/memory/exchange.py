@@ -172,9 +172,10 @@ class MemoryExchange:
         """Move the data, and return when no peer reads this rank's tensors any more."""
         peers, call = self._peers, self._call
         piece, lent = self._notices[0].piece, False
-        for notice in self._notices:
-            lent = lent or notice.lent
-            piece = min(piece, notice.piece)
+        for _, _, is_lent, shown in self._notices:
+            lent = lent or is_lent
+            if shown < piece:  # noqa: PLR1730 - a builtin takes twice as long, in each call
+                piece = shown
         if call.kind == "allreduce":
             if lent or not reads_all(call, peers.size):
                 self._reduce_slices(piece)
@@ -283,11 +284,9 @@ class MemoryExchange:
 
     def _copy(self, rank: int, first: int, start: int, stop: int) -> None:
         """Copy elements ``start`` to ``stop`` of the source of ``rank`` to ``first`` in the target."""
-        line, own = self._peers.lines[rank], self._peers.own
-        if line is own:
-            address = line.source(self._slot, start, stop).data_ptr()
-        else:
-            address = line.address(self._slot, start, stop)
+        line, slot = self._peers.lines[rank], self._slot
+        own = line is self._peers.own
+        address = line.source_address(slot, start, stop) if own else line.address(slot, start, stop)
         memmove(self._address + first * self._itemsize, address, (stop - start) * self._itemsize)
         self._unseen = True
 

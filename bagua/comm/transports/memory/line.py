@@ -161,6 +161,10 @@ class Line(ABC):
         """The same elements for the owner to read: it need not show to others what only it reads."""
         return self.view(slot, start, stop)
 
+    def source_address(self, slot: int, start: int, stop: int) -> int:
+        """Where ``source(slot, start, stop)`` begins."""
+        return self.source(slot, start, stop).data_ptr()
+
     def conclude(self, slot: int) -> None:  # noqa: B027 - most lines keep nothing for it
         """What was published in ``slot`` has been read, and need not be kept for that any more."""
 

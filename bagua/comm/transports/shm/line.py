@@ -105,7 +105,22 @@ class Location(NamedTuple):
 
 
 NOWHERE = Location(Where.NOWHERE)
-_NOT_READ: tuple[array[int], Notice | None, Location] = (array("q"), None, NOWHERE)
+
+
+class _Reading(NamedTuple):
+    """What the record of a peer said, and what that means, so that the same call is not read again.
+
+    Attributes:
+        numbers: the record, the number of the call apart.
+        notice: what it means.
+        place: where the data lies.
+        agreed: the beginning of the record of this rank that it agreed with; empty if it did not.
+    """
+
+    numbers: array[int]
+    notice: Notice
+    place: Location
+    agreed: tuple[int, ...]
 
 
 class ControlLayout:
@@ -232,6 +247,9 @@ class Area(Protocol):
     def source(self, start: int, stop: int) -> torch.Tensor:
         """The data where it was copied from."""
 
+    def source_address(self, start: int) -> int:
+        """Where element ``start`` of that data lies."""
+
 
 class OwnLine(ControlLine):
     """The line of this rank: remembers as Python objects what it writes as bytes."""
@@ -346,6 +364,11 @@ class OwnLine(ControlLine):
         area = self._areas[slot]
         return self.view(slot, start, stop) if area is None else area.source(start, stop)
 
+    def source_address(self, slot: int, start: int, stop: int) -> int:
+        """See ``Line.source_address``."""
+        area = self._areas[slot]
+        return self.address(slot, start, stop) if area is None else area.source_address(start)
+
 
 class PeerLine(ControlLine):
     """The line of a peer, which is only read.
@@ -363,9 +386,8 @@ class PeerLine(ControlLine):
         self._mapped = segments
         #: Number of the call in each slot whose data has been read.
         self._concluded = [0] * Slots(size).count
-        #: Of each slot what the record said when it was read last, the number of the call apart, and what that meant.
-        #: Empty where counts follow the record.
-        self._read = [_NOT_READ] * Slots(size).count
+        #: What was read last in each slot; None also where counts follow the record.
+        self._read: list[_Reading | None] = [None] * Slots(size).count
 
     @property
     def reason(self) -> str:
@@ -383,30 +405,33 @@ class PeerLine(ControlLine):
 
     def notice(self, slot: int) -> Notice:
         """What was published last in ``slot``."""
-        numbers, before, place = self._read[slot]
-        if before is not None and self.comparable[slot] == numbers:
-            return self._notice_again(slot, before, place)
+        if (known := self._read[slot]) is not None and self.comparable[slot] == known[0]:
+            return self._notice_again(slot, known)
         record = _RECORD.unpack_from(self._bytes, self._record(slot))
         place = Location(record[_PLACE], DTYPES[record[_PLACE + 1]], *record[_PLACE + 2 : _SEQUENCE])
         if place.segment:  # Announced segments are fetched even if this rank needs nothing.
             self._shown[slot] = self._mapped(place.segment, self.named).views
-        if record[:_AGREEMENT] == self._own.agreements[slot] and record[0] in _WITHOUT_COUNTS:
+        agreed = self._own.agreements[slot]
+        if record[:_AGREEMENT] == agreed and record[0] in _WITHOUT_COUNTS:
             call, agreement = self._own.notice(slot)[:2]
         else:
-            call = self._decode(slot, record)
+            call, agreed = self._decode(slot, record), ()
             agreement = call.agreement()
         self._calls[slot], self._places[slot] = call, place
         notice = Notice(call, agreement, place.where == Where.WHOLE, place.piece)
         counted = call.send_counts or call.recv_counts
-        self._read[slot] = _NOT_READ if counted else (array("q", record[:_SEQUENCE]), notice, place)
+        self._read[slot] = None if counted else _Reading(array("q", record[:_SEQUENCE]), notice, place, agreed)
         return notice
 
-    def _notice_again(self, slot: int, before: Notice, place: Location) -> Notice:
-        """A call like the one ``before``, with data in the same ``place``."""
+    def _notice_again(self, slot: int, known: _Reading) -> Notice:
+        """The call is like the one that is ``known``, but for its number."""
+        _, before, place, agreed = known
         if place.segment:
             self._shown[slot] = self._mapped(place.segment, self.named).views
-        call = before[0]
-        call = _new_call((call[0], self._numbers[slot][_SEQUENCE], *call[2:]))
+        if agreed and self._own.agreements[slot] is agreed:  # This rank made its own call once more, too.
+            call = self._own.call(slot)
+        else:
+            call = _new_call((before[0][0], self._numbers[slot][_SEQUENCE], *before[0][2:]))
         self._calls[slot], self._places[slot] = call, place
         return _new_notice((call, *before[1:]))
 

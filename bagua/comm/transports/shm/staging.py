@@ -46,6 +46,10 @@ class _Area:
         source = self._source
         return source if stop - start == source.numel() else source[start:stop]
 
+    def source_address(self, start: int) -> int:
+        """Where element ``start`` of that data lies; cheaper than to make a tensor of the part."""
+        return self._source.data_ptr() + start * self._source.element_size()
+
     def forget(self) -> None:
         """Drop the reference to the caller's tensor."""
         self._source = _NOTHING
