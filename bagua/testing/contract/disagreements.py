@@ -18,7 +18,7 @@ from bagua.testing.ranks import RankPool
 
 __all__ = ["DisagreementsContract"]
 
-DISAGREEMENTS = ("kind", "size", "dtype", "reduction", "root", "empty", "coalesced", "asynchronous")
+DISAGREEMENTS = ("kind", "size", "dtype", "reduction", "root", "root_again", "empty", "coalesced", "asynchronous")
 #: Deadline where no rank is late on purpose; a busy machine may delay one.
 CALM_S = 30.0
 
@@ -61,7 +61,9 @@ def other_call(comm: Communicator, disagreement: str) -> tuple[Callable[[], Any]
     tensor = torch.full((numel,), 3.0, dtype=dtype, device=home(comm))
     dtype_name = str(dtype).removeprefix("torch.")
     asynchronous = disagreement == "asynchronous"
-    if disagreement == "root":
+    if disagreement in ("root", "root_again"):
+        for _ in range(4 if disagreement == "root_again" else 0):
+            comm.broadcast(tensor, 0)  # What a rank knows of this call must not stand for the next one.
         root = 1 if culprit else 0
         return lambda: comm.broadcast(tensor, root), f"root {root}", tensor
     if culprit and disagreement in ("kind", "asynchronous"):
