@@ -99,6 +99,46 @@ class Hosts:
                 own.copy_(anchor)
 
 
+#: Batches of each rank: the first one of the first host has fewer than the other one.
+BATCHES = (2, 6, 4, 3)
+
+
+def train_while_there_is_data() -> State:
+    rank, model = bagua.comm.get_rank(), mlp().double()
+    optimizer = optimizer_of(model)
+    wrapped = with_bagua(model, [optimizer], LocalSGDAlgorithm(2, inner=INNER), bucket_bytes=1000)
+    with wrapped.join():
+        for number in range(BATCHES[rank]):
+            optimizer.zero_grad()
+            loss(wrapped, rank, number).backward()
+            optimizer.step()
+    return snapshot(model)
+
+
+def test_a_host_whose_first_rank_has_no_data_left_contributes_what_the_others_learn(thread_pool):
+    """In plain torch: one model for each host, which counts by the batches of its ranks since the last mean."""
+    models = [mlp().double() for _ in range(2)]
+    optimizers = [optimizer_of(model) for model in models]
+    for number in range(max(BATCHES)):
+        for host, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            here = [rank for rank in (2 * host, 2 * host + 1) if number < BATCHES[rank]]
+            if here:
+                optimizer.zero_grad()
+                (sum(loss(model, rank, number) for rank in here) / 2).backward()
+                optimizer.step()
+        if number % 2:
+            counts = [
+                sum(step < BATCHES[rank] for step in (number - 1, number) for rank in pair) for pair in ((0, 1), (2, 3))
+            ]
+            for one, other in zip(*(model.parameters() for model in models), strict=True):
+                mean = (counts[0] * one.data + counts[1] * other.data) / sum(counts)
+                one.data.copy_(mean)
+                other.data.copy_(mean)
+    expected = snapshot(models[0])
+    ends = thread_pool.run(train_while_there_is_data, hosts=[2, 2])
+    assert_equal_in_double(ends, [expected] * 4)
+
+
 @pytest.mark.parametrize("hosts", [[2, 2], [1, 3]], ids=str)
 def test_hosts_train_as_in_plain_torch(thread_pool, hosts):
     expected = Hosts(hosts)

@@ -132,6 +132,10 @@ class How(ABC):
         """How many contributions like that of this rank make one mean: the size of ``group``, if all take part."""
         return group.size
 
+    def contributors(self, group: ProcessGroup) -> Sequence[int]:
+        """Numbers of the ranks of ``group`` whose training a contribution like that of this rank stands for."""
+        return (group.rank,)
+
     @property
     def by_share(self) -> bool:
         """Whether it is a mean in which some ranks may count more than others."""

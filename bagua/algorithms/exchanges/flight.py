@@ -23,6 +23,7 @@ class Flight:
         round: how many times this exchange has started in its phase, this time included.
         ranks: how many contributions like this one make one mean; see ``How.ranks``.
         loss_scale: factor by which the loss was multiplied in that step; 1.0 without a ``GradScaler``.
+        speaker: rank of those that train together which had data for longest; None if all have data.
         scale: factor on what is sent; see ``How.scale``.
         rescale: at the fold, what brings gradients of that step to the loss scale of this one.
         early: at the fold, whether training was interrupted before its time.
@@ -53,7 +54,7 @@ class Flight:
             "ranks",
             "reads",
         ),
-        *("rescale", "round", "scale", "sent", "step", "t", "wait"),
+        *("rescale", "round", "scale", "sent", "speaker", "step", "t", "wait"),
     )
 
     def __init__(
@@ -71,6 +72,7 @@ class Flight:
         flat: torch.Tensor,
         reads: frozenset[str] = frozenset(),
         prepared: Any = None,
+        speaker: int | None = None,
         wait: Callable[[], object],
     ) -> None:
         self.step, self.t, self.round = step, t, round
@@ -88,6 +90,7 @@ class Flight:
         self.reads = reads
         self.sent: torch.Tensor | None = None
         self.prepared = prepared
+        self.speaker = speaker
         self.wait = wait
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -204,11 +205,20 @@ class Sum(How):
             return group.size
         return group.local_size if self.over == "inside" else group.size / group.local_size
 
+    def contributors(self, group: ProcessGroup) -> Sequence[int]:
+        """This rank, or those of its host."""
+        if self.over != "between":
+            return (group.rank,)
+        return [rank for rank, node in enumerate(group.nodes) if node == group.nodes[group.rank]]
+
     def run(self, flight: Flight, group: ProcessGroup) -> Work | None:
         """Sum what lies in the flight."""
         if self.over == "inside":
             return self._sum(flight, group.intra_node_communicator)
         if self.over == "between":
+            if flight.speaker is not None:  # The leader may have had no data, so that its weights stayed behind.
+                source = self.contributors(group).index(flight.speaker)
+                group.intra_node_communicator.broadcast(flight.flat, source)
             through_leaders(flight.flat, group, lambda _, leaders: self._sum(flight, leaders, wait=True))
             return None
         if self.reducer is None:
@@ -247,8 +257,8 @@ class Mean(Sum):
 
     @property
     def by_share(self) -> bool:
-        """Where ranks train alone, and not hosts."""
-        return self.over == "ranks"
+        """Where ranks train alone, or hosts."""
+        return self.over != "inside"
 
     def scale(self, ranks: float) -> float:
         """Dividing before the sum keeps 16-bit values in range."""

@@ -61,15 +61,22 @@ class SampleShares:
         """Whether ranks may count differently."""
         return bool(self._samples)
 
-    def contributions(self, steps: range, rank: int) -> float:
-        """How many contributions like that of ``rank`` make one mean; ``inf`` if it has trained on nothing.
+    def contributions(self, steps: range, ranks: Sequence[int]) -> float:
+        """How many contributions like that of ``ranks`` make one mean; ``inf`` if they have trained on nothing.
 
         Args:
             steps: steps in which ranks have learned what they contribute. In those before the block all count alike.
-            rank: number in the group.
+            ranks: numbers in the group of those who contribute together.
         """
-        size = len(next(iter(self._samples.values())))
-        everyone = [self._before] * size
-        found = [self._samples.get(step, everyone) for step in steps]
-        own = sum(samples[rank] for samples in found)
+        found = self._of(steps)
+        own = sum(samples[rank] for samples in found for rank in ranks)
         return sum(map(sum, found)) / own if own else float("inf")
+
+    def longest(self, steps: range, ranks: Sequence[int]) -> int:
+        """The first one of ``ranks`` that had data in most of ``steps``: who has none left gets none again."""
+        found = self._of(steps)
+        return max(ranks, key=lambda rank: sum(samples[rank] > 0 for samples in found))
+
+    def _of(self, steps: range) -> list[Sequence[int]]:
+        size = len(next(iter(self._samples.values())))
+        return [self._samples.get(step, [self._before] * size) for step in steps]

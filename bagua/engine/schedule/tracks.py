@@ -146,6 +146,7 @@ class Course:
         how = exchange.how
         self._contributions = 1.0 if lane is None or how is None else how.ranks(lane.group)
         self._shares = shares
+        self._contributors = () if lane is None or how is None else tuple(how.contributors(lane.group))
         self._by_share = how is not None and how.by_share and exchange.what is not None and exchange.what.learned
         self._uniform = how is not None and how.uniform
         in_place = exchange.what is not None and exchange.what.in_place
@@ -237,7 +238,13 @@ class Course:
         bucket = track.bucket
         what = self.exchange.what
         local = self.exchange.how is None
-        ranks = self._contributions_at(clock, shift) if self._shares else self._contributions
+        ranks = self._contributions
+        speaker: int | None = None
+        if self._shares and self.lane is not None and self._by_share:
+            steps = self._steps_until(clock, shift)
+            ranks = self._shares.contributions(steps, self._contributors)
+            if len(self._contributors) > 1:
+                speaker = self._shares.longest(steps, self._contributors)
         return Flight(
             step=clock.step,
             t=clock.t,
@@ -251,17 +258,15 @@ class Course:
             flat=bucket.allocate_gradients() if self._in_place else _NOTHING if local else track.take_buffer(),
             reads=frozenset() if what is None else what.reads,
             prepared=self._prepared,
+            speaker=speaker,
             wait=nothing,
         )
 
-    def _contributions_at(self, clock: Clock, shift: int) -> float:
-        """How many contributions like that of this rank make one mean, where ranks count by what they trained on."""
-        if self.lane is None or not self._by_share:
-            return self._contributions
+    def _steps_until(self, clock: Clock, shift: int) -> range:
+        """The steps since the part started last, in which was learned what starts now."""
         when = self.exchange.when
         before = next((t for t in range(clock.t - 1, 0, -1) if when.due(t, shift)), 0)
-        steps = range(clock.step - clock.t + before + 1, clock.step + 1)
-        return self._shares.contributions(steps, self.lane.group.rank)
+        return range(clock.step - clock.t + before + 1, clock.step + 1)
 
     def returned(self, track: Track, saved: Mapping[str, Any]) -> Flight:
         """A flight that was saved when its result was there."""
