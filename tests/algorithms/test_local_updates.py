@@ -256,17 +256,27 @@ class Streaming:
                 self.apply(p, self.sent.pop((p, t)))
 
     @torch.no_grad()
-    def apply(self, p: int, start: list[dict[str, torch.Tensor]]) -> None:
+    def apply(self, p: int, sent: list[dict[str, torch.Tensor]]) -> None:
         before = {name: self.anchor[name].clone() for name in self.cut[p]}
         for name, value in before.items():
-            self.anchor[name].grad = value - mean_of(start, name)
+            self.anchor[name].grad = value - mean_of(sent, name)
         self.outer[p].step()
-        for named in self.replicas.named:
-            for name, value in before.items():
+        for named, start in zip(self.replicas.named, sent, strict=True):
+            for name in before:
                 if self.keep is None:
-                    named[name].add_(self.anchor[name] - value)
+                    named[name].add_(self.anchor[name] - start[name])
                 else:
                     named[name].copy_(self.keep * named[name] + (1 - self.keep) * self.anchor[name])
+
+
+@pytest.mark.threads
+def test_what_was_learned_while_a_difference_was_on_its_way_is_sent_once(thread_ranks):
+    """The anchor of one rank, with an outer step of the whole difference, is where that rank is: nothing changes."""
+    algorithm = DiLoCoAlgorithm(3, overlap=1, mix="add", outer="sgd", outer_lr=1.0, outer_momentum=0.0)
+    (watched,), alone = thread_ranks(1, train_and_watch, algorithm), Replicas(1)
+    for t in range(STEPS):
+        alone.step(t)
+        assert_close(watched[t], alone.weights()[0])
 
 
 @pytest.mark.threads

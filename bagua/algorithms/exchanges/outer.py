@@ -132,7 +132,7 @@ class OuterStep(Then):
     Args:
         optimizer: optimizer of the anchor.
         land: how the weights follow: ``Replace()``: they become the anchor. ``Blend(keep)``: they keep a part of what
-            was learned meanwhile. ``Add()``: they move as the anchor does.
+            was learned meanwhile. ``Add()``: they become the anchor, and what was learned meanwhile is added.
 
     Raises:
         ConfigurationError: another way to land.
@@ -154,6 +154,11 @@ class OuterStep(Then):
     def overwrites(self) -> bool:
         """As the weights follow."""
         return self.land.overwrites
+
+    @property
+    def keeps_sent(self) -> bool:  # type: ignore[override]
+        """Weights that keep what was learned meanwhile must not keep what was sent: it would be sent again."""
+        return isinstance(self.land, Add)
 
     def check(self, what: What | None) -> None:
         """Refuse what has no anchor."""
@@ -209,7 +214,10 @@ class OuterStep(Then):
         now = flight.weights(torch.empty_like(flight.flat)).to(stepped)
         if isinstance(self.land, Blend):
             return torch.lerp(stepped, now, self.land.keep)
-        return now.add(stepped - anchor, alpha=self.land.gain)
+        change = stepped - anchor
+        if flight.sent is not None:
+            change.add_(flight.sent.to(change))
+        return now.add(change, alpha=self.land.gain)
 
 
 def _stepped(optimizer: Outer, flight: Flight, difference: torch.Tensor) -> torch.Tensor:
