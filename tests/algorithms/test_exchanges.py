@@ -214,25 +214,6 @@ def test_contradictions_are_refused_when_the_value_is_made(make: Callable[[], ob
         make()
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: gradients(lag=5),
-        lambda: gradients(Mean(ErrorFeedback(BYTES)), when=Every(3), lag=2),
-        lambda: gradients(Sum(), lag=2),
-        lambda: Exchange(Weights(), Every(3), Mean(), Add(), lag=3),
-        lambda: Algorithm.of(gradients(when=Every(2)), gradients(when=Every(2, 1), label="b")),
-        lambda: around("decentralized", Exchange(Weights(), Every(4), Mean(), Add(), lag=2, label="outer")),
-        lambda: Algorithm.of(
-            Exchange(Weights(), Every(4), Mix("ring"), Add(), lag=2),
-            Exchange(Weights(), Every(4, 1), Mean(), Replace(), label="b"),
-        ),
-    ],
-)
-def test_what_can_work_is_not_refused(make):
-    make()
-
-
 def test_expectations_follow_from_the_exchanges():
     assert Algorithm.of(gradients()).promise == "exact"
     assert Algorithm.of(gradients(Mean(BYTES))).promise == "bounded"
@@ -310,6 +291,34 @@ class Ranks:
     def put(self, flat: torch.Tensor) -> None:
         for model in self.models:
             put(model, flat)
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: gradients(lag=5),
+        lambda: gradients(Mean(ErrorFeedback(BYTES)), when=Every(3), lag=2),
+        lambda: gradients(Sum(), lag=2),
+        lambda: Exchange(Weights(), Every(3), Mean(), Add(), lag=3),
+        lambda: Algorithm.of(gradients(when=Every(2)), gradients(when=Every(2, 1), label="b")),
+        lambda: around("decentralized", Exchange(Weights(), Every(4), Mean(), Add(), lag=2, label="outer")),
+        lambda: Algorithm.of(
+            Exchange(Weights(), Every(4), Mix("ring"), Add(), lag=2),
+            Exchange(Weights(), Every(4, 1), Mean(), Replace(), label="b"),
+        ),
+    ],
+    ids=range(7),
+)
+def test_what_can_work_is_not_refused_and_works(make, thread_ranks):
+    made = make()
+    algorithm = made if isinstance(made, Algorithm) else Algorithm.of(made)
+    alone = Ranks(2)
+    for number in range(9):
+        alone.step(number)
+    for model, trained in zip(alone.models, thread_ranks(2, train_for, algorithm, 9), strict=True):
+        moved = [float((trained[name] - one).norm()) for name, one in snapshot(model).items()]
+        assert all(1e-3 < distance < 10.0 for distance in moved), moved
 
 
 @pytest.mark.threads

@@ -425,15 +425,34 @@ def test_an_outer_optimizer_that_cannot_step_the_model_is_refused_when_it_is_wra
     thread_ranks(2, wrap)
 
 
+@pytest.mark.threads
 @pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.NAdam, torch.optim.Rprop, torch.optim.ASGD])
-def test_other_outer_optimizers_are_not_refused(kind):
-    DiLoCoAlgorithm(outer=Outer(kind)).outer_exchange.then.check_parameters(list(mlp().parameters()))
+def test_other_outer_optimizers_step_the_anchor(thread_ranks, kind):
+    replicas = Replicas(2)
+    anchor = {name: nn.Parameter(one) for name, one in replicas.weights()[0].items()}
+    outer = kind(anchor.values(), lr=0.1)
+    for number in range(STEPS):
+        replicas.step(number)
+        if number % 4 == 3:
+            weights = replicas.weights()
+            for name, one in anchor.items():
+                one.grad = torch.stack([one.detach() - theirs[name] for theirs in weights]).mean(dim=0)
+            outer.step()
+            with torch.no_grad():
+                for named in replicas.named:
+                    for name, one in anchor.items():
+                        named[name].copy_(one)
+    results = thread_ranks(2, train, DiLoCoAlgorithm(4, outer=Outer(kind, lr=0.1)))
+    for result, model in zip(results, replicas.models, strict=True):
+        assert_close(result, snapshot(model))
 
 
 @MUON
 def test_an_outer_optimizer_has_to_step_the_selected_parameters_only():
-    matrices = [one for one in mlp().parameters() if one.dim() == 2]
-    OuterStep(Outer(torch.optim.Muon, lr=0.1)).check_parameters(matrices)
+    parameters, step = list(mlp().parameters()), OuterStep(Outer(torch.optim.Muon, lr=0.1))
+    step.check_parameters([one for one in parameters if one.dim() == 2])
+    with pytest.raises(ConfigurationError, match="only supports 2D parameters"):
+        step.check_parameters(parameters)
 
 
 class Branches(nn.Module):

@@ -173,6 +173,10 @@ def test_members_are_ended_that_do_not_want_to(monkeypatch: pytest.MonkeyPatch) 
         crew.start(0)
         wait_for(crew, said)
         crew.hit(STOP, 0)
+        member = crew._running[0].process
+        crew.close()
+        assert member.returncode == -signal.SIGKILL
+        assert marked(f"{crew.run}/0") == []
 
 
 def test_a_signal_waits_until_the_member_that_starts_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

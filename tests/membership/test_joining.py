@@ -80,7 +80,11 @@ def test_a_store_can_be_ended_from_when_its_address_is_known(monkeypatch):
 @pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
 def test_an_address_of_ipv6_is_printed_as_it_is_read():
     store, where = serve_store_at("::1", 0)
-    close_store(open_store(where, 5.0))
+    assert where.startswith("tcp://[::1]:")
+    store.set("served", "here")
+    reached = open_store(where, 60.0)
+    assert reached.get("served") == b"here"
+    close_store(reached)
     del store
 
 

@@ -48,6 +48,8 @@ def test_a_module_beside_ddp_of_torch_is_not(gloo: None) -> None:
             return self.other(inputs) + module(inputs)
 
     DistributedDataParallel(Teacher())(torch.ones(1, 2)).sum().backward()
+    for one in (*module.parameters(), *other.parameters()):
+        assert torch.equal(one.grad, torch.ones_like(one))
 
 
 def test_ddp_of_torch_inside_a_module_is_refused(gloo: None) -> None:
@@ -61,7 +63,10 @@ def test_ddp_of_torch_with_frozen_parameters_is_not(gloo: None) -> None:
     teacher = DistributedDataParallel(torch.nn.Linear(2, 2))
     teacher.requires_grad_(False)
     module = torch.nn.Sequential(teacher, torch.nn.Linear(2, 2))
-    with_bagua(module, torch.optim.SGD(module[1].parameters(), lr=0.1), "gradient_allreduce", solo_group())
+    student = with_bagua(module, torch.optim.SGD(module[1].parameters(), lr=0.1), "gradient_allreduce", solo_group())
+    student(torch.ones(1, 2)).sum().backward()
+    assert torch.equal(module[1].bias.grad, torch.ones(2))
+    assert [one.grad for one in teacher.parameters()] == [None, None]
 
 
 def test_fully_shard_around_a_module_is_refused(gloo: None) -> None:

@@ -44,10 +44,20 @@ BETWEEN_HOSTS = ["complete", "ring", "star", "exponential", "shift_one", "one_pe
 SIZES = range(1, 18)
 
 
+def assert_doubly_stochastic(matrix: torch.Tensor) -> None:
+    ones = torch.ones(len(matrix), dtype=matrix.dtype)
+    assert matrix.min() >= -1e-12
+    torch.testing.assert_close(matrix.sum(0), ones)
+    torch.testing.assert_close(matrix.sum(1), ones)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_round_is_doubly_stochastic_and_what_else_it_claims(name):
     for size in SIZES:
-        create(name).check(size)
+        topology = create(name)
+        topology.check(size)
+        for step in range(1, 5):
+            assert_doubly_stochastic(topology.matrix(size, step))
 
 
 @pytest.mark.parametrize("name", BETWEEN_HOSTS)
@@ -55,8 +65,10 @@ def test_every_round_is_doubly_stochastic_and_what_else_it_claims(name):
 def test_between_uneven_hosts_the_matrix_over_ranks_is_doubly_stochastic(name, sizes, seed):
     nodes = [host for host, size in enumerate(sizes) for _ in range(size)]
     random.Random(seed).shuffle(nodes)
-    Hierarchical(create(name)).check(len(nodes), nodes, rounds=4)
-    create("alternating_exp_ring").check(len(nodes), nodes, rounds=6)
+    for topology, rounds in ((Hierarchical(create(name)), 4), (create("alternating_exp_ring"), 6)):
+        topology.check(len(nodes), nodes, rounds=rounds)
+        for step in range(1, rounds + 1):
+            assert_doubly_stochastic(topology.matrix(len(nodes), step, nodes))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -155,7 +167,13 @@ def test_metropolis_weights_fit_any_graph(data, size):
     for i, j in data.draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else ():
         around[i].add(j)
         around[j].add(i)
-    check_round(metropolis(around), size=size, symmetric=True)
+    mixing = metropolis(around)
+    check_round(mixing, size=size, symmetric=True)
+    matrix = mixing.matrix()
+    assert_doubly_stochastic(matrix)
+    for i, j in pairs:
+        weight = 1 / (1 + max(len(around[i]), len(around[j]))) if j in around[i] else 0.0
+        assert matrix[i, j] == matrix[j, i] == weight
 
 
 def test_what_a_rank_is_told_is_a_row_of_the_matrix():
