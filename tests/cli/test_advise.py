@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from bagua.advise import MachineFacts
 from bagua.algorithms import Algorithm, ByteGradAlgorithm, GradientAllReduceAlgorithm
 from bagua.cli.advise import command, worker
 from bagua.cli.advise.lab import lab_cluster
+from bagua.cli.lab import command as lab_command
 from bagua.cli.lab.network import LabUnavailableError
 from bagua.link import parse_link
 
@@ -129,6 +132,22 @@ def test_ctrl_c_ends_all_processes(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert len(started) == 2
     assert all(process.poll() is not None for process in started)
     assert "interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("ends", "said"), [("os._exit(3)", "exit status 3"), ("os.abort()", "was killed by SIGABRT")])
+def test_a_script_that_ends_the_worker_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ends: str, said: str
+) -> None:
+    popen = subprocess.Popen
+    ending = [sys.executable, "-S", "-c", f"import os; {ends}"]
+    monkeypatch.setattr(command.subprocess, "Popen", lambda *_, **__: popen(ending, stderr=subprocess.DEVNULL))
+    assert command.main(["train.py"]) == 1
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("make_parser", [command.make_parser, lab_command.make_parser])
+def test_help_says_that_losses_are_in_percent(make_parser: Callable[[], argparse.ArgumentParser]) -> None:
+    assert make_parser().format_help().count("LOSS%]") == 2
 
 
 def test_a_prediction_for_the_lab_knows_its_links_and_how_to_do_without(

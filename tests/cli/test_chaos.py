@@ -257,7 +257,7 @@ def test_a_member_that_never_trains_ends_the_run() -> None:
     crew = FakeMembers(2, dies=(1,))
     found = score(referee(crew, schedule_of(members=2)).run())
     assert crew.done.count("start 1") == MOST_FRUITLESS
-    assert "exit status is 7" in verdict(found)[0]
+    assert "the last time it ended too early, with exit status 7" in verdict(found)[0]
 
 
 def test_faults_that_are_upon_members_are_lifted_when_the_run_is_interrupted() -> None:

@@ -22,6 +22,7 @@ from bagua.cli.advise.picture import draw
 from bagua.cli.advise.worker import Found
 from bagua.cli.arguments import link, positive
 from bagua.cli.lab.network import LabUnavailableError
+from bagua.errors import how_it_ended
 from bagua.link import parse_link
 
 __all__ = ["main"]
@@ -52,7 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--hosts", type=positive, default=2, metavar="N", help="default 2")
     add("--ranks-per-host", type=positive, default=1, metavar="N", help="default 1")
-    add("--link", type=link, default=parse_link("1gbit"), metavar="RATE[,DELAY][,LOSS%%]", help="default 1gbit")
+    add("--link", type=link, default=parse_link("1gbit"), metavar="RATE[,DELAY][,LOSS%]", help="default 1gbit")
     add("--seconds", type=float, default=15.0, metavar="S", help="how long the script is trained; default 15")
     add("--algorithms", nargs="+", choices=list(registry), metavar="NAME", help="default: all; end them with --")
     add("--may-differ", action="store_true", help="save one with which ranks hold different weights between exchanges")
@@ -123,7 +124,7 @@ def _measured(options: argparse.Namespace) -> Found:
         finally:
             _stop(processes)
         if not files[0].exists():
-            return Found(f"the script's process ended with exit status {processes[0].returncode}")
+            return Found(f"the script's process {how_it_ended(processes[0].returncode)}")
         found: Found = pickle.loads(files[0].read_bytes())  # noqa: S301 - written by our own process
         return found
 

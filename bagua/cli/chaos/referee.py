@@ -9,6 +9,7 @@ from typing import Protocol
 from bagua.cli.chaos.progress import MemberProgress
 from bagua.cli.chaos.schedule import Fault, FaultSchedule
 from bagua.cli.chaos.score import History, Life, Strike
+from bagua.errors import how_it_ended
 
 __all__ = ["Crew", "Ended", "Referee", "RefereeOptions"]
 
@@ -180,11 +181,11 @@ class Referee:
         struck = any(strike.at_s >= life.started_s for strike in self.history.struck(event.member))
         if not life.said and not struck and event.at_s - life.started_s < SOON_S:
             self._fruitless[event.member] += 1
-        self._tell(f"member {event.member} ended with status {event.status}; it starts again")
+        self._tell(f"member {event.member} {how_it_ended(event.status)}; it starts again")
         if self._fruitless[event.member] >= MOST_FRUITLESS:
             self.history.problems.append(
                 f"member {event.member} ended {MOST_FRUITLESS} times in a row without progress, "
-                f"and no fault had hit it; its last exit status is {event.status}"
+                f"and no fault had hit it; the last time it {how_it_ended(event.status)}"
             )
 
     def _begin(self, now: float) -> None:

@@ -12,6 +12,7 @@ from typing import IO
 from bagua import env
 from bagua.cli.chaos.places import Home, in_place
 from bagua.cli.chaos.processes import MARK, end_all, signals_deferred
+from bagua.errors import how_it_ended
 
 __all__ = ["ServiceError", "open_service", "store_command"]
 
@@ -65,7 +66,7 @@ def open_service(
             stack.callback(_finish, process, output, mark)
         where = _find_store(output, echo) if is_store else ""
         if is_store and not where:
-            raise ServiceError(f"the store where islands meet ended with status {process.wait()}")
+            raise ServiceError(f"the store where islands meet {how_it_ended(process.wait())}")
         listener = threading.Thread(target=_pass_on, args=(output, echo), daemon=True)
         listener.start()
         stack.callback(listener.join)

@@ -56,7 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--link",
         type=link,
         default=LinkSettings(),
-        metavar="RATE[/RATE][,DELAY][,LOSS%%]",
+        metavar="RATE[/RATE][,DELAY][,LOSS%]",
         help="of each host: what it receives and sends, the delay to another host one way, and the packets that are "
         "lost between two hosts; default unlimited",
     )
