@@ -254,6 +254,15 @@ class Bucket:
         return flat
 
     @torch.no_grad()
+    def subtract_weights(self, minuend: torch.Tensor, *, out: torch.Tensor) -> None:
+        """Write ``minuend`` minus the weights into ``out``, both laid out like this bucket, in one pass."""
+        if self.weights is not None:
+            torch.sub(minuend, self.weights, out=out)
+            return
+        for whole, weights, difference in zip(self.views(minuend), self.parameters, self.views(out), strict=True):
+            torch.sub(whole, weights, out=difference)
+
+    @torch.no_grad()
     def write_weights(self, flat: torch.Tensor) -> None:
         """Copy ``flat``, laid out like this bucket, into the weights."""
         torch._foreach_copy_(list(self.parameters), self.views(flat))

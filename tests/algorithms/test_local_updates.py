@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import bagua.comm
@@ -32,6 +33,7 @@ from bagua.algorithms import (
     SlowMoAlgorithm,
     Weights,
 )
+from bagua.algorithms.exchanges import outer
 from bagua.compression import Float16, MinMaxUInt8
 from bagua.errors import ConfigurationError
 from bagua.parallel import with_bagua
@@ -293,6 +295,52 @@ def test_streaming_keeps_its_schedule_in_every_step(thread_ranks, every, fragmen
         expected.step(t)
         for rank, model in enumerate(expected.replicas.models):
             assert_close(watched[rank][t - 1], snapshot(model))
+
+
+@pytest.mark.threads
+def test_an_outer_sgd_gets_pieces_in_place_of_parameters(thread_ranks, monkeypatch):
+    """It treats each element by itself, so its result is the same bit by bit, and so is what it remembers."""
+    algorithm = DiLoCoAlgorithm(2, outer=Outer(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True, weight_decay=0.1))
+    whole = thread_ranks(2, train, algorithm)
+    monkeypatch.setattr(outer, "_PIECE_NUMEL", 7)
+    for state, expected in zip(thread_ranks(2, train, algorithm), whole, strict=True):
+        assert all(torch.equal(one, expected[name]) for name, one in state.items())
+
+
+class MadeTensors(TorchDispatchMode):
+    """The operations that make new tensors of at least so many elements."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.least = least
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        # What writes where it is told to, or returns a view, says so in its schema.
+        is_new = isinstance(made, torch.Tensor) and func._schema.returns[0].alias_info is None
+        if is_new and made.numel() >= self.least and made.device.type != "meta":
+            self.names.append(func.overloadpacket.__name__)
+        return made
+
+
+def made_in_an_outer_step() -> list[str]:
+    model = nn.Linear(96, 96, bias=False)
+    optimizer = optimizer_of(model)
+    wrapped = with_bagua(model, [optimizer], DiLoCoAlgorithm(1))
+    train = functools.partial(wrapped, torch.ones(2, 96))
+    for _ in range(2):  # The first outer step makes what is remembered.
+        optimizer.zero_grad()
+        train().square().mean().backward()
+        with MadeTensors(96 * 96) as mode:
+            optimizer.step()
+    return mode.names
+
+
+@pytest.mark.threads
+def test_an_outer_step_makes_memory_for_its_flight_only(thread_ranks, monkeypatch):
+    monkeypatch.setattr(outer, "_PIECE_NUMEL", 64)
+    assert thread_ranks(1, made_in_an_outer_step) == [["empty"]]
 
 
 @pytest.mark.gloo

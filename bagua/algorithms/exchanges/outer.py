@@ -18,6 +18,10 @@ from bagua.primitives import State
 __all__ = ["EagerStep", "Outer", "OuterStep", "check_has_anchor", "restart_unless_finite"]
 
 _REPLACE = Replace()
+#: Elements of a piece that an optimizer gets where pieces do: with its gradient and momentum it fits in a cache.
+_PIECE_NUMEL = 2**16
+
+_Division = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
 def check_has_anchor(what: What | None) -> tuple[State, ...]:
@@ -83,6 +87,11 @@ class Outer:
         """The optimizer of ``parameters``."""
         kind, options = self._value
         return kind(list(parameters), **dict(options))
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether it treats each element by itself, so that it may get other pieces than parameters."""
+        return self._value[0] is torch.optim.SGD
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Outer) and other._value == self._value
@@ -203,57 +212,67 @@ class OuterStep(Then):
         anchor = flight.state["anchor"]
         if restart_unless_finite(flight, anchor):
             return
-        stepped = _stepped(self.optimizer, flight, flight.flat)
-        flight.bucket.write_weights(self._landed(flight, anchor, stepped))
+        if isinstance(self.land, Replace):
+            _step(self.optimizer, flight, anchor, flight.flat)
+            flight.bucket.write_weights(anchor)
+            return
+        stepped = anchor.clone()
+        _step(self.optimizer, flight, stepped, flight.flat)
+        flight.bucket.write_weights(self._landed(flight, anchor, stepped, self.land))
         anchor.copy_(stepped)
 
-    def _landed(self, flight: Flight, anchor: torch.Tensor, stepped: torch.Tensor) -> torch.Tensor:
+    @staticmethod
+    def _landed(flight: Flight, anchor: torch.Tensor, stepped: torch.Tensor, land: Blend | Add) -> torch.Tensor:
         """What the weights become when the anchor becomes ``stepped``."""
-        if isinstance(self.land, Replace):
-            return stepped
         now = flight.weights(torch.empty_like(flight.flat)).to(stepped)
-        if isinstance(self.land, Blend):
-            return torch.lerp(stepped, now, self.land.keep)
+        if isinstance(land, Blend):
+            return torch.lerp(stepped, now, land.keep)
         change = stepped - anchor
         if flight.sent is not None:
             change.add_(flight.sent.to(change))
-        return now.add(change, alpha=self.land.gain)
+        return now.add(change, alpha=land.gain)
 
 
-def _stepped(optimizer: Outer, flight: Flight, difference: torch.Tensor) -> torch.Tensor:
-    """The anchor after a step against ``difference``; what the optimizer remembers is brought up to date."""
-    anchor = flight.state["anchor"]
-    stepped = anchor.clone()
-    parameters = [torch.nn.Parameter(view) for view in flight.views(stepped)]
-    for parameter, gradient in zip(parameters, flight.views(difference.to(anchor)), strict=True):
+def _step(optimizer: Outer, flight: Flight, place: torch.Tensor, difference: torch.Tensor) -> None:
+    """Step ``place`` against ``difference``; what the optimizer remembers is brought up to date."""
+    divide = _division(optimizer, flight, place.device)
+    parameters = [torch.nn.Parameter(piece) for piece in divide(place)]
+    for parameter, gradient in zip(parameters, divide(difference.to(place)), strict=True):
         parameter.grad = gradient
     made = optimizer.make(parameters)
     remembered = {key: value for key, value in flight.state.items() if key.startswith("outer.")}
     for key, value in remembered.items():
-        elementwise = value.shape == anchor.shape
-        if elementwise and value.device != anchor.device:  # It comes from a checkpoint.
-            value = flight.state[key] = value.to(anchor.device)  # noqa: PLW2901
-        parts = flight.views(value) if elementwise else [value.clone() for _ in parameters]
+        elementwise = value.shape == place.shape
+        if elementwise and value.device != place.device:  # It comes from a checkpoint.
+            value = flight.state[key] = value.to(place.device)  # noqa: PLW2901
+        parts = divide(value) if elementwise else [value.clone() for _ in parameters]
         for parameter, part in zip(parameters, parts, strict=True):
             made.state[parameter][key.removeprefix("outer.")] = part
     made.step()
     for key in {key for parameter in parameters for key in made.state[parameter]}:
-        _remember(flight, f"outer.{key}", [made.state[parameter].get(key) for parameter in parameters])
-    return stepped
+        _remember(flight, f"outer.{key}", [made.state[parameter].get(key) for parameter in parameters], divide)
 
 
-def _remember(flight: Flight, key: str, values: list[Any]) -> None:
+def _division(optimizer: Outer, flight: Flight, device: torch.device) -> _Division:
+    """Into what an optimizer gets flat memory: parameters; pieces that stay in the cache where that is the same."""
+    if optimizer.is_elementwise and device.type == "cpu":
+        return lambda flat: list(torch.split(flat, _PIECE_NUMEL))
+    return flight.views
+
+
+def _remember(flight: Flight, key: str, values: list[Any], divide: _Division) -> None:
     known = [value for value in values if isinstance(value, torch.Tensor)]
     if not known:
         return
-    views = flight.views(flight.state["anchor"])
-    if all(value.shape == view.shape for value, view in zip(values, views, strict=True)):
-        flat = flight.state.get(key)
-        if flat is None or flat.shape != flight.state["anchor"].shape:
-            flat = flight.state[key] = torch.zeros_like(flight.state["anchor"])
-        torch._foreach_copy_(flight.views(flat), values)
-    else:
+    anchor, flat = flight.state["anchor"], flight.state.get(key)
+    if not all(value.shape == piece.shape for value, piece in zip(values, divide(anchor), strict=True)):
         flight.state[key] = known[0].clone()
+        return
+    if flat is None or flat.shape != anchor.shape:
+        flat = flight.state[key] = torch.zeros_like(anchor)
+    for piece, value in zip(divide(flat), values, strict=True):
+        if piece.data_ptr() != value.data_ptr():  # Most optimizers change it where it lies.
+            piece.copy_(value)
 
 
 @dataclass(frozen=True)
@@ -325,7 +344,7 @@ class EagerStep(Then):
         flight.bucket.write_weights(now.to(anchor).add_(anchor - before))
 
     def _step(self, flight: Flight, difference: torch.Tensor) -> None:
-        flight.state["anchor"].copy_(_stepped(self.optimizer, flight, difference))
+        _step(self.optimizer, flight, flight.state["anchor"], difference)
 
 
 _OTHERS = "others.difference"

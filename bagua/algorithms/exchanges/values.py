@@ -116,12 +116,12 @@ class Difference(What):
 
     def fill(self, flight: Flight) -> None:
         """Subtract."""
-        anchor = flight.state["anchor"]
-        weights = flight.bucket.read_weights(flight.flat)
-        if anchor.dtype == weights.dtype and anchor.device == weights.device:
-            torch.sub(anchor, weights, out=flight.flat)
+        anchor, flat = flight.state["anchor"], flight.flat
+        if anchor.dtype == flat.dtype and anchor.device == flat.device:
+            flight.bucket.subtract_weights(anchor, out=flat)
         else:
-            flight.flat.copy_(anchor.to(weights.device) - weights)
+            weights = flight.bucket.read_weights(flat)
+            flat.copy_(anchor.to(weights.device) - weights)
 
 
 # How.
