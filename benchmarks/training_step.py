@@ -9,6 +9,8 @@ backend ``bagua``.
 an exchange that does nothing. The memory is the peak of a process's resident memory while it takes a few steps, in new
 processes for each kind of training, less that of the bare module; of the two ranks the smaller, as chance only adds to
 it. It includes what Gloo itself holds for its messages, so the limit is for the silent form.
+Lines of their own, with ``--only``, are steps of algorithms that let ranks train alone, between their exchanges. Beside
+them stands what the outer step of one rank costs, in copies of the weights: on one rank nothing is exchanged.
 
 ``python -m benchmarks.training_step``
 """
@@ -18,6 +20,7 @@ import functools
 import itertools
 import resource
 import sys
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -54,6 +57,14 @@ TORCH_BACKEND_LIMITS = {16: 0.75, 64: 0.85}
 COMPARING = "bagua, comparing in each step"
 #: A comparison takes no more than a step. So after each hundredth step, the default, it costs at most 1 %.
 COMPARING_LIMIT = 2.0
+#: Algorithms that let ranks train alone, by the name of their steps between two exchanges.
+ALONE = {f"{name} between exchanges": name for name in ("local_sgd", "slowmo", "diloco")}
+ALONE_LIMIT = 1.01
+#: Steps of one sample of them: single ones differ by more than the limit.
+ALONE_CALLS = 10
+#: Copies of the weights that an outer step may take as long as, beside its exchange.
+OUTER_LIMIT = 4.0
+NEVER = 10**6
 MEMORY_LIMIT = 1.0
 MEMORY_TOLERANCE = 0.1  # 5 MB of code and of pages that come and go
 HIDDEN = 2048
@@ -113,6 +124,11 @@ def through_silent_bagua(module: nn.Module, optimizer: torch.optim.Optimizer) ->
     return module.with_bagua([optimizer], SilentAlgorithm())
 
 
+def through_training_alone(module: nn.Module, optimizer: torch.optim.Optimizer, name: str) -> nn.Module:
+    """The engine with an algorithm whose next exchange is far away."""
+    return module.with_bagua([optimizer], Algorithm.init(name, sync_every=NEVER))
+
+
 KINDS = {
     "bare": bare,
     "DDP": through_ddp,
@@ -121,6 +137,7 @@ KINDS = {
     "bagua": through_bagua,
     "bagua, silent": through_silent_bagua,
     COMPARING: through_comparing_bagua,
+    **{kind: functools.partial(through_training_alone, name=name) for kind, name in ALONE.items()},
 }
 
 PAIRS = [
@@ -162,9 +179,41 @@ def time_steps(
     for batch in batches:
         for baseline, candidate in pairs:
             steps = [make_step(kind, model, OUTER, batch) for kind in (baseline, candidate)]
-            timed.append(measure(*steps, rounds=rounds, before_each=torch.distributed.barrier))
+            calls = ALONE_CALLS if candidate in ALONE else 1
+            timed.append(measure(*steps, rounds=rounds, calls=calls, before_each=torch.distributed.barrier))
     bagua.destroy_process_group()
     return timed
+
+
+def time_outer_steps(rank: Rank, backend: str, name: str, hidden: int, rounds: int) -> Rounds:
+    """Copies of the weights, and what every second ``optimizer.step()`` takes longer than the one before it."""
+    rank.join(backend, TIMEOUT_S)
+    model = multilayer_perceptron(hidden)
+    weights = nn.utils.parameters_to_vector(model.parameters()).detach()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    wrapped = model.with_bagua([optimizer], Algorithm.init(name, sync_every=2))
+    inputs, target = torch.randn(1, OUTER), torch.empty_like(weights)
+
+    def seconds_of_a_step() -> float:
+        optimizer.zero_grad()
+        wrapped(inputs).square().mean().backward()
+        return seconds_of(optimizer.step)
+
+    samples: tuple[list[float], list[float], list[float]] = ([], [], [])
+    for number in range(1 + rounds):
+        plain, outer = seconds_of_a_step(), seconds_of_a_step()
+        copies = [seconds_of(lambda: target.copy_(weights)) for _ in range(2)]
+        for kept, sample in zip(samples, (copies[0], outer - plain, copies[1]), strict=True):
+            kept.extend([sample] if number else [])  # The first round only makes what is remembered.
+    bagua.destroy_process_group()
+    return Rounds(*samples)
+
+
+def seconds_of(function: Callable[[], object]) -> float:
+    """How long a call takes."""
+    start_s = time.perf_counter()
+    function()
+    return time.perf_counter() - start_s
 
 
 def time_small_parameters(rank: Rank, backend: str, pairs: list[tuple[str, str]], rounds: int) -> list[Rounds]:
@@ -195,6 +244,8 @@ def limit_of(backend: str, baseline: str, candidate: str, batch: int) -> float |
         return TORCH_BACKEND_LIMITS.get(batch)
     if candidate == COMPARING:
         return COMPARING_LIMIT
+    if candidate in ALONE:
+        return ALONE_LIMIT
     if candidate != "bagua":
         return None
     if backend == "shm":
@@ -210,6 +261,14 @@ def compare_steps(options: argparse.Namespace, pairs: list[tuple[str, str]]) -> 
         name = f"2 ranks, batch {batch}: {candidate} : {baseline}"
         lines.append(compare(name, rounds, limit_of(options.backend, baseline, candidate, batch)))
     return lines
+
+
+def compare_training_alone(options: argparse.Namespace) -> list[Comparison]:
+    """Lines about steps between two exchanges, and about an outer step in copies of the weights."""
+    steps = compare_steps(options, [("bare", options.only)])
+    settings = options.backend, ALONE[options.only], options.hidden, options.rounds
+    outer = run_ranks(time_outer_steps, 1, settings)[0]
+    return [*steps, compare(f"1 rank: outer step of {settings[1]} : copy of weights", outer, OUTER_LIMIT)]
 
 
 def compare_alone(options: argparse.Namespace) -> list[Comparison]:
@@ -269,6 +328,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=KINDS, metavar="NAME", help="leave out all but lines of this against others")
     parser.add_argument("--no-memory", action="store_true", help="leave the peak memory out")
     options = parser.parse_args(arguments)
+    if options.only in ALONE:
+        return conclude(compare_training_alone(options), options)
     if options.only is not None:
         return conclude(compare_steps(options, [pair for pair in PAIRS if pair[1] == options.only]), options)
     comparisons = [*compare_steps(options, PAIRS), *compare_alone(options), *compare_small_parameters(options)]

@@ -80,6 +80,17 @@ def test_one_candidate_alone(numbers_file):
     assert names(numbers_file) == ["2 ranks, batch 2: bagua, comparing in each step : bagua"]
 
 
+def test_steps_between_exchanges_and_the_outer_step(numbers_file):
+    few = ["--rounds", "2", "--batches", "2", "--hidden", "8", "--backend", "shm", "--only", "diloco between exchanges"]
+    assert training_step.main([*few, "--json", str(numbers_file)]) == 0
+    assert names(numbers_file) == [
+        "2 ranks, batch 2: diloco between exchanges : bare",
+        "1 rank: outer step of diloco : copy of weights",
+    ]
+    limits = [one["limit"] for one in json.loads(numbers_file.read_text())["comparisons"]]
+    assert limits == [1.01, 4.0]
+
+
 def test_watching(numbers_file):
     few = ["--rounds", "1", "--hidden", "8", "--runs", "1", "--steps", "3", "--sizes", "2", "--backends", "shm"]
     assert watching.main([*few, "--json", str(numbers_file)]) == 0
