@@ -70,7 +70,7 @@ class NextByteTrainer:
         torch.manual_seed(task.seed)
         self.model: nn.Module = NextByte()
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=task.learning_rate, weight_decay=0.1, fused=True
+            self.model.parameters(), lr=task.learning_rate, weight_decay=0.01, fused=True
         )
         self.text = text_of_this_process()
         self.generator = torch.Generator().manual_seed(1 + share + 1000 * task.seed)
