@@ -71,6 +71,7 @@ class DistributedDataParallel(OverlappingWrapper):
         forward_sync_buffers: take rank 0's buffers before each forward pass, with the
             exceptions that torch makes: not after a forward pass in ``no_sync()`` or
             without gradients. So an evaluation on one rank alone must call ``.module``.
+        lazy_bucket_allocation: False; torch has this argument from 2.15 on.
         optimizers: those that step the parameters; some algorithms need them.
         algorithm: algorithm that says what is exchanged, and when.
         bucket_bytes: like ``bucket_cap_mb``, in bytes.
@@ -115,6 +116,7 @@ class DistributedDataParallel(OverlappingWrapper):
         bucket_cap_mb_list: None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         *,
         optimizers: Sequence[torch.optim.Optimizer] | torch.optim.Optimizer | None = None,
         algorithm: Algorithm | DistributedAlgorithm | str = DistributedAlgorithm.GradientAllReduce,

@@ -37,6 +37,7 @@ _MISSING: dict[str, tuple[object, str]] = {
     "skip_all_reduce_unused_params": (False, "Use find_unused_parameters=True; unused parameters count as zero."),
     "bucket_cap_mb_list": (None, "All buckets have one size here; use bucket_cap_mb."),
     "batched_grad_copy": (False, "Gradients are copied into their bucket one by one, as they arrive; leave it out."),
+    "lazy_bucket_allocation": (False, "Buckets keep their memory, and gradients are views of it; leave it out."),
 }
 
 

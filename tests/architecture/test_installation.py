@@ -72,6 +72,7 @@ def test_the_wheel_describes_itself_without_links_that_lead_nowhere(tmp_path, mo
 
 
 def test_the_readme_on_an_index_leads_to_the_address_that_the_owner_names():
+    pytest.importorskip("hatchling", reason="needs the extra test")
     shown = runpy.run_path(str(REPOSITORY / "hatch_build.py"))["outside_a_checkout"]
     text = "![A\nplot](docs/a.svg) [page](docs/b.md#c) [here](#d) [there](https://e.org/f) `[x]`\n```\n[g](h)\n```\n"
     rest = "[here](#d) [there](https://e.org/f) `[x]`\n```\n[g](h)\n```\n"

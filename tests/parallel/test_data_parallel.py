@@ -33,6 +33,7 @@ REFUSED = {
     "skip_all_reduce_unused_params": True,
     "bucket_cap_mb_list": [1, 25],
     "batched_grad_copy": True,
+    "lazy_bucket_allocation": True,
     "process_group": object(),
     "device_mesh": object(),
     "bucket_cap_mb": -1,
