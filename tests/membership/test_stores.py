@@ -122,6 +122,23 @@ def test_a_store_that_never_answers_is_given_up():
         assert time.monotonic() < deadline
 
 
+def test_a_store_that_is_gone_is_not_asked_again():
+    """Clients of torch never connect again, and print half a page each time."""
+    asked = []
+
+    class Closed(HashStore):
+        def check(self, keys: list[str]) -> bool:
+            asked.append(keys)
+            raise DistNetworkError("it closed the connection")
+
+    store = BoundedStore(Closed(), timeout_s=1.0)
+    for _ in range(3):
+        with pytest.raises(DistNetworkError, match="it closed the connection"):
+            store.check(["a"])
+    assert asked == [["a"]]
+    store.close()
+
+
 @pytest.mark.parametrize("where", ["head:29600", "tcp://head", "udp://head:1", "etcd://", "etcd://a:b", "", 7])
 def test_an_address_of_another_form_is_refused(where):
     with pytest.raises(ConfigurationError) as caught:

@@ -138,7 +138,8 @@ class PolledStore(Store):
 class BoundedStore(PolledStore):
     """A store each of whose calls ends, also when the host of the other store was stopped.
 
-    The clients of torch then ignore their own timeouts.
+    The clients of torch then ignore their own timeouts. They never connect again, either: a store that was lost once is
+    not asked any more, because each question would only print another warning of torch.
 
     Args:
         store: store of torch; used by this object only.
@@ -153,6 +154,7 @@ class BoundedStore(PolledStore):
         self._thread = BackgroundThread("bagua-islands-store")
         self._asking = threading.RLock()
         self._unanswered: futures.Future[Any] | None = None
+        self._lost = ""
 
     def read(self, keys: Sequence[str]) -> list[bytes | None]:
         """See ``PolledStore``."""
@@ -187,6 +189,8 @@ class BoundedStore(PolledStore):
 
     def _bounded(self, ask: Callable[[], T]) -> T:
         with self._asking:
+            if self._lost:
+                raise DistNetworkError(self._lost)
             late = self._unanswered
             if late is not None:  # Asking more would only make the queue longer.
                 if not futures.wait([late], self._limit_s).done:
@@ -196,7 +200,11 @@ class BoundedStore(PolledStore):
             if not futures.wait([question], self._limit_s).done:
                 self._unanswered = question
                 raise self._no_answer()
-            return question.result()
+            try:
+                return question.result()
+            except DistNetworkError as error:
+                self._lost = str(error)
+                raise
 
     def _no_answer(self) -> DistNetworkError:
         return DistNetworkError(f"the store did not answer within {self._limit_s:g} s")
