@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,8 +41,15 @@ from bagua.engine.state.saving import Remembered
 from bagua.errors import BaguaError, blame
 
 
+def _tell_nobody(_: BaseException | str) -> None:
+    """Nobody wants to know why training has ended here."""
+
+
 class BucketFormation:
     """The half of ``Reducer`` that ends when buckets exist; see there."""
+
+    #: Told why, after a step that could not be finished. It must not raise.
+    after_failure: Callable[[BaseException | str], object] = staticmethod(_tell_nobody)
 
     def __init__(
         self,

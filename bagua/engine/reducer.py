@@ -192,7 +192,11 @@ class Reducer(BucketFormation):
         self._follow_phase()
         if plane is not None:
             plane.safe_point(self.step)
-        self.scheduler.safe_point(self.clock)
+        try:
+            self.scheduler.safe_point(self.clock)
+        except BaseException as error:
+            self.give_up(error)
+            raise
         return before != (self.between_steps, self.follows_gradients)
 
     def begin_step(self) -> None:
@@ -343,11 +347,7 @@ class Reducer(BucketFormation):
             self.courses.weights_were_replaced()
 
     def suspend_exchanges(self) -> list[tuple[Track, Flight]]:
-        """Wait for exchanges under way, and set their results aside; later steps do not fold them.
-
-        Returns:
-            The flights; for ``resume_exchanges``.
-        """
+        """Wait for exchanges under way, and set them aside for ``resume_exchanges``; later steps do not fold them."""
         if self.scheduler is None:
             return []
         flights = self.scheduler.settle()
@@ -373,6 +373,7 @@ class Reducer(BucketFormation):
         if self.scheduler is not None:
             self.scheduler.forget()
         self._close_soon()
+        self.after_failure(reason)
 
     def close_plane(self) -> None:
         """End what goes on between steps on this rank, not waiting for others. Idempotent."""

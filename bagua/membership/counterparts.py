@@ -235,16 +235,22 @@ class Counterparts:
 
     def _take(self, step: int) -> None:
         """Replace the state of this rank. All ranks have received theirs: they compare what they load."""
-        state = self._receiver.take()
+        self.replace(self._receiver.take(), step)
+
+    def replace(self, state: dict[str, Any], step: int) -> None:
+        """Replace the state of this rank by what ``state`` returned on another one, and go on after ``step``."""
         samples = state.pop("samples")
         self.take(state, step)
         if self.samples is not None:
             self.samples.take(samples)
 
+    def state(self) -> dict[str, object]:
+        """The state of this rank, with its position in the data."""
+        return {**self.give(), "samples": None if self.samples is None else self.samples.give()}
+
     def _offer(self, told: Sequence[int]) -> None:
         """Offer newcomers the state: that of the last exchange, told with the epoch."""
-        state = {**self.give(), "samples": None if self.samples is None else self.samples.give()}
-        offer = self._donor.offer(state, *told)
+        offer = self._donor.offer(self.state(), *told)
         if offer.problem:
             _log.warning("islands: newcomers cannot come in, because the state cannot be sent: %s", offer.problem)
         self._presence.tell(offer=offer)

@@ -6,6 +6,8 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import logging
+import os
 import time
 import weakref
 from collections import deque
@@ -30,8 +32,10 @@ from bagua.errors import (
     CommunicatorClosedError,
     ConfigurationError,
     PeerLostError,
+    StoreLostError,
 )
-from bagua.membership.counterparts import Attempt, Counterparts, Samples
+from bagua.membership.checkpoint import place_of, read_state, unusable, write_state
+from bagua.membership.counterparts import Attempt, Counterparts, Samples, epoch_name
 from bagua.membership.epochs import Epoch
 from bagua.membership.follower import Follower
 from bagua.membership.island import Island, different
@@ -44,6 +48,7 @@ from bagua.membership.transfer import Receiver
 
 __all__ = ["Islands", "Members", "Training"]
 
+_log = logging.getLogger("bagua")
 _DEADLINES = Deadlines()
 
 
@@ -89,6 +94,8 @@ class Islands:
         backend: name of the backend that connects islands.
         deadlines: how often to look, and how long silence may last.
         group: ranks of this island, which all make this object; it is closed with it. None for a process alone.
+        checkpoint: file for the state if the store is lost; see ``join_islands``.
+        resume: file with the state that the run begins with; see ``join_islands``.
 
     Attributes:
         seat: number of this island, which no other one ever has. Data can be dealt out by it.
@@ -110,6 +117,8 @@ class Islands:
         backend: str = "gloo",
         deadlines: Deadlines = _DEADLINES,
         group: ProcessGroup | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        resume: str | os.PathLike[str] | None = None,
     ) -> None:
         deadlines = dataclasses.replace(deadlines, timeout_s=timeout_s)
         self.name, self.size = name, size
@@ -125,9 +134,11 @@ class Islands:
         self._island = Island(group)
         facts = [
             *(f"bagua {__version__}", f"size={size}", f"minimum={minimum}", f"backend={backend}"),
-            f"ranks of an island={self._island.size}",
+            *(f"ranks of an island={self._island.size}", f"resumes={resume is not None}"),
         ]
         self.seat = self._island.share(lambda: self._sit_down(facts))
+        self._checkpoint, self._resume = (place_of(one, self.seat, self._island.rank) for one in (checkpoint, resume))
+        self._facts: list[str] = []
         self._presence = Presence(self._cells, self.seat, self._island, deadlines, time.monotonic)
         connect = functools.partial(
             _connect, self._store, self._presence, self._island.rank, backend, timeout_s, deadlines.meet_s
@@ -268,10 +279,36 @@ class Islands:
         if self.merges.opened:
             counterparts.give, counterparts.take = self.merges.giving(training.give), self.merges.taking(training.take)
         with self._leaving():
+            self._begin_from_file(told)
             self._participant.join(early=early)
+        self._facts = told
         self.merges.start()
         if samples is not None and counterparts.epoch is not None:
             samples.begin(self.seat, counterparts.epoch)
+
+    def _begin_from_file(self, facts: list[str]) -> None:
+        """Have the state of the file, if the run has not begun: who gives the others theirs is not known yet."""
+        if self._resume is None or not self._island.share(lambda: self._cells.read([epoch_name(1)])[0] is None):
+            return
+        state = read_state(self._resume, facts)
+        try:
+            self._counterparts.replace(state, -1)
+        except Exception as error:
+            raise unusable(self._resume, error) from error
+
+    def save_if_lost(self, error: BaseException | str) -> None:
+        """Training ended here with ``error``: save the state if the store is lost, and that is wanted. Never raises."""
+        file = self._checkpoint
+        if file is None or not self._facts or not isinstance(error, StoreLostError):
+            return
+        try:
+            write_state(file, self._facts, self._counterparts.state())
+            told = f"The state of this process is in {file}; join_islands(resume=...) begins from it."
+        except Exception as failure:  # noqa: BLE001 - the error that ends training must not be replaced
+            told = f"Its state could not be saved in {file}: {type(failure).__name__}: {failure}."
+            _log.exception("islands: seat %d could not save its state in %s", self.seat, file)
+        self._history.append(told)
+        error.advice = f"{error.advice} {told}"
 
     def _refuse_other_samples(self, fact: str) -> None:
         """Models of the ranks of an island were compared with each other, but not what deals out their samples."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 from bagua import env
@@ -19,6 +20,7 @@ from bagua.comm import (
     open_store,
 )
 from bagua.errors import BaguaError, ConfigurationError, StoreLostError
+from bagua.membership.checkpoint import check_place
 from bagua.membership.island import Island, different
 from bagua.membership.islands import Islands
 
@@ -33,6 +35,8 @@ def join_islands(
     *,
     timeout: float | timedelta | None = None,
     process_group: Group | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    resume: str | os.PathLike[str] | None = None,
 ) -> Islands:
     """Join the islands that train together and may come and go. Returns at once, as soon as the store answers.
 
@@ -49,6 +53,11 @@ def join_islands(
         timeout: how long to wait for others, in seconds; None for ``BAGUA_TIMEOUT_S``, or 30 minutes.
         process_group: ranks of this island, as many as of each other one; None for all of the default group if there is
             one, and for this process alone otherwise.
+        checkpoint: file in which this process saves its state when training ends because the store is lost: the shared
+            state after the last exchange that counts, and its own weights and optimizers. ``{seat}`` and ``{rank}``
+            stand for its numbers; the ranks of one island need the latter. None for no file.
+        resume: such a file, from which the run begins, over a new store. All islands pass one; that of the island with
+            the lowest seat counts. Who comes when the run has begun reads none. None to begin with the model as it is.
 
     Returns:
         The islands, with the seat of this one.
@@ -87,8 +96,12 @@ def join_islands(
     group = _ranks_of_island(process_group)
     store: KeyStore | None = None
     try:
+        check_place(1 if group is None else group.size, checkpoint=checkpoint, resume=resume)
         store = _opened_together(found, facts, timeout_s, group)
-        return Islands(store, found, size=begin, minimum=minimum, name=chosen_name, timeout_s=timeout_s, group=group)
+        return Islands(
+            store, found, size=begin, minimum=minimum, name=chosen_name, timeout_s=timeout_s, group=group,
+            checkpoint=checkpoint, resume=resume,
+        )  # fmt: skip
     except BaseException:
         if store is not None:
             close_store(store)

@@ -10,11 +10,14 @@ import torch
 from bagua.algorithms import Algorithm, DistributedAlgorithm, OverIslands, as_algorithm
 from bagua.checks import check_kind
 from bagua.comm import Group, ProcessGroup, as_group, get_default_group, is_initialized, solo_group
-from bagua.engine import BackwardHooks, Reducer
+from bagua.engine import BackwardHooks, Reducer, name_of_rank
 from bagua.errors import ConfigurationError
 from bagua.membership import Islands
 
 __all__ = ["come_in", "group_of_island", "over_islands", "refuse_to_switch"]
+
+#: What belongs to one island stays there, as what its own codec has lost.
+_NOTHING_OF_ITS_OWN: dict[str, Any] = {"parameters": {}, "others": [], "flights": []}
 
 
 def over_islands(
@@ -104,6 +107,7 @@ def come_in(engine: BackwardHooks, islands: Islands | None, optimizers: Sequence
         # What is merged by a quorum has no moment between two exchanges of all.
         early = not any("gradients" in one.needs or (one.how is not None and one.how.apart) for one in exchanges)
         islands.bind(engine.reducer.facts, state, early=early)
+        engine.reducer.after_failure = islands.save_if_lost
         gauges = engine.reducer.group.gauges
         gauges.update(islands.metrics())
         islands.on_change(lambda *_: gauges.update(islands.metrics()))
@@ -122,10 +126,11 @@ class _State:
     def give(self) -> dict[str, Any]:
         """The state between two steps."""
         reducer = self._reducer
+        remembered = reducer.state_dict()
         return {
             "tensors": {name: tensor.detach() for name, tensor in _tensors(reducer.module).items()},
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
-            "engine": self._shared(reducer.state_dict()),
+            "engine": {**remembered, name_of_rank(remembered["rank"]): _NOTHING_OF_ITS_OWN},
         }
 
     def step(self) -> int:
@@ -152,24 +157,6 @@ class _State:
             for key, value in values.items():
                 if key.rpartition(".")[2] == "anchor":
                     here[name].detach().copy_(value)
-
-    def _shared(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """Without what belongs to one island, as what its own codec has lost."""
-        own = {
-            f"{one.label}.{state.name}" if one.label else state.name
-            for one in self._reducer.declaration.every_exchange()
-            for state in one.states()
-            if state.scope == "local"
-        }
-        return {
-            **saved,
-            "parameters": {name: _without(own, kept) for name, kept in saved["parameters"].items()},
-            "others": [{**other, "state": _without(own, other["state"])} for other in saved["others"]],
-        }
-
-
-def _without(names: set[str], state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in state.items() if name not in names and name.rpartition(".")[0] not in names}
 
 
 def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -8,11 +8,9 @@ import time
 
 import pytest
 import torch
-from torch.distributed import DistNetworkError
 
 from bagua.algorithms import Algorithm, Difference, Every, Exchange, Mean, Outer, OuterStep
 from bagua.comm import group_of_seats
-from bagua.comm.store.polled import PolledStore
 from bagua.comm.transports.threads import inject_fault
 from bagua.compression import Float16
 from bagua.errors import (
@@ -30,6 +28,7 @@ from bagua.testing.ranks import RankDiedError
 from tests.membership.training import (
     ALGORITHMS,
     PERIOD,
+    Unsteady,
     check_rows,
     fall_silent,
     joined,
@@ -397,44 +396,6 @@ def test_a_model_that_could_not_come_in_is_as_it_was():
     assert type(model) is torch.nn.Linear
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-
-
-class Unsteady(PolledStore):
-    """A store that answers while ``on`` is set."""
-
-    def __init__(self) -> None:
-        super().__init__(timeout_s=5.0)
-        self.on = threading.Event()
-        self.on.set()
-        self._values: dict[str, bytes] = {}
-        self._lock = threading.Lock()
-
-    def _check(self) -> None:
-        if not self.on.is_set():
-            raise DistNetworkError("nobody is there")
-
-    def read(self, keys):
-        self._check()
-        return [self._values.get(key) for key in keys]
-
-    def write(self, key, value):
-        self._check()
-        self._values[key] = value
-
-    def swap(self, key, expected, desired):
-        self._check()
-        with self._lock:
-            same = self._values.get(key, b"") == expected
-            if same:
-                self._values[key] = desired
-            return same, self._values.get(key, expected)
-
-    def remove(self, key):
-        self._check()
-        return self._values.pop(key, None) is not None
-
-    def close(self) -> None:
-        """Nothing to give back."""
 
 
 def test_without_the_store_islands_train_on():

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed import DistNetworkError
 
 from bagua.algorithms import Algorithm
+from bagua.comm.store.polled import PolledStore
 from bagua.comm.store.serving import thread_store
 from bagua.comm.transports.threads import RankKilled
 from bagua.membership import Islands
@@ -41,6 +44,44 @@ class Outer(NamedTuple):
 
 def new_store():
     return thread_store()
+
+
+class Unsteady(PolledStore):
+    """A store that answers while ``on`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(timeout_s=5.0)
+        self.on = threading.Event()
+        self.on.set()
+        self._values: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def _check(self) -> None:
+        if not self.on.is_set():
+            raise DistNetworkError("nobody is there")
+
+    def read(self, keys):
+        self._check()
+        return [self._values.get(key) for key in keys]
+
+    def write(self, key, value):
+        self._check()
+        self._values[key] = value
+
+    def swap(self, key, expected, desired):
+        self._check()
+        with self._lock:
+            same = self._values.get(key, b"") == expected
+            if same:
+                self._values[key] = desired
+            return same, self._values.get(key, expected)
+
+    def remove(self, key):
+        self._check()
+        return self._values.pop(key, None) is not None
+
+    def close(self) -> None:
+        """Nothing to give back."""
 
 
 @contextlib.contextmanager

@@ -291,6 +291,7 @@ class Merges:
         def replace(given: Mapping[str, Any], step: int) -> None:
             take(given["state"], step)
             self._number = given["number"]
+            self._arrived.clear()
             for number, difference in given["pending"]:
                 self._arrived.setdefault(number, deque()).append(Arrived(difference, own=False))
 

@@ -1,0 +1,107 @@
+"""The state of one process in a file: what a run begins with whose store is lost."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bagua.errors import BaguaError, ConfigurationError
+
+__all__ = ["check_place", "place_of", "read_state", "unusable", "write_state"]
+
+
+def check_place(ranks: int, **places: str | os.PathLike[str] | None) -> None:
+    """Refuse one file for several ranks.
+
+    Args:
+        ranks: ranks of the island.
+        places: paths by argument; None for no file.
+
+    Raises:
+        ConfigurationError: it is no path, or ranks would write to the same file.
+    """
+    for argument, place in places.items():
+        if not isinstance(place, (str, os.PathLike, type(None))):
+            raise ConfigurationError("no path", argument=argument, expected="a path, or None", seen=repr(place))
+        if place is not None and ranks > 1 and "{rank}" not in os.fspath(place):
+            raise ConfigurationError(
+                "one file for all ranks of this island",
+                argument=argument,
+                expected="a path that contains {rank}: each rank has a file of its own",
+                seen=os.fspath(place),
+            )
+
+
+def place_of(place: str | os.PathLike[str] | None, seat: int, rank: int) -> Path | None:
+    """The file of one rank: ``{seat}`` and ``{rank}`` are replaced."""
+    if place is None:
+        return None
+    return Path(os.fspath(place).replace("{seat}", str(seat)).replace("{rank}", str(rank)))
+
+
+def write_state(file: Path, facts: Sequence[str], state: Mapping[str, object]) -> None:
+    """Write a state that ``torch.load`` can read, in the place of what ``file`` was; all of it, or nothing.
+
+    Args:
+        file: path of the file; its folder is made.
+        facts: facts about the model and its training.
+        state: what a newcomer receives.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    try:
+        with draft.open("wb") as open_file:
+            torch.save({"facts": list(facts), "state": dict(state)}, open_file)
+            open_file.flush()
+            os.fsync(open_file.fileno())
+        draft.replace(file)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def read_state(file: Path, facts: Sequence[str]) -> dict[str, Any]:
+    """The state that ``write_state`` has written.
+
+    Args:
+        file: path of the file.
+        facts: facts about the model and its training here, which must be those of the file, but for the algorithm: its
+            options may be others.
+
+    Raises:
+        ConfigurationError: there is no such file, or it belongs to another model.
+    """
+    try:
+        saved = torch.load(file, map_location="cpu", weights_only=True)
+        theirs, state = list(saved["facts"]), dict(saved["state"])
+    except Exception as error:  # torch has many ways to say that it is no such file
+        raise unusable(file, error) from error
+    here, there = _of_model(facts), _of_model(theirs)
+    different = [(one, other) for one, other in zip(here, there, strict=False) if one != other]
+    if different or len(here) != len(there):
+        one, other = different[0] if different else (f"{len(here)} facts", f"{len(there)} facts")
+        raise unusable(file, ValueError(f"it was saved by another model or training: {other}, and here is {one}"))
+    return state
+
+
+def _of_model(facts: Sequence[str]) -> list[str]:
+    return [fact for fact in facts if not fact.startswith("algorithm ")]
+
+
+def unusable(file: Path, error: Exception) -> BaguaError:
+    """The error of a file that nobody can begin from, because of ``error``."""
+    if isinstance(error, BaguaError):
+        return error
+    return ConfigurationError(
+        f"islands cannot begin from this file: {str(error) or type(error).__name__}",
+        argument="resume",
+        expected="a file that join_islands(checkpoint=...) has written for the same model",
+        seen=str(file),
+    )

@@ -1,0 +1,297 @@
+"""A store that is gone ends training with an error and, where that is wanted, with a file to begin from."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import bagua.torch_api as bagua
+from bagua.comm import open_store, serve_store_at
+from bagua.errors import CollectiveMismatchError, ConfigurationError, StoreLostError
+from bagua.membership.checkpoint import write_state
+from bagua.testing import ThreadRanks
+from bagua.testing.ranks import RankDiedError
+from tests.membership import test_elastic, test_islands_of_ranks, test_quorum_training
+from tests.membership.test_quorum_training import until
+from tests.membership.training import (
+    PERIOD,
+    RATE,
+    Unsteady,
+    batch,
+    check_equal,
+    joined,
+    new_model,
+    new_store,
+    run,
+    train,
+    vanish,
+    wrapped,
+)
+
+pytestmark = pytest.mark.threads
+
+
+class Loss:
+    """In the third step of all processes the one on seat 1 dies, and the store with it; nobody waits for long.
+
+    Args:
+        processes: number of processes, which all have taken in the first exchange before.
+    """
+
+    def __init__(self, processes: int = 2) -> None:
+        self.store = Unsteady()
+        self._all = threading.Barrier(processes)
+
+    def before(self, islands, step):
+        if step != PERIOD + 1:
+            return
+        if islands.place[0] == 0:
+            islands._participant._timeout_s = 0.2
+        self._all.wait(60)
+        if islands.seat == 1:
+            self.store.on.clear()
+            vanish(islands)
+
+
+def survivors(ends):
+    return [end for end in ends if not isinstance(end, RankDiedError)]
+
+
+def after_inner_steps(start, seat):
+    weights = torch.nn.Parameter(start.clone())
+    optimizer = torch.optim.SGD([weights], lr=RATE)
+    for _ in range(PERIOD):
+        optimizer.zero_grad()
+        (batch(seat) @ weights.T).square().sum().backward()
+        optimizer.step()
+    return weights.detach()
+
+
+def test_each_member_saves_its_state_and_a_new_run_begins_from_one(tmp_path):
+    """The server of the store is closed, after one outer step; the weights of the new run are those of plain torch."""
+
+    def ending(where, folder):
+        store = open_store(where, 5.0)
+        with joined(store, 3, checkpoint=folder / "runs" / "{seat}.pt") as islands:
+            model = wrapped(islands, "diloco")
+
+            def fail(step):
+                if step == PERIOD + 1:
+                    islands._participant._timeout_s = 0.2
+                    together.wait(60)
+                    if islands.seat == 2:
+                        served.clear()
+                        vanish(islands)
+
+            train(islands, model, 2 * PERIOD, fail)
+
+    def beginning(store, folder):
+        with joined(store, 2, resume=folder / "runs" / "0.pt") as islands:
+            return train(islands, wrapped(islands, "diloco"), 4 * PERIOD)
+
+    folder = tmp_path
+    server, where = serve_store_at("127.0.0.1", 0)
+    served, together = [server], threading.Barrier(3)
+    del server
+    first, second = survivors(run(3, ending, where, folder))
+    for error in (first, second):
+        assert isinstance(error, StoreLostError)
+        assert "the store does not answer" in str(error)
+        assert f"{folder}/runs/" in str(error)
+    assert sorted(one.name for one in (folder / "runs").iterdir()) == ["0.pt", "1.pt"]
+
+    outer = torch.nn.Parameter(new_model(0).weight.detach().clone())
+    optimizer = torch.optim.SGD([outer], lr=0.7, momentum=0.9, nesterov=True)
+
+    def outer_step(ends):
+        outer.grad = torch.stack([outer.detach() - end for end in ends]).mean(0)
+        optimizer.step()
+        return outer.detach().clone()
+
+    anchor = outer_step([after_inner_steps(outer.detach(), seat) for seat in range(3)])
+    saved = torch.load(folder / "runs" / "0.pt")["state"]
+    own = after_inner_steps(anchor, 0)
+    torch.testing.assert_close(saved["tensors"]["weight"], own)
+    assert saved["engine"]["step"] == 2 * PERIOD
+    wanted = [outer_step([after_inner_steps(own, seat) for seat in (0, 1)])]
+    wanted.append(outer_step([after_inner_steps(wanted[0], seat) for seat in (0, 1)]))
+    by_step = check_equal(run(2, beginning, new_store(), folder))
+    assert sorted(by_step) == [3 * PERIOD, 4 * PERIOD]
+    for step, weights in zip(sorted(by_step), wanted, strict=True):
+        torch.testing.assert_close(by_step[step].weights, weights)
+
+
+def test_with_gradients_in_each_step_the_weights_of_the_last_one_are_saved(tmp_path):
+    loss, file = Loss(), tmp_path / "{seat}.pt"
+
+    def island():
+        with joined(loss.store, 2, checkpoint=file) as islands:
+            model = test_elastic.wrapped(islands)
+            with pytest.raises(StoreLostError):
+                test_elastic.train(islands, model, 9, before=lambda step: loss.before(islands, step))
+            return model.weight.detach().clone()
+
+    (weights,) = survivors(run(2, island))
+    saved = torch.load(tmp_path / "0.pt")["state"]
+    assert torch.equal(saved["tensors"]["weight"], weights)
+
+    def beginning():
+        with joined(new_store(), 1, resume=tmp_path / "0.pt") as islands:
+            model = test_elastic.wrapped(islands)
+            return model.weight.detach().clone(), model.bagua_optimizers[0].state_dict()["state"]
+
+    ((begun, remembered),) = run(1, beginning)
+    assert torch.equal(begun, weights)
+    assert torch.equal(remembered[0]["momentum_buffer"], saved["optimizers"][0]["state"][0]["momentum_buffer"])
+
+
+def test_a_member_that_merges_by_a_quorum_saves_the_anchor(tmp_path):
+    loss, file = Loss(), tmp_path / "{seat}.pt"
+
+    def island():
+        with joined(loss.store, 2, checkpoint=file) as islands:
+            model = test_quorum_training.wrapped(islands, test_quorum_training.diloco(grace=0.0))
+            step = 0
+            while True:
+                step += 1
+                loss.before(islands, step)
+                test_quorum_training.local_step(model, *model.bagua_optimizers, islands.seat)
+
+    def beginning():
+        with joined(new_store(), 1, resume=tmp_path / "0.pt") as islands:
+            model = test_quorum_training.wrapped(islands, test_quorum_training.diloco(grace=0.0))
+            return test_quorum_training.weights_of(model), test_quorum_training.finished(islands, model)
+
+    (error,) = survivors(run(2, island))
+    assert isinstance(error, StoreLostError)
+    ((begun, _),) = run(1, beginning)
+    kept = torch.load(tmp_path / "0.pt")["state"]["state"]["engine"]["parameters"]
+    anchors = [value for state in kept.values() for key, value in state.items() if key.endswith("anchor")]
+    assert len(anchors) == len(begun)
+    for anchor in anchors:
+        assert any(torch.equal(anchor, weights) for weights in begun)
+
+
+def test_ranks_of_an_island_save_files_of_their_own(tmp_path):
+    loss, file = Loss(4), tmp_path / "{seat}-{rank}.pt"
+
+    def island(number):
+        with test_islands_of_ranks.together(loss.store, 2, checkpoint=file) as islands:
+            model = test_islands_of_ranks.wrapped(islands)
+            test_islands_of_ranks.train(islands, model, 2 * PERIOD, lambda step: loss.before(islands, step))
+
+    def beginning(number):
+        with test_islands_of_ranks.together(new, 1, resume=tmp_path / "0-{rank}.pt") as islands:
+            model = test_islands_of_ranks.wrapped(islands)
+            begun = model.weight.detach().clone()
+            return begun, test_islands_of_ranks.train(islands, model, 4 * PERIOD)
+
+    new = new_store()
+    ends = [end for ends in test_islands_of_ranks.run_islands(2, island) for end in survivors(ends)]
+    assert [type(end) for end in ends] == [StoreLostError] * 2
+    saved = [torch.load(tmp_path / f"0-{rank}.pt")["state"]["tensors"]["weight"] for rank in range(2)]
+    ((first, second),) = test_islands_of_ranks.run_islands(1, beginning)
+    for (begun, rows), weights in zip((first, second), saved, strict=True):
+        assert torch.equal(begun, weights)
+        assert sorted(rows) == [3 * PERIOD, 4 * PERIOD]
+    assert torch.equal(first[1][4 * PERIOD][0], second[1][4 * PERIOD][0])
+
+
+def test_a_state_that_cannot_be_saved_does_not_hide_why_training_ended(tmp_path):
+    (tmp_path / "file").touch()
+    loss = Loss()
+
+    def island():
+        with joined(loss.store, 2, checkpoint=tmp_path / "file" / "state.pt") as islands:
+            train(islands, wrapped(islands, "diloco"), 2 * PERIOD, lambda step: loss.before(islands, step))
+
+    (error,) = survivors(run(2, island))
+    assert isinstance(error, StoreLostError)
+    assert "Its state could not be saved in" in str(error)
+
+
+def test_no_file_is_written_where_training_ends_otherwise(tmp_path):
+    def island(store):
+        with joined(store, 2, checkpoint=tmp_path / "{seat}.pt") as islands:
+            train(islands, wrapped(islands, "diloco"), PERIOD)
+            raise ValueError("a mistake of the user")
+
+    assert [str(error) for error in run(2, island, new_store())] == ["a mistake of the user"] * 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_half_a_file_never_takes_the_place_of_a_whole_one(tmp_path, monkeypatch):
+    file = tmp_path / "state.pt"
+    write_state(file, ["a fact"], {"number": 1})
+
+    def fill_the_disk(_, open_file):
+        open_file.write(b"half")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(torch, "save", fill_the_disk)
+    with pytest.raises(OSError, match="no space left"):
+        write_state(file, ["a fact"], {"number": 2})
+    assert [one.name for one in tmp_path.iterdir()] == ["state.pt"]
+    assert torch.load(file)["state"] == {"number": 1}
+
+
+def _saved_by_another_model(file):
+    write_state(file, ["buckets=[]", "weight: 7x1"], {})
+
+
+def _not_a_file_of_ours(file):
+    file.write_bytes(b"something else")
+
+
+def _without_tensors(file):
+    with joined(new_store(), 1) as islands:
+        wrapped(islands, "diloco")
+        write_state(file, islands._facts, {"samples": None, "tensors": {}})
+
+
+@pytest.mark.parametrize("make", [lambda file: None, _saved_by_another_model, _not_a_file_of_ours, _without_tensors])
+def test_a_file_that_nobody_can_begin_from_is_refused(tmp_path, make):
+    make(tmp_path / "state.pt")
+    with joined(new_store(), 1, resume=tmp_path / "state.pt") as islands, pytest.raises(ConfigurationError) as caught:
+        wrapped(islands, "diloco")
+    assert caught.value.argument == "resume"
+    assert str(tmp_path / "state.pt") in str(caught.value)
+
+
+def test_a_newcomer_needs_no_file_and_all_say_whether_they_have_one(tmp_path):
+    file, begun = tmp_path / "state.pt", threading.Event()
+    with joined(new_store(), 1) as islands:
+        wrapped(islands, "diloco")
+        write_state(file, islands._facts, islands._counterparts.state())
+
+    numbers = iter(range(2))
+
+    def island(store):
+        first = next(numbers) == 0
+        assert first or begun.wait(60)
+        with joined(store, 1, resume=file) as islands:
+            if first:
+                model = wrapped(islands, "diloco")
+                file.unlink()
+                begun.set()
+                until(lambda: islands.rest() or len(islands.members().in_epoch) == 2)
+                return model
+            return wrapped(islands, "diloco")
+
+    store = new_store()
+    first, second = run(2, island, store)
+    assert torch.equal(first.weight, second.weight)
+    with pytest.raises(CollectiveMismatchError, match="resumes=True"), joined(store, 1):
+        pass
+
+
+def test_one_file_for_several_ranks_is_refused():
+    def rank():
+        for argument in ("checkpoint", "resume"):
+            with pytest.raises(ConfigurationError, match="one file for all ranks") as caught:
+                bagua.join_islands("tcp://127.0.0.1:1", **{argument: "state.pt"})
+            assert caught.value.argument == argument
+
+    ThreadRanks(2).run(rank)
