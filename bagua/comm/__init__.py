@@ -70,7 +70,7 @@ from bagua.comm.objects import (
     decode as decode,
     encode as encode,
     encode_failure as encode_failure,
-    encoded_bytes as encoded_bytes,
+    encoded_later as encoded_later,
 )
 from bagua.comm.operands import as_seconds as as_seconds, check_rank as check_rank, check_tensor as check_tensor
 from bagua.comm.pieces.phase_deadline import PhaseDeadline as PhaseDeadline

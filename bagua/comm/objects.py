@@ -9,8 +9,10 @@ else, so nothing that comes from the network is executed.
 from __future__ import annotations
 
 import json
+import mmap
 import pickle
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,10 +20,13 @@ import torch
 from bagua.comm.reduction import check_communicable, dtype_by_name
 from bagua.errors import ConfigurationError, InvalidTensorError
 
-__all__ = ["as_bytes", "decode", "encode", "encode_failure", "encoded_bytes"]
+__all__ = ["as_bytes", "decode", "encode", "encode_failure", "encoded_later"]
 
 _HEADER = struct.Struct("<BQ")
 _PLAIN, _PICKLE, _FAILURE = 0, 1, 2
+#: Bytes from which on memory is asked for by itself.
+_LARGE = 1 << 20
+Memory = bytearray | mmap.mmap
 _SEQUENCES: dict[str, type] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
@@ -42,11 +47,13 @@ def encode(value: object, *, allow_pickle: bool = False) -> torch.Tensor:
     """
     if allow_pickle:
         return _as_tensor(_HEADER.pack(_PICKLE, 0) + _pickled(value))
-    return _as_tensor(encoded_bytes(value))
+    memory, copy = encoded_later(value)
+    copy()
+    return _as_tensor(memory)
 
 
-def encoded_bytes(value: object) -> bytearray:
-    """``value`` as ``encode`` writes it, without pickle; its tensors are copied once.
+def encoded_later(value: object) -> tuple[Memory, Callable[[], None]]:
+    """Memory for ``value`` as ``encode`` writes it without pickle, and what copies its tensors there, in any thread.
 
     Raises:
         ConfigurationError: a part of ``value`` has no safe encoding.
@@ -54,17 +61,27 @@ def encoded_bytes(value: object) -> bytearray:
     blobs: list[bytes | torch.Tensor] = []
     document = json.dumps(_node(value, blobs)).encode()
     head = _HEADER.pack(_PLAIN, len(document)) + document
-    found = bytearray(len(head) + sum(map(len, blobs)))
+    found = _memory(len(head) + sum(map(len, blobs)))
     found[: len(head)] = head
-    flat, position = torch.frombuffer(found, dtype=torch.uint8), len(head)
-    for blob in blobs:
-        end = position + len(blob)
-        if isinstance(blob, torch.Tensor):
-            flat[position:end].copy_(blob)
-        else:
-            found[position:end] = blob
-        position = end
-    return found
+
+    def copy() -> None:
+        flat, position = torch.frombuffer(found, dtype=torch.uint8), len(head)
+        for blob in blobs:
+            end = position + len(blob)
+            if isinstance(blob, torch.Tensor):
+                flat[position:end].copy_(blob)
+            else:
+                found[position:end] = blob
+            position = end
+
+    return found, copy
+
+
+def _memory(length: int) -> Memory:
+    """Memory that nobody fills with zeros while all other threads wait, where it is large."""
+    if length < _LARGE or not hasattr(mmap, "MAP_PRIVATE"):
+        return bytearray(length)
+    return mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def encode_failure(reason: str) -> torch.Tensor:
@@ -103,8 +120,8 @@ def _pickled(value: object) -> bytes:
         raise ConfigurationError("the object cannot be pickled", argument="obj", seen=type(value).__name__) from error
 
 
-def _as_tensor(raw: bytes | bytearray) -> torch.Tensor:
-    return torch.frombuffer(raw if isinstance(raw, bytearray) else bytearray(raw), dtype=torch.uint8)
+def _as_tensor(raw: bytes | Memory) -> torch.Tensor:
+    return torch.frombuffer(bytearray(raw) if isinstance(raw, bytes) else raw, dtype=torch.uint8)
 
 
 def as_bytes(data: torch.Tensor) -> bytes:

@@ -407,13 +407,13 @@ class Reducer(BucketFormation):
 
     # Checkpoints.
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """What the algorithm remembers on this rank; the weights are in the module's own ``state_dict``.
 
-        Every rank saves its own. Made of numbers, strings, lists, dictionaries and tensors.
+        Every rank saves its own. Made of numbers, strings, lists, dictionaries and tensors; copies, if ``copy``.
         """
         self.after_optimizers()
-        return checkpoints.save(self)
+        return checkpoints.save(self, copy=copy)
 
     def state_digest(self) -> str:
         """See ``EngineAccess.bagua_state_digest``."""

@@ -32,6 +32,8 @@ _log = logging.getLogger("bagua")
 Attempt = Callable[[ProcessGroup], None]
 #: Parts of the state that belong to one island: what a newcomer got first will do.
 _OWN_PARTS = frozenset({"optimizers"})
+#: Parts that only exchanges change: they are copied for newcomers while training goes on.
+_LASTING_PARTS = frozenset({"engine"})
 #: What ends an exchange that can be repeated without those who are lost.
 LOSSES = (PeerLostError, CollectiveTimeoutError, CommunicatorClosedError)
 
@@ -170,6 +172,7 @@ class Counterparts:
 
     def _attempt(self, waiting: int) -> None:
         """Run the exchange, and agree on samples: a rank that has the result has heard what all have said."""
+        self._donor.settle()
         with self.call() as group:
             self.attempt(group)
             if self.samples is not None:
@@ -250,7 +253,8 @@ class Counterparts:
 
     def _offer(self, told: Sequence[int]) -> None:
         """Offer newcomers the state: that of the last exchange, told with the epoch."""
-        offer = self._donor.offer(self.state(), *told)
+        exchange, epoch = told
+        offer = self._donor.offer(self.state(), exchange, epoch, _LASTING_PARTS)
         if offer.problem:
             _log.warning("islands: newcomers cannot come in, because the state cannot be sent: %s", offer.problem)
         self._presence.tell(offer=offer)

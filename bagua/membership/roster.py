@@ -191,6 +191,10 @@ class Roster:
         away = self.gone(-1)
         return [seat for seat, record in self.records.items() if record.waiting and seat not in away]
 
+    def is_coming(self) -> bool:
+        """Whether somebody receives the state, or has it, and is about to come in."""
+        return any(max(self.records[seat].needs, self.records[seat].has) >= 0 for seat in self.waiting())
+
     def exchange_of(self, seats: Collection[int]) -> int:
         """Number of the last exchange that counts for one of ``seats``."""
         return max((self.records[seat].exchange for seat in seats if seat in self.records), default=0)

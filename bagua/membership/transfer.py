@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bagua.comm import Fetch, PhaseDeadline, PieceServer, Source, ask_now, decode, encoded_bytes
+from bagua.comm import Fetch, PhaseDeadline, PieceServer, Source, ask_now, decode, encoded_later
 from bagua.errors import BaguaError, CollectiveTimeoutError, ConfigurationError, PeerLostError
 
 __all__ = ["MOST_DONORS", "Donor", "Offer", "Receiver"]
@@ -41,6 +41,11 @@ class Offer(NamedTuple):
         return cls(exchange, epoch, problem, None if source is None else Source(*source))
 
 
+def _call_all(copies: Sequence[Callable[[], None]]) -> None:
+    for copy in copies:
+        copy()
+
+
 class Donor:
     """Offers the state of one rank; the rank goes on when it is copied.
 
@@ -55,20 +60,31 @@ class Donor:
         self._server = PieceServer(now)
         self.offered: Offer | None = None
 
-    def offer(self, state: Mapping[str, object], exchange: int, epoch: int) -> Offer:
+    def offer(
+        self, state: Mapping[str, object], exchange: int, epoch: int, lasting: frozenset[str] = frozenset()
+    ) -> Offer:
         """Offer ``state``, in the place of what was offered before.
 
         Args:
             state: parts by name, made of numbers, strings, tensors, and containers of these.
             exchange: number of the last exchange that is part of it.
             epoch: number of the epoch.
+            lasting: names of parts that stay as they are until ``settle``, which are copied in another thread.
         """
         try:
-            contents = {name: encoded_bytes(part) for name, part in state.items()}
-            self.offered = Offer(exchange, epoch, "", self._server.offer(contents))
+            encoded = {name: encoded_later(part) for name, part in state.items()}
+            for name in encoded.keys() - lasting:
+                encoded[name][1]()
+            later = [encoded[name][1] for name in encoded.keys() & lasting]
+            contents = {name: memory for name, (memory, _) in encoded.items()}
+            self.offered = Offer(exchange, epoch, "", self._server.offer(contents, lambda: _call_all(later)))
         except (BaguaError, OSError) as error:  # The newcomer has to go elsewhere; this member trains on.
             self.offered = Offer(exchange, epoch, error.problem if isinstance(error, BaguaError) else str(error))
         return self.offered
+
+    def settle(self) -> None:
+        """Wait until all of the state is copied, which is about to change."""
+        self._server.wait_until_filled()
 
     def withdraw(self) -> None:
         """Give the memory back."""

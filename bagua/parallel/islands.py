@@ -124,9 +124,9 @@ class _State:
         self._optimizers = optimizers
 
     def give(self) -> dict[str, Any]:
-        """The state between two steps."""
+        """The state between two steps: tensors as they are, which change with the next step or exchange."""
         reducer = self._reducer
-        remembered = reducer.state_dict()
+        remembered = reducer.state_dict(copy=False)
         return {
             "tensors": {name: tensor.detach() for name, tensor in _tensors(reducer.module).items()},
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],

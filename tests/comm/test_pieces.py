@@ -161,3 +161,18 @@ def test_a_deadline_follows_what_was_measured(durations, seconds):
     for duration_s in durations:
         deadline.note(duration_s)
     assert deadline.seconds == seconds
+
+
+def test_contents_are_written_in_another_thread_before_anybody_has_their_digests(servers):
+    content, begin = bytearray(5), threading.Event()
+
+    def fill():
+        assert begin.wait(60)
+        content[:] = b"hello"
+
+    source = servers[0].offer({"text": content}, fill)
+    assert bytes(content) == bytes(5)
+    begin.set()
+    servers[0].wait_until_filled()
+    assert content == b"hello"
+    assert fetched([source])[1][1] == {"text": b"hello"}

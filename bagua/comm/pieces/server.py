@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from bagua.comm.lifetime.forks import family
+from bagua.comm.objects import Memory
 from bagua.comm.transports.failure.notices import own_address
 
 __all__ = ["LENGTH", "PIECE_BYTES", "PieceServer", "Source"]
@@ -41,6 +42,10 @@ class Source(NamedTuple):
     number: int
 
 
+def _nothing() -> None:
+    """What is there needs not be written."""
+
+
 class PieceServer:
     """Gives out one offer at a time: named contents of bytes, cut in pieces with a digest each.
 
@@ -64,11 +69,12 @@ class PieceServer:
         self._forked = False
         family.add(self)
 
-    def offer(self, contents: Mapping[str, bytearray]) -> Source:
+    def offer(self, contents: Mapping[str, Memory], fill: Callable[[], None] = _nothing) -> Source:
         """Give out ``contents`` from now on, in the place of what was offered before. Returns at once.
 
         Args:
             contents: bytes by name, which stay as they are.
+            fill: function that writes them, called in another thread; see ``wait_until_filled``.
 
         Raises:
             OSError: the system gives no socket.
@@ -77,9 +83,15 @@ class PieceServer:
             self._server = _Server((own_address(), 0), self._answer)
         self._number += 1
         self._contents = {name: memoryview(content) for name, content in contents.items()}
-        self._catalogue = _Later(self._contents)
+        self._catalogue = _Later(self._contents, fill)
         host, port = self._server.server_address[:2]
         return Source(str(host), int(port), self._key, self._number)
+
+    def wait_until_filled(self) -> None:
+        """Until ``fill`` of the latest offer has returned."""
+        catalogue = self._catalogue
+        if catalogue is not None:
+            catalogue.filled.wait()
 
     def withdraw(self) -> None:
         """Offer nothing any more, and give the memory back."""
@@ -115,12 +127,17 @@ class PieceServer:
 class _Later:
     """The digests of all pieces, taken in another thread and waited for when they are asked for."""
 
-    def __init__(self, contents: Mapping[str, memoryview]) -> None:
+    def __init__(self, contents: Mapping[str, memoryview], fill: Callable[[], None]) -> None:
         self._text = b""
-        self._thread = threading.Thread(target=self._take, args=(contents,), name="bagua-digests", daemon=True)
+        self.filled = threading.Event()
+        self._thread = threading.Thread(target=self._take, args=(contents, fill), name="bagua-digests", daemon=True)
         self._thread.start()
 
-    def _take(self, contents: Mapping[str, memoryview]) -> None:
+    def _take(self, contents: Mapping[str, memoryview], fill: Callable[[], None]) -> None:
+        try:
+            fill()
+        finally:
+            self.filled.set()
         catalogue = {name: [len(content), digests_of(content)] for name, content in contents.items()}
         self._text = json.dumps(catalogue).encode()
 

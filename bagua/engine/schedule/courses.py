@@ -153,9 +153,9 @@ class Courses:
                 if name in chosen:
                     begun.copy_(weight)
 
-    def remembered(self) -> Remembered:
-        """Copies of everything that is remembered, but for what has yet to start from the weights."""
-        found = collect(self.places)
+    def remembered(self, *, copy: bool = True) -> Remembered:
+        """Everything that is remembered, but for what has yet to start from the weights; copies, if ``copy``."""
+        found = collect(self.places, copy=copy)
         for (track, state), names in self.fresh.items():
             for name in names:
                 found["parameters"][name].pop(key_of(track, state), None)

@@ -19,18 +19,19 @@ __all__ = ["check", "load", "save"]
 _log = logging.getLogger("bagua")
 
 
-def save(reducer: BucketFormation) -> dict[str, Any]:
+def save(reducer: BucketFormation, *, copy: bool = True) -> dict[str, Any]:
     """See ``Reducer.state_dict``. Nothing is owed to the optimizers.
 
     Args:
         reducer: reducer whose exchanges remember something.
+        copy: False for tensors that change with the next exchange.
     """
     reducer.settle_loads()
     buckets, flights = [list(bucket.names) for bucket in reducer.buckets], reducer.flights
     remembered = reducer.remembered or collect(())
     if reducer.scheduler is not None:
         flights = saved_flights(reducer.scheduler.settle())
-        remembered = reducer.courses.remembered()
+        remembered = reducer.courses.remembered(copy=copy)
     shared, own = divided(remembered, scopes_of(reducer.declaration))
     return {
         "algorithm": repr(reducer.declaration),

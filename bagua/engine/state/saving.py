@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypedDict
 
 import torch
@@ -76,25 +76,32 @@ def key_of(place: Holder, name: str) -> str:
     return f"{place.label}.{name}" if place.label else name
 
 
-def collect(places: Iterable[Holder]) -> Remembered:
-    """Copies of everything that is remembered in ``places``."""
+def collect(places: Iterable[Holder], *, copy: bool = True) -> Remembered:
+    """Everything that is remembered in ``places``; copies, if ``copy`` is True."""
+    taken = torch.clone if copy else _as_it_is
     remembered = Remembered(parameters={}, others=[])
     for place in places:
         memory = place.memory
         elementwise = {name: value for name, value in memory.state.items() if memory.is_elementwise(name)}
-        for name, parts in cut(place, elementwise).items():
+        for name, parts in cut(place, elementwise, taken).items():
             remembered["parameters"].setdefault(name, {}).update(parts)
-        whole = {key_of(place, name): value.clone() for name, value in memory.state.items() if name not in elementwise}
+        whole = {key_of(place, name): taken(value) for name, value in memory.state.items() if name not in elementwise}
         if whole:
             remembered["others"].append({"label": place.label, "names": list(place.names), "state": whole})
     return remembered
 
 
-def cut(place: Holder, flats: Mapping[str, torch.Tensor]) -> dict[str, Tensors]:
-    """Each parameter's part of each flat tensor, by name of the parameter."""
+def _as_it_is(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
+def cut(
+    place: Holder, flats: Mapping[str, torch.Tensor], taken: Callable[[torch.Tensor], torch.Tensor] = torch.clone
+) -> dict[str, Tensors]:
+    """Each parameter's part of each flat tensor, by name of the parameter, as ``taken`` returns it."""
     parts = {key_of(place, name): place.views(flat) for name, flat in flats.items()}
     return {
-        name: {key: views[position].clone() for key, views in parts.items()}
+        name: {key: taken(views[position]) for key, views in parts.items()}
         for position, name in enumerate(place.names)
         if parts
     }
