@@ -105,10 +105,13 @@ def bandwidth_of_link() -> float:
     return received / (time.monotonic() - started)
 
 
-def pace(steps: list[dict], since: float, until: float) -> float:
-    """Seconds of a step of one island between two moments, without steps that wait in an exchange."""
-    times = [one["at"] for one in steps if since <= one["at"] <= until]
-    return statistics.fmean(after - before for before, after in itertools.pairwise(times))
+def pace(steps: list[dict], period: int, since: float = 0.0, until: float = float("inf")) -> float:
+    """Seconds of an inner step of one island between two moments, without those that wait in an exchange."""
+    return statistics.fmean(
+        after["at"] - before["at"]
+        for before, after in itertools.pairwise(steps)
+        if since <= before["at"] and after["at"] <= until and after["step"] % period
+    )
 
 
 def measure(arguments: argparse.Namespace) -> None:
@@ -144,11 +147,16 @@ def report(arguments: argparse.Namespace, link: float, members: list[Listener], 
         if step["step"] % arguments.sync_every == 0 and step["at"] > came["joined"]
     ]
     state_s, rest_s = arguments.megabytes * 1e6 / link, periods[0] - came["joined"]
+    period = arguments.sync_every
     quiet = statistics.fmean(
-        pace([s for s in one.steps() if arguments.sync_every < s["step"] < 2 * arguments.sync_every], 0.0, 1e18)
-        for one in members
+        pace([s for s in one.steps() if period < s["step"] < WARM * period], period) for one in members
     )
-    busy = statistics.fmean(pace(one.steps(), came["joined"], came["came_in"]) for one in members)
+    longest = max(
+        after["at"] - before["at"]
+        for one in members
+        for before, after in itertools.pairwise(one.steps())
+        if came["joined"] <= before["at"] <= first["at"] and after["step"] % period
+    )
     allowed = 3.0 + 1.3 * state_s + rest_s
     took = first["at"] - came["joined"]
     entered = came["came_in"] - came["joined"]
@@ -157,7 +165,10 @@ def report(arguments: argparse.Namespace, link: float, members: list[Listener], 
     )
     print(f"came in after {entered:.2f} s, at step {came['step']}, with period {arguments.sync_every}")
     print(f"contributed after {took:.2f} s, at step {first['step']}; allowed {allowed:.2f} s")
-    print(f"members: {quiet:.4f} s a step before, {busy:.4f} s meanwhile: {quiet / busy:.3f} of their speed")
+    for until, what in ((came["came_in"], "came in"), (first["at"], "contributed")):
+        busy = statistics.fmean(pace(one.steps(), period, came["joined"], until) for one in members)
+        print(f"members: {quiet:.4f} s a step before, {busy:.4f} s until it {what}: {quiet / busy:.3f} of their speed")
+    print(f"the longest of these steps took {longest:.2f} s")
 
 
 def main() -> None:

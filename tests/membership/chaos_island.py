@@ -1,4 +1,7 @@
-"""An island for `bagua chaos`: trains without end, and prints what all islands share after each outer step."""
+"""An island for `bagua chaos`: trains without end, and prints what all islands share after each outer step.
+
+With ``--quorum`` each trains at its own pace, so steps of the same number have no common digest.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,16 @@ def main() -> None:
     parser.add_argument("--sync-every", type=int, default=4)
     parser.add_argument("--pause", type=float, default=0.01, help="seconds of sleep in each step")
     parser.add_argument("--width", type=int, default=64, help="of the layer, whose weights are 8 times as many")
+    parser.add_argument("--quorum", type=int, default=None, help="differences that make a merge; default: all")
+    parser.add_argument("--overlap", type=int, default=0, help="steps that a merge may take, with --quorum")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     model = torch.nn.Linear(arguments.width, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with bagua.join_islands(size=arguments.size, minimum=1, timeout=120.0) as islands:
-        algorithm = bagua.algorithms.Algorithm.init("diloco", sync_every=arguments.sync_every)
+        algorithm = bagua.algorithms.Algorithm.init(
+            "diloco", sync_every=arguments.sync_every, quorum=arguments.quorum, overlap=arguments.overlap
+        )
         model = model.with_bagua(optimizer, algorithm, between=islands)
         data = torch.randn(4, arguments.width, generator=torch.Generator().manual_seed(islands.seat))
         data /= arguments.width**0.5  # Training converges at any width.
@@ -34,7 +41,8 @@ def main() -> None:
             if step % arguments.sync_every == 0:
                 alive, in_epoch, contributed = map(len, islands.members())
                 digest = hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdigest()[:16]
-                print(f"{step=} {digest=} {alive=} {in_epoch=} {contributed=}", flush=True)
+                common = f"{digest=} " if arguments.quorum is None else ""
+                print(f"{step=} {common}{alive=} {in_epoch=} {contributed=}", flush=True)
             time.sleep(arguments.pause)
 
 
