@@ -6,6 +6,7 @@ from bagua.engine.autotune.settings import AutotuneSettings
 from bagua.engine.average import FLOAT_BUFFERS, GlobalAverage
 from bagua.engine.hooks import BackwardHooks
 from bagua.engine.keywords import InitOptions, ReducerOptions, SwitchOptions
+from bagua.engine.meeting import meet as meet
 from bagua.engine.options import (
     DEFAULT_BUCKET_BYTES,
     BucketType,

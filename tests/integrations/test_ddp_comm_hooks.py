@@ -17,7 +17,7 @@ import bagua.comm
 from bagua.algorithms import Algorithm, TopKAlgorithm
 from bagua.compression import Codec, Identity, MinMaxUInt8
 from bagua.compression import registry as codecs
-from bagua.errors import ConfigurationError, PeerLostError
+from bagua.errors import CollectiveMismatchError, CommunicationError, ConfigurationError, PeerLostError
 from bagua.integrations.ddp_comm_hooks import (
     CodecState,
     PowerSGDState,
@@ -225,21 +225,25 @@ def test_a_state_is_saved_and_goes_on(process_ranks):
 
 def _resume_in_other_buckets() -> list[tuple[State, State]]:
     """The weights without and with a stop, by codecs of blocks and by thin matrices: DDP begins with other buckets."""
+
+    def blocks() -> ReducerState:
+        return CodecState(MinMaxUInt8(block_numel=64), error_feedback=True)
+
     found = []
-    for make in (lambda: CodecState(MinMaxUInt8(block_numel=64), error_feedback=True), lambda: PowerSGDState(1)):
+    for make, stop in ((blocks, 1), (lambda: PowerSGDState(1), 1), (blocks, 2), (lambda: PowerSGDState(1), 3)):
         state, rank = make(), bagua.comm.get_rank()
         model = _ddp(state, SEVERAL)
         optimizer = sgd(model.parameters())
-        train_steps(model, optimizer, rank, range(3))
+        train_steps(model, optimizer, rank, range(stop))
         saved = (snapshot(model.module), copy.deepcopy(optimizer.state_dict()), state.state_dict(model))
-        train_steps(model, optimizer, rank, range(3, 6))
+        train_steps(model, optimizer, rank, range(stop, 6))
         later = make()
         again = _ddp(later, SEVERAL)
         again.module.load_state_dict(saved[0])
         twin = sgd(again.parameters())
         twin.load_state_dict(saved[1])
         later.load_state_dict(saved[2], again)
-        train_steps(again, twin, rank, range(3, 6))
+        train_steps(again, twin, rank, range(stop, 6))
         found.append((snapshot(model.module), snapshot(again.module)))
         state.close()
         later.close()
@@ -250,6 +254,41 @@ def test_training_resumes_bit_by_bit_although_ddp_begins_with_other_buckets(proc
     for of_rank in process_ranks(2, _resume_in_other_buckets):
         for whole, resumed in of_rank:
             assert all(torch.equal(one, resumed[name]) for name, one in whole.items())
+
+
+def _load_on_one_rank() -> None:
+    state, rank = TopKState(0.2), bagua.comm.get_rank()
+    model = _ddp(state, SEVERAL)
+    optimizer = sgd(model.parameters())
+    if rank == 0:
+        state.load_state_dict({**state.state_dict(model), "step": 3}, model)
+    with pytest.raises(CollectiveMismatchError, match=r"different states of this hook.*on every rank") as caught:
+        train_steps(model, optimizer, rank, range(1))
+    assert {caught.value.expected, caught.value.seen} == {"loaded state: of step 3", "loaded state: none"}
+
+
+def test_a_state_that_one_rank_has_loaded_is_an_error_on_all(process_ranks):
+    process_ranks(2, _load_on_one_rank)
+
+
+def _load_between_steps(ranks: tuple[int, ...]) -> str:
+    state, module = CodecState("minmax_uint8", error_feedback=True), nn.Linear(4, 4)
+    for step in range(2):
+        if step == 1 and bagua.comm.get_rank() in ranks:
+            state.load_state_dict(state.state_dict(module), module)
+        try:
+            state.exchange_part("weight", torch.ones(16))
+        except CommunicationError as error:
+            return str(error)
+    return f"step {state.step}"
+
+
+@pytest.mark.threads
+def test_a_state_may_be_loaded_between_steps_on_all_ranks_only(thread_ranks):
+    assert thread_ranks(2, _load_between_steps, (0, 1)) == ["step 2", "step 2"]
+    loaded, other = thread_ranks(2, _load_between_steps, (0,))
+    assert "changed on rank 0 (load_state_dict of CodecState), and not on rank 1" in loaded
+    assert "lost rank 0: it waited for a change" in other
 
 
 def _lose_a_peer() -> str:

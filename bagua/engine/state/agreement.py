@@ -14,6 +14,7 @@ __all__ = ["compare", "compare_or_refuse"]
 _SUBJECTS = {
     "algorithm ": ("algorithms", "Name the same algorithm with the same options on every rank."),
     "optimizer ": ("optimizers", "Build the same optimizers over the same parameters on every rank."),
+    "loaded state": ("states of this hook", "Call load_state_dict on every rank before the same step, or on none."),
 }
 
 

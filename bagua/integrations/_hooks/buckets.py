@@ -46,25 +46,49 @@ class HookBuckets:
     def __init__(self) -> None:
         self._places: dict[tuple[tuple[str, ...], torch.dtype], _HookBucket] = {}
         self._kept = collect(())
-        #: Buckets of a saved state, as names, until gradients have been exchanged in them.
-        self._saved: list[list[str]] = []
+        #: Buckets of a saved state, as names.
+        self._restored: list[list[str]] = []
+        #: Buckets other than those of DDP in which the next backward pass is exchanged, as names; none for DDP's own.
+        self._awaited: list[list[str]] = []
+        #: Complete backward passes since then, the buckets of the last one, and those of one that is under way.
+        self._passes = 0
+        self._last: list[list[str]] = []
+        self._coming: list[list[str]] = []
 
     @property
     def layout(self) -> list[list[str]]:
-        """The parameters of each bucket, by their ``id``, in the order of their exchanges."""
-        return [list(names) for names, _ in self._places]
+        """The parameters of each bucket, by their ``id``, in which the next backward pass is to be exchanged."""
+        return self._restored if self._restored and self._passes < 2 else self._last
 
     @property
     def awaits_layout(self) -> bool:
-        """Whether the next step is to be exchanged in the buckets of a saved state."""
-        return bool(self._saved)
+        """Whether this backward pass is to be exchanged in other buckets than those that DDP has."""
+        return bool(self._awaited)
+
+    def note(self, index: int, parameters: Sequence[torch.Tensor], *, is_last: bool) -> None:
+        """Note a bucket that DDP hands over.
+
+        Args:
+            index: number of the bucket in its backward pass, from 0.
+            parameters: parameters of the bucket.
+            is_last: whether it is the last one of the pass.
+        """
+        if index == 0:
+            self._coming = []
+            if self._passes == 1 and not self._restored:
+                self._awaited = self._last
+        self._coming.append([str(id(parameter)) for parameter in parameters])
+        if is_last:
+            self._last, self._passes = self._coming, self._passes + 1
 
     def take_layout(self, parameters: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Buckets of a saved state, made of ``parameters``; none if they are others. Once.
+        """The buckets to exchange this backward pass in, made of ``parameters``; none if they are others. Once.
 
-        A run that goes on has the buckets that DDP formed in its first step; one that resumes has yet to make it.
+        DDP forms its buckets anew after the first pass of a process. A run that goes on has them; one that resumes
+        has yet to make that pass. So the first pass after a load is exchanged in the buckets of the saved state.
+        After the very first pass nobody knows DDP's next buckets, so the second pass takes those of the first.
         """
-        saved, self._saved = self._saved, []
+        saved, self._awaited = self._awaited, []
         known = {str(id(one)): one for one in parameters}
         if sorted(name for names in saved for name in names) != sorted(known):
             return []
@@ -103,4 +127,5 @@ class HookBuckets:
         keys = {name: str(key) for key, name in names.items()}
         self._kept = renamed(remembered, keys)
         self._places = {}
-        self._saved = [[keys[name] for name in bucket if name in keys] for bucket in layout]
+        self._restored = [[keys[name] for name in bucket if name in keys] for bucket in layout]
+        self._awaited, self._passes, self._last = self._restored, 0, []

@@ -10,7 +10,7 @@ import torch
 
 from bagua.algorithms import Sum
 from bagua.comm import BackwardWatch, GradBucket, ProcessGroup, Work, as_group, rank_among_all, size_of_all
-from bagua.engine import Executor, Remembered, check_owner, create_executor
+from bagua.engine import Executor, Remembered, check_owner, compare, create_executor, meet
 from bagua.errors import ConfigurationError, blame
 from bagua.integrations._hooks.buckets import HookBuckets
 from bagua.primitives import allreduce_sum, reducer_sum
@@ -65,6 +65,10 @@ class HookState(ABC):
         self._watch = BackwardWatch()
         self._parts: dict[str, torch.Tensor] = {}
         self._steps_of_parts: dict[str, int] = {}
+        self._loaded = ["loaded state: none"]
+        #: The group on which ranks have compared what they go on from.
+        self._compared: ProcessGroup | None = None
+        self._loads_to_compare, self._meetings = False, 0
 
     @property
     @abstractmethod
@@ -114,6 +118,7 @@ class HookState(ABC):
         if bucket.index() == 0:  # Those of a backward pass that failed are not exchanged.
             self._held = []
         self._held.append(_Held(flat, bucket.parameters(), completion, failures))
+        self._places.note(bucket.index(), self._held[-1].parameters, is_last=bucket.is_last())
         if self._places.awaits_layout and not bucket.is_last():
             return future
         held, self._held = self._held, []
@@ -138,7 +143,8 @@ class HookState(ABC):
 
     @torch.no_grad()
     def _reduce_all(self, held: Sequence[_Held], step: int) -> None:
-        """Reduce buckets as they are; in the first step after a load, in those of the saved state."""
+        """Reduce buckets as they are; in two steps in others, see ``HookBuckets.take_layout``."""
+        self._compare()
         layout = []
         if self._places.awaits_layout:
             layout = self._places.take_layout([parameter for one in held for parameter in one.parameters])
@@ -166,10 +172,22 @@ class HookState(ABC):
         part = self._parts.get(name)
         if part is None:
             part = self._parts[name] = torch.empty(flat.numel(), device="meta")
+        self._compare()
         step = self._steps_of_parts.get(name, self.step)
         self._steps_of_parts[name] = step + 1
         self._reduce(flat, [part], step)
         self.step = max(self.step, min(self._steps_of_parts.values()))
+
+    def _compare(self) -> None:
+        """Before the first exchange, and before the first one after a load: do all ranks go on from the same step?"""
+        group = self.group
+        if self._compared is group:
+            if not self._loads_to_compare:
+                return
+            self._meetings += 1  # Ranks that have loaded nothing do not come; they cannot be asked on a communicator.
+            meet(group, f"loaded/{self._meetings}", f"load_state_dict of {type(self).__name__}")
+        self._compared, self._loads_to_compare = group, False
+        compare(self._loaded, group.global_communicator, "states of this hook")
 
     @torch.no_grad()
     def _reduce(self, flat: torch.Tensor, parameters: list[torch.Tensor], step: int) -> None:
@@ -205,7 +223,7 @@ class HookState(ABC):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], module: torch.nn.Module) -> None:
-        """Go on where ``state_dict`` was taken.
+        """Go on where ``state_dict`` was taken. To be called on all ranks before the same step, or on none.
 
         Args:
             state_dict: state of this rank.
@@ -214,6 +232,7 @@ class HookState(ABC):
         Raises:
             ConfigurationError: it belongs to another reducer or another model; or another rank, or another number of
                 ranks, and something of it differs between ranks.
+            CollectiveMismatchError: in the next exchange of gradients: other ranks go on from another state.
         """
         if state_dict["reducer"] != self.name:
             raise ConfigurationError(
@@ -230,6 +249,8 @@ class HookState(ABC):
         self._places.restore(remembered, self._names(module), state_dict.get("buckets", ()))
         self.step = state_dict["step"]
         self._steps_of_parts = {}
+        buckets = [f"loaded bucket: {', '.join(names)}" for names in state_dict.get("buckets", ())]
+        self._loaded, self._loads_to_compare = [f"loaded state: of step {self.step}", *buckets], True
 
     def forget(self) -> None:
         """Begin anew, with another model: nothing of earlier steps is used."""
@@ -237,6 +258,7 @@ class HookState(ABC):
         self._places = HookBuckets()
         self._parts = {}
         self._steps_of_parts = {}
+        self._loaded, self._loads_to_compare = ["loaded state: none"], False
 
     def _layout(self, module: torch.nn.Module) -> list[list[str]]:
         """Names of the parameters of each bucket; none for parts, which are always the same."""
