@@ -42,6 +42,9 @@ class ArgumentsContract(ContractBase):
     def test_tensors_that_do_not_fit_together(self, pool: RankPool) -> None:
         self.on_every_size(pool, try_wrong_sizes)
 
+    def test_a_root_that_was_refused_calls_again(self, pool: RankPool) -> None:
+        pool.run(refuse_the_root, size=self.size)
+
     def test_timeouts_that_are_none(self, pool: RankPool) -> None:
         self.on_every_size(pool, try_wrong_timeouts)
 
@@ -243,6 +246,19 @@ def try_wrong_sizes() -> None:
         expect(*case)
     assert share.tolist() + whole.tolist() == [1.0] * (3 + 3 * size)
     perform("allreduce", comm, CallSetting())
+
+
+def refuse_the_root() -> None:
+    """What only the root passes is wrong there only. The others wait for its next call."""
+    comm = communicator()
+    share, whole = torch.ones(3, device=home(comm)), torch.ones(3 * comm.size, device=home(comm))
+    for kind, call, argument in (
+        ("gather", lambda c: c.gather(whole[1:], share), "output"),
+        ("scatter", lambda c: c.scatter(share, whole[1:]), "tensor"),
+    ):
+        if comm.rank == 0:
+            expect(call, InvalidTensorError, argument)
+        perform(kind, comm, CallSetting())
 
 
 def try_wrong_timeouts() -> None:
