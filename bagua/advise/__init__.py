@@ -11,6 +11,7 @@ from bagua.advise.measure import measure_model
 from bagua.advise.network import Cluster, Cost, cost_of
 from bagua.advise.prediction import Prediction, extrapolate, outside_calibration, predict
 from bagua.advise.probe import call_facts as call_facts
+from bagua.advise.probe import link_facts as link_facts
 from bagua.advise.probe import machine_facts as machine_facts
 from bagua.advise.probe import probe_machine
 from bagua.advise.rehearse import rehearse

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from bagua.errors import ConfigurationError
 
-__all__ = ["CallFacts", "MachineFacts", "ModelFacts", "ParameterFacts"]
+__all__ = ["CallFacts", "MachineFacts", "ModelFacts", "ParameterFacts", "calls_like"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class CallFacts:
-    """What calls of one kind cost two ranks, on a network without limit and delay.
+    """What calls of one kind cost: two ranks on a network without limit and delay, or all ranks on a certain link.
 
     Attributes:
         kind: as ``Message.kind``.
@@ -111,10 +111,14 @@ _ALIKE = {
     "gather": "allgather",
     "scatter": "allgather",
     "broadcast": "sendrecv",
-    "swap": "sendrecv",
     "send": "sendrecv",
     "recv": "sendrecv",
 }
+
+
+def calls_like(calls: tuple[CallFacts, ...], kind: str) -> CallFacts | None:
+    """What was measured of calls of ``kind``, or of one that takes the same way; None if nothing was."""
+    return next((one for one in calls if one.kind == _ALIKE.get(kind, kind)), None)
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,7 @@ class MachineFacts:
         local_byte_s: seconds for each byte of it.
         cores: processor cores of a host.
         calls: the first two by kind of call, where they were measured.
+        after_calls: factor on the time of what is computed after a call, while caches are cold.
     """
 
     message_s: float = 60e-6
@@ -136,10 +141,9 @@ class MachineFacts:
     local_byte_s: float = 0.3e-9
     cores: int = 1
     calls: tuple[CallFacts, ...] = ()
+    after_calls: float = 1.0
 
     def cost_of(self, kind: str, sent: float) -> tuple[float, float]:
         """Seconds of one message, and of each byte, of a call in which a rank sends ``sent`` bytes."""
-        for one in self.calls:
-            if one.kind == _ALIKE.get(kind, kind):
-                return one.message_s, one.byte_s(sent)
-        return self.message_s, self.byte_s
+        one = calls_like(self.calls, kind)
+        return (self.message_s, self.byte_s) if one is None else (one.message_s, one.byte_s(sent))

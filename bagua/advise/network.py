@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from bagua.advise.facts import MachineFacts
+from bagua.advise.facts import CallFacts, MachineFacts, calls_like
 from bagua.advise.trace import Message
 from bagua.checks import check_kind, check_whole
 from bagua.link import LinkSettings
@@ -16,9 +16,8 @@ __all__ = ["Cluster", "Cost", "cost_of"]
 _PACKET_BYTES, _FIRST_PACKETS = 1448, 10
 #: Share of a link's rate that is left when packets have their headers.
 _PAYLOAD = 1448 / 1514
-#: How much longer a full link takes for each direction of one connection that carries data both ways. Of calls of 1 and
-#: 4 MB between two hosts of the lab at 1 Gbit/s, whatever steps take: sendrecv 1.17 and 1.18, allgather 1.20 and 1.16.
-_BOTH_WAYS = 1.17
+#: Bytes of a call that shows what calls take on a link, whatever they carry.
+SMALL_CALL_BYTES = 64
 #: From this size of a share on, Gloo's allgather is made of messages between pairs, all at once.
 _PAIRS_FROM_BYTES = 64 * 1024
 #: A connection that was idle for so long and a round trip begins like a new one: Linux's least retransmission timeout.
@@ -35,6 +34,7 @@ class Cluster:
         link: link of each host.
         shared: True if all hosts are one machine, whose cores they share, as in ``bagua lab``.
         burst_bytes: bytes that pass a link at any rate after it was idle, as through the token buckets of the lab.
+        calls: what calls took among one rank of each host when nothing else went on, where that was measured.
 
     Raises:
         ConfigurationError: less than one host, or rank.
@@ -45,6 +45,7 @@ class Cluster:
     link: LinkSettings = field(default_factory=LinkSettings)
     shared: bool = False
     burst_bytes: float = 0.0
+    calls: tuple[CallFacts, ...] = ()
 
     def __post_init__(self) -> None:
         check_whole(1, hosts=self.hosts, ranks_per_host=self.ranks_per_host)
@@ -103,14 +104,12 @@ class _Pattern:
             it, so each of them takes two; counted in the lab, among 2 and 4 hosts with 20 ms between them.
         sent: bytes that the busiest rank sends.
         leaving: the part of them that leaves its host.
-        both_ways: True if each connection has data in both directions at a time.
     """
 
     messages: float
     delays: float
     sent: float
     leaving: float = 1.0
-    both_ways: bool = False
 
 
 def _pattern(message: Message) -> _Pattern:
@@ -120,18 +119,16 @@ def _pattern(message: Message) -> _Pattern:
     tree = math.ceil(math.log2(n))
     share = (n - 1) / n * size
     star = _Pattern(n - 1, 2.0, share, away)
-    swap = _Pattern(n - 1, 2.0, share, away, both_ways=True)
     ring = _Pattern(n - 1, 2.0 * (n - 1), share, border)
     patterns = {
         "allreduce": _Pattern(2.0 * (n - 1), 4.0 * (n - 1), 2 * share, border),
         "reduce": _Pattern(float(n), 2.0 * n, 2 * share, border),
-        "allgather": swap if size / n >= _PAIRS_FROM_BYTES else ring,
-        "alltoall": swap,
-        "alltoall_v": swap,
-        "reduce_scatter": swap,
+        "allgather": star if size / n >= _PAIRS_FROM_BYTES else ring,
+        "alltoall": star,
+        "alltoall_v": star,
+        "reduce_scatter": star,
         "gather": star,
         "scatter": star,
-        "swap": _Pattern(1.0, 2.0, size, both_ways=True),
         "broadcast": _Pattern(tree, 2.0, tree * size),
         "barrier": _Pattern(tree, 2.0 * tree, 0.0),
     }
@@ -177,13 +174,25 @@ def cost_of(message: Message, cluster: Cluster, machine: MachineFacts, idle_s: f
         return Cost(2 * tree * machine.local_message_s + 3 * message.nbytes * machine.local_byte_s, 0.0, 0.0)
     pattern = _pattern(message)
     own_bytes = pattern.sent
-    link_bytes = own_bytes * pattern.leaving * message.ranks / message.hosts * (_BOTH_WAYS if pattern.both_ways else 1)
+    link_bytes = own_bytes * pattern.leaving * message.ranks / message.hosts
     message_s, byte_s = machine.cost_of(message.kind, own_bytes)
     latency_s = pattern.delays * cluster.delay_s
+    seen = calls_like(cluster.calls, message.kind)
+    if seen is not None:
+        latency_s += pattern.delays * _beyond_delay_s(seen, message, cluster, message_s)
+        if math.isfinite(cluster.bytes_per_s):
+            link_bytes *= max(1.0, seen.byte_s(own_bytes) * cluster.bytes_per_s)
     own_rate = 1.0 / byte_s if byte_s else math.inf
     rate = min(cluster.bytes_per_s, own_rate, cluster.connection_bytes_per_s)
     if idle_s > _FORGOTTEN_AFTER_S + 2 * cluster.delay_s:
         latency_s += slow_start_s(own_bytes, rate, cluster.delay_s)
-    if cluster.connection_bytes_per_s < cluster.bytes_per_s:
+    if seen is None and cluster.connection_bytes_per_s < cluster.bytes_per_s:
         latency_s += own_bytes * (1 / cluster.connection_bytes_per_s - 1 / cluster.bytes_per_s)
     return Cost(latency_s, link_bytes, own_bytes, pattern.messages * message_s, byte_s)
+
+
+def _beyond_delay_s(seen: CallFacts, message: Message, cluster: Cluster, message_s: float) -> float:
+    """How much longer than the delay and the work of messages each way from host to host took in a small call."""
+    small = _pattern(replace(message, nbytes=float(SMALL_CALL_BYTES)))
+    known_s = small.messages * message_s + small.delays * cluster.delay_s
+    return max(small.messages * seen.message_s - known_s, 0.0) / small.delays

@@ -1,28 +1,49 @@
-"""What calls cost on this machine, measured between two ranks over Gloo."""
+"""What calls cost: on this machine between two ranks over Gloo, and among all ranks on a link."""
 
 from __future__ import annotations
 
 import os
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from bagua.advise.facts import CallFacts, MachineFacts
-from bagua.advise.network import messages_of
+from bagua.advise.network import SMALL_CALL_BYTES, Cluster, Cost, cost_of, messages_of
 from bagua.advise.trace import Message
 from bagua.comm import Communicator, Membership, create_transport, thread_store
 
-__all__ = ["call_facts", "machine_facts", "probe_machine"]
+__all__ = ["call_facts", "link_facts", "machine_facts", "probe_machine"]
 
-#: Bytes of a small call, and of those that show what bytes cost: within a core's cache, and beyond it.
-_SMALL, _LARGE = 64, (256 * 1024, 1024 * 1024, 4 * 1024 * 1024)
+#: Kinds that are measured, the first of which stands for those that are not here.
+_KINDS = ("allreduce", "allgather", "alltoall", "sendrecv")
+#: Bytes of the calls that show what bytes cost: within a core's cache, and beyond it.
+_LARGE = (256 * 1024, 1024 * 1024, 4 * 1024 * 1024)
 #: Calls of each kind and size.
-_ROUNDS, _ROUNDS_OF_SMALL = 24, 200
-#: Not the median: what else goes on in the machine only adds to a call. Not the least: that is luck.
-_QUANTILE = 0.1
+_ROUNDS = 40
+#: On a link: so many at least, and seconds that calls of one kind and size may take; none is made that takes longer.
+_LEAST_ROUNDS, _LINK_S = 3, 1.2
 _TIMEOUT_S = 120.0
+
+
+class _Step:
+    """Stands for the step of a model: reads and writes more than the cache of a core holds, for some milliseconds."""
+
+    def __init__(self) -> None:
+        self._rows = torch.ones(64, 512)
+        self._weights = [torch.ones(512, 512) for _ in range(4)]
+        self._changes = [torch.zeros(512, 512) for _ in range(4)]
+
+    def __call__(self) -> float:
+        """Make one; seconds for which that kept a core busy."""
+        begun = time.thread_time()
+        for weight, change in zip(self._weights, self._changes, strict=True):
+            torch.mm(self._rows, weight)
+            torch.mm(self._rows.T, self._rows, out=change)
+            weight.add_(change, alpha=0.0)
+        return time.thread_time() - begun
 
 
 def probe_machine(cores: int | None = None) -> MachineFacts:
@@ -37,26 +58,27 @@ def probe_machine(cores: int | None = None) -> MachineFacts:
     store = thread_store()
     with ThreadPoolExecutor(2) as pool:
         ranks = [pool.submit(_rank, store, rank) for rank in range(2)]
-    return machine_facts(ranks[0].result(), cores)
+    return machine_facts(*ranks[0].result(), cores)
 
 
-def machine_facts(calls: tuple[CallFacts, ...], cores: int | None = None) -> MachineFacts:
+def machine_facts(calls: tuple[CallFacts, ...], after_calls: float, cores: int | None = None) -> MachineFacts:
     """Facts of this machine.
 
     Args:
         calls: calls that two ranks have measured.
+        after_calls: factor on the time of what is computed after a call.
         cores: processor cores of a host; None for those that this process may use.
     """
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     large = _LARGE[1]
     copied = torch.empty(large // 4)
     source = torch.ones_like(copied)
-    local_s = _usual_s(lambda: copied.copy_(source))
+    local_s = statistics.median(_seconds(lambda: copied.copy_(source)) for _ in range(_ROUNDS))
     message_s, byte_s = calls[0].message_s, calls[0].byte_s(large)
-    return MachineFacts(message_s, byte_s, min(20e-6, message_s), local_s / large, cores or usable, calls)
+    return MachineFacts(message_s, byte_s, min(20e-6, message_s), local_s / large, cores or usable, calls, after_calls)
 
 
-def _rank(store: object, rank: int) -> tuple[CallFacts, ...]:
+def _rank(store: object, rank: int) -> tuple[tuple[CallFacts, ...], float]:
     membership = Membership(store, rank, (0, 1), (0, 1), _TIMEOUT_S, "probe")  # type: ignore[arg-type]
     communicator = Communicator(create_transport("gloo", membership), _TIMEOUT_S)
     try:
@@ -65,37 +87,123 @@ def _rank(store: object, rank: int) -> tuple[CallFacts, ...]:
         communicator.close()
 
 
-def call_facts(communicator: Communicator) -> tuple[CallFacts, ...]:
-    """Measure calls between the two ranks of ``communicator``, both of which call this."""
-    seconds = {nbytes: dict(_seconds_by_kind(communicator, nbytes)) for nbytes in (_SMALL, *_LARGE)}
+def call_facts(communicator: Communicator) -> tuple[tuple[CallFacts, ...], float]:
+    """Measure calls as steps make them, after computing: then caches are cold, and other threads sleep.
+
+    Args:
+        communicator: two ranks, both of which call this.
+
+    Returns:
+        Facts of the calls, and how much longer computing takes that comes after a call.
+    """
+    step = _Step()
+    after_s: list[float] = []
+    alone_s = [_usual_step_s(step)]
+    found = _measured(communicator, Cluster(communicator.size), lambda: after_s.append(step()), lambda _: _ROUNDS)
+    alone_s.append(_usual_step_s(step))
+    return found, max(statistics.median(after_s) / min(alone_s), 1.0)
+
+
+def _usual_step_s(step: Callable[[], float]) -> float:
+    """Seconds of a step that follows others at once."""
+    return statistics.median([step() for _ in range(2 * _ROUNDS)][_ROUNDS:])
+
+
+def link_facts(communicator: Communicator, cluster: Cluster) -> tuple[CallFacts, ...]:
+    """Measure calls one after the other, so that they wait for the link alone.
+
+    Args:
+        communicator: one rank of each host, all of which call this.
+        cluster: the hosts.
+    """
+
+    def rounds(cost: Cost) -> int:
+        seconds = cost.latency_s + cost.link_bytes / cluster.bytes_per_s
+        return min(max(int(_LINK_S / max(seconds, 1e-6)), _LEAST_ROUNDS), _ROUNDS) if seconds <= _LINK_S else 0
+
+    return _measured(communicator, cluster, None, rounds)
+
+
+def _measured(
+    communicator: Communicator,
+    cluster: Cluster,
+    before: Callable[[], object] | None,
+    rounds: Callable[[Cost], int],
+) -> tuple[CallFacts, ...]:
+    """Facts of all kinds of calls.
+
+    Args:
+        communicator: all ranks, each of which calls this.
+        cluster: the hosts.
+        before: see ``_usual_s``.
+        rounds: says how many calls with such a cost are made; some of the smallest are made in any case.
+    """
+    ranks = communicator.size
+    costs = {
+        (kind, nbytes): cost_of(Message(kind, float(nbytes), ranks, ranks), cluster, MachineFacts())
+        for kind in _KINDS
+        for nbytes in (SMALL_CALL_BYTES, *_LARGE)
+    }
+    wanted = {key: rounds(cost) or _LEAST_ROUNDS * (key[1] <= _LARGE[0]) for key, cost in costs.items()}
+    usual_s = _usual_s(communicator, wanted, before)
     found = []
-    for kind, small_s in seconds[_SMALL].items():
-        # Of two ranks, each sends half of what is gathered or exchanged.
-        share = 0.5 if kind in ("allgather", "alltoall") else 1.0
-        points = tuple((share * nbytes, max(seconds[nbytes][kind] - small_s, 0.0)) for nbytes in _LARGE)
-        found.append(CallFacts(kind, small_s / messages_of(Message(kind, _SMALL, 2, 2)), points))
+    for kind in _KINDS:
+        small_s = usual_s[kind, SMALL_CALL_BYTES]
+        points = tuple(
+            (costs[kind, nbytes].own_bytes, max(usual_s[kind, nbytes] - small_s, 0.0))
+            for nbytes in _LARGE
+            if (kind, nbytes) in usual_s
+        )
+        found.append(CallFacts(kind, small_s / messages_of(Message(kind, SMALL_CALL_BYTES, ranks, ranks)), points))
     return tuple(found)
 
 
-def _seconds_by_kind(communicator: Communicator, nbytes: int) -> Iterator[tuple[str, float]]:
-    """Kinds of calls, the first of which stands for those that are not here, and seconds of one of ``nbytes``."""
-    given, taken = torch.zeros(nbytes // 4), torch.zeros(nbytes // 4)
-    half, other = torch.zeros(nbytes // 8), 1 - communicator.rank
+def _usual_s(
+    communicator: Communicator, wanted: Mapping[tuple[str, int], int], before: Callable[[], object] | None
+) -> dict[tuple[str, int], float]:
+    """Seconds of calls by kind and size, from the moment when the last rank has come.
+
+    Args:
+        communicator: all ranks.
+        wanted: how many calls are made of each kind and size.
+        before: called before each call. Calls then take turns, so that what disturbs meets all of them. Without it, all
+            calls of one kind and size follow each other, and each begins as the one before it ends.
+    """
+    turns = [list(wanted)] if before else [[key] for key in wanted]
+    found: dict[tuple[str, int], float] = {}
+    for keys in turns:
+        calls = {key: _call(communicator, *key) for key in keys if wanted[key]}
+        seconds: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
+        for number in range(-1, max(wanted[key] for key in keys)):  # The first one of each is not timed.
+            for key, act in calls.items():
+                if number < wanted[key]:
+                    if before:
+                        before()
+                    seconds[key].append(_seconds(act))
+        for key, own in seconds.items():
+            of_all = torch.empty(communicator.size * (len(own) - 1))
+            communicator.allgather(of_all, torch.tensor(own[1:]))
+            by_rank = of_all.view(communicator.size, -1)
+            found[key] = float((by_rank.min(0).values if before else by_rank.mean(0)).median())
+    return found
+
+
+def _call(communicator: Communicator, kind: str, nbytes: int) -> Callable[[], object]:
+    """A call of ``kind``, in which ``nbytes`` are reduced, gathered or sent."""
+    ranks, rank = communicator.size, communicator.rank
+    share = max(nbytes // 4 // ranks, 1)
+    given, taken = torch.zeros(share * ranks), torch.zeros(share * ranks)
+    part = torch.zeros(share)
     calls: dict[str, Callable[[], object]] = {
         "allreduce": lambda: communicator.allreduce(given),
-        "allgather": lambda: communicator.allgather(taken, half),
+        "allgather": lambda: communicator.allgather(taken, part),
         "alltoall": lambda: communicator.alltoall(taken, given),
-        "sendrecv": lambda: communicator.sendrecv(taken, given, other, other),
+        "sendrecv": lambda: communicator.sendrecv(taken, given, (rank - 1) % ranks, (rank + 1) % ranks),
     }
-    for kind, call in calls.items():
-        yield kind, _usual_s(call, _ROUNDS_OF_SMALL if nbytes == _SMALL else _ROUNDS)
+    return calls[kind]
 
 
-def _usual_s(act: Callable[[], object], rounds: int = _ROUNDS) -> float:
-    """Seconds of ``act`` where little else goes on in the machine."""
-    times = []
-    for _ in range(rounds):
-        begun = time.perf_counter()
-        act()
-        times.append(time.perf_counter() - begun)
-    return sorted(times)[int(_QUANTILE * rounds)]
+def _seconds(act: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    act()
+    return time.perf_counter() - begun

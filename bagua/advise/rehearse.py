@@ -404,5 +404,4 @@ class _Reading:
     def _message(self, record: CallRecord) -> Message:
         call, ranks = record.call, record.place.ranks
         shares = len(ranks) if call.kind in _OF_SHARES else 1
-        kind = "swap" if call.kind == "sendrecv" and call.source == call.root else call.kind
-        return Message(kind, float(call.nbytes) * shares, len(ranks), len({self._nodes[rank] for rank in ranks}))
+        return Message(call.kind, float(call.nbytes) * shares, len(ranks), len({self._nodes[rank] for rank in ranks}))

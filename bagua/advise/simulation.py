@@ -145,6 +145,7 @@ class _Rank:
         arrivals_s: seconds from the beginning of a step to each gradient.
         rest_s: seconds from the last gradient to the end of the step.
         had: cores that it had when it was measured.
+        after_calls: factor on what is computed in a step that follows a call.
     """
 
     world: _World
@@ -152,6 +153,7 @@ class _Rank:
     arrivals_s: Sequence[float]
     rest_s: float
     had: float
+    after_calls: float = 1.0
     done: set[tuple[int, int]] = field(default_factory=set)
     ended_at: list[float] = field(default_factory=list)
     calls: int = 0
@@ -163,8 +165,10 @@ class _Rank:
         Args:
             steps: number of the period, moments, factor on what is computed, and seconds beside that, of each step.
         """
-        for period, moments, stretch, extra_s in steps:
-            reached_s = 0.0
+        called = False
+        for period, moments, factor, extra_s in steps:
+            reached_s, stretch = 0.0, factor * (self.after_calls if called else 1.0)
+            called = any(moment.what in ("start", "wait") for moment in moments)
             for moment in moments:
                 if moment.what == "arrival":
                     arrival_s = self.arrivals_s[min(moment.number, len(self.arrivals_s) - 1)]
@@ -245,7 +249,7 @@ def step_seconds(
         (run, {message: cost_of(message, cluster, machine, idle_s) for message in run.messages})
         for run in rehearsal.runs
     ]
-    rank = _Rank(world, runs, arrivals_s, max(step_s - arrivals_s[-1], 0.0), had)
+    rank = _Rank(world, runs, arrivals_s, max(step_s - arrivals_s[-1], 0.0), had, machine.after_calls)
     length = len(rehearsal.steps)
     steps = [
         (index // length, rehearsal.steps[index % length], stretch, rehearsal.extra_s)

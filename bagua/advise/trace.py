@@ -13,7 +13,7 @@ class Message:
     """One call of a communicator.
 
     Attributes:
-        kind: as ``bagua.comm.Call.kind``; ``swap``: sendrecv with one and the same other rank.
+        kind: as ``bagua.comm.Call.kind``.
         nbytes: bytes of this rank's input, or of its output where that is larger.
         ranks: ranks of the communicator.
         hosts: hosts on which they are.
@@ -32,7 +32,7 @@ class Message:
     @property
     def pairwise(self) -> bool:
         """Whether it waits for one other rank only."""
-        return self.kind in ("send", "recv", "sendrecv", "swap")
+        return self.kind in ("send", "recv", "sendrecv")
 
 
 @dataclass(frozen=True)

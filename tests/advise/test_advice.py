@@ -94,11 +94,11 @@ def test_a_model_is_measured_and_advised() -> None:
         layer(torch.ones(2, 32)).sum().backward()
         optimizer.step()
 
-    found = advise(layer, optimizer, step, hosts=1000, link="10mbit", seconds=0.0, algorithms=["bytegrad"])
+    found = advise(layer, optimizer, step, hosts=10_000, link="10mbit", seconds=0.0, algorithms=["bytegrad"])
     assert {one.name for one in found.predictions} == {"ddp", "bytegrad"}
-    assert any("1000 hosts" in phrase for phrase in found.outside)
-    # A thousand ranks in a ring of Gloo: 1,998 messages, one after the other.
-    assert found.ddp.step_s > 1998 * 1e-6
+    assert any("10000 hosts" in phrase for phrase in found.outside)
+    # Ten thousand ranks in a ring of Gloo: 19,998 messages, one after the other.
+    assert found.ddp.step_s > 19_998 * 1e-6
     with pytest.raises(ConfigurationError, match="link"):
         advise(layer, optimizer, step, link="fast")
     with pytest.raises(ConfigurationError, match="one rank sends nothing"):

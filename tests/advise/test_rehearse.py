@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -74,6 +76,20 @@ def test_what_is_folded_a_period_later_is_waited_for_there() -> None:
     found = rehearse(lagging, FACTS, [1, 1])
     waits = [one for step in found.steps for one in step if one.what == "wait"]
     assert [one.periods_ago for one in waits] == [1]
+
+
+def test_the_slowest_of_those_who_meet_sets_the_pace() -> None:
+    # One step in ten takes twice as long: of two ranks one is late in every fifth step, of 10,000 in each.
+    facts = dataclasses.replace(FACTS, steps_s=(*[0.05] * 9, 0.10))
+    free = MachineFacts(message_s=0.0, byte_s=0.0, cores=8)
+    few = rehearsed("gradient_allreduce", hosts=2)
+    many = extrapolate(few, rehearsed("gradient_allreduce", hosts=4), (2, 4, 10_000))
+    pace = {
+        hosts: predict(one, facts, Cluster(hosts, 1, parse_link("unlimited")), free).step_s - one.extra_s
+        for hosts, one in ((2, few), (10_000, many))
+    }
+    assert 0.05 <= pace[2] < 0.075
+    assert pace[10_000] == pytest.approx(0.10, rel=0.1)
 
 
 def test_neighbours_are_few() -> None:

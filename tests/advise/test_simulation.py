@@ -121,6 +121,16 @@ def test_who_was_measured_beside_others_computes_as_it_was_measured() -> None:
     assert step_seconds(found, ARRIVALS, STEP_S, shared, two_cores, [1.0, 1.0], 1) == pytest.approx(2 * STEP_S)
 
 
+def test_what_follows_a_call_is_computed_with_cold_caches() -> None:
+    slower = MachineFacts(message_s=0.0, byte_s=0.0, cores=8, after_calls=1.5)
+    every = Rehearsal("every", (moments("a0 a1 s0 w0 t"),), (sending(300_000),))
+    assert seconds(every, slower) == pytest.approx(1.5 * STEP_S + 0.3)
+    # Of four steps, one follows the call.
+    seldom = Rehearsal("seldom", (*[moments("a0 a1 t")] * 3, moments("a0 a1 t s0 w0")), (sending(400_000),))
+    assert seconds(seldom, slower) == pytest.approx((3 + 1.5) / 4 * STEP_S + 0.1)
+    assert seconds(Rehearsal("none", (moments("a0 a1 t"),), ()), slower) == pytest.approx(STEP_S)
+
+
 @given(st.floats(0.1, 100), st.lists(st.floats(0.1, 100), min_size=1, max_size=6))
 def test_shares_are_max_min_fair(capacity: float, limits: list[float]) -> None:
     shares = max_min_shares(capacity, limits)

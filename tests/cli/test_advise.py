@@ -153,11 +153,11 @@ def test_help_says_that_losses_are_in_percent(make_parser: Callable[[], argparse
 def test_a_prediction_for_the_lab_knows_its_links_and_how_to_do_without(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse() -> MachineFacts:
+    def refuse(*_: object) -> MachineFacts:
         raise LabUnavailableError("needs root")
 
     on_loopback = MachineFacts(cores=7)
-    monkeypatch.setattr(command, "probe_lab", refuse)
+    monkeypatch.setattr(command, "probe_link", refuse)
     monkeypatch.setattr(command, "probe_machine", lambda: on_loopback)
     options = command.make_parser().parse_args(["--in-lab", "--hosts", "4", "--link", "100mbit", "train.py"])
     cluster, machine = command._place(options)

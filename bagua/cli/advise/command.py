@@ -17,7 +17,7 @@ from bagua import env
 from bagua.advise import Cluster, MachineFacts, probe_machine, weigh
 from bagua.algorithms import registry
 from bagua.checks import install_command
-from bagua.cli.advise.lab import lab_cluster, probe_lab
+from bagua.cli.advise.lab import lab_cluster, probe_lab, probe_link
 from bagua.cli.advise.picture import draw
 from bagua.cli.advise.worker import Found
 from bagua.cli.arguments import link, positive
@@ -102,12 +102,13 @@ def _place(options: argparse.Namespace) -> tuple[Cluster, MachineFacts]:
     """Where the script is to run, and what calls cost there."""
     if not options.in_lab:
         return Cluster(options.hosts, options.ranks_per_host, options.link), probe_machine()
-    cluster = lab_cluster(options.hosts, options.ranks_per_host, options.link)
+    place = options.hosts, options.ranks_per_host, options.link
     try:
-        return cluster, probe_lab()
+        calls = probe_link(options.hosts, options.link) if options.hosts > 1 else ()
+        return lab_cluster(*place, calls), probe_lab()
     except LabUnavailableError as error:
         print(f"bagua advise: calls are measured without the lab's links, which cost more: {error}", file=sys.stderr)
-        return cluster, probe_machine()
+        return lab_cluster(*place), probe_machine()
 
 
 def _measured(options: argparse.Namespace) -> Found:

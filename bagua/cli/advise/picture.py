@@ -37,7 +37,7 @@ def draw(found: Found, cluster: Cluster, machine: MachineFacts, path: Path) -> b
     lines: dict[str, list[float]] = {one.name: [] for one in found.rehearsals}
     for rate in _RATES_MBIT_S:
         link = dataclasses.replace(cluster.link, send_mbit_s=rate, receive_mbit_s=rate)
-        there = dataclasses.replace(cluster, link=link)
+        there = dataclasses.replace(cluster, link=link, calls=())
         for one in found.rehearsals:
             lines[one.name].append(predict(one, found.facts, there, machine).step_s)
     figure = matplotlib.figure.Figure(figsize=(8, 5), layout="constrained")
