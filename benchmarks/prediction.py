@@ -8,9 +8,11 @@ times. Needs Linux and root.
 
 The whole grid has 16 pieces, a number of hosts and a link each. A piece that is in the file is not measured again:
 
-``for n in $(seq 16); do python -m benchmarks.prediction --grid --pieces 1 --json cells.json; done``
+``for n in $(seq 16); do python -m benchmarks.prediction --grid --pieces 1 --json cells.json --facts facts.json; done``
 
-``python -m benchmarks.prediction --read cells.json`` makes tables of what was measured.
+``python -m benchmarks.prediction --read cells.json`` makes tables of what was measured. With ``--facts facts.json``,
+each cell is predicted again from what that file keeps. What it lacks is measured first; ``--prepare N`` does only that,
+for N networks of the grid.
 """
 
 import argparse
@@ -21,7 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from bagua.advise import (
@@ -41,6 +43,7 @@ from bagua.cli.lab.switch import SwitchReport
 from bagua.cli.launch import Rank, run_ranks
 from bagua.comm import destroy_process_group
 from bagua.link import LinkSettings, parse_link
+from benchmarks.grounds import Ground, Grounds
 from benchmarks.network.contenders import read_options
 from benchmarks.network.experiment import show
 from benchmarks.network.ranks import Place, limit_together, report, warm_up
@@ -195,13 +198,35 @@ def steps_of_turn(rehearsal: Rehearsal, predicted_s: float) -> int:
     return period * max(round(TURN_S / (period * predicted_s)), 1)
 
 
-def cells_of(hosts: int, link: LinkSettings, options: argparse.Namespace) -> list[Cell]:
+def task_of(options: argparse.Namespace) -> PerceptronTask:
+    """What is trained."""
+    return PerceptronTask(hidden=options.hidden, outer=options.hidden, batch=options.batch)
+
+
+def grounds_of(options: argparse.Namespace) -> Grounds:
+    """What predictions are made from."""
+
+    def measure_ground(hosts: int) -> Ground:
+        facts, rehearsals = run_ranks(find_out, hosts, (task_of(options), hosts, options.contenders))[0]
+        machine = probe_lab()
+        print(f"{hosts} hosts: step alone {facts.step_s * 1e3:.1f} ms; {machine}", file=sys.stderr)
+        return Ground(facts, tuple(rehearsals), machine)
+
+    return Grounds(options.facts, measure_ground)
+
+
+def predictions(hosts: int, link: LinkSettings, grounds: Grounds) -> dict[str, Prediction]:
+    """Predictions of all contenders, by name."""
+    ground, calls = grounds.of(hosts, link)
+    cluster = lab_cluster(hosts, 1, link, calls)
+    return {one.name: predict(one, ground.facts, cluster, ground.machine) for one in ground.rehearsals}
+
+
+def cells_of(hosts: int, link: LinkSettings, options: argparse.Namespace, grounds: Grounds) -> list[Cell]:
     """Predict first, and measure then."""
-    task = PerceptronTask(hidden=options.hidden, outer=options.hidden, batch=options.batch)
-    facts, rehearsals = run_ranks(find_out, hosts, (task, hosts, options.contenders))[0]
-    machine = probe_lab()
-    print(f"step alone {facts.step_s * 1e3:.1f} ms; {machine}", file=sys.stderr)
-    predicted = {one.name: predict(one, facts, lab_cluster(hosts, 1, link), machine) for one in rehearsals}
+    task = task_of(options)
+    predicted = predictions(hosts, link, grounds)
+    rehearsals = grounds.of(hosts, link)[0].rehearsals
     calls = {one.name: steps_of_turn(one, predicted[one.name].step_s) for one in rehearsals}
     one_by_one = [{name: number} for name, number in calls.items()] if link.needs_switch else [calls]
     found = []
@@ -213,6 +238,23 @@ def cells_of(hosts: int, link: LinkSettings, options: argparse.Namespace) -> lis
             one = predicted[name]
             found.append(Cell(name, hosts, str(link), one.step_s, seconds, late, share, one.keeps_equal))
     return found
+
+
+def predicted_again(cells: Sequence[Cell], grounds: Grounds) -> list[Cell]:
+    """The same measured times, beside predictions of today's model."""
+    found: list[Cell] = []
+    for (hosts, link), group in groups_of(cells).items():
+        anew = predictions(hosts, parse_link(link), grounds)
+        found += [replace(cell, predicted_s=anew[cell.contender].step_s) for cell in group]
+    return found
+
+
+def prepare(options: argparse.Namespace, grounds: Grounds) -> None:
+    """Measure what is missing in the file of facts, for so many networks of the grid."""
+    missing = [(hosts, link) for hosts, link in GRID if not grounds.has(hosts, link)]
+    for hosts, link in missing[: options.prepare]:
+        grounds.of(hosts, link)
+        print(f"{hosts} hosts, {link}: measured", flush=True)
 
 
 def pieces(options: argparse.Namespace, known: Sequence[Cell]) -> list[tuple[int, LinkSettings]]:
@@ -306,6 +348,13 @@ def make_parser() -> argparse.ArgumentParser:
     add("--batch", type=int, default=64, metavar="N", help="rows in a batch")
     add("--rounds", type=int, default=3, metavar="N", help="turns of everyone")
     add("--json", type=Path, metavar="FILE", help="write cells to this file, after those that are there")
+    add(
+        "--facts",
+        type=Path,
+        metavar="FILE",
+        help="keep what predictions are made from in this file, and use what is there",
+    )
+    add("--prepare", type=int, metavar="N", help="measure what N networks of the grid lack in --facts, and end")
     add("--read", type=Path, metavar="FILE", help="measure nothing; show what was written before")
     return parser
 
@@ -313,23 +362,27 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, predict, and print all cells; 3 where there cannot be a lab."""
     options = make_parser().parse_args(arguments)
-    cells = cells_in(options.read or options.json)
-    if not options.read:
-        try:
-            for found in new_cells(options, cells):
+    cells, grounds = cells_in(options.read or options.json), grounds_of(options)
+    try:
+        if options.prepare:
+            prepare(options, grounds)
+        elif not options.read:
+            for found in new_cells(options, cells, grounds):
                 print(tables(found), flush=True)
                 cells += found
-        except LabUnavailableError as error:
-            print(error, file=sys.stderr)
-            return NOT_AVAILABLE
+        elif options.facts:
+            cells = predicted_again(cells, grounds)
+    except LabUnavailableError as error:
+        print(error, file=sys.stderr)
+        return NOT_AVAILABLE
     print(tables(cells))
     return 0
 
 
-def new_cells(options: argparse.Namespace, known: Sequence[Cell]) -> Iterator[list[Cell]]:
+def new_cells(options: argparse.Namespace, known: Sequence[Cell], grounds: Grounds) -> Iterator[list[Cell]]:
     """Cells of one network after the other, each written as soon as it is there."""
     for hosts, link in pieces(options, known):
-        found = cells_of(hosts, link, options)
+        found = cells_of(hosts, link, options, grounds)
         add_to(options.json, found)
         yield found
 

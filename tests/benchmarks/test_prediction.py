@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from bagua.advise import CallFacts, MachineFacts, Message, ModelFacts, Moment, ParameterFacts, Rehearsal, Run
 from bagua.cli.lab.network import LabUnavailableError
+from bagua.link import parse_link
 from benchmarks import prediction
+from benchmarks.grounds import Ground, Grounds
 from benchmarks.prediction import GRID, Cell, add_to, main, make_parser, pieces, summary, tables
 
 
@@ -44,6 +47,36 @@ def test_the_named_algorithm_is_held_against_the_best() -> None:
     assert "4 hosts, 10gbit: ddp, 1.20 of the best" in said
 
 
+def test_old_cells_are_predicted_again_from_what_was_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calls = (CallFacts("allreduce", 1e-3, ((1e6, 0.5),)),)
+    ground = Ground(
+        ModelFacts((ParameterFacts("weight", (4, 4), "float32", 0.05),), (0.1, 0.1)),
+        (
+            Rehearsal(
+                "ddp",
+                ((Moment("arrival"), Moment("start"), Moment("wait"), Moment("stepped")),),
+                (Run((0.0, Message("allreduce", 1e6, 2, 2), 0.0)),),
+            ),
+        ),
+        MachineFacts(message_s=0.0, byte_s=0.0, cores=2, calls=(CallFacts("allreduce", 0.0, ((1e6, 1e-9),)),)),
+    )
+    file, cells = tmp_path / "facts.json", tmp_path / "cells.json"
+    link = parse_link("100mbit,1ms")
+    Grounds(file, lambda _: ground, lambda *_: calls).of(2, link)
+    kept = Grounds(file, refuse, refuse)
+    assert kept.of(2, link) == (ground, calls)
+    assert kept.has(2, link)
+    assert not kept.has(4, link)
+    add_to(cells, [Cell("ddp", 2, str(link), 9.0, 0.604)])
+    assert main(["--read", str(cells), "--facts", str(file)]) == 0
+    # 0.1 s of computing, 0.5 s that 1 MB took on the link, and four delays.
+    assert "| `ddp` | 604.0 / 604.0 ms" in capsys.readouterr().out
+
+
+def refuse(*_: object) -> Ground:
+    raise AssertionError("it was measured before")
+
+
 def test_the_grid_goes_on_where_it_ended() -> None:
     options = make_parser().parse_args(["--grid", "--pieces", "2"])
     known = [Cell("ddp", hosts, str(link), 1.0, 1.0) for hosts, link in GRID[:3]]
@@ -53,9 +86,9 @@ def test_the_grid_goes_on_where_it_ended() -> None:
 
 
 def test_a_machine_without_a_lab_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def refuse(*_: object) -> list[Cell]:
+    def no_lab(*_: object) -> list[Cell]:
         raise LabUnavailableError("needs root")
 
-    monkeypatch.setattr(prediction, "cells_of", refuse)
+    monkeypatch.setattr(prediction, "cells_of", no_lab)
     assert main([]) == prediction.NOT_AVAILABLE
     assert "needs root" in capsys.readouterr().err

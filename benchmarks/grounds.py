@@ -1,0 +1,100 @@
+"""What predictions were made from, in a file: so that a better model can be held against what was measured before.
+
+Steps, rehearsals and calls are measured once for each number of hosts, and calls once more on each link. None of it
+depends on what is compared with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bagua.advise import CallFacts, MachineFacts, Message, ModelFacts, Moment, ParameterFacts, Rehearsal, Run
+from bagua.cli.advise.lab import probe_link
+from bagua.link import LinkSettings
+
+__all__ = ["Ground", "Grounds"]
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What was measured for one number of hosts.
+
+    Args:
+        facts: the model.
+        rehearsals: rehearsals of all contenders.
+        machine: what calls cost without a network.
+        links: what calls took on links, by the link.
+    """
+
+    facts: ModelFacts
+    rehearsals: tuple[Rehearsal, ...]
+    machine: MachineFacts
+    links: dict[str, tuple[CallFacts, ...]] = field(default_factory=dict)
+
+
+class Grounds:
+    """Grounds by the number of hosts.
+
+    Args:
+        path: file that keeps them; None for memory alone.
+        measure: measures facts, rehearsals and calls among so many hosts.
+        probe: measures calls among so many hosts, on a link.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        measure: Callable[[int], Ground],
+        probe: Callable[[int, LinkSettings], tuple[CallFacts, ...]] = probe_link,
+    ) -> None:
+        self._path, self._measure, self._probe = path, measure, probe
+        self._known: dict[int, Ground] = {}
+        if path is not None and path.exists():
+            self._known = {int(hosts): _ground(one) for hosts, one in json.loads(path.read_text()).items()}
+
+    def has(self, hosts: int, link: LinkSettings) -> bool:
+        """Whether nothing is left to be measured."""
+        return hosts in self._known and str(link) in self._known[hosts].links
+
+    def of(self, hosts: int, link: LinkSettings) -> tuple[Ground, tuple[CallFacts, ...]]:
+        """Those for ``hosts``, and what calls took on ``link``; measured if they are not known."""
+        if hosts not in self._known:
+            self._known[hosts] = self._measure(hosts)
+            self._write()
+        ground = self._known[hosts]
+        if str(link) not in ground.links:
+            ground.links[str(link)] = self._probe(hosts, link)
+            self._write()
+        return ground, ground.links[str(link)]
+
+    def _write(self) -> None:
+        if self._path is not None:
+            self._path.write_text(json.dumps({hosts: asdict(one) for hosts, one in self._known.items()}))
+
+
+def _ground(saved: dict[str, Any]) -> Ground:
+    facts, machine = saved["facts"], saved["machine"]
+    parameters = tuple(ParameterFacts(**{**one, "shape": tuple(one["shape"])}) for one in facts["parameters"])
+    return Ground(
+        ModelFacts(**{**facts, "parameters": parameters, "steps_s": tuple(facts["steps_s"])}),
+        tuple(map(_rehearsal, saved["rehearsals"])),
+        MachineFacts(**{**machine, "calls": _calls(machine["calls"])}),
+        {link: _calls(calls) for link, calls in saved["links"].items()},
+    )
+
+
+def _calls(saved: list[dict[str, Any]]) -> tuple[CallFacts, ...]:
+    return tuple(CallFacts(**{**one, "points": tuple(map(tuple, one["points"]))}) for one in saved)
+
+
+def _rehearsal(saved: dict[str, Any]) -> Rehearsal:
+    steps = tuple(tuple(Moment(**one) for one in step) for step in saved["steps"])
+    runs = tuple(
+        Run(tuple(Message(**item) if isinstance(item, dict) else item for item in run["items"]), run["lane"])
+        for run in saved["runs"]
+    )
+    return Rehearsal(**{**saved, "steps": steps, "runs": runs})
