@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from bagua.comm import Cells, ProcessGroup
+from bagua.comm import Cells, KeyStore, PhaseDeadline, ProcessGroup, group_of_seats
 from bagua.errors import (
     CollectiveTimeoutError,
     CommunicationError,
@@ -22,10 +22,10 @@ from bagua.membership.epochs import Epoch
 from bagua.membership.island import Act
 from bagua.membership.position import Tally
 from bagua.membership.presence import Presence
-from bagua.membership.roster import SeatRecord, record_name
+from bagua.membership.roster import Deadlines, SeatRecord, record_name
 from bagua.membership.transfer import MOST_DONORS, Donor, Offer, Receiver
 
-__all__ = ["LOSSES", "Attempt", "Counterparts", "Samples", "epoch_name"]
+__all__ = ["LOSSES", "Attempt", "Counterparts", "Samples", "connect", "epoch_name"]
 
 _log = logging.getLogger("bagua")
 #: Runs an exchange on the group of the epoch, from the same contribution each time.
@@ -41,6 +41,26 @@ LOSSES = (PeerLostError, CollectiveTimeoutError, CommunicatorClosedError)
 def epoch_name(number: int) -> str:
     """The cell that says who takes part in epoch ``number``."""
     return f"epoch/{number}"
+
+
+def connect(
+    store: KeyStore, presence: Presence, rank: int, backend: str, deadlines: Deadlines, connecting: PhaseDeadline,
+    epoch: Epoch,
+) -> ProcessGroup:  # fmt: skip
+    """The counterparts of ``rank`` in ``epoch``; a function, so that nothing but its user keeps the islands alive."""
+    name, seat = f"epoch{epoch.number}" + (f"/rank{rank}" if rank else ""), presence.seat
+
+    def look() -> None:
+        if presence.has_left:
+            raise CommunicatorClosedError("this process has left its islands", rank=seat)
+        for other, why in presence.roster.gone(epoch.number).items():
+            if other in epoch.members and other != seat:
+                raise PeerLostError(f"seat {other} does not come to {name}: {why}", rank=seat, peers=[other])
+
+    return group_of_seats(
+        store, epoch.members, seat, name, backend=backend, timeout_s=deadlines.timeout_s,
+        meet_s=deadlines.meet_s, look=look, connecting=connecting,
+    )  # fmt: skip
 
 
 class Samples(Protocol):

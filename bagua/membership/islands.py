@@ -22,9 +22,9 @@ from bagua.checks import check_numbers
 from bagua.comm import (
     Cells,
     KeyStore,
+    PhaseDeadline,
     ProcessGroup,
     close_store,
-    group_of_seats,
     part_of,
 )
 from bagua.errors import (
@@ -35,7 +35,7 @@ from bagua.errors import (
     StoreLostError,
 )
 from bagua.membership.checkpoint import place_of, read_state, unusable, write_state
-from bagua.membership.counterparts import Attempt, Counterparts, Samples, epoch_name
+from bagua.membership.counterparts import Attempt, Counterparts, Samples, connect, epoch_name
 from bagua.membership.epochs import Epoch
 from bagua.membership.follower import Follower
 from bagua.membership.island import Island, different
@@ -140,12 +140,18 @@ class Islands:
         self._checkpoint, self._resume = (place_of(one, self.seat, self._island.rank) for one in (checkpoint, resume))
         self._facts: list[str] = []
         self._presence = Presence(self._cells, self.seat, self._island, deadlines, time.monotonic)
-        connect = functools.partial(
-            _connect, self._store, self._presence, self._island.rank, backend, timeout_s, deadlines.meet_s
+        connection = functools.partial(
+            connect,
+            self._store,
+            self._presence,
+            self._island.rank,
+            backend,
+            deadlines,
+            PhaseDeadline(deadlines.meet_s, deadlines.silence_s),
         )
         receiver = Receiver(self.seat, timeout_s, deadlines.beat_s / 4)
         self._counterparts = Counterparts(
-            self._presence, self._cells, connect, self._changed, self._island.rank, receiver
+            self._presence, self._cells, connection, self._changed, self._island.rank, receiver
         )
         self._island.acts = self._counterparts.acts
         self._participant: Participant | Follower = Follower(self._island, self._counterparts)
@@ -395,24 +401,6 @@ class Islands:
             self._presence.leave(f"rank {rank} of this island is lost: {why}")
             self._island.abort(why, rank)
             self._counterparts.abort(f"rank {rank} of its island is lost: {why}")
-
-
-def _connect(
-    store: KeyStore, presence: Presence, rank: int, backend: str, timeout_s: float, meet_s: float, epoch: Epoch
-) -> ProcessGroup:
-    """The counterparts of ``rank`` in ``epoch``; a function, so that nothing but its user keeps the islands alive."""
-    name, seat = f"epoch{epoch.number}" + (f"/rank{rank}" if rank else ""), presence.seat
-
-    def look() -> None:
-        if presence.has_left:
-            raise CommunicatorClosedError("this process has left its islands", rank=seat)
-        for other, why in presence.roster.gone(epoch.number).items():
-            if other in epoch.members and other != seat:
-                raise PeerLostError(f"seat {other} does not come to {name}: {why}", rank=seat, peers=[other])
-
-    return group_of_seats(
-        store, epoch.members, seat, name, backend=backend, timeout_s=timeout_s, meet_s=meet_s, look=look
-    )
 
 
 def _compare(cells: Cells, topic: str, facts: Sequence[str], what: str) -> None:

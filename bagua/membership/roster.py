@@ -22,7 +22,8 @@ class Deadlines:
         silence_s: without a sign of life before it counts as gone; longer where signs of life come late.
         suspect_s: the same for one whose connections refused somebody.
         timeout_s: limit of the user, beyond which no silence lasts longer because signs of life come late.
-        meet_s: for the members of an epoch to connect.
+        meet_s: for the members of an epoch to come, and to connect; to connect as long as usual, once that is known,
+            but never less than ``silence_s``.
         poll_s: between two looks at what is about to be decided.
     """
 

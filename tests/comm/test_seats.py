@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import PrefixStore
 
-from bagua.comm import group_of_seats
+from bagua.comm import PhaseDeadline, group_of_seats
+from bagua.comm.startup import seats
 from bagua.comm.store.serving import thread_store
 from bagua.errors import CommunicatorClosedError, PeerLostError
 
@@ -63,3 +64,27 @@ def test_who_wants_to_go_when_all_have_met_connects_with_them():
     assert [group.rank for group in groups] == [1, 0]
     for group in groups:
         group.close()
+
+
+def test_to_connect_may_take_as_long_as_usual_and_longer_after_a_failure(monkeypatch):
+    limits, deadline = [], PhaseDeadline(10.0, 3.0)
+    made = seats.ProcessGroup
+
+    def note(*arguments):
+        limits.append(arguments[5])
+        if len(limits) == 3:
+            raise PeerLostError("it has gone", peers=[5])
+        return made(*arguments)
+
+    monkeypatch.setattr(seats, "ProcessGroup", note)
+
+    def connect(name):
+        arguments = {"backend": "threads", "timeout_s": LONG_S, "meet_s": LONG_S, "connecting": deadline}
+        group_of_seats(thread_store(), [3], 3, name, **arguments).close()
+
+    connect("epoch1")
+    connect("epoch2")
+    with pytest.raises(PeerLostError, match="it has gone"):
+        connect("epoch3")
+    connect("epoch4")
+    assert limits == [10.0, 3.0, 3.0, 10.0]

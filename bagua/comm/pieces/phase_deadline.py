@@ -42,6 +42,11 @@ class PhaseDeadline:
         if len(self._first) < _FIRST:
             self._first.append(duration_s)
 
+    def forget(self) -> None:
+        """It has failed, perhaps because it was given too little time: begin again with the largest deadline."""
+        self._durations.clear()
+        self._first.clear()
+
     @property
     def seconds(self) -> float:
         """Seconds that it may take the next time."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store
 
 from bagua.comm.group import ProcessGroup
+from bagua.comm.pieces.phase_deadline import PhaseDeadline
 from bagua.comm.records.ledger import Ledger
 from bagua.comm.startup.formation import new_job
 from bagua.comm.store.asking import gather_values
@@ -25,6 +28,7 @@ def group_of_seats(
     timeout_s: float,
     meet_s: float,
     look: Callable[[], None] | None = None,
+    connecting: PhaseDeadline | None = None,
 ) -> ProcessGroup:
     """A group of the processes on ``seats``, each on a host of its own. Collective among them alone.
 
@@ -39,6 +43,8 @@ def group_of_seats(
         timeout_s: default deadline of every call, in seconds.
         meet_s: how long to wait for all members to come, in seconds.
         look: called until all have come. It raises a ``CommunicationError`` if there is no use in waiting.
+        connecting: how long they may take to connect when all have come, which nothing can interrupt; None for
+            ``meet_s``.
 
     Raises:
         CollectiveTimeoutError: some did not come.
@@ -55,13 +61,26 @@ def group_of_seats(
     try:
         ledger.recorder.job = members.compare_set("job", "", new_job()).decode()
         _meet(members, place, seats, meet_s, look)
-        group = ProcessGroup(members, place, seats, range(len(seats)), backend, meet_s, name, ledger)
+        with _timed(connecting or PhaseDeadline(meet_s)) as limit_s:
+            group = ProcessGroup(members, place, seats, range(len(seats)), backend, limit_s, name, ledger)
     except (DistNetworkError, DistStoreError) as error:
         raise TransportUnavailableError(f"{name}: the store does not answer: {error}", rank=own) from error
     group.timeout_s = timeout_s
     for communicator in {id(one): one for one in (group.global_communicator, group.intra_node_communicator)}.values():
         communicator.pipeline.timeout_s = timeout_s
     return group
+
+
+@contextmanager
+def _timed(deadline: PhaseDeadline) -> Iterator[float]:
+    """Seconds that the block may take; ``deadline`` is told how long it took, or that it failed."""
+    started = time.monotonic()
+    try:
+        yield deadline.seconds
+    except BaseException:
+        deadline.forget()
+        raise
+    deadline.note(time.monotonic() - started)
 
 
 def _meet(members: Store, place: int, seats: Sequence[int], meet_s: float, look: Callable[[], None] | None) -> None:
