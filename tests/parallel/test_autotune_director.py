@@ -38,9 +38,9 @@ class Training:
     def ask(self, *, wait_s: float = 0.0, fresh: bool = False, **facts) -> Decision:
         self.clock.now += wait_s
         self.step += 1
-        report = Report(self.step, fresh=fresh, formed=True, score=SPEEDS[self.setting], step_s=0.5)
+        report = Report(self.step, fresh=fresh, formed=True, score=SPEEDS[self.setting])
         posts = [dataclasses.asdict(dataclasses.replace(report, **facts)) for _ in range(self.ranks)]
-        decision = Decision.parse(self.director.answer(posts, self.setting, lambda: [LADDER]))
+        decision = Decision(**self.director.answer(posts, self.setting, lambda: [LADDER]))
         self.setting = decision.setting
         return decision
 
@@ -56,10 +56,11 @@ def test_samples_are_taken_after_the_warm_up_when_the_confidence_time_is_over():
 
 def test_the_engine_is_told_to_ask_again_when_the_time_will_be_over():
     training = Training(AutotuneSettings(warmup_time_s=30, sampling_confidence_time_s=10))
-    assert training.ask(fresh=True).pause_steps == 60
-    training.ask(wait_s=30)
-    assert training.ask(wait_s=2).pause_steps == 16
-    assert training.ask(wait_s=8).pause_steps == 4, "a new setting may be much slower"
+    assert training.ask(fresh=True, score=2.0).pause_steps == 60
+    training.ask(wait_s=30, score=2.0)
+    assert training.ask(wait_s=2, score=2.0).pause_steps == 16
+    assert training.ask(wait_s=2, score=2.0, manual=True).pause_steps == 4, "a score of the user's is no speed"
+    assert training.ask(wait_s=6, score=2.0).pause_steps == 4, "a new setting may be much slower"
 
 
 def test_what_was_measured_before_a_change_does_not_count():
@@ -114,7 +115,7 @@ def test_buckets_that_something_else_has_formed_are_tuned_from_the_start():
 def test_without_a_measurement_everything_stays_as_it_is():
     training = Training(AutotuneSettings(0, 0))
     training.ask(fresh=True)
-    assert training.ask(score=None, step_s=None).setting == LADDER[0]
+    assert training.ask(score=None).setting == LADDER[0]
     assert training.ask().setting != LADDER[0]
 
 
@@ -127,22 +128,27 @@ def test_a_single_candidate_is_the_choice_at_once():
 
 def test_ranks_at_different_steps_or_without_scores_are_named():
     director = Director(AutotuneSettings(0, 0), Clock())
-    reports = [Report(step, fresh=False, formed=True, missing=step == 4) for step in (3, 4)]
-    decision = director.decide(reports, LADDER[0], lambda: [LADDER])
-    assert decision.steps == (3, 4)
-    reports = [dataclasses.replace(report, step=4) for report in reports]
-    decision = director.decide(reports, LADDER[0], lambda: [LADDER])
-    assert (decision.steps, decision.missing) == ((), (1,))
+
+    def told(*reports: Report):
+        answer = director.answer([dataclasses.asdict(report) for report in reports], LADDER[0], lambda: [LADDER])
+        return list(answer["steps"]), list(answer["missing"])
+
+    first, second = (
+        Report(step, fresh=False, formed=True, manual=True, score=score) for step, score in [(3, 1.0), (4, None)]
+    )
+    assert told(first, second)[0] == [3, 4]
+    assert told(dataclasses.replace(first, step=4), second) == ([], [1])
+    assert told(dataclasses.replace(second, manual=False)) == ([], [])
 
 
 def test_a_stopwatch_counts_whole_steps_only():
     clock = Clock()
     watch = Stopwatch(clock)
-    assert watch.step_s is None
+    assert watch.speed is None
     for step in (0, 0, 1, 1, 2, 3):  # steps with several forward passes
         watch.forward(step)
         clock.now += 1.0
-    assert (watch.steps, watch.step_s) == (3, 5.0 / 3)
+    assert (watch.steps, watch.speed) == (3, 3 / 5.0)
     watch.interrupt()
     clock.now += 100.0
     watch.forward(4)
@@ -156,7 +162,7 @@ def test_a_stopwatch_counts_whole_steps_only():
     assert watch.steps == 0, "buckets were made in this step"
     clock.now += 0.5
     watch.forward(11)
-    assert watch.step_s == 0.5
+    assert watch.speed == 2.0
 
 
 @pytest.mark.parametrize(

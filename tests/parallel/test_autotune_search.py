@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bagua.engine.autotune.search import Search, Setting, SweepSearch
+from bagua.engine.autotune.search import Search, Setting, optuna_search
 
 FORMS = (False, True)
 
@@ -43,7 +43,7 @@ def tables(draw):
 @given(tables(), st.randoms(use_true_random=False))
 def test_a_sweep_finds_the_best_within_five_percent_whatever_the_scores(table, random):
     space, start, scores = table
-    search = SweepSearch(space, start, max_samples=60)
+    search = Search(space, start, max_samples=60)
     asked = run(search, lambda setting, _: scores[setting] * random.uniform(0.976, 1.024))
     assert asked[0] == start
     assert set(asked) == set(scores)
@@ -62,7 +62,7 @@ def test_no_search_takes_more_samples_than_allowed_and_each_ends_with_one_that_i
     max_samples, sizes, best_power, overhead, gain, random
 ):
     space = ladders(sizes=sizes, forms=2)
-    search = SweepSearch(space, space[0][0], max_samples)
+    search = Search(space, space[0][0], max_samples)
     asked = run(search, lambda setting, _: speed(setting, best_power, overhead, gain) * random.uniform(0.9, 1.1))
     assert 1 <= len(asked) <= max_samples
     assert search.best in asked
@@ -73,7 +73,7 @@ def test_where_samples_do_not_suffice_for_all_the_neighbourhood_of_the_best_is_s
     best_power, overhead, gain, start
 ):
     space = ladders(sizes=22, forms=2)
-    search = SweepSearch(space, space[0][start], max_samples=30)
+    search = Search(space, space[0][start], max_samples=30)
     run(search, lambda setting, _: speed(setting, best_power, overhead, gain))
     best = max(speed(setting, best_power, overhead, gain) for ladder in space for setting in ladder)
     assert speed(search.best, best_power, overhead, gain) >= 0.95 * best
@@ -83,7 +83,7 @@ def test_where_samples_do_not_suffice_for_all_the_neighbourhood_of_the_best_is_s
 @example(best_power=14, overhead=2, gain=-0.5, factor=0.3, spoiled=4)  # the only sample of the best
 def test_one_spoiled_sample_does_not_decide(best_power, overhead, gain, factor, spoiled):
     space = ladders(sizes=10, forms=2)
-    search = SweepSearch(space, space[0][0], max_samples=60)
+    search = Search(space, space[0][0], max_samples=60)
     scores = {setting: speed(setting, best_power, overhead, gain) for ladder in space for setting in ladder}
     run(search, lambda setting, number: scores[setting] * (factor if number == spoiled else 1))
     assert scores[search.best] >= 0.95 * max(scores.values())
@@ -91,7 +91,7 @@ def test_one_spoiled_sample_does_not_decide(best_power, overhead, gain, factor, 
 
 def test_a_lucky_sample_does_not_decide_either():
     (ladder,) = ladders(sizes=5, forms=1)
-    search = SweepSearch([ladder], ladder[0], max_samples=60)
+    search = Search([ladder], ladder[0], max_samples=60)
     run(search, lambda setting, number: 3.0 if number == 1 else 1.0 + (setting == ladder[3]))
     assert search.best == ladder[3]
 
@@ -99,30 +99,28 @@ def test_a_lucky_sample_does_not_decide_either():
 def test_a_setting_somewhat_below_the_best_gets_a_second_chance():
     (ladder,) = ladders(sizes=6, forms=1)
     scores = dict.fromkeys(ladder, 0.2) | {ladder[1]: 1.0, ladder[4]: 0.93}
-    search = SweepSearch([ladder], ladder[0], max_samples=60)
+    search = Search([ladder], ladder[0], max_samples=60)
     run(search, lambda setting, number: scores[setting] * (0.92 if number == 1 else 1))
     assert search.best == ladder[1]
 
 
 def test_scores_may_be_negative():
     (ladder,) = ladders(sizes=5, forms=1)
-    search = SweepSearch([ladder], ladder[0], max_samples=60)
+    search = Search([ladder], ladder[0], max_samples=60)
     run(search, lambda setting, _: -1.0 - (setting != ladder[3]))
     assert search.best == ladder[3]
 
 
 def test_before_the_first_sample_the_best_is_what_is_in_force():
     (ladder,) = ladders(sizes=3, forms=1)
-    assert SweepSearch([ladder], ladder[1], max_samples=5).best == ladder[1]
+    assert Search([ladder], ladder[1], max_samples=5).best == ladder[1]
 
 
 @pytest.mark.parametrize("best_power", [12, 24, 30])
 def test_optuna_begins_with_the_setting_in_force_and_comes_close(best_power):
     pytest.importorskip("optuna", reason="needs the extra autotune")
-    from bagua.engine.autotune.optuna import OptunaSearch
-
     space = ladders(sizes=22, forms=2)
-    search = OptunaSearch(space, space[1][21], max_samples=60)
+    search = optuna_search(space, space[1][21], 60)
     asked = run(search, lambda setting, _: speed(setting, best_power, 0.2, -0.3))
     assert asked[0] == space[1][21]
     assert len(asked) <= 60

@@ -11,11 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bagua.engine.autotune.optuna import OptunaSearch
-from bagua.engine.autotune.search import Search, Setting, SweepSearch
+from bagua.engine.autotune.search import Search, Setting, optuna_search
 from bagua.engine.autotune.settings import AutotuneSettings
-
-__all__ = ["Decision", "Director", "Report"]
 
 _log = logging.getLogger("bagua.autotune")
 #: An automatic sample has so many steps at least, and a look at the clock comes no later than after so many.
@@ -28,54 +25,27 @@ Ladders = Sequence[Sequence[Setting]]
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank has seen since it last asked.
+    """What a rank has seen since it last asked; the store holds it as a dictionary."""
 
-    Args:
-        step: synchronized backward passes so far.
-        fresh: its buckets were formed by something else than tuning since then.
-        formed: it has buckets.
-        missing: somebody else than the engine measures, and has not.
-        score: more is better; None without a measurement.
-        step_s: seconds of a step; None without a measurement.
-    """
-
-    step: int
-    fresh: bool
-    formed: bool
-    missing: bool = False
-    score: float | None = None
-    step_s: float | None = None
+    step: int  # synchronized backward passes so far
+    fresh: bool  # its buckets were formed by something else than tuning since then
+    formed: bool  # it has buckets
+    manual: bool = False  # its user measures, so a score is due; otherwise the engine, in steps per second
+    score: float | None = None  # more is better
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks do now.
+    """What all ranks do now; the store holds it as a dictionary. After one of the last three the rest means nothing."""
 
-    Args:
-        bucket_bytes: bucket size of the setting to use from now on, in bytes.
-        hierarchical: True if that setting exchanges hierarchically.
-        restart: measurements so far say nothing about it.
-        final: this is the choice; there is nothing more to ask.
-        pause_steps: the engine asks again after so many steps.
-        steps: steps of the ranks, where they differ; then the rest means nothing.
-        missing: ranks without a score that should have one; then the rest means nothing.
-        failure: why rank 0 could not decide; then the rest means nothing.
-    """
-
-    bucket_bytes: int = 0
+    bucket_bytes: int = 0  # the setting to use from now on
     hierarchical: bool = False
-    restart: bool = False
-    final: bool = False
-    pause_steps: int = LEAST_STEPS + 1
-    steps: tuple[int, ...] = ()
-    missing: tuple[int, ...] = ()
-    failure: str = ""
-
-    @classmethod
-    def parse(cls, answer: dict[str, Any]) -> Decision:
-        """What came through the store, which knows no tuples."""
-        lists = {key: tuple(value) for key, value in answer.items() if isinstance(value, list)}
-        return cls(**{**answer, **lists})
+    restart: bool = False  # measurements so far say nothing about it
+    final: bool = False  # this is the choice; there is nothing more to ask
+    pause_steps: int = LEAST_STEPS + 1  # the engine asks again after so many
+    steps: Sequence[int] = ()  # of the ranks, where they differ
+    missing: Sequence[int] = ()  # ranks without a score that should have one
+    failure: str = ""  # why rank 0 could not decide
 
     @property
     def setting(self) -> Setting:
@@ -100,7 +70,7 @@ class Director:
         self._current = Setting(0)
 
     def answer(self, posts: Sequence[dict[str, Any]], start: Setting, ladders: Callable[[], Ladders]) -> dict[str, Any]:
-        """``decide``, from and to what the store can hold; a failure is an answer as well.
+        """A ``Decision``, or why there is none, as a dictionary.
 
         Args:
             posts: a ``Report`` of each rank, as dictionaries.
@@ -108,15 +78,14 @@ class Director:
             ladders: function that returns the values to choose from, in case they are not known yet.
         """
         try:
-            decision = self.decide([Report(**post) for post in posts], start, ladders)
+            decision = self._decide([Report(**post) for post in posts], start, ladders)
         except Exception as error:  # noqa: BLE001 - every rank raises it, this one too
             decision = Decision(failure=f"{type(error).__name__}: {error}")
         return asdict(decision)
 
-    def decide(self, reports: Sequence[Report], start: Setting, ladders: Callable[[], Ladders]) -> Decision:
-        """What all ranks do now; see ``answer``."""
-        steps = tuple(report.step for report in reports)
-        missing = tuple(rank for rank, report in enumerate(reports) if report.missing)
+    def _decide(self, reports: Sequence[Report], start: Setting, ladders: Callable[[], Ladders]) -> Decision:
+        steps = [report.step for report in reports]
+        missing = [rank for rank, report in enumerate(reports) if report.manual and report.score is None]
         if len(set(steps)) > 1 or missing:
             return Decision(steps=steps if len(set(steps)) > 1 else (), missing=missing)
         if any(report.fresh or not report.formed for report in reports):
@@ -126,6 +95,15 @@ class Director:
         if self._search is None:
             return self._begin(start, ladders(), reports)
         return self._go_on(self._search, steps[0], reports)
+
+    def _begin(self, start: Setting, ladders: Ladders, reports: Sequence[Report]) -> Decision:
+        kind = optuna_search if self._settings.search == "optuna" else Search
+        self._search = kind(ladders, start, self._settings.max_samples)
+        self._current = start
+        self._since = self._clock()
+        if sum(map(len, ladders)) == 1:
+            return Decision(start.bucket_bytes, start.hierarchical, final=True)
+        return self._hold(start, reports, restart=True)
 
     def _go_on(self, search: Search, step: int, reports: Sequence[Report]) -> Decision:
         now = self._clock()
@@ -137,21 +115,11 @@ class Director:
             return self._hold(self._current, reports)
         return self._sample(search, step, statistics.fmean(scores))
 
-    def _begin(self, start: Setting, ladders: Ladders, reports: Sequence[Report]) -> Decision:
-        kind = OptunaSearch if self._settings.search == "optuna" else SweepSearch
-        self._search = kind(ladders, start, self._settings.max_samples)
-        self._current = start
-        self._since = self._clock()
-        if sum(map(len, ladders)) == 1:
-            return Decision(start.bucket_bytes, start.hierarchical, final=True)
-        return self._hold(start, reports, restart=True)
-
     def _hold(self, setting: Setting, reports: Sequence[Report], *, restart: bool = False) -> Decision:
         """Go on as it is, for about as long as the warm-up or the sample still takes."""
-        now = self._clock()
-        until = max(self._warm_at, self._since + self._settings.sampling_confidence_time_s)
-        seconds = [report.step_s for report in reports if report.step_s]
-        wanted = math.ceil((until - now) / max(seconds)) if seconds and until > now else 0
+        left_s = max(self._warm_at, self._since + self._settings.sampling_confidence_time_s) - self._clock()
+        speeds = [report.score for report in reports if report.score and not report.manual]
+        wanted = math.ceil(left_s * min(speeds)) if speeds and left_s > 0 else 0
         pause = min(max(wanted, LEAST_STEPS + 1), MOST_STEPS)
         return Decision(setting.bucket_bytes, setting.hierarchical, restart=restart, pause_steps=pause)
 

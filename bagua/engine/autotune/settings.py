@@ -11,17 +11,11 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import NoneType
-from typing import Literal, TypeVar
+from typing import Any, Literal
 
 from bagua import env
 from bagua.checks import check_choice, check_flags, check_kind, check_numbers, check_whole, install_command
 from bagua.errors import ConfigurationError
-
-__all__ = ["AutotuneSettings", "TuningMode", "tuning_from"]
-
-WARMUP_TIME_S = 30.0
-SAMPLING_CONFIDENCE_TIME_S = 5.0
-MAX_SAMPLES = 60
 
 
 class TuningMode(Enum):
@@ -54,9 +48,9 @@ class AutotuneSettings:
         30.0
     """
 
-    warmup_time_s: float = WARMUP_TIME_S
-    sampling_confidence_time_s: float = SAMPLING_CONFIDENCE_TIME_S
-    max_samples: int = MAX_SAMPLES
+    warmup_time_s: float = 30.0
+    sampling_confidence_time_s: float = 5.0
+    max_samples: int = 60
     tune_hierarchical: bool = True
     search: Literal["sweep", "optuna"] = "sweep"
     log_file: str | None = None
@@ -85,24 +79,18 @@ class AutotuneSettings:
     def from_environment(cls) -> AutotuneSettings:
         """What ``BAGUA_AUTOTUNE_*`` say, and the defaults elsewhere."""
         log_file = Path(tempfile.gettempdir()) / f"bagua_autotune_{os.getpid()}.log"
-        return cls(
-            _or(env.autotune_warmup_time_s(), WARMUP_TIME_S),
-            _or(env.autotune_sampling_confidence_time_s(), SAMPLING_CONFIDENCE_TIME_S),
-            _or(env.autotune_max_samples(), MAX_SAMPLES),
-            log_file=str(log_file) if env.autotune_log() else None,
-        )
+        found: dict[str, Any] = {
+            "warmup_time_s": env.autotune_warmup_time_s(),
+            "sampling_confidence_time_s": env.autotune_sampling_confidence_time_s(),
+            "max_samples": env.autotune_max_samples(),
+            "log_file": str(log_file) if env.autotune_log() else None,
+        }
+        return cls(**{name: value for name, value in found.items() if value is not None})
 
     @property
     def agreed(self) -> str:
         """What must be equal on all ranks, as text."""
         return repr(dataclasses.replace(self, log_file=None))
-
-
-Number = TypeVar("Number", int, float)
-
-
-def _or(value: Number | None, default: Number) -> Number:
-    return default if value is None else value
 
 
 def tuning_from(autotune: bool | AutotuneSettings | None) -> tuple[TuningMode, AutotuneSettings]:

@@ -24,8 +24,6 @@ from bagua.engine.reducer import Reducer
 from bagua.errors import BaguaError, CollectiveMismatchError, ConfigurationError
 from bagua.primitives import has_two_levels
 
-__all__ = ["Autotuner", "Stopwatch", "ladders_of"]
-
 #: The engine asks for the first time after so many forward passes, when the first buckets have settled.
 FIRST_PAUSE_STEPS = 5
 #: Powers of two that are tried as sizes of buckets: 1 KiB to 2 GiB.
@@ -58,14 +56,7 @@ class Stopwatch:
         self._counts = False
 
     def forward(self, step: int) -> bool:
-        """A training forward pass begins.
-
-        Args:
-            step: synchronized backward passes so far.
-
-        Returns:
-            Whether it is the first of its step.
-        """
+        """A training forward pass begins, after ``step`` backward passes; whether it is the first of its step."""
         if step == self._step:
             return False
         now_s = self._clock()
@@ -78,9 +69,9 @@ class Stopwatch:
         return True
 
     @property
-    def step_s(self) -> float | None:
-        """Mean seconds of a step; None before the first that counts."""
-        return self.total_s / self.steps if self.steps else None
+    def speed(self) -> float | None:
+        """Steps per second; None before the first that counts, or if the clock has not moved."""
+        return self.steps / self.total_s if self.total_s else None
 
 
 class Autotuner:
@@ -119,8 +110,7 @@ class Autotuner:
         elif self._watch.forward(self._reducer.step):
             self._pause_steps -= 1
             if self._pause_steps <= 0:
-                step_s = self._watch.step_s
-                self._ask(1.0 / step_s if step_s else None, step_s)
+                self._ask(self._watch.speed, manual=False)
                 self._watch.interrupt()  # Asking is no part of a step.
 
     @property
@@ -166,21 +156,14 @@ class Autotuner:
         """
         if not self._possible or self.settled:
             return False
-        scores = self._scores
-        return self._ask(statistics.median(scores) if scores else None, None, missing=not scores)
+        return self._ask(statistics.median(self._scores) if self._scores else None, manual=True)
 
     # Both.
 
-    def _ask(self, score: float | None, step_s: float | None, *, missing: bool = False) -> bool:
+    def _ask(self, score: float | None, *, manual: bool) -> bool:
         reducer, group = self._reducer, self._reducer.group
-        report = Report(
-            reducer.step,
-            fresh=self._measured is not reducer.buckets,
-            formed=bool(reducer.buckets),
-            missing=missing,
-            score=score,
-            step_s=step_s,
-        )
+        fresh = self._measured is not reducer.buckets
+        report = Report(reducer.step, fresh=fresh, formed=bool(reducer.buckets), manual=manual, score=score)
         self._asked += 1
         try:
             answer = consult(
@@ -190,7 +173,7 @@ class Autotuner:
         except BaguaError as error:
             reducer.give_up(error)
             raise
-        return self._apply(Decision.parse(answer), fresh=report.fresh)
+        return self._apply(Decision(**answer), fresh=fresh)
 
     def _answer(self, posts: list[dict[str, Any]]) -> dict[str, Any]:
         assert self._director is not None  # only rank 0 is asked
