@@ -20,8 +20,6 @@ from bagua.cli.chaos.progress import MemberProgress, MetricFiles, ProgressReader
 from bagua.cli.chaos.referee import Ended
 from bagua.cli.chaos.schedule import Fault
 
-__all__ = ["Processes", "end_all", "marked", "ranks_of", "signals_deferred"]
-
 #: Each process that a member starts inherits it.
 MARK = "CHAOS_MEMBER"
 STOP_S = 5.0
@@ -107,6 +105,32 @@ def signals_deferred() -> Iterator[None]:
             signal.raise_signal(signal.Signals(one))
 
 
+def start_marked(
+    command: Sequence[str], place: Home, mark: str, variables: Mapping[str, str], defaults: Mapping[str, str]
+) -> subprocess.Popen[str]:
+    """Start a program whose output is read, and whose processes ``marked`` finds.
+
+    Args:
+        command: its words.
+        place: place in which it lives.
+        mark: mark of its processes.
+        variables: variables that it gets; those of ``place`` win.
+        defaults: variables that it gets where this process has none of that name.
+    """
+    told = {**variables, **place.variables, MARK: mark, "PYTHONUNBUFFERED": "1"}
+    with in_place(place):
+        return subprocess.Popen(
+            command,
+            env=env.for_child(told, defaults),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+
+
 @dataclass
 class _Running:
     process: subprocess.Popen[str]
@@ -147,20 +171,10 @@ class Processes:
 
     def start(self, member: int) -> None:
         """See ``Crew``."""
-        place = self.places[member]
-        variables = {**self.variables, **place.variables, MARK: self._mark(member), "PYTHONUNBUFFERED": "1"}
+        command = [self.fill_in(word, member) for word in self.command]
+        place, defaults = self.places[member], {"OMP_NUM_THREADS": "1"}
         with signals_deferred():
-            with in_place(place):
-                process = subprocess.Popen(
-                    [self.fill_in(word, member) for word in self.command],
-                    env=env.for_child(variables, {"OMP_NUM_THREADS": "1"}),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    errors="replace",
-                    start_new_session=True,
-                )
+            process = start_marked(command, place, self._mark(member), self.variables, defaults)
             reader = threading.Thread(target=self._listen, args=(member, process.stdout), daemon=True)
             reader.start()
             self._running[member] = _Running(process, reader)

@@ -9,12 +9,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO
 
-from bagua import env
-from bagua.cli.chaos.places import Home, in_place
-from bagua.cli.chaos.processes import MARK, end_all, signals_deferred
+from bagua.cli.chaos.places import Home
+from bagua.cli.chaos.processes import end_all, signals_deferred, start_marked
 from bagua.errors import how_it_ended
-
-__all__ = ["ServiceError", "open_service", "store_command"]
 
 _SAYS_WHERE = "Islands meet at "
 
@@ -50,17 +47,7 @@ def open_service(
     with contextlib.ExitStack() as stack:
         stack.callback(end_all, mark)
         with signals_deferred():
-            with in_place(place):
-                process = subprocess.Popen(
-                    command,
-                    env=env.for_child({**place.variables, MARK: mark, "PYTHONUNBUFFERED": "1"}, {}),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    errors="replace",
-                    start_new_session=True,
-                )
+            process = start_marked(command, place, mark, {}, {})
             output = process.stdout
             assert output is not None
             stack.callback(_finish, process, output, mark)
