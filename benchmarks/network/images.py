@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from benchmarks.network.tasks import SupervisedTrainer, rate_at
+from benchmarks.network.tasks import SupervisedTrainer
 
 __all__ = ["ImageTask", "ImageTrainer"]
 
@@ -56,7 +56,8 @@ class ImageTrainer(SupervisedTrainer):
     def __init__(self, task: ImageTask, share: int) -> None:
         self.task = task
         torch.manual_seed(task.seed)
-        super().__init__(convolutional_network(), task.learning_rate)
+        model = convolutional_network()
+        super().__init__(model, torch.optim.SGD(model.parameters(), lr=task.learning_rate, momentum=0.9), task.steps)
         fixed = torch.Generator().manual_seed(HELD_OUT_SEED)
         coarse = torch.randn(CLASSES, 1, SIDE // 4, SIDE // 4, generator=fixed)
         patterns = nn.functional.interpolate(coarse, size=(SIDE, SIDE), mode="bilinear")
@@ -67,11 +68,6 @@ class ImageTrainer(SupervisedTrainer):
         mine = torch.arange(CLASSES)[share * CLASSES // task.ranks : (share + 1) * CLASSES // task.ranks]
         self.mine = mine if len(mine) else torch.arange(CLASSES)
         self.generator = torch.Generator().manual_seed(1 + share + 1000 * task.seed)
-        self.schedule = self.schedule_of(self.optimizer)
-
-    def schedule_of(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
-        """The learning rates of all steps."""
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, self.task.steps))
 
     def draw(self, generator: torch.Generator, count: int, own: Tensor) -> tuple[Tensor, Tensor]:
         """Images ``[count, 1, SIDE, SIDE]`` and their labels, most of the classes ``own``."""
@@ -90,18 +86,6 @@ class ImageTrainer(SupervisedTrainer):
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The cross entropy."""
         return nn.functional.cross_entropy(outputs, targets)
-
-    def use(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Train with these from now on."""
-        if optimizer is not self.optimizer:
-            self.schedule = self.schedule_of(optimizer)
-        super().use(model, optimizer)
-
-    def step(self) -> float:
-        """One training step on the next batch; returns its loss."""
-        loss = super().step()
-        self.schedule.step()
-        return loss
 
 
 def convolutional_network() -> nn.Module:

@@ -91,24 +91,27 @@ class PerceptronTask:
 
 
 class SupervisedTrainer(ABC):
-    """A model with SGD that learns targets of inputs; subclasses draw them.
+    """A model that learns targets of inputs; subclasses draw them.
 
     Args:
         model: model of this rank.
-        learning_rate: that of SGD with momentum.
+        optimizer: steps its parameters, at the highest learning rate.
+        steps: for which the learning rate's schedule is made; None for a constant one.
 
     Attributes:
         held_out: inputs and targets that nobody trains on.
     """
 
-    momentum = 0.9
     held_out: tuple[Tensor, Tensor]
 
-    def __init__(self, model: nn.Module, learning_rate: float) -> None:
-        self.model = model
-        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
-            model.parameters(), lr=learning_rate, momentum=self.momentum
-        )
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int | None = None) -> None:
+        self.model, self.optimizer, self.steps = model, optimizer, steps
+        self.schedule = self._schedule_of(optimizer)
+
+    def _schedule_of(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
+        """The learning rates of all steps."""
+        steps = self.steps
+        return None if steps is None else torch.optim.lr_scheduler.LambdaLR(optimizer, lambda now: rate_at(now, steps))
 
     @abstractmethod
     def batch(self) -> tuple[Tensor, Tensor]:
@@ -120,7 +123,9 @@ class SupervisedTrainer(ABC):
 
     def use(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Train with these from now on."""
-        self.model, self.optimizer = model, optimizer
+        self.model = model
+        if optimizer is not self.optimizer:
+            self.optimizer, self.schedule = optimizer, self._schedule_of(optimizer)
 
     def step(self) -> float:
         """One training step on the next batch; returns its loss."""
@@ -129,6 +134,8 @@ class SupervisedTrainer(ABC):
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
+        if self.schedule is not None:
+            self.schedule.step()
         return float(loss.item())
 
     @torch.no_grad()
@@ -149,7 +156,8 @@ class PerceptronTrainer(SupervisedTrainer):
     def __init__(self, task: PerceptronTask, share: int) -> None:
         self.task = task
         torch.manual_seed(task.seed)
-        super().__init__(multilayer_perceptron(task.outer, task.hidden), task.learning_rate)
+        model = multilayer_perceptron(task.outer, task.hidden)
+        super().__init__(model, torch.optim.SGD(model.parameters(), lr=task.learning_rate, momentum=0.9))
         fixed = torch.Generator().manual_seed(HELD_OUT_SEED)
         self.embedding = torch.randn(self.latent, task.outer, generator=fixed)
         self.teacher = torch.randn(self.latent, task.outer, generator=fixed)

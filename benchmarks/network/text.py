@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from bagua.cli.demo.text import windows
-from benchmarks.network.tasks import rate_at, text_of_this_process
+from benchmarks.network.tasks import SupervisedTrainer, text_of_this_process
 
-__all__ = ["CONTEXT", "NextByte", "NextByteTask", "NextByteTrainer", "loss_at"]
+__all__ = ["CONTEXT", "NextByte", "NextByteTask", "NextByteTrainer", "loss_at", "next_bytes"]
 
 CONTEXT, WIDTH, HIDDEN = 8, 8, 48
 HELD_OUT_WINDOWS = 8192
@@ -30,10 +30,16 @@ class NextByte(nn.Module):
         return logits
 
 
+def next_bytes(text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Windows ``[windows, CONTEXT]`` of a text, and the byte after each."""
+    inputs, targets = windows(text, starts, CONTEXT)
+    return inputs, targets[:, -1]
+
+
 def loss_at(model: nn.Module, text: Tensor, starts: Tensor) -> Tensor:
     """Nats per byte."""
-    inputs, targets = windows(text, starts, CONTEXT)
-    return nn.functional.cross_entropy(model(inputs), targets[:, -1])
+    inputs, targets = next_bytes(text, starts)
+    return nn.functional.cross_entropy(model(inputs), targets)
 
 
 @dataclass(frozen=True)
@@ -62,8 +68,8 @@ class NextByteTask:
         return NextByteTrainer(self, share)
 
 
-class NextByteTrainer:
-    """``NextByteTask`` on one rank."""
+class NextByteTrainer(SupervisedTrainer):
+    """``NextByteTask`` on one rank; what nobody trains on are evenly spaced windows of other files."""
 
     def __init__(self, task: NextByteTask, share: int) -> None:
         self.task = task
@@ -72,36 +78,17 @@ class NextByteTrainer:
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=task.learning_rate, weight_decay=0.01, fused=True
         )
+        super().__init__(self.model, self.optimizer, task.steps)
         self.text = text_of_this_process()
+        last = len(self.text.held_out) - CONTEXT - 1
+        self.held_out = next_bytes(self.text.held_out, torch.linspace(0, last, HELD_OUT_WINDOWS).long())
         self.generator = torch.Generator().manual_seed(1 + share + 1000 * task.seed)
-        self.schedule = self.schedule_of(self.optimizer)
 
-    def schedule_of(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
-        """The learning rates of all steps."""
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_at(step, self.task.steps))
-
-    def use(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Train with these from now on."""
-        self.model = model
-        if optimizer is not self.optimizer:
-            self.optimizer, self.schedule = optimizer, self.schedule_of(optimizer)
-
-    def step(self) -> float:
-        """One training step on the next batch; returns its loss."""
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """Windows of this rank, and the byte after each."""
         starts = torch.randint(len(self.text.training) - CONTEXT, (self.task.batch,), generator=self.generator)
-        loss = loss_at(self.model, self.text.training, starts)
-        self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()
-        self.schedule.step()
-        return float(loss.item())
+        return next_bytes(self.text.training, starts)
 
-    @torch.no_grad()
-    def held_out_loss(self) -> float:
-        """Nats per byte on evenly spaced windows of files that nobody trains on."""
-        held_out = self.text.held_out
-        starts = torch.linspace(0, len(held_out) - CONTEXT - 1, HELD_OUT_WINDOWS).long()
-        self.model.eval()
-        loss = loss_at(self.model, held_out, starts)
-        self.model.train()
-        return float(loss.item())
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Nats per byte."""
+        return nn.functional.cross_entropy(outputs, targets)
