@@ -16,19 +16,6 @@ from typing import ParamSpec, TypeVar
 
 from bagua.errors import ConfigurationError, InvalidTypeError
 
-__all__ = [
-    "check_choice",
-    "check_flags",
-    "check_kind",
-    "check_numbers",
-    "check_whole",
-    "did_you_mean",
-    "install_command",
-    "renaming",
-    "unusable",
-    "wrong_type",
-]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

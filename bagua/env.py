@@ -9,35 +9,6 @@ from contextlib import contextmanager
 
 from bagua.errors import ConfigurationError
 
-__all__ = [
-    "advice_file",
-    "autotune_level",
-    "autotune_log",
-    "autotune_max_samples",
-    "autotune_sampling_confidence_time_s",
-    "autotune_warmup_time_s",
-    "debug_checks",
-    "defaults_for_children",
-    "flight_dir",
-    "for_child",
-    "get_local_rank",
-    "get_local_world_size",
-    "get_node_rank",
-    "get_rank",
-    "get_rank_or_local_rank",
-    "get_world_size",
-    "gloo_interface",
-    "islands",
-    "launcher_variables",
-    "log_level",
-    "overlay",
-    "prefer_nccl_clean_up",
-    "shm_staging_bytes",
-    "timeout_s",
-    "trace_dir",
-    "unknown_variables",
-]
-
 #: Every variable of ours.
 _OURS = (
     "BAGUA_ADVICE",

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["LinkSettings", "parse_link"]
-
 _BIT_S = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _MS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 

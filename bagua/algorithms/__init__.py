@@ -3,27 +3,15 @@
 from bagua.algorithms.async_model_average import (
     AsyncModelAverageAlgorithm,
     AsyncModelAverageAlgorithmImpl,
-    AveragingStatus,
 )
 from bagua.algorithms.base import Algorithm, AlgorithmImpl, ByHost, Plane, around, as_algorithm, bound_form, registry
 from bagua.algorithms.declarations import DistributedAlgorithm, Registry
-from bagua.algorithms.exchanges.exchange import (
-    OF_BUCKETS as OF_BUCKETS,
-)
-from bagua.algorithms.exchanges.exchange import (
-    POINTS as POINTS,
-)
-from bagua.algorithms.exchanges.exchange import (
-    Every,
-    Exchange,
-    Flight,
-    How,
-    Then,
-    What,
-)
-from bagua.algorithms.exchanges.exchange import (
-    Point as Point,
-)
+from bagua.algorithms.exchanges.exchange import Exchange
+from bagua.algorithms.exchanges.fields import OF_BUCKETS as OF_BUCKETS
+from bagua.algorithms.exchanges.fields import POINTS as POINTS
+from bagua.algorithms.exchanges.fields import Every, How, Then, What
+from bagua.algorithms.exchanges.fields import Point as Point
+from bagua.algorithms.exchanges.flight import Flight
 from bagua.algorithms.exchanges.gossip import DifferenceMix, Mix
 from bagua.algorithms.exchanges.model import Model
 from bagua.algorithms.exchanges.outer import EagerStep, Outer, OuterStep
@@ -59,6 +47,7 @@ from bagua.algorithms.neighbors.low_precision_decentralized import (
     LowPrecisionDecentralizedAlgorithm,
     LowPrecisionDecentralizedAlgorithmImpl,
 )
+from bagua.averaging import AveragingStatus
 
 __all__ = [
     "Add",

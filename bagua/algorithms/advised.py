@@ -10,8 +10,6 @@ from typing import Any
 from bagua import env
 from bagua.errors import ConfigurationError
 
-__all__ = ["ADVICE_FILE", "advised_choice"]
-
 #: Where it is looked for, in the working directory, unless ``BAGUA_ADVICE`` names another file.
 ADVICE_FILE = "bagua_advice.json"
 _NO_ADVICE = "gradient_allreduce"

@@ -11,7 +11,9 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from bagua.algorithms.base import Algorithm, AlgorithmImpl, Plane
-from bagua.algorithms.exchanges.exchange import Every, Exchange, Flight, How
+from bagua.algorithms.exchanges.exchange import Exchange
+from bagua.algorithms.exchanges.fields import Every, How
+from bagua.algorithms.exchanges.flight import Flight
 from bagua.algorithms.exchanges.model import Model
 from bagua.algorithms.exchanges.values import Add, Gradients, Mean, Replace, Weights
 from bagua.averaging import Averager, AveragingStatus, Buffers, Part, Schedule, parts_of_buffers, topology_of
@@ -19,8 +21,6 @@ from bagua.buckets import Bucket
 from bagua.checks import check_choice, check_flags, check_numbers, check_whole
 from bagua.comm import Group, ProcessGroup
 from bagua.errors import ConfigurationError
-
-__all__ = ["AsyncModelAverageAlgorithm", "AsyncModelAverageAlgorithmImpl", "AveragingStatus"]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ import torch
 
 from bagua.algorithms.advised import advised_choice
 from bagua.algorithms.declarations import DistributedAlgorithm, Registry
-from bagua.algorithms.exchanges.exchange import Every, Exchange
+from bagua.algorithms.exchanges.exchange import Exchange
+from bagua.algorithms.exchanges.fields import Every
 from bagua.algorithms.exchanges.model import Model
 from bagua.algorithms.exchanges.tuples import Promise, check_exchanges, differ_between_ranks, promise_of
 from bagua.algorithms.exchanges.values import WHOLE, Buffers, Mean, Replace, Weights
@@ -21,8 +22,6 @@ from bagua.buckets import Bucket
 from bagua.checks import check_kind, did_you_mean, wrong_type
 from bagua.comm import Group, ProcessGroup, as_group
 from bagua.errors import ConfigurationError
-
-__all__ = ["Algorithm", "AlgorithmImpl", "ByHost", "Plane", "around", "as_algorithm", "bound_form", "registry"]
 
 
 class Algorithm(ABC):

@@ -9,8 +9,6 @@ from typing import Generic, TypeVar
 from bagua.checks import check_kind, did_you_mean
 from bagua.errors import ConfigurationError, UnsupportedAlgorithmException
 
-__all__ = ["DistributedAlgorithm", "Registry"]
-
 Declaration = TypeVar("Declaration")
 
 

@@ -8,8 +8,6 @@ from typing import TypeVar
 
 from bagua.link import LinkSettings, parse_link
 
-__all__ = ["argument", "link", "positive"]
-
 _Value = TypeVar("_Value")
 
 

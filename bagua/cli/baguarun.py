@@ -15,8 +15,6 @@ from collections.abc import Sequence
 
 from bagua import __version__
 
-__all__ = ["main"]
-
 USAGE = """\
 baguarun starts a training script on several processes. It is torchrun: all of its flags work here.
 

@@ -19,8 +19,6 @@ from bagua.cli.arguments import positive
 from bagua.cli.launch import Rank, run_ranks
 from bagua.comm import Communicator, backend_refusal
 
-__all__ = ["main"]
-
 BACKENDS = ("shm", "gloo", "nccl")
 SIZES = ((4, "4 B"), (1_000_000, "1 MB"), (25_000_000, "25 MB"))
 TIMEOUT_S = 60.0

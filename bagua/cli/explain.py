@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from bagua import observe
 from bagua.errors import ConfigurationError
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str]) -> int:
     """Print what went wrong, as far as flight records tell it.

@@ -22,8 +22,6 @@ from bagua.cli.lab.network import INTERFACE, Host, Network, enter
 from bagua.comm import connect_store, serve_store
 from bagua.errors import CommunicationError, how_it_ended
 
-__all__ = ["Failure", "Rank", "RanksFailedError", "run_ranks"]
-
 # After one rank has failed the others have this long to notice and to say so themselves.
 GRACE_S = 10.0
 STOP_S = 3.0

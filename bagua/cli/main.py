@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from bagua import __version__
 
-__all__ = ["main"]
-
 COMMANDS = """\
 commands:
   advise      predict which algorithm is the fastest for a script, on a network of any speed

@@ -8,8 +8,6 @@ from pathlib import Path
 from bagua.errors import ConfigurationError
 from bagua.observe import write_chakra, write_timeline
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str]) -> int:
     """Write one Chrome trace of all ranks.

@@ -11,8 +11,6 @@ from bagua.checks import install_command
 from bagua.comm import Beats, connect_beats
 from bagua.observe import latest_of
 
-__all__ = ["main", "rows_of"]
-
 Beat = Mapping[str, Any]
 COLUMNS = ("rank", "host", "seen", "in calls", "exposed", "waiting", "MB/s sent", "late", "last call")
 #: A beat is a matter of the past after so many seconds.

@@ -6,18 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = [
-    "COLLECTIVES",
-    "DTYPES",
-    "DTYPE_NUMBERS",
-    "KINDS",
-    "KIND_NUMBERS",
-    "POINT_TO_POINT",
-    "REDUCTIONS",
-    "REDUCTION_NUMBERS",
-    "Call",
-]
-
 #: Kinds in which every rank of the communicator takes part. The position of a
 #: kind is its number in a fingerprint: append, never reorder.
 COLLECTIVES = (

@@ -18,8 +18,6 @@ from bagua.comm.transports.base import Transport
 from bagua.comm.work import Work
 from bagua.errors import InvalidTensorError
 
-__all__ = ["Communicator"]
-
 
 class Communicator:
     """An ordered set of ranks that communicate; what ``comm=`` arguments take.

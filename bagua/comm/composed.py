@@ -16,17 +16,6 @@ from bagua.comm.transports.memory.copying import copy_pieces
 from bagua.comm.work import Steps, Work
 from bagua.errors import ConfigurationError, InvalidTensorError
 
-__all__ = [
-    "allgather_object",
-    "allreduce_coalesced",
-    "broadcast_coalesced",
-    "broadcast_object",
-    "gather_object",
-    "recv_object",
-    "scatter_object",
-    "send_object",
-]
-
 
 def broadcast_object(
     communicator: Caller,

@@ -18,28 +18,6 @@ from bagua.comm.reduction import ReduceOp
 from bagua.comm.startup.adoption import Group, communicator_of
 from bagua.comm.work import Work
 
-__all__ = [
-    "allgather",
-    "allgather_object",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "alltoall_v",
-    "barrier",
-    "broadcast",
-    "broadcast_coalesced",
-    "broadcast_object",
-    "gather",
-    "gather_object",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-    "scatter_object",
-    "send",
-    "sendrecv",
-]
-
 
 def allreduce(
     tensor: torch.Tensor,

@@ -26,8 +26,6 @@ from bagua.comm.transports.registry import backend_refusal, create_transport
 from bagua.errors import CollectiveMismatchError, InvalidRankError
 from bagua.topology import ranks_by_node
 
-__all__ = ["ProcessGroup", "solo_group"]
-
 
 class ProcessGroup:
     """Ranks that train together, and their communicators. Building one is collective.

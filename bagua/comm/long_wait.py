@@ -6,8 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-__all__ = ["Activity", "LongWait", "naming"]
-
 _log = logging.getLogger("bagua")
 
 #: Seconds of waiting before the first warning; each further one comes after twice the time.

@@ -12,8 +12,6 @@ from bagua.comm.pipeline import CallPipeline, Timeout
 from bagua.comm.work import Work
 from bagua.errors import InvalidRankError
 
-__all__ = ["Caller", "recv", "recv_any", "send", "sendrecv"]
-
 
 class Caller(Protocol):
     """What these calls, and those made of several, need of their communicator, which is above them."""

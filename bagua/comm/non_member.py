@@ -6,8 +6,6 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-__all__ = ["NON_MEMBER", "NonMember", "is_non_member"]
-
 
 class NonMember:
     """Stands for a group, or a communicator, of other ranks. There is one: ``NON_MEMBER``.

@@ -15,21 +15,6 @@ from bagua.comm.reduction import COMMUNICABLE, check_communicable
 from bagua.comm.transports.memory.copying import copy_pieces
 from bagua.errors import ConfigurationError, InvalidRankError, InvalidTensorError
 
-__all__ = [
-    "Finish",
-    "Intake",
-    "apart",
-    "as_seconds",
-    "check_counts",
-    "check_rank",
-    "check_tensor",
-    "is_plain",
-    "readable",
-    "shares_memory",
-    "writable",
-]
-
-
 _STRIDED = torch.strided
 #: What clocks, locks, and torch can all wait for.
 _LONGEST_S = 365 * 24 * 3600.0

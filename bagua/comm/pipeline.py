@@ -31,8 +31,6 @@ from bagua.errors import (
 )
 from bagua.torch_private import profiler_range, profiling
 
-__all__ = ["CallPipeline", "Timeout"]
-
 Timeout = float | timedelta | None
 #: ``Call`` of all its fields in their order, in a third of the time.
 _new_call = partial(tuple.__new__, Call)

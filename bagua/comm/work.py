@@ -16,8 +16,6 @@ from bagua.comm.operands import as_seconds
 from bagua.comm.transports.base import Handle, Joined, countdown
 from bagua.errors import CollectiveTimeoutError, CommunicationError, ConcurrentUseError
 
-__all__ = ["Composite", "Steps", "Work", "joined"]
-
 
 class Work(Handle):
     """An unfinished call. Every rank must ``wait`` before it uses the tensors.

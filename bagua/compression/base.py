@@ -11,8 +11,6 @@ import torch
 from bagua.checks import check_kind
 from bagua.errors import ConfigurationError, InvalidTensorError
 
-__all__ = ["FLOATING", "Codec", "Metadata", "as_codec", "check_codec", "exact_dtype", "register", "registry"]
-
 #: What every codec takes.
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -14,8 +14,6 @@ from bagua.compression.base import Codec, Metadata, align, exact_dtype
 from bagua.compression.packing.bits import bits_for, pack_bits, pack_codes, unpack_bits, unpack_codes
 from bagua.compression.packing.blocks import check_block_numel, in_pieces, in_rows
 
-__all__ = ["BlockTopK"]
-
 _LARGEST_BYTE = 127
 
 

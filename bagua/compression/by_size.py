@@ -11,8 +11,6 @@ from bagua.compression.base import Codec, Metadata, check_codec
 from bagua.compression.identity import Identity
 from bagua.compression.minmax_uint8 import MinMaxUInt8
 
-__all__ = ["BySize"]
-
 
 @dataclass(frozen=True)
 class BySize(Codec):

@@ -9,8 +9,6 @@ import torch
 
 from bagua.compression.base import Codec, Metadata, store
 
-__all__ = ["BFloat16", "Float16"]
-
 
 class _Cast(Codec):
     target: ClassVar[torch.dtype]

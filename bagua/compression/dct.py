@@ -12,8 +12,6 @@ from bagua.checks import check_whole, unusable
 from bagua.compression.base import Codec, Metadata, exact_dtype, store
 from bagua.compression.block_top_k import BlockTopK
 
-__all__ = ["DCTTopK", "check_side", "from_coefficients", "to_coefficients"]
-
 
 def check_side(side: int) -> None:
     """Raise ``ConfigurationError`` unless a row of a block can have so many elements."""

@@ -11,8 +11,6 @@ from bagua.compression.base import Codec, Metadata, exact_dtype, store
 from bagua.compression.packing.bits import pack_codes
 from bagua.compression.packing.blocks import check_block_numel, in_pieces, in_rows
 
-__all__ = ["E3M0"]
-
 _BITS = 4
 #: Exponent of the smallest power of two, and where a float32 has its exponent, and what was added to it.
 _SMALLEST = -6

@@ -9,8 +9,6 @@ import torch
 
 from bagua.compression.base import FLOATING, Codec, Metadata, store
 
-__all__ = ["Identity"]
-
 
 @dataclass(frozen=True)
 class Identity(Codec):

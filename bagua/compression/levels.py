@@ -16,8 +16,6 @@ from bagua.compression.packing.bits import pack_codes, unpack_codes
 from bagua.compression.packing.blocks import check_block_numel, in_pieces, in_rows
 from bagua.compression.packing.noise import mixed_seed, noise_like
 
-__all__ = ["Int2", "Int4"]
-
 #: The values are spread over so many standard deviations.
 _REACH = 6.0
 #: So few bins are summed one after the other: additions to one place wait for each other.

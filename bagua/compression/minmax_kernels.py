@@ -10,8 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["decode", "encode", "suits"]
-
 #: A block is one program, whose elements are in registers.
 _LONGEST_BLOCK = 16384
 _SHORTEST_BLOCK = 64

@@ -10,8 +10,6 @@ import torch
 from bagua.compression.base import Codec, Metadata, exact_dtype, store
 from bagua.compression.packing.blocks import check_block_numel, in_pieces, in_rows
 
-__all__ = ["Sign"]
-
 #: Eight bytes of 0 or 255, as one integer, become one byte: keep another bit of each, and add them up in the highest.
 _ONE_BIT_OF_EACH_BYTE = int.from_bytes(bytes(1 << bit for bit in range(8)), "little", signed=True)
 _ADD_BYTES_INTO_HIGHEST = 0x0101010101010101

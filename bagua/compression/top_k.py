@@ -10,8 +10,6 @@ import torch
 from bagua.checks import check_numbers
 from bagua.compression.base import Codec, Metadata, align
 
-__all__ = ["TopK"]
-
 #: Elements that are looked at to guess how large the largest are, and by how much more are then taken.
 _SAMPLE_NUMEL = 2**16
 _MARGIN = 1.2

@@ -31,25 +31,6 @@ from bagua.distributed.places import as_in_torch, rank_inside, refuse
 #: The type of operations that are names only.
 _NAMED = type(ReduceOp.SUM)
 
-__all__ = [
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "all_reduce",
-    "all_reduce_coalesced",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "gather",
-    "monitored_barrier",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-    "scatter",
-]
-
 
 def _in_place(communicator: Communicator | NonMember, op: Any, tensors: Sequence[Tensor]) -> Any:
     """``op``; for PREMUL_SUM the tensors are multiplied here, and SUM is left."""

@@ -10,8 +10,6 @@ from torch import Tensor
 from bagua.comm import CallbackThread, Communicator, NonMember, TorchWork, Work
 from bagua.errors import ConfigurationError, InvalidRankError
 
-__all__ = ["as_in_torch", "rank_inside", "refuse"]
-
 
 def rank_inside(
     communicator: Communicator, rank: int | None, group_rank: int | None, argument: str, default: int | None = None

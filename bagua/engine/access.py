@@ -17,8 +17,6 @@ from bagua.engine.hooks import BackwardHooks
 from bagua.engine.joining import check_joinable, join_block
 from bagua.engine.schedule.shares import SampleCount
 
-__all__ = ["EngineAccess"]
-
 
 class EngineAccess:
     """Adds questions about the engine to a module that keeps it in ``_bagua_engine``."""

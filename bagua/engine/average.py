@@ -12,8 +12,6 @@ from bagua.comm import ReduceOp
 from bagua.engine.reducer import Reducer
 from bagua.errors import ConfigurationError
 
-__all__ = ["FLOAT_BUFFERS", "GlobalAverage"]
-
 _CHUNK_BYTES = 25 * 1024 * 1024
 FLOAT_BUFFERS = (torch.float16, torch.float32, torch.float64)
 

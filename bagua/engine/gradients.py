@@ -9,8 +9,6 @@ import torch
 from bagua.comm import Communicator, ReduceOp
 from bagua.errors import ConfigurationError
 
-__all__ = ["Unused", "has_finite_gradients", "refuse_graph", "restore_unused"]
-
 
 def has_finite_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Whether no gradient that ``optimizer`` would step with has an Inf or NaN."""

@@ -22,8 +22,6 @@ from bagua.engine.unhooked import WithoutHooks
 from bagua.errors import BaguaError, ConfigurationError
 from bagua.torch_private import accumulates, active_ddp, hooks_after_accumulation, when_backward_ends
 
-__all__ = ["BackwardHooks"]
-
 _log = logging.getLogger("bagua")
 
 

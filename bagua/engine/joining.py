@@ -15,8 +15,6 @@ from bagua.engine.schedule.shares import SampleCount
 from bagua.engine.state.replicas import tensors_of
 from bagua.errors import CollectiveMismatchError, ConfigurationError
 
-__all__ = ["Joining", "check_joinable", "join_block"]
-
 
 def check_joinable(algorithm: Algorithm, *, by_initial_size: bool) -> None:
     """Refuse an algorithm whose ranks cannot run out of data one by one.

@@ -15,8 +15,6 @@ from bagua.engine.options import OnDifference
 from bagua.optim import QAdamOptimizer
 from bagua.topology import Topology
 
-__all__ = ["AlgorithmOptions", "EngineKeywords", "InitOptions", "ReducerOptions", "SwitchOptions"]
-
 
 class EngineKeywords(TypedDict, total=False):
     """What each entry point takes."""

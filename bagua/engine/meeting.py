@@ -7,8 +7,6 @@ import time
 from bagua.comm import LongWait, ProcessGroup, gather_values
 from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError
 
-__all__ = ["meet"]
-
 _SLICE_S = 0.2
 _ADVICE = "Change the model on every rank before the same step: load_state_dict and requires_grad_ on all of them."
 

@@ -18,23 +18,6 @@ from bagua.engine.autotune.settings import AutotuneSettings, TuningMode, tuning_
 from bagua.engine.buckets.layout import bucket_lists
 from bagua.errors import ConfigurationError
 
-__all__ = [
-    "DEFAULT_BUCKET_BYTES",
-    "BucketType",
-    "EngineOptions",
-    "OnDifference",
-    "TensorDeclaration",
-    "check_bucket_bytes",
-    "check_grad_scaler",
-    "check_leader",
-    "check_module",
-    "check_optional_flag",
-    "chosen_algorithm",
-    "optimizer_list",
-    "refuse_unknown",
-]
-
-
 #: What ``buckets`` lists: a parameter, or its name.
 TensorDeclaration = torch.Tensor | str
 

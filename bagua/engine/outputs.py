@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["tensors_in"]
-
 #: So many objects of unknown classes are looked into, one inside the other. Outputs that
 #: keep a reference to their model, or to a trainer, would lead everywhere otherwise.
 _DEPTH_OF_UNKNOWN = 3

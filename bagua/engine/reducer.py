@@ -34,8 +34,6 @@ from bagua.engine.state.replicas import are_equal
 from bagua.engine.state.saving import compare_states
 from bagua.errors import CommunicationError, CommunicatorClosedError, blame
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "BucketType", "Reducer"]
-
 
 class Reducer(BucketFormation):
     """Collects the gradients of a module in buckets, and has each bucket exchanged when it is complete.

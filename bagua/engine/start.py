@@ -13,8 +13,6 @@ from bagua.engine.state.replicas import (
     broadcast_parameters,
 )
 
-__all__ = ["begin_training", "replace_engine", "start_listeners"]
-
 #: Called with the reducer whenever training starts, or goes on with another one.
 start_listeners: list[Callable[[Reducer], object]] = []
 

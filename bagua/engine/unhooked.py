@@ -9,8 +9,6 @@ from typing import Generic, TypeVar
 
 import torch
 
-__all__ = ["WithoutHooks"]
-
 Engine = TypeVar("Engine")
 
 

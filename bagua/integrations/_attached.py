@@ -16,8 +16,6 @@ from bagua.engine import check_saved_state
 from bagua.errors import ConfigurationError
 from bagua.parallel import BaguaModule, with_bagua
 
-__all__ = ["collect", "declare", "read_on_all_ranks", "read_own_file", "restore", "wrap", "write_own_file"]
-
 
 def declare(
     algorithm: Algorithm | DistributedAlgorithm | str, options: dict[str, Any]

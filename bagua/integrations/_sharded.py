@@ -9,8 +9,6 @@ import torch
 
 from bagua.errors import ConfigurationError
 
-__all__ = ["LocalState", "local_of", "ranks_of_mesh", "refuse_shared_mesh", "sharded_parts"]
-
 
 def sharded_parts(module: torch.nn.Module) -> dict[str, Any]:
     """Those of ``module`` to which ``fully_shard`` was applied, by name.

@@ -16,8 +16,6 @@ from typing import Any
 
 from bagua.observe.timeline import read_traces
 
-__all__ = ["write_chakra"]
-
 Line = Mapping[str, Any]
 #: Numbers of ``NodeType`` and of ``CollectiveCommType``, and the version of the format.
 _COMPUTES, _SENDS, _RECEIVES, _COLLECTIVE = 4, 5, 6, 7

@@ -15,8 +15,6 @@ from bagua.errors import ConfigurationError
 from bagua.observe.flight import PREFIX, later_name
 from bagua.observe.folders import folder_of_latest_job, other_jobs
 
-__all__ = ["explain", "read_flight_records"]
-
 Record = dict[str, Any]
 _FILES = f"{PREFIX}*"
 #: A group in the records: its label and its global ranks.

@@ -24,8 +24,6 @@ from typing import Any
 from bagua.comm import CallRecord, Place, Recorder
 from bagua.observe.folders import usable_folder
 
-__all__ = ["PREFIX", "FlightRecord", "later_name"]
-
 #: The name of a record without the rank. No other file may contain it: the analyzer takes them all.
 PREFIX = "flight_rank_"
 #: The version of torch's format that is written, and the backend that the analyzer is told: it refuses other names.

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from bagua.errors import ConfigurationError
 
-__all__ = ["folder_of_latest_job", "other_jobs", "usable_folder"]
-
 
 def usable_folder(folder: str, variable: str) -> Path:
     """The folder, which is made if it is not there.

@@ -6,8 +6,6 @@ from bagua.comm import get_default_group
 from bagua.observe.straggler import Reading, latest_rank
 from bagua.observe.watch import watch_of
 
-__all__ = ["metrics"]
-
 
 def metrics() -> dict[str, float]:
     """What communication cost this rank since ``init_process_group``, and what it says about training.

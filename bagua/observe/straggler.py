@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 from bagua.comm import Recorder
 
-__all__ = ["Reading", "Window", "latest_of", "latest_rank"]
-
 #: Below this share of the time, waiting is no matter.
 _LEAST_SHARE = 0.005
 #: One rank is to blame if it is blamed for so large a part of the waiting more than any other one, twice as much where

@@ -26,8 +26,6 @@ from bagua.observe.folders import folder_of_latest_job
 from bagua.observe.straggler import Reading, latest_rank
 from bagua.observe.trace import TRACE_PREFIX
 
-__all__ = ["clock_offsets", "timeline", "write_timeline"]
-
 Line = dict[str, Any]
 _Meetings = dict[tuple[Any, ...], tuple[float, float]]
 _Comers = dict[tuple[Any, ...], dict[int, tuple[float, str]]]

@@ -14,8 +14,6 @@ from typing import Any
 from bagua.comm import Call, CallRecord, Place, Recorder
 from bagua.observe.folders import usable_folder
 
-__all__ = ["TRACE_PREFIX", "TraceFile"]
-
 TRACE_PREFIX = "trace_rank_"
 #: Lines of one rank, at most: about 50 MB.
 MOST_LINES = 250_000

@@ -15,8 +15,6 @@ from bagua.observe.flight import FlightRecord
 from bagua.observe.straggler import Reading, Window
 from bagua.observe.trace import TraceFile
 
-__all__ = ["RankWatch", "watch_of"]
-
 #: Seconds between two beats, and after how many a rank counts as silent.
 BEAT_S, SILENT_S = 1.0, 10.0
 #: Up to so many ranks read what all others say.

@@ -12,8 +12,6 @@ from typing import Any, Protocol
 from bagua.checks import install_command
 from bagua.errors import ConfigurationError
 
-__all__ = ["CsvWriter", "MetricWriter", "PrometheusWriter", "TensorBoardWriter", "WandbWriter"]
-
 
 class MetricWriter(Protocol):
     """Takes metrics now and then. Anything with these two methods is one."""

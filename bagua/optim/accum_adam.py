@@ -12,8 +12,6 @@ from bagua.optim.group_steps import GroupOptimizer
 from bagua.optim.moments import begin_at_zero, denominators
 from bagua.optim.options import check_betas, check_not_negative
 
-__all__ = ["AccumAdam", "AccumAdamW"]
-
 
 class CommittingAdam(GroupOptimizer):
     """What both forms of Adam with delayed moments have in common; see ``AccumAdam``."""

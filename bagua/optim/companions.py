@@ -16,15 +16,6 @@ from bagua.checks import check_whole
 from bagua.optim.accum_adam import AccumAdam, AccumAdamW
 from bagua.optim.options import check_betas, check_not_negative
 
-__all__ = [
-    "NamedParameters",
-    "lr_scheduler_fn_cosine_with_warmup",
-    "optim_fn_accum_adam",
-    "optim_fn_accum_adamw",
-    "optim_fn_adam",
-    "optim_fn_adamw",
-]
-
 #: The parameters of one bucket, with their names.
 NamedParameters = Sequence[tuple[str, torch.nn.Parameter]]
 

@@ -14,8 +14,6 @@ from bagua.optim.moments import begin_at_zero, denominators
 from bagua.optim.options import check_betas, check_not_negative
 from bagua.primitives import orthonormal
 
-__all__ = ["DionOptimizer"]
-
 _EPSILON = 1e-8
 
 

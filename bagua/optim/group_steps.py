@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["GroupOptimizer"]
-
 
 class GroupOptimizer(torch.optim.Optimizer, ABC):
     """An optimizer of parameter groups; subclasses say how one of them is stepped."""

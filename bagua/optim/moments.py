@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["begin_at_zero", "denominators"]
-
 
 def begin_at_zero(state: dict[str, Any], parameter: torch.Tensor, *names: str) -> None:
     """Make tensors of zeros like ``parameter`` in its state."""

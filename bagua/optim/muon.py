@@ -13,8 +13,6 @@ from bagua.optim.group_steps import GroupOptimizer
 from bagua.optim.moments import begin_at_zero
 from bagua.optim.options import check_not_negative
 
-__all__ = ["Muon", "equalized"]
-
 Scale = Literal["spectral", "rms"]
 
 #: Of five polynomials, one after the other, that bring singular values from near 0 to near 1.

@@ -11,8 +11,6 @@ from bagua.checks import check_numbers
 from bagua.optim.moments import denominators
 from bagua.optim.qadam import QAdamOptimizer
 
-__all__ = ["OneBitLambOptimizer"]
-
 #: Bounds of a trust ratio in the warm-up.
 _RATIOS = (0.01, 10.0)
 #: Of what a frozen ratio is multiplied by, and of the change of that factor in one step.

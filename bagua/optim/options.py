@@ -6,8 +6,6 @@ import torch
 
 from bagua.checks import check_numbers, unusable, wrong_type
 
-__all__ = ["check_betas", "check_not_negative"]
-
 
 def check_not_negative(**numbers: float | torch.Tensor) -> None:
     """Raise ``ConfigurationError`` for the first of ``numbers`` that is below zero, or no number."""

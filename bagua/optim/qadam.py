@@ -13,8 +13,6 @@ from bagua.optim.group_steps import GroupOptimizer
 from bagua.optim.moments import begin_at_zero, denominators
 from bagua.optim.options import check_betas, check_not_negative
 
-__all__ = ["QAdamOptimizer"]
-
 #: The exchange tells 256 values of the momentum apart: what is smaller than that is zero to it.
 _DEAD = 2.0**-16
 

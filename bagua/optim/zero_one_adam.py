@@ -11,8 +11,6 @@ import torch
 from bagua.errors import ConfigurationError
 from bagua.optim.qadam import QAdamOptimizer
 
-__all__ = ["ZeroOneAdamOptimizer"]
-
 
 class ZeroOneAdamOptimizer(QAdamOptimizer):
     r"""Adam whose second moment changes only where the gradient is exact, and not after ``warmup_steps`` steps.

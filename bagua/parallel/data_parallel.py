@@ -32,8 +32,6 @@ from bagua.parallel.ddp_arguments import (
 )
 from bagua.parallel.overlapping import OverlappingWrapper
 
-__all__ = ["DistributedDataParallel"]
-
 
 class DistributedDataParallel(OverlappingWrapper):
     """Trains a module on many ranks; takes the place of torch's class of this name.

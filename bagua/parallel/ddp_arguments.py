@@ -14,16 +14,6 @@ from bagua.comm import ProcessGroup, as_group
 from bagua.engine import check_optional_flag
 from bagua.errors import ConfigurationError
 
-__all__ = [
-    "bucket_bytes_from",
-    "buffer_policy",
-    "bytes_from_megabytes",
-    "check_devices",
-    "input_device",
-    "refuse_what_is_missing",
-    "resolve_group",
-]
-
 #: torch's default for the size of a bucket.
 DEFAULT_BUCKET_CAP_MB = 25
 

@@ -33,8 +33,6 @@ from bagua.parallel.islands import come_in, group_of_island, over_islands, refus
 
 _log = logging.getLogger("bagua")
 
-__all__ = ["BaguaModule", "install_with_bagua", "with_bagua"]
-
 AnyModule = TypeVar("AnyModule", bound=torch.nn.Module)
 
 #: Where a module keeps its engine: in its ``__dict__``, so that neither ``_modules`` nor copies see it.

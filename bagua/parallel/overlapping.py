@@ -12,8 +12,6 @@ from typing_extensions import Unpack
 from bagua.engine import BackwardHooks, BucketType, EngineAccess, Reducer, ReducerOptions, check_module, optimizer_list
 from bagua.errors import ConfigurationError
 
-__all__ = ["DistributedModule", "OverlappingWrapper"]
-
 
 def _itself(module: torch.nn.Module) -> torch.nn.Module:
     return module

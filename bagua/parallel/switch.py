@@ -29,8 +29,6 @@ from bagua.engine import (
 from bagua.errors import ConfigurationError
 from bagua.parallel.overlapping import DistributedModule
 
-__all__ = ["ModelSwitchWrapper", "bagua_init"]
-
 Optimizers = TypeVar("Optimizers", bound=Sequence[torch.optim.Optimizer] | torch.optim.Optimizer)
 
 #: Keyword arguments of ``ModelSwitchWrapper`` and ``bagua_init`` beside the documented ones.

@@ -9,8 +9,6 @@ from bagua.primitives.hierarchical import has_two_levels, hierarchical_sum, on_l
 from bagua.primitives.memory import ReducerMemory, summing_dtype
 from bagua.primitives.reducers import SumReducer
 
-__all__ = ["allreduce_sum", "reducer_sum", "scatter_gather_sum"]
-
 
 def allreduce_sum(
     tensor: torch.Tensor, group: ProcessGroup, *, hierarchical: bool = False, async_op: bool = False

@@ -13,8 +13,6 @@ from bagua.compression import Codec, Metadata, check_codec
 from bagua.primitives.memory import ReducerMemory, summing_dtype
 from bagua.primitives.reducers import SumReducer
 
-__all__ = ["AllGatherReducer", "ContributorsByRange", "ContributorsReducer", "ScatterGatherReducer"]
-
 
 @dataclass(frozen=True)
 class CodecReducer(SumReducer):

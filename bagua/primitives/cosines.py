@@ -12,8 +12,6 @@ from bagua.compression import check_side, from_coefficients, to_coefficients
 from bagua.primitives.memory import ReducerMemory, State
 from bagua.primitives.reducers import SumReducer
 
-__all__ = ["CosineReducer"]
-
 
 @dataclass(frozen=True)
 class CosineReducer(SumReducer):

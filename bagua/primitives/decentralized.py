@@ -13,8 +13,6 @@ from bagua.primitives.hierarchical import on_leaders
 from bagua.primitives.memory import ReducerMemory, State
 from bagua.topology import Round, Turn
 
-__all__ = ["DifferenceExchange", "hierarchical_neighbour_average", "is_global_mean", "neighbour_average"]
-
 #: Flat memory like the tensor that is mixed, by name. ``Bucket.buffer`` is one.
 Buffers = Callable[[str], torch.Tensor]
 

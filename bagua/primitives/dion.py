@@ -15,8 +15,6 @@ from bagua.primitives.memory import MatrixBlock, ReducerMemory, State, summing_d
 from bagua.primitives.power_sgd import between_blocks, orthonormal
 from bagua.primitives.reducers import SumReducer
 
-__all__ = ["DionReducer"]
-
 #: Added to the length of a column before it is divided by it.
 _EPSILON = 1e-8
 

@@ -13,8 +13,6 @@ from bagua.compression import Codec, Metadata, MinMaxUInt8, check_codec
 from bagua.primitives.memory import ReducerMemory, State, summing_dtype
 from bagua.primitives.reducers import FeedbackReducer
 
-__all__ = ["EF21", "AveragedFeedback", "MomentumCorrection"]
-
 
 @dataclass(frozen=True)
 class EF21(FeedbackReducer):

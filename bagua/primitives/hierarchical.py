@@ -8,8 +8,6 @@ import torch
 
 from bagua.comm import Communicator, ProcessGroup
 
-__all__ = ["has_two_levels", "hierarchical_sum", "on_leaders", "through_leaders"]
-
 
 def has_two_levels(group: ProcessGroup) -> bool:
     """Whether hosts matter: not when there is one, or one rank on each.

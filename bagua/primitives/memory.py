@@ -10,8 +10,6 @@ import torch
 
 from bagua.comm import Communicator
 
-__all__ = ["MatrixBlock", "ReducerMemory", "State", "summing_dtype"]
-
 
 def summing_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which values of ``dtype`` are added: at least single precision."""

@@ -8,8 +8,6 @@ import torch
 
 from bagua.primitives.memory import summing_dtype
 
-__all__ = ["radial_directional_mean", "weighted_mean"]
-
 
 def weighted_mean(differences: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
     """``sum_m w_m v_m / sum_m w_m``; zeros if all weights are zero.

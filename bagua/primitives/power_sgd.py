@@ -12,8 +12,6 @@ from bagua.comm import Communicator
 from bagua.primitives.memory import MatrixBlock, ReducerMemory, State, summing_dtype
 from bagua.primitives.reducers import SumReducer
 
-__all__ = ["PowerSGDReducer", "between_blocks", "orthonormal"]
-
 
 @dataclass(frozen=True)
 class PowerSGDReducer(SumReducer):

@@ -12,8 +12,6 @@ from bagua.comm import Communicator
 from bagua.primitives.memory import ReducerMemory
 from bagua.primitives.reducers import SumReducer
 
-__all__ = ["RandomKReducer"]
-
 
 @dataclass(frozen=True)
 class RandomKReducer(SumReducer):

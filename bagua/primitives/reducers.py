@@ -14,8 +14,6 @@ from bagua.comm import Communicator
 from bagua.errors import ConfigurationError, InvalidTensorError
 from bagua.primitives.memory import MatrixBlock, ReducerMemory, State, summing_dtype
 
-__all__ = ["ErrorFeedback", "FeedbackReducer", "SumReducer"]
-
 #: What every reducer takes, unless its codec takes less.
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

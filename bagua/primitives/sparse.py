@@ -18,8 +18,6 @@ from bagua.primitives.codec_reducers import (
 from bagua.primitives.memory import ReducerMemory
 from bagua.primitives.reducers import SumReducer
 
-__all__ = ["SparseReducer"]
-
 
 @dataclass(frozen=True)
 class SparseReducer(SumReducer):

@@ -20,8 +20,6 @@ from bagua.errors import ConfigurationError, how_it_ended
 from bagua.testing import worker
 from bagua.testing.ranks import Job, Outcome, RankDiedError, RankHangsError, RankPool
 
-__all__ = ["ProcessRanks"]
-
 #: How long a process may take to tell its stacks, and to end after its last word.
 _ANSWER_S = 2.0
 _FAREWELL_S = 10.0

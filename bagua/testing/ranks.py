@@ -15,18 +15,6 @@ from bagua.errors import (
     PeerLostError,
 )
 
-__all__ = [
-    "Job",
-    "Outcome",
-    "RankDiedError",
-    "RankHangsError",
-    "RankPool",
-    "ThisRank",
-    "die",
-    "fall_silent",
-    "nodes_of",
-]
-
 
 class RankDiedError(RuntimeError):
     """A rank ended without returning and without raising."""

@@ -10,8 +10,6 @@ import torch
 
 from bagua.comm import ReduceOp
 
-__all__ = ["COPIED", "LEGAL", "REDUCED", "assert_rounded_once", "assert_same", "garbage", "reduced", "values"]
-
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

@@ -23,8 +23,6 @@ from bagua.testing.ranks import (
     this_rank,
 )
 
-__all__ = ["ThreadRanks"]
-
 #: How long the ranks of a run that failed may take to end.
 _FAREWELL_S = 5.0
 

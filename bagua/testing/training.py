@@ -15,25 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
-__all__ = [
-    "Losses",
-    "OptimizerMaker",
-    "State",
-    "adam",
-    "assert_close",
-    "assert_same_on_all_ranks",
-    "batch",
-    "gradients",
-    "loss_of",
-    "mean_gradients",
-    "mlp",
-    "reference",
-    "seeded",
-    "sgd",
-    "snapshot",
-    "train_steps",
-]
-
 OptimizerMaker = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Losses = Callable[[nn.Module, int, int], torch.Tensor]
 State = dict[str, torch.Tensor]

@@ -34,8 +34,6 @@ for _name in ("hypothesis", "pytest", "torch._dynamo", "bagua.parallel", "bagua.
     with contextlib.suppress(ImportError):
         importlib.import_module(_name)
 
-__all__ = ["END", "STACKS", "RankAddress", "Silent", "rank_main"]
-
 #: What the pool says to a rank.
 END, STACKS = b"end", b"stacks"
 #: A busy machine may take so long to connect to the pool's store; collectives have deadlines of their own.

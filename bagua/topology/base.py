@@ -12,8 +12,6 @@ from bagua.checks import check_flags, wrong_type
 from bagua.errors import ConfigurationError
 from bagua.topology.rounds import Edge, Round, check_round
 
-__all__ = ["FunctionTopology", "Nodes", "Topology"]
-
 Nodes = Sequence[int]
 
 

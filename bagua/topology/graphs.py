@@ -13,18 +13,6 @@ from bagua.errors import ConfigurationError
 from bagua.topology.base import Topology
 from bagua.topology.rounds import Edge, Round, check_round
 
-__all__ = [
-    "Complete",
-    "ErdosRenyi",
-    "Exponential",
-    "Hypercube",
-    "Ring",
-    "Star",
-    "Torus",
-    "WeightedGraph",
-    "metropolis",
-]
-
 
 def metropolis(neighbours: Sequence[set[int]]) -> Round:
     """Weights for any undirected graph: ``w_ij = 1 / (1 + max(degree_i, degree_j))``, the rest for oneself.

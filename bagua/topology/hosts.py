@@ -10,8 +10,6 @@ from bagua.topology.base import Nodes, Topology
 from bagua.topology.matchings import OnePeerExponential
 from bagua.topology.rounds import Edge, Round
 
-__all__ = ["AlternatingExponentialRing", "Hierarchical", "over_ranks", "ranks_by_node", "weighted_by_size"]
-
 
 def weighted_by_size(between_hosts: Round, sizes: Sequence[int]) -> Round:
     """Weights with which hosts of different size take each other's means, so that the mean over ranks is kept.

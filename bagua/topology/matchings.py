@@ -11,8 +11,6 @@ from bagua.errors import ConfigurationError
 from bagua.topology.base import Nodes, Topology
 from bagua.topology.rounds import Round
 
-__all__ = ["AlternatingRing", "Cycle", "OnePeerExponential", "RandomMatching", "ShiftOne"]
-
 
 @dataclass(frozen=True)
 class AlternatingRing(Topology):

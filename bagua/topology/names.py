@@ -12,8 +12,6 @@ from bagua.topology.graphs import Complete, ErdosRenyi, Exponential, Hypercube, 
 from bagua.topology.hosts import AlternatingExponentialRing, Hierarchical
 from bagua.topology.matchings import AlternatingRing, OnePeerExponential, RandomMatching, ShiftOne
 
-__all__ = ["available", "create", "register", "resolve"]
-
 #: Prefix of names that stand for the hierarchical form of another topology.
 HIERARCHICAL = "hierarchical_"
 

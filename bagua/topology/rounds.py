@@ -12,8 +12,6 @@ import torch
 
 from bagua.errors import ConfigurationError
 
-__all__ = ["Edge", "Neighbours", "Round", "Turn", "check_round"]
-
 #: How far a sum of weights may be from 1. Weights are float64; fractions such as 1/3 are not exact.
 TOLERANCE = 1e-9
 

@@ -8,8 +8,6 @@ import torch
 
 from bagua.topology.base import Nodes, Topology
 
-__all__ = ["consensus_rate", "spectral_gap"]
-
 
 def spectral_gap(matrix: torch.Tensor) -> float:
     """How much of the ranks' disagreement one round of mixing removes at least.

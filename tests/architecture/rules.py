@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from tests.architecture.source_tree import (
@@ -72,6 +73,7 @@ METHODS_OF_TORCH = {
 }
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv"}
 LONGEST_FILE = 450
+MOST_FILES = 15
 
 Rule = Callable[[list[SourceFile]], list[str]]
 
@@ -310,6 +312,12 @@ def files_are_short(sources: list[SourceFile]) -> list[str]:
     ]
 
 
+def folders_hold_few_files(sources: list[SourceFile]) -> list[str]:
+    """A folder with more files than this wants to be two."""
+    counts = Counter(source.path.parent for source in sources)
+    return [f"{folder}: {count} files, at most {MOST_FILES}" for folder, count in counts.items() if count > MOST_FILES]
+
+
 def names_of_classes_are_unique(sources: list[SourceFile]) -> list[str]:
     """One word, one thing: no two public classes of the package share a name; see ``docs/vocabulary.md``."""
     places: dict[str, list[str]] = {}
@@ -334,5 +342,6 @@ RULES: tuple[Rule, ...] = (
     no_print_outside_cli,
     no_bare_except,
     files_are_short,
+    folders_hold_few_files,
     names_of_classes_are_unique,
 )

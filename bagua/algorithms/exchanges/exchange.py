@@ -6,13 +6,10 @@ import dataclasses
 from dataclasses import dataclass
 
 from bagua.algorithms.exchanges.fields import LEAST_CONTRACTION, OF_BUCKETS, POINTS, Every, How, Point, Then, What
-from bagua.algorithms.exchanges.flight import Flight
 from bagua.algorithms.exchanges.parts import ALL_BY_ARRIVAL, Parts
 from bagua.checks import check_choice, check_kind, check_whole
 from bagua.errors import ConfigurationError
 from bagua.primitives import State
-
-__all__ = ["OF_BUCKETS", "POINTS", "Every", "Exchange", "Flight", "How", "Point", "Then", "What"]
 
 #: Points at which gradients are sent, and replaced.
 _OF_GRADIENTS: tuple[Point, ...] = (*OF_BUCKETS, "backward ends")

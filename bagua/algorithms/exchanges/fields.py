@@ -16,8 +16,6 @@ from bagua.checks import check_kind, check_whole
 from bagua.comm import ProcessGroup, Work
 from bagua.primitives import State
 
-__all__ = ["LEAST_CONTRACTION", "OF_BUCKETS", "POINTS", "Every", "How", "Point", "Then", "What"]
-
 #: The moments of a step, in their order.
 Point = Literal["safe", "backward begins", "bucket ready", "bucket stepped", "backward ends", "stepped"]
 POINTS: tuple[Point, ...] = get_args(Point)

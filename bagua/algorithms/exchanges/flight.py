@@ -11,8 +11,6 @@ from bagua.algorithms.exchanges.model import Model
 from bagua.buckets import Bucket
 from bagua.primitives import ReducerMemory
 
-__all__ = ["Flight"]
-
 
 class Flight:
     """One start of one exchange, for one bucket of parameters. Made, kept and saved by the engine.

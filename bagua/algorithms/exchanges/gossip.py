@@ -24,8 +24,6 @@ from bagua.primitives import (
 )
 from bagua.topology import Complete, Hierarchical, Round, Topology, create, weighted_by_size
 
-__all__ = ["DifferenceMix", "Mix"]
-
 
 class Rounds:
     """The rounds of a topology over the ranks of a group, or over its hosts.

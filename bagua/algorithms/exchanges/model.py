@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Model"]
-
 
 class Model:
     """The trainable parameters, the optimizers that step them, and the buffers.

@@ -9,13 +9,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from bagua.algorithms.exchanges.exchange import Flight, Then, What
+from bagua.algorithms.exchanges.fields import Then, What
+from bagua.algorithms.exchanges.flight import Flight
 from bagua.algorithms.exchanges.values import Add, Blend, Replace
 from bagua.checks import check_kind
 from bagua.errors import ConfigurationError
 from bagua.primitives import State
-
-__all__ = ["EagerStep", "Outer", "OuterStep", "check_has_anchor", "restart_unless_finite"]
 
 _REPLACE = Replace()
 #: Elements of a piece that an optimizer gets where pieces do: with its gradient and momentum it fits in a cache.

@@ -13,8 +13,6 @@ import torch
 from bagua.checks import check_choice, check_kind, check_whole
 from bagua.errors import ConfigurationError
 
-__all__ = ["ALL_BY_ARRIVAL", "Matrices", "Named", "Not", "Parts", "Select"]
-
 By = Literal["arrival", "strided", "bytes"]
 
 

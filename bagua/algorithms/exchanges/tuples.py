@@ -7,11 +7,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from bagua.algorithms.exchanges.exchange import POINTS, Exchange
+from bagua.algorithms.exchanges.exchange import Exchange
+from bagua.algorithms.exchanges.fields import POINTS
 from bagua.algorithms.exchanges.parts import Not, Parts
 from bagua.errors import ConfigurationError
-
-__all__ = ["Promise", "check_exchanges", "differ_between_ranks", "promise_of"]
 
 #: A moment: steps after the start of a flight, and a place in the order of a step.
 Moment = tuple[int, int]

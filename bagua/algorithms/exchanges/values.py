@@ -9,27 +9,13 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 
-from bagua.algorithms.exchanges.exchange import Flight, How, Point, Then, What
+from bagua.algorithms.exchanges.fields import How, Point, Then, What
+from bagua.algorithms.exchanges.flight import Flight
 from bagua.algorithms.exchanges.parts import Parts
 from bagua.checks import check_choice, check_flags, check_kind, check_numbers
 from bagua.comm import Communicator, ProcessGroup, Work
 from bagua.errors import ConfigurationError
 from bagua.primitives import State, SumReducer, allreduce_sum, reducer_sum, through_leaders
-
-__all__ = [
-    "WHOLE",
-    "Add",
-    "Blend",
-    "Buffers",
-    "Difference",
-    "Gradients",
-    "Mean",
-    "Replace",
-    "Sum",
-    "Weights",
-    "write_if_finite",
-]
-
 
 #: All parameters at once: their results are taken in together, or not at all.
 WHOLE = Parts(1, "strided")

@@ -9,8 +9,6 @@ from bagua.algorithms.gradients.reduced import ReducedGradients
 from bagua.compression import MinMaxUInt8
 from bagua.primitives import ScatterGatherReducer, SumReducer
 
-__all__ = ["ByteGradAlgorithm", "ByteGradAlgorithmImpl"]
-
 
 @dataclass(frozen=True)
 class ByteGradAlgorithm(ReducedGradients):

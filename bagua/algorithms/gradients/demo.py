@@ -9,15 +9,15 @@ from typing import ClassVar
 import torch
 
 from bagua.algorithms.base import ByHost, bound_form
-from bagua.algorithms.exchanges.exchange import Every, Exchange, Flight, Then
+from bagua.algorithms.exchanges.exchange import Exchange
+from bagua.algorithms.exchanges.fields import Every, Then
+from bagua.algorithms.exchanges.flight import Flight
 from bagua.algorithms.exchanges.model import Model
 from bagua.algorithms.exchanges.values import Gradients, Mean
 from bagua.checks import check_flags
 from bagua.compression import DCTTopK
 from bagua.errors import ConfigurationError
 from bagua.primitives import CosineReducer, ErrorFeedback, SparseReducer, SumReducer
-
-__all__ = ["DeMoAlgorithm", "DeMoAlgorithmImpl"]
 
 
 @dataclass(frozen=True)

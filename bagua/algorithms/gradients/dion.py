@@ -9,15 +9,15 @@ from typing import ClassVar
 import torch
 
 from bagua.algorithms.base import ByHost, bound_form
-from bagua.algorithms.exchanges.exchange import Every, Exchange, Flight, Then
+from bagua.algorithms.exchanges.exchange import Exchange
+from bagua.algorithms.exchanges.fields import Every, Then
+from bagua.algorithms.exchanges.flight import Flight
 from bagua.algorithms.exchanges.model import Model
 from bagua.algorithms.exchanges.values import Gradients, Mean
 from bagua.checks import check_flags, check_kind
 from bagua.errors import ConfigurationError
 from bagua.optim import DionOptimizer
 from bagua.primitives import DionReducer
-
-__all__ = ["DionAlgorithm", "DionAlgorithmImpl"]
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,6 @@ from bagua.algorithms.gradients.reduced import ReducedGradients
 from bagua.compression import Int4
 from bagua.primitives import AveragedFeedback, ScatterGatherReducer, SumReducer
 
-__all__ = ["LoCoAlgorithm", "LoCoAlgorithmImpl"]
-
 
 @dataclass(frozen=True)
 class LoCoAlgorithm(ReducedGradients):

@@ -9,8 +9,6 @@ from bagua.algorithms.gradients.q_adam import FrozenAdam
 from bagua.compression import Sign
 from bagua.primitives import ErrorFeedback, ScatterGatherReducer, SumReducer
 
-__all__ = ["OneBitAdamAlgorithm", "OneBitAdamAlgorithmImpl"]
-
 
 @dataclass(frozen=True)
 class OneBitAdamAlgorithm(FrozenAdam):

@@ -14,8 +14,6 @@ from bagua.compression import Sign
 from bagua.optim import OneBitLambOptimizer, QAdamOptimizer
 from bagua.primitives import ErrorFeedback, ScatterGatherReducer, SumReducer
 
-__all__ = ["OneBitLambAlgorithm", "OneBitLambAlgorithmImpl"]
-
 
 @dataclass(frozen=True)
 class OneBitLambAlgorithm(FrozenAdam):

@@ -12,7 +12,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from bagua.algorithms.base import ByHost, bound_form
-from bagua.algorithms.exchanges.exchange import Every, Exchange, Flight, Point, Then, What
+from bagua.algorithms.exchanges.exchange import Exchange
+from bagua.algorithms.exchanges.fields import Every, Point, Then, What
+from bagua.algorithms.exchanges.flight import Flight
 from bagua.algorithms.exchanges.model import Model
 from bagua.algorithms.exchanges.values import Gradients, Mean, Replace
 from bagua.checks import check_flags, check_kind
@@ -20,8 +22,6 @@ from bagua.compression import MinMaxUInt8
 from bagua.errors import ConfigurationError
 from bagua.optim import QAdamOptimizer
 from bagua.primitives import ScatterGatherReducer, SumReducer
-
-__all__ = ["FrozenAdam", "QAdamAlgorithm", "QAdamAlgorithmImpl", "owner_in"]
 
 Owner = TypeVar("Owner", bound=QAdamOptimizer)
 

@@ -9,8 +9,6 @@ from bagua.algorithms.gradients.reduced import ReducedGradients
 from bagua.compression import Sign
 from bagua.primitives import AllGatherReducer, ErrorFeedback, SumReducer
 
-__all__ = ["SignSGDAlgorithm", "SignSGDAlgorithmImpl"]
-
 
 @dataclass(frozen=True)
 class SignSGDAlgorithm(ReducedGradients):

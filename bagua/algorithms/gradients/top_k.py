@@ -13,8 +13,6 @@ from bagua.compression import TopK
 from bagua.errors import ConfigurationError
 from bagua.primitives import ErrorFeedback, MomentumCorrection, SparseReducer, SumReducer
 
-__all__ = ["TopKAlgorithm", "TopKAlgorithmImpl"]
-
 #: Before ``ratio`` is reached, so many times is the part that is sent lowered, from this one.
 _STAGES = 4
 _FIRST_RATIO = 0.25

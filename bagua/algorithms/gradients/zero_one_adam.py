@@ -9,7 +9,9 @@ from typing import ClassVar
 import torch
 
 from bagua.algorithms.base import bound_form
-from bagua.algorithms.exchanges.exchange import Every, Exchange, Flight, Then, What
+from bagua.algorithms.exchanges.exchange import Exchange
+from bagua.algorithms.exchanges.fields import Every, Then, What
+from bagua.algorithms.exchanges.flight import Flight
 from bagua.algorithms.exchanges.model import Model
 from bagua.algorithms.exchanges.outer import check_has_anchor, restart_unless_finite
 from bagua.algorithms.exchanges.values import WHOLE, Difference, Gradients, Mean
@@ -20,8 +22,6 @@ from bagua.comm import Communicator
 from bagua.compression import Sign
 from bagua.optim import QAdamOptimizer, ZeroOneAdamOptimizer
 from bagua.primitives import ErrorFeedback, ReducerMemory, ScatterGatherReducer, State, SumReducer
-
-__all__ = ["ZeroOneAdamAlgorithm", "ZeroOneAdamAlgorithmImpl"]
 
 
 @dataclass(frozen=True)

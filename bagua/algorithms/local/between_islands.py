@@ -10,7 +10,9 @@ from typing import ClassVar
 import torch
 
 from bagua.algorithms.base import Algorithm
-from bagua.algorithms.exchanges.exchange import Every, Exchange, Flight, How, Then
+from bagua.algorithms.exchanges.exchange import Exchange
+from bagua.algorithms.exchanges.fields import Every, How, Then
+from bagua.algorithms.exchanges.flight import Flight
 from bagua.algorithms.exchanges.model import Model
 from bagua.algorithms.exchanges.parts import Parts
 from bagua.algorithms.exchanges.values import WHOLE, Sum
@@ -21,8 +23,6 @@ from bagua.comm import ProcessGroup
 from bagua.errors import ConfigurationError
 from bagua.membership import Islands
 from bagua.primitives import State
-
-__all__ = ["BetweenIslands", "LetIn", "OverIslands"]
 
 
 @dataclass(frozen=True)

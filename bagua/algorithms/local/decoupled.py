@@ -10,7 +10,9 @@ from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
-from bagua.algorithms.exchanges.exchange import Every, Exchange, Flight, How, Then, What
+from bagua.algorithms.exchanges.exchange import Exchange
+from bagua.algorithms.exchanges.fields import Every, How, Then, What
+from bagua.algorithms.exchanges.flight import Flight
 from bagua.algorithms.exchanges.model import Model
 from bagua.algorithms.exchanges.outer import OuterStep, go_back
 from bagua.algorithms.exchanges.parts import Named
@@ -21,8 +23,6 @@ from bagua.comm import ProcessGroup, Work
 from bagua.errors import ConfigurationError
 from bagua.membership import Fragment, Islands, QuorumRule
 from bagua.primitives import State, radial_directional_mean, weighted_mean
-
-__all__ = ["ByQuorum", "MergedStep", "TakeIn", "decoupled", "ending"]
 
 Weighting = Literal["tokens", "equal"]
 Merging = Literal["rda", "mean"]

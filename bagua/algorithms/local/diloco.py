@@ -8,7 +8,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from bagua.algorithms.base import bound_form
-from bagua.algorithms.exchanges.exchange import Every, Exchange
+from bagua.algorithms.exchanges.exchange import Exchange
+from bagua.algorithms.exchanges.fields import Every
 from bagua.algorithms.exchanges.outer import EagerStep, Outer, OuterStep
 from bagua.algorithms.exchanges.parts import Parts
 from bagua.algorithms.exchanges.values import Add, Blend, Difference, Replace
@@ -18,8 +19,6 @@ from bagua.checks import check_choice, check_flags, check_kind, check_numbers, c
 from bagua.compression import Codec, as_codec
 from bagua.errors import ConfigurationError
 from bagua.primitives import ErrorFeedback, ScatterGatherReducer, SumReducer
-
-__all__ = ["DiLoCoAlgorithm", "DiLoCoAlgorithmImpl"]
 
 FragmentOrder = Literal["strided", "bytes"]
 Landing = Literal["blend", "add"]

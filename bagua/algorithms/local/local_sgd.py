@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bagua.algorithms.base import bound_form
-from bagua.algorithms.exchanges.exchange import Every, Exchange
+from bagua.algorithms.exchanges.exchange import Exchange
+from bagua.algorithms.exchanges.fields import Every
 from bagua.algorithms.exchanges.values import WHOLE, Replace, Weights
 from bagua.algorithms.local.local_updates import LocalUpdates
-
-__all__ = ["LocalSGDAlgorithm", "LocalSGDAlgorithmImpl"]
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,15 @@ from typing import ClassVar
 import torch
 
 from bagua.algorithms.base import bound_form
-from bagua.algorithms.exchanges.exchange import Every, Exchange, Flight, Then, What
+from bagua.algorithms.exchanges.exchange import Exchange
+from bagua.algorithms.exchanges.fields import Every, Then, What
+from bagua.algorithms.exchanges.flight import Flight
 from bagua.algorithms.exchanges.outer import check_has_anchor, restart_unless_finite
 from bagua.algorithms.exchanges.values import WHOLE, Difference
 from bagua.algorithms.local.local_updates import LocalUpdates
 from bagua.checks import check_numbers
 from bagua.errors import ConfigurationError
 from bagua.primitives import State
-
-__all__ = ["SlowMoAlgorithm", "SlowMoAlgorithmImpl", "SlowStep"]
 
 
 @dataclass(frozen=True)

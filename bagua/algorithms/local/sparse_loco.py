@@ -8,15 +8,14 @@ from typing import Literal, get_args
 import torch
 
 from bagua.algorithms.base import bound_form
-from bagua.algorithms.exchanges.exchange import Every, Exchange
+from bagua.algorithms.exchanges.exchange import Exchange
+from bagua.algorithms.exchanges.fields import Every
 from bagua.algorithms.exchanges.outer import Outer, OuterStep
 from bagua.algorithms.exchanges.values import WHOLE, Difference
 from bagua.algorithms.local.local_updates import LocalUpdates
 from bagua.checks import check_choice, check_numbers
 from bagua.compression import BlockTopK
 from bagua.primitives import ErrorFeedback, SparseReducer, SumReducer
-
-__all__ = ["SparseLoCoAlgorithm", "SparseLoCoAlgorithmImpl"]
 
 Average = Literal["all", "contributors"]
 

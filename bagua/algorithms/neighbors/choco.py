@@ -6,15 +6,13 @@ from collections.abc import Hashable
 from dataclasses import KW_ONLY, dataclass
 
 from bagua.algorithms.base import ByHost, bound_form
-from bagua.algorithms.exchanges.exchange import Every, Exchange
+from bagua.algorithms.exchanges.exchange import Exchange
+from bagua.algorithms.exchanges.fields import Every
 from bagua.algorithms.exchanges.gossip import DifferenceMix
 from bagua.algorithms.exchanges.values import Replace, Weights
 from bagua.checks import check_flags, check_whole
 from bagua.compression import Codec, Int4, as_codec, check_codec
 from bagua.topology import Topology
-
-__all__ = ["ChocoAlgorithm", "ChocoAlgorithmImpl"]
-
 
 _FOUR_BITS = Int4()
 

@@ -6,7 +6,8 @@ from collections.abc import Hashable
 from dataclasses import KW_ONLY, dataclass
 
 from bagua.algorithms.base import ByHost, bound_form
-from bagua.algorithms.exchanges.exchange import Every, Exchange
+from bagua.algorithms.exchanges.exchange import Exchange
+from bagua.algorithms.exchanges.fields import Every
 from bagua.algorithms.exchanges.gossip import DifferenceMix
 from bagua.algorithms.exchanges.model import Model
 from bagua.algorithms.exchanges.values import Replace, Weights
@@ -14,8 +15,6 @@ from bagua.checks import check_flags, check_whole
 from bagua.compression import Codec, MinMaxUInt8
 from bagua.errors import ConfigurationError
 from bagua.topology import Topology
-
-__all__ = ["LowPrecisionDecentralizedAlgorithm", "LowPrecisionDecentralizedAlgorithmImpl"]
 
 _ONE_BYTE = MinMaxUInt8()
 

@@ -25,8 +25,6 @@ from bagua.cli.lab.network import LabUnavailableError
 from bagua.errors import how_it_ended
 from bagua.link import parse_link
 
-__all__ = ["main"]
-
 NOT_MEASURED = 1
 INTERRUPTED = 130
 _WORKER = "import sys; from bagua.cli.advise.worker import main; main(sys.argv[1:])"

@@ -11,8 +11,6 @@ from bagua.advise import DDP, Cluster, MachineFacts, predict
 if TYPE_CHECKING:
     from bagua.cli.advise.worker import Found
 
-__all__ = ["draw"]
-
 _RATES_MBIT_S = (10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10_000.0)
 _MOST_LINES = 8
 

@@ -20,8 +20,6 @@ from bagua.advise import LEAST_STEPS, ModelFacts, Rehearsal, StepMeter, rehearse
 from bagua.engine import Reducer, start_listeners
 from bagua.errors import BaguaError
 
-__all__ = ["Found", "main"]
-
 
 @dataclass
 class Found:

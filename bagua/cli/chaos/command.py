@@ -28,8 +28,6 @@ from bagua.cli.chaos.service import ServiceError, open_service, store_command
 from bagua.cli.lab.network import LabUnavailableError
 from bagua.link import LinkSettings
 
-__all__ = ["main"]
-
 NOT_AVAILABLE = 3
 INTERRUPTED = 130
 EXAMPLES = """\

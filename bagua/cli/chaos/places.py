@@ -19,8 +19,6 @@ from bagua.cli.lab.network import (
 )
 from bagua.link import LinkSettings
 
-__all__ = ["FaultFunctions", "Home", "disks", "in_place", "links", "open_places"]
-
 LOOPBACK = "127.0.0.1"
 #: Of Linux: mounts of this process and of what it starts, which no other process sees.
 CLONE_NEWNS = 0x00020000

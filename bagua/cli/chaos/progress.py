@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["STEP", "MemberProgress", "MetricFiles", "ProgressReader"]
-
 #: How a line says how many steps are done, if the user names no other pattern: "step 12", "step=12", '"step": 12'.
 STEP = r"\bstep[\"']?\s*[=:]?\s*(?P<step>\d+)"
 _ALIVE = {"comm/alive": "alive", "comm/epoch_members": "in_epoch", "comm/contributed": "contributed"}

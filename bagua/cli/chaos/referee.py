@@ -11,8 +11,6 @@ from bagua.cli.chaos.schedule import Fault, FaultSchedule
 from bagua.cli.chaos.score import History, Life, Strike
 from bagua.errors import how_it_ended
 
-__all__ = ["Crew", "Ended", "Referee", "RefereeOptions"]
-
 POLL_S = 0.02
 #: What a member still says in this time may be older than the fault.
 SETTLED_S = 1.0

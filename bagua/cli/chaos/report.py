@@ -9,8 +9,6 @@ from typing import Any
 
 from bagua.cli.chaos.schedule import FaultSchedule
 
-__all__ = ["describe", "plan", "verdict"]
-
 
 def verdict(found: Mapping[str, Any]) -> list[str]:
     """What is wrong, in words; nothing if all is well."""

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["KINDS", "Fault", "FaultSchedule", "draw_schedule", "parse_lasting", "parse_mix", "parse_rate"]
-
 #: What can happen to a member, in the order of the documentation.
 KINDS = ("kill", "stop", "partition", "slow", "disk")
 _NO_CLOCK = (

@@ -11,8 +11,6 @@ from typing import Any
 from bagua.cli.chaos.progress import MemberProgress
 from bagua.cli.chaos.schedule import Fault
 
-__all__ = ["History", "Life", "Strike", "score"]
-
 
 @dataclass
 class Life:

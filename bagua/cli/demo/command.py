@@ -21,8 +21,6 @@ from bagua.cli.demo.training import DECENTRALIZED, Result, Settings, train
 from bagua.cli.launch import RanksFailedError, run_ranks
 from bagua.errors import BaguaError, UnsupportedAlgorithmException
 
-__all__ = ["main"]
-
 RANKS_PER_CORE = 4
 
 

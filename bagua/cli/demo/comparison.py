@@ -22,8 +22,6 @@ from bagua.cli.demo.training import (
 from bagua.cli.launch import Rank
 from bagua.parallel import BaguaModule
 
-__all__ = ["CONTESTANTS", "MOST_STEPS", "Contest", "compare"]
-
 #: What is compared, with options: the exact mean, the same in 8 bits, and weights that are averaged now and then.
 CONTESTANTS: tuple[tuple[str, dict[str, object]], ...] = (
     ("gradient_allreduce", {}),

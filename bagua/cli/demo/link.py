@@ -11,8 +11,6 @@ import torch
 
 from bagua.comm import Call, Handle, Membership, Transport, Work, create_transport, register_transport, sent_bytes
 
-__all__ = ["PACED", "Link", "PacedTransport", "register_paced"]
-
 #: Name of the backend.
 PACED = "paced"
 

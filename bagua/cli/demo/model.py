@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["ByteTransformer", "Shape"]
-
 
 @dataclass(frozen=True)
 class Shape:

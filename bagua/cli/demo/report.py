@@ -15,17 +15,6 @@ from bagua.cli.demo.comparison import Contest
 from bagua.cli.demo.shaping import SlowLink
 from bagua.cli.demo.training import LAST_STEPS, Phase, Result, TrainingProgress
 
-__all__ = [
-    "Display",
-    "PlainDisplay",
-    "RichDisplay",
-    "choose_display",
-    "comparison_table",
-    "draw_comparison",
-    "draw_losses",
-    "table",
-]
-
 PLAIN_LINES = 20
 
 

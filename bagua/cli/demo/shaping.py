@@ -12,8 +12,6 @@ from bagua.cli.launch import Rank
 from bagua.comm import backend_refusal
 from bagua.link import LinkSettings
 
-__all__ = ["SlowLink", "open_slow_link"]
-
 #: What sends everything through the network device, where the kernel shapes it.
 _THROUGH_DEVICE = "gloo"
 

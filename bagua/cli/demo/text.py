@@ -7,8 +7,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["Text", "batch", "read_standard_library", "windows"]
-
 # Test suites are packaged separately by some distributions; without them every machine sees much the same text.
 SKIPPED_DIRECTORIES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 HELD_OUT_EVERY = 10

@@ -19,19 +19,6 @@ from bagua.cli.demo.text import Text, batch, read_standard_library, windows
 from bagua.cli.launch import Rank
 from bagua.parallel import BaguaModule, DecentralizedDataParallel
 
-__all__ = [
-    "DECENTRALIZED",
-    "Phase",
-    "Result",
-    "Settings",
-    "TrainingProgress",
-    "all_sent_bytes",
-    "evaluate",
-    "train",
-    "train_together",
-    "trainer_class",
-]
-
 #: Not an algorithm of the engine but a wrapper of its own, under a name like theirs.
 DECENTRALIZED = "decentralized_data_parallel"
 

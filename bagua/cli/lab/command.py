@@ -26,8 +26,6 @@ from bagua.cli.lab.network import (
 from bagua.cli.lab.switch import SwitchReport
 from bagua.link import LinkSettings
 
-__all__ = ["main"]
-
 NOT_AVAILABLE = 3
 INTERRUPTED = 130
 #: After one rank has failed the others have so long to notice and to say so.

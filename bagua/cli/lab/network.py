@@ -26,18 +26,6 @@ from pathlib import Path
 from bagua.cli.lab.switch import SwitchReport
 from bagua.link import LinkSettings
 
-__all__ = [
-    "INTERFACE",
-    "Host",
-    "LabUnavailableError",
-    "Network",
-    "burst_bytes",
-    "enter",
-    "open_network",
-    "refusal",
-    "sent_bytes",
-]
-
 INTERFACE = "lab0"
 MTU_BYTES = 1500
 MOST_HOSTS = 250

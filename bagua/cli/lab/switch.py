@@ -22,8 +22,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
-__all__ = ["FrameSchedule", "SwitchReport", "serve"]
-
 #: The longest time for which frames wait for a receiver's rate, as in the kernel's queues of the lab.
 LONGEST_QUEUE_S = 0.05
 #: What a device gives at most: a packet of TCP that is not cut into frames yet, and the header of virtio_net before it.

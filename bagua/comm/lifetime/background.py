@@ -19,8 +19,6 @@ from typing import TypeVar
 
 from bagua.comm.lifetime.forks import family, forked_error
 
-__all__ = ["BackgroundThread", "bounded", "stand_by"]
-
 T = TypeVar("T")
 
 _living: weakref.WeakSet[BackgroundThread] = weakref.WeakSet()

@@ -19,8 +19,6 @@ from typing import Protocol
 from bagua.comm.lifetime.forks import family
 from bagua.comm.lifetime.wake import Wake
 
-__all__ = ["Closable", "close_with"]
-
 _log = logging.getLogger("bagua")
 #: How often what is not idle yet is looked at.
 _POLL_S = 0.01

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 
-__all__ = ["run_all", "uncaught_error"]
-
 
 def run_all(actions: Iterable[Callable[[], object]]) -> None:
     """Run all of ``actions`` in order, then raise the first error that one of them raised.

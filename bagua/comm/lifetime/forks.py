@@ -16,8 +16,6 @@ from typing import Protocol
 from bagua.comm.lifetime.closing import run_all
 from bagua.errors import CommunicatorClosedError
 
-__all__ = ["Disowned", "Family", "family", "forked_error", "leak"]
-
 
 class Disowned(Protocol):
     """Something that belongs to the process that made it, not to forked children."""

@@ -6,8 +6,6 @@ import _signal  # type: ignore[import-not-found]  # the function behind ``signal
 import signal
 import threading
 
-__all__ = ["Turns", "handlers_may_call"]
-
 #: Those that programs handle: not what the processor raises, nor what cannot be handled.
 _SIGNALS = tuple(
     int(number)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 
-__all__ = ["Wake"]
-
 
 class Wake:
     """Tells one thread to look.

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 from bagua.comm.pieces.phase_deadline import PhaseDeadline
 from bagua.comm.pieces.server import LENGTH, PIECE_BYTES, Source, digest_of, digests_of
 
-__all__ = ["Fetch", "ask_now"]
-
 
 class _Place(NamedTuple):
     """Where a piece belongs."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-__all__ = ["PhaseDeadline"]
-
 _KEPT, _FIRST = 64, 8
 _DEVIATIONS, _TIMES_FIRST = 8.0, 3.0
 

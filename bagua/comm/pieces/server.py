@@ -17,8 +17,6 @@ from bagua.comm.lifetime.forks import family
 from bagua.comm.objects import Memory
 from bagua.comm.transports.failure.notices import own_address
 
-__all__ = ["LENGTH", "PIECE_BYTES", "PieceServer", "Source"]
-
 #: Small enough that a source that is lost costs little, large enough that asking costs nothing.
 PIECE_BYTES = 4 * 1024 * 1024
 #: Begins each answer.

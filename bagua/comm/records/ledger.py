@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from bagua.comm.records.recorder import Recorder
 from bagua.comm.records.statistics import KindStatistics, Statistics, merge
 
-__all__ = ["Ledger"]
-
 
 @dataclass
 class Ledger:

@@ -20,20 +20,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from bagua.comm.call import Call
 from bagua.comm.store.beats import Beats
 
-__all__ = [
-    "CallRecord",
-    "CallTimes",
-    "Counters",
-    "Observer",
-    "Place",
-    "Recorder",
-    "TraceSink",
-    "came_late",
-    "here",
-    "in_background",
-    "observers",
-]
-
 T = TypeVar("T")
 
 

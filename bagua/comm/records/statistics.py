@@ -8,8 +8,6 @@ from typing import NamedTuple
 from bagua.comm.call import POINT_TO_POINT, Call
 from bagua.comm.records.recorder import CallRecord, CallTimes, Place, Recorder, here
 
-__all__ = ["KindStatistics", "Statistics", "merge", "sent_bytes"]
-
 #: Calls remembered of each communicator, and how many of them the message of a failure shows.
 RECORDS_LENGTH = 64
 HISTORY_LENGTH = 16

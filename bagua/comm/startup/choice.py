@@ -11,8 +11,6 @@ import torch.distributed as dist
 from bagua.comm.transports.shm.transport import shm_refusal
 from bagua.topology import ranks_by_node
 
-__all__ = ["ASKED_FOR", "TORCH_NAME", "abilities", "candidates", "unwrapped"]
-
 #: The reason for a backend that the user chose.
 ASKED_FOR = "it was asked for"
 #: Under this name ``torch.distributed`` knows our transports.

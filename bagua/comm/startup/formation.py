@@ -26,8 +26,6 @@ from bagua.comm.transports.registry import backend_refusal
 from bagua.comm.transports.shm.transport import shm_expected
 from bagua.errors import CollectiveMismatchError, ConfigurationError, TransportUnavailableError
 
-__all__ = ["StartupPlan", "configure_log", "connect_first", "fresh", "new_job", "plan"]
-
 _log = logging.getLogger("bagua")
 
 

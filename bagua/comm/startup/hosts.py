@@ -10,8 +10,6 @@ from pathlib import Path
 from bagua import env
 from bagua.errors import ConfigurationError
 
-__all__ = ["host_identity", "nodes_from_identities", "nodes_from_local_size"]
-
 
 def host_identity() -> str:
     """A text that two processes share exactly when they run on one host.

@@ -20,8 +20,6 @@ from bagua.comm.store.beats import Beats
 from bagua.comm.torch_private import default_store
 from bagua.errors import ConfigurationError, RepeatedInitializationError
 
-__all__ = ["init_process_group"]
-
 #: As in torch: long enough for a checkpoint on rank 0, short enough to notice.
 DEFAULT_TIMEOUT_S = 1800.0
 

@@ -14,8 +14,6 @@ from bagua.comm.records.ledger import Ledger
 from bagua.comm.transports.base import DONE, Handle, Transport
 from bagua.comm.transports.registry import register_transport
 
-__all__ = ["RehearsalTransport", "rehearsal_group"]
-
 _NAME = "rehearsal"
 
 

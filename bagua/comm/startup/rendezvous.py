@@ -13,8 +13,6 @@ from bagua import env
 from bagua.comm.lifetime.forks import family, leak
 from bagua.errors import CollectiveTimeoutError, ConfigurationError
 
-__all__ = ["connect", "resolve_rank", "wait_for_listener"]
-
 _COMMAND = "baguarun --nproc 2 train.py (or: torchrun --nproc_per_node 2 train.py)"
 
 

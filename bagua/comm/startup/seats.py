@@ -15,8 +15,6 @@ from bagua.comm.startup.formation import new_job
 from bagua.comm.store.asking import gather_values
 from bagua.errors import CommunicationError, PeerLostError, TransportUnavailableError
 
-__all__ = ["group_of_seats"]
-
 
 def group_of_seats(
     store: Store,

@@ -13,8 +13,6 @@ from bagua.comm.long_wait import LongWait
 from bagua.comm.store.keys import missing_keys, read_all, wait_for_keys
 from bagua.errors import CollectiveTimeoutError, PeerLostError, TransportUnavailableError
 
-__all__ = ["consult", "gather_values", "raise_refusals", "refuse_together"]
-
 
 def gather_values(
     store: dist.Store,

@@ -17,8 +17,6 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from bagua.comm.lifetime.background import bounded
 from bagua.comm.store.keys import read_all
 
-__all__ = ["Beats", "connect_beats"]
-
 #: How long a server may take to answer somebody who only looks.
 _CONNECT_TIMEOUT_S = 10.0
 

@@ -16,8 +16,6 @@ import torch.distributed as dist
 
 from bagua.errors import PeerLostError
 
-__all__ = ["Board"]
-
 T = TypeVar("T")
 
 

@@ -11,8 +11,6 @@ from torch.distributed import Store
 from bagua.comm.store.keys import read_all
 from bagua.errors import StoreLostError
 
-__all__ = ["Cells"]
-
 T = TypeVar("T")
 
 

@@ -15,8 +15,6 @@ from torch.distributed import DistNetworkError
 from bagua.comm.lifetime.forks import family
 from bagua.comm.store.polled import PolledStore
 
-__all__ = ["EtcdStore"]
-
 #: Of one request to one server. A server that was stopped never answers; the next one is asked soon.
 _REQUEST_S = 0.5
 #: Operations of one transaction, of 128 that servers allow.

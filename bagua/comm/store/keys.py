@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 
 from torch.distributed import Store
 
-__all__ = ["missing_keys", "read_all", "wait_for_keys"]
-
 _FIRST_PAUSE_S = 0.0005
 _LONGEST_PAUSE_S = 0.02
 

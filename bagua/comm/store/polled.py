@@ -15,8 +15,6 @@ from torch.distributed import DistNetworkError, DistStoreError, Store
 from bagua.comm.lifetime.background import BackgroundThread
 from bagua.comm.store.keys import wait_for_keys
 
-__all__ = ["BoundedStore", "PolledStore"]
-
 T = TypeVar("T")
 
 

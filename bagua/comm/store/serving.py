@@ -6,8 +6,6 @@ from datetime import timedelta
 
 from torch.distributed import HashStore, Store, TCPStore
 
-__all__ = ["connect_store", "serve_store", "thread_store"]
-
 _LOOPBACK = "127.0.0.1"
 
 

@@ -32,8 +32,6 @@ from bagua.comm.transports.memory.copying import copy_pieces
 from bagua.comm.work import Work, joined
 from bagua.errors import InvalidReduceOpError, InvalidTensorError
 
-__all__ = ["TorchCalls"]
-
 
 class Options(Protocol):
     """What the options of all calls of torch have."""

@@ -15,8 +15,6 @@ from torch.distributed import ReduceOp
 
 from bagua.errors import InvalidTypeError
 
-__all__ = ["takes"]
-
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 _OPERATIONS = (ReduceOp, ReduceOp.RedOpType)

@@ -27,8 +27,6 @@ from bagua.comm.lifetime.forks import family, forked_error
 from bagua.comm.work import Work
 from bagua.errors import CommunicatorClosedError
 
-__all__ = ["CallFuture", "CallbackThread", "PlainFutures", "in_callback"]
-
 _log = logging.getLogger("bagua")
 #: The threads that run callbacks. A set: looked at by every call.
 _runners: set[int] = set()

@@ -39,8 +39,6 @@ from bagua.comm.torch_private import (
 )
 from bagua.errors import ConfigurationError
 
-__all__ = ["TorchBackendOptions", "TorchGroup", "create_torch_group", "install_torch_backend"]
-
 _GLOO = dist.ProcessGroup.BackendType.GLOO
 _NCCL = dist.ProcessGroup.BackendType.NCCL
 

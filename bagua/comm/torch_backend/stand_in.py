@@ -9,8 +9,6 @@ import torch.distributed as dist
 from bagua.comm.operands import as_seconds
 from bagua.comm.torch_private import lazy_gloo_options
 
-__all__ = ["CpuStandIn"]
-
 
 class CpuStandIn(dist.ProcessGroupGloo):
     """What torch finds registered for CPU tensors, because it asks groups for that.

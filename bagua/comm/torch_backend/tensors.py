@@ -12,16 +12,6 @@ from bagua.comm.torch_forms.lists import flat, rows_for
 from bagua.comm.torch_private import end_coalescing, start_coalescing
 from bagua.errors import InvalidTensorError
 
-__all__ = [
-    "REDUCE_ROWS",
-    "as_one",
-    "first",
-    "only",
-    "require_equal",
-    "rows_of",
-    "spelled",
-]
-
 
 def spelled(backend: Any, name: str, former: str) -> Callable[..., Any]:
     """A method that torch has renamed."""

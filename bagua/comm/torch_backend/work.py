@@ -15,8 +15,6 @@ from bagua.comm.work import Work
 from bagua.errors import CommunicationError
 from bagua.torch_private import backward_pass, when_backward_ends
 
-__all__ = ["BackwardPass", "BackwardWatch", "TorchWork"]
-
 _NO_TIMEOUT = timedelta()
 #: Looked up once, as works are made in each call; so are their slots filled more quickly than a dictionary.
 _begin = torch_private.Work.__init__

@@ -15,18 +15,6 @@ from bagua.comm.transports.memory.copying import copy_pieces
 from bagua.comm.work import Work, joined
 from bagua.errors import InvalidTensorError
 
-__all__ = [
-    "allgather_tensors",
-    "alltoall_rows",
-    "alltoall_tensors",
-    "counts_of_rows",
-    "flat",
-    "gather_tensors",
-    "reduce_scatter_tensors",
-    "rows_for",
-    "scatter_tensors",
-]
-
 
 def flat(parts: Sequence[Tensor]) -> Tensor:
     """All elements of ``parts``, one after the other, in new memory."""

@@ -31,8 +31,6 @@ from bagua.errors import (
     PeerLostError,
 )
 
-__all__ = ["Mail", "mail_of"]
-
 T = TypeVar("T")
 
 #: The store takes no values that are much larger.

@@ -51,8 +51,6 @@ from torch.distributed import Store
 from bagua.comm.call import Call
 from bagua.comm.long_wait import Activity
 
-__all__ = ["DONE", "Arrivals", "Handle", "Joined", "Membership", "Transport", "countdown"]
-
 
 class Handle(ABC):
     """A started call. A transport returns one; what its user gets is made of it: ``bagua.comm.Work``."""

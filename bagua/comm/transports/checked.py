@@ -24,8 +24,6 @@ from bagua.comm.transports.c10d.transport import C10dTransport
 from bagua.comm.transports.fingerprints import CollectiveFingerprints, FingerprintExchange, MessageFingerprints
 from bagua.errors import CollectiveTimeoutError
 
-__all__ = ["CheckedTransport", "check_membership"]
-
 _POLL_S = 0.0002
 #: Time between two looks for the rank that sends to a receive from any.
 _LOOK_S = 0.002

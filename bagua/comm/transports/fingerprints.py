@@ -22,13 +22,6 @@ from bagua.comm.call import (
 from bagua.comm.transports.base import DONE, Handle, Transport
 from bagua.errors import CollectiveMismatchError, CommunicationError
 
-__all__ = [
-    "CollectiveFingerprints",
-    "FingerprintExchange",
-    "MessageFingerprints",
-    "fingerprint_of",
-]
-
 _FACTS = 6
 _SENDS, _RECEIVES = KIND_NUMBERS["send"], KIND_NUMBERS["recv"]
 _FAREWELL_S = 1.0

@@ -34,8 +34,6 @@ from bagua.comm.transports.solo import SoloTransport
 from bagua.errors import CommunicationError
 from bagua.topology import ranks_by_node
 
-__all__ = ["HybridTransport", "slice_owners"]
-
 #: Of one slice of a piece. Smaller ones cost more calls; larger ones leave the link idle while a host reduces.
 _PIECE_BYTES = 512 * 1024
 #: Pieces that may be on their way between the hosts. Two keep the link busy, and Gloo carries out two calls at once.

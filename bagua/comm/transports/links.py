@@ -21,8 +21,6 @@ from bagua.comm.transports.memory.wildcards import Wildcard
 from bagua.comm.transports.views import as_bytes
 from bagua.errors import CollectiveMismatchError, CommunicationError
 
-__all__ = ["LinkMessages", "MessageLink"]
-
 #: What announces a message: number of elements, and number of the dtype.
 _HEADER = struct.Struct("2q")
 #: A header that is expected before anybody sends has no deadline.

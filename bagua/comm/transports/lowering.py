@@ -33,8 +33,6 @@ from bagua.comm.transports.memory.wildcards import Wildcards
 from bagua.comm.transports.views import as_bytes, flattened
 from bagua.errors import CommunicationError, CommunicatorClosedError, ConcurrentUseError, blame
 
-__all__ = ["LoweredTransport"]
-
 #: Up to here an allreduce is one swap, in which each rank sends all it has to all others.
 _SMALL_BYTES = 16 * 1024
 #: A lane may take this much longer than the deadline of its call to find out which ranks did not come.

@@ -17,8 +17,6 @@ from bagua.comm.transports.solo import SoloTransport
 from bagua.comm.transports.threads import ThreadsTransport
 from bagua.errors import ConfigurationError
 
-__all__ = ["backend_refusal", "create_transport", "register_transport"]
-
 _OWN = ("shm", "hybrid", "threads", "solo", TORCH_NAME)
 
 

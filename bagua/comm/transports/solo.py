@@ -8,8 +8,6 @@ from bagua.comm.call import Call
 from bagua.comm.transports.base import DONE, Handle, Transport
 from bagua.comm.transports.memory.copying import copy_pieces
 
-__all__ = ["SoloTransport"]
-
 
 class SoloTransport(Transport):
     """Serves communicators of size 1 on every device, whatever the backend."""

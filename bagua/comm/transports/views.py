@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["as_bytes", "flattened"]
-
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
     """One dimension with stride 1; a single element may claim any other stride.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["bits_for", "pack_bits", "pack_codes", "unpack_bits", "unpack_codes"]
-
 #: So many codes of a width as there are in a byte, as one integer, and what keeps each of them apart.
 _WORDS = {4: torch.int16, 2: torch.int32}
 _APART = {4: 0x0F0F, 2: 0x03030303}

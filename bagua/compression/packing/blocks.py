@@ -8,8 +8,6 @@ import torch
 
 from bagua.checks import check_whole, unusable
 
-__all__ = ["check_block_numel", "in_pieces", "in_rows"]
-
 #: What stays in the cache of one core, with a copy: 512 KiB of float32.
 _CACHED_NUMEL = 2**17
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["mixed_seed", "noise_like"]
-
 _BITS = 64
 _MASK = 2**_BITS - 1
 #: Sixteen random bits are enough: what they miss is a 131072nd part of a step.

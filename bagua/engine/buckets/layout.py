@@ -13,24 +13,6 @@ from bagua.comm import Communicator
 from bagua.engine.buckets.registration import Registration
 from bagua.errors import CollectiveMismatchError, ConfigurationError
 
-__all__ = [
-    "agreed_order",
-    "bucket_lists",
-    "changed_by_others",
-    "check_place",
-    "cut",
-    "foreign",
-    "log_buckets",
-    "name_of",
-    "not_formed",
-    "positions_of",
-    "shared",
-    "twice",
-    "unusable",
-    "unused",
-]
-
-
 _log = logging.getLogger("bagua")
 
 

@@ -11,9 +11,6 @@ import torch
 from bagua.algorithms import Algorithm, Model
 from bagua.errors import ConfigurationError, InvalidTensorError
 
-__all__ = ["Registration", "buffers_of", "checked_model", "floating_buffers_of", "ignored_names"]
-
-
 _SHARDED = (
     "FSDP exchanges the gradients of what it shards. Give it the plain module; between replicas of a sharded model, "
     "use exchange_shards of bagua.integrations.fsdp, or for gradients register_fsdp_hook of ddp_comm_hooks there."

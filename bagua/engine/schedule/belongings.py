@@ -11,8 +11,6 @@ from bagua.comm import ProcessGroup
 from bagua.engine.schedule.executor import Executor
 from bagua.errors import CommunicationError
 
-__all__ = ["Belongings"]
-
 _POLL_S = 0.001
 
 

@@ -19,21 +19,6 @@ from bagua.engine.schedule.tracks import Clock, Course, Lane, Track, memory_for
 from bagua.engine.state.saving import Remembered, collect, cut, key_of, restore
 from bagua.primitives import ReducerMemory, State
 
-__all__ = [
-    "Courses",
-    "describe",
-    "follows_gradients",
-    "gathers",
-    "is_between_steps",
-    "is_chunked",
-    "lag_of_gradients",
-    "layout_of",
-    "longest_period",
-    "saved_flights",
-    "sends_gradients",
-    "waits_for_optimizers",
-]
-
 
 def describe(group: ProcessGroup, activity: Callable[[], str] | None) -> None:
     """Have messages about calls on ``group`` say what they were made for: what ``activity`` returns then."""

@@ -10,8 +10,6 @@ import torch
 
 from bagua.comm import BackgroundThread, ProcessGroup, Recorder, Work, in_background
 
-__all__ = ["CallerExecutor", "Executor", "create_executor", "nothing"]
-
 Exchange = Callable[[], Work | None]
 Wait = Callable[[], object]
 

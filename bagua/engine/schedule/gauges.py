@@ -14,8 +14,6 @@ from bagua.comm import ProcessGroup, Recorder
 from bagua.errors import ConfigurationError
 from bagua.topology import consensus_rate, create
 
-__all__ = ["Gauges"]
-
 #: Elements of a bucket that are looked at, at most.
 _SAMPLE = 4096
 #: Buckets whose last mean difference is remembered: 16 KiB each.

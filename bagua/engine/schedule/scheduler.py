@@ -13,8 +13,6 @@ from bagua.engine.buckets.layout import twice, unusable
 from bagua.engine.schedule.executor import nothing
 from bagua.engine.schedule.tracks import Clock, Course, Track
 
-__all__ = ["Scheduler", "Slot"]
-
 
 class Slot:
     """One parameter in its bucket, as the hooks see it.

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from bagua.checks import check_whole
 
-__all__ = ["SampleCount", "SampleShares"]
-
 
 class SampleCount:
     """What a ``join`` block counts: how many samples each step of this rank trains on.

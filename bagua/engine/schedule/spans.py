@@ -9,8 +9,6 @@ from bagua.comm import ProcessGroup, Recorder
 from bagua.engine.schedule.executor import Wait
 from bagua.torch_private import profiler_range, profiling
 
-__all__ = ["Passes", "shown"]
-
 T = TypeVar("T")
 
 

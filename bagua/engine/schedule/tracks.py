@@ -24,8 +24,6 @@ from bagua.primitives import MatrixBlock, ReducerMemory
 
 _log = logging.getLogger("bagua")
 
-__all__ = ["Clock", "Course", "Lane", "Track"]
-
 
 @dataclass(frozen=True)
 class Clock:

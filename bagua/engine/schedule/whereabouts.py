@@ -7,8 +7,6 @@ from typing import Protocol
 
 from bagua.engine.schedule.scheduler import Scheduler
 
-__all__ = ["whereabouts"]
-
 
 class Steps(Protocol):
     """What makes steps."""

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from bagua.comm import Communicator
 from bagua.errors import BaguaError, CollectiveMismatchError
 
-__all__ = ["compare", "compare_or_refuse"]
-
 #: By the beginning of a fact, what it is about, and what to do if it differs.
 _SUBJECTS = {
     "algorithm ": ("algorithms", "Name the same algorithm with the same options on every rank."),

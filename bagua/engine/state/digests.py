@@ -9,8 +9,6 @@ import torch
 
 from bagua.comm import as_bytes
 
-__all__ = ["digest_of_gradients", "quick_digest"]
-
 #: Sums of a digest: what changes several words must cancel out in one of them to be overlooked.
 _SUMS = 256
 

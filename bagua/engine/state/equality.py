@@ -22,12 +22,6 @@ from bagua.engine.state.rounding import differ_by_rounding
 from bagua.engine.state.saving import Holder, digest_of, shared_tensors
 from bagua.errors import CollectiveMismatchError
 
-__all__ = [
-    "Belief",
-    "EqualityCheck",
-    "warn_of_equal_gradients",
-]
-
 _log = logging.getLogger("bagua")
 
 #: Steps from one look to the next where ranks hold equal weights after each step.

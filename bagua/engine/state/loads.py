@@ -11,8 +11,6 @@ import torch
 from bagua.comm import ProcessGroup
 from bagua.engine.state.digests import quick_digest
 
-__all__ = ["Loads"]
-
 _log = logging.getLogger("bagua")
 
 

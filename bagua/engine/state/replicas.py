@@ -11,17 +11,6 @@ from bagua.engine.buckets.registration import ignored_names
 from bagua.engine.state.agreement import compare
 from bagua.engine.state.saving import digest_of
 
-__all__ = [
-    "allreduce_optimizer_state",
-    "allreduce_parameters",
-    "are_equal",
-    "broadcast_buffers_of",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "make_weights_equal",
-    "tensors_of",
-]
-
 
 def tensors_of(module: torch.nn.Module, *, parameters: bool, buffers: bool) -> list[torch.Tensor]:
     """Parameters and buffers of ``module`` that are not ignored."""

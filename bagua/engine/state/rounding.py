@@ -9,8 +9,6 @@ import torch
 
 from bagua.comm import Communicator
 
-__all__ = ["differ_by_rounding"]
-
 #: Units in the last place of the largest element by which ranks may come apart in one step.
 _UNITS = 16
 #: A share of the largest element that is no rounding any more, in any dtype after any number of steps.

@@ -12,8 +12,6 @@ from bagua.checks import check_kind
 from bagua.engine.state.saving import other_shape
 from bagua.errors import ConfigurationError
 
-__all__ = ["check_owner", "from_checkpoint", "name_of_rank"]
-
 #: A dictionary of anything: its keys are names.
 _ANY = "any name"
 _TENSORS = {_ANY: torch.Tensor}

@@ -14,25 +14,6 @@ from bagua.engine.state.agreement import compare
 from bagua.errors import ConfigurationError
 from bagua.primitives import ReducerMemory
 
-__all__ = [
-    "Holder",
-    "Remembered",
-    "collect",
-    "compare_states",
-    "digest_of",
-    "divided",
-    "key_of",
-    "merged",
-    "other_shape",
-    "paste",
-    "propose_again",
-    "renamed",
-    "restore",
-    "scopes_of",
-    "shared_tensors",
-    "united",
-]
-
 Tensors = dict[str, torch.Tensor]
 
 

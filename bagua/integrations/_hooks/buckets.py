@@ -11,8 +11,6 @@ from bagua.comm import Communicator
 from bagua.engine import Remembered, collect, merged, renamed, restore
 from bagua.primitives import MatrixBlock, ReducerMemory, SumReducer
 
-__all__ = ["HookBuckets"]
-
 
 class _HookBucket:
     """What is remembered of a bucket of DDP, which has its parameters one after the other, without gaps.

@@ -15,8 +15,6 @@ from bagua.errors import ConfigurationError, blame
 from bagua.integrations._hooks.buckets import HookBuckets
 from bagua.primitives import allreduce_sum, reducer_sum
 
-__all__ = ["HookState"]
-
 
 class _Held(NamedTuple):
     """A bucket of DDP that is on its way.

@@ -9,8 +9,6 @@ import torch
 from bagua.comm import Communicator, get_default_group, is_initialized
 from bagua.torch_private import BatchNorm
 
-__all__ = ["SynchronizedBatchNorm", "SynchronizedBatchNorms"]
-
 
 class _Sum(torch.autograd.Function):
     """The sum over ranks, of values and of gradients."""

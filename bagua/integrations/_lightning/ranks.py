@@ -13,8 +13,6 @@ from bagua.errors import ConfigurationError
 from bagua.parallel import DistributedDataParallel
 from bagua.utilities import all_gather_ddp_if_available, sync_ddp_if_available
 
-__all__ = ["KEY", "RanksMixin", "register"]
-
 #: Where a checkpoint of Lightning holds what is ours.
 KEY = "bagua"
 

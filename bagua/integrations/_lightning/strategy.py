@@ -14,8 +14,6 @@ from bagua.integrations._lightning.batch_norm import SynchronizedBatchNorms
 from bagua.integrations._lightning.ranks import KEY, RanksMixin
 from bagua.parallel import DistributedDataParallel
 
-__all__ = ["StrategyMixin"]
-
 
 class StrategyMixin(RanksMixin):
     """What ``BaguaStrategy`` adds to Lightning's ``DDPStrategy``; see there."""

@@ -17,8 +17,6 @@ from bagua.parallel.decentralized.stepping import Stepping
 from bagua.primitives import neighbour_average
 from bagua.topology import Edge, FunctionTopology, Neighbours, Topology
 
-__all__ = ["RoundMix", "mixing_a_step_late"]
-
 
 def mixing_a_step_late(mix: RoundMix, stepping: Stepping) -> Algorithm:
     """Each bucket mixes its weights with what others sent a step ago, steps, and sends its weights.

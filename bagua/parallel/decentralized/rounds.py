@@ -20,8 +20,6 @@ from bagua.topology import (
     ranks_by_node,
 )
 
-__all__ = ["RankRounds", "RoundOrder", "TopologyLike", "nodes_for", "resolve_topology"]
-
 #: A registered name, a topology, or a function of ``(size, round, nodes)``; see ``FunctionTopology``.
 TopologyLike = str | Topology | Callable[..., object]
 RoundOrder = Literal["in turn", "decent-dp"]

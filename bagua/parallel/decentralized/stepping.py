@@ -15,8 +15,6 @@ from bagua.buckets import Bucket
 from bagua.checks import check_choice, check_kind, check_numbers, wrong_type
 from bagua.errors import ConfigurationError
 
-__all__ = ["ClipScope", "LRSchedulerFunction", "OptimizerFunction", "Stepping"]
-
 NamedParameters = list[tuple[str, torch.nn.Parameter]]
 OptimizerFunction = Callable[[NamedParameters], torch.optim.Optimizer]
 LRSchedulerFunction = Callable[[torch.optim.Optimizer], LRScheduler]

@@ -18,8 +18,6 @@ from bagua.parallel.decentralized.rounds import RoundOrder, TopologyLike, nodes_
 from bagua.parallel.decentralized.stepping import ClipScope, LRSchedulerFunction, OptimizerFunction, Stepping
 from bagua.parallel.overlapping import OverlappingWrapper
 
-__all__ = ["DecentralizedDataParallel"]
-
 
 class DecentralizedDataParallel(OverlappingWrapper):
     r"""Trains a module on many ranks that mix their weights with a few others, one step behind.

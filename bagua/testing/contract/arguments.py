@@ -21,8 +21,6 @@ from bagua.testing.contract.exercises import CallSetting, communicator, home, pe
 from bagua.testing.ranks import RankPool
 from bagua.testing.reference import LEGAL, REDUCED, assert_same, values
 
-__all__ = ["ArgumentsContract"]
-
 #: A call, the error it gets, and the argument that the error names.
 Refused = tuple[Callable[[Communicator], Any], type[BaguaError], str]
 

@@ -17,8 +17,6 @@ from bagua.testing.contract.base import ContractBase
 from bagua.testing.contract.exercises import EXERCISES, CallSetting, Exercise, communicator, home, perform
 from bagua.testing.ranks import RankPool
 
-__all__ = ["AsynchronousContract"]
-
 #: How long something that must happen may take, in seconds. An upper bound, never reached.
 PATIENCE_S = 60.0
 

@@ -9,8 +9,6 @@ import pytest
 
 from bagua.testing.ranks import Outcome, RankPool
 
-__all__ = ["ContractBase"]
-
 
 class ContractBase:
     """Declarations of a transport under test. The suite asks these, never its name.

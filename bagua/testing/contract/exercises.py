@@ -16,8 +16,6 @@ import bagua.comm
 from bagua.comm import Communicator, ReduceOp, Work
 from bagua.testing.reference import LEGAL, assert_rounded_once, assert_same, garbage, reduced, values
 
-__all__ = ["EXERCISES", "TENSOR_KINDS", "CallSetting", "Exercise", "communicator", "home", "perform", "several"]
-
 
 def communicator() -> Communicator:
     """The communicator of all ranks of this run."""

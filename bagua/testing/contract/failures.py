@@ -25,8 +25,6 @@ from bagua.testing.contract.base import ContractBase
 from bagua.testing.contract.exercises import EXERCISES, CallSetting, communicator, home, perform
 from bagua.testing.ranks import RankPool, die, fall_silent
 
-__all__ = ["FailuresContract", "caught", "die_last"]
-
 #: Every error must be there one second after the deadline at the latest. The other seconds are for a machine
 #: that has more to do than to run this suite, and may leave any thread alone for that long.
 GRACE_S = 1.0 + 29.0

@@ -13,8 +13,6 @@ from bagua.testing.contract.failures import GRACE_S, caught, say, wait_until_sai
 from bagua.testing.ranks import RankPool
 from bagua.testing.reference import assert_same
 
-__all__ = ["MessagesContract"]
-
 #: Several pieces on a transport that moves messages in pieces.
 LARGE = 300_007
 DTYPES = (torch.float32, torch.int16, torch.bool, torch.complex64, torch.float8_e5m2)

@@ -18,8 +18,6 @@ from bagua.testing.contract.failures import caught
 from bagua.testing.ranks import RankPool
 from bagua.testing.reference import assert_same
 
-__all__ = ["RecordsContract"]
-
 
 class RecordsContract(ContractBase):
     """Objects from rank to rank, and what a communicator remembers of its calls."""

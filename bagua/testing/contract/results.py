@@ -13,8 +13,6 @@ from bagua.testing.contract.exercises import TENSOR_KINDS, CallSetting, communic
 from bagua.testing.ranks import RankPool
 from bagua.testing.reference import COPIED, FLOATS, LEGAL, assert_same, values
 
-__all__ = ["ResultsContract"]
-
 REDUCING = ("allreduce", "reduce", "reduce_scatter")
 COPYING = tuple(kind for kind in TENSOR_KINDS if kind not in REDUCING)
 ROOTED = ("reduce", "broadcast", "gather", "scatter", "broadcast_coalesced")

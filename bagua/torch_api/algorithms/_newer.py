@@ -9,8 +9,6 @@ from types import ModuleType
 
 from bagua import algorithms
 
-__all__ = ["MODULES"]
-
 
 def _module(name: str, summary: str, *names: str) -> ModuleType:
     """A module that passes on names of ``bagua.algorithms``, and that ``import`` finds."""

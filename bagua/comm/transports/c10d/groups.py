@@ -20,17 +20,6 @@ from bagua.comm.transports.c10d.lowering import Abilities, as_timedelta
 from bagua.comm.transports.c10d.sockets import OpenSocket, let_go, open_sockets, opened_since
 from bagua.errors import TransportUnavailableError
 
-__all__ = [
-    "BackendGroup",
-    "GlooGroup",
-    "NcclGroup",
-    "OtherGroup",
-    "create_group",
-    "group_refusal",
-    "knows",
-    "split_name",
-]
-
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
 _ARITHMETIC = ("sum", "product", "min", "max")

@@ -25,8 +25,6 @@ from bagua.comm.transports.c10d.lowering import Finish, as_timedelta
 from bagua.comm.transports.failure.finder import FailureFinder
 from bagua.errors import CommunicationError
 
-__all__ = ["C10dHandle", "HostHandle", "Owner", "StreamHandle", "StreamWatch", "Waiters"]
-
 #: How long Ctrl-C may have to wait.
 SLICE_S = 0.1
 _SLICE = timedelta(seconds=SLICE_S)

@@ -23,8 +23,6 @@ from bagua.comm.reduction import ReduceOp, divide, fold
 from bagua.comm.torch_private import end_coalescing, source_rank, start_coalescing
 from bagua.comm.transports.views import as_bytes, flattened
 
-__all__ = ["Abilities", "Finish", "Lowering", "Started", "as_timedelta"]
-
 Finish = Callable[[], object]
 #: Works of the backend, and what completes the call after them.
 Started = tuple[tuple[Any, ...], Finish | None]

@@ -14,8 +14,6 @@ from typing import Protocol
 
 from bagua.comm.lifetime.forks import family
 
-__all__ = ["Monitor", "Watched", "monitor"]
-
 _POLL_S = 0.02
 _NOTICE_POLL_S = 0.5
 

@@ -13,8 +13,6 @@ import stat
 from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["OpenSocket", "let_go", "open_sockets", "opened_since"]
-
 _DESCRIPTORS = "/proc/self/fd"
 
 

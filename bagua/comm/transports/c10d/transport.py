@@ -34,8 +34,6 @@ from bagua.comm.transports.failure.finder import FailureFinder
 from bagua.comm.transports.memory.copying import copy_pieces
 from bagua.errors import TransportUnavailableError
 
-__all__ = ["C10dTransport", "c10d_refusal"]
-
 #: Kinds that move something even if ``call.numel`` is 0.
 _NEVER_EMPTY = frozenset({"barrier", "alltoall_v", *POINT_TO_POINT})
 

@@ -8,8 +8,6 @@ from typing import Any
 from bagua.comm.transports.failure.notices import Cause, Findings
 from bagua.errors import CollectiveTimeoutError, CommunicationError, CommunicatorClosedError, PeerLostError
 
-__all__ = ["ENDED", "ended_error", "lost_error", "timeout_error"]
-
 #: What is known of a rank that refuses connections.
 ENDED = "it ended, or closed its communicator"
 

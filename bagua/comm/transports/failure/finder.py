@@ -12,8 +12,6 @@ from bagua.comm.transports.failure.errors import ENDED, ended_error, lost_error,
 from bagua.comm.transports.failure.notices import Cause, Findings, Mailbox
 from bagua.errors import CollectiveTimeoutError, CommunicationError
 
-__all__ = ["FailureFinder"]
-
 
 class FailureFinder:
     """Finds out which rank ended a communicator, for transports that only see broken connections.

@@ -35,8 +35,6 @@ from bagua.comm.store.keys import missing_keys, read_all, wait_for_keys
 from bagua.comm.transports.base import Membership
 from bagua.errors import TransportUnavailableError
 
-__all__ = ["ATTENDANCE_S", "Cause", "Findings", "Mailbox", "meet", "own_address"]
-
 #: How long ranks that are alive have to say that their call failed, too.
 ATTENDANCE_S = 0.6
 #: How long one round of connections may take. Ranks that are alive answer in one round trip.

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["copy_flat", "copy_pieces"]
-
 #: From here on the C library is as fast as torch while the data is in the cache, and up to 1.8 times as fast when it
 #: is not: it does not read what it is about to overwrite. Below, what calling it costs shows.
 _LARGE_BYTES = 256 * 1024

@@ -15,17 +15,6 @@ from bagua.comm.transports.memory.line import Deadline, Line, Notice, rows
 from bagua.comm.transports.memory.peers import Peers
 from bagua.errors import CollectiveMismatchError
 
-__all__ = [
-    "SMALL_BYTES",
-    "MemoryExchange",
-    "compare",
-    "own_slice",
-    "reads_all",
-    "reduce_copies",
-    "slice_length",
-    "small_bytes",
-]
-
 #: Small for any number of ranks.
 SMALL_BYTES = 64 * 1024
 

@@ -16,8 +16,6 @@ from bagua.comm.transports.base import DONE, Handle
 from bagua.comm.transports.memory.line import Deadline
 from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError, ConcurrentUseError
 
-__all__ = ["COLLECTIVE", "Lane", "LaneHandle", "LaneTask", "Lanes"]
-
 #: How long a signal handler may have to wait.
 _SLICE_S = 0.1
 #: ``COLLECTIVE``, ("send", to whom) or ("recv", from whom).

@@ -11,8 +11,6 @@ import torch
 
 from bagua.comm.call import Call
 
-__all__ = ["Deadline", "FaultHook", "Line", "LineState", "Notice", "RankKilled", "Slots", "Step", "Words", "rows"]
-
 
 class RankKilled(BaseException):
     """Raised by a fault hook: the rank is gone, as if its process had been killed.

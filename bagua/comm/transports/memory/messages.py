@@ -14,8 +14,6 @@ from bagua.comm.transports.memory.peers import Peers
 from bagua.comm.transports.memory.wildcards import Wildcard
 from bagua.errors import CollectiveMismatchError
 
-__all__ = ["Messages"]
-
 
 class Messages:
     """Sends and receives for one rank.

@@ -33,8 +33,6 @@ from bagua.errors import (
     blame,
 )
 
-__all__ = ["Peers"]
-
 #: Read in every barrier. ``LineState.OPEN`` is 0.
 _ARRIVED, _STATE = Words.ARRIVED, Words.STATE
 #: The error, if the ranks wait for each other in vain in a call.

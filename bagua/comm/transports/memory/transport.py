@@ -44,8 +44,6 @@ from bagua.comm.transports.memory.peers import Peers
 from bagua.comm.transports.memory.wildcards import Wildcard, Wildcards
 from bagua.errors import CollectiveMismatchError, CommunicatorClosedError, ConcurrentUseError
 
-__all__ = ["MemoryTransport"]
-
 #: ``Deadline`` of all its fields in their order, in a third of the time.
 _new_deadline = partial(tuple.__new__, Deadline)
 #: How long ``close`` waits for calls of other threads that are about to end.

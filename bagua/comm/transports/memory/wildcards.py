@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 
 from bagua.comm.transports.memory.lanes import Lanes, LaneTask
 
-__all__ = ["Wildcard", "Wildcards"]
-
 
 class Wildcard:
     """A receive from any rank.

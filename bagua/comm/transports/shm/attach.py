@@ -31,8 +31,6 @@ from bagua.comm.transports.shm.line import NONCE_BYTES
 from bagua.comm.transports.shm.memory import SharedMemory, create_memory, map_memory
 from bagua.errors import CollectiveTimeoutError, CommunicationError, TransportUnavailableError
 
-__all__ = ["Attached", "Peer", "attach", "explained"]
-
 #: By now every rank is there; only a stopped process takes longer to connect.
 _LIMIT_S = 60.0
 _SLICE_S = 0.05

@@ -14,8 +14,6 @@ from collections.abc import Callable, Collection
 from bagua.comm.transports.shm.segments import MappedSegment, Segment
 from bagua.errors import PeerLostError, TransportUnavailableError
 
-__all__ = ["DescriptorChannel"]
-
 _MESSAGE = struct.Struct("q")
 
 

@@ -29,18 +29,6 @@ from bagua.comm.transports.memory.line import Line, Notice, Slots, Words
 from bagua.comm.transports.shm.memory import SharedMemory
 from bagua.comm.transports.shm.segments import MappedSegment, Views
 
-__all__ = [
-    "NONCE_BYTES",
-    "NOWHERE",
-    "Area",
-    "ControlLayout",
-    "ControlLine",
-    "Location",
-    "OwnLine",
-    "PeerLine",
-    "Where",
-]
-
 #: Kinds of collectives that are all said in their agreement, the number of the call apart.
 _WITHOUT_COUNTS = frozenset(KIND_NUMBERS[kind] for kind in COLLECTIVES if kind != "alltoall_v")
 _BY_ROWS = ("scatter", "reduce_scatter", "alltoall")

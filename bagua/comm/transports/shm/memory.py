@@ -19,8 +19,6 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["SharedMemory", "create_memory", "make_private", "map_memory"]
-
 _PAGE_BYTES = 4096
 _PROT_READ, _PROT_WRITE = 1, 2
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_NORESERVE = 1, 2, 0x10, 0x4000

@@ -21,8 +21,6 @@ from bagua.comm.transports.shm.segments import Segment, find
 from bagua.comm.transports.shm.staging import Outbox, Staging
 from bagua.errors import TransportUnavailableError
 
-__all__ = ["ShmPeers"]
-
 _new_lock = threading.Lock  # One look-up less in each barrier.
 
 #: Mappings of peers' memory that has gone are looked for once in so many calls, and while waiting.

@@ -19,8 +19,6 @@ import torch
 from bagua.comm.lifetime.forks import family
 from bagua.comm.transports.shm.memory import SharedMemory, create_memory, make_private, map_memory
 
-__all__ = ["HEADER_BYTES", "MappedSegment", "Segment", "Views", "allocate", "find"]
-
 #: Data starts here; before it lies the word that says whether the segment is still in use.
 HEADER_BYTES = 64
 _IN_USE, _GONE = 0, 1

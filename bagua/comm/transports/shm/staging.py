@@ -12,8 +12,6 @@ from bagua.comm.transports.memory.line import rows
 from bagua.comm.transports.shm.line import NOWHERE, Location, Where
 from bagua.comm.transports.shm.segments import HEADER_BYTES, Views, allocate
 
-__all__ = ["Outbox", "Staging"]
-
 #: Where some ranks only write and others only read, they take turns: pieces small enough for both to be busy.
 _IN_TURNS = frozenset({"broadcast", "reduce", "gather", "scatter"})
 _TURN_BYTES = 512 * 1024

@@ -20,8 +20,6 @@ from bagua.comm.transports.shm.segments import HEADER_BYTES, allocate
 from bagua.comm.transports.threads import current_fault
 from bagua.errors import TransportUnavailableError
 
-__all__ = ["ShmTransport", "shm_expected", "shm_refusal"]
-
 _log = logging.getLogger("bagua")
 
 
