@@ -5,6 +5,7 @@ from bagua.algorithms.async_model_average import (
     AsyncModelAverageAlgorithmImpl,
 )
 from bagua.algorithms.base import Algorithm, AlgorithmImpl, ByHost, Plane, around, as_algorithm, bound_form, registry
+from bagua.algorithms.base import WithInner as WithInner
 from bagua.algorithms.declarations import DistributedAlgorithm, Registry
 from bagua.algorithms.exchanges.exchange import Exchange
 from bagua.algorithms.exchanges.fields import OF_BUCKETS as OF_BUCKETS

@@ -327,21 +327,14 @@ class Composed(Algorithm):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Around(Algorithm):
-    """An algorithm with more exchanges around it. Made by ``around``.
+class WithInner(Algorithm):
+    """An algorithm made of another one, which says how training goes; subclasses say what is exchanged.
 
     Args:
-        inner: the algorithm.
-        outer: exchanges besides those of the algorithm.
+        inner: the other algorithm.
     """
 
     inner: Algorithm
-    outer: tuple[Exchange, ...]
-
-    def __post_init__(self) -> None:
-        check_kind(Algorithm, "an Algorithm", inner=self.inner)
-        for phase in self.phases:
-            check_exchanges(self.exchanges(phase))
 
     @property
     def phases(self) -> tuple[Hashable, ...]:
@@ -352,11 +345,6 @@ class Around(Algorithm):
         """That of the inner algorithm."""
         return self.inner.phase(step, model)
 
-    def exchanges(self, phase: Hashable = 0) -> tuple[Exchange, ...]:
-        """Those of the inner algorithm, under labels that begin with ``inner``, and those around it."""
-        inner = [one.labelled(".".join(filter(None, ("inner", one.label)))) for one in self.inner.exchanges(phase)]
-        return (*inner, *self.outer)
-
     @property
     def optimizer_class(self) -> Callable[..., torch.optim.Optimizer] | None:  # type: ignore[override]
         """That of the inner algorithm."""
@@ -365,6 +353,28 @@ class Around(Algorithm):
     def check(self, model: Model) -> None:
         """What the inner algorithm refuses."""
         self.inner.check(model)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Around(WithInner):
+    """An algorithm with more exchanges around it. Made by ``around``.
+
+    Args:
+        inner: the algorithm.
+        outer: exchanges besides those of the algorithm.
+    """
+
+    outer: tuple[Exchange, ...]
+
+    def __post_init__(self) -> None:
+        check_kind(Algorithm, "an Algorithm", inner=self.inner)
+        for phase in self.phases:
+            check_exchanges(self.exchanges(phase))
+
+    def exchanges(self, phase: Hashable = 0) -> tuple[Exchange, ...]:
+        """Those of the inner algorithm, under labels that begin with ``inner``, and those around it."""
+        inner = [one.labelled(".".join(filter(None, ("inner", one.label)))) for one in self.inner.exchanges(phase)]
+        return (*inner, *self.outer)
 
     def __repr__(self) -> str:
         return f"around({', '.join(map(repr, (self.inner, *self.outer)))})"

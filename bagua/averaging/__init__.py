@@ -29,28 +29,7 @@ Who is dead is judged by the beats of the records, each rank by its own clock; w
 """
 
 from bagua.averaging.averager import Averager
-from bagua.averaging.handoff import Buffers, Contribution, HandoffBuffer, Part, Stage, parts_of_buffers
-from bagua.averaging.link import Connection, DataLink, Transfer
-from bagua.averaging.membership import Departures, MemberState, Patience
-from bagua.averaging.round_protocol import Member
+from bagua.averaging.handoff import Buffers, Part, parts_of_buffers
 from bagua.averaging.rounds import AveragingStatus, Schedule, topology_of
 
-__all__ = [
-    "Averager",
-    "AveragingStatus",
-    "Buffers",
-    "Connection",
-    "Contribution",
-    "DataLink",
-    "Departures",
-    "HandoffBuffer",
-    "Member",
-    "MemberState",
-    "Part",
-    "Patience",
-    "Schedule",
-    "Stage",
-    "Transfer",
-    "parts_of_buffers",
-    "topology_of",
-]
+__all__ = ["Averager", "AveragingStatus", "Buffers", "Part", "Schedule", "parts_of_buffers", "topology_of"]

@@ -19,9 +19,9 @@ from bagua.algorithms import (
     Exchange,
     Flight,
     How,
-    Model,
     OverIslands,
     Sum,
+    WithInner,
     as_algorithm,
 )
 from bagua.checks import check_kind
@@ -189,20 +189,10 @@ class _ForAllShards(How):
 
 
 @dataclass(frozen=True, repr=False)
-class _OfShards(Algorithm):
+class _OfShards(WithInner):
     """Another algorithm, of the shards of a model."""
 
-    inner: Algorithm
     mates: Communicator
-
-    @property
-    def phases(self) -> tuple[Hashable, ...]:
-        """Those of the inner algorithm."""
-        return self.inner.phases
-
-    def phase(self, step: int, model: Model) -> Hashable:
-        """That of the inner algorithm."""
-        return self.inner.phase(step, model)
 
     def exchanges(self, phase: Hashable = 0) -> tuple[Exchange, ...]:
         """Those of the inner algorithm, agreed on by the ranks that hold the other shards."""
@@ -212,10 +202,6 @@ class _OfShards(Algorithm):
             else one
             for one in self.inner.exchanges(phase)
         )
-
-    def check(self, model: Model) -> None:
-        """What the inner algorithm refuses."""
-        self.inner.check(model)
 
     def __repr__(self) -> str:
         return repr(self.inner)

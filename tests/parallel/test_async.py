@@ -14,7 +14,8 @@ from torch import nn
 import bagua.comm
 from bagua import testing
 from bagua.algorithms import Algorithm, AsyncModelAverageAlgorithm
-from bagua.averaging import AveragingStatus, Stage
+from bagua.averaging import AveragingStatus
+from bagua.averaging.handoff import Stage
 from bagua.comm import solo_group
 from bagua.errors import CommunicationError, ConfigurationError, NonFiniteError, PeerLostError
 from bagua.parallel import DistributedDataParallel, bagua_init, with_bagua

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from bagua.algorithms.base import Algorithm
+from bagua.algorithms.base import Algorithm, WithInner
 from bagua.algorithms.exchanges.exchange import Exchange
 from bagua.algorithms.exchanges.fields import Every, How, Then
 from bagua.algorithms.exchanges.flight import Flight
-from bagua.algorithms.exchanges.model import Model
 from bagua.algorithms.exchanges.parts import Parts
 from bagua.algorithms.exchanges.values import WHOLE, Sum
 from bagua.algorithms.gradients.gradient_allreduce import GradientAllReduceAlgorithm
@@ -148,7 +147,7 @@ class LetIn(Then):
 
 
 @dataclass(frozen=True, repr=False)
-class OverIslands(Algorithm):
+class OverIslands(WithInner):
     """Another algorithm, whose ranks are islands. Made by ``with_bagua(..., between=islands)``.
 
     Args:
@@ -162,7 +161,6 @@ class OverIslands(Algorithm):
         ConfigurationError: an algorithm that cannot run between islands.
     """
 
-    inner: Algorithm
     islands: Islands
     elastic: bool = False
     sharded: bool = False
@@ -175,15 +173,6 @@ class OverIslands(Algorithm):
                 _check_quorum(one.how, self.islands)
             else:
                 _check(one, elastic=self.elastic)
-
-    @property
-    def phases(self) -> tuple[Hashable, ...]:
-        """Those of the inner algorithm."""
-        return self.inner.phases
-
-    def phase(self, step: int, model: Model) -> Hashable:
-        """That of the inner algorithm."""
-        return self.inner.phase(step, model)
 
     def exchanges(self, phase: Hashable = 0) -> tuple[Exchange, ...]:
         """Those of the inner algorithm, over the islands; inside an island of several ranks, gradients in each step."""
@@ -215,15 +204,6 @@ class OverIslands(Algorithm):
         # One barrier for each step, when nothing else is on its way.
         between = BetweenIslands(how, self.islands, of_ranks=True)
         return dataclasses.replace(exchange, how=between, at="backward ends", until="backward ends", parts=WHOLE)
-
-    @property
-    def optimizer_class(self) -> Callable[..., torch.optim.Optimizer] | None:  # type: ignore[override]
-        """That of the inner algorithm."""
-        return self.inner.optimizer_class
-
-    def check(self, model: Model) -> None:
-        """What the inner algorithm refuses."""
-        self.inner.check(model)
 
     def __repr__(self) -> str:
         return f"{'elastic ' if self.elastic else ''}{self.inner!r} between {self.islands!r}"

@@ -7,7 +7,7 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from bagua.averaging import MemberState
+from bagua.averaging.membership import MemberState
 from tests.primitives.averaging.world import World
 
 SIZE = 4

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bagua.averaging import MemberState, Stage
+from bagua.averaging.handoff import Stage
+from bagua.averaging.membership import MemberState
 from bagua.averaging.round_protocol import FINAL
 from bagua.errors import CommunicatorClosedError, NonFiniteError, PeerLostError
 from tests.primitives.averaging.world import PATIENCE, World

@@ -10,19 +10,11 @@ from collections.abc import Callable
 
 import torch
 
-from bagua.averaging import (
-    Connection,
-    Contribution,
-    DataLink,
-    Departures,
-    HandoffBuffer,
-    Member,
-    Patience,
-    Schedule,
-    Stage,
-    Transfer,
-    topology_of,
-)
+from bagua.averaging import Schedule, topology_of
+from bagua.averaging.handoff import Contribution, HandoffBuffer, Stage
+from bagua.averaging.link import Connection, DataLink, Transfer
+from bagua.averaging.membership import Departures, Patience
+from bagua.averaging.round_protocol import Member
 from bagua.comm.store.board import Board
 from bagua.comm.store.serving import thread_store
 from bagua.errors import CommunicationError, CommunicatorClosedError, PeerLostError
