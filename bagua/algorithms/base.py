@@ -305,11 +305,7 @@ def bound_form(declaration: type[Algorithm]) -> type[AlgorithmImpl]:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Composed(Algorithm):
-    """Exchanges without a class of their own. Made by ``Algorithm.of``.
-
-    Args:
-        members: the exchanges.
-    """
+    """Exchanges without a class of their own. Made by ``Algorithm.of``."""
 
     members: tuple[Exchange, ...]
 
@@ -328,11 +324,7 @@ class Composed(Algorithm):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class WithInner(Algorithm):
-    """An algorithm made of another one, which says how training goes; subclasses say what is exchanged.
-
-    Args:
-        inner: the other algorithm.
-    """
+    """An algorithm made of another one, which says how training goes; subclasses say what is exchanged."""
 
     inner: Algorithm
 

@@ -43,7 +43,6 @@ class LongWait:
 
     Args:
         clock: seconds that pass.
-        first_s: seconds before the first warning.
 
     Example:
         >>> seconds = iter([0.0, 29.0, 31.0, 59.0, 61.0])
@@ -54,10 +53,10 @@ class LongWait:
 
     __slots__ = ("_began", "_clock", "_next_s")
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, first_s: float | None = None) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._began = clock()
-        self._next_s = FIRST_WARNING_S if first_s is None else first_s
+        self._next_s = FIRST_WARNING_S
 
     def waited_s(self) -> float:
         """Seconds since the wait began."""

@@ -66,11 +66,7 @@ def local_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 class LocalState:
-    """What an optimizer of sharded parameters remembers of the shards of this rank, without the mesh.
-
-    Args:
-        optimizer: optimizer whose state it is.
-    """
+    """What an optimizer of sharded parameters remembers of the shards of this rank, without the mesh."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer

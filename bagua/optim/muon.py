@@ -27,12 +27,8 @@ _EPSILON = 1e-7
 _RMS = 0.2
 
 
-def equalized(matrix: torch.Tensor, coefficients: Iterable[tuple[float, float, float]] = _COEFFICIENTS) -> torch.Tensor:
+def equalized(matrix: torch.Tensor) -> torch.Tensor:
     """``matrix`` with singular values near 1, by Newton-Schulz iterations in the dtype of ``matrix``.
-
-    Args:
-        matrix: with two dimensions.
-        coefficients: coefficients of one polynomial for each iteration.
 
     Example:
         >>> equalized(torch.diag(torch.tensor([1.0, 0.5]))).diag().round(decimals=1)
@@ -41,7 +37,7 @@ def equalized(matrix: torch.Tensor, coefficients: Iterable[tuple[float, float, f
     wide = matrix.shape[0] <= matrix.shape[1]
     x: torch.Tensor = matrix if wide else matrix.t()
     x = x / (torch.linalg.vector_norm(x) + _EPSILON)
-    for a, b, c in coefficients:
+    for a, b, c in _COEFFICIENTS:
         gram = x @ x.t()
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x if wide else x.t()

@@ -93,11 +93,7 @@ class DionAlgorithm(ByHost):
 
 @dataclass(frozen=True)
 class DirectionsToOptimizer(Then):
-    """The result takes the place of the gradients, and the optimizer is told which of them are directions.
-
-    Args:
-        reducer: reducer that made them.
-    """
+    """The result takes the place of the gradients, and the optimizer is told which of them are directions."""
 
     reducer: DionReducer
 

@@ -56,11 +56,7 @@ class Block(nn.Module):
 
 
 class ByteTransformer(nn.Module):
-    """Predicts each next byte of a text from those before it.
-
-    Args:
-        shape: how large to make it.
-    """
+    """Predicts each next byte of a text from those before it."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

@@ -15,6 +15,8 @@ from bagua.comm.transports.base import DONE, Handle, Transport
 from bagua.comm.transports.registry import register_transport
 
 _NAME = "rehearsal"
+#: Default deadline of calls, which none of them ever needs.
+_TIMEOUT_S = 1800.0
 
 
 class RehearsalTransport(Transport):
@@ -83,7 +85,7 @@ class _RehearsalGroup(ProcessGroup):
         return _RehearsalGroup(*arguments)
 
 
-def rehearsal_group(host_sizes: Sequence[int], timeout_s: float = 1800.0) -> ProcessGroup:
+def rehearsal_group(host_sizes: Sequence[int]) -> ProcessGroup:
     """Rank 0 of a group whose other ranks do not exist. Calls return at once, with what this rank put in.
 
     What is made of other ranks' data has no meaning. Which calls are made, in which order and with how many bytes, and
@@ -91,7 +93,6 @@ def rehearsal_group(host_sizes: Sequence[int], timeout_s: float = 1800.0) -> Pro
 
     Args:
         host_sizes: number of ranks on each host.
-        timeout_s: default deadline of calls, in seconds, which none of them ever needs.
 
     Example:
         >>> group = rehearsal_group([2, 2])
@@ -105,4 +106,4 @@ def rehearsal_group(host_sizes: Sequence[int], timeout_s: float = 1800.0) -> Pro
     register_transport(_NAME, RehearsalTransport)
     nodes = [host for host, size in enumerate(host_sizes) for _ in range(size)]
     ranks = range(len(nodes))
-    return _RehearsalGroup(dist.HashStore(), 0, ranks, nodes, _NAME, timeout_s, _NAME, Ledger())
+    return _RehearsalGroup(dist.HashStore(), 0, ranks, nodes, _NAME, _TIMEOUT_S, _NAME, Ledger())

@@ -48,9 +48,6 @@ def floating_buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 class Registration:
     """The trainable parameters of a module, as they were at one moment.
 
-    Args:
-        module: module whose parameters are registered.
-
     Attributes:
         names: names of the trainable parameters, in the module's order.
         parameters: parameters in the same order; tied ones once, under their first name.

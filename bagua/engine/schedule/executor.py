@@ -89,11 +89,7 @@ def _communication_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class StreamExecutor(Executor):
-    """On a CUDA stream of its own: the host never blocks.
-
-    Args:
-        device: device whose gradients are exchanged.
-    """
+    """On a CUDA stream of its own: the host never blocks."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

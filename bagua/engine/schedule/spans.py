@@ -47,11 +47,7 @@ def _in_range(name: str, act: Callable[[], T]) -> T:
 
 
 class Passes:
-    """The passes of one model, for the timeline.
-
-    Args:
-        recorder: recorder of the rank.
-    """
+    """The passes of one model, for the timeline."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

@@ -13,14 +13,7 @@ from bagua.primitives import MatrixBlock, ReducerMemory, SumReducer
 
 
 class _HookBucket:
-    """What is remembered of a bucket of DDP, which has its parameters one after the other, without gaps.
-
-    Args:
-        names: names of the parameters.
-        parameters: parameters of the bucket.
-        reducer: reducer of their gradients.
-        memory: memory of the reducer.
-    """
+    """What is remembered of a bucket of DDP, which has its parameters one after the other, without gaps."""
 
     label = ""
 

@@ -33,11 +33,7 @@ def mixing_a_step_late(mix: RoundMix, stepping: Stepping) -> Algorithm:
 
 @dataclass(frozen=True)
 class StepBucket(Then):
-    """A local action: clip, update, and forget the gradients.
-
-    Args:
-        stepping: the optimizers.
-    """
+    """A local action: clip, update, and forget the gradients."""
 
     stepping: Stepping
 
