@@ -27,6 +27,7 @@ def form_buckets(
     key: Callable[[Member], Key],
     nbytes: Callable[[Member], int],
     bucket_bytes: int,
+    first_bytes: int | None = None,
 ) -> list[list[Member]]:
     """Cut an ordered sequence into buckets of one key each, in the order in which they fill up.
 
@@ -36,6 +37,7 @@ def form_buckets(
         nbytes: size of a member, in bytes.
         bucket_bytes: a bucket is closed as soon as it holds so many bytes; only the last
             bucket of each key may hold fewer.
+        first_bytes: the first bucket is closed earlier, as soon as it holds so many; None if it is like the others.
 
     Returns:
         Buckets, each member in exactly one of them, ordered by their last member.
@@ -44,6 +46,7 @@ def form_buckets(
         >>> form_buckets([3, 1, 4, 1, 5], key=lambda _: 0, nbytes=lambda size: size, bucket_bytes=4)
         [[3, 1], [4], [1, 5]]
     """
+    limit = bucket_bytes if first_bytes is None else min(first_bytes, bucket_bytes)
     full: list[tuple[int, list[Member]]] = []
     filling: dict[Key, tuple[int, int, list[Member]]] = {}
     for position, member in enumerate(members):
@@ -51,8 +54,9 @@ def form_buckets(
         held, _, bucket = filling.pop(kind, (0, 0, []))
         bucket.append(member)
         held += nbytes(member)
-        if held >= bucket_bytes:
+        if held >= limit:
             full.append((position, bucket))
+            limit = bucket_bytes
         else:
             filling[kind] = (held, position, bucket)
     full += [(position, bucket) for _, position, bucket in filling.values()]

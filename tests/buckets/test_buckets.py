@@ -42,6 +42,17 @@ def test_buckets_come_in_the_order_in_which_they_are_complete(sized, bucket_byte
     assert lasts == sorted(lasts)
 
 
+def test_the_first_bucket_may_be_smaller_than_the_others():
+    def form(bucket_bytes: int, first_bytes: int | None) -> list[list[int]]:
+        sizes = [1, 1, 2, 3, 3, 4]
+        return form_buckets(
+            sizes, key=lambda _: 0, nbytes=lambda size: size, bucket_bytes=bucket_bytes, first_bytes=first_bytes
+        )
+
+    assert form(6, 2) == [[1, 1], [2, 3, 3], [4]]
+    assert form(2, 6) == form(2, None) == [[1, 1], [2], [3], [3], [4]]
+
+
 def _form(sized, bucket_bytes):
     return form_buckets(
         range(len(sized)),

@@ -14,6 +14,8 @@ from bagua.engine.buckets.registration import Registration
 from bagua.errors import CollectiveMismatchError, ConfigurationError
 
 _log = logging.getLogger("bagua")
+#: The first bucket is small: until it is full, no exchange is under way while gradients are computed. As torch's DDP.
+_FIRST_BUCKET_BYTES = 1024 * 1024
 
 
 def agreed_order(
@@ -90,6 +92,7 @@ def cut(registration: Registration, order: Sequence[int], bucket_bytes: int) -> 
         key=lambda position: (parameters[position].dtype, parameters[position].device),
         nbytes=lambda position: parameters[position].nbytes,
         bucket_bytes=bucket_bytes,
+        first_bytes=_FIRST_BUCKET_BYTES,
     )
 
 
