@@ -6,6 +6,7 @@ import ctypes
 import os
 import shutil
 import subprocess
+import threading
 from datetime import timedelta
 
 import pytest
@@ -149,6 +150,61 @@ def lose_a_rank_between_pieces() -> tuple[str, tuple[int, ...]]:
 def test_a_rank_that_dies_between_pieces(pool) -> None:
     outcomes = pool.outcomes(lose_a_rank_between_pieces, hosts=[2, 2])
     assert [one.value for one in outcomes if one.rank != 3] == [("PeerLostError", (3,))] * 3
+
+
+def send_off_before_gathering() -> None:
+    """The first of two allreduces is gathered only when all pieces of the second are on their way."""
+    hybrid._PIECE_BYTES = 16384
+    slices, sent, ended = hybrid._Slices, threading.Event(), []
+    send_off, gather = slices.send_off, slices.gather
+
+    def send_off_and_tell(self) -> None:
+        send_off(self)
+        ended.append(self)
+        if len(ended) == 2:
+            sent.set()
+
+    def gather_late(self) -> None:
+        assert sent.wait(60)
+        gather(self)
+
+    slices.send_off, slices.gather = send_off_and_tell, gather_late
+    comm = bagua.comm.get_default_group().global_communicator
+    tensors = [torch.full((SMALL_BYTES,), float(comm.rank + more)) for more in range(2)]
+    works = [comm.allreduce(tensor, async_op=True) for tensor in tensors]
+    for more, (work, tensor) in enumerate(zip(works, tensors, strict=True)):
+        work.wait()
+        assert tensor.unique().tolist() == [6.0 + 4 * more]
+
+
+def test_a_call_is_sent_off_while_the_one_before_is_on_its_way(pool) -> None:
+    pool.run(send_off_before_gathering, hosts=[2, 2])
+
+
+def fail_to_gather() -> str:
+    """Rank 1 cannot gather the second of more pieces than may be on their way."""
+    hybrid._PIECE_BYTES = 4096
+    group, reduce, seen = bagua.comm.get_default_group(), HybridTransport._reduce, []
+
+    def refuse() -> None:
+        raise MemoryError("nothing left")
+
+    def fail_at_the_second(self, *arguments):
+        gather = reduce(self, *arguments)
+        seen.append(arguments)
+        return refuse if len(seen) == 2 and group.rank == 1 else gather
+
+    HybridTransport._reduce = fail_at_the_second
+    try:
+        group.global_communicator.allreduce(torch.ones(4 * SMALL_BYTES))
+    except (PeerLostError, MemoryError) as error:
+        return f"{type(error).__name__} {getattr(error, 'peers', error)}"
+    return "no error"
+
+
+def test_a_rank_that_cannot_gather(pool) -> None:
+    results = pool.run(fail_to_gather, hosts=[2, 2])
+    assert results == ["PeerLostError (1,)", "MemoryError nothing left", "PeerLostError (1,)", "PeerLostError (1,)"]
 
 
 def test_every_slice_has_one_owner_on_each_host() -> None:

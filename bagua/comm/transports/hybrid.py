@@ -2,21 +2,23 @@
 
 An allreduce is a reduce-scatter inside each host, an allreduce of each slice between the
 hosts, by all local ranks side by side, and an allgather inside each host. It goes piece by
-piece: while the hosts exchange one, the ranks of a host gather the one before and reduce the
-next. Hosts may be uneven: there are as many slices as the largest host has ranks, and on a
-host of L ranks slice s belongs to local rank ``s mod L``. Everyone handles pieces, and the
-slices of each, in ascending order.
+piece, in two threads: one reduces pieces inside the host and sends them off, also those of
+the next calls; the other gathers what comes back. Each has memory of its own to meet the
+other ranks of the host. Hosts may be uneven: there are as many slices as the largest host
+has ranks, and on a host of L ranks slice s belongs to local rank ``s mod L``. Everyone
+handles pieces, and the slices of each, in ascending order.
 
 All other calls go to all ranks through Gloo.
 """
 
 from __future__ import annotations
 
+import queue
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch.distributed import PrefixStore
@@ -27,7 +29,7 @@ from bagua.comm.store.asking import refuse_together
 from bagua.comm.transports.base import Handle, Membership, Transport
 from bagua.comm.transports.c10d.transport import C10dTransport
 from bagua.comm.transports.memory.exchange import SMALL_BYTES
-from bagua.comm.transports.memory.lanes import COLLECTIVE, Lanes
+from bagua.comm.transports.memory.lanes import COLLECTIVE, Lane, LaneHandle, Lanes
 from bagua.comm.transports.memory.line import Deadline
 from bagua.comm.transports.shm.transport import ShmTransport
 from bagua.comm.transports.solo import SoloTransport
@@ -36,8 +38,10 @@ from bagua.topology import ranks_by_node
 
 #: Of one slice of a piece. Smaller ones cost more calls; larger ones leave the link idle while a host reduces.
 _PIECE_BYTES = 512 * 1024
-#: Pieces that may be on their way between the hosts. Two keep the link busy, and Gloo carries out two calls at once.
-_AHEAD = 2
+#: Pieces that may be on their way between the hosts.
+_AHEAD = 16
+#: Gathers what has come back from the other hosts, while ``COLLECTIVE`` reduces what goes there.
+_GATHER: Lane = ("gather", -1)
 
 
 def slice_owners(hosts: list[list[int]]) -> list[tuple[int, ...]]:
@@ -108,6 +112,74 @@ def _remaining_s(deadline: Deadline) -> float:
     return max(deadline.at - time.perf_counter(), 0.001)
 
 
+class _SentPiece(NamedTuple):
+    """A piece that is on its way between the hosts.
+
+    Attributes:
+        gather: waits for it, and gathers the result.
+        turn: number of its memory.
+    """
+
+    gather: Callable[[], None]
+    turn: int
+
+
+class _Slices:
+    """One large allreduce: what two threads do for it.
+
+    Args:
+        pieces: parts of the tensor.
+        reduce: reduces a piece inside the host, starts what goes between the hosts, and returns what gathers it.
+        turns: numbers of memory that no piece uses; of all calls of the transport.
+        inference: True for a tensor that was made in inference mode.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[torch.Tensor],
+        reduce: Callable[[torch.Tensor, int], Callable[[], None]],
+        turns: queue.SimpleQueue[int],
+        inference: bool,
+    ) -> None:
+        self._pieces = pieces
+        self._reduce = reduce
+        self._turns = turns
+        self._inference = inference
+        self._sent: queue.SimpleQueue[_SentPiece | None] = queue.SimpleQueue()
+        self._failed = False
+
+    def send_off(self) -> None:
+        """Reduce all pieces inside the host, and send them to the other hosts."""
+        try:
+            with torch.inference_mode(self._inference):
+                for piece in self._pieces:
+                    turn = self._turns.get()
+                    if self._failed:
+                        self._turns.put(turn)
+                        return  # The other thread has the error.
+                    try:
+                        self._sent.put(_SentPiece(self._reduce(piece, turn), turn))
+                    except BaseException:
+                        self._turns.put(turn)
+                        raise
+        finally:
+            self._sent.put(None)
+
+    def gather(self) -> None:
+        """Gather all pieces inside the host; after an error, only give back their memory."""
+        failure: BaseException | None = None
+        while (piece := self._sent.get()) is not None:
+            try:
+                if failure is None:
+                    with torch.inference_mode(self._inference):
+                        piece.gather()
+            except BaseException as error:  # noqa: BLE001 - raised below
+                failure, self._failed = error, True
+            self._turns.put(piece.turn)
+        if failure is not None:
+            raise failure
+
+
 class HybridTransport(Transport):
     """Shared memory inside each host, Gloo between hosts.
 
@@ -120,7 +192,8 @@ class HybridTransport(Transport):
     """
 
     name = "hybrid"
-    executor = "thread"
+    #: Large allreduces have threads of their own, which begin one while another is on its way.
+    executor = "caller"
 
     def __init__(self, membership: Membership) -> None:
         super().__init__(membership)
@@ -130,9 +203,12 @@ class HybridTransport(Transport):
         self._slices = len(owners)
         self._rooms: dict[tuple[str, int], torch.Tensor] = {}
         self._lanes = Lanes(f"bagua-{membership.label}-{self.rank}")
+        self._turns: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for turn in range(_AHEAD):
+            self._turns.put(turn)
         self._parts: list[_Part] = []
         try:
-            self._local = self._share_memory(local)
+            self._local, self._gathering = self._share_memory(local)
             self._flat = self._connect(tuple(range(self.size)), "flat").transport
             #: The ranks between which this one reduces, for each slice that it owns.
             self._across: dict[int, _Part] = {}
@@ -144,17 +220,18 @@ class HybridTransport(Transport):
             self.close()
             raise
 
-    def _share_memory(self, members: tuple[int, ...]) -> _Part:
-        """Connect the ranks of this host; if it fails on one host, it fails on all."""
-        part, failure = self._membership_of(members, f"host{members[0]}"), None
+    def _share_memory(self, members: tuple[int, ...]) -> list[_Part]:
+        """Connect the ranks of this host, once for each thread; if it fails on one host, it fails on all."""
+        failure = None
         try:
-            transport = ShmTransport(part) if part.size > 1 else SoloTransport(part)
-            self._parts.append(_Part(transport))
+            for name in ("host", "gather"):
+                part = self._membership_of(members, f"{name}{members[0]}")
+                self._parts.append(_Part(ShmTransport(part) if part.size > 1 else SoloTransport(part)))
         except CommunicationError as error:
             failure = error
         whole = self.membership
         refuse_together(whole.store, "hybrid/hosts", self.rank, whole.ranks, failure, whole.timeout_s)
-        return self._parts[-1]
+        return self._parts[-2:]
 
     def _connect(self, members: tuple[int, ...], name: str) -> _Part:
         self._parts.append(_Part(C10dTransport("gloo", self._membership_of(members, name))))
@@ -181,84 +258,73 @@ class HybridTransport(Transport):
         timeout_s: float,
         asynchronous: bool,
     ) -> Handle:
-        """Run an allreduce here or behind those under way; leave everything else to Gloo."""
+        """Run a small allreduce here or behind those under way, and large ones in threads; leave the rest to Gloo."""
         if call.kind != "allreduce" or call.numel == 0:
             return self._flat.start(call, source, target, timeout_s, asynchronous)
         assert target is not None
-        deadline = Deadline(time.perf_counter() + timeout_s, timeout_s)
-        task = partial(self._allreduce, call, target, deadline)
-        return self._lanes.start(COLLECTIVE, task, deadline, self.abort, asynchronous=asynchronous)
+        flat, deadline = target.view(-1), Deadline(time.perf_counter() + timeout_s, timeout_s)
+        if flat.nbytes <= SMALL_BYTES:
+            task = partial(self._through_leaders, call, flat, deadline)
+            return self._lanes.start(COLLECTIVE, task, deadline, self.abort, asynchronous=asynchronous)
+        step = self._slices * max(_PIECE_BYTES // flat.element_size(), 1)
+        reduce = partial(self._reduce, call.reduction, deadline)
+        slices = _Slices(torch.split(flat, step), reduce, self._turns, flat.is_inference())
+        tasks = {COLLECTIVE: slices.send_off, _GATHER: slices.gather}
+        return LaneHandle([self._lanes.submit(*item) for item in tasks.items()], deadline, self.abort)
 
     def share(self) -> None:
         """See ``MemoryTransport.share``; Gloo's calls go on by themselves."""
         self._lanes.shared = True
 
-    def _allreduce(self, call: Call, target: torch.Tensor, deadline: Deadline) -> None:
-        flat = target.view(-1)
-        reduction = "sum" if call.reduction == "avg" else call.reduction
-        with torch.inference_mode(target.is_inference()):
-            if flat.numel() * flat.element_size() <= SMALL_BYTES:
-                self._through_leaders(reduction, flat, deadline)
-            else:
-                self._in_slices(reduction, flat, deadline)
+    def _through_leaders(self, call: Call, flat: torch.Tensor, deadline: Deadline) -> None:
+        """Few bytes: to the first rank of each host, between these, and back."""
+        reduction, numel, leader = _without_division(call.reduction), flat.numel(), self._local.rank == 0
+        with torch.inference_mode(flat.is_inference()):
+            self._local.run("reduce", reduction, flat, flat, numel, deadline, root=0)
+            if leader:
+                self._across[0].run("allreduce", reduction, flat, flat, numel, deadline)
+            self._local.run("broadcast", "", flat if leader else None, flat, numel, deadline, root=0)
             if call.reduction == "avg":
                 divide(flat, self.size)
 
-    def _through_leaders(self, reduction: str, flat: torch.Tensor, deadline: Deadline) -> None:
-        """Few bytes: to the first rank of each host, between these, and back."""
-        numel, leader = flat.numel(), self._local.rank == 0
-        self._local.run("reduce", reduction, flat, flat, numel, deadline, root=0)
-        if leader:
-            self._across[0].run("allreduce", reduction, flat, flat, numel, deadline)
-        self._local.run("broadcast", "", flat if leader else None, flat, numel, deadline, root=0)
-
-    def _in_slices(self, reduction: str, flat: torch.Tensor, deadline: Deadline) -> None:
-        step = self._slices * max(_PIECE_BYTES // flat.element_size(), 1)
-        ahead: deque[Callable[[], None]] = deque()
-        for number, start in enumerate(range(0, flat.numel(), step)):
-            piece = flat[start : start + step]
-            if len(ahead) == _AHEAD:
-                ahead.popleft()()
-            ahead.append(self._reduce(reduction, piece, number % _AHEAD, deadline))
-        while ahead:
-            ahead.popleft()()
-
-    def _reduce(self, reduction: str, piece: torch.Tensor, turn: int, deadline: Deadline) -> Callable[[], None]:
+    def _reduce(self, reduction: str, deadline: Deadline, piece: torch.Tensor, turn: int) -> Callable[[], None]:
         """Reduce ``piece`` inside the host, and start what goes between hosts; what is returned gathers the result."""
-        local, numel = self._local, piece.numel()
+        local, numel, plain = self._local, piece.numel(), _without_division(reduction)
         share = -(-numel // self._slices)
         rounds = -(-self._slices // local.size)
         padded = rounds * local.size * share
         work = piece
         if padded != numel:
-            work = self._room("padded", turn, piece, padded)
+            work = self._room("padded", turn, piece, padded, local)
             work[:numel].copy_(piece)
             work[numel:].zero_()
         started = []
         for number, rows in enumerate(work.view(rounds, -1).unbind()):
-            mine = self._room(f"round {number}", turn, piece, share)
-            local.run("reduce_scatter", reduction, rows, mine, share, deadline)
+            mine = self._room(f"round {number}", turn, piece, share, self._gathering)
+            local.run("reduce_scatter", plain, rows, mine, share, deadline)
             across = self._across.get(number * local.size + local.rank)
-            wait = None if across is None else across.start_allreduce(reduction, mine, deadline)
+            wait = None if across is None else across.start_allreduce(plain, mine, deadline)
             started.append((rows, mine, wait))
 
         def gather() -> None:
             for rows, mine, wait in started:
                 if wait is not None:
                     wait()
-                local.run("allgather", "", mine, rows, share, deadline)
+                    if reduction == "avg":
+                        divide(mine, self.size)
+                self._gathering.run("allgather", "", mine, rows, share, deadline)
             if work is not piece:
                 piece.copy_(work[:numel])
 
         return gather
 
-    def _room(self, use: str, turn: int, like: torch.Tensor, numel: int) -> torch.Tensor:
-        """Memory that the ranks of this host can map, the same one each time: a new one costs more than a piece."""
+    def _room(self, use: str, turn: int, like: torch.Tensor, numel: int, part: _Part) -> torch.Tensor:
+        """Memory that the ranks of ``part`` can map, the same one each time: a new one costs more than a piece."""
         nbytes = numel * like.element_size()
         room = self._rooms.get((use, turn))
         if room is None or room.numel() < nbytes:
             with torch.inference_mode(False):  # The next call may be made outside of it.
-                room = self._rooms[use, turn] = self._local.transport.empty(nbytes, torch.uint8, like.device)
+                room = self._rooms[use, turn] = part.transport.empty(nbytes, torch.uint8, like.device)
         return room[:nbytes].view(like.dtype)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -285,3 +351,8 @@ class HybridTransport(Transport):
         for part in reversed(self._parts):
             part.transport.close()
         self._rooms.clear()
+
+
+def _without_division(reduction: str) -> str:
+    """What the parts do: the sum is divided once."""
+    return "sum" if reduction == "avg" else reduction
