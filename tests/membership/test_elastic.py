@@ -11,8 +11,7 @@ from bagua.comm import get_rank, inject_fault
 from bagua.errors import ConfigurationError
 from bagua.parallel import with_bagua
 from bagua.testing.ranks import RankDiedError
-from tests.membership.test_islands_of_ranks import run_islands, together
-from tests.membership.training import RATE, batch, joined, new_model, new_store, run, vanish
+from tests.membership.training import RATE, batch, joined, new_model, new_store, run, run_islands, together, vanish
 
 pytestmark = pytest.mark.threads
 

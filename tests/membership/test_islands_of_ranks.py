@@ -9,7 +9,7 @@ import torch
 
 import bagua.torch_api as bagua
 from bagua.algorithms import Algorithm
-from bagua.comm import get_default_group, get_rank, inject_fault, serve_store_at, solo_group
+from bagua.comm import get_rank, inject_fault, serve_store_at, solo_group
 from bagua.compression import Float16
 from bagua.errors import (
     CollectiveMismatchError,
@@ -20,39 +20,26 @@ from bagua.errors import (
 )
 from bagua.membership.transfer import Receiver
 from bagua.parallel import with_bagua
-from bagua.testing import ThreadRanks
 from bagua.testing.ranks import RankDiedError
-from tests.membership.training import ALGORITHMS, PERIOD, RATE, joined, new_model, new_store, vanish
+from tests.membership.training import (
+    ALGORITHMS,
+    PERIOD,
+    RANKS,
+    RATE,
+    joined,
+    new_model,
+    new_store,
+    run_islands,
+    together,
+    vanish,
+)
 
 pytestmark = pytest.mark.threads
-
-RANKS = 2
-
-
-def run_islands(count, job, *, deadline_s=60.0):
-    """What ``job(number of the island)`` returned, or raised, on each rank of each island; by island."""
-    found = [[] for _ in range(count)]
-
-    def start(number):
-        outcomes = ThreadRanks(RANKS, deadline_s=deadline_s).outcomes(job, number)
-        found[number] = [one.value if one.error is None else one.error for one in outcomes]
-
-    threads = [threading.Thread(target=start, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
 
 
 def batch(seat, rank):
     """What a rank learns from, in each step."""
     return (torch.eye(3)[[seat % 3, (seat + 1) % 3]] * (1 + seat / 4) + rank * torch.ones(2, 3) / 8).double()
-
-
-def together(store, size, **options):
-    """One of the islands that meet at ``store``, on each of its ranks."""
-    return joined(store, size, group=get_default_group().duplicate("islands"), **options)
 
 
 def wrapped(islands, algorithm="diloco"):

@@ -6,12 +6,14 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import DistNetworkError
 
 from bagua.algorithms import Algorithm
+from bagua.comm import get_default_group
 from bagua.comm.store.polled import PolledStore
 from bagua.comm.store.serving import thread_store
 from bagua.comm.transports.threads import RankKilled
@@ -21,6 +23,8 @@ from bagua.parallel import with_bagua
 from bagua.testing import ThreadRanks
 
 PERIOD = 2
+#: Ranks of an island that has several.
+RANKS = 2
 RATE = 0.05
 #: No clock says here who is silent: this machine may be busy. See ``fall_silent``.
 QUICK = Deadlines(beat_s=0.01, silence_s=600.0, suspect_s=600.0, meet_s=60.0, poll_s=0.002)
@@ -158,6 +162,27 @@ def run(count: int, job: Callable[..., Any], *arguments: Any, deadline_s: float 
     """What ``job(*arguments)`` returned on each of ``count`` threads; its error where it raised one."""
     outcomes = ThreadRanks(count, backend=None, deadline_s=deadline_s).outcomes(job, *arguments)
     return [outcome.value if outcome.error is None else outcome.error for outcome in outcomes]
+
+
+def run_islands(count: int, job: Callable[[int], Any], *, deadline_s: float = 60.0) -> list[list[Any]]:
+    """What ``job(number of the island)`` returned, or raised, on each of the ranks of each island; by island."""
+    found: list[list[Any]] = [[] for _ in range(count)]
+
+    def start(number: int) -> None:
+        outcomes = ThreadRanks(RANKS, deadline_s=deadline_s).outcomes(job, number)
+        found[number] = [one.value if one.error is None else one.error for one in outcomes]
+
+    threads = [threading.Thread(target=start, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def together(store, size: int, **options: Any) -> AbstractContextManager[Islands]:
+    """One of the islands that meet at ``store``, on each of its ranks."""
+    return joined(store, size, group=get_default_group().duplicate("islands"), **options)
 
 
 def expected(algorithm: str, founder: int, contributed: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
