@@ -73,14 +73,25 @@ class Samples(Protocol):
     def begin(self, seat: int, epoch: Epoch) -> None:
         """This island has come in, with this epoch."""
 
-    def said(self) -> Tally:
-        """What this rank says in an exchange."""
+    @property
+    def recorded(self) -> int:
+        """Samples that this rank has trained on since it came in."""
+
+    def said(self, counting: int | None = None) -> Tally:
+        """What this rank says in an exchange.
+
+        Args:
+            counting: how many of ``recorded`` count if the exchange does; None for all.
+        """
 
     def hear(self, said: Mapping[int, Tally], room: int) -> None:
         """What all have said, and how many newcomers may come, if the exchange comes to count."""
 
     def settle(self) -> None:
         """The exchange counts."""
+
+    def resume(self) -> None:
+        """What this rank said last does not count."""
 
     def give(self) -> dict[str, Any]:
         """What a newcomer needs."""
@@ -98,16 +109,18 @@ class Counterparts:
         connect: makes the group of an epoch; collective among its members.
         tell: called after each change, with the epoch.
         place: rank of this process in its island.
+        ranks: ranks of each island.
         receiver: fetches the state, if this island is a newcomer.
 
     Attributes:
-        give: returns the state of this rank, in parts by name.
+        give: returns the state of this rank, in parts by name; None if nobody needs it any more.
         take: replaces it, and goes on after a step: its number, or -1 for the one that the state tells.
         step: returns the number of the last step.
         at: last exchange that counts and last step, when this rank was between two steps last.
         under_way: number of the exchange that is under way, on the first rank of the island.
         attempt: the exchange that is under way.
         samples: deals out samples, and agrees on them in exchanges; None if there is no sampler.
+        counting: returns how many samples count if the exchange that is under way does; None if all do.
         room: how many newcomers the members of the last attempt have agreed on, where samples are dealt out.
     """
 
@@ -118,6 +131,7 @@ class Counterparts:
         connect: Callable[[Epoch], ProcessGroup],
         tell: Callable[[Epoch], None],
         place: int,
+        ranks: int,
         receiver: Receiver,
     ) -> None:
         self._presence = presence
@@ -128,15 +142,18 @@ class Counterparts:
         self._link: tuple[Epoch, ProcessGroup] | None = None
         self.busy = False
         self._place = place
+        #: All ranks of a newcomer need the state of one island, whose inner steps and optimizers are its own.
+        self._most_donors = MOST_DONORS if ranks == 1 else 1
         self._receiver = receiver
         self._donor = Donor(lambda: [*self.at])
-        self.give: Callable[[], Mapping[str, object]] = dict
+        self.give: Callable[[], Mapping[str, object] | None] = dict
         self.take: Callable[[Mapping[str, Any], int], None] = _ignore
         self.step: Callable[[], int] = int
         self.at = (0, 0)
         self.under_way = 0
         self.attempt: Attempt = _ignore
         self.samples: Samples | None = None
+        self.counting: Callable[[], int] | None = None
         self.room = 0
         self._sent_before = 0
 
@@ -194,12 +211,14 @@ class Counterparts:
         """Run the exchange, and agree on samples: a rank that has the result has heard what all have said."""
         self._donor.settle()
         with self.call() as group:
+            if self.samples is not None:
+                self.samples.resume()
             self.attempt(group)
             if self.samples is not None:
                 self._agree(group, self.samples, waiting)
 
     def _agree(self, group: ProcessGroup, samples: Samples, waiting: int) -> None:
-        own = torch.tensor([waiting, *samples.said()])
+        own = torch.tensor([waiting, *samples.said(None if self.counting is None else self.counting())])
         told = torch.empty(group.size * own.numel(), dtype=own.dtype)
         group.global_communicator.allgather(told, own)
         rows = told.view(group.size, -1).tolist()
@@ -214,7 +233,7 @@ class Counterparts:
         def look() -> dict[int, Offer | None]:
             if self._is_over(epoch):
                 raise CommunicatorClosedError("the others went on before it had the state", rank=self._presence.seat)
-            offers = self._offers(epoch.donors[:MOST_DONORS])
+            offers = self._offers(self.donors(epoch))
             return {seat: offer if offer and offer.epoch == epoch.number else None for seat, offer in offers.items()}
 
         self._receiver.receive(look)
@@ -234,6 +253,10 @@ class Counterparts:
             return {seat: offer if offer and offer.exchange >= needs else None for seat, offer in offers.items()}
 
         self._receiver.receive(look, kept=_OWN_PARTS)
+
+    def donors(self, epoch: Epoch) -> tuple[int, ...]:
+        """Seats of those who give the state that ``epoch`` begins with."""
+        return epoch.donors[: self._most_donors]
 
     @property
     def has(self) -> int:
@@ -267,17 +290,29 @@ class Counterparts:
         if self.samples is not None:
             self.samples.take(samples)
 
-    def state(self) -> dict[str, object]:
-        """The state of this rank, with its position in the data."""
-        return {**self.give(), "samples": None if self.samples is None else self.samples.give()}
+    def state(self) -> dict[str, object] | None:
+        """The state of this rank, with its position in the data; None if nobody needs it any more."""
+        given = self.give()
+        return None if given is None else {**given, "samples": None if self.samples is None else self.samples.give()}
 
     def _offer(self, told: Sequence[int]) -> None:
         """Offer newcomers the state: that of the last exchange, told with the epoch."""
         exchange, epoch = told
-        offer = self._donor.offer(self.state(), exchange, epoch, _LASTING_PARTS)
+        state = self.state()
+        if state is None:
+            return
+        offer = self._donor.offer(state, exchange, epoch, _LASTING_PARTS)
         if offer.problem:
             _log.warning("islands: newcomers cannot come in, because the state cannot be sent: %s", offer.problem)
         self._presence.tell(offer=offer)
+
+    def is_awaited(self) -> bool:
+        """Whether a newcomer of the epoch has yet to receive the state."""
+        epoch, roster = self.epoch, self._presence.roster
+        assert epoch is not None
+        gone = roster.gone(epoch.number)
+        here = [roster.records[seat].epoch for seat in epoch.newcomers if seat in roster.records and seat not in gone]
+        return any(number < epoch.number for number in here)
 
     @property
     def offered(self) -> int:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bagua import errors
-from bagua.comm import ProcessGroup
+from bagua.comm import Cells, ProcessGroup
 from bagua.errors import CommunicationError, LeftOutError, PeerLostError, StoreLostError, TooFewMembersError
 
-__all__ = ["Act", "FailedAct", "Island", "different"]
+__all__ = ["Act", "FailedAct", "Island", "different", "require_same"]
 
 #: What each rank does when it is told to, with what it is told.
 Act = Callable[[Any], None]
 #: How long the ranks of an island wait for each other. Who dies or stops is noticed long before.
 _PATIENCE_S = 7 * 24 * 3600.0
+#: How long a rank that leaves waits for those that have yet to come to the same place.
+_MEETING_S = 60.0
 #: What ends a call on all ranks of an island.
 _ENDS = (LeftOutError, TooFewMembersError, StoreLostError, errors.CollectiveMismatchError)
 #: What an order is called that ends a call.
@@ -48,6 +50,7 @@ class Island:
 
     def __init__(self, group: ProcessGroup | None) -> None:
         self._group = group
+        self._beside: ProcessGroup | None = None
         self.rank = 0 if group is None else group.rank
         self.size = 1 if group is None else group.size
         self.acts: Mapping[str, tuple[Act, tuple[type[CommunicationError], ...]]] = {}
@@ -113,6 +116,27 @@ class Island:
             made.append(make())
         return made[0]
 
+    def open_beside(self) -> None:
+        """Connect once more, for what one thread says while another one is in a call. Collective."""
+        if self._group is not None and self._beside is None:
+            self._beside = self._group.duplicate("beside")
+
+    def spread(self, value: object = None, *, beside: bool = False) -> Any:
+        """What the first rank gives, on all of them. Collective.
+
+        Args:
+            value: numbers, strings, tensors and lists of these; of the first rank.
+            beside: use the connections of ``open_beside``.
+        """
+        group = self._beside if beside else self._group
+        return value if group is None else group.global_communicator.broadcast_object(value, timeout=_PATIENCE_S)
+
+    def meet_beside(self) -> None:
+        """Wait until all ranks have come here, or one of them is lost, or does not come. Collective."""
+        if self._beside is not None:
+            with contextlib.suppress(CommunicationError):
+                self._beside.global_communicator.barrier(timeout=_MEETING_S)
+
     def abort(self, reason: str, culprit: int | None = None) -> None:
         """Break the connections of the island, from any thread.
 
@@ -120,13 +144,15 @@ class Island:
             reason: why; of another rank what it did, beginning with "it".
             culprit: rank of the island to blame; None for this one.
         """
-        if self._group is not None:
-            self._group.abort(reason, None if culprit is None else self._group.ranks[culprit])
+        for group in (self._group, self._beside):
+            if group is not None:
+                group.abort(reason, None if culprit is None else group.ranks[culprit])
 
     def close(self) -> None:
         """Give the connections back. Idempotent."""
-        if self._group is not None:
-            self._group.close()
+        for group in (self._group, self._beside):
+            if group is not None:
+                group.close()
 
     def _carry_out(self, name: str, value: object) -> FailedAct | None:
         act, failures = self.acts[name]
@@ -170,6 +196,34 @@ def different(
     """
     here, there = next((one, other) for one, other in zip(facts, theirs, strict=True) if one != other)
     return errors.CollectiveMismatchError(problem, call=call, peers=[rank], expected=here, seen=there, advice=advice)
+
+
+def require_same(cells: Cells, topic: str, facts: Sequence[str], what: str) -> None:
+    """Refuse to join islands that do something else.
+
+    Args:
+        cells: cells of the store.
+        topic: cell that says what all have in common.
+        facts: facts of this island.
+        what: noun for what they describe, as "models".
+
+    Raises:
+        CollectiveMismatchError: the others have other facts.
+    """
+    theirs = cells.claim(topic, list(facts))
+    if theirs == list(facts):
+        return
+    here, there = next(
+        ((one, other) for one, other in zip(facts, theirs, strict=False) if one != other),
+        (f"{len(facts)} facts", f"{len(theirs)} facts"),
+    )
+    raise errors.CollectiveMismatchError(
+        f"these islands have different {what}; the first difference",
+        call="join_islands" if topic == "job" else "with_bagua",
+        expected=there,
+        seen=here,
+        advice="Start all processes with the same program, version and options, or choose another name=.",
+    )
 
 
 _TOLD = ("problem", "advice", "peers", "expected", "seen", "elapsed_s", "timeout_s")

@@ -28,7 +28,6 @@ from bagua.comm import (
     part_of,
 )
 from bagua.errors import (
-    CollectiveMismatchError,
     CommunicatorClosedError,
     ConfigurationError,
     PeerLostError,
@@ -38,7 +37,7 @@ from bagua.membership.checkpoint import place_of, read_state, unusable, write_st
 from bagua.membership.counterparts import Attempt, Counterparts, Samples, connect, epoch_name
 from bagua.membership.epochs import Epoch
 from bagua.membership.follower import Follower
-from bagua.membership.island import Island, different
+from bagua.membership.island import Island, different, require_same
 from bagua.membership.merging.fragments import Merge
 from bagua.membership.merging.merges import Merges
 from bagua.membership.participant import Participant
@@ -150,9 +149,7 @@ class Islands:
             PhaseDeadline(deadlines.meet_s, deadlines.silence_s),
         )
         receiver = Receiver(self.seat, timeout_s, deadlines.beat_s / 4)
-        self._counterparts = Counterparts(
-            self._presence, self._cells, connection, self._changed, self._island.rank, receiver
-        )
+        self._counterparts = Counterparts(self._presence, self._cells, connection, self._changed, *self.place, receiver)
         self._island.acts = self._counterparts.acts
         self._participant: Participant | Follower = Follower(self._island, self._counterparts)
         if self._island.leads:
@@ -160,12 +157,12 @@ class Islands:
                 self._presence, self._cells, self._island, self._counterparts,
                 size=size, minimum=minimum, timeout_s=timeout_s, deadlines=deadlines,
             )  # fmt: skip
-        self.merges = Merges(self.seat, self.exchange, self.rest, deadlines.poll_s)
+        self.merges = Merges(self.seat, self.exchange, self.rest, deadlines.poll_s, island=self._island)
         self._presence.start(self._watch)
         _living.add(self)
 
     def _sit_down(self, facts: list[str]) -> int:
-        _compare(self._cells, "job", facts, "runs")
+        require_same(self._cells, "job", facts, "runs")
         return take_seat(self._cells)
 
     # What users ask.
@@ -208,7 +205,8 @@ class Islands:
         """This process has trained on so many tokens, or samples, more. With a quorum, differences count by them.
 
         Args:
-            tokens: those of this step, before the optimizer steps. Who never calls this counts steps.
+            tokens: those of this step, before the optimizer steps. Who never calls this counts steps. In an island of
+                several ranks those of the first one count.
         """
         check_numbers(lambda count: count >= 0, "a number from 0", tokens=tokens)
         self.merges.count(tokens)
@@ -225,13 +223,16 @@ class Islands:
         Args:
             reason: reason that ``why()`` of the others gives.
         """
+        self._island.meet_beside()
         self._leave(reason)
 
     def _leave(self, reason: str, error: BaseException | None = None) -> None:
         if not self._left:
             self._left = reason
             self._presence.leave(reason)
-            self.merges.stop(self._counterparts.abort)
+            self.merges.stop(self._end_calls)
+            if self._counterparts.samples is not None:  # Nobody is left to agree with.
+                self._counterparts.samples.resume()
             self._counterparts.close()
             if error is not None:  # The other ranks may be waiting for this one.
                 self._island.abort(reason)
@@ -239,20 +240,27 @@ class Islands:
             close_store(self._whole_store)
             _living.discard(self)
 
+    def _end_calls(self, reason: str) -> None:
+        self._counterparts.abort(reason)
+        self._island.abort(reason)
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._leave("it left" if error is None else f"it left with {type(error).__name__}: {error}", error)
+        if error is None:
+            self.leave()
+        else:
+            self._leave(f"it left with {type(error).__name__}: {error}", error)
 
     def __repr__(self) -> str:
         return f"Islands(name={self.name!r})"
 
     # What the layers above call.
 
-    def bind(self, facts: Sequence[str], training: Training, *, early: bool = True) -> None:
+    def bind(self, facts: Sequence[str], training: Training, *, early: bool = True, by_quorum: bool = False) -> None:
         """Come in with a model. Waits until this process takes part and has the state.
 
         Args:
@@ -260,6 +268,7 @@ class Islands:
             training: the model as it is trained here.
             early: a newcomer may receive the state before it comes in, while the others train on. That pays if they
                 make several steps between two exchanges.
+            by_quorum: what is learned is merged by a quorum; see ``merges``.
 
         Raises:
             CollectiveMismatchError: the others train something else.
@@ -279,18 +288,22 @@ class Islands:
         samples = counterparts.samples
         told = [*facts, "no ElasticSampler" if samples is None else samples.fact]
         self._refuse_other_samples(told[-1])
-        self._island.share(lambda: _compare(self._cells, "model", told, "models"))
+        self._island.share(lambda: require_same(self._cells, "model", told, "models"))
         self._bound = True
         counterparts.give, counterparts.take, counterparts.step = training.give, training.take, training.step
-        if self.merges.opened:
-            counterparts.give, counterparts.take = self.merges.giving(training.give), self.merges.taking(training.take)
+        if by_quorum:
+            counterparts.give = self.merges.giving(training.give, counterparts.is_awaited)
+            counterparts.take = self.merges.taking(training.take)
+            counterparts.counting = self.merges.counting
+            self._island.open_beside()
         with self._leaving():
             self._begin_from_file(told)
             self._participant.join(early=early)
         self._facts = told
-        self.merges.start()
         if samples is not None and counterparts.epoch is not None:
             samples.begin(self.seat, counterparts.epoch)
+        if by_quorum:
+            self.merges.start(samples)
 
     def _begin_from_file(self, facts: list[str]) -> None:
         """Have the state of the file, if the run has not begun: who gives the others theirs is not known yet."""
@@ -308,7 +321,9 @@ class Islands:
         if file is None or not self._facts or not isinstance(error, StoreLostError):
             return
         try:
-            write_state(file, self._facts, self._counterparts.state())
+            state = self._counterparts.state()
+            assert state is not None  # In the thread that trains it is there at once.
+            write_state(file, self._facts, state)
             told = f"The state of this process is in {file}; join_islands(resume=...) begins from it."
         except Exception as failure:  # noqa: BLE001 - the error that ends training must not be replaced
             told = f"Its state could not be saved in {file}: {type(failure).__name__}: {failure}."
@@ -340,11 +355,6 @@ class Islands:
                 seen=repr(self),
             )
         self._counterparts.samples = samples
-
-    @property
-    def deals_out(self) -> bool:
-        """Whether an ``ElasticSampler`` deals out samples."""
-        return self._counterparts.samples is not None
 
     @property
     def place(self) -> tuple[int, int]:
@@ -403,30 +413,12 @@ class Islands:
             self._counterparts.abort(f"rank {rank} of its island is lost: {why}")
 
 
-def _compare(cells: Cells, topic: str, facts: Sequence[str], what: str) -> None:
-    """Refuse to join those who do something else."""
-    theirs = cells.claim(topic, list(facts))
-    if theirs == list(facts):
-        return
-    here, there = next(
-        ((one, other) for one, other in zip(facts, theirs, strict=False) if one != other),
-        (f"{len(facts)} facts", f"{len(theirs)} facts"),
-    )
-    raise CollectiveMismatchError(
-        f"these islands have different {what}; the first difference",
-        call="join_islands" if topic == "job" else "with_bagua",
-        expected=there,
-        seen=here,
-        advice="Start all processes with the same program, version and options, or choose another name=.",
-    )
-
-
 _living: weakref.WeakSet[Islands] = weakref.WeakSet()
 
 
 def _leave_all() -> None:
     for islands in list(_living):
-        islands.leave("its process ended")
+        islands._leave("its process ended")  # noqa: SLF001 - here no rank waits for another one
 
 
 atexit.register(_leave_all)

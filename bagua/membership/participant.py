@@ -280,7 +280,7 @@ class Participant:
     def _serve(self) -> None:
         """Offer newcomers the state, if this island is one of those that do."""
         epoch = self._counterparts.epoch
-        if epoch is not None and epoch.newcomers and self._presence.seat in epoch.donors[:MOST_DONORS]:
+        if epoch is not None and epoch.newcomers and self._presence.seat in self._counterparts.donors(epoch):
             self._island.do("offer", [epoch.base, epoch.number])
 
     # From one epoch to the next.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
@@ -16,13 +17,17 @@ from bagua.membership.position import Position, Tally
 
 __all__ = ["ElasticSampler"]
 
+#: Batches that a loader may draw while members agree on what each has drawn.
+_AHEAD = 4
+
 
 class ElasticSampler(Sampler[int]):
     """Deals the samples of a data set out to islands, and to the ranks of each.
 
     What an island has trained on counts when an exchange does to which it contributed. Samples of an island that was
     lost before are drawn again by the others, so in each pass over the data every sample counts once. A newcomer draws
-    from where the others are. Each rank agrees with its counterparts in the exchanges that happen anyway.
+    from where the others are. Each rank agrees with its counterparts in the exchanges that happen anyway. With a quorum
+    these are made beside the training, and a sample counts when all parts of what was learned from it are merged.
 
     Make it before ``with_bagua(..., between=islands)``, which waits for the others, and iterate after it. Tell it on
     what was trained: let ``batches`` do that, or call ``record``.
@@ -71,7 +76,12 @@ class ElasticSampler(Sampler[int]):
         #: Numbers that this rank has drawn and not contributed; how many it has given out, and trained on.
         self._own: list[int] = []
         self._given = self._trained = 0
+        #: How many of those that this rank has trained on count already, and the largest batch.
+        self._settled = self._batch = 0
         self._proposed: tuple[Position, int] | None = None
+        self._changed = threading.Condition()
+        #: A pass is under way; and this rank has said what it has drawn: more may become another's.
+        self._draws = self._agreeing = False
         self._orders: dict[int, torch.Tensor] = {}
         self.number_of_pass = 0
         islands.deal_out(self)
@@ -92,20 +102,20 @@ class ElasticSampler(Sampler[int]):
                 expected="with_bagua(..., between=islands) before data is loaded",
                 seen="an iteration before it",
             )
-        self._given = self._trained
+        with self._changed:
+            self._given, self._draws = self._trained, True
         while (number := self._next()) is not None:
-            self._given += 1
             yield self._index(number)
         self.number_of_pass += 1
 
     def __len__(self) -> int:
         """Samples that this rank has yet to give out in this pass, if no island comes or goes."""
-        number, lane, count = self._position.number, self._lane or 0, len(self._own) - self._trained
-        end = (self.number_of_pass + 1) * self._samples
-        turn = self._drawn
-        while number(lane, turn) < end:
+        with self._changed:
+            number, lane, count = self._position.number, self._lane or 0, len(self._own) - self._trained
+            turn = drawn = self._drawn
+        while number(lane, turn) < self._end:
             turn += 1
-        return count + turn - self._drawn
+        return count + turn - drawn
 
     def record(self, samples: int) -> None:
         """So many samples more were trained on, in the order in which they were given out; before the optimizer steps.
@@ -117,14 +127,16 @@ class ElasticSampler(Sampler[int]):
             ConfigurationError: more than were given out.
         """
         check_whole(0, samples=samples)
-        if samples > self._given - self._trained:
-            raise ConfigurationError(
-                "no rank has got so many samples",
-                argument="samples",
-                expected=f"at most {self._given - self._trained}, which were given out and not recorded",
-                seen=samples,
-            )
-        self._trained += samples
+        with self._changed:
+            if samples > self._given - self._trained:
+                raise ConfigurationError(
+                    "no rank has got so many samples",
+                    argument="samples",
+                    expected=f"at most {self._given - self._trained}, which were given out and not recorded",
+                    seen=samples,
+                )
+            self._trained += samples
+            self._batch = max(self._batch, samples)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The batches of a ``DataLoader`` that has this sampler; each is recorded when it is handed out.
@@ -150,9 +162,10 @@ class ElasticSampler(Sampler[int]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where training is: what this rank has trained on is done, and what others had on their way is drawn again."""
-        after = self._position
-        if self._lane is not None:
-            after = after.exchanged({self._seat: self.said()})
+        with self._changed:
+            after = self._position
+            if self._lane is not None:
+                after = after.exchanged({self._seat: Tally(self._lane, self._drawn, self._trained)})
         left = sorted([*after.left, *(number for numbers in after.own.values() for number in numbers)])
         return {"first": after.first, "left": left, "again": after.again, **self._facts()}
 
@@ -187,23 +200,49 @@ class ElasticSampler(Sampler[int]):
         self._lane = self._position.lane_of(seat) if seat in own else len(own) + epoch.newcomers.index(seat)
         self.number_of_pass = self._position.number(self._lane, 0) // self._samples
 
-    def said(self) -> Tally:
-        """What this rank says in an exchange."""
-        return Tally(self._lane or 0, self._drawn, self._trained)
+    @property
+    def recorded(self) -> int:
+        """Samples that this rank has trained on since it came in."""
+        with self._changed:
+            return self._settled + self._trained
+
+    def said(self, counting: int | None = None) -> Tally:
+        """What this rank says in an exchange. From then on it draws nothing more, until ``settle`` or ``resume``.
+
+        Args:
+            counting: how many of ``recorded`` count if the exchange does; training goes on meanwhile, with what is
+                drawn here. None for all: the training waits.
+        """
+        with self._changed:
+            if counting is not None:
+                wanted = self._given + _AHEAD * self._batch
+                while self._draws and len(self._own) < wanted and self._draw():
+                    pass
+            self._agreeing = True
+            return Tally(self._lane or 0, self._drawn, self._trained if counting is None else counting - self._settled)
 
     def hear(self, said: Mapping[int, Tally], room: int) -> None:
         """What all have said in an exchange that may come to count; see ``Position.exchanged``."""
-        self._proposed = self._position.exchanged(said, room), self._trained
+        self._proposed = self._position.exchanged(said, room), said[self._seat].trained
 
     def settle(self) -> None:
         """The exchange counts."""
         assert self._proposed is not None
-        (self._position, trained), self._proposed = self._proposed, None
-        del self._own[:trained]
-        self._trained -= trained
-        self._given -= trained
-        self._drawn = 0
-        self._lane = self._position.lane_of(self._seat)
+        with self._changed:
+            (self._position, counted), self._proposed = self._proposed, None
+            del self._own[:counted]
+            self._settled += counted
+            self._trained -= counted
+            self._given -= counted
+            self._drawn = 0
+            self._lane = self._position.lane_of(self._seat)
+        self.resume()
+
+    def resume(self) -> None:
+        """What this rank said last is part of its position, or does not count: it draws on."""
+        with self._changed:
+            self._agreeing = False
+            self._changed.notify_all()
 
     def give(self) -> dict[str, Any]:
         """What a newcomer needs."""
@@ -217,17 +256,29 @@ class ElasticSampler(Sampler[int]):
         seed = self._seed if self._shuffle else None
         return {"samples": self._all, "seed": seed, "rank": self._rank, "ranks": self._ranks}
 
+    @property
+    def _end(self) -> int:
+        return (self.number_of_pass + 1) * self._samples
+
     def _next(self) -> int | None:
         """The number to give out next; None at the end of the pass."""
-        if self._given < len(self._own):
-            return self._own[self._given]
+        with self._changed:
+            self._changed.wait_for(lambda: self._given < len(self._own) or not self._agreeing)
+            if self._given == len(self._own) and not self._draw():
+                self._draws = False
+                return None
+            self._given += 1
+            return self._own[self._given - 1]
+
+    def _draw(self) -> bool:
+        """Draw the next number; whether there is one in this pass."""
         assert self._lane is not None
         number = self._position.number(self._lane, self._drawn)
-        if number >= (self.number_of_pass + 1) * self._samples:
-            return None
+        if number >= self._end:
+            return False
         self._drawn += 1
         self._own.append(number)
-        return number
+        return True
 
     def _index(self, number: int) -> int:
         """The index of a sample in the data set."""

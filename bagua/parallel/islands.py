@@ -104,9 +104,10 @@ def come_in(engine: BackwardHooks, islands: Islands | None, optimizers: Sequence
     state = _State(engine.reducer, engine.reducer.optimizers if optimizers is None else optimizers)
     try:
         exchanges = engine.reducer.declaration.every_exchange()
+        by_quorum = any(one.how is not None and one.how.apart for one in exchanges)
         # What is merged by a quorum has no moment between two exchanges of all.
-        early = not any("gradients" in one.needs or (one.how is not None and one.how.apart) for one in exchanges)
-        islands.bind(engine.reducer.facts, state, early=early)
+        early = not (by_quorum or any("gradients" in one.needs for one in exchanges))
+        islands.bind(engine.reducer.facts, state, early=early, by_quorum=by_quorum)
         engine.reducer.after_failure = islands.save_if_lost
         gauges = engine.reducer.group.gauges
         gauges.update(islands.metrics())

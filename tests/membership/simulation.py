@@ -5,7 +5,8 @@ dies, stops, wakes, is taken for dead while it is well, or comes. An actor is an
 its counterparts, in any order, and what the island holds all of them hold.
 
 With a quorum, each member learns at its own pace, and an exchange merges the differences that are ready when its
-members look around: at least so many, and others in a later one.
+members look around: at least so many, and others in a later one. The first rank of an island exchanges for all of its
+ranks, and tells them how that has ended.
 """
 
 from __future__ import annotations
@@ -199,6 +200,10 @@ def _in_attempt(world: World, seat: int, actor: Actor, standing: Standing, rules
     """Each rank exchanges with its counterparts."""
     number, exchange, members = standing.epoch.number, standing.entered, standing.epoch.members
     for rank, how in enumerate(actor.ranks):
+        if rules.quorum and rank:
+            if how == COMING and actor.ranks[0] in (HAS_RESULT, FAILED):
+                yield f"hear {seat}.{rank}", _with(world, seat, _moved(actor, rank, actor.ranks[0]))
+            continue
         if how == COMING:
             sent = world.sent | {(number, seat, exchange, rank)}
             yield f"send {seat}.{rank}", _with(world, seat, _moved(actor, rank, SENT))._replace(sent=sent)

@@ -58,6 +58,12 @@ def test_no_order_of_events_loses_a_difference_or_counts_it_twice(size, quorum):
     assert explore(Rules(*size, quorum=quorum, early=False)) > 500
 
 
+def test_no_order_of_events_lets_the_ranks_of_an_island_differ_with_a_quorum():
+    assert explore(Rules(2, 1, 1, ranks=2, quorum=1, early=False)) > 500
+    with pytest.raises(ViolationError, match="takes in a result that some of its ranks do not have"):
+        explore(Rules(2, 1, 1, ranks=2, quorum=1, early=False, together=False))
+
+
 @pytest.mark.parametrize(
     ("forget_when", "what"), [("held", r"merged \[\], waiting set\(\); "), ("passed", r"merged \[1\], waiting \{1\}; ")]
 )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from bagua.comm import solo_group
 from bagua.membership.merging.fragments import Fragment
 from bagua.membership.merging.merges import Merges
 from bagua.membership.merging.quorum import Choice, QuorumRule, Said, choose
@@ -108,6 +110,24 @@ def test_directions_that_cancel_out_leave_the_plain_mean():
     torch.testing.assert_close(radial_directional_mean([one, torch.zeros(2)], [1.0, 1.0], lambda flat: [flat]), one / 2)
 
 
+def test_samples_count_when_all_that_they_taught_is_merged():
+    counted, samples = [], SimpleNamespace(recorded=0)
+
+    def exchange(attempt):
+        attempt(solo_group())
+        counted.append(merges.counting())
+
+    merges = Merges(0, exchange, lambda: None, 0.001)
+    merges.open([Fragment(name, 1, torch.float32, weighted_mean) for name in "ab"], QuorumRule(1, 0.0))
+    merges.start(samples)
+    for name, recorded in (("a", 3), ("b", 5), ("a", 8)):
+        samples.recorded = recorded
+        merges.contribute(name, torch.ones(1))
+        merges.wait(name)
+    merges.stop(lambda reason: None)
+    assert counted == [0, 3, 5]
+
+
 def test_training_that_waits_for_a_merge_gives_newcomers_the_state():
     """Else both threads would wait for each other."""
     found, asked = [], threading.Event()
@@ -118,7 +138,7 @@ def test_training_that_waits_for_a_merge_gives_newcomers_the_state():
         raise ValueError("enough")
 
     merges = Merges(0, exchange, lambda: None, 0.001)
-    ask = merges.giving(lambda: "the state")
+    ask = merges.giving(lambda: "the state", lambda: True)
     merges.open([Fragment("weight", 2, torch.float32, weighted_mean)], QuorumRule(1))
     merges.start()
     merges.contribute("weight", torch.ones(2))

@@ -5,14 +5,19 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from bagua.algorithms import Algorithm
+from bagua.algorithms import Algorithm, Outer
 from bagua.comm import get_rank, inject_fault, solo_group
+from bagua.compression import Codec
 from bagua.errors import ConfigurationError
 from bagua.membership import ElasticSampler
+from bagua.optim import DelayedNesterov
 from bagua.parallel import with_bagua
 from bagua.testing import ThreadRanks
 from bagua.testing.ranks import RankDiedError
@@ -79,7 +84,9 @@ def finished(islands, model):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"overlap": 1}, {"fragments": 2, "overlap": 2, "blend": 0.5}], ids=["plain", "overlap", "streaming"]
+    "options",
+    [{}, {"overlap": 1, "mix": "add"}, {"fragments": 2, "overlap": 2, "blend": 0.5}],
+    ids=["plain", "overlap", "streaming"],
 )
 def test_a_quorum_of_all_without_grace_is_diloco(options):
     both = {"sync_every": 4, "fragment_order": "bytes", **OUTER, **options}
@@ -108,6 +115,35 @@ def test_a_quorum_of_all_without_grace_is_diloco(options):
     for seat, found in run(3, island, new_store()):
         for here, there in zip(found, expected[seat], strict=True):
             torch.testing.assert_close(here, there, rtol=0, atol=1e-12)
+
+
+@dataclass(frozen=True)
+class Coarse(Codec):
+    """Multiples of 1/32, in a byte each."""
+
+    def _payload_bytes(self, metadata):
+        return metadata.numel
+
+    def _encode(self, flat, out):
+        out[: flat.numel()] = flat.mul(32).round().to(torch.int8).view(torch.uint8)
+
+    def _decode(self, data, metadata, out, add):
+        values = data[: metadata.numel].view(torch.int8) / 32
+        out.copy_(out + values if add else values)
+
+
+class Lossy:
+    """What a member loses and owes, in plain torch: the sender of differences, or the owner of results."""
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+        self.owed = [0.0, 0.0]
+
+    def sent(self, difference: list[torch.Tensor]) -> list[torch.Tensor]:
+        exact = [one + self.decay * owed for one, owed in zip(difference, self.owed, strict=True)]
+        found = [one.mul(32).round().div(32) for one in exact]
+        self.owed = [one - rounded for one, rounded in zip(exact, found, strict=True)]
+        return found
 
 
 class Reference:
@@ -145,9 +181,9 @@ def merged_by(rule, differences, weights):
         if rule == "mean":
             found.append(sum(weight * part for weight, part in zip(weights, parts, strict=True)) / total)
             continue
-        direction = sum(weight * part / part.norm() for weight, part in zip(weights, parts, strict=True)) / total
+        direction = sum(weight * part / (part.norm() or 1) for weight, part in zip(weights, parts, strict=True)) / total
         length = sum(weight * part.norm() for weight, part in zip(weights, parts, strict=True)) / total
-        found.append(length * direction / direction.norm())
+        found.append(length * direction / (direction.norm() or 1))
     return found
 
 
@@ -157,15 +193,19 @@ SCRIPT = {0: [(0, None), (1, 2), (2, 1)], 1: [(0, None), (2, None)], 2: [(1, Non
 MERGES = [((0, 1), {2: [0]}), ((0, 2), {1: [1]}), ((0, 1), {})]
 
 
-@pytest.mark.parametrize("rule", ["rda", "mean"])
-def test_members_take_in_what_a_quorum_has_merged(rule):
-    """Two of three merge; who comes later is part of the next one, with all of its tokens."""
+@pytest.mark.parametrize(("rule", "feedback"), [("rda", None), ("mean", None), ("mean", False), ("rda", 0.5)])
+def test_members_take_in_what_a_quorum_has_merged(rule, feedback):
+    """Two of three merge; who comes later is part of the next one, with all of its tokens.
+
+    With a codec, differences lose some of their bits on their way to the owner, and results on their way to all.
+    """
     here: dict[int, object] = {}
+    lossy = {} if feedback is None else {"codec": Coarse(), "error_feedback": feedback}
 
     def island(store):
         with joined(store, 3) as islands:
             here[islands.seat] = islands
-            model = wrapped(islands, diloco(quorum=2, grace=0.0, merge=rule))
+            model = wrapped(islands, diloco(quorum=2, grace=0.0, merge=rule, **lossy))
             (optimizer,) = model.bagua_optimizers
             until(lambda: len(here) == 3)
             for merges, waits in SCRIPT[islands.seat]:
@@ -182,6 +222,7 @@ def test_members_take_in_what_a_quorum_has_merged(rule):
     check_one_model([ends for *_, ends in found])
     members = {seat: Reference(seat) for seat in range(3)}
     landed: dict[int, list[list[torch.Tensor]]] = {seat: [] for seat in members}
+    senders, owner = {seat: Lossy(float(feedback or 0)) for seat in members}, Lossy(float(feedback or 0))
     expected = []
     for number, (seats, _) in enumerate(MERGES, start=1):
         differences, counts = [], []
@@ -191,10 +232,12 @@ def test_members_take_in_what_a_quorum_has_merged(rule):
             while landed[seat]:
                 member.land(landed[seat].pop(0), own=False)
             member.step()
-            differences.append(member.difference())
+            difference = member.difference()
+            differences.append(senders[seat].sent(difference) if lossy else difference)
             counts.append((20.0 * (seat + 1)) ** 2 / 2)
         expected.append((number, 0, seats, tuple(counts)))
         result = merged_by(rule, differences, counts)
+        result = owner.sent(result) if lossy else result
         for seat, member in members.items():
             if seat in seats:
                 member.land(result, own=True)
@@ -205,12 +248,20 @@ def test_members_take_in_what_a_quorum_has_merged(rule):
         torch.testing.assert_close(weights, weights_of(members[seat].model), rtol=0, atol=1e-12)
 
 
-def test_each_trains_at_its_own_pace_and_all_end_with_one_model():
+ASYNCHRONOUS = {"grace": 0.0, "merge": "mean", "outer": Outer(DelayedNesterov, delay=3)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {**ASYNCHRONOUS, "outer_lr": None, "outer_momentum": None}, {"codec": "int4", "error_feedback": 0.9}],
+    ids=["by a quorum", "asynchronous", "in few bits"],
+)
+def test_each_trains_at_its_own_pace_and_all_end_with_one_model(options):
     steps = {0: 7, 1: 12, 2: 3}
 
     def island(store):
         with joined(store, 3) as islands:
-            model = wrapped(islands, diloco(fragments=2, overlap=1))
+            model = wrapped(islands, diloco(fragments=2, overlap=1, **options))
             for _ in range(steps[islands.seat]):
                 local_step(model, *model.bagua_optimizers, islands.seat)
             return finished(islands, model)
@@ -286,6 +337,95 @@ def test_a_newcomer_takes_part_and_counts_nothing_twice():
         assert counted(tape, seat, fragment) == steps
 
 
+def test_a_member_that_makes_no_step_does_not_make_others_wait_for_a_newcomer():
+    """Another one gives the newcomer the state."""
+    rests, goes_on = threading.Event(), threading.Event()
+
+    def island(store):
+        late = not first.acquire(blocking=False)
+        assert not late or rests.wait(60)
+        with joined(store, 2, minimum=1) as islands:
+            model = wrapped(islands, diloco(grace=0.0))
+            steps = 0
+            while not goes_on.is_set():
+                local_step(model, *model.bagua_optimizers, islands.seat)
+                steps += 1
+                if islands.seat == 1 and steps == 2:
+                    rests.set()
+                    assert goes_on.wait(60)
+                if late and any(2 in one.seats for one in islands.tape()):
+                    goes_on.set()
+            return finished(islands, model)
+
+    first = threading.Semaphore(2)
+    tape = check_one_model(run(3, island, new_store()))
+    assert {seat for one in tape for seat in one.seats} == {0, 1, 2}
+
+
+def test_a_newcomer_draws_samples_of_its_own():
+    """In one long pass: what all have trained on is what their position says, and nothing twice."""
+    came, done = threading.Event(), threading.Event()
+
+    def island(store):
+        late = not first.acquire(blocking=False)
+        assert not late or came.wait(60)
+        with joined(store, 2) as islands:
+            sampler = ElasticSampler(range(10**6), islands, shuffle=False)
+            model = wrapped(islands, diloco(fragments=2, overlap=1))
+            drawn, steps = iter(sampler), 0
+            while steps < 6 or not (late or done.is_set()):
+                trained.append(next(drawn))
+                sampler.record(1)
+                local_step(model, *model.bagua_optimizers, islands.seat)
+                steps += 1
+                if len(islands.tape()) > 3:
+                    came.set()
+            if late:
+                done.set()
+            finished(islands, model)
+            return sampler.give()
+
+    trained, first = [], threading.Semaphore(2)
+    position, *others = run(3, island, new_store())
+    assert all(other == position for other in others)
+    waiting = {*position["left"], *itertools.chain.from_iterable(position["own"].values())}
+    assert sorted(trained) == sorted(set(range(position["first"])) - waiting)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_samples_are_dealt_out_to_members_that_train_at_their_own_pace(dies):
+    """Each sample counts once; those of a member that is lost are drawn again, and nobody else trains on any twice."""
+
+    def island(store):
+        with joined(store, 3) as islands:
+            sampler = ElasticSampler(range(90), islands)
+            model = wrapped(islands, diloco(sync_every=4, fragments=2, overlap=1))
+            loader = DataLoader(range(90), batch_size=islands.seat + 1, sampler=sampler)
+            for step, indices in enumerate(sampler.batches(loader), start=1):
+                trained[islands.seat] += indices.tolist()
+                local_step(model, *model.bagua_optimizers, islands.seat)
+                if dies and islands.seat == 1 and step == 6:
+                    vanish(islands)
+            finished(islands, model)
+            return sampler.give(), sampler.again
+
+    trained = {seat: [] for seat in range(3)}
+    ends = [end for end in run(3, island, new_store()) if not isinstance(end, BaseException)]
+    assert len(ends) == 3 - dies
+    assert len({again for _, again in ends}) == 1
+    position, again = ends[0]
+    counted = Counter(itertools.chain.from_iterable(trained.values()))
+    twice = {sample for sample, count in counted.items() if count > 1}
+    assert (again > 0) == dies
+    assert len(twice) <= again
+    assert twice <= set(trained[1] if dies else [])
+    assert all(max(Counter(one).values()) == 1 for one in trained.values())
+    order = torch.randperm(90, generator=torch.Generator().manual_seed(0)).tolist()
+    left = {order[number] for number in position["left"]}
+    assert {order[number] for number in range(position["first"])} - left <= counted.keys()
+    assert not any(position["own"].values())
+
+
 @pytest.mark.parametrize(
     ("merge", "named", "plain"), [("rda", None, {0}), ("rda", "*bias", {0, 2}), ("mean", None, {0, 1, 2})]
 )
@@ -358,8 +498,7 @@ def test_an_end_at_which_nobody_has_learned_more_moves_nothing(weight):
         ({"quorum": None, "grace": 1.0}, "grace"),
         ({"quorum": None, "merge": "mean"}, "merge"),
         ({"merge": "mean", "embeddings": "*"}, "embeddings"),
-        ({"codec": "int4"}, "codec"),
-        ({"overlap": 1, "mix": "add"}, "mix"),
+        ({"error_feedback": True}, "error_feedback"),
         ({"start_after": 3}, "start_after"),
         ({"average_buffers": True}, "average_buffers"),
     ],
@@ -374,9 +513,8 @@ def test_options_that_make_no_sense_are_refused(options, argument):
 def test_a_quorum_needs_islands_and_enough_of_them():
     with pytest.raises(ConfigurationError, match="a quorum is for islands"):
         with_bagua(new_model(0), [], diloco(), solo_group())
-    with joined(new_store(), 1) as islands:
-        with pytest.raises(ConfigurationError, match="more islands than begin together"):
-            wrapped(islands, diloco(quorum=2))
-        ElasticSampler(range(9), islands)
-        with pytest.raises(ConfigurationError, match="an ElasticSampler agrees"):
-            wrapped(islands, diloco())
+    with (
+        joined(new_store(), 1) as islands,
+        pytest.raises(ConfigurationError, match="more islands than begin together"),
+    ):
+        wrapped(islands, diloco(quorum=2))

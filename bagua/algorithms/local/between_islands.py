@@ -170,16 +170,16 @@ class OverIslands(WithInner):
         check_flags(elastic=self.elastic, sharded=self.sharded)
         for one in self.inner.every_exchange():
             if isinstance(one.how, ByQuorum):
-                _check_quorum(one.how, self.islands)
+                _check_quorum(one.how, self.islands, sharded=self.sharded)
             else:
                 _check(one, elastic=self.elastic)
 
     def exchanges(self, phase: Hashable = 0) -> tuple[Exchange, ...]:
         """Those of the inner algorithm, over the islands; inside an island of several ranks, gradients in each step."""
+        inside = [one.labelled("inside the island") for one in GradientAllReduceAlgorithm().exchanges()]
         if self._by_quorum:
             (outer,) = self.inner.exchanges(phase)
-            return decoupled(outer, self.islands)
-        inside = [one.labelled("inside the island") for one in GradientAllReduceAlgorithm().exchanges()]
+            return (*(inside if self.islands.ranks else ()), *decoupled(outer, self.islands))
         found = [one if one.how is None else self._between(one, one.how) for one in self.inner.exchanges(phase)]
         if self.sharded or not self.islands.ranks or any("gradients" in one.needs for one in found):
             inside = []
@@ -223,13 +223,10 @@ def _check(exchange: Exchange, *, elastic: bool) -> None:
         raise _refused("newcomers come in when nothing is on its way", exchange, "Use overlap=0.")
 
 
-def _check_quorum(how: ByQuorum, islands: Islands) -> None:
-    if islands.ranks:
-        raise _refused("members that merge by a quorum are one process each", how, "Use quorum=None.")
-    if islands.deals_out:
-        raise _refused(
-            "an ElasticSampler agrees in exchanges that all islands make in the same step", how, "Use quorum=None."
-        )
+def _check_quorum(how: ByQuorum, islands: Islands, *, sharded: bool) -> None:
+    if sharded:
+        problem = "the first rank of an island merges for all by a quorum, and has but one shard"
+        raise _refused(problem, how, "Use quorum=None.")
     if how.quorum > islands.size:
         raise ConfigurationError(
             "a quorum of more islands than begin together",

@@ -20,9 +20,10 @@ from bagua.algorithms.exchanges.values import WHOLE, Add, Difference
 from bagua.buckets import Bucket
 from bagua.checks import check_choice, check_kind, check_numbers, check_whole
 from bagua.comm import ProcessGroup, Work
+from bagua.compression import Codec, Metadata
 from bagua.errors import ConfigurationError
 from bagua.membership import Fragment, Islands, QuorumRule
-from bagua.primitives import State, radial_directional_mean, weighted_mean
+from bagua.primitives import State, radial_directional_mean, summing_dtype, weighted_mean
 
 Weighting = Literal["tokens", "equal"]
 Merging = Literal["rda", "mean"]
@@ -40,6 +41,9 @@ class ByQuorum(How):
         merge: ``rda``: radial-directional mean of each tensor, and the plain mean of embeddings. ``mean``: plain mean.
         embeddings: pattern of the names of more tensors whose plain mean is taken; None for none.
         overlap: steps until a result is taken in.
+        codec: what differences and results are sent in; None for all bits.
+        feedback: part of what the codec loses that is added to the next difference, and by the owner to its next
+            result; 0 for nothing.
         islands: members; None until the model is wrapped with ``between=islands``.
 
     Raises:
@@ -52,6 +56,8 @@ class ByQuorum(How):
     merge: Merging = "rda"
     embeddings: str | None = None
     overlap: int = 0
+    codec: Codec | None = None
+    feedback: float = 0.0
     islands: Islands | None = None
 
     apart: ClassVar[bool] = True
@@ -66,13 +72,22 @@ class ByQuorum(How):
 
     @property
     def alone(self) -> bool:
-        """A member is one process."""
+        """A member may be one process."""
         return True
 
     @property
     def exact(self) -> bool:
         """It depends on who comes when."""
         return False
+
+    def state(self) -> tuple[State, ...]:
+        """What the codec has lost, if it is fed back."""
+        return (State("residual"),) if self.feedback else ()
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Refuse what the codec refuses."""
+        if self.codec is not None:
+            self.codec.compressed_bytes(Metadata(2**40, summing_dtype(dtype)))
 
     def check(self, group: ProcessGroup) -> None:
         """Refuse ranks that cannot come and go."""
@@ -83,6 +98,10 @@ class ByQuorum(How):
                 expected="with_bagua(..., between=islands), or quorum=None",
                 seen=self.quorum,
             )
+
+    def blocking(self, group: ProcessGroup, prepared: object) -> bool:
+        """It leaves waiting to who folds."""
+        return False
 
     @property
     def rule(self) -> QuorumRule:
@@ -96,15 +115,32 @@ class ByQuorum(How):
     def run(self, flight: Flight, group: ProcessGroup) -> Work:
         """Contribute what lies in the flight."""
         assert self.islands is not None
-        name = name_of(flight.bucket)
-        finite = flight.is_finite()
-        if not finite:  # What this member has learned is lost, and it begins again from the anchor.
+        merges, name, fragment = self.islands.merges, name_of(flight.bucket), self.fragment(flight.bucket, flight.model)
+        sent = self._encoded(flight, fragment, self.islands.seat) if flight.is_finite() else None
+        void = sent is None
+        if sent is None:  # What this member has learned is lost, and it begins again from the anchor.
             go_back(flight, flight.state["anchor"])
-            flight.flat.zero_()
-        merges = self.islands.merges
-        merges.contribute(name, flight.flat, equal=self.weight == "equal", void=not finite)
+            sent = fragment.encode(flight.flat.zero_())
+            if flight.sent is not None:
+                flight.sent.zero_()
+        merges.contribute(name, sent, equal=self.weight == "equal", void=void)
         group.gauges.update(self.islands.metrics())
         return Work(lambda _: merges.wait(name), lambda: merges.is_merged(name))
+
+    def _encoded(self, flight: Flight, fragment: Fragment, seat: int) -> torch.Tensor | None:
+        """What is sent of a flight; None if the codec makes of it what is not finite."""
+        if self.codec is None:
+            return flight.flat
+        exact = flight.flat.to(fragment.dtype)
+        if self.feedback:
+            exact = exact.add(flight.state["residual"], alpha=self.feedback)
+        sent = fragment.encode(exact, seat, flight.step)
+        lost = exact - fragment.decode(sent)
+        if not lost.isfinite().all():
+            return None
+        if self.feedback:
+            flight.memory.clear_padding(flight.memory.propose("residual").copy_(lost))
+        return sent
 
     def fragment(self, bucket: Bucket, model: Model) -> Fragment:
         """How differences of a bucket are merged."""
@@ -117,7 +153,8 @@ class ByQuorum(How):
                 if name in model.embeddings or (named is not None and named.takes(name, one))
             )
             merge = partial(radial_directional_mean, views=bucket.views, plain=plain)
-        return Fragment(name_of(bucket), bucket.numel, bucket.dtype, merge)
+        dtype = bucket.dtype if self.codec is None else summing_dtype(bucket.dtype)
+        return Fragment(name_of(bucket), bucket.numel, dtype, merge, self.codec, self.feedback)
 
 
 def name_of(bucket: Bucket) -> str:
@@ -144,6 +181,11 @@ class MergedStep(Then):
         """As the weights follow."""
         return self.step.overwrites
 
+    @property
+    def keeps_sent(self) -> bool:  # type: ignore[override]
+        """As the weights follow."""
+        return self.step.keeps_sent
+
     def check(self, what: What | None) -> None:
         """Refuse what has no anchor."""
         self.step.check(what)
@@ -164,7 +206,7 @@ class MergedStep(Then):
     def fold(self, flight: Flight) -> None:
         """Take in what has come before, and then this."""
         assert self.how.islands is not None
-        _take_in_others(self.how.islands, self.step, flight)
+        _take_in_others(self.how.islands, self.step, flight, before_own=True)
         merged = self.how.islands.merges.own(name_of(flight.bucket))
         if merged is not None:
             _take_in(flight, self.step, merged)
@@ -223,14 +265,16 @@ class GiveState(Then):
         self.islands.merges.between_steps(flight.step)
 
 
-def _take_in_others(islands: Islands, step: OuterStep, flight: Flight) -> None:
+def _take_in_others(islands: Islands, step: OuterStep, flight: Flight, *, before_own: bool = False) -> None:
     moved = OuterStep(step.optimizer, Add())
-    for difference in islands.merges.others(name_of(flight.bucket)):
+    own, flight.sent = flight.sent, None  # It stays in the weights until it is merged.
+    for difference in islands.merges.others(name_of(flight.bucket), before_own=before_own):
         _take_in(flight, moved, difference)
+    flight.sent = own
 
 
 def _take_in(flight: Flight, step: OuterStep, difference: torch.Tensor) -> None:
-    flight.flat = difference.to(flight.bucket.device)
+    flight.flat = difference.to(flight.bucket.device, flight.bucket.dtype)
     step.fold(flight)
 
 

@@ -23,12 +23,9 @@ from bagua.primitives import ErrorFeedback, ScatterGatherReducer, SumReducer
 FragmentOrder = Literal["strided", "bytes"]
 Landing = Literal["blend", "add"]
 _NAMES = ("nesterov", "sgd")
-#: What cannot be had with a quorum: what all members would have to do in one step, what loses bits, and ``add``, with
-#: which weights keep what has been merged.
+#: What cannot be had with a quorum: what all members would have to do in one step.
 _WITH_QUORUM: dict[str, Any] = {
-    "codec": None,
     "eager": False,
-    "mix": "blend",
     "start_after": 0,
     "average_buffers": False,
     "inner": None,
@@ -79,12 +76,13 @@ class DiLoCoAlgorithm(LocalUpdates):
             ``bytes`` with a quorum.
         overlap: steps from the start of an exchange to its end; less than ``sync_every``.
         blend: the share of what a rank has learned meanwhile that it keeps, from 0 to 1.
-        mix: ``blend``, or ``add``: weights move as the anchor does, so that nothing that was learned meanwhile is lost.
+        mix: ``blend``, or ``add``: what was learned meanwhile is added to the anchor, so that nothing of it is lost.
         eager: each rank steps with its own part of ``D`` at once, and with those of the others ``sync_every`` steps
             later, so that an exchange has a whole period of time; see ``EagerStep``. Ranks differ until
             ``bagua_finish()``.
         codec: codec that differences are sent in, as ``Float16()``, or its name, as ``"int4"``; None for all bits.
         error_feedback: True adds what the codec loses to the next difference; a number adds that part of it, as 0.9.
+            With a quorum the owner of a part adds what was lost of the merged difference to the next one.
         anchor_dtype: ``float32``, or ``weights`` for the dtype of the weights: half the memory where that is bfloat16.
         anchor_device: ``cpu`` for an anchor, and an outer optimizer, in the memory of the host; None for where the
             weights are.
@@ -207,7 +205,11 @@ class DiLoCoAlgorithm(LocalUpdates):
     def _by_quorum(self) -> ByQuorum | None:
         if self.quorum is None:
             return None
-        return ByQuorum(self.quorum, self.grace, self.weight, self.merge, self.embeddings, self.overlap)
+        assert self.codec is None or isinstance(self.codec, Codec)
+        feedback = float(self.error_feedback)
+        return ByQuorum(
+            self.quorum, self.grace, self.weight, self.merge, self.embeddings, self.overlap, self.codec, feedback
+        )
 
     @property
     def _optimizer(self) -> Outer:

@@ -216,6 +216,9 @@ class Courses:
     ) -> Course:
         tracks = [self._track(exchange, part, bucket) for part, bucket in buckets]
         lane = lane if exchange.how is not None else None
+        if lane is not None and exchange.how is not None and exchange.how.apart:
+            # The thread that trains waits itself: what it does meanwhile it does between two steps.
+            lane = Lane(lane.group, {bucket.device: CallerExecutor() for _, bucket in buckets})
         prepared = None if lane is None or exchange.how is None else self._prepare(exchange, exchange.how, lane)
         exchange.then.enter([bucket for _, bucket in buckets], model)
         return Course(exchange, tracks, model, lane, prepared, self.shares)

@@ -7,7 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Arrived", "Fragment", "Merge", "Sent"]
+from bagua.compression import Codec, Metadata
+from bagua.membership.merging.quorum import Choice
+
+__all__ = ["Arrived", "Fragment", "Merge", "MergeResult", "Sent"]
 
 
 class Fragment(NamedTuple):
@@ -18,12 +21,30 @@ class Fragment(NamedTuple):
         numel: elements of a difference.
         dtype: their dtype.
         merge: makes one difference of several, with a weight for each.
+        codec: what differences and results are sent in; None for all bits.
+        feedback: part of what the codec loses of a result that its owner adds to its next one.
     """
 
     name: str
     numel: int
     dtype: torch.dtype
     merge: Callable[[Sequence[torch.Tensor], Sequence[float]], torch.Tensor]
+    codec: Codec | None = None
+    feedback: float = 0.0
+
+    def room(self) -> torch.Tensor:
+        """Where a difference, or a result, is received as it is sent."""
+        if self.codec is None:
+            return torch.empty(self.numel, dtype=self.dtype)
+        return torch.empty(self.codec.compressed_bytes(Metadata(self.numel, self.dtype)), dtype=torch.uint8)
+
+    def encode(self, values: torch.Tensor, *draw: int) -> torch.Tensor:
+        """``values`` as they are sent; ``draw`` tells this use of a codec that rounds at random from others."""
+        return values if self.codec is None else self.codec.for_draw(*draw).compress(values)
+
+    def decode(self, sent: torch.Tensor) -> torch.Tensor:
+        """What was sent, or what is left of it."""
+        return sent if self.codec is None else self.codec.decompress(sent, Metadata(self.numel, self.dtype))
 
 
 class Merge(NamedTuple):
@@ -42,27 +63,45 @@ class Merge(NamedTuple):
     weights: tuple[float, ...]
 
 
+class MergeResult(NamedTuple):
+    """What an exchange brings if it counts.
+
+    Attributes:
+        choice: what was merged.
+        difference: merged difference; None if nothing was learned.
+        residual: what the codec has lost of it, on the owner, if that is fed back.
+    """
+
+    choice: Choice
+    difference: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+
+
 class Arrived(NamedTuple):
     """A merge that has yet to be taken in here.
 
     Attributes:
         difference: merged difference; None if nothing was learned.
         own: this member has contributed to it.
+        number: number of the merge; 0 for one that came with the state of another member.
     """
 
     difference: torch.Tensor | None
     own: bool
+    number: int = 0
 
 
 class Sent(NamedTuple):
     """A difference of this member that has not been merged.
 
     Attributes:
-        difference: flat tensor that stays as it is.
+        difference: flat tensor, as it is sent, that stays as it is.
         weight: how much it counts.
         since: when it was contributed, in seconds.
+        samples: samples that this member had trained on then, where samples are dealt out.
     """
 
     difference: torch.Tensor
     weight: float
     since: float
+    samples: int = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextvars
-import copy
+import math
 import threading
 import time
 from collections import deque
@@ -14,8 +14,12 @@ import torch
 
 from bagua.comm import Communicator, ProcessGroup, family, forked_error
 from bagua.errors import CommunicatorClosedError, ConfigurationError
-from bagua.membership.counterparts import Attempt
-from bagua.membership.merging.fragments import Arrived, Fragment, Merge, Sent
+from bagua.membership.counterparts import LOSSES, Attempt, Samples
+from bagua.membership.island import Island
+from bagua.membership.merging.fragments import Arrived, Fragment, Merge, MergeResult, Sent
+from bagua.membership.merging.handover import Handover
+from bagua.membership.merging.merger import Merger
+from bagua.membership.merging.pace import Pace
 from bagua.membership.merging.quorum import Choice, QuorumRule, Said, choose
 
 __all__ = ["Merges"]
@@ -28,8 +32,6 @@ _LOOKS = 16
 _PAUSE_S = 0.25
 #: How long to wait for the thread when this process leaves. Its calls have been ended by then.
 _JOIN_S = 30.0
-#: Part of the measured time of a step that each step replaces.
-_FRESH = 0.25
 
 
 class Merges:
@@ -37,7 +39,8 @@ class Merges:
 
     The members' threads make one exchange after the other, so all have one order of merges. In each they look around
     until a merge is due by ``choose``. The owner of the fragment receives the differences, merges them, and gives the
-    result to everybody. It counts as any exchange does: for all members, or for none.
+    result to everybody. It counts as any exchange does: for all members, or for none. In an island of several ranks the
+    first one does that, and the others do the same with what it tells them, in the same steps.
 
     Args:
         seat: seat of this member.
@@ -45,6 +48,7 @@ class Merges:
         rest: lets newcomers in; see ``Islands.rest``.
         poll_s: shortest pause between two looks, in seconds.
         clock: seconds.
+        island: ranks of the island; None for a process alone.
     """
 
     def __init__(
@@ -54,33 +58,38 @@ class Merges:
         rest: Callable[[], None],
         poll_s: float,
         clock: Callable[[], float] = time.monotonic,
+        island: Island | None = None,
     ) -> None:
         self._seat = seat
         self._exchange = exchange
         self._rest = rest
         self._poll_s = poll_s
         self._clock = clock
+        self._island = Island(None) if island is None else island
         self._rule = QuorumRule(1)
-        self._fragments: list[Fragment] = []
+        self._merger = Merger(seat)
         self._changed = threading.Condition()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
+        self._started = False
         self._error: BaseException | None = None
         #: By number of the fragment.
         self._sent: dict[int, Sent] = {}
         self._arrived: dict[int, deque[Arrived]] = {}
-        self._counted: dict[int, tuple[int, float]] = {}
-        self._proposed: tuple[Choice, torch.Tensor | None] | None = None
+        self._merged_samples: dict[int, int] = {}
+        self._samples: Samples | None = None
+        self._proposed: MergeResult | None = None
         #: Fragment whose merge the training waits for.
         self._awaited: int | None = None
         self._ended = self._together = False
         self._number = 0
-        self._step, self._steps, self._tokens = -1, 0, 0.0
-        self._step_s = self._idle_s = self._look_s = self._merge_s = self._chosen_at = 0.0
-        self._stepped_at: float | None = None
+        #: Number of the last merge that may be taken in in this step, on all ranks of the island.
+        self._bound: float = math.inf if self._island.size == 1 else 0
+        self._step = -1
+        self._pace = Pace()
+        self._chosen_at = 0.0
         self._give: Callable[[], Mapping[str, object]] | None = None
-        self._asked = False
-        self._given: Any = None
+        self._handover = Handover(self._changed, self._state)
         self._tape: deque[Merge] = deque(maxlen=_TAPE)
         family.add(self)
 
@@ -96,11 +105,6 @@ class Merges:
 
     # Before training.
 
-    @property
-    def opened(self) -> bool:
-        """Whether there is anything to merge."""
-        return bool(self._fragments)
-
     def open(self, fragments: Sequence[Fragment], rule: QuorumRule) -> None:
         """Merge these fragments from now on, as ``rule`` says.
 
@@ -108,13 +112,24 @@ class Merges:
             ConfigurationError: differences of other fragments are on their way.
         """
         names = [one.name for one in fragments]
-        if self._sent and names != [one.name for one in self._fragments]:
+        if self._sent and names != [one.name for one in self._merger.fragments]:
             raise _on_its_way("parameters of the model have changed")
-        self._fragments, self._rule = list(fragments), rule
+        self._merger.open(fragments)
+        self._rule = rule
+        self._begin()
 
-    def start(self) -> None:
-        """Make exchanges from now on, if there is anything to merge: this process is a member."""
-        if self.opened:
+    def start(self, samples: Samples | None = None) -> None:
+        """This process is a member: make exchanges as soon as there is anything to merge.
+
+        Args:
+            samples: deals out samples; None if there is no sampler.
+        """
+        self._samples = samples
+        self._started = True
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._started and self._merger.fragments and self._thread is None:
             context = contextvars.copy_context()
             self._thread = threading.Thread(target=context.run, args=(self._run,), name="bagua-merges", daemon=True)
             self._thread.start()
@@ -123,51 +138,61 @@ class Merges:
 
     def count(self, tokens: float) -> None:
         """This member has trained on so many tokens more."""
-        self._tokens += tokens
+        self._pace.count(tokens)
 
     def between_steps(self, step: int) -> None:
         """Step number ``step`` begins: measure how long one takes, and give newcomers the state if asked to."""
         if step == self._step:
             return
         self._step = step
-        now = self._clock()
-        if self._stepped_at is not None:
-            step_s = max(0.0, now - self._stepped_at - self._idle_s)
-            self._step_s += (_FRESH if self._step_s else 1.0) * (step_s - self._step_s)
-        self._stepped_at, self._idle_s = now, 0.0
-        self._steps += 1
+        self._pace.step(self._clock())
         with self._changed:
             self._check()
             self._go_on()
-        self._answer()
+        self._keep_step()
+
+    def _keep_step(self) -> None:
+        """What the ranks of an island take in in a step, and whether they give the state then, the first one says."""
+        if self._island.size == 1:
+            if self._handover.asked:
+                self._handover.answer()
+            return
+        self._bound, gives = self._island.spread([self._number, self._handover.asked], beside=True)
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or self._has_heard(gives=gives))
+            self._check()
+        if gives:
+            self._handover.answer()
+
+    def _has_heard(self, *, gives: bool) -> bool:
+        """Whether this rank knows what the first one knew when this step began."""
+        return self._number >= self._bound and (self._handover.asked or not gives)
 
     def contribute(self, name: str, difference: torch.Tensor, *, equal: bool = False, void: bool = False) -> None:
         """Give what this member has learned of a fragment. ``difference`` stays as it is until it is merged.
 
         Args:
             name: name of the fragment.
-            difference: flat tensor, finite.
+            difference: flat tensor, finite, as ``Fragment.encode`` makes it.
             equal: each member counts the same; otherwise by its tokens, times its tokens for each step.
             void: it does not count, because what was learned was lost.
 
         Raises:
             ConfigurationError: its last difference has not been merged.
         """
-        fragment = self._number_of(name)
-        steps, tokens = self._steps, self._tokens
-        steps_before, tokens_before = self._counted.get(fragment, (0, 0.0))
-        made = steps - steps_before
-        learned_from = tokens - tokens_before if tokens else float(made)
-        weight = 0.0 if void or not made else 1.0 if equal else learned_from**2 / made
+        fragment = self._merger.number_of(name)
+        samples = 0 if self._samples is None else self._samples.recorded
         with self._changed:
             self._check()
             if fragment in self._sent:
                 raise _on_its_way("a state was loaded")
-            self._counted[fragment] = steps, tokens
+            weight = self._pace.weight(fragment, equal=equal, void=void)
             # Flights that were dropped, because weights were loaded, take nothing in.
             dropped = [one._replace(own=False) for one in self._arrived.get(fragment, ())]
             self._arrived[fragment] = deque(dropped)
-            self._sent[fragment] = Sent(difference.detach().cpu(), weight, self._clock())
+            # What the others of an island have is the same.
+            kept = difference.detach().cpu() if self._island.leads else torch.empty(0)
+            self._sent[fragment] = Sent(kept, weight, self._clock(), samples)
             self._go_on()
 
     def wait(self, name: str) -> None:
@@ -176,20 +201,25 @@ class Merges:
         Raises:
             CommunicationError: this process is no longer a member.
         """
-        fragment = self._number_of(name)
+        fragment = self._merger.number_of(name)
         self._wait_while(lambda: fragment in self._sent, fragment)
 
     def is_merged(self, name: str) -> bool:
         """Whether ``wait`` would return or raise at once."""
-        return self._error is not None or self._number_of(name) not in self._sent
+        return self._error is not None or self._merger.number_of(name) not in self._sent
 
-    def others(self, name: str) -> list[torch.Tensor]:
-        """Merged differences to take in now, in order: up to the next one to which this member has contributed."""
-        arrived = self._of(name)
+    def others(self, name: str, *, before_own: bool = False) -> list[torch.Tensor]:
+        """Merged differences to take in now, in order: up to the next one to which this member has contributed.
+
+        Args:
+            name: name of the fragment.
+            before_own: that one is there, so all before it are; otherwise in an island those that all ranks have.
+        """
+        arrived, bound = self._of(name), math.inf if before_own else self._bound
         with self._changed:
             self._check()
             found = []
-            while arrived and not arrived[0].own:
+            while arrived and not arrived[0].own and arrived[0].number <= bound:
                 found.append(arrived.popleft().difference)
         return [one for one in found if one is not None]
 
@@ -212,22 +242,23 @@ class Merges:
         with self._changed:
             self._ended = not self._together
         self._wait_while(lambda: not self._together)
+        self._bound = math.inf
 
     def _wait_while(self, waits: Callable[[], bool], fragment: int | None = None) -> None:
         begun = self._clock()
         try:
             while True:
                 with self._changed:
-                    while waits() and not self._asked:
+                    while waits() and not self._handover.asked:
                         self._check()
                         self._awaited = fragment
                         self._changed.wait()
                     self._awaited = None
                     if not waits():
                         return
-                self._answer()
+                self._handover.answer()
         finally:
-            self._idle_s += self._clock() - begun
+            self._pace.idle(self._clock() - begun)
 
     def _go_on(self) -> None:
         self._together = False
@@ -237,46 +268,29 @@ class Merges:
         if self._error is not None:
             raise self._error
 
-    def _number_of(self, name: str) -> int:
-        return next(number for number, one in enumerate(self._fragments) if one.name == name)
-
     def _of(self, name: str) -> deque[Arrived]:
-        return self._arrived.setdefault(self._number_of(name), deque())
+        return self._arrived.setdefault(self._merger.number_of(name), deque())
 
     # What a newcomer needs.
 
-    def giving(self, give: Callable[[], Mapping[str, object]]) -> Callable[[], Mapping[str, object]]:
-        """What returns the state, from any thread: the one that trains makes it, between two of its steps."""
+    def giving(
+        self, give: Callable[[], Mapping[str, object]], needed: Callable[[], bool]
+    ) -> Callable[[], Mapping[str, object] | None]:
+        """What returns the state, from any thread: the one that trains makes it, between two of its steps.
+
+        Args:
+            give: returns the state of the training.
+            needed: returns whether a newcomer waits for it; if none does, there is nothing to return.
+        """
         self._give = give
 
-        def ask() -> Mapping[str, object]:
+        def ask() -> Mapping[str, object] | None:
             if threading.current_thread() is not self._thread:
                 return self._state()
-            with self._changed:
-                self._asked = True
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: not self._asked or self._stopped.is_set())
-                self._require_here()
-                given: Any
-                given, self._given = self._given, None
-                if isinstance(given, BaseException):
-                    raise given
-                told: Mapping[str, object] = given
-                return told
+            # All ranks of an island give the state of one step, so one of them alone does not stop.
+            return self._handover.ask(self._require_here, lambda: self._island.size > 1 or needed())
 
         return ask
-
-    def _answer(self) -> None:
-        if not self._asked:
-            return
-        given: Any
-        try:
-            given = copy.deepcopy(self._state())  # Training goes on while it is sent.
-        except BaseException as error:  # noqa: BLE001 - the thread that asked ends with it, and then this one
-            given = error
-        with self._changed:
-            self._given, self._asked = given, False
-            self._changed.notify_all()
 
     def _state(self) -> dict[str, object]:
         assert self._give is not None
@@ -313,22 +327,46 @@ class Merges:
                 self._changed.notify_all()
 
     def _attempt(self, group: ProcessGroup) -> None:
-        communicator = group.global_communicator
+        if not self._island.leads:
+            self._proposed = self._hear()
+            return
+        try:
+            choice = self._choose(group.global_communicator)
+            self._chosen_at = self._clock()
+            own = self._sent[choice.fragment].difference if self._seat in choice.seats else None
+            self._proposed = self._merger.merge(choice, group.global_communicator, own, self._number)
+        except LOSSES:
+            self._island.spread(None)
+            raise
+        self._island.spread([*choice, self._proposed.difference])
+
+    def _hear(self) -> MergeResult:
+        """What the first rank of the island has received."""
+        told = self._island.spread()
+        if told is None:
+            raise CommunicatorClosedError("the exchange of the first rank of its island failed", rank=self._seat)
+        fragment, seats, weights, difference = told
+        choice = Choice(fragment, tuple(seats), tuple(weights))
+        with self._changed:  # This rank may be some steps behind the first one.
+            own = self._seat in choice.seats
+            self._changed.wait_for(lambda: not own or fragment in self._sent or self._stopped.is_set())
+        self._require_here()
+        return MergeResult(choice, difference)
+
+    def _choose(self, communicator: Communicator) -> Choice:
+        """Look around until something is merged."""
         looked_at = self._clock()
         while True:
             self._require_here()
             said = self._look_around(communicator)
             choice = choose(said, self._rule)
             if choice is not None:
-                break
+                return choice
             fastest_s = min(one.step_s for one in said.values())
             pause_s = min(_PAUSE_S, max(self._poll_s, max(self._rule.overlap, 1) * fastest_s / _LOOKS))
             self._stopped.wait(pause_s)
             looked_at, before = self._clock(), looked_at
-            self._look_s = looked_at - before
-        self._chosen_at = self._clock()
-        difference = self._merge(choice, communicator) if any(choice.weights) else None
-        self._proposed = choice, difference
+            self._pace.look_s = looked_at - before
 
     def _require_here(self) -> None:
         if self._stopped.is_set():
@@ -344,48 +382,40 @@ class Merges:
     def _say(self) -> Said:
         with self._changed:
             now, sent = self._clock(), self._sent
-            numbers = range(len(self._fragments))
+            numbers = range(len(self._merger.fragments))
             ages_s = tuple(max(0.0, now - sent[one].since) if one in sent else -1.0 for one in numbers)
             weights = tuple(sent[one].weight if one in sent else 0.0 for one in numbers)
             # Not whether the thread that trains waits: it may have yet to wake up.
             held_up = self._awaited in sent
-            return Said(ages_s, weights, self._step_s, self._merge_s + self._look_s, held_up, self._ended)
+            return Said(
+                ages_s, weights, self._pace.step_s, self._pace.merge_s + self._pace.look_s, held_up, self._ended
+            )
 
-    def _merge(self, choice: Choice, communicator: Communicator) -> torch.Tensor:
-        """The merged difference, on all members. Its owner makes it; the next members own what one had that is gone."""
-        fragment, owner = self._fragments[choice.fragment], choice.fragment % communicator.size
-        own = self._sent[choice.fragment].difference if self._seat in choice.seats else None
-        result = torch.empty(fragment.numel, dtype=fragment.dtype)
-        if communicator.rank == owner:
-            differences = []
-            for seat in choice.seats:
-                if seat == self._seat and own is not None:
-                    differences.append(own)
-                    continue
-                differences.append(torch.empty_like(result))
-                communicator.recv(differences[-1], communicator.ranks.index(seat))
-            result = fragment.merge(differences, choice.weights)
-            if not result.isfinite().all():  # It overflowed.
-                result.zero_()
-        elif own is not None:
-            communicator.send(own, owner)
-        communicator.broadcast(result, owner)
-        return result
+    def counting(self) -> int:
+        """Samples that count if the exchange that is under way does: all fragments of what they taught are merged."""
+        assert self._proposed is not None
+        choice = self._proposed.choice
+        merged = dict(self._merged_samples)
+        if self._seat in choice.seats:
+            merged[choice.fragment] = self._sent[choice.fragment].samples
+        return min(merged.get(number, 0) for number in range(len(self._merger.fragments)))
 
     def _count(self) -> None:
         """The exchange counts: all members take its result in, and a contribution to it is no longer on its way."""
         assert self._proposed is not None
-        (choice, difference), self._proposed = self._proposed, None
+        self._merger.count(self._proposed)
+        (choice, difference, _), self._proposed = self._proposed, None
         with self._changed:
             if choice.ends:
                 self._ended, self._together = False, True
             else:
                 own = self._seat in choice.seats
-                self._arrived.setdefault(choice.fragment, deque()).append(Arrived(difference, own))
+                arrived = Arrived(difference, own, self._number + 1)
+                self._arrived.setdefault(choice.fragment, deque()).append(arrived)
                 if own:
-                    del self._sent[choice.fragment]
+                    self._merged_samples[choice.fragment] = self._sent.pop(choice.fragment).samples
                 self._number += 1
-                self._merge_s = self._clock() - self._chosen_at
+                self._pace.merge_s = self._clock() - self._chosen_at
                 self._tape.append(Merge(self._number, *choice))
             self._changed.notify_all()
 

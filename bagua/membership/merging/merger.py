@@ -1,0 +1,83 @@
+"""How differences reach the owner of a fragment, and its result all members."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from bagua.comm import Communicator
+from bagua.membership.merging.fragments import Fragment, MergeResult
+from bagua.membership.merging.quorum import Choice
+
+__all__ = ["Merger"]
+
+
+class Merger:
+    """The owner of a fragment receives differences, merges them, and sends the result to all.
+
+    Args:
+        seat: seat of this member.
+
+    Attributes:
+        fragments: parts of the model that are merged.
+    """
+
+    def __init__(self, seat: int) -> None:
+        self._seat = seat
+        self.fragments: list[Fragment] = []
+        #: What the codec has lost of the last results of this member, by number of the fragment.
+        self._residuals: dict[int, torch.Tensor] = {}
+
+    def open(self, fragments: Sequence[Fragment]) -> None:
+        """Merge these from now on."""
+        if [one.name for one in fragments] != [one.name for one in self.fragments]:
+            self._residuals.clear()
+        self.fragments = list(fragments)
+
+    def number_of(self, name: str) -> int:
+        """The number of the fragment of this name."""
+        return next(number for number, one in enumerate(self.fragments) if one.name == name)
+
+    def merge(self, choice: Choice, communicator: Communicator, own: torch.Tensor | None, draw: int) -> MergeResult:
+        """The merged difference, on all members. The next members own what one had that is gone.
+
+        Args:
+            choice: fragment, and whose differences.
+            communicator: members.
+            own: difference of this member, as it is sent; None if it is not one of those.
+            draw: number of the merge, for codecs that round at random.
+        """
+        if not any(choice.weights):
+            return MergeResult(choice)
+        fragment, owner = self.fragments[choice.fragment], choice.fragment % communicator.size
+        sent, exact = fragment.room(), None
+        if communicator.rank == owner:
+            exact = self._merged(choice, communicator, own)
+            sent = fragment.encode(exact, self._seat, draw, 0)
+        elif own is not None:
+            communicator.send(own, owner)
+        communicator.broadcast(sent, owner)
+        result = fragment.decode(sent)
+        if not result.isfinite().all():  # It overflowed.
+            return MergeResult(choice, torch.zeros_like(result))
+        return MergeResult(choice, result, exact - result if exact is not None and fragment.feedback else None)
+
+    def _merged(self, choice: Choice, communicator: Communicator, own: torch.Tensor | None) -> torch.Tensor:
+        """The differences of all in one, with what was lost of the last one that was merged here."""
+        fragment, differences = self.fragments[choice.fragment], []
+        for seat in choice.seats:
+            if seat == self._seat and own is not None:
+                differences.append(fragment.decode(own))
+                continue
+            received = fragment.room()
+            communicator.recv(received, communicator.ranks.index(seat))
+            differences.append(fragment.decode(received))
+        merged = fragment.merge(differences, choice.weights)
+        residual = self._residuals.get(choice.fragment)
+        return merged if residual is None else merged.add_(residual, alpha=fragment.feedback)
+
+    def count(self, result: MergeResult) -> None:
+        """The exchange counts: its owner remembers what was lost."""
+        if result.residual is not None:
+            self._residuals[result.choice.fragment] = result.residual
