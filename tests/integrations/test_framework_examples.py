@@ -175,6 +175,16 @@ def test_the_fabric_example_learns_and_saves(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_island_that_ray_starts_again_is_a_newcomer():
+    pytest.importorskip("ray.train", reason="needs the extra ray")
+    output = run(sys.executable, "examples/use_ray_islands.py", "--islands", "2", "--lose")
+    ends = re.findall(r"seat (\d) with \[(.*)\]: loss (\S+), ends with (\S+)", output)
+    assert [(seat, contributed) for seat, contributed, *_ in ends] == [("0", "0, 2"), ("2", "0, 2")], output
+    assert len({total for *_, total in ends}) == 1
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(110)
 def test_the_ray_example_learns(tmp_path):
     pytest.importorskip("ray.train", reason="needs the extra ray")
