@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import inspect
 import os
 import sys
@@ -28,8 +29,9 @@ pytestmark = pytest.mark.threads
 
 #: A module and a line in it.
 Location = tuple[str, int]
-#: Modules whose lines are interrupted.
-INTERRUPTED = ("core", "lifetime.background", "transports.memory", "transports.shm", "transports.threads")
+#: Modules whose lines are interrupted, and those above them, which do the same on each transport.
+TRANSPORT = ("lifetime", "transports")
+ABOVE = ("communicator", "pipeline", "records", "work")
 
 
 @pytest.fixture(autouse=True)
@@ -77,29 +79,37 @@ def failing(comm: Communicator) -> None:
 
 
 CALLS = [allreduce, allreduce_large, message, message_back, in_background, failing]
-#: Hundreds of lines, each with ranks of its own.
+#: Hundreds of lines, each with ranks of its own. They are closed anywhere, which begins with an abort.
 LONG = (allreduce_large, message, message_back)
 THOROUGH = settings.get_current_profile_name() == "thorough"
-cases = pytest.mark.parametrize(
-    ("transport", "call"),
-    [
-        pytest.param(
-            transport,
-            call,
-            id=f"{transport.name}-{call.__name__}",
-        )
-        for transport in (ThreadsTransport, ShmTransport)
-        for call in CALLS
-        if THOROUGH or transport is ThreadsTransport or call not in LONG
-    ],
-)
+
+
+def cases(calls: list[Callable[[Communicator], None]]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        ("transport", "call"),
+        [
+            pytest.param(transport, call, id=f"{transport.name}-{call.__name__}")
+            for transport in (ThreadsTransport, ShmTransport)
+            for call in calls
+            if THOROUGH or transport is ThreadsTransport or call not in LONG
+        ],
+    )
+
+
+def interruptible(transport: type, call: Callable[[Communicator], None]) -> tuple[str, ...]:
+    """Modules whose lines are interrupted: those above the transport once for all transports and lengths."""
+    return (*ABOVE, *TRANSPORT) if THOROUGH or (transport is ThreadsTransport and call not in LONG) else TRANSPORT
+
+
+def test_what_is_interrupted_exists() -> None:
+    assert all(importlib.util.find_spec(f"bagua.comm.{name}") for name in (*ABOVE, *TRANSPORT))
 
 
 class Signals:
     """Runs ``handler`` at one line of the call of rank 0, the first time that it comes there."""
 
-    def __init__(self, at: Location | None, handler: Callable[[Communicator], None]) -> None:
-        self.at, self.handler = at, handler
+    def __init__(self, at: Location | None, handler: Callable[[Communicator], None], modules: tuple[str, ...]) -> None:
+        self.at, self.handler, self.modules = at, handler, modules
         self.seen: dict[Location, None] = {}
         self.comm: Communicator | None = None
         #: Rank 1 comes when rank 0 has gone to sleep twice, or was interrupted.
@@ -108,7 +118,7 @@ class Signals:
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
         name = frame.f_globals.get("__name__", "")
-        if not name.startswith("bagua.comm.") or not name[len("bagua.comm.") :].startswith(INTERRUPTED):
+        if not name.startswith("bagua.comm.") or not name[len("bagua.comm.") :].startswith(self.modules):
             return None
         if frame.f_code.co_name == "pause":
             self.sleeps += 1
@@ -132,7 +142,7 @@ def interrupted(
     transport: type, call: Callable[[Communicator], None], at: Location | None, handler: Callable[[Communicator], None]
 ) -> tuple[list[Any], Signals]:
     """How the calls of both ranks end, if rank 0 is interrupted at a line of its own."""
-    signals = Signals(at, handler)
+    signals = Signals(at, handler, interruptible(transport, call))
 
     def job(comm: Communicator) -> object:
         if comm.rank == 1:
@@ -173,7 +183,7 @@ def descriptors() -> dict[str, str]:
     return {name: os.readlink(folder / name) for name in os.listdir(folder) if (folder / name).is_symlink()}
 
 
-@cases
+@cases(CALLS if THOROUGH else [call for call in CALLS if call not in LONG])
 def test_a_handler_may_abort_anywhere(transport: type, call: Callable[[Communicator], None]) -> None:
     def abort(comm: Communicator) -> None:
         comm.abort("by the handler")
@@ -186,7 +196,7 @@ def test_a_handler_may_abort_anywhere(transport: type, call: Callable[[Communica
         signals.comm.close()
 
 
-@cases
+@cases(CALLS)
 def test_a_handler_may_close_anywhere(transport: type, call: Callable[[Communicator], None]) -> None:
     """What the call uses stays until it ends, and is given back then."""
 
