@@ -56,6 +56,10 @@ class Cluster:
         """All ranks."""
         return self.hosts * self.ranks_per_host
 
+    def share_of(self, cores: int) -> float:
+        """Cores that each rank has, of those of a machine; 1 at most."""
+        return min(1.0, cores / (self.size if self.shared else self.ranks_per_host))
+
     @property
     def bytes_per_s(self) -> float:
         """What a host can send while it receives as much; infinite without a limit."""
@@ -179,7 +183,9 @@ def cost_of(message: Message, cluster: Cluster, machine: MachineFacts, idle_s: f
     latency_s = pattern.delays * cluster.delay_s
     seen = calls_like(cluster.calls, message.kind)
     if seen is not None:
-        latency_s += pattern.delays * _beyond_delay_s(seen, message, cluster, message_s)
+        latency_s += pattern.delays * _beyond_delay_s(
+            seen, message, cluster, message_s / cluster.share_of(machine.cores)
+        )
         if math.isfinite(cluster.bytes_per_s):
             link_bytes *= max(1.0, seen.byte_s(own_bytes) * cluster.bytes_per_s)
     own_rate = 1.0 / byte_s if byte_s else math.inf

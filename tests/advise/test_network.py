@@ -86,6 +86,11 @@ def test_calls_that_were_made_on_the_link_say_what_it_does_to_them() -> None:
     assert found.latency_s == pytest.approx(0.010 + 0.003)
     assert found.link_bytes == pytest.approx(1.25 * 2e6)
     assert (formula.latency_s, formula.link_bytes) == pytest.approx((0.010, 2e6))
+    # Four ranks on two cores: messages took twice the work of one on a core of its own, which is no part of the wait.
+    slow = (CallFacts("sendrecv", 2e-4 + 0.010 + 0.003, seen[0].points),)
+    two_cores = MachineFacts(message_s=1e-4, byte_s=0.0001e-9, cores=2)
+    crowded = cost_of(Message("sendrecv", 2e6, 4, 4), Cluster(4, 1, link, shared=True, calls=slow), two_cores)
+    assert crowded.latency_s == pytest.approx(0.010 + 0.003)
     # A kind that was not seen follows the formula; no call is faster than the link.
     assert cost_of(Message("alltoall", 2e6, 2, 2), there, MACHINE).link_bytes == pytest.approx(1e6)
     fast = Cluster(2, 1, link, calls=(CallFacts("sendrecv", 0.0, ((1e6, 1e-9),)),))
