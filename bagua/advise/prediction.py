@@ -19,7 +19,7 @@ __all__ = ["Prediction", "extrapolate", "outside_calibration", "predict"]
 #: with one.
 _ERROR, _ERROR_WITH_DELAY = 0.3, 0.4
 #: What was measured there.
-_RATES_MBIT_S, _DELAYS_MS, _HOSTS = (50.0, 10_000.0), (0.0, 20.0), (2, 4)
+_RATES_MBIT_S, _DELAYS_MS, _HOSTS = (10.0, 10_000.0), (0.0, 20.0), (2, 4)
 _DRAWS = 5
 _LEAST_SIMULATED_STEPS = 12
 
