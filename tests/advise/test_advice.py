@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bagua.advise import Advice, Cluster, ModelFacts, ParameterFacts, Prediction, advise, measure_model
+from bagua.advise import Advice, Cluster, ModelFacts, ParameterFacts, Prediction, advise, measure_model, probe
 from bagua.algorithms import Algorithm, ByteGradAlgorithm, GradientAllReduceAlgorithm
 from bagua.errors import ConfigurationError
 
@@ -85,7 +85,8 @@ def test_advice_that_cannot_be_read_is_an_error(
         Algorithm.init("auto")
 
 
-def test_a_model_is_measured_and_advised() -> None:
+def test_a_model_is_measured_and_advised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_ROUNDS", 3)
     layer = torch.nn.Linear(32, 32)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
 

@@ -15,6 +15,11 @@ KINDS = ["allreduce", "allgather", "alltoall", "sendrecv"]
 MEGA = 1024.0 * 1024
 
 
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_ROUNDS", 3)
+
+
 def on_link(link: str) -> tuple[CallFacts, ...]:
     communicator = get_default_group().global_communicator
     return link_facts(communicator, Cluster(communicator.size, 1, parse_link(link)))
