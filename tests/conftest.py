@@ -26,7 +26,7 @@ from hypothesis import HealthCheck, settings
 
 from bagua.cli import launch
 from bagua.testing import ProcessRanks, RankPool, ThreadRanks, worker
-from tests.interpreters import interpreter
+from tests.interpreters import interpreter, spare_the_collector
 from tests.versions import leave_out_what_gloo_prints
 
 # A deadline per example is a wall-clock assertion, and these tests run beside other work.
@@ -87,7 +87,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Spare the many tests that collect garbage the walk through all modules and tests."""
     gc.collect()
-    gc.freeze()
+    spare_the_collector()
 
 
 @pytest.fixture(scope="session")

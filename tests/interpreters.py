@@ -12,7 +12,9 @@ the script is killed.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import json
 import os
 import select
@@ -48,6 +50,13 @@ def _server_address() -> str:
         with os.fdopen(ready) as answer:
             found.append(answer.read())
     return found[0]
+
+
+def spare_the_collector() -> None:
+    """Spare the garbage collector the walk through all that exists now, until this process ends."""
+    gc.freeze()
+    if "triton" in sys.modules:  # CUDA builds of torch bring it, and it prints what is left when a process has ended.
+        atexit.register(gc.unfreeze)
 
 
 # The process that the test has started.
@@ -158,13 +167,11 @@ def _prepare(arguments: list[str]) -> object:
 if __name__ == "__main__":
     if sys.argv[1] != "serve":
         _follow(sys.argv[1], sys.argv[2:])
-    import gc
-
     import torch._dynamo  # noqa: F401 - every optimizer imports it at its first step, for two seconds
 
     import bagua.torch_api  # noqa: F401 - for the scripts
 
-    gc.freeze()  # Collecting garbage would write to all memory that scripts share with the server.
+    spare_the_collector()  # Collecting garbage would write to all memory that scripts share with the server.
     code = _prepare(_serve(int(sys.argv[2])))
     # At the top of the program, so that an error leaves it as that of any script does.
     exec(code, vars(sys.modules["__main__"]))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import bagua.comm
 from bagua.comm import Communicator
@@ -450,7 +451,14 @@ def hinder(obstacle: str) -> None:
     elif obstacle == "no_connection":
         shm_attach.map_memory = refuse
     elif obstacle == "another_user":
+        _use_gloo()
         os.setuid(65534)
+
+
+def _use_gloo() -> None:
+    """Have torch 2.15 find its backends while it may: another user cannot read an environment of tox."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.destroy_process_group()
 
 
 def start(port: int, backend: str | None, nodes: tuple[int, ...] | None, world_size: int) -> None:
