@@ -118,7 +118,7 @@ def test_a_member_that_does_not_come_is_left_out_however_long_one_look_takes(mon
         return SimpleNamespace(close=lambda: None)
 
     presence, cells, island = Seated(), Cells(thread_store()), Island(None)
-    counterparts = Counterparts(presence, cells, connect, lambda epoch: None, 0, Receiver(0, 15.0, 0.01))
+    counterparts = Counterparts(presence, cells, connect, lambda epoch: None, 0, 1, Receiver(0, 15.0, 0.01))
     island.acts = counterparts.acts
     one = Participant(presence, cells, island, counterparts, size=2, minimum=1, timeout_s=15.0, deadlines=DEADLINES)
     one.standing = Standing(0, Epoch(1, (0, 1))).stop()
