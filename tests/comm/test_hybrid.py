@@ -19,7 +19,7 @@ from bagua.comm.transports import hybrid
 from bagua.comm.transports.hybrid import HybridTransport, slice_owners
 from bagua.comm.transports.memory.exchange import SMALL_BYTES
 from bagua.comm.transports.shm import attach as shm_attach
-from bagua.errors import PeerLostError, TransportUnavailableError
+from bagua.errors import CommunicationError, PeerLostError, TransportUnavailableError
 from bagua.testing import ProcessRanks
 from bagua.testing.ranks import this_rank
 from bagua.testing.transport_contract import TransportContract
@@ -181,8 +181,8 @@ def test_a_call_is_sent_off_while_the_one_before_is_on_its_way(pool) -> None:
     pool.run(send_off_before_gathering, hosts=[2, 2])
 
 
-def fail_to_gather() -> str:
-    """Rank 1 cannot gather the second of more pieces than may be on their way."""
+def fail_to_gather() -> list[str]:
+    """Rank 1 cannot gather the second of more pieces than may be on their way, while the next call has begun."""
     hybrid._PIECE_BYTES = 4096
     group, reduce, seen = bagua.comm.get_default_group(), HybridTransport._reduce, []
 
@@ -195,16 +195,24 @@ def fail_to_gather() -> str:
         return refuse if len(seen) == 2 and group.rank == 1 else gather
 
     HybridTransport._reduce = fail_at_the_second
-    try:
-        group.global_communicator.allreduce(torch.ones(4 * SMALL_BYTES))
-    except (PeerLostError, MemoryError) as error:
-        return f"{type(error).__name__} {getattr(error, 'peers', error)}"
-    return "no error"
+    tensors = [torch.ones(4 * SMALL_BYTES) for _ in range(2)]
+    works = [group.global_communicator.allreduce(tensor, async_op=True) for tensor in tensors]
+    found = []
+    for work in reversed(works) if group.rank == 1 else works:  # Nobody has heard of the error when the next goes on.
+        try:
+            work.wait()
+        except (CommunicationError, MemoryError) as error:
+            found.append(f"{type(error).__name__} {getattr(error, 'peers', error)}")
+        else:
+            found.append("no error")
+    return found
 
 
 def test_a_rank_that_cannot_gather(pool) -> None:
+    """The next call must not take the rest of this one for its own."""
     results = pool.run(fail_to_gather, hosts=[2, 2])
-    assert results == ["PeerLostError (1,)", "MemoryError nothing left", "PeerLostError (1,)", "PeerLostError (1,)"]
+    lost = ["PeerLostError (1,)"] * 2
+    assert results == [lost, ["CommunicatorClosedError ()", "MemoryError nothing left"], lost, lost]
 
 
 def test_every_slice_has_one_owner_on_each_host() -> None:

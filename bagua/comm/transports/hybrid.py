@@ -33,7 +33,7 @@ from bagua.comm.transports.memory.lanes import COLLECTIVE, Lane, LaneHandle, Lan
 from bagua.comm.transports.memory.line import Deadline
 from bagua.comm.transports.shm.transport import ShmTransport
 from bagua.comm.transports.solo import SoloTransport
-from bagua.errors import CommunicationError
+from bagua.errors import CommunicationError, blame
 from bagua.topology import ranks_by_node
 
 #: Of one slice of a piece. Smaller ones cost more calls; larger ones leave the link idle while a host reduces.
@@ -131,6 +131,7 @@ class _Slices:
         pieces: parts of the tensor.
         reduce: reduces a piece inside the host, starts what goes between the hosts, and returns what gathers it.
         turns: numbers of memory that no piece uses; of all calls of the transport.
+        give_up: breaks the communicator because of an error.
         inference: True for a tensor that was made in inference mode.
     """
 
@@ -139,45 +140,68 @@ class _Slices:
         pieces: Sequence[torch.Tensor],
         reduce: Callable[[torch.Tensor, int], Callable[[], None]],
         turns: queue.SimpleQueue[int],
+        give_up: Callable[[BaseException], None],
+        *,
         inference: bool,
     ) -> None:
         self._pieces = pieces
         self._reduce = reduce
         self._turns = turns
+        self._give_up = give_up
         self._inference = inference
         self._sent: queue.SimpleQueue[_SentPiece | None] = queue.SimpleQueue()
-        self._failed = False
+        #: What went wrong, the cause first.
+        self._errors: list[BaseException] = []
 
     def send_off(self) -> None:
-        """Reduce all pieces inside the host, and send them to the other hosts."""
+        """Reduce all pieces inside the host, and send them to the other hosts. An error is for ``gather`` to raise."""
         try:
             with torch.inference_mode(self._inference):
                 for piece in self._pieces:
                     turn = self._turns.get()
-                    if self._failed:
-                        self._turns.put(turn)
-                        return  # The other thread has the error.
                     try:
-                        self._sent.put(_SentPiece(self._reduce(piece, turn), turn))
+                        sent = None if self._errors else _SentPiece(self._reduce(piece, turn), turn)
                     except BaseException:
                         self._turns.put(turn)
                         raise
+                    if sent is None:
+                        self._turns.put(turn)
+                        return
+                    self._sent.put(sent)
+        except BaseException as error:  # noqa: BLE001 - raised by the other thread
+            self._fail(error)
         finally:
-            self._sent.put(None)
+            self.end()
+
+    def end(self) -> None:
+        """Nothing more is sent."""
+        self._sent.put(None)
 
     def gather(self) -> None:
-        """Gather all pieces inside the host; after an error, only give back their memory."""
-        failure: BaseException | None = None
+        """Gather all pieces inside the host; after an error, only give back their memory.
+
+        It ends, and raises the first error of both threads, when neither of them touches the tensor any more.
+        """
         while (piece := self._sent.get()) is not None:
             try:
-                if failure is None:
+                if not self._errors:
                     with torch.inference_mode(self._inference):
                         piece.gather()
             except BaseException as error:  # noqa: BLE001 - raised below
-                failure, self._failed = error, True
+                self._fail(error)
             self._turns.put(piece.turn)
-        if failure is not None:
-            raise failure
+        if self._errors:
+            first = self._errors[0]
+            self._errors = []
+            try:
+                raise first
+            finally:
+                del first  # Its traceback holds this frame.
+
+    def _fail(self, error: BaseException) -> None:
+        """Break the communicator: on other ranks the next call of this one must not meet the rest of this call."""
+        self._errors.append(error)
+        self._give_up(error)
 
 
 class HybridTransport(Transport):
@@ -268,9 +292,20 @@ class HybridTransport(Transport):
             return self._lanes.start(COLLECTIVE, task, deadline, self.abort, asynchronous=asynchronous)
         step = self._slices * max(_PIECE_BYTES // flat.element_size(), 1)
         reduce = partial(self._reduce, call.reduction, deadline)
-        slices = _Slices(torch.split(flat, step), reduce, self._turns, flat.is_inference())
-        tasks = {COLLECTIVE: slices.send_off, _GATHER: slices.gather}
-        return LaneHandle([self._lanes.submit(*item) for item in tasks.items()], deadline, self.abort)
+        give_up = partial(self._give_up, call)
+        pieces = torch.split(flat, step)
+        slices = _Slices(pieces, reduce, self._turns, give_up, inference=flat.is_inference())
+        gathering = self._lanes.submit(_GATHER, slices.gather)
+        try:
+            sending = self._lanes.submit(COLLECTIVE, slices.send_off)
+        except BaseException:
+            slices.end()
+            raise
+        return LaneHandle([gathering, sending], deadline, self.abort)
+
+    def _give_up(self, call: Call, error: BaseException) -> None:
+        culprit, reason = blame(error, self.membership.ranks[self.rank], str(call))
+        self.abort(reason, culprit)
 
     def share(self) -> None:
         """See ``MemoryTransport.share``; Gloo's calls go on by themselves."""
