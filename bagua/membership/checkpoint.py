@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def write_state(file: Path, facts: Sequence[str], state: Mapping[str, object]) -
         OSError: it cannot be written.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    draft = file.with_name(f"{file.name}.{uuid.uuid4().hex}.tmp")
     try:
         with draft.open("wb") as open_file:
             torch.save({"facts": list(facts), "state": dict(state)}, open_file)
@@ -67,13 +68,14 @@ def write_state(file: Path, facts: Sequence[str], state: Mapping[str, object]) -
         raise
 
 
-def read_state(file: Path, facts: Sequence[str]) -> dict[str, Any]:
+def read_state(file: Path, facts: Sequence[str], *, by_quorum: bool) -> dict[str, Any]:
     """The state that ``write_state`` has written.
 
     Args:
         file: path of the file.
         facts: facts about the model and its training here, which must be those of the file, but for the algorithm: its
-            options may be others.
+            options may be others, except where a quorum merges.
+        by_quorum: what is learned here is merged by a quorum.
 
     Raises:
         ConfigurationError: there is no such file, or it belongs to another model.
@@ -83,7 +85,9 @@ def read_state(file: Path, facts: Sequence[str]) -> dict[str, Any]:
         theirs, state = list(saved["facts"]), dict(saved["state"])
     except Exception as error:  # torch has many ways to say that it is no such file
         raise unusable(file, error) from error
-    here, there = _of_model(facts), _of_model(theirs)
+    # Results of a quorum that were on their way fit the fragments of that algorithm only.
+    exactly = by_quorum or "pending" in state
+    here, there = (list(facts), theirs) if exactly else (_of_model(facts), _of_model(theirs))
     different = [(one, other) for one, other in zip(here, there, strict=False) if one != other]
     if different or len(here) != len(there):
         one, other = different[0] if different else (f"{len(here)} facts", f"{len(there)} facts")

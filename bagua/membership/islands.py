@@ -41,6 +41,7 @@ from bagua.membership.island import Island, different, require_same
 from bagua.membership.merging.fragments import Merge
 from bagua.membership.merging.merges import Merges
 from bagua.membership.participant import Participant
+from bagua.membership.position import Position
 from bagua.membership.presence import Presence, take_seat
 from bagua.membership.roster import Deadlines
 from bagua.membership.transfer import Receiver
@@ -297,7 +298,7 @@ class Islands:
             counterparts.counting = self.merges.counting
             self._island.open_beside()
         with self._leaving():
-            self._begin_from_file(told)
+            self._begin_from_file(told, by_quorum)
             self._participant.join(early=early)
         self._facts = told
         if samples is not None and counterparts.epoch is not None:
@@ -305,11 +306,13 @@ class Islands:
         if by_quorum:
             self.merges.start(samples)
 
-    def _begin_from_file(self, facts: list[str]) -> None:
+    def _begin_from_file(self, facts: list[str], by_quorum: bool) -> None:
         """Have the state of the file, if the run has not begun: who gives the others theirs is not known yet."""
         if self._resume is None or not self._island.share(lambda: self._cells.read([epoch_name(1)])[0] is None):
             return
-        state = read_state(self._resume, facts)
+        state = read_state(self._resume, facts, by_quorum=by_quorum)
+        if state["samples"] is not None:  # Seats are given out anew: none of them has drawn anything.
+            state["samples"] = Position(**state["samples"]).without_members()._asdict()
         try:
             self._counterparts.replace(state, -1)
         except Exception as error:

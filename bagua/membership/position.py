@@ -81,3 +81,8 @@ class Position(NamedTuple):
         lost = [number for seat, numbers in self.own.items() if seat not in said for number in numbers]
         own = {seat: (*self.own.get(seat, ()), *numbers)[said[seat].trained :] for seat, numbers in drawn.items()}
         return Position(first, tuple(sorted(rest + lost)), len(own) + room, own, self.again + len(lost))
+
+    def without_members(self) -> Position:
+        """Nobody of the members goes on: what they had drawn and not contributed has to be drawn again."""
+        left = sorted([*self.left, *(number for numbers in self.own.values() for number in numbers)])
+        return Position(self.first, tuple(left), again=self.again)

@@ -166,8 +166,8 @@ class ElasticSampler(Sampler[int]):
             after = self._position
             if self._lane is not None:
                 after = after.exchanged({self._seat: Tally(self._lane, self._drawn, self._trained)})
-        left = sorted([*after.left, *(number for numbers in after.own.values() for number in numbers)])
-        return {"first": after.first, "left": left, "again": after.again, **self._facts()}
+        after = after.without_members()
+        return {"first": after.first, "left": list(after.left), "again": after.again, **self._facts()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state_dict`` was called; each rank with its own, before it comes in.

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 import bagua.torch_api as bagua
+from bagua.algorithms import Algorithm
 from bagua.comm import open_store, serve_store_at
 from bagua.errors import CollectiveMismatchError, ConfigurationError, StoreLostError
 from bagua.membership.checkpoint import write_state
+from bagua.parallel import with_bagua
 from bagua.testing import ThreadRanks
 from bagua.testing.ranks import RankDiedError
 from tests.membership import test_elastic, test_islands_of_ranks, test_quorum_training
@@ -285,6 +287,89 @@ def test_a_newcomer_needs_no_file_and_all_say_whether_they_have_one(tmp_path):
     assert torch.equal(first.weight, second.weight)
     with pytest.raises(CollectiveMismatchError, match="resumes=True"), joined(store, 1):
         pass
+
+
+DATA = torch.arange(48.0)
+
+
+def learn(model, numbers):
+    (optimizer,) = model.bagua_optimizers
+    optimizer.zero_grad()
+    model(DATA[numbers].view(-1, 1)).square().sum().backward()
+    optimizer.step()
+
+
+def sampling(islands):
+    sampler, model = bagua.ElasticSampler(DATA, islands, shuffle=False), torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    return sampler, with_bagua(model, optimizer, Algorithm.init("diloco", sync_every=2), between=islands)
+
+
+def train_behind_a_loader_that_is_ahead(store, file):
+    """Two exchanges, with two batches more drawn than trained on, as worker processes of a loader do it."""
+    with joined(store, 2) as islands:
+        sampler, model = sampling(islands)
+        numbers, drawn, trained = iter(sampler), [], []
+        for _ in range(4):
+            while len(drawn) < 6:
+                drawn.append(next(numbers))
+            batch, drawn = drawn[:2], drawn[2:]
+            sampler.record(2)
+            learn(model, batch)
+            trained += batch
+        if islands.seat == 0:
+            write_state(file, islands._facts, islands._counterparts.state())
+        return trained
+
+
+def train_on(store, count, file):
+    with joined(store, count, resume=file) as islands:
+        sampler, model = sampling(islands)
+        trained = []
+        for batch in sampler.batches(torch.utils.data.DataLoader(range(48), batch_size=2, sampler=sampler)):
+            learn(model, batch)
+            trained += batch.tolist()
+        return trained
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_new_run_draws_what_members_of_the_old_one_had_drawn(tmp_path, count):
+    file = tmp_path / "state.pt"
+    before = run(2, train_behind_a_loader_that_is_ahead, new_store(), file)
+    after = run(count, train_on, new_store(), count, file)
+    assert sorted(number for ends in (before, after) for trained in ends for number in trained) == list(range(48))
+
+
+def _with_other_options(file):
+    with joined(new_store(), 1) as islands:
+        quorum(islands, sync_every=2)
+        write_state(file, islands._facts, islands._counterparts.state())
+
+
+def _without_a_quorum(file):
+    with joined(new_store(), 1) as islands:
+        wrapped(islands, "diloco")
+        write_state(file, islands._facts, islands._counterparts.state())
+
+
+def quorum(islands, sync_every):
+    return wrapped(islands, Algorithm.init("diloco", sync_every=sync_every, quorum=1))
+
+
+@pytest.mark.parametrize("make", [_with_other_options, _without_a_quorum])
+def test_a_quorum_begins_from_what_the_same_algorithm_has_saved(tmp_path, make):
+    """Results that were on their way belong to its fragments."""
+    file = tmp_path / "state.pt"
+    make(file)
+    with joined(new_store(), 1, resume=file) as islands, pytest.raises(ConfigurationError, match="another model or tr"):
+        quorum(islands, sync_every=4)
+
+
+def test_a_file_of_a_quorum_is_for_a_quorum(tmp_path):
+    file = tmp_path / "state.pt"
+    _with_other_options(file)
+    with joined(new_store(), 1, resume=file) as islands, pytest.raises(ConfigurationError, match="quorum=1"):
+        wrapped(islands, "diloco")
 
 
 def test_one_file_for_several_ranks_is_refused():
