@@ -128,6 +128,26 @@ def test_samples_count_when_all_that_they_taught_is_merged():
     assert counted == [0, 3, 5]
 
 
+def test_what_counts_does_not_fall_when_the_model_has_more_parts():
+    counted, samples = [], SimpleNamespace(recorded=0)
+
+    def exchange(attempt):
+        attempt(solo_group())
+        counted.append(merges.counting())
+
+    merges = Merges(0, exchange, lambda: None, 0.001)
+    merges.start(samples)
+    for names, recorded in (("a", 3), ("bca", 8)):
+        merges.open([Fragment(name, 1, torch.float32, weighted_mean) for name in names], QuorumRule(1, 0.0))
+        samples.recorded = recorded
+        for name in names:
+            assert merges.others(name, before_own=True) == []
+            merges.contribute(name, torch.ones(1))
+            merges.wait(name)
+    merges.stop(lambda reason: None)
+    assert counted == [3, 3, 3, 8]
+
+
 def test_training_that_waits_for_a_merge_gives_newcomers_the_state():
     """Else both threads would wait for each other."""
     found, asked = [], threading.Event()

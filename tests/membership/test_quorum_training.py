@@ -470,6 +470,27 @@ def test_a_member_whose_weights_are_not_finite_begins_again_from_the_anchor():
     assert [one.weights for one in tape[:2]] == [(2.0, 0.0), (2.0, 2.0)]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_is_lost_has_the_size_of_what_others_receive(dtype):
+    """A codec encodes differences of short weights in another dtype than theirs."""
+
+    def island(store):
+        with joined(store, 2) as islands:
+            model = torch.nn.Linear(8, 4, bias=False).to(dtype)
+            algorithm = diloco(quorum=2, grace=0.0, codec=Codec.init("identity"))
+            model = with_bagua(model, torch.optim.SGD(model.parameters(), lr=RATE), algorithm, between=islands)
+            for step in range(4):
+                model(torch.ones(2, 8, dtype=dtype)).sum().backward()
+                if islands.seat == 1 and step == 0:
+                    with torch.no_grad():
+                        model.weight.fill_(float("nan"))
+                model.bagua_optimizers[0].step()
+            return finished(islands, model)
+
+    tape = check_one_model(run(2, island, new_store()))
+    assert [one.weights for one in tape[:2]] == [(2.0, 0.0), (2.0, 2.0)]
+
+
 @pytest.mark.parametrize("weight", ["tokens", "equal"])
 def test_an_end_at_which_nobody_has_learned_more_moves_nothing(weight):
     """Momentum alone makes no outer step."""

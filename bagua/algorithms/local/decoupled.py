@@ -120,7 +120,8 @@ class ByQuorum(How):
         void = sent is None
         if sent is None:  # What this member has learned is lost, and it begins again from the anchor.
             go_back(flight, flight.state["anchor"])
-            sent = fragment.encode(flight.flat.zero_())
+            nothing = flight.flat.zero_()
+            sent = fragment.encode(nothing.to(fragment.dtype))
             if flight.sent is not None:
                 flight.sent.zero_()
         merges.contribute(name, sent, equal=self.weight == "equal", void=void)

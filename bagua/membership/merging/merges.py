@@ -71,7 +71,6 @@ class Merges:
         self._changed = threading.Condition()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
-        self._started = False
         self._error: BaseException | None = None
         #: By number of the fragment.
         self._sent: dict[int, Sent] = {}
@@ -81,7 +80,7 @@ class Merges:
         self._proposed: MergeResult | None = None
         #: Fragment whose merge the training waits for.
         self._awaited: int | None = None
-        self._ended = self._together = False
+        self._started = self._ended = self._together = False
         self._number = 0
         #: Number of the last merge that may be taken in in this step, on all ranks of the island.
         self._bound: float = math.inf if self._island.size == 1 else 0
@@ -111,9 +110,14 @@ class Merges:
         Raises:
             ConfigurationError: differences of other fragments are on their way.
         """
-        names = [one.name for one in fragments]
-        if self._sent and names != [one.name for one in self._merger.fragments]:
-            raise _on_its_way("parameters of the model have changed")
+        names, known = ([one.name for one in some] for some in (fragments, self._merger.fragments))
+        if names != known:
+            if self._sent:
+                raise _on_its_way("parameters of the model have changed")
+            with self._changed:  # What counts already goes on to count.
+                self._merged_samples = dict.fromkeys(range(len(names)), min(self._merged_samples.values(), default=0))
+                if known:
+                    self._arrived.clear()
         self._merger.open(fragments)
         self._rule = rule
         self._begin()
@@ -188,8 +192,7 @@ class Merges:
                 raise _on_its_way("a state was loaded")
             weight = self._pace.weight(fragment, equal=equal, void=void)
             # Flights that were dropped, because weights were loaded, take nothing in.
-            dropped = [one._replace(own=False) for one in self._arrived.get(fragment, ())]
-            self._arrived[fragment] = deque(dropped)
+            self._arrived[fragment] = deque(one._replace(own=False) for one in self._arrived.get(fragment, ()))
             # What the others of an island have is the same.
             kept = difference.detach().cpu() if self._island.leads else torch.empty(0)
             self._sent[fragment] = Sent(kept, weight, self._clock(), samples)
@@ -398,7 +401,7 @@ class Merges:
         merged = dict(self._merged_samples)
         if self._seat in choice.seats:
             merged[choice.fragment] = self._sent[choice.fragment].samples
-        return min(merged.get(number, 0) for number in range(len(self._merger.fragments)))
+        return min(merged.values())
 
     def _count(self) -> None:
         """The exchange counts: all members take its result in, and a contribution to it is no longer on its way."""
