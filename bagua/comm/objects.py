@@ -78,7 +78,7 @@ def encoded_later(value: object) -> tuple[Memory, Callable[[], None]]:
 
 
 def _memory(length: int) -> Memory:
-    """Memory that nobody fills with zeros while all other threads wait, where it is large."""
+    """Memory that is not filled with zeros where it is large: all other threads would wait for that."""
     if length < _LARGE or not hasattr(mmap, "MAP_PRIVATE"):
         return bytearray(length)
     return mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -42,7 +42,7 @@ from bagua.errors import BaguaError, blame
 
 
 def _tell_nobody(_: BaseException | str) -> None:
-    """Nobody wants to know why training has ended here."""
+    """No islands want to know why training has ended here."""
 
 
 class BucketFormation:

@@ -54,6 +54,7 @@ def write_state(file: Path, facts: Sequence[str], state: Mapping[str, object]) -
 
     Raises:
         OSError: it cannot be written.
+        pickle.UnpicklingError: ``torch.load`` refuses what lies in the state.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     draft = file.with_name(f"{file.name}.{uuid.uuid4().hex}.tmp")
@@ -62,6 +63,7 @@ def write_state(file: Path, facts: Sequence[str], state: Mapping[str, object]) -
             torch.save({"facts": list(facts), "state": dict(state)}, open_file)
             open_file.flush()
             os.fsync(open_file.fileno())
+        torch.load(draft, map_location="cpu", weights_only=True, mmap=True)  # What cannot be read is no checkpoint.
         draft.replace(file)
     except BaseException:
         draft.unlink(missing_ok=True)
@@ -100,7 +102,7 @@ def _of_model(facts: Sequence[str]) -> list[str]:
 
 
 def unusable(file: Path, error: Exception) -> BaguaError:
-    """The error of a file that nobody can begin from, because of ``error``."""
+    """The error of a file from which islands cannot begin, because of ``error``."""
     if isinstance(error, BaguaError):
         return error
     return ConfigurationError(

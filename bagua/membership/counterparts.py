@@ -113,7 +113,7 @@ class Counterparts:
         receiver: fetches the state, if this island is a newcomer.
 
     Attributes:
-        give: returns the state of this rank, in parts by name; None if nobody needs it any more.
+        give: returns the state of this rank, in parts by name; None if no newcomer needs it any more.
         take: replaces it, and goes on after a step: its number, or -1 for the one that the state tells.
         step: returns the number of the last step.
         at: last exchange that counts and last step, when this rank was between two steps last.
@@ -291,7 +291,7 @@ class Counterparts:
             self.samples.take(samples)
 
     def state(self) -> dict[str, object] | None:
-        """The state of this rank, with its position in the data; None if nobody needs it any more."""
+        """The state of this rank, with its position in the data; None if no newcomer needs it any more."""
         given = self.give()
         return None if given is None else {**given, "samples": None if self.samples is None else self.samples.give()}
 

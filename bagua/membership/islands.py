@@ -323,6 +323,7 @@ class Islands:
         file = self._checkpoint
         if file is None or not self._facts or not isinstance(error, StoreLostError):
             return
+        self._checkpoint = None  # A step may be given up twice.
         try:
             state = self._counterparts.state()
             assert state is not None  # In the thread that trains it is there at once.

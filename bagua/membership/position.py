@@ -83,6 +83,6 @@ class Position(NamedTuple):
         return Position(first, tuple(sorted(rest + lost)), len(own) + room, own, self.again + len(lost))
 
     def without_members(self) -> Position:
-        """Nobody of the members goes on: what they had drawn and not contributed has to be drawn again."""
+        """No member goes on: what members had drawn and not contributed has to be drawn again."""
         left = sorted([*self.left, *(number for numbers in self.own.values() for number in numbers)])
         return Position(self.first, tuple(left), again=self.again)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 
 import pytest
@@ -370,6 +371,15 @@ def test_a_file_of_a_quorum_is_for_a_quorum(tmp_path):
     _with_other_options(file)
     with joined(new_store(), 1, resume=file) as islands, pytest.raises(ConfigurationError, match="quorum=1"):
         wrapped(islands, "diloco")
+
+
+def test_a_state_that_could_not_be_read_again_is_not_written(tmp_path):
+    file = tmp_path / "state.pt"
+    write_state(file, [], {"samples": None})
+    with pytest.raises(pickle.UnpicklingError):
+        write_state(file, [], {"samples": threading.Barrier})
+    assert torch.load(file)["state"] == {"samples": None}
+    assert [one.name for one in tmp_path.iterdir()] == ["state.pt"]
 
 
 def test_one_file_for_several_ranks_is_refused():

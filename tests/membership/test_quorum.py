@@ -10,6 +10,7 @@ import torch
 
 from bagua.comm import solo_group
 from bagua.membership.merging.fragments import Fragment
+from bagua.membership.merging.handover import Handover
 from bagua.membership.merging.merges import Merges
 from bagua.membership.merging.quorum import Choice, QuorumRule, Said, choose
 from bagua.primitives import radial_directional_mean, weighted_mean
@@ -146,6 +147,17 @@ def test_what_counts_does_not_fall_when_the_model_has_more_parts():
             merges.wait(name)
     merges.stop(lambda reason: None)
     assert counted == [3, 3, 3, 8]
+
+
+def test_what_interrupts_a_copy_that_no_newcomer_waits_for_ends_the_training():
+    def state():
+        handover.asked = False  # The newcomer has it from another member by now.
+        raise KeyboardInterrupt
+
+    handover = Handover(threading.Condition(), state)
+    handover.asked = True
+    with pytest.raises(KeyboardInterrupt):
+        handover.answer()
 
 
 def test_training_that_waits_for_a_merge_gives_newcomers_the_state():

@@ -77,7 +77,7 @@ class HookBuckets:
 
         DDP forms its buckets anew after the first pass of a process. A run that goes on has them; one that resumes
         has yet to make that pass. So the first pass after a load is exchanged in the buckets of the saved state.
-        After the very first pass nobody knows DDP's next buckets, so the second pass takes those of the first.
+        After the very first pass DDP's next buckets are not known, so the second pass takes those of the first.
         """
         saved, self._awaited = self._awaited, []
         known = {str(id(one)): one for one in parameters}

@@ -32,7 +32,7 @@ class Handover:
         self.asked = False
 
     def ask(self, check: Callable[[], None], needed: Callable[[], bool]) -> Mapping[str, object] | None:
-        """The state, when it is there; None if nobody needs it any more.
+        """The state, when it is there; None if no newcomer needs it any more.
 
         Args:
             check: raises if this process leaves.
@@ -64,6 +64,10 @@ class Handover:
         except BaseException as error:  # noqa: BLE001 - the thread that asked ends with it, and then this one
             given = error
         with self._changed:
-            if asks == self._asks and self.asked:  # Else it was for another newcomer, and is too old for this one.
+            if asks == self._asks and self.asked:
                 self._given, self.asked = given, False
                 self._changed.notify_all()
+                return
+        # It was for another newcomer, and is too old for this one. What a signal handler has raised is for this thread.
+        if isinstance(given, BaseException) and not isinstance(given, Exception):
+            raise given
