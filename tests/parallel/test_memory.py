@@ -15,12 +15,14 @@ from tests.parallel.wrapping import WRAPS
 pytestmark = pytest.mark.gloo
 
 
+def _tensors() -> list[torch.Tensor]:
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+
+
 def _held_bytes() -> int:
     """Bytes of memory under all dense CPU tensors that exist, each byte counted once."""
     spans = set()
-    for thing in gc.get_objects():
-        if not issubclass(type(thing), torch.Tensor):
-            continue
+    for thing in _tensors():
         with contextlib.suppress(RuntimeError):  # Old versions of torch keep a tensor that is on no device.
             if thing.device.type == "cpu" and thing.layout is torch.strided:
                 start = thing.untyped_storage().data_ptr()
@@ -38,13 +40,14 @@ def _held_after_training() -> dict[str, int]:
     held = {}
     for name in (*WRAPS, "plain"):
         gc.collect()
+        kept = _tensors()  # What an earlier test has left must not end meanwhile: its bytes would be missing.
         before = _held_bytes()
         model = mlp()
         optimizer = sgd(model.parameters())
         wrapped = WRAPS[name](model, optimizer) if name in WRAPS else model
         train_steps(wrapped, optimizer, rank, range(3))
         held[name] = _held_bytes() - before
-        del wrapped, model, optimizer
+        del wrapped, model, optimizer, kept
     return held
 
 
