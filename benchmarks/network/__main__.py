@@ -22,6 +22,7 @@ from types import FrameType
 
 from bagua.cli.lab.network import LabUnavailableError, open_network
 from bagua.errors import BaguaError
+from bagua.link import LinkSettings
 from benchmarks.network.contenders import every_contender, find_maker
 from benchmarks.network.experiment import LONGEST_TRAINING, Experiment, Plan
 from benchmarks.network.report import draw, read_json, tables, write_json
@@ -49,6 +50,14 @@ def a_rate(text: str) -> float | None:
     if not 0.1 <= rate <= 1e6:
         raise argparse.ArgumentTypeError(f"expected 0.1 to 1000000 Mbit/s, or unlimited, got {text}")
     return rate
+
+
+def a_delay(text: str) -> float:
+    """Milliseconds."""
+    delay_ms = float(text)
+    if not 0 <= delay_ms <= 10_000:  # also no NaN
+        raise argparse.ArgumentTypeError(f"expected 0 to 10000 ms, got {text}")
+    return delay_ms
 
 
 def a_contender(text: str) -> str:
@@ -80,6 +89,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--hosts", type=at_least(2), default=2, metavar="N", help="default 2")
     add("--ranks-per-host", type=at_least(1), default=1, metavar="N", help="default 1")
     add("--rates", type=a_rate, nargs="+", default=[100.0], metavar="MBIT_S", help="of each link; or 'unlimited'")
+    add("--delay", type=a_delay, default=0.0, metavar="MS", help="between two hosts, one way; default none")
     add(
         "--contenders",
         type=a_contender,
@@ -130,13 +140,19 @@ def make_plan(options: argparse.Namespace) -> Plan:
         calls=options.calls,
         at_once=options.at_once,
         steps=options.steps,
+        delay_ms=options.delay,
     )
 
 
 def measure(plan: Plan) -> list[Run]:
-    """Build the hosts and run everything on them."""
-    with termination_as_interrupt(), open_network(plan.hosts) as network:
-        return [Experiment(plan, network).run()]
+    """Build the hosts and run everything on them: anew for each rate if links have a delay."""
+    runs: list[Run] = []
+    with termination_as_interrupt():
+        for rates in [(rate,) for rate in plan.rates] if plan.delay_ms else [plan.rates]:
+            link = LinkSettings(rates[0], rates[0], plan.delay_ms) if plan.delay_ms else None
+            with open_network(plan.hosts, link) as network:
+                runs.append(Experiment(replace(plan, rates=rates), network).run())
+    return runs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

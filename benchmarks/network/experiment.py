@@ -34,6 +34,7 @@ class Plan:
         calls: timed steps in a turn.
         at_once: contenders that are in memory at a time, beside the baseline.
         steps: after which losses are compared; 0 leaves losses out.
+        delay_ms: between two hosts, one way.
     """
 
     hosts: int
@@ -46,6 +47,7 @@ class Plan:
     calls: int = 1
     at_once: int = 4
     steps: int = 0
+    delay_ms: float = 0.0
 
 
 class Experiment:
@@ -58,7 +60,7 @@ class Experiment:
 
     def __init__(self, plan: Plan, network: Network) -> None:
         self.plan = plan
-        self.place = Place(network, plan.ranks_per_host)
+        self.place = Place(network, plan.ranks_per_host, keeps_rate=plan.delay_ms > 0)
         self.failures: dict[str, str] = {}
 
     def run(self) -> Run:
@@ -71,7 +73,14 @@ class Experiment:
                 found.setdefault((line.contender, line.rate_mbit_s), line)
         lines = self.add_losses(list(found.values())) if plan.steps else list(found.values())
         return Run(
-            plan.hosts, plan.ranks_per_host, plan.task.title, plan.baseline, plan.rounds, lines, dict(self.failures)
+            plan.hosts,
+            plan.ranks_per_host,
+            plan.task.title,
+            plan.baseline,
+            plan.rounds,
+            lines,
+            dict(self.failures),
+            plan.delay_ms,
         )
 
     def time(self, contenders: Sequence[str]) -> list[Line]:

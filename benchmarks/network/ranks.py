@@ -28,11 +28,13 @@ class Place:
         network: the hosts.
         ranks_per_host: consecutive ranks share a host.
         backend: of bagua; None is its own choice.
+        keeps_rate: the links have the rate with which the network was opened, as a switch with delay has it.
     """
 
     network: Network
     ranks_per_host: int = 1
     backend: str | None = None
+    keeps_rate: bool = False
 
     @property
     def world_size(self) -> int:
@@ -240,7 +242,7 @@ def train_and_look(training: Training, stops: Sequence[int]) -> Curve:
 def limit_together(rank: Rank, place: Place, rate: float | None) -> None:
     """Change the rate of all links while nobody sends."""
     torch.distributed.barrier()
-    if rank.rank == 0:
+    if rank.rank == 0 and not place.keeps_rate:
         place.network.set_rate(rate)
     report(rank, f"links at {'any speed' if rate is None else f'{rate:g} Mbit/s'}")
     torch.distributed.barrier()

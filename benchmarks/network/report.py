@@ -3,7 +3,7 @@
 import importlib.util
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmarks.network.results import Line, Loss, Run, pays_up_to, rate_name
@@ -18,6 +18,7 @@ BEYOND = 5.0
 def tables(run: Run) -> str:
     """A table for each rate, and where each contender pays."""
     where = f"{run.hosts} hosts x {run.ranks_per_host} ranks" if run.ranks_per_host > 1 else f"{run.hosts} hosts"
+    where += f", {run.delay_ms:g} ms each way" if run.delay_ms else ""
     texts = []
     for rate in sorted_rates(run.lines):
         lines = [line for line in run.lines if line.rate_mbit_s == rate]
@@ -103,7 +104,7 @@ def read_json(paths: Sequence[Path]) -> list[Run]:
         for numbers in json.loads(path.read_text())["runs"]:
             lines = [read_line(line) for line in numbers["lines"]]
             run = Run(**{**numbers, "lines": lines})
-            key = (run.hosts, run.ranks_per_host, run.task, run.baseline)
+            key = (run.hosts, run.ranks_per_host, run.delay_ms, run.task, run.baseline)
             merged[key] = add_runs(merged[key], run) if key in merged else run
     return list(merged.values())
 
@@ -121,14 +122,11 @@ def read_line(numbers: dict[str, object]) -> Line:
 def add_runs(first: Run, second: Run) -> Run:
     """Both in one."""
     lines = {(line.contender, line.rate_mbit_s): line for line in [*first.lines, *second.lines]}
-    return Run(
-        first.hosts,
-        first.ranks_per_host,
-        first.task,
-        first.baseline,
-        min(first.rounds, second.rounds),
-        list(lines.values()),
-        {**first.failures, **second.failures},
+    return replace(
+        first,
+        rounds=min(first.rounds, second.rounds),
+        lines=list(lines.values()),
+        failures={**first.failures, **second.failures},
     )
 
 

@@ -118,6 +118,7 @@ class Run:
         rounds: turns of each contender at each rate.
         lines: of all contenders at all rates.
         failures: why contenders are missing.
+        delay_ms: between two hosts, one way.
     """
 
     hosts: int
@@ -127,6 +128,7 @@ class Run:
     rounds: int
     lines: list[Line]
     failures: dict[str, str] = field(default_factory=dict)
+    delay_ms: float = 0.0
 
 
 def make_line(

@@ -194,10 +194,14 @@ def test_where_it_pays():
 def test_runs_are_put_together_and_the_later_one_counts(tmp_path):
     files = [tmp_path / "first.json", tmp_path / "second.json"]
     report.write_json([Run(2, 1, "task", "ddp", 20, [line(100, 0.5), line(1000, 0.9)])], files[0])
-    report.write_json([Run(2, 1, "task", "ddp", 5, [line(1000, 0.8)]), Run(4, 1, "task", "ddp", 5, [])], files[1])
-    two_hosts, four_hosts = report.read_json(files)
+    later = Run(2, 1, "task", "ddp", 5, [line(1000, 0.8)])
+    far = replace(later, delay_ms=20.0)
+    report.write_json([later, far, Run(4, 1, "task", "ddp", 5, [])], files[1])
+    two_hosts, far_hosts, four_hosts = report.read_json(files)
     assert (two_hosts.rounds, four_hosts.hosts) == (5, 4)
     assert [entry.step.candidate_s for entry in two_hosts.lines] == [0.5, 0.8]
+    assert far_hosts == far, "a delay is another network"
+    assert "20 ms each way" in report.tables(far_hosts)
 
 
 def test_steps_in_equal_time_are_bounded():
