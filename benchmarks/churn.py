@@ -48,7 +48,7 @@ def island(folder: str, arguments: argparse.Namespace) -> None:
         model = model.with_bagua(optimizer, algorithm, between=islands)
         with (Path(folder) / f"{islands.seat}.jsonl").open("w", buffering=1) as said:
             while True:
-                step = model.bagua_state_dict()["step"] + 1
+                step = model.bagua_step + 1
                 inputs, targets = samples(BATCH, 1000 + 100_000 * islands.seat + step)
                 optimizer.zero_grad()
                 loss_of(model(inputs), targets).backward()

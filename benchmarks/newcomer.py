@@ -51,13 +51,13 @@ def train(where: str, arguments: argparse.Namespace, *, late: bool) -> None:
     joined = time.monotonic()
     with bagua.join_islands(where, size=MEMBERS, minimum=1, timeout=300.0) as islands:
         model = model.with_bagua(optimizer, algorithm, between=islands)
-        tell(joined=joined, came_in=time.monotonic(), step=model.bagua_state_dict()["step"])
+        tell(joined=joined, came_in=time.monotonic(), step=model.bagua_step)
         while True:
             optimizer.zero_grad()
             model().backward()
             time.sleep(arguments.pause)
             optimizer.step()
-            step = model.bagua_state_dict()["step"]
+            step = model.bagua_step
             tell(step=step, at=time.monotonic(), contributed=islands.members().contributed, seat=islands.seat)
 
 
@@ -130,6 +130,8 @@ def measure(arguments: argparse.Namespace) -> None:
         newcomer.process.stdin.write("go\n")
         newcomer.process.stdin.flush()
         wait_for(lambda: any(one["seat"] in one["contributed"] for one in newcomer.steps()))
+        last = newcomer.steps()[-1]["step"]
+        wait_for(lambda: all(one.steps()[-1]["step"] >= last for one in members))  # which end that period, too
     finally:
         for one in [*members, newcomer]:
             one.process.kill()

@@ -40,7 +40,7 @@ def island(where: str, size: int, steps: int, lose: bool) -> str:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            step = model.bagua_state_dict()["step"]
+            step = model.bagua_step
             if step % EVERY == 0:
                 contributed = islands.members().contributed
             if lose and islands.seat == 1 and step == 2 * EVERY + 1:

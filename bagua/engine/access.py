@@ -154,6 +154,26 @@ class EngineAccess:
         finally:
             self.bagua_close()
 
+    @property
+    def bagua_step(self) -> int:
+        """Number of steps so far: of backward passes that ended one. Local, and nothing is copied.
+
+        Steps before a checkpoint that was loaded count, and those that other islands made before this one joined.
+        Inside ``no_sync`` no step ends.
+
+        Example:
+            >>> import bagua.comm
+            >>> from bagua.parallel import with_bagua
+            >>> layer = torch.nn.Linear(2, 2)
+            >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+            >>> model = with_bagua(layer, [optimizer], "diloco", bagua.comm.solo_group())
+            >>> model(torch.ones(1, 2)).sum().backward()
+            >>> optimizer.step()
+            >>> model.bagua_step
+            1
+        """
+        return self._bagua_engine.reducer.step
+
     def bagua_state_dict(self) -> dict[str, Any]:
         """What the algorithm remembers on this rank, by names of parameters, with the layout of the buckets.
 

@@ -123,14 +123,14 @@ def load_into_other_optimizers(folder: str) -> list[str]:
 def load_into_another_algorithm(folder: str) -> str:
     model, optimizer = begin(ALGORITHMS["local_sgd"], seed=7)
     train_steps(model, optimizer, 0, range(1))
-    before, steps = snapshot(model), model.bagua_state_dict()["step"]
+    before, steps = snapshot(model), model.bagua_step
     moments = [one["exp_avg"].clone() for one in optimizer.state.values()]
     with pytest.raises(ConfigurationError) as caught:
         load_training_state(model, Path(folder) / "allreduce")
     assert all(torch.equal(before[key], now) for key, now in snapshot(model).items())
     now = [one["exp_avg"] for one in optimizer.state.values()]
     assert all(map(torch.equal, moments, now))
-    assert model.bagua_state_dict()["step"] == steps
+    assert model.bagua_step == steps
     return str(caught.value)
 
 

@@ -70,7 +70,7 @@ def train(islands: Islands, mesh: Any, seed: int, steps: int) -> dict[int, tuple
     optimizer = optimizer_of(model)
     exchange = exchange_shards(model, optimizer, ALGORITHM, between=islands)
     found = {}
-    for step in range(exchange.bagua_state_dict()["step"] + 1, steps + 1):
+    for step in range(exchange.bagua_step + 1, steps + 1):
         if step == 4 * PERIOD:  # The exchange after this step has to see the one that came again.
             while not any(seat > 1 and one.waiting for seat, one in islands._presence.roster.records.items()):
                 time.sleep(0.002)

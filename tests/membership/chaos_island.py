@@ -37,7 +37,7 @@ def main() -> None:
             optimizer.zero_grad()
             model(data).square().mean().backward()
             optimizer.step()
-            step = model.bagua_state_dict()["step"]
+            step = model.bagua_step
             if step % arguments.sync_every == 0:
                 alive, in_epoch, contributed = map(len, islands.members())
                 digest = hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdigest()[:16]

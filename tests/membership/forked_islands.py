@@ -63,7 +63,7 @@ def island(where: str, number: int, rank: int) -> None:
             optimizer.zero_grad()
             model(data).square().mean().backward()
             optimizer.step()
-            step = model.bagua_state_dict()["step"]
+            step = model.bagua_step
             if step % PERIOD == 0:
                 said = {
                     "number": number,

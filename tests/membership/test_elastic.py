@@ -26,7 +26,7 @@ def train(islands, model, steps, rank=0, before=lambda step: None):
     """The weights after each step, and who contributed to it."""
     (optimizer,) = model.bagua_optimizers
     found = {}
-    for step in range(model.bagua_state_dict()["step"] + 1, steps + 1):
+    for step in range(model.bagua_step + 1, steps + 1):
         before(step)
         optimizer.zero_grad()
         model(batch(islands.seat) + rank / 8).square().sum().backward()

@@ -75,7 +75,7 @@ def train_elastic(algorithm):
         model = mlp(islands.seat)
         optimizer = optimizer_of(algorithm, model)
         with_bagua(model, [optimizer], algorithm, between=islands, elastic=True)
-        return stay(islands, model, optimizer, model.bagua_state_dict()["step"] + 1, last)
+        return stay(islands, model, optimizer, model.bagua_step + 1, last)
 
     def island():
         with lock:

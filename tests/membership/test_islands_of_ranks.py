@@ -52,7 +52,7 @@ def train(islands, model, steps, before=lambda step: None):
     """The weights and who contributed, by number of the step after which islands exchanged."""
     (optimizer,) = model.bagua_optimizers
     found = {}
-    for step in range(model.bagua_state_dict()["step"] + 1, steps + 1):
+    for step in range(model.bagua_step + 1, steps + 1):
         before(step)
         optimizer.zero_grad()
         model(batch(islands.seat, get_rank())).square().sum().backward()

@@ -311,7 +311,7 @@ def test_a_newcomer_draws_what_nobody_else_does():
             sampler = ElasticSampler(range(100), islands, shuffle=False)
             model = wrapped(islands, "local_sgd")
             (optimizer,) = model.bagua_optimizers
-            step, trained = model.bagua_state_dict()["step"], []
+            step, trained = model.bagua_step, []
             for batch in sampler.batches(DataLoader(range(100), batch_size=2, sampler=sampler)):
                 step += 1
                 if step == PERIOD + 1 and number < 2:

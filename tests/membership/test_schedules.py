@@ -182,6 +182,6 @@ def _train_until_newcomers_contribute(islands, model) -> list[Outer]:
     """The same outer step is the last one of all: all see who contributed to it."""
     found: list[Outer] = []
     while not found or set(range(MEMBERS, MEMBERS + DEATHS)) - set(found[-1].contributed):
-        step = model.bagua_state_dict()["step"]
+        step = model.bagua_step
         found += train(islands, model, step + PERIOD - step % PERIOD)
     return found

@@ -142,7 +142,7 @@ def train(
     """Train up to step number ``steps``; what there was after each outer step."""
     (optimizer,) = model.bagua_optimizers
     found = []
-    for step in range(model.bagua_state_dict()["step"] + 1, steps + 1):
+    for step in range(model.bagua_step + 1, steps + 1):
         before(step)
         optimizer.zero_grad()
         model(batch(islands.seat)).square().sum().backward()

@@ -10,6 +10,7 @@ from torch import nn
 
 import bagua.comm
 from bagua.errors import BaguaError, ConfigurationError
+from bagua.parallel import with_bagua
 from bagua.testing.training import assert_same_on_all_ranks, batch, loss_of, mlp, sgd, snapshot, train_steps
 from bagua.torch_api.data_parallel import DistributedDataParallel
 
@@ -214,3 +215,24 @@ def test_no_sync_sets_the_attribute_that_frameworks_look_at(thread_ranks):
         assert wrapped.require_backward_grad_sync
 
     thread_ranks(1, check)
+
+
+@pytest.mark.parametrize("name", ["gradient_allreduce", "diloco", "decentralized"])
+def test_the_number_of_steps_counts_what_ended_one_and_goes_on_after_a_checkpoint(thread_ranks, name):
+    def train() -> list[int]:
+        model, other = mlp(), mlp()
+        optimizer = sgd(model.parameters())
+        wrapped = with_bagua(model, [optimizer], name)
+        told = [wrapped.bagua_step]
+        with wrapped.no_sync():
+            loss_of(wrapped, 0, 0).backward()
+        told.append(wrapped.bagua_step)
+        for step in range(2):
+            loss_of(wrapped, 0, step).backward()
+            optimizer.step()
+            told.append(wrapped.bagua_step)
+        resumed = with_bagua(other, [sgd(other.parameters())], name)
+        resumed.load_bagua_state_dict(wrapped.bagua_state_dict())
+        return [*told, resumed.bagua_step]
+
+    assert thread_ranks(2, train) == [[0, 0, 1, 2, 2]] * 2
