@@ -12,24 +12,21 @@ from typing import Any
 
 import torch
 
-from bagua.comm import Communicator, ProcessGroup, family, forked_error
+from bagua.comm import ProcessGroup, family, forked_error
 from bagua.errors import CommunicatorClosedError, ConfigurationError
 from bagua.membership.counterparts import LOSSES, Attempt, Samples
 from bagua.membership.island import Island
+from bagua.membership.merging.choosing import Chooser
 from bagua.membership.merging.fragments import Arrived, Fragment, Merge, MergeResult, Sent
 from bagua.membership.merging.handover import Handover
 from bagua.membership.merging.merger import Merger
 from bagua.membership.merging.pace import Pace
-from bagua.membership.merging.quorum import Choice, QuorumRule, Said, choose
+from bagua.membership.merging.quorum import Choice, QuorumRule, Said
 
 __all__ = ["Merges"]
 
 #: Merges that are remembered for those who ask.
 _TAPE = 4096
-#: Members look around so many times while the training of the fastest goes on beside a merge.
-_LOOKS = 16
-#: Longest pause between two looks, in seconds.
-_PAUSE_S = 0.25
 #: How long to wait for the thread when this process leaves. Its calls have been ended by then.
 _JOIN_S = 30.0
 
@@ -63,7 +60,6 @@ class Merges:
         self._seat = seat
         self._exchange = exchange
         self._rest = rest
-        self._poll_s = poll_s
         self._clock = clock
         self._island = Island(None) if island is None else island
         self._rule = QuorumRule(1)
@@ -86,6 +82,7 @@ class Merges:
         self._bound: float = math.inf if self._island.size == 1 else 0
         self._step = -1
         self._pace = Pace()
+        self._chooser = Chooser(self._say, self._require_here, self._stopped.wait, clock, poll_s)
         self._chosen_at = 0.0
         self._give: Callable[[], Mapping[str, object]] | None = None
         self._handover = Handover(self._changed, self._state)
@@ -334,7 +331,7 @@ class Merges:
             self._proposed = self._hear()
             return
         try:
-            choice = self._choose(group.global_communicator)
+            choice = self._chooser.choose(group.global_communicator, self._rule)
             self._chosen_at = self._clock()
             own = self._sent[choice.fragment].difference if self._seat in choice.seats else None
             self._proposed = self._merger.merge(choice, group.global_communicator, own, self._number)
@@ -356,31 +353,9 @@ class Merges:
         self._require_here()
         return MergeResult(choice, difference)
 
-    def _choose(self, communicator: Communicator) -> Choice:
-        """Look around until something is merged."""
-        looked_at = self._clock()
-        while True:
-            self._require_here()
-            said = self._look_around(communicator)
-            choice = choose(said, self._rule)
-            if choice is not None:
-                return choice
-            fastest_s = min(one.step_s for one in said.values())
-            pause_s = min(_PAUSE_S, max(self._poll_s, max(self._rule.overlap, 1) * fastest_s / _LOOKS))
-            self._stopped.wait(pause_s)
-            looked_at, before = self._clock(), looked_at
-            self._pace.look_s = looked_at - before
-
     def _require_here(self) -> None:
         if self._stopped.is_set():
             raise CommunicatorClosedError("this process has left its islands", rank=self._seat)
-
-    def _look_around(self, communicator: Communicator) -> dict[int, Said]:
-        own = torch.tensor(self._say().numbers(), dtype=torch.float64)
-        told = torch.empty(communicator.size * own.numel(), dtype=own.dtype)
-        communicator.allgather(told, own)
-        rows = told.view(communicator.size, -1).tolist()
-        return {seat: Said.of(row) for seat, row in zip(communicator.ranks, rows, strict=True)}
 
     def _say(self) -> Said:
         with self._changed:
@@ -391,7 +366,7 @@ class Merges:
             # Not whether the thread that trains waits: it may have yet to wake up.
             held_up = self._awaited in sent
             return Said(
-                ages_s, weights, self._pace.step_s, self._pace.merge_s + self._pace.look_s, held_up, self._ended
+                ages_s, weights, self._pace.step_s, self._pace.merge_s + self._chooser.look_s, held_up, self._ended
             )
 
     def counting(self) -> int:

@@ -13,12 +13,11 @@ class Pace:
 
     Attributes:
         step_s: seconds of a step, without what it waits for others.
-        look_s: seconds between the last two looks at the others.
         merge_s: seconds that the last merge has taken until it counted.
     """
 
     def __init__(self) -> None:
-        self.step_s = self.look_s = self.merge_s = 0.0
+        self.step_s = self.merge_s = 0.0
         self._steps, self._tokens = 0, 0.0
         self._stepped_at: float | None = None
         self._idle_s = 0.0
