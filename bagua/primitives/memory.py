@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -103,6 +104,7 @@ class ReducerMemory:
         declared: declarations of what ``state`` may hold, by name.
         step: number of the training step; equal on all ranks.
         loss_scale: factor by which the values were multiplied. State is kept free of it.
+        torn: what ended a change of ``state`` half-way, in words; empty as long as nothing has.
     """
 
     def __init__(
@@ -123,6 +125,7 @@ class ReducerMemory:
         self.declared: dict[str, State] = {}
         self.step = 0
         self.loss_scale = 1.0
+        self.torn = ""
         self._communicator = communicator
         self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         self._proposed: dict[str, torch.Tensor] = {}
@@ -149,8 +152,18 @@ class ReducerMemory:
                 if one.per != "family":
                     self.state[one.name] = self._start_of(one)
 
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Change ``state`` where it lies. If that ends half-way, what is there belongs to no moment of the training."""
+        try:
+            yield
+        except BaseException as error:
+            self.torn = f"{type(error).__name__}: {error}"
+            raise
+
     def begin_again(self) -> None:
         """Remember what there was before the first call."""
+        self.torn = ""
         declared = list(self.declared.values())
         self.state.clear()
         self.declared.clear()

@@ -35,7 +35,7 @@ from bagua.algorithms import (
 )
 from bagua.algorithms.exchanges import outer
 from bagua.compression import Float16, MinMaxUInt8
-from bagua.errors import ConfigurationError
+from bagua.errors import CommunicatorClosedError, ConfigurationError
 from bagua.parallel import with_bagua
 from bagua.testing.algorithm_contract import AlgorithmContract, spread
 from bagua.testing.training import (
@@ -493,6 +493,39 @@ def test_other_outer_optimizers_step_the_anchor(thread_ranks, kind):
     results = thread_ranks(2, train, DiLoCoAlgorithm(4, outer=Outer(kind, lr=0.1)))
     for result, model in zip(results, replicas.models, strict=True):
         assert_close(result, snapshot(model))
+
+
+class Halting(torch.optim.SGD):
+    """Steps one tensor and raises then, once ``out_of_memory`` is set."""
+
+    out_of_memory = False
+
+    def step(self, closure=None):
+        if not self.out_of_memory:
+            return super().step(closure)
+        first = self.param_groups[0]["params"][0]
+        first.sub_(first.grad)
+        raise RuntimeError("out of memory")
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    "options", [{}, {"overlap": 1, "blend": 0.5}, {"eager": True}], ids=["plain", "blend", "eager"]
+)
+def test_a_state_that_an_outer_step_has_left_half_way_cannot_be_saved(thread_ranks, monkeypatch, options):
+    def fail() -> None:
+        model = mlp()
+        optimizer = optimizer_of(model)
+        wrapped = with_bagua(model, [optimizer], DiLoCoAlgorithm(2, outer=Outer(Halting, lr=0.5), **options))
+        train_steps(wrapped, optimizer, 0, range(3))
+        assert wrapped.bagua_state_dict()["step"] == 3
+        monkeypatch.setattr(Halting, "out_of_memory", True)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            train_steps(wrapped, optimizer, 0, range(3, 6))
+        with pytest.raises(CommunicatorClosedError, match=r"half-way, so its state cannot be saved.*out of memory"):
+            wrapped.bagua_state_dict()
+
+    thread_ranks(1, fail)
 
 
 @MUON

@@ -208,9 +208,11 @@ class OuterStep(Then):
     @torch.no_grad()
     def fold(self, flight: Flight) -> None:
         """Step, and let the weights follow."""
-        anchor = flight.state["anchor"]
-        if restart_unless_finite(flight, anchor):
-            return
+        if not restart_unless_finite(flight, flight.state["anchor"]):
+            with flight.memory.changing():
+                self._follow(flight, flight.state["anchor"])
+
+    def _follow(self, flight: Flight, anchor: torch.Tensor) -> None:
         if isinstance(self.land, Replace):
             _step(self.optimizer, flight, anchor, flight.flat)
             flight.bucket.write_weights(anchor)
@@ -322,8 +324,9 @@ class EagerStep(Then):
             own = torch.zeros_like(flight.sent)
         else:
             own = flight.sent / flight.ranks
-        self._step(flight, own if others is None else own.add_(others))
-        flight.bucket.write_weights(flight.state["anchor"])
+        with flight.memory.changing():
+            self._step(flight, own if others is None else own.add_(others))
+            flight.bucket.write_weights(flight.state["anchor"])
 
     @torch.no_grad()
     def fold(self, flight: Flight) -> None:
@@ -338,9 +341,10 @@ class EagerStep(Then):
             return
         anchor = flight.state["anchor"]
         before = anchor.clone()
-        self._step(flight, others)
-        now = flight.weights(torch.empty_like(flight.flat))
-        flight.bucket.write_weights(now.to(anchor).add_(anchor - before))
+        with flight.memory.changing():
+            self._step(flight, others)
+            now = flight.weights(torch.empty_like(flight.flat))
+            flight.bucket.write_weights(now.to(anchor).add_(anchor - before))
 
     def _step(self, flight: Flight, difference: torch.Tensor) -> None:
         _step(self.optimizer, flight, flight.state["anchor"], difference)

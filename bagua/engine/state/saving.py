@@ -11,7 +11,7 @@ import torch
 from bagua.algorithms import Algorithm
 from bagua.comm import Communicator, as_bytes
 from bagua.engine.state.agreement import compare
-from bagua.errors import ConfigurationError
+from bagua.errors import CommunicatorClosedError, ConfigurationError
 from bagua.primitives import ReducerMemory
 
 Tensors = dict[str, torch.Tensor]
@@ -58,11 +58,20 @@ def key_of(place: Holder, name: str) -> str:
 
 
 def collect(places: Iterable[Holder], *, copy: bool = True) -> Remembered:
-    """Everything that is remembered in ``places``; copies, if ``copy`` is True."""
+    """Everything that is remembered in ``places``; copies, if ``copy`` is True.
+
+    Raises:
+        CommunicatorClosedError: what is there is neither the state before an outer step nor that after it.
+    """
     taken = torch.clone if copy else _as_it_is
     remembered = Remembered(parameters={}, others=[])
     for place in places:
         memory = place.memory
+        if memory.torn:
+            raise CommunicatorClosedError(
+                f"an outer step of this model has ended half-way, so its state cannot be saved: {memory.torn}",
+                advice="Go on from an earlier checkpoint.",
+            )
         elementwise = {name: value for name, value in memory.state.items() if memory.is_elementwise(name)}
         for name, parts in cut(place, elementwise, taken).items():
             remembered["parameters"].setdefault(name, {}).update(parts)
