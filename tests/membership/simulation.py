@@ -80,6 +80,10 @@ class ViolationError(Exception):
     """Two processes hold different histories, or a process has applied what does not count."""
 
 
+class UnfinishedError(Exception):
+    """There are more worlds than are run through, so nothing is known of the rest."""
+
+
 def start(rules: Rules) -> World:
     seats = tuple(range(rules.members))
     first = Epoch(1, seats)
@@ -381,13 +385,20 @@ def _check_counted_once(seat: int, actor: Actor) -> None:
 def explore(rules: Rules, most: int = 10_000_000) -> int:
     """Run through all orders of events; the number of worlds.
 
+    Args:
+        rules: what is tried.
+        most: number of worlds, beyond which memory would not do.
+
     Raises:
         ViolationError: with the events that lead there.
+        UnfinishedError: there are more worlds.
     """
     first = start(rules)
     came_from: dict[World, tuple[World, str] | None] = {first: None}
     todo = deque([first])
-    while todo and len(came_from) < most:
+    while todo:
+        if len(came_from) > most:
+            raise UnfinishedError(f"{rules}: {len(came_from)} worlds are found, and {len(todo)} not looked at")
         world = todo.popleft()
         try:
             check(world)

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from bagua.membership.epochs import Epoch, Standing, StopReport, first_epoch, next_epoch
-from tests.membership.simulation import Rules, ViolationError, explore
+from tests.membership.simulation import Rules, UnfinishedError, ViolationError, explore
 
 #: members, exchanges, faults, processes that come later; and whether these receive the state before they come in.
 QUICK = [(2, 2, 2, 0), (3, 1, 1, 0), (3, 2, 1, 0), (2, 2, 1, 1, False), (2, 1, 0, 1), (1, 2, 1, 1)]
@@ -88,6 +88,11 @@ def test_another_base_is_found_wrong(base, monkeypatch):
     monkeypatch.setattr("tests.membership.simulation.next_epoch", other)
     with pytest.raises((ViolationError, AssertionError)):
         explore(Rules(3, 2, 1))
+
+
+def test_worlds_that_are_not_run_through_are_no_success():
+    with pytest.raises(UnfinishedError, match=r"1.. worlds are found"):
+        explore(Rules(2, 2, 2), most=100)
 
 
 EPOCH = Epoch(3, (0, 2, 5, 6), base=7)
