@@ -16,7 +16,7 @@ __all__ = ["Act", "FailedAct", "Island", "different", "require_same"]
 Act = Callable[[Any], None]
 #: How long the ranks of an island wait for each other. Who dies or stops is noticed long before.
 _PATIENCE_S = 7 * 24 * 3600.0
-#: How long a rank that leaves waits for those that have yet to come to the same place.
+#: How long a rank waits before it leaves, or raises what ends the island, for those that have yet to come there.
 _MEETING_S = 60.0
 #: What ends a call on all ranks of an island.
 _ENDS = (LeftOutError, TooFewMembersError, StoreLostError, errors.CollectiveMismatchError)
@@ -77,7 +77,9 @@ class Island:
         try:
             yield
         except _ENDS as error:
-            self._tell(_RAISE, _described(error))
+            with contextlib.suppress(CommunicationError):  # Whatever becomes of them, this is what has ended it here.
+                self._tell(_RAISE, _described(error))
+            self._meet(self._group)  # Who leaves then takes the connections away, and with them what was told.
             raise
         self._tell(_RETURN, result())
 
@@ -94,6 +96,7 @@ class Island:
             if name == _RETURN:
                 return value
             if name == _RAISE:
+                self._meet(self._group)
                 raise _raised(value)
             self._carry_out(name, value)
 
@@ -133,9 +136,7 @@ class Island:
 
     def meet_beside(self) -> None:
         """Wait until all ranks have come here, or one of them is lost, or does not come. Collective."""
-        if self._beside is not None:
-            with contextlib.suppress(CommunicationError):
-                self._beside.global_communicator.barrier(timeout=_MEETING_S)
+        self._meet(self._beside)
 
     def abort(self, reason: str, culprit: int | None = None) -> None:
         """Break the connections of the island, from any thread.
@@ -170,6 +171,12 @@ class Island:
         rank, first = failed[0]
         lost = sorted({seat for _, one in failed for seat in one.lost})
         return FailedAct(f"rank {rank} of this island: {first.problem}", tuple(lost))
+
+    @staticmethod
+    def _meet(group: ProcessGroup | None) -> None:
+        if group is not None:
+            with contextlib.suppress(CommunicationError):
+                group.global_communicator.barrier(timeout=_MEETING_S)
 
     def _tell(self, name: str, value: object) -> None:
         if self._group is not None:

@@ -28,6 +28,7 @@ from bagua.comm import (
     part_of,
 )
 from bagua.errors import (
+    CommunicationError,
     CommunicatorClosedError,
     ConfigurationError,
     PeerLostError,
@@ -219,7 +220,8 @@ class Islands:
     def leave(self, reason: str = "it left") -> None:
         """Go, and tell the others, who then do not wait. Idempotent; happens at the end of the process at the latest.
 
-        Of an island of several ranks, all leave.
+        Of an island of several ranks, all leave. With a quorum each waits up to 60 seconds for the others to come here:
+        a rank that is some steps behind needs to hear from the first one in each of them.
 
         Args:
             reason: reason that ``why()`` of the others gives.
@@ -321,7 +323,7 @@ class Islands:
     def save_if_lost(self, error: BaseException | str) -> None:
         """Training ended here with ``error``: save the state if the store is lost, and that is wanted. Never raises."""
         file = self._checkpoint
-        if file is None or not self._facts or not isinstance(error, StoreLostError):
+        if file is None or not self._facts or not isinstance(error, CommunicationError) or not self._lacks_store(error):
             return
         self._checkpoint = None  # A step may be given up twice.
         try:
@@ -334,6 +336,10 @@ class Islands:
             _log.exception("islands: seat %d could not save its state in %s", self.seat, file)
         self._history.append(told)
         error.advice = f"{error.advice} {told}"
+
+    def _lacks_store(self, error: CommunicationError) -> bool:
+        """Whether the store is lost: another rank of this island may have ended its training before this one knew."""
+        return isinstance(error, StoreLostError) or isinstance(self.merges.await_end(), StoreLostError)
 
     def _refuse_other_samples(self, fact: str) -> None:
         """Models of the ranks of an island were compared with each other, but not what deals out their samples."""

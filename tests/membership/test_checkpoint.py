@@ -11,12 +11,12 @@ import torch
 import bagua.torch_api as bagua
 from bagua.algorithms import Algorithm
 from bagua.comm import open_store, serve_store_at
-from bagua.errors import CollectiveMismatchError, ConfigurationError, StoreLostError
+from bagua.errors import CollectiveMismatchError, ConfigurationError, PeerLostError, StoreLostError
 from bagua.membership.checkpoint import write_state
 from bagua.parallel import with_bagua
 from bagua.testing import ThreadRanks
 from bagua.testing.ranks import RankDiedError
-from tests.membership import test_elastic, test_islands_of_ranks, test_quorum_training
+from tests.membership import test_elastic, test_islands_of_ranks, test_quorum_of_ranks, test_quorum_training
 from tests.membership.test_quorum_training import until
 from tests.membership.training import (
     PERIOD,
@@ -200,6 +200,44 @@ def test_ranks_of_an_island_save_files_of_their_own(tmp_path):
         assert torch.equal(begun, weights)
         assert sorted(rows) == [3 * PERIOD, 4 * PERIOD]
     assert torch.equal(first[1][4 * PERIOD][0], second[1][4 * PERIOD][0])
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_ranks_that_merge_by_a_quorum_save_files_whichever_learns_of_it_first(tmp_path, first):
+    loss, file = Loss(4), tmp_path / "{seat}-{rank}.pt"
+
+    def island(_):
+        with test_islands_of_ranks.together(loss.store, 2, checkpoint=file) as islands:
+            model = test_islands_of_ranks.wrapped(islands, test_quorum_training.diloco(sync_every=1000))
+            for step in range(1, 1000):
+                loss.before(islands, step)
+                if step > PERIOD and islands.place[0] == first:
+                    until(lambda: islands._left)
+                test_quorum_of_ranks.step_of(islands, model)
+
+    ends = [end for ends in test_islands_of_ranks.run_islands(2, island) for end in survivors(ends)]
+    assert [type(end) for end in ends] == [StoreLostError] * 2, ends
+    one, other = (torch.load(tmp_path / f"0-{rank}.pt")["state"]["state"] for rank in range(2))
+    assert torch.equal(one["tensors"]["weight"], other["tensors"]["weight"])
+
+
+def test_a_rank_whose_training_ends_because_that_of_another_does_saves_its_file(tmp_path):
+    loss, file = Loss(4), tmp_path / "{seat}-{rank}.pt"
+
+    def island(_):
+        with test_islands_of_ranks.together(loss.store, 2, checkpoint=file) as islands:
+            model = test_islands_of_ranks.wrapped(islands, test_quorum_training.diloco(sync_every=1000))
+            for _ in range(PERIOD):
+                test_quorum_of_ranks.step_of(islands, model)
+            loss.before(islands, PERIOD + 1)
+            error = PeerLostError("rank 1 gave its training up", peers=[1])
+            islands.save_if_lost(error)
+            return error.advice
+
+    advice = [end for ends in test_islands_of_ranks.run_islands(2, island) for end in survivors(ends)]
+    for rank, told in enumerate(advice):
+        assert f"0-{rank}.pt" in told
+        assert torch.load(tmp_path / f"0-{rank}.pt")["state"]["state"]["engine"]["step"] == PERIOD
 
 
 def test_a_state_that_cannot_be_saved_does_not_hide_why_training_ended(tmp_path):

@@ -9,7 +9,7 @@ import torch
 
 import bagua.torch_api as bagua
 from bagua.algorithms import Algorithm
-from bagua.comm import get_rank, inject_fault, serve_store_at, solo_group
+from bagua.comm import get_default_group, get_rank, inject_fault, serve_store_at, solo_group
 from bagua.compression import Float16
 from bagua.errors import (
     CollectiveMismatchError,
@@ -18,8 +18,10 @@ from bagua.errors import (
     StoreLostError,
     TooFewMembersError,
 )
+from bagua.membership.island import Island
 from bagua.membership.transfer import Receiver
 from bagua.parallel import with_bagua
+from bagua.testing import ThreadRanks
 from bagua.testing.ranks import RankDiedError
 from tests.membership.training import (
     ALGORITHMS,
@@ -231,6 +233,27 @@ def test_what_ends_the_call_of_the_first_rank_ends_it_on_all():
             first.advice,
         )
     )
+
+
+def test_the_first_rank_does_not_leave_before_all_have_heard_why():
+    heard, leaves = threading.Event(), threading.Event()
+
+    def rank():
+        island = Island(get_default_group())
+        if island.leads:
+            meet = island._meet
+            island._meet = lambda group: (leaves.set(), meet(group))
+            with pytest.raises(StoreLostError), island.leading():
+                raise StoreLostError("the store does not answer")
+            assert heard.is_set()
+            island.abort("it left")
+            return
+        hear = island._heard
+        island._heard = lambda: (hear(), leaves.wait(60), heard.set())[0]
+        with pytest.raises(StoreLostError):
+            island.follow()
+
+    ThreadRanks(2).run(rank)
 
 
 def test_an_error_on_one_rank_ends_the_island():

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bagua.comm import ProcessGroup, family, forked_error
-from bagua.errors import CommunicatorClosedError, ConfigurationError
+from bagua.errors import CommunicationError, CommunicatorClosedError, ConfigurationError
 from bagua.membership.counterparts import LOSSES, Attempt, Samples
 from bagua.membership.island import Island
 from bagua.membership.merging.choosing import Chooser
@@ -27,7 +27,7 @@ __all__ = ["Merges"]
 
 #: Merges that are remembered for those who ask.
 _TAPE = 4096
-#: How long to wait for the thread when this process leaves. Its calls have been ended by then.
+#: How long to wait for the end of the thread that exchanges, when its calls have been ended.
 _JOIN_S = 30.0
 
 
@@ -158,7 +158,12 @@ class Merges:
             if self._handover.asked:
                 self._handover.answer()
             return
-        self._bound, gives = self._island.spread([self._number, self._handover.asked], beside=True)
+        try:
+            self._bound, gives = self._island.spread([self._number, self._handover.asked], beside=True)
+        except CommunicationError:  # The connections end with the exchanges, whose thread knows why.
+            self.await_end()
+            self._check()
+            raise
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None or self._has_heard(gives=gives))
             self._check()
@@ -243,6 +248,12 @@ class Merges:
             self._ended = not self._together
         self._wait_while(lambda: not self._together)
         self._bound = math.inf
+
+    def await_end(self) -> BaseException | None:
+        """What has ended the exchanges, where they have ended, or are about to; None where they go on."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None, 0.0 if self._thread is None else _JOIN_S)
+            return self._error
 
     def _wait_while(self, waits: Callable[[], bool], fragment: int | None = None) -> None:
         begun = self._clock()
