@@ -8,12 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bagua.comm import solo_group
+from bagua.comm import get_default_group, solo_group
+from bagua.errors import ConfigurationError
 from bagua.membership.merging.fragments import Fragment
 from bagua.membership.merging.handover import Handover
+from bagua.membership.merging.merger import Merger
 from bagua.membership.merging.merges import Merges
 from bagua.membership.merging.quorum import Choice, QuorumRule, Said, choose
 from bagua.primitives import radial_directional_mean, weighted_mean
+from bagua.testing import ThreadRanks
 
 NONE = -1.0
 
@@ -145,8 +148,47 @@ def test_what_counts_does_not_fall_when_the_model_has_more_parts():
             assert merges.others(name, before_own=True) == []
             merges.contribute(name, torch.ones(1))
             merges.wait(name)
+            merges.own(name)
     merges.stop(lambda reason: None)
     assert counted == [3, 3, 3, 8]
+
+
+def part(*parameters):
+    """A part of the model that begins with the parameter ``a``."""
+    return Fragment("a", 2, torch.float32, weighted_mean, parameters=(("a", (1,)), *parameters))
+
+
+def test_a_part_of_the_same_name_with_another_parameter_is_another_part():
+    merges = Merges(0, lambda attempt: attempt(solo_group()), lambda: None, 0.001)
+    merges.open([part(("b", (1,)))], QuorumRule(1, 0.0))
+    merges.contribute("a", torch.ones(2))
+    with pytest.raises(ConfigurationError, match="parameters of the model have changed while"):
+        merges.open([part(("c", (1,)))], QuorumRule(1, 0.0))
+    merges.start()
+    merges.wait("a")
+    # The others take this merge in, so this member may not forget it.
+    with pytest.raises(ConfigurationError, match="parameters of the model have changed while"):
+        merges.open([part(("c", (1,)))], QuorumRule(1, 0.0))
+    merges.own("a")
+    merges.open([part(("c", (1,)))], QuorumRule(1, 0.0))
+    merges.stop(lambda reason: None)
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("weights", [(1.0, 0.0, 3.0), (0.0, 2.0, 0.0)])
+def test_a_difference_without_weight_is_not_sent(weights):
+    """The first member is the owner; a difference that does not fit would be an error on both sides."""
+
+    def merged():
+        group = get_default_group()
+        merger = Merger(group.rank)
+        merger.open([Fragment("weight", 2, torch.float64, weighted_mean)])
+        own = torch.full((2 if weights[group.rank] else 7,), group.rank + 1.0, dtype=torch.float64)
+        return merger.merge(Choice(0, (0, 1, 2), weights), group.global_communicator, own, 0).difference
+
+    mean = sum(weight * (seat + 1) for seat, weight in enumerate(weights)) / sum(weights)
+    for found in ThreadRanks(3).run(merged):
+        torch.testing.assert_close(found, torch.full((2,), mean, dtype=torch.float64))
 
 
 def test_what_interrupts_a_copy_that_no_newcomer_waits_for_ends_the_training():

@@ -155,7 +155,8 @@ class ByQuorum(How):
             )
             merge = partial(radial_directional_mean, views=bucket.views, plain=plain)
         dtype = bucket.dtype if self.codec is None else summing_dtype(bucket.dtype)
-        return Fragment(name_of(bucket), bucket.numel, dtype, merge, self.codec, self.feedback)
+        parameters = tuple((name, tuple(one.shape)) for name, one in zip(bucket.names, bucket.parameters, strict=True))
+        return Fragment(name_of(bucket), bucket.numel, dtype, merge, self.codec, self.feedback, parameters)
 
 
 def name_of(bucket: Bucket) -> str:

@@ -23,6 +23,7 @@ class Fragment(NamedTuple):
         merge: makes one difference of several, with a weight for each.
         codec: what differences and results are sent in; None for all bits.
         feedback: part of what the codec loses of a result that its owner adds to its next one.
+        parameters: names and shapes of the parameters that lie in a difference, in that order.
     """
 
     name: str
@@ -31,6 +32,12 @@ class Fragment(NamedTuple):
     merge: Callable[[Sequence[torch.Tensor], Sequence[float]], torch.Tensor]
     codec: Codec | None = None
     feedback: float = 0.0
+    parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """What a difference of it says of each element: equal where differences can be merged."""
+        return self.name, self.numel, self.dtype, self.parameters
 
     def room(self) -> torch.Tensor:
         """Where a difference, or a result, is received as it is sent."""

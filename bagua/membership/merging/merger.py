@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -31,9 +31,13 @@ class Merger:
 
     def open(self, fragments: Sequence[Fragment]) -> None:
         """Merge these from now on."""
-        if [one.name for one in fragments] != [one.name for one in self.fragments]:
+        if not self.has(fragments):
             self._residuals.clear()
         self.fragments = list(fragments)
+
+    def has(self, fragments: Sequence[Fragment]) -> bool:
+        """Whether these are merged already, with the same parameters in each."""
+        return [one.layout for one in fragments] == [one.layout for one in self.fragments]
 
     def number_of(self, name: str) -> int:
         """The number of the fragment of this name."""
@@ -42,20 +46,23 @@ class Merger:
     def merge(self, choice: Choice, communicator: Communicator, own: torch.Tensor | None, draw: int) -> MergeResult:
         """The merged difference, on all members. The next members own what one had that is gone.
 
+        A difference without weight stays where it is.
+
         Args:
             choice: fragment, and whose differences.
             communicator: members.
             own: difference of this member, as it is sent; None if it is not one of those.
             draw: number of the merge, for codecs that round at random.
         """
-        if not any(choice.weights):
+        weights = {seat: weight for seat, weight in zip(choice.seats, choice.weights, strict=True) if weight}
+        if not weights:
             return MergeResult(choice)
         fragment, owner = self.fragments[choice.fragment], choice.fragment % communicator.size
         sent, exact = fragment.room(), None
         if communicator.rank == owner:
-            exact = self._merged(choice, communicator, own)
+            exact = self._merged(choice.fragment, weights, communicator, own)
             sent = fragment.encode(exact, self._seat, draw, 0)
-        elif own is not None:
+        elif own is not None and self._seat in weights:
             communicator.send(own, owner)
         communicator.broadcast(sent, owner)
         result = fragment.decode(sent)
@@ -63,18 +70,20 @@ class Merger:
             return MergeResult(choice, torch.zeros_like(result))
         return MergeResult(choice, result, exact - result if exact is not None and fragment.feedback else None)
 
-    def _merged(self, choice: Choice, communicator: Communicator, own: torch.Tensor | None) -> torch.Tensor:
+    def _merged(
+        self, number: int, weights: Mapping[int, float], communicator: Communicator, own: torch.Tensor | None
+    ) -> torch.Tensor:
         """The differences of all in one, with what was lost of the last one that was merged here."""
-        fragment, differences = self.fragments[choice.fragment], []
-        for seat in choice.seats:
+        fragment, differences = self.fragments[number], []
+        for seat in weights:
             if seat == self._seat and own is not None:
                 differences.append(fragment.decode(own))
                 continue
             received = fragment.room()
             communicator.recv(received, communicator.ranks.index(seat))
             differences.append(fragment.decode(received))
-        merged = fragment.merge(differences, choice.weights)
-        residual = self._residuals.get(choice.fragment)
+        merged = fragment.merge(differences, list(weights.values()))
+        residual = self._residuals.get(number)
         return merged if residual is None else merged.add_(residual, alpha=fragment.feedback)
 
     def count(self, result: MergeResult) -> None:

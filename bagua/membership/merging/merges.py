@@ -107,14 +107,14 @@ class Merges:
         Raises:
             ConfigurationError: differences of other fragments are on their way.
         """
-        names, known = ([one.name for one in some] for some in (fragments, self._merger.fragments))
-        if names != known:
-            if self._sent:
-                raise _on_its_way("parameters of the model have changed")
-            with self._changed:  # What counts already goes on to count.
-                self._merged_samples = dict.fromkeys(range(len(names)), min(self._merged_samples.values(), default=0))
-                if known:
-                    self._arrived.clear()
+        if not self._merger.has(fragments):
+            with self._changed:
+                arrived = self._merger.fragments and any(self._arrived.values())  # Else it came with the state.
+                if self._sent or arrived:
+                    raise _on_its_way("parameters of the model have changed")
+                # What counts already goes on to count.
+                counts = min(self._merged_samples.values(), default=0)
+                self._merged_samples = dict.fromkeys(range(len(fragments)), counts)
         self._merger.open(fragments)
         self._rule = rule
         self._begin()
