@@ -142,8 +142,7 @@ class Counterparts:
         self._link: tuple[Epoch, ProcessGroup] | None = None
         self.busy = False
         self._place = place
-        #: All ranks of a newcomer need the state of one island, whose inner steps and optimizers are its own.
-        self._most_donors = MOST_DONORS if ranks == 1 else 1
+        self._ranks = ranks
         self._receiver = receiver
         self._donor = Donor(lambda: [*self.at])
         self.give: Callable[[], Mapping[str, object] | None] = dict
@@ -225,16 +224,15 @@ class Counterparts:
         self.room = max(row[0] for row in rows)
         samples.hear({seat: Tally(*row[1:]) for seat, row in zip(group.ranks, rows, strict=True)}, self.room)
 
-    def _receive(self, _: object) -> None:
-        """Fetch the state that the epoch begins with, for this rank, from its counterparts in several islands."""
+    def _receive(self, donors: Sequence[int]) -> None:
+        """Fetch the state that the epoch begins with, for this rank, from its counterparts in these islands."""
         epoch = self.epoch
         assert epoch is not None
 
         def look() -> dict[int, Offer | None]:
             if self._is_over(epoch):
                 raise CommunicatorClosedError("the others went on before it had the state", rank=self._presence.seat)
-            offers = self._offers(self.donors(epoch))
-            return {seat: offer if offer and offer.epoch == epoch.number else None for seat, offer in offers.items()}
+            return self._offers_in(epoch, donors)
 
         self._receiver.receive(look)
 
@@ -255,8 +253,24 @@ class Counterparts:
         self._receiver.receive(look, kept=_OWN_PARTS)
 
     def donors(self, epoch: Epoch) -> tuple[int, ...]:
-        """Seats of those who give the state that ``epoch`` begins with."""
-        return epoch.donors[: self._most_donors]
+        """Seats of those who give the state that ``epoch`` begins with.
+
+        Several ranks receive that of one island. With a quorum others offer theirs, too: one may make no step for long.
+        """
+        return epoch.donors[: MOST_DONORS if self._ranks == 1 or self.counting is not None else 1]
+
+    def chosen(self, epoch: Epoch) -> tuple[int, ...]:
+        """Seats of those from whom all ranks of this island receive the state; none if it is too early to say."""
+        donors = self.donors(epoch)
+        if self._ranks == 1 or len(donors) == 1 or self._is_over(epoch):
+            return donors
+        offers = self._offers_in(epoch, donors)
+        return tuple(seat for seat in donors if not offers or offers.get(seat) is not None)[:1]
+
+    def _offers_in(self, epoch: Epoch, seats: Sequence[int]) -> dict[int, Offer | None]:
+        """What those of ``seats`` offer in ``epoch`` that are not gone."""
+        offers = self._offers(seats)
+        return {seat: offer if offer and offer.epoch == epoch.number else None for seat, offer in offers.items()}
 
     @property
     def has(self) -> int:
@@ -311,8 +325,8 @@ class Counterparts:
         epoch, roster = self.epoch, self._presence.roster
         assert epoch is not None
         gone = roster.gone(epoch.number)
-        here = [roster.records[seat].epoch for seat in epoch.newcomers if seat in roster.records and seat not in gone]
-        return any(number < epoch.number for number in here)
+        here = [roster.records.get(seat) for seat in epoch.newcomers if seat not in gone]
+        return any(record is None or record.epoch < epoch.number for record in here)
 
     @property
     def offered(self) -> int:

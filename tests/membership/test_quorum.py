@@ -10,6 +10,7 @@ import torch
 
 from bagua.comm import get_default_group, solo_group
 from bagua.errors import ConfigurationError
+from bagua.membership.island import Island
 from bagua.membership.merging.fragments import Fragment
 from bagua.membership.merging.handover import Handover
 from bagua.membership.merging.merger import Merger
@@ -196,10 +197,23 @@ def test_what_interrupts_a_copy_that_no_newcomer_waits_for_ends_the_training():
         handover.asked = False  # The newcomer has it from another member by now.
         raise KeyboardInterrupt
 
-    handover = Handover(threading.Condition(), state)
+    handover = Handover(threading.Condition(), state, Island(None))
     handover.asked = True
     with pytest.raises(KeyboardInterrupt):
         handover.answer()
+
+
+def test_a_state_for_an_earlier_newcomer_is_not_given_to_a_later_one():
+    """On another rank of the island the step in which it was asked for the first time may be over."""
+    handover = Handover(threading.Condition(), lambda: copied.append(1), Island(None))
+    copied = []
+    handover.asked, handover.asks = True, 2
+    handover.answer(1)
+    assert handover.asked
+    assert not copied
+    handover.answer(2)
+    assert not handover.asked
+    assert copied
 
 
 def test_training_that_waits_for_a_merge_gives_newcomers_the_state():

@@ -156,6 +156,31 @@ def test_a_newcomer_receives_the_state_of_one_step_on_all_ranks():
         assert torch.equal(start, other)
 
 
+def test_an_island_that_makes_no_step_does_not_make_others_wait_for_a_newcomer():
+    """Another one gives the newcomer the state, though the first one is asked, too."""
+    store, rested, goes_on = new_store(), threading.Event(), threading.Event()
+    rests, more = threading.Barrier(RANKS, action=rested.set), {}
+
+    def rank(number):
+        assert number < 2 or rested.wait(60)
+        with together(store, 2) as islands:
+            model, steps = wrapped(islands, diloco(grace=0.0)), 0
+            # Ranks of an island make the same steps.
+            while steps < 2 or more.setdefault((number, steps), not goes_on.is_set()):
+                step_of(islands, model)
+                steps += 1
+                if islands.seat == 0 and steps == 2:
+                    rests.wait(60)
+                    assert goes_on.wait(60)
+                if number == 2 and any(2 in one.seats for one in islands.tape()):
+                    goes_on.set()
+            return finished(islands, model)
+
+    ends = [end for island in run_islands(3, rank) for end in island]
+    check_one_model(ends)
+    assert {seat for one in ends[0][2] for seat in one.seats} == {0, 1, 2}
+
+
 def test_ranks_may_leave_one_after_the_other():
     store, left = new_store(), threading.Event()
 

@@ -85,7 +85,7 @@ class Merges:
         self._chooser = Chooser(self._say, self._require_here, self._stopped.wait, clock, poll_s)
         self._chosen_at = 0.0
         self._give: Callable[[], Mapping[str, object]] | None = None
-        self._handover = Handover(self._changed, self._state)
+        self._handover = Handover(self._changed, self._state, self._island)
         self._tape: deque[Merge] = deque(maxlen=_TAPE)
         family.add(self)
 
@@ -155,24 +155,24 @@ class Merges:
     def _keep_step(self) -> None:
         """What the ranks of an island take in in a step, and whether they give the state then, the first one says."""
         if self._island.size == 1:
-            if self._handover.asked:
-                self._handover.answer()
+            self._handover.answer()
             return
+        with self._changed:
+            told = [self._number, self._handover.asks if self._handover.asked else 0]
         try:
-            self._bound, gives = self._island.spread([self._number, self._handover.asked], beside=True)
+            self._bound, asks = self._island.spread(told, beside=True)
         except CommunicationError:  # The connections end with the exchanges, whose thread knows why.
             self.await_end()
             self._check()
             raise
         with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or self._has_heard(gives=gives))
+            self._changed.wait_for(lambda: self._error is not None or self._has_heard(asks))
             self._check()
-        if gives:
-            self._handover.answer()
+        self._handover.answer(asks)
 
-    def _has_heard(self, *, gives: bool) -> bool:
+    def _has_heard(self, asks: int) -> bool:
         """Whether this rank knows what the first one knew when this step began."""
-        return self._number >= self._bound and (self._handover.asked or not gives)
+        return self._number >= self._bound and self._handover.asks >= asks
 
     def contribute(self, name: str, difference: torch.Tensor, *, equal: bool = False, void: bool = False) -> None:
         """Give what this member has learned of a fragment. ``difference`` stays as it is until it is merged.
@@ -298,8 +298,7 @@ class Merges:
         def ask() -> Mapping[str, object] | None:
             if threading.current_thread() is not self._thread:
                 return self._state()
-            # All ranks of an island give the state of one step, so one of them alone does not stop.
-            return self._handover.ask(self._require_here, lambda: self._island.size > 1 or needed())
+            return self._handover.ask(self._require_here, needed)
 
         return ask
 
