@@ -54,8 +54,9 @@ class EngineOptions:
         grad_scaler: the ``GradScaler`` of the training loop.
         intra_comm_root_rank: the local rank that speaks for its host, on every host.
         autotune: True, or the settings, to tune; None leaves that to ``BAGUA_AUTOTUNE``.
-        check_every: steps from one comparison of what must be equal on all ranks to the next; 0 for the first step
-            alone; None for 100 where ranks hold equal weights, and what suits the algorithm elsewhere.
+        check_every: steps from one comparison of what must be equal on all ranks to the next, after those in the first
+            step and, where ranks hold equal weights, in the second one; 0 for the first step alone; None for 100 where
+            ranks hold equal weights, and what suits the algorithm elsewhere.
         on_difference: ``raise`` if the comparison finds more than rounding, or ``repair``: give all ranks rank 0's.
 
     Raises:

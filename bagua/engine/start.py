@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 from bagua.engine.hooks import BackwardHooks
 from bagua.engine.reducer import Reducer
+from bagua.engine.state.equality import warn_of_other_settings
 from bagua.engine.state.replicas import (
     allreduce_optimizer_state,
     allreduce_parameters,
     broadcast_optimizer_state,
     broadcast_parameters,
+    ignored_parameters,
 )
 
 #: Called with the reducer whenever training starts, or goes on with another one.
@@ -42,9 +44,11 @@ def begin_training(reducer: Reducer, *, average: bool, broadcast_buffers: bool) 
     communicator = reducer.group.global_communicator
     if communicator.size == 1:
         return
+    own = ignored_parameters(reducer.module)
     if average:
         allreduce_parameters(reducer.module, comm=communicator)
-        allreduce_optimizer_state(reducer.optimizers, comm=communicator)
+        allreduce_optimizer_state(reducer.optimizers, comm=communicator, own=own)
     else:
         broadcast_parameters(reducer.module, broadcast_buffers, comm=communicator)
-        broadcast_optimizer_state(reducer.optimizers, comm=communicator)
+        warn_of_other_settings(reducer.model, communicator)
+        broadcast_optimizer_state(reducer.optimizers, comm=communicator, own=own)

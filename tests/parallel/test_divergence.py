@@ -72,7 +72,10 @@ def train(
 MISTAKES = {
     "load": (load_on_first, r"weights: 0\.weight .*Only rank 0 loaded weights, before step"),
     "init": (forget_a_layer, r"weights: 2\.weight .*Change weights on all ranks alike"),
-    "rate": (other_rate, r"settings of optimizers: lr of optimizer 0 \(SGD\).*0\.1 on rank 0.*0\.2 on rank 1"),
+    "rate": (
+        other_rate,
+        r"settings of optimizers: lr of optimizer 0 \(SGD\).*first: 0\.weight.*0\.1 on rank 0.*0\.2 on rank 1",
+    ),
 }
 
 
@@ -281,17 +284,86 @@ def test_ranks_that_loaded_more_often_than_others_before_one_step_meet(thread_ra
     assert [error for error, _, _ in ends] == [None, None]
 
 
-def _train_an_expert_of_its_own() -> None:
+def _train_an_expert_of_its_own(again: str) -> tuple[float, float, bool]:
     rank, model = bagua.comm.get_rank(), mlp()
     model._ddp_params_and_buffers_to_ignore = ["2.weight"]
     own = [model[2].weight]
     rest = [parameter for parameter in model.parameters() if parameter is not own[0]]
-    optimizer = torch.optim.SGD([{"params": rest}, {"params": own, "lr": 0.1 * (rank + 1)}], lr=0.1)
-    train_steps(with_bagua(model, [optimizer], check_every=1), optimizer, rank, range(3))
+    optimizer = torch.optim.SGD([{"params": rest}, {"params": own, "lr": 0.1 * (rank + 1)}], lr=0.1, momentum=0.5)
+    optimizer.state[own[0]]["momentum_buffer"] = torch.full_like(own[0], float(rank))
+    optimizer.state[rest[0]]["momentum_buffer"] = torch.full_like(rest[0], float(rank))
+    for algorithm in ("gradient_allreduce", again)[: 1 + bool(again)]:
+        wrapped = with_bagua(model, [optimizer], algorithm, check_every=1)
+    momenta = [float(optimizer.state[one]["momentum_buffer"].mean()) for one in (own[0], rest[0])]
+    train_steps(wrapped, optimizer, rank, range(3))
+    return optimizer.param_groups[1]["lr"], momenta[0], momenta[1] == 0.0
 
 
-def test_settings_of_what_is_not_exchanged_may_differ(thread_ranks):
-    thread_ranks(2, _train_an_expert_of_its_own)
+@pytest.mark.parametrize("again", ["", "bytegrad"])
+def test_settings_and_state_of_what_is_not_exchanged_stay_a_rank_s_own(thread_ranks, caplog, again):
+    with caplog.at_level(logging.WARNING, "bagua"):
+        assert thread_ranks(2, _train_an_expert_of_its_own, again) == [(0.1, 0.0, True), (0.2, 1.0, True)]
+    assert "settings of optimizers" not in caplog.text
+
+
+Wrap = Callable[[torch.nn.Module, torch.optim.Optimizer], Any]
+
+
+def _train_with_another_rate(wrap: Wrap, schedule: bool) -> tuple[str, int, float]:
+    """The error, the step before it, and the rate with which training began."""
+    rank, model = bagua.comm.get_rank(), mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (rank + 1))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
+    wrapped = wrap(model, optimizer)
+    rate, step = optimizer.param_groups[0]["lr"], 0
+    try:
+        for step in range(5):
+            train_steps(wrapped, optimizer, rank, range(step, step + 1))
+            if schedule:
+                scheduler.step()
+    except CollectiveMismatchError as error:
+        return str(error), step, rate
+    return "", 5, rate
+
+
+def test_another_learning_rate_when_wrapping_is_told_and_becomes_that_of_rank_0(thread_ranks, caplog):
+    with caplog.at_level(logging.WARNING, "bagua"):
+        ends = thread_ranks(2, _train_with_another_rate, with_bagua, False)
+    assert ends == [("", 5, 0.1)] * 2
+    assert (
+        caplog.text.count(
+            "settings of optimizers: lr of optimizer 0 (SGD), parameter group 0 (first: 0.weight) on rank 1"
+        )
+        == 1
+    )
+    assert "0.1 on rank 0, 0.2 on rank 1" in caplog.text
+
+
+def test_a_scheduler_that_brings_another_learning_rate_back_is_found_in_the_next_step(thread_ranks):
+    for told, step, rate in thread_ranks(2, _train_with_another_rate, with_bagua, True):
+        assert "lr of optimizer 0 (SGD), parameter group 0 (first: 0.weight) on rank 1 is not that of rank 0" in told
+        assert (step, rate) == (1, 0.1)
+
+
+def test_another_learning_rate_of_an_optimizer_that_nobody_passed_is_found_in_the_second_step(thread_ranks):
+    ends = thread_ranks(2, _train_with_another_rate, lambda model, _: with_bagua(model, []), False)
+    for rank, (told, step, rate) in enumerate(ends):
+        assert "ranks have different weights: 0.weight on rank 1 is not that of rank 0" in told
+        assert "with_bagua(model, optimizer) compares those" in told
+        assert (step, rate) == (1, 0.1 * (rank + 1))
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_a_setting_that_only_one_rank_has_is_named(thread_ranks, owner):
+    def add(_: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+        if rank == owner:
+            optimizer.param_groups[0]["warm"] = 3
+
+    for error, step, _ in thread_ranks(2, train, add, 0):
+        assert step == 0
+        assert isinstance(error, CollectiveMismatchError)
+        assert "settings of optimizers: warm of optimizer 0 (SGD)" in str(error)
+        assert (error.expected, error.seen) == tuple(f"{'3' if r == owner else 'none'} on rank {r}" for r in range(2))
 
 
 def test_settings_are_compared_without_devices_and_addresses():

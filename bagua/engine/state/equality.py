@@ -17,7 +17,7 @@ from bagua.engine.buckets.registration import Registration
 from bagua.engine.options import EngineOptions
 from bagua.engine.state.digests import digest_of_gradients, quick_digest
 from bagua.engine.state.loads import Loads
-from bagua.engine.state.replicas import broadcast_optimizer_state, broadcast_parameters
+from bagua.engine.state.replicas import broadcast_optimizer_state, broadcast_parameters, ignored_parameters
 from bagua.engine.state.rounding import differ_by_rounding
 from bagua.engine.state.saving import Holder, digest_of, shared_tensors
 from bagua.errors import CollectiveMismatchError
@@ -78,6 +78,7 @@ class EqualityCheck:
         self._repairs = options.on_difference == "repair"
         self._looks = not algorithm.in_background
         self._next = 0 if self._looks else -1
+        self._begins = 0
         self._leaves_gradients = not any("gradients" in one.needs for one in algorithm.every_exchange())
         #: Where gradients are exchanged before buckets would be formed: digests of those that this rank computed.
         self._watches, self._first_gradients = bool(options.buckets), list[str]()
@@ -88,7 +89,7 @@ class EqualityCheck:
         """All ranks go on with ``step``: look at its end."""
         self._equal_at = step
         if self._looks:
-            self._next = step
+            self._begins = self._next = step
 
     def note_load(self, step: int, group: ProcessGroup, registration: Registration) -> bool:
         """Training goes on with ``step``: whether weights were loaded before it, and not put back."""
@@ -119,7 +120,7 @@ class EqualityCheck:
             if not self._differ:
                 self.loads.warn_if_alone(step, group)
             return False
-        self._next = step + self._every if self._every else -1
+        self._next = self._after(step)
         communicator = group.global_communicator
         if step == 0 and (self._leaves_gradients or self._watches):  # Otherwise they were compared with the buckets.
             own = self._own_gradients(belief.model)
@@ -136,6 +137,15 @@ class EqualityCheck:
             _take_from_first_rank(belief, communicator, "" if by_rounding else difference.problem)
             self._equal_at = step
         return self._repairs and not by_rounding
+
+    def _after(self, step: int) -> int:
+        """The step after ``step`` to look in: that after the first update shows what optimizers did differently."""
+        since = step - self._begins
+        if not self._every:
+            return -1
+        if since == 0 and not self._differ:
+            return step + 1
+        return self._begins + (since // self._every + 1) * self._every
 
     def watch_gradients(self, take: Callable[[torch.nn.Parameter], None]) -> Callable[[torch.nn.Parameter], None]:
         """``take``, which also notes the gradients of the first step as this rank computed them."""
@@ -187,8 +197,7 @@ class EqualityCheck:
         tensors = [tensor for _, tensor in shared_tensors(belief.places)]
         if self._differ:
             return quick_digest(tensors) + self.loads.count.to_bytes(8, "little")
-        settings = "\n".join(map(repr, _settings(belief.model)))
-        return quick_digest([*tensors, *belief.flats()]) + hashlib.sha256(settings.encode()).digest()[:8]
+        return quick_digest([*tensors, *belief.flats()]) + _digest_of_settings(belief.model)
 
     def _lines(self, belief: Belief) -> list[list[str]]:
         """For each thing that must be equal its kind, its name, and its value."""
@@ -227,15 +236,20 @@ def _gather(own: bytes, communicator: Communicator) -> list[bytes]:
 
 def _settings(model: Model) -> Iterator[tuple[str, str]]:
     """Names and values of what optimizers were told of parameters that are exchanged."""
-    exchanged = set(map(id, model.parameters.values()))
+    exchanged = {id(parameter): name for name, parameter in model.parameters.items()}
     for number, optimizer in enumerate(model.optimizers):
         for place, group in enumerate(optimizer.param_groups):
-            if exchanged.isdisjoint(map(id, group["params"])):
+            first = next((exchanged[id(one)] for one in group["params"] if id(one) in exchanged), None)
+            if first is None:
                 continue  # A rank's own, an expert say.
-            where = f"optimizer {number} ({type(optimizer).__name__}), parameter group {place}"
-            for key in sorted(group):
+            where = f"optimizer {number} ({type(optimizer).__name__}), parameter group {place} (first: {first})"
+            for key in sorted(group, key=lambda one: (one != "lr", one)):
                 if key != "params":
                     yield f"{key} of {where}", repr(_plain(group[key]))
+
+
+def _digest_of_settings(model: Model) -> bytes:
+    return hashlib.sha256("\n".join(map(repr, _settings(model))).encode()).digest()[:8]
 
 
 def _plain(value: Any) -> Any:
@@ -271,8 +285,11 @@ def _explain(
     if differing is None:
         return None
     others = [rank for rank, line in enumerate(differing) if line != differing[0]]
-    (kind, name, here), (_, _, there) = differing[0], differing[others[0]]
-    settings = kind == _SETTINGS
+    settings = any(line[0] == _SETTINGS for line in differing)  # Of which rank 0 may have fewer.
+    kind, name = differing[0][:2]
+    if settings:
+        kind, name = _SETTINGS, _first_setting(lines[0], lines[others[0]])
+    here, there = (_value_of(name, lines[one]) for one in (0, others[0]))
     return CollectiveMismatchError(
         f"ranks have different {kind}: {name} on rank {', '.join(str(ranks[one]) for one in others)} "
         f"is not that of rank {ranks[0]}",
@@ -282,6 +299,16 @@ def _explain(
         seen=f"{there} on rank {ranks[others[0]]}" if settings else None,
         advice=_advice(kind, loads, ranks),
     )
+
+
+def _first_setting(here: list[list[str]], there: list[list[str]]) -> str:
+    """Name of the first setting that differs, or that only one rank has."""
+    named = (name for kind, name, _ in [*here, *there] if kind == _SETTINGS)
+    return next(name for name in named if _value_of(name, here) != _value_of(name, there))
+
+
+def _value_of(name: str, lines: list[list[str]]) -> str:
+    return next((value for _, told, value in lines if told == name), "none")
 
 
 def _advice(kind: str, loads: Sequence[list[int]], ranks: Sequence[int]) -> str:
@@ -296,9 +323,33 @@ def _advice(kind: str, loads: Sequence[list[int]], ranks: Sequence[int]) -> str:
             "the model is wrapped, which gives all ranks rank 0's. on_difference='repair' does that by itself."
         )
     return (
-        "Change weights on all ranks alike. on_difference='repair' gives all ranks rank 0's weights instead; "
-        "check_every=0 looks in the first step only."
+        "Change weights on all ranks alike, by optimizers with the same settings: with_bagua(model, optimizer) "
+        "compares those. on_difference='repair' gives all ranks rank 0's weights instead; check_every=0 looks in the "
+        "first step only."
     )
+
+
+def warn_of_other_settings(model: Model, communicator: Communicator) -> None:
+    """Say so, on rank 0, if optimizers of other ranks were told something else, before all take rank 0's. Collective.
+
+    A scheduler keeps the settings that it began with, so that ranks may come apart again.
+
+    Args:
+        model: weights of this rank by name, and their optimizers.
+        communicator: communicator of the ranks.
+    """
+    if len(set(_gather(_digest_of_settings(model), communicator))) == 1:
+        return
+    lines = communicator.allgather_object([[_SETTINGS, *one] for one in _settings(model)])
+    difference = _explain(lines, [], communicator)
+    if communicator.rank == 0 and difference is not None:
+        _log.warning(
+            "%s: %s, %s. All ranks go on with what rank 0 holds; a scheduler made before would change it again. "
+            "Make the optimizer with the same settings on every rank.",
+            difference.problem,
+            difference.expected,
+            difference.seen,
+        )
 
 
 def _take_from_first_rank(belief: Belief, communicator: Communicator, told: str) -> None:
@@ -312,7 +363,8 @@ def _take_from_first_rank(belief: Belief, communicator: Communicator, told: str)
     if communicator.rank == 0 and told:
         _log.warning("%s; all ranks go on with what rank 0 holds", told)
     broadcast_parameters(belief.module, broadcast_buffers=False, comm=communicator)
-    broadcast_optimizer_state(belief.model.optimizers, comm=communicator)
+    own = ignored_parameters(belief.module)
+    broadcast_optimizer_state(belief.model.optimizers, comm=communicator, own=own)
     for _, tensor in shared_tensors(belief.places):
         communicator.broadcast(tensor)
 

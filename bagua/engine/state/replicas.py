@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -23,6 +24,12 @@ def tensors_of(module: torch.nn.Module, *, parameters: bool, buffers: bool) -> l
             yield from module.named_buffers()
 
     return [tensor.detach() for name, tensor in named() if name not in ignored]
+
+
+def ignored_parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Parameters of ``module`` that are a rank's own, an expert's say."""
+    ignored = ignored_names(module)
+    return [parameter for name, parameter in module.named_parameters() if name in ignored]
 
 
 def broadcast_parameters(module: torch.nn.Module, broadcast_buffers: bool = True, *, comm: Group | None = None) -> None:
@@ -106,12 +113,15 @@ def _facts(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
     ]
 
 
-def broadcast_optimizer_state(optimizers: Sequence[torch.optim.Optimizer], *, comm: Group | None = None) -> None:
-    """Give all ranks rank 0's optimizer states and hyper-parameters. Collective.
+def broadcast_optimizer_state(
+    optimizers: Sequence[torch.optim.Optimizer], *, comm: Group | None = None, own: Sequence[torch.nn.Parameter] = ()
+) -> None:
+    """Give all ranks rank 0's optimizer states and settings. Collective.
 
     Args:
         optimizers: over the same parameters on all ranks.
         comm: the ranks; None means all.
+        own: parameters that are each rank's own: their states stay, and the settings of groups that hold no others.
 
     Raises:
         CollectiveMismatchError: ranks have other optimizers or parameter groups.
@@ -130,23 +140,48 @@ def broadcast_optimizer_state(optimizers: Sequence[torch.optim.Optimizer], *, co
     for optimizer in optimizers:
         received = communicator.broadcast_object(optimizer.state_dict() if communicator.rank == 0 else None)
         if communicator.rank != 0:
-            optimizer.load_state_dict(received)
+            optimizer.load_state_dict(_with_own(received, optimizer, own) if own else received)
 
 
-def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+def _with_own(
+    received: dict[str, Any], optimizer: torch.optim.Optimizer, own: Sequence[torch.nn.Parameter]
+) -> dict[str, Any]:
+    """The state that was received, but for what belongs to the parameters in ``own``."""
+    here, kept = optimizer.state_dict(), set(map(id, own))
+    for place, group in enumerate(optimizer.param_groups):
+        numbers = here["param_groups"][place]["params"]
+        owned = [number for number, one in zip(numbers, group["params"], strict=True) if id(one) in kept]
+        for number in owned:
+            received["state"].pop(number, None)
+            if number in here["state"]:
+                received["state"][number] = here["state"][number]
+        if owned and len(owned) == len(numbers):
+            received["param_groups"][place] = here["param_groups"][place]
+    return received
+
+
+def _state_tensors(
+    optimizer: torch.optim.Optimizer, own: Sequence[torch.nn.Parameter]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    kept = set(map(id, own))
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     for number, parameter in enumerate(parameters):
+        if id(parameter) in kept:
+            continue
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):
             if isinstance(value, torch.Tensor):
                 yield f"{key} of parameter {number}", value
 
 
-def allreduce_optimizer_state(optimizers: Sequence[torch.optim.Optimizer], *, comm: Group | None = None) -> None:
+def allreduce_optimizer_state(
+    optimizers: Sequence[torch.optim.Optimizer], *, comm: Group | None = None, own: Sequence[torch.nn.Parameter] = ()
+) -> None:
     """Replace floating-point optimizer state by its mean over all ranks, the rest by rank 0's. Collective.
 
     Args:
         optimizers: over the same parameters on all ranks.
         comm: the ranks; None means all.
+        own: parameters that are each rank's own: their states stay.
 
     Raises:
         CollectiveMismatchError: ranks have other optimizers, or states of other structure.
@@ -154,7 +189,7 @@ def allreduce_optimizer_state(optimizers: Sequence[torch.optim.Optimizer], *, co
     communicator = communicator_of(comm)
     if not communicator or communicator.size == 1:
         return
-    named = [item for optimizer in optimizers for item in _state_tensors(optimizer)]
+    named = [item for optimizer in optimizers for item in _state_tensors(optimizer, own)]
     facts = [f"{name}: shape {list(tensor.shape)}, {tensor.dtype}" for name, tensor in named]
     compare([*_facts(optimizers), *facts], communicator, "optimizers")
     _average([tensor for _, tensor in named], communicator)
