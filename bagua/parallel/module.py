@@ -183,8 +183,9 @@ def with_bagua(
         autotune: True or ``AutotuneSettings``: find out during training how large buckets
             should be and whether to exchange hierarchically; None leaves that to
             ``BAGUA_AUTOTUNE``.
-        check_every: compare what must be equal on all ranks in the first step, and then after so many; 0 for the first
-            step alone; None for 100 where ranks hold equal weights, and what suits the algorithm elsewhere.
+        check_every: compare what must be equal on all ranks in the first step, in the second one if ranks hold equal
+            weights, and then after so many; 0 for the first step alone; None for 100 where ranks hold equal weights,
+            and what suits the algorithm elsewhere.
         on_difference: ``raise`` a ``CollectiveMismatchError`` that names the first difference and the ranks, or
             ``repair``: give all ranks rank 0's weights, optimizer state and settings, and warn. Ranks that only round
             differently are warned of once.
@@ -214,12 +215,12 @@ def with_bagua(
     """
     refuse_unknown(unknown, with_bagua.__kwdefaults__ or ())
     _refuse_swapped(self, optimizers)
-    check_module(self, "self")
+    check_module(self, "model")
     check_flags(do_flatten=do_flatten, broadcast_buffers=broadcast_buffers, elastic=elastic)
     if isinstance(self, torch.jit.ScriptModule):
         raise ConfigurationError(
             "a scripted module cannot be changed in place",
-            argument="self",
+            argument="model",
             expected="an ordinary module",
             seen=type(self).__name__,
             advice="Use DistributedDataParallel, or torch.compile in place of torch.jit.",

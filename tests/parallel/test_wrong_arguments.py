@@ -23,7 +23,7 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 def with_bagua(**given):
     module = nn.Linear(2, 2)
     options = {"optimizers": _optimizer(module), "algorithm": "allreduce", "process_group": solo_group(), **given}
-    return parallel.with_bagua(options.pop("self", module), **options)
+    return parallel.with_bagua(options.pop("model", module), **options)
 
 
 def switch_wrapper(**given):
@@ -92,7 +92,7 @@ def test_flags(make, flags, wrong):
 @pytest.mark.parametrize(
     ("make", "argument", "wrong"),
     [
-        (with_bagua, "self", 3),
+        (with_bagua, "model", 3),
         (with_bagua, "optimizers", 3),
         (with_bagua, "optimizers", ["sgd"]),
         (with_bagua, "algorithm", 3),
