@@ -210,14 +210,17 @@ def test_one_that_only_accumulates_may_fail(thread_ranks, wrap):
 
 
 def test_without_other_ranks_the_next_step_goes_on(thread_ranks):
-    def train() -> None:
+    def train(fails: bool) -> State:
         model = wrap_decentralized()
         train_decentralized(model, range(2))
-        with failing(model.module[0]):
-            loss_of(model, 0, 2).backward()
+        if fails:
+            with failing(model.module[0]):
+                loss_of(model, 0, 2).backward()
+            model.zero_grad()
         train_decentralized(model, range(2, 4))
+        return snapshot(model)
 
-    thread_ranks(1, train)
+    assert_same_on_all_ranks([thread_ranks(1, train, fails)[0] for fails in (True, False)])
 
 
 def test_gradients_of_inputs_are_no_step(thread_ranks):

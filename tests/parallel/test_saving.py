@@ -175,10 +175,11 @@ def _remembered(algorithm: Algorithm | str) -> dict:
     return wrapped.bagua_state_dict()
 
 
-def _load(algorithm: Algorithm | str, saved: list[dict]) -> None:
+def _load(algorithm: Algorithm | str, saved: list[dict]) -> int:
     model = mlp()
     wrapped = with_bagua(model, [sgd(model.parameters())], algorithm)
     wrapped.load_bagua_state_dict(saved[bagua.comm.get_rank()])
+    return wrapped.bagua_state_dict()["step"]
 
 
 @pytest.mark.threads
@@ -197,7 +198,7 @@ def test_files_that_were_swapped_between_ranks_are_noticed(thread_ranks, algorit
 def test_what_all_ranks_have_in_common_may_come_from_any_of_them(thread_ranks, algorithm):
     _, second = thread_ranks(2, _remembered, algorithm)
     for size in (1, 2, 3):
-        thread_ranks(size, _load, algorithm, [second] * size)
+        assert thread_ranks(size, _load, algorithm, [second] * size) == [2] * size
 
 
 @pytest.mark.threads

@@ -160,11 +160,11 @@ def test_weights_that_were_changed_by_no_optimizer_are_not_sent(thread_ranks):
 
 
 def test_weights_may_be_loaded_in_place_of_an_update(thread_ranks):
-    def train() -> None:
+    def train() -> list[bool]:
         rank, model = bagua.comm.get_rank(), mlp()
         optimizer = sgd(model.parameters())
         wrapped = with_bagua(model, [optimizer], "low_precision_decentralized")
-        before = snapshot(wrapped)
+        before, started = snapshot(wrapped), []
         for step in range(4):
             optimizer.zero_grad()
             loss_of(wrapped, rank, step).backward()
@@ -172,5 +172,7 @@ def test_weights_may_be_loaded_in_place_of_an_update(thread_ranks):
                 model.load_state_dict(before)
             else:
                 optimizer.step()
+            started.append(all(torch.equal(one, before[name]) for name, one in model.named_parameters()))
+        return started
 
-    thread_ranks(2, train)
+    assert thread_ranks(2, train) == [[False, False, True, False]] * 2
