@@ -21,8 +21,8 @@ class OneBitAdamAlgorithm(FrozenAdam):
     of each parameter then becomes the one that leads to ``m'``, as in ``QAdamAlgorithm``.
 
     A 21st of the bytes of a float32 allreduce; with large blocks a 32nd, which loses more. The second moment is
-    frozen after the warm-up of the optimizer, which should last until it has settled: a fifth of all steps, as a
-    rule, in the paper.
+    frozen after the warm-up of the optimizer, which should last until it has settled: for 15 to 25 % of all steps, say
+    the authors.
 
     Args:
         q_adam_optimizer: the optimizer of the model; None finds it. See ``QAdamAlgorithm``.

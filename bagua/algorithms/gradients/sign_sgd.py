@@ -15,8 +15,8 @@ class SignSGDAlgorithm(ReducedGradients):
     """Replace each gradient by the mean of scaled signs; what is lost is added to the next gradient.
 
     ``x_i = g_i + e_i``; ``g_i <- (1 / n) sum_j Sign(x_j)``; ``e_i <- x_i - Sign(x_i)``, where ``Sign`` is the sign
-    times the mean magnitude of each ``block_numel`` elements. Every rank receives ``n`` bits for each element, and a
-    number for each block.
+    times the mean magnitude of each ``block_numel`` elements. Every rank sends one bit for each element, and a number
+    for each block, to each of the others.
 
     With the defaults it keeps the loss of full gradients at their learning rate. Larger blocks send up to a third less,
     and lose more; so does a shorter warm-up.
