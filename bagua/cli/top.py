@@ -2,9 +2,11 @@
 
 import argparse
 import importlib.util
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from bagua.checks import install_command
@@ -15,6 +17,9 @@ Beat = Mapping[str, Any]
 COLUMNS = ("rank", "host", "seen", "in calls", "exposed", "waiting", "MB/s sent", "late", "last call")
 #: A beat is a matter of the past after so many seconds.
 _STALE_S = 10.0
+#: The store is given up after so many seconds: its host may be stopped.
+_ANSWER_S = 10.0
+_LAST_PORT = 65535
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -39,15 +44,19 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--once", action="store_true", help="print the table once, and end")
     parsed = parser.parse_args(arguments)
     host, _, port = parsed.store.rpartition(":")
-    if not host or not port.isdigit() or not parsed.interval > 0:
-        parser.error("HOST:PORT, as 10.0.0.1:29500, and an interval above 0 seconds")
+    if not host or not port.isdigit() or int(port) > _LAST_PORT or not parsed.interval > 0:
+        parser.error("HOST:PORT, as 10.0.0.1:29500 or [::1]:29500, and an interval above 0 seconds")
     try:
-        beats = connect_beats(host, int(port))
-        if not beats.read():
+        beats = connect_beats(host.strip("[]"), int(port))
+        if not beats.read_within(_ANSWER_S):
             print(f"bagua top: no rank has said anything at {parsed.store}. Its first word takes a second.")
             return 1
         _show(beats, parsed.interval, once=parsed.once)
     except KeyboardInterrupt:
+        return 0
+    except BrokenPipeError:  # Who reads the table has seen enough. Python writes the rest when it ends.
+        with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
         return 0
     except (RuntimeError, OSError) as error:
         print(f"bagua top: no job answers at {parsed.store}: {str(error).splitlines()[0]}", file=sys.stderr)
@@ -57,13 +66,13 @@ def main(arguments: Sequence[str]) -> int:
 
 def _show(beats: Beats, interval_s: float, *, once: bool) -> None:
     def looks() -> Iterator[list[tuple[str, ...]]]:
-        before: dict[int, dict[str, Any]] = {}
+        seen = Seen()
         while True:
-            now = beats.read()
-            yield rows_of(now, before, time.time())
+            now = beats.read_within(_ANSWER_S)
+            seen.look(now)
+            yield rows_of(now, seen.before, time.time())
             if once:
                 return
-            before = now
             time.sleep(interval_s)
 
     if once or not sys.stdout.isatty():
@@ -85,6 +94,26 @@ def _show_live(looks: Callable[[], Iterator[list[tuple[str, ...]]]]) -> None:
             live.update(rich_table(rows), refresh=True)
 
 
+class Seen:
+    """The last beats of each rank. Ranks speak less often than somebody looks, so a look may find nothing new.
+
+    Attributes:
+        before: beat of each rank before its latest one.
+    """
+
+    def __init__(self) -> None:
+        self.before: dict[int, Beat] = {}
+        self._latest: dict[int, Beat] = {}
+
+    def look(self, now: Mapping[int, Beat]) -> None:
+        """``now``: the latest beat of each rank."""
+        for rank, beat in now.items():
+            latest = self._latest.get(rank)
+            if latest is not None and latest["at"] != beat["at"]:
+                self.before[rank] = latest
+            self._latest[rank] = beat
+
+
 def rich_table(rows: Sequence[Sequence[str]]) -> Any:
     """The table for a terminal. Names of groups are the user's, so no cell is read as markup."""
     from rich.table import Table
@@ -101,7 +130,7 @@ def rows_of(now: Mapping[int, Beat], before: Mapping[int, Beat], wall_s: float) 
 
     Args:
         now: the last beat of each rank.
-        before: those of the look before, for what lies between them.
+        before: beat of each rank before that one, for what lies between them.
         wall_s: time of the display, as ``time.time()`` gives it.
     """
     # An earlier job of the same store has left its own beats; names of jobs are in order of time.
@@ -114,7 +143,7 @@ def rows_of(now: Mapping[int, Beat], before: Mapping[int, Beat], wall_s: float) 
 
 
 def _row(rank: int, beat: Beat, before: Beat | None, late: int, wall_s: float) -> tuple[str, ...]:
-    if before is None or before["at"] == beat["at"] or _life_of(before) != _life_of(beat):
+    if before is None or _life_of(before) != _life_of(beat):
         before = dict.fromkeys(("running_s", "time_s", "exposed_s", "waiting_s", "sent_bytes"), 0.0)
     spent = {key: beat[key] - before[key] for key in ("running_s", "time_s", "exposed_s", "waiting_s", "sent_bytes")}
     running_s = max(spent["running_s"], 1e-9)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import socket
+import sys
 import threading
 import time
 
@@ -25,10 +27,79 @@ def beat(**facts: object) -> dict[str, object]:
     return {**plain, **sums, "sent_bytes": 50_000_000, "call": "world #9 barrier()", "gauges": {}, **facts}
 
 
+class Gone(HashStore):
+    """A store that has ended."""
+
+    def set(self, *_: object) -> None:
+        raise RuntimeError("gone")
+
+    def check(self, *_: object) -> bool:
+        raise RuntimeError("gone")
+
+    def clone(self) -> Gone:
+        return self
+
+
 def test_a_row_shows_shares_of_the_time_between_two_looks():
     before = {0: beat(at=990.0, running_s=0.0, time_s=0.0, exposed_s=0.0, waiting_s=0.0, sent_bytes=0)}
     rows = top.rows_of({0: beat(world_size=1)}, before, wall_s=1001.0)
     assert rows == [("0", "h:7", "1 s ago", "40%", "20%", "10%", "5.00", "", "world #9 barrier()")]
+
+
+def test_a_look_that_finds_nothing_new_shows_the_last_news():
+    """Ranks speak once in a second at most: a row may not fall back to the mean of the whole run in between."""
+    seen = top.Seen()
+    first = beat(at=990.0, running_s=500.0, time_s=500.0, exposed_s=500.0, waiting_s=0.0, sent_bytes=0)
+    second = beat(at=1000.0, running_s=510.0, time_s=504.0, exposed_s=502.0, waiting_s=1.0)
+    rows = []
+    for now in (first, second, second, second):
+        seen.look({0: now})
+        rows.append(top.rows_of({0: now}, seen.before, wall_s=1000.0)[0][3:7])
+    assert rows == [("100%", "100%", "0%", "0.00"), *[("40%", "20%", "10%", "5.00")] * 3]
+
+
+def test_a_store_that_never_answers_is_given_up():
+    answers = threading.Event()
+
+    class Stopped(HashStore):
+        def check(self, *_: object) -> bool:
+            answers.wait()
+            return False
+
+        def clone(self) -> Stopped:
+            return self
+
+    with pytest.raises(TimeoutError, match="no answer within"):
+        Beats(Stopped(), -1).read_within(0.01)
+    answers.set()
+    with pytest.raises(RuntimeError, match="gone"):
+        Beats(Gone(), -1).read_within(60.0)
+
+
+def test_an_address_may_be_of_ipv6_and_a_port_may_not_be_any_number(capsys):
+    with socket.socket(socket.AF_INET6) as free:
+        try:
+            free.bind(("::1", 0))
+        except OSError:
+            pytest.skip("no IPv6 here")
+        port = free.getsockname()[1]  # Nobody listens there.
+        assert main.main(["top", f"[::1]:{port}", "--once"]) == 1
+    assert "Connection refused" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main.main(["top", "127.0.0.1:65536"])
+    assert "[::1]:29500" in capsys.readouterr().err
+
+
+def test_who_has_seen_enough_of_the_table_is_told_no_error(monkeypatch, capsys):
+    store, port = serve_store()
+    Beats(connect_store(port, 10.0), 0).post_now(beat(world_size=1))
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as table, monkeypatch.context() as piped:
+        piped.setattr(sys, "stdout", table)
+        assert main.main(["top", f"127.0.0.1:{port}", "--once"]) == 0
+    assert capsys.readouterr().err == ""
+    del store
 
 
 def test_late_and_silent_ranks_are_marked():
@@ -111,13 +182,6 @@ def test_ranks_post_beats_while_they_call_and_stop_with_their_group(monkeypatch)
 
 
 def test_a_beat_that_cannot_arrive_disturbs_nobody():
-    class Gone(HashStore):
-        def set(self, *_: object) -> None:
-            raise RuntimeError("gone")
-
-        def clone(self) -> Gone:
-            return self
-
     beats = Beats(Gone(), 0)
     beats.post(beat(), lambda: None)
     until = time.monotonic() + 60

@@ -79,6 +79,29 @@ class Beats:
             return {}
         return {**first, **self._read_some(store, range(1, int(first[0]["world_size"])))}
 
+    def read_within(self, limit_s: float) -> dict[int, dict[str, Any]]:
+        """``read`` for somebody who has no thread to lose: a store whose host was stopped never answers.
+
+        Args:
+            limit_s: seconds that it may take.
+
+        Raises:
+            TimeoutError: it takes longer.
+        """
+
+        def attempt() -> dict[int, dict[str, Any]] | Exception:
+            try:
+                return self.read()
+            except Exception as error:  # noqa: BLE001 - raised below
+                return error
+
+        found = bounded(attempt, limit_s)
+        if found is None:
+            raise TimeoutError(f"no answer within {limit_s:g} s")
+        if isinstance(found, Exception):
+            raise found
+        return found
+
     def _read_some(self, store: Store, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
         # Asking for a key that is not there would block until it is.
         there = [rank for rank in ranks if store.check([f"bagua/beat/{rank}"])]
