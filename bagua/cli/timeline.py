@@ -43,6 +43,12 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     facts = made["otherData"]
     events, offsets, late = len(made["traceEvents"]), facts["clock_offsets_us"], facts["straggler"]
+    if missing := facts["ranks_without_trace"]:
+        print(
+            f"bagua timeline: {parsed.folder} has no trace of ranks {', '.join(map(str, missing))}, so who is late is "
+            "told without them; copy the files of all hosts to one folder",
+            file=sys.stderr,
+        )
     unknown = [str(rank) for rank, offset in offsets.items() if offset is None]
     if unknown:
         print(

@@ -7,8 +7,9 @@ each collective of two ranks
 
 and many collectives leave an interval. The median of ended on A - ended on B is taken, or the end of the interval next
 to it: all leave a collective together. The middle of the interval would take half of the time by which a rank is always
-late for its clock. Ranks that never met are compared through others. If that is not possible either, it is unknown how
-their clocks differ, and the timeline says so.
+late for its clock. Hosts of one name are one host, unless no clock fits all of its ranks. Ranks that never met are
+compared through others. If that is not possible either, it is unknown how their clocks differ, and the timeline says
+so.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,11 +57,17 @@ def read_traces(folder: str | os.PathLike[str]) -> dict[int, list[Line]]:
     traces = {}
     for path in paths:
         lines = list(_lines(path))
+        if not lines and not path.stat().st_size:  # The disk was full.
+            continue
         if not lines or "rank" not in lines[0]:
             raise ConfigurationError(
                 "this is no trace of bagua", argument="folder", expected="what BAGUA_TRACE wrote", seen=str(path)
             )
         traces[int(lines[0]["rank"])] = lines
+    if not traces:
+        raise ConfigurationError(
+            "all traces are empty", argument="folder", expected="what BAGUA_TRACE wrote", seen=str(folder)
+        )
     return traces
 
 
@@ -99,21 +107,23 @@ def _one_more(
     for rank in meetings.keys() - known.keys():
         for other, offset in known.items():
             same_host = hosts[rank] is not None and hosts[rank] == hosts[other]
-            difference = 0.0 if same_host else _difference(meetings[rank], meetings[other])
+            difference = _difference(meetings[rank], meetings[other], same_host=same_host)
             if difference is not None:
                 found[rank] = offset + difference
                 break
     return found
 
 
-def _difference(own: _Meetings, other: _Meetings) -> float | None:
-    """By how much a clock is ahead of another one, if their ranks have met."""
+def _difference(own: _Meetings, other: _Meetings, *, same_host: bool) -> float | None:
+    """By how much a clock is ahead of another one, if their ranks have met, or are on one host."""
     met = [(own[key], other[key]) for key in own.keys() & other.keys()]
     if not met:
-        return None
+        return 0.0 if same_host else None
     least = max(begun - other_ended for (begun, _), (_, other_ended) in met)
     most = min(ended - other_begun for (_, ended), (other_begun, _) in met)
     leaving = statistics.median(ended - other_ended for (_, ended), (_, other_ended) in met)
+    if same_host and least <= 0.0 <= most:  # Clones of a machine have one name, and many clocks.
+        return 0.0
     return min(max(leaving, least), most)
 
 
@@ -139,7 +149,8 @@ def timeline(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
     Returns:
         What ``json.dump`` writes. ``otherData`` has the differences between clocks, None where one is unknown; for how
-        long the others waited for each rank that came last to a collective; and for whom most, -1 if none stands out.
+        long the others waited for each rank that came last to a collective; for whom most, -1 if none stands out; and
+        the ranks whose traces are not here.
 
     Raises:
         ConfigurationError: there is no trace.
@@ -162,7 +173,9 @@ def timeline(folder: str | os.PathLike[str]) -> dict[str, Any]:
     waits, lasts = _waits(comers)
     spent_s = (max(times, default=0.0) - start) * 1e-6 * max(len(traces) - 1, 1)
     blamed = {rank: waited_us * 1e-6 for rank, waited_us in waits.items()}
+    everyone = {rank for lines in traces.values() for rank in lines[0].get("ranks", ())}
     facts = {
+        "ranks_without_trace": sorted(everyone - traces.keys()),
         "clock_offsets_us": differences,
         "waited_for_us": waits,
         "straggler": latest_rank(-1, Reading(spent_s, blamed, 0.0, lasts), {}),
@@ -219,12 +232,13 @@ def _waits(comers: _Comers) -> tuple[dict[int, float], dict[int, float]]:
     """By rank, for how long, in us, the others have waited for it, where it came last, and how often that was late."""
     waits: dict[int, float] = {}
     lasts: dict[int, float] = {}
-    before: dict[str, float] = {}
-    for (label, _, _), of_call in comers.items():
+    before: dict[tuple[Any, ...], float] = {}
+    for (*where, _), of_call in comers.items():
+        group = tuple(where)  # Several groups may have one label.
         came = {rank: moment for rank, (moment, _) in of_call.items()}
         last = max(came, key=lambda rank: came[rank])
         waits[last] = waits.get(last, 0.0) + sum(came[last] - moment for moment in came.values())
-        since, before[label] = came[last] - before.get(label, min(came.values())), came[last]
+        since, before[group] = came[last] - before.get(group, min(came.values())), came[last]
         lasts[last] = lasts.get(last, 0.0) + (came[last] - min(came.values()) > LATE_SHARE * since)
     return {rank: round(waits[rank], 1) for rank in sorted(waits)}, lasts
 
@@ -232,15 +246,18 @@ def _waits(comers: _Comers) -> tuple[dict[int, float], dict[int, float]]:
 def _arrivals(process: int, of_calls: _Comers) -> Iterator[Line]:
     """For each collective a bar from the first to come to the last one, and a tick for each rank."""
     yield _name("process_name", process, 0, "arrivals")
-    labels: dict[str, int] = {}
-    for (label, _, _), comers in of_calls.items():
-        if label not in labels:
-            labels[label] = len(labels) + 1
-            yield _name("thread_name", process, labels[label], f"arrivals on {label}")
+    tracks: dict[tuple[Any, ...], int] = {}
+    labels = {(label, ranks) for label, ranks, _ in of_calls}
+    shared = {label for label, count in Counter(label for label, _ in labels).items() if count > 1}
+    for (label, ranks, _), comers in of_calls.items():
+        if (label, ranks) not in tracks:
+            tracks[label, ranks] = len(tracks) + 1
+            of_ranks = f" of ranks {', '.join(map(str, ranks))}" if label in shared else ""
+            yield _name("thread_name", process, tracks[label, ranks], f"arrivals on {label}{of_ranks}")
         came = {rank: moment for rank, (moment, _) in comers.items()}
         first, last = min(came.values()), max(came.values())
         late = {f"rank {rank} came after, us": round(moment - first, 1) for rank, moment in sorted(came.items())}
-        place = {"pid": process, "tid": labels[label]}
+        place = {"pid": process, "tid": tracks[label, ranks]}
         text = next(iter(comers.values()))[1]
         yield {"ph": "X", "name": text, "cat": "arrivals", "ts": first, "dur": last - first, "args": late, **place}
         for rank, moment in came.items():

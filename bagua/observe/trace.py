@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import socket
 import threading
@@ -12,6 +13,7 @@ from collections import deque
 from typing import Any
 
 from bagua.comm import Call, CallRecord, Place, Recorder
+from bagua.errors import ConfigurationError
 from bagua.observe.folders import usable_folder
 
 TRACE_PREFIX = "trace_rank_"
@@ -19,6 +21,7 @@ TRACE_PREFIX = "trace_rank_"
 MOST_LINES = 250_000
 #: Lines that wait in memory, and for how many seconds at most: a process may be killed.
 _BATCH, _PAUSE_S = 512, 2.0
+_log = logging.getLogger("bagua")
 
 
 class TraceFile:
@@ -46,7 +49,15 @@ class TraceFile:
         first = {"rank": rank, "ranks": list(place.ranks), "host": socket.gethostname(), "pid": os.getpid()}
         #: Threads, and signal handlers, put lines in at one end; the thread that writes takes them out at the other.
         self._waiting: deque[dict[str, Any]] = deque()
-        self._path.write_text(json.dumps(first) + "\n", encoding="utf-8")
+        try:
+            self._path.write_text(json.dumps(first) + "\n", encoding="utf-8")
+        except OSError as error:  # The disk is full, or the file is somebody else's.
+            raise ConfigurationError(
+                f"the trace cannot be written: {error}",
+                argument="BAGUA_TRACE",
+                expected="a folder that this process may write to",
+                seen=repr(folder),
+            ) from error
 
     def call(self, record: CallRecord) -> None:
         """See ``TraceSink``."""
@@ -101,9 +112,10 @@ class TraceFile:
             with self._path.open("a", encoding="utf-8") as file:
                 while self._waiting:
                     file.write(json.dumps(self._waiting.popleft()) + "\n")
-        except OSError:  # The disk is full, say: training goes on.
+        except OSError as error:  # The disk is full, say: training goes on.
             self._ended = True
             self._waiting.clear()
+            _log.warning("trace: %s ends here: %s", self._path, error)
 
     def close(self) -> None:
         """Write the rest."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from pathlib import Path
@@ -91,6 +92,33 @@ def test_clocks_are_compared_through_others_and_on_one_host():
     assert offsets == {0: 0.0, 1: 20.0, 2: 2020.0, 3: 2020.0, 4: None, 5: None}
 
 
+def test_two_machines_of_one_name_have_two_clocks():
+    # Rank 2 is on the host of rank 0; rank 1 is on a clone of it, whose clock is 1000 ahead.
+    clocks = {0: 0.0, 1: 1000.0, 2: 0.0}
+    lines = {
+        rank: with_host("worker", *(meeting(n, 100.0 * n + ahead, 100.0 * n + ahead + 4.0 + rank) for n in (1, 2)))
+        for rank, ahead in clocks.items()
+    }
+    assert clock_offsets(lines) == {0: 0.0, 1: 1001.0, 2: 0.0}
+
+
+def test_groups_of_one_name_are_apart(tmp_path):
+    """Rows and columns are called "split". In each, the last rank comes 1.3 us late in 100, which blames nobody."""
+    for rank in range(3):
+        lines = [{"rank": rank, "ranks": [0, 1, 2], "host": "a", "pid": rank}]
+        for number in range(1, 21):
+            for other, after in ((1, 0.0), (2, 30.0)):
+                begun = 100.0 * number + after
+                facts = {"label": "split", "ranks": [0, other], "bytes": 4}
+                if rank in (0, other):
+                    lines.append({**meeting(number, begun + (1.3 if rank else 0.0), begun + 10.0), **facts})
+        (tmp_path / f"trace_rank_{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    made = timeline(tmp_path)
+    assert made["otherData"]["straggler"] == -1
+    names = [event["args"]["name"] for event in made["traceEvents"] if event["name"] == "thread_name"]
+    assert names[-2:] == ["arrivals on split of ranks 0, 1", "arrivals on split of ranks 0, 2"]
+
+
 def test_a_clock_that_nobody_knows_is_told(tmp_path, capsys):
     for rank, host in ((0, "a"), (3, "b")):
         first = {"rank": rank, "ranks": [0, 3], "host": host, "pid": 1}
@@ -98,6 +126,7 @@ def test_a_clock_that_nobody_knows_is_told(tmp_path, capsys):
         (tmp_path / f"trace_rank_{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     made = timeline(tmp_path)
     assert made["otherData"] == {
+        "ranks_without_trace": [],
         "clock_offsets_us": {0: 0.0, 3: None},
         "waited_for_us": {0: 0.0},
         "straggler": -1,
@@ -244,6 +273,36 @@ def test_a_file_that_ends_in_the_middle_of_a_line_is_read_up_to_there(tmp_path, 
     with (tmp_path / "trace_rank_0.jsonl").open("a") as opened:
         opened.write('{"call": "#2 bar')
     assert sum(event["name"] == "#1 barrier()" for event in timeline(tmp_path)["traceEvents"]) == 2
+
+
+def test_ranks_that_left_no_trace_are_named(tmp_path, capsys):
+    first = {"rank": 1, "ranks": [0, 1, 2], "host": "a", "pid": 1}
+    (tmp_path / "trace_rank_1.jsonl").write_text(json.dumps(first) + "\n")
+    (tmp_path / "trace_rank_2.jsonl").touch()  # What a full disk leaves.
+    assert main.main(["timeline", str(tmp_path)]) == 0
+    assert "no trace of ranks 0, 2" in capsys.readouterr().err
+    (tmp_path / "trace_rank_1.jsonl").write_text("")
+    with pytest.raises(ConfigurationError, match="all traces are empty"):
+        timeline(tmp_path)
+
+
+def test_a_full_disk_is_a_typed_error_at_first_and_ends_the_trace_later(tmp_path, file, monkeypatch, caplog):
+    def full(*_: object, **__: object) -> object:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "write_text", full)
+        with pytest.raises(ConfigurationError, match="No space left") as caught:
+            TraceFile(Recorder(), Place("world", "threads", 0, (0,)), str(tmp_path))
+        assert caught.value.argument == "BAGUA_TRACE"
+    file.call(record(1))
+    monkeypatch.setattr(Path, "open", full)
+    file.flush()
+    file.call(record(2))
+    file.close()
+    assert [one.message for one in caplog.records if one.name == "bagua"] == [
+        f"trace: {tmp_path}/trace_rank_0.jsonl ends here: [Errno 28] No space left on device"
+    ]
 
 
 def test_a_folder_without_traces_is_a_typed_error(tmp_path, capsys):
