@@ -25,6 +25,7 @@ baguarun starts a training script on several processes. It is torchrun: all of i
 
 """
 _ISLANDS = "--serve-islands"
+_LAST_PORT = 65535
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,7 +69,7 @@ def _serve_islands(given: list[str]) -> int:
     """Keep the store of islands until somebody ends this process."""
     address = given[0].partition("=")[2] or "".join(given[1:2]) or f"{socket.gethostname()}:0"
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or len(given) > (1 if "=" in given[0] else 2):
+    if not host or not port.isdigit() or int(port) > _LAST_PORT or len(given) > (1 if "=" in given[0] else 2):
         print(f"baguarun {_ISLANDS} takes host:port, as {socket.gethostname()}:29600; not {address}", file=sys.stderr)
         return 2
     ended = threading.Event()

@@ -7,6 +7,7 @@ import os
 import platform
 import resource
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 
 from bagua import __version__, comm
 from bagua.cli.arguments import positive
-from bagua.cli.launch import Rank, run_ranks
+from bagua.cli.launch import Rank, RanksFailedError, run_ranks
 from bagua.comm import Communicator, backend_refusal
 
 BACKENDS = ("shm", "gloo", "nccl")
@@ -25,6 +26,7 @@ TIMEOUT_S = 60.0
 SECONDS_PER_SIZE = 0.3
 LEAST_CALLS = 5
 FEW_DESCRIPTORS = 1024
+FAILED, INTERRUPTED = 1, 130
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,16 @@ def advise(ranks: int) -> list[str]:
     return advice or ["nothing needs to be set"]
 
 
+def measure(ranks: int) -> list[str]:
+    """Lines about which backend is chosen, and how fast each of them is."""
+    sizes_bytes = [size_bytes for size_bytes, _ in SIZES]
+    available = [backend for backend in ("shm", "gloo") if backend_refusal(backend) is None]
+    chosen = run_ranks(time_backend, ranks, (None, []))[0]
+    timings = [run_ranks(time_backend, ranks, (backend, sizes_bytes))[0] for backend in available]
+    choice = f"without backend= it is {chosen.backend}, with hosts of {list(chosen.hosts)} ranks"
+    return [choice, "", *describe_timings(timings, ranks)]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Look, measure, print.
 
@@ -134,19 +146,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: words that follow ``bagua doctor`` on the command line.
 
     Returns:
-        The exit status.
+        The exit status: 0, 1 when ranks do not work together, 130 after Ctrl-C.
     """
     parser = argparse.ArgumentParser(prog="bagua doctor", description="Say what this machine offers, and what to set.")
     parser.add_argument("--nproc", type=positive, default=2, metavar="N", help="ranks to measure with (2)")
     parser.add_argument("--no-timing", action="store_true", help="only look, measure nothing")
     options = parser.parse_args(arguments)
     print("\n".join([*describe_machine(), "", *describe_transports()]))
+    status = 0
     if options.nproc > 1 and not options.no_timing:
-        sizes_bytes = [size_bytes for size_bytes, _ in SIZES]
-        available = [backend for backend in ("shm", "gloo") if backend_refusal(backend) is None]
-        chosen = run_ranks(time_backend, options.nproc, (None, []))[0]
-        timings = [run_ranks(time_backend, options.nproc, (backend, sizes_bytes))[0] for backend in available]
-        print(f"\nwithout backend= it is {chosen.backend}, with hosts of {list(chosen.hosts)} ranks\n")
-        print("\n".join(describe_timings(timings, options.nproc)))
+        try:
+            print("\n".join(["", *measure(options.nproc)]))
+        except RanksFailedError as failed:  # What somebody calls a doctor for.
+            print(f"\n{options.nproc} ranks do not work together here: {failed}")
+            status = FAILED
+        except KeyboardInterrupt:
+            print("interrupted; all processes have ended", file=sys.stderr)
+            return INTERRUPTED
     print("\n" + "\n".join(advise(options.nproc)))
-    return 0
+    return status

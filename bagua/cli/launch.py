@@ -132,7 +132,7 @@ class Started:
         """The next message, or the failure if the process ended without a last one."""
         try:
             return self.messages.recv()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # The second in the middle of a message.
             self.process.join(STOP_S)
             return Failure(self.rank, exit_code=self.process.exitcode)
 

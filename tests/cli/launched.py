@@ -2,7 +2,9 @@
 
 import os
 import signal
+import struct
 import time
+from typing import Any
 
 import torch
 
@@ -38,6 +40,12 @@ def rank_one_dies_and_the_other_notices(rank: Rank) -> None:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
     raise PeerLostError("a rank is gone", rank=0, peers=(1,))
+
+
+def die_in_the_middle_of_a_message(rank: Rank) -> None:
+    sender: Any = rank.report
+    os.write(sender.__self__.fileno(), struct.pack("!i", 1000) + b"only this")
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Unsendable(Exception):  # noqa: N818

@@ -115,6 +115,15 @@ def test_the_command_says_why_it_measured_nothing(
     assert "one rank sends nothing" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--out", "--plot"])
+def test_a_folder_that_is_not_there_is_said_before_the_measurement(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        command.main([option, str(tmp_path / "none" / "advice"), "train.py"])
+    assert "there is no such folder" in capsys.readouterr().err
+
+
 def test_ctrl_c_ends_all_processes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     started: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen

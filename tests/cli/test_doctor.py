@@ -3,6 +3,7 @@
 import pytest
 
 from bagua.cli import doctor
+from bagua.cli.launch import Failure, RanksFailedError
 from bagua.cli.main import main
 
 
@@ -27,6 +28,17 @@ def test_measuring(forked_ranks, capsys, monkeypatch):
     written = capsys.readouterr().out
     assert "hosts of [2]" in written
     assert any(line.startswith("gloo") and "B/s" in line for line in written.splitlines())
+
+
+def test_ranks_that_fail_are_a_finding(monkeypatch, capsys):
+    def fail(*_: object) -> object:
+        raise RanksFailedError([Failure(1, exit_code=-9)])
+
+    monkeypatch.setattr(doctor, "run_ranks", fail)
+    assert main(["doctor"]) == 1
+    written = capsys.readouterr().out
+    assert "2 ranks do not work together here: rank 1 was killed by SIGKILL" in written
+    assert written.rstrip().splitlines()[-1] in doctor.advise(2)
 
 
 def test_advice_for_more_threads_than_cores(monkeypatch):

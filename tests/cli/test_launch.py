@@ -67,6 +67,11 @@ def test_an_error_that_does_not_survive_pickle_arrives_as_text():
     assert "Unsendable" in caught.value.failures[0].trace
 
 
+def test_a_rank_that_dies_in_the_middle_of_a_message_is_a_failure_as_any_other():
+    with pytest.raises(launch.RanksFailedError, match="rank 0 was killed by SIGKILL"):
+        launch.run_ranks(launched.die_in_the_middle_of_a_message, 1)
+
+
 def test_an_interrupt_ends_all_processes():
     process_ids = []
 

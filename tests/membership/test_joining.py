@@ -51,7 +51,7 @@ def test_nobody_who_answers_is_an_error():
         bagua.join_islands("tcp://127.0.0.1:1", timeout=0.05)
 
 
-@pytest.mark.parametrize("address", ["29600", "head:", "127.0.0.1:x"])
+@pytest.mark.parametrize("address", ["29600", "head:", "127.0.0.1:x", "127.0.0.1:65536"])
 def test_a_store_is_not_served_at_something_else_than_an_address(address, capsys):
     assert baguarun(["--serve-islands", address]) == 2
     assert f"not {address}" in capsys.readouterr().err

@@ -73,7 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0; 1 where nothing could be measured; 130 after Ctrl-C.
     """
-    options = make_parser().parse_args(arguments)
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    for path in (options.out, options.plot):
+        if path is not None and not path.absolute().parent.is_dir():
+            parser.error(f"{path}: there is no such folder")
     if options.hosts * options.ranks_per_host < 2:
         print("one rank sends nothing: --hosts, or --ranks-per-host, must be 2 or more", file=sys.stderr)
         return NOT_MEASURED
