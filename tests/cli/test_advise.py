@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -124,7 +125,10 @@ def test_a_folder_that_is_not_there_is_said_before_the_measurement(
     assert "there is no such folder" in capsys.readouterr().err
 
 
-def test_ctrl_c_ends_all_processes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_is_interrupted_or_terminated_ends_all_processes(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     started: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
 
@@ -133,7 +137,7 @@ def test_ctrl_c_ends_all_processes(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         return started[-1]
 
     def interrupt(_: object) -> None:
-        raise KeyboardInterrupt
+        signal.raise_signal(number)
 
     monkeypatch.setattr(command.subprocess, "Popen", start)
     monkeypatch.setattr(command, "_wait_for", interrupt)

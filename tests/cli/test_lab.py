@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import struct
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -140,6 +145,53 @@ def test_bad_arguments_and_no_permission(capsys: pytest.CaptureFixture[str], mon
 def test_more_hosts_than_addresses_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lab", "--hosts", "251", "t.py"]) == command.NOT_AVAILABLE
     assert "at most 250 hosts" in capsys.readouterr().err
+
+
+@pytest.fixture
+def two_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine twice, in the place of two hosts."""
+    hosts = SimpleNamespace(hosts=[network.Host(number, "127.0.0.1", "") for number in range(2)])
+    monkeypatch.setattr(command, "open_network", lambda *_: contextlib.nullcontext(hosts))
+    monkeypatch.setattr(command, "inside", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(command, "_sent_by", lambda _: 0)
+
+
+@pytest.mark.usefixtures("two_places")
+def test_what_a_rank_leaves_behind_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has the output of the rank open, as a worker of a data loader has whose rank was killed."""
+    script = tmp_path / "leaves.py"
+    sleeper = "[sys.executable, '-S', '-c', 'import time; time.sleep(600)']"
+    script.write_text(f"import subprocess, sys; print('left', subprocess.Popen({sleeper}).pid)")
+    monkeypatch.setattr(command, "STOP_S", 0.5)
+    before = set(threading.enumerate())
+    assert main(["lab", str(script)]) == 0
+    waiting = set(threading.enumerate()) - before
+    for line in capsys.readouterr().out.splitlines():
+        os.kill(int(line.split()[-1]), signal.SIGKILL)
+    for thread in waiting:
+        thread.join(60)
+    assert all(thread.daemon for thread in waiting)
+
+
+@pytest.mark.usefixtures("two_places")
+def test_who_is_terminated_ends_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, started = tmp_path / "sleeps.py", []
+    script.write_text("import time; time.sleep(600)")
+
+    def terminate(ranks: command.Ranks) -> int:
+        started.extend(ranks._processes)
+        signal.raise_signal(signal.SIGTERM)
+        return 0
+
+    monkeypatch.setattr(command.Ranks, "_wait", terminate)
+    assert main(["lab", str(script)]) == command.INTERRUPTED
+    assert len(started) == 2
+    assert all(process.poll() is not None for process in started)
+    assert "interrupted" in capsys.readouterr().err
 
 
 @needs_lab

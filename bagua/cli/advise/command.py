@@ -21,6 +21,7 @@ from bagua.cli.advise.lab import lab_cluster, probe_lab, probe_link
 from bagua.cli.advise.picture import draw
 from bagua.cli.advise.worker import Found
 from bagua.cli.arguments import link, positive
+from bagua.cli.interrupts import terminated_like_interrupted, undisturbed
 from bagua.cli.lab.network import LabUnavailableError
 from bagua.errors import how_it_ended
 from bagua.link import parse_link
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: words that follow ``bagua advise`` on the command line.
 
     Returns:
-        0; 1 where nothing could be measured; 130 after Ctrl-C.
+        0; 1 where nothing could be measured; 130 after Ctrl-C or SIGTERM.
     """
     parser = make_parser()
     options = parser.parse_args(arguments)
@@ -82,7 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("one rank sends nothing: --hosts, or --ranks-per-host, must be 2 or more", file=sys.stderr)
         return NOT_MEASURED
     try:
-        found = _measured(options)
+        with terminated_like_interrupted():
+            found = _measured(options)
     except KeyboardInterrupt:
         print("interrupted; all processes have ended", file=sys.stderr)
         return INTERRUPTED
@@ -125,7 +127,7 @@ def _measured(options: argparse.Namespace) -> Found:
                 processes.append(_start(options, script, file, copies, silent=number > 0))
             _wait_for(processes[0])
         finally:
-            _stop(processes)
+            undisturbed(lambda: _stop(processes))
         if not files[0].exists():
             return Found(f"the script's process {how_it_ended(processes[0].returncode)}")
         found: Found = pickle.loads(files[0].read_bytes())  # noqa: S301 - written by our own process

@@ -7,11 +7,10 @@ import contextlib
 import json
 import shlex
 import shutil
-import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from bagua.cli.chaos.report import describe, plan, verdict
 from bagua.cli.chaos.schedule import FaultSchedule, draw_schedule, parse_lasting, parse_mix, parse_rate
 from bagua.cli.chaos.score import score
 from bagua.cli.chaos.service import ServiceError, open_service, store_command
+from bagua.cli.interrupts import terminated_like_interrupted, undisturbed
 from bagua.cli.lab.network import LabUnavailableError
 from bagua.link import LinkSettings
 
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         parser.error(str(error))
     try:
-        with _terminated_like_interrupted():
+        with terminated_like_interrupted():
             return _run(options, schedule)
     except (LabUnavailableError, ServiceError) as error:
         print(f"bagua chaos: {error}", file=sys.stderr)
@@ -204,33 +204,10 @@ def _wants_network(options: argparse.Namespace, schedule: FaultSchedule) -> bool
     return bool({"partition", "slow"} & set(schedule.kinds)) or options.link != LinkSettings()
 
 
-@contextlib.contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """End as after Ctrl-C when this process is terminated: nothing may be left behind."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _undisturbed(close: Callable[[], object]) -> None:
-    """Call ``close``, and let another Ctrl-C wait until it is done."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        close()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _run(options: argparse.Namespace, schedule: FaultSchedule) -> int:
     with contextlib.ExitStack() as stack:
         processes = _open(options, schedule, stack)
-        stack.callback(_undisturbed, processes.close)
+        stack.callback(undisturbed, processes.close)
         began = time.monotonic()
         processes.clock = lambda: time.monotonic() - began
         alone = schedule.members == 1

@@ -14,6 +14,7 @@ from typing import IO
 
 from bagua import env
 from bagua.cli.arguments import link, positive
+from bagua.cli.interrupts import terminated_like_interrupted, undisturbed
 from bagua.cli.lab.network import (
     INTERFACE,
     Host,
@@ -70,8 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: words that follow ``bagua lab`` on the command line.
 
     Returns:
-        0; the exit status of the rank that failed first; 3 where there cannot be a lab; 130 after Ctrl-C. Nothing is
-        left behind in any case.
+        0; the exit status of the rank that failed first; 3 where there cannot be a lab; 130 after Ctrl-C or SIGTERM.
+        Nothing is left behind in any case.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     module = _take_module(given)
@@ -81,7 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     reports: list[SwitchReport] = []
     started = time.monotonic()
     try:
-        with open_network(options.hosts, options.link, reports.append) as network:
+        with (
+            terminated_like_interrupted(),
+            open_network(options.hosts, options.link, reports.append) as network,
+        ):
             status = Ranks(network, options.ranks_per_host, command).run()
             sent = [_sent_by(host) for host in network.hosts]
     except LabUnavailableError as error:
@@ -152,7 +156,7 @@ class Ranks:
                 self._read(rank, process)
             return self._wait()
         finally:
-            self._stop()
+            undisturbed(self._stop)
 
     def _start(self, host: Host, local_rank: int, port: int) -> None:
         rank = host.number * self._per_host + local_rank
@@ -183,14 +187,16 @@ class Ranks:
 
     def _read(self, rank: int, process: subprocess.Popen[str]) -> None:
         name = f"[host {rank // self._per_host}, rank {rank}]"
-        reader = threading.Thread(target=self._pass_on, args=(process.stdout, name))
+        # What a rank has left behind may keep its output open; nobody waits for that.
+        reader = threading.Thread(target=self._pass_on, args=(process.stdout, name), daemon=True)
         reader.start()
         self._readers.append(reader)
 
     def _pass_on(self, output: IO[str], name: str) -> None:
-        for line in output:
-            with self._writing:
-                print(name, line, end="" if line.endswith("\n") else "\n", flush=True)
+        with output:
+            for line in output:
+                with self._writing:
+                    print(name, line, end="" if line.endswith("\n") else "\n", flush=True)
 
     def _wait(self) -> int:
         failed, until = 0, float("inf")

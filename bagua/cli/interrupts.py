@@ -1,0 +1,34 @@
+"""However a command is ended, it leaves no process behind."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+
+@contextlib.contextmanager
+def terminated_like_interrupted() -> Iterator[None]:
+    """End as after Ctrl-C when this process is terminated: nothing may be left behind."""
+    if threading.current_thread() is not threading.main_thread():  # Handlers run in the main thread only.
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+
+
+def undisturbed(close: Callable[[], object]) -> None:
+    """Call ``close``, and let another Ctrl-C wait until it is done."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        close()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
