@@ -125,7 +125,7 @@ def sweep(rank: Rank, plan: Plan) -> dict[Setting, float]:
     seconds: dict[Setting, list[float]] = {setting: [] for setting in settings}
     for number in range(plan.sweep_rounds):
         for setting in settings:
-            training.reducer.recut(setting)
+            training.reducer.formation.recut(setting)
             training.step()
             torch.distributed.barrier()
             start_s = time.perf_counter()

@@ -41,7 +41,7 @@ class EngineAccess:
     @property
     def bagua_setting(self) -> Setting:
         """The size of buckets, and whether to exchange hierarchically; ``autotune`` changes it."""
-        return self._bagua_engine.reducer.setting
+        return self._bagua_engine.reducer.formation.setting
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes of forwards in this block only accumulate gradients."""
@@ -90,7 +90,7 @@ class EngineAccess:
         reducer = engine.reducer
         if not enable or reducer.group.size == 1:
             return nullcontext(SampleCount())
-        check_joinable(reducer.declaration, by_initial_size=divide_by_initial_world_size)
+        check_joinable(reducer.formation.declaration, by_initial_size=divide_by_initial_world_size)
         return join_block(
             engine,
             self._before_each_step,
@@ -131,7 +131,7 @@ class EngineAccess:
         """
         reducer = self._bagua_engine.reducer
         reducer.after_optimizers()
-        if reducer.group.size == 1 or not reducer.declaration.ranks_differ:
+        if reducer.group.size == 1 or not reducer.formation.declaration.ranks_differ:
             yield
             return
         with GlobalAverage(reducer, buffers=True):

@@ -36,10 +36,10 @@ class GlobalAverage:
     def __init__(self, reducer: Reducer, *, buffers: bool, keep: bool = True) -> None:
         self._reducer = reducer
         self._step = reducer.step
-        reducer.check_usable()
-        self._suspended = reducer.suspend_exchanges()
+        reducer.formation.failure.check()
+        self._suspended = reducer.execution.suspend()
         self._layout = reducer.buckets
-        trained = list(reducer.registration.parameters)
+        trained = list(reducer.formation.registration.parameters)
         held = [buffer for buffer in reducer.module.buffers() if buffer.dtype in FLOAT_BUFFERS] if buffers else []
         self._tensors: list[torch.Tensor] = [*trained, *held]
         self._others = self._means()
@@ -64,7 +64,7 @@ class GlobalAverage:
             bucket_bytes=_CHUNK_BYTES,
         )
         for chunk in chunks:
-            self._reducer.communicator.allreduce_coalesced(chunk, ReduceOp.AVG)
+            self._reducer.formation.communicator.allreduce_coalesced(chunk, ReduceOp.AVG)
         return means
 
     @torch.no_grad()
@@ -94,7 +94,7 @@ class GlobalAverage:
         self._swap()
         self._others = []
         if self._reducer.buckets is self._layout:
-            self._reducer.resume_exchanges(self._suspended)
+            self._reducer.execution.resume(self._suspended)
 
     def __float__(self) -> float:
         return self.distance

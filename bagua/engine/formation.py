@@ -1,55 +1,64 @@
-"""Forming buckets: the arguments, the agreement of all ranks, the first backward pass, and starting over."""
+"""What all ranks agree on before they train a module together, and again when something about it changes."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
-from bagua.algorithms import Algorithm, AlgorithmImpl, Exchange
+from bagua.algorithms import Algorithm, AlgorithmImpl
 from bagua.buckets import Bucket
 from bagua.comm import Communicator, Group, ProcessGroup, as_group, close_with, get_default_group
 from bagua.engine.autotune.search import Setting
-from bagua.engine.buckets.layout import (
-    agreed_order,
-    bucket_lists,
-    cut,
-    foreign,
-    log_buckets,
-    name_of,
-    positions_of,
-    twice,
-)
+from bagua.engine.buckets.layout import bucket_lists, log_buckets, name_of, positions_of
+from bagua.engine.buckets.order import GradientOrder
 from bagua.engine.buckets.registration import Registration, buffers_of, checked_model
-from bagua.engine.gradients import Unused
+from bagua.engine.failure import StepFailure
+from bagua.engine.gradients import restore_unused
 from bagua.engine.meeting import meet
 from bagua.engine.options import EngineOptions, check_bucket_bytes, check_leader, check_optional_flag
 from bagua.engine.schedule import courses
 from bagua.engine.schedule.belongings import Belongings
-from bagua.engine.schedule.scheduler import Scheduler
+from bagua.engine.schedule.execution import Execution
+from bagua.engine.schedule.phases import Phases
 from bagua.engine.schedule.tracks import Clock
 from bagua.engine.schedule.whereabouts import whereabouts
 from bagua.engine.state.agreement import compare_or_refuse
 from bagua.engine.state.digests import digest_of_gradients
-from bagua.engine.state.equality import EqualityCheck, warn_of_equal_gradients
+from bagua.engine.state.equality import Belief, EqualityCheck, warn_of_equal_gradients
 from bagua.engine.state.replicas import make_weights_equal
-from bagua.engine.state.saving import Remembered
-from bagua.errors import BaguaError, blame
+from bagua.errors import BaguaError, CommunicationError
 
 
-def _tell_nobody(_: BaseException | str) -> None:
-    """No islands want to know why training has ended here."""
+class Formation:
+    """A module, the ranks that train it, and the buckets in which its algorithm exchanges.
 
+    Building one is collective, and so is everything that forms buckets.
 
-class BucketFormation:
-    """The half of ``Reducer`` that ends when buckets exist; see there."""
+    Args:
+        module: module whose trainable parameters are exchanged.
+        optimizers: optimizers that step them.
+        declaration: algorithm that says what is exchanged.
+        process_group: ranks; None means all.
+        options: options of the engine.
 
-    #: Told why, after a step that could not be finished. It must not raise.
-    after_failure: Callable[[BaseException | str], object] = staticmethod(_tell_nobody)
+    Attributes:
+        module, optimizers, options: as given; ``reset`` and tuning change the options.
+        declaration: the algorithm; ``algorithm`` is that bound to the ranks.
+        group: private to this model.
+        belongings: threads and connections to be given back.
+        registration: parameters as they are trained now.
+        model: what the algorithm may know of the module.
+        order: order in which gradients appear.
+        phases: the step that comes next, and what is exchanged in it.
+        execution: buckets, and the exchanges in them.
+        equality: comparison of what must be equal on all ranks.
+        failure: record of what could not be finished here.
+    """
 
     def __init__(
         self,
@@ -66,43 +75,29 @@ class BucketFormation:
         user_group = get_default_group() if process_group is None else as_group(process_group, "process_group")
         self.algorithm = declaration.reify(user_group)
         leader = check_leader(options.intra_comm_root_rank, user_group)
+        self.phases = Phases(user_group.size)
         refusal = self._register()
         self.group = user_group.duplicate("model", leader=leader)
         courses.describe(self.group, partial(whereabouts, weakref.ref(self)))
-        self.belongings = self._own(self.group)
-        self.step = 0
+        self.belongings = Belongings(self.group)
+        longest = courses.longest_period(declaration.every_exchange())
+        self.execution = Execution(courses.Courses(self.group, self.belongings, longest))
+        self._own(self.group)
         self.equality = EqualityCheck(declaration, options)
-        self.restored_at = -1
-        self._versions: list[int] = []
-        self.began = 0
-        self._phase: Hashable = None
-        self.between_steps = False
-        self.follows_gradients = True
-        self.buckets: list[Bucket] = []
-        self._order: list[int] = []
-        self.arrival: list[torch.nn.Parameter] = []
-        self._arrived: set[int] = set()
-        self._unused = Unused()
-        self.scheduler: Scheduler | None = None
-        self.courses = courses.Courses(
-            self.group, self.belongings, courses.longest_period(self.declaration.every_exchange())
-        )
-        self.remembered: Remembered | None = None
-        self.flights: list[dict[str, Any]] = []
+        self.failure = StepFailure(self.group)
         self._rebuilt = 0
-        self._failure = ""
         try:
             self._agree(refusal)
         except BaseException:
             self.group.close()
             raise
 
-    def _own(self, group: ProcessGroup) -> Belongings:
+    def _own(self, group: ProcessGroup) -> None:
         """Have ``group`` closed when this object is garbage, and not before exchanges have ended."""
-        belongings = Belongings(group)
-        group.when_closing(partial(belongings.end, weakref.WeakMethod(self.end_exchanges)))
-        self._close_soon = close_with(self, belongings)
-        return belongings
+        group.when_closing(partial(self.belongings.end, weakref.WeakMethod(self.execution.settle)))
+        self.close_soon = close_with(self, self.belongings)
+
+    # What all ranks agree on.
 
     def _register(self) -> BaguaError | None:
         """Register the module as it is now; if it cannot be trained, say why to ``_agree``.
@@ -111,8 +106,9 @@ class BucketFormation:
         """
         try:
             self.registration = Registration(self.module)
-            self._known = frozenset(map(id, self.registration.parameters))
+            self.order = GradientOrder(self.registration)
             self.model = checked_model(self.module, self.registration, self.optimizers, self.declaration)
+            self.phases.bind(self.declaration, self.model)
             if self.algorithm.process_group.size > 1:
                 served = self.algorithm.process_group.global_communicator.device_types
                 self.registration.refuse_other_devices(served)
@@ -129,20 +125,11 @@ class BucketFormation:
         else:
             self.form_at_once()
 
-    def form_at_once(self) -> None:
-        """Form buckets where nothing depends on the order of gradients: a rank may have none of some parameters."""
-        now = self.exchanges_of(self.declaration.phase(self.step, self.model))
-        if not self.idle and (self.algorithm.plane is not None or not courses.follows_gradients(now)):
-            self._order = list(reversed(range(len(self.registration.names))))  # About the order of gradients.
-            self.form(self.layout(self.options.bucket_bytes))
-
     @property
     def facts(self) -> list[str]:
         """What must be equal on all ranks: the algorithm, the options, and the parameters."""
         wanted = [[name_of(self.registration, member) for member in bucket] for bucket in self.options.buckets]
         return [f"algorithm {self.declaration!r}", *self.options.facts, f"buckets={wanted}", *self.registration.facts]
-
-    # What a caller may ask.
 
     @property
     def idle(self) -> bool:
@@ -150,69 +137,40 @@ class BucketFormation:
         return self.group.size == 1 and not self.declaration.acts_alone
 
     @property
-    def initialized(self) -> bool:
-        """Whether buckets have been formed."""
-        return self.scheduler is not None
-
-    bucket_initialized = initialized
-
-    def end_exchanges(self) -> None:
-        """Wait for what is under way, and apply nothing."""
-        if self.scheduler is not None:
-            self.scheduler.settle()
-
-    @property
     def communicator(self) -> Communicator:
         """The private communicator, for calls of the thread that trains: exchanges in other threads are over."""
-        self.end_exchanges()
+        self.execution.settle()
         return self.group.global_communicator
 
-    # The first backward pass.
+    @property
+    def clock(self) -> Clock:
+        """The training step that comes next, or is under way."""
+        scaler = self.options.grad_scaler
+        return self.phases.clock(1.0 if scaler is None else float(scaler.get_scale()))
 
-    def add_param(self, param: torch.nn.Parameter) -> None:
-        """Note that the gradient of ``param`` is there, in a backward pass before buckets exist.
+    def prepare(self) -> None:
+        """Have all exchanges make what they need now, instead of in the first backward pass. Collective."""
+        self.execution.courses.prepare(self.phases.coming)
 
-        Raises:
-            ConfigurationError: it was there before in the same backward pass, or is no parameter of the module.
-        """
-        if id(param) not in self._known:
-            raise foreign(param)
-        if id(param) in self._arrived:
-            raise twice(name_of(self.registration, param))
-        self._arrived.add(id(param))
-        self.arrival.append(param)
+    # Forming buckets.
 
-    def forget_arrivals(self) -> None:
-        """The backward pass that ``add_param`` was told about is over."""
-        self.arrival = []
-        self._arrived = set()
+    def form_at_once(self) -> None:
+        """Form buckets where nothing depends on the order of gradients: a rank may have none of some parameters."""
+        background = self.algorithm.plane is not None
+        if not self.idle and (background or not courses.follows_gradients(self.phases.coming)):
+            self.order.suppose_reversed()
+            self.form(self.layout(self.options.bucket_bytes))
 
-    def initialize_buckets(self) -> list[list[torch.Tensor]]:
-        """Form the buckets in the order in which gradients appeared on rank 0. Collective.
-
-        Returns:
-            The parameters of each bucket.
-
-        Raises:
-            ConfigurationError: on all ranks, if some rank lacks gradients and
-                ``find_unused_parameters`` is off.
-        """
-        arrival = self.arrival
-        self.forget_arrivals()
-        if self.scheduler is not None and not self.follows_gradients:
-            return [list(bucket.parameters) for bucket in self.buckets]
-        order, digests = agreed_order(
-            self.registration,
-            arrival,
+    def form_as_arrived(self) -> None:
+        """After a backward pass: form buckets in the order in which gradients appeared on rank 0."""
+        digests = self.order.agree(
             self.communicator,
             find_unused=self.options.find_unused_parameters,
             same_order=any(one.parts.same_order for one in self.declaration.every_exchange()),
-            told=digest_of_gradients(arrival) if self.step == 0 else "",
+            told=digest_of_gradients(self.order.arrived) if self.phases.step == 0 else "",
         )
         warn_of_equal_gradients(digests, self.group.rank)
-        self._order = order
         self.form(self.layout(self.options.bucket_bytes))
-        return [list(bucket.parameters) for bucket in self.buckets]
 
     def layout(self, bucket_bytes: int) -> list[list[int]]:
         """Positions of the parameters of each bucket, if buckets are closed at so many bytes.
@@ -221,18 +179,19 @@ class BucketFormation:
         """
         if self.options.buckets:
             return positions_of(self.registration, self.options.buckets)
-        return cut(self.registration, self._order, bucket_bytes)
+        return self.order.cut(bucket_bytes)
 
     def form(self, members: Sequence[Sequence[int]]) -> None:
-        if not self._order:
-            self._order = [position for positions in members for position in positions]
-        phase = self._note_phase()
-        chunked = self.options.chunking or courses.is_chunked(self.exchanges_of(phase))
-        self.buckets = [
+        """Form buckets of the parameters in these positions, and begin to exchange in them."""
+        self.order.suppose(members)
+        self.phases.enter()
+        chunked = self.options.chunking or courses.is_chunked(self.phases.exchanges)
+        registered = self.registration
+        buckets = [
             Bucket(
                 index,
-                [self.registration.names[position] for position in positions],
-                [self.registration.parameters[position] for position in positions],
+                [registered.names[position] for position in positions],
+                [registered.parameters[position] for position in positions],
                 self.group.global_communicator,
                 align_bytes=self.options.align_bytes,
                 shares=self.group.size if chunked else 1,
@@ -240,115 +199,112 @@ class BucketFormation:
             )
             for index, positions in enumerate(members)
         ]
-        log_buckets(self.group.rank, self.step, self.declaration, self.buckets)
-        self.courses.forget()
-        self.register_bagua_buckets()
+        log_buckets(self.group.rank, self.phases.step, self.declaration, buckets)
+        self.execution.take(buckets)
+        self.begin()
 
-    def _note_phase(self) -> Hashable:
-        phase = self.declaration.phase(self.step, self.model)
-        if phase != self._phase:
-            self.began = 0 if self._phase is None else self.step
-            self._enter_phase(phase)
-        return phase
-
-    def _enter_phase(self, phase: Hashable) -> None:
-        self._phase, exchanges = phase, self.exchanges_of(phase)
-        self.between_steps = courses.is_between_steps(exchanges)
-        self.follows_gradients = courses.follows_gradients(exchanges)
-
-    def go_to(self, step: int, began: int) -> None:
-        """Go on with step ``step``, of a phase that began with step ``began``: both come from a checkpoint."""
-        self.step, self.began, self.restored_at = step, began, step
-        self.equality.restart(step)
-        self._enter_phase(self.declaration.phase(step, self.model))
-
-    def exchanges_of(self, phase: Hashable) -> tuple[Exchange, ...]:
-        """What is exchanged in this phase on a group of this size."""
-        found = self.declaration.exchanges(phase)
-        return tuple(one for one in found if self.group.size > 1 or one.alone)
-
-    def register_bagua_buckets(self) -> None:
-        """Give the buckets their flat memory and state, and schedule them."""
+    def begin(self) -> None:
+        """Give the buckets their flat memory and state, and have the exchanges of the phase executed in them."""
         try:
-            self._allocate()
-            self._enter()
+            self.execution.begin(self.phases.exchanges, self.model, self.options)
         except BaseException as error:  # Other ranks may have no reason to fail, and would wait.
-            self._failure = repr(error)
-            culprit, told = blame(error, self.group.ranks[self.group.rank], "the making of its buckets")
-            self.group.abort(told, culprit)
+            self.failure.tell(error, "the making of its buckets")
             raise
         self.registration.remember_storages()
-        scheduler = self.scheduler
-        assert scheduler is not None
-        remembered, self.remembered = self.remembered, None
-        if remembered is not None:
-            self.courses.restore(remembered)
-            self.courses.board(scheduler, self.flights)
-            self.flights = []
+        self.execution.go_on()
         if self.algorithm.plane is not None:
-            self.algorithm.plane.attach(self.buckets, partial(buffers_of, self.module), self.group, self.step)
+            buffers = partial(buffers_of, self.module)
+            self.algorithm.plane.attach(self.execution.buckets, buffers, self.group, self.phases.step)
 
-    def _allocate(self) -> None:
-        exchanges = self.exchanges_of(self._phase)
-        sent = any(one.what is not None and one.what.exchangeable_weights for one in exchanges)
-        for bucket in self.buckets:
-            bucket.fuse_weights(exchangeable=sent)
-            if courses.gathers(exchanges):
-                bucket.allocate_gradients()
+    # The end of a backward pass.
 
-    def _enter(self) -> None:
-        """Have the exchanges of the phase executed."""
-        own = self.courses.of(self.exchanges_of(self._phase), self.buckets, self.model, self.options)
-        self.scheduler = Scheduler(self.buckets, own, delay=self.options.delay_reduce)
+    def restore_unused(self, without: set[str]) -> None:
+        """Give no gradient to parameters that got none on any rank.
+
+        Args:
+            without: names of those that got none here.
+        """
+        steps = 1 + courses.lag_of_gradients(self.phases.exchanges)
+        unused_here = self.execution.unused.after(without, steps=steps)
+        restore_unused(unused_here, self.model.parameters, self.communicator)
+
+    def compare_ranks(self) -> None:
+        """Compare what must be equal on all ranks, in the steps in which that is due.
+
+        Raises:
+            CollectiveMismatchError: on all ranks, if there is a difference that is not to be repaired.
+        """
+        step = self.phases.step
+        if not self.equality.concerns(step):
+            return
+        self.execution.settle()
+        executed = self.execution.courses
+        belief = Belief(self.module, self.model, self.execution.buckets, executed.places)
+        if self.equality.look(step, belief, self.group) and self.phases.restored_at != step:
+            executed.weights_were_replaced()
 
     # What starts from weights.
 
-    def begin_from_weights(self) -> None:
+    def _begin_from_weights(self) -> None:
         """Make what starts from the weights, once they are what training begins with. Collective if it is shared."""
-        if not self.courses.fresh:
+        executed = self.execution.courses
+        if not executed.fresh:
             return
-        shared = self.courses.fresh_and_shared
+        shared = executed.fresh_and_shared
         if self.group.size > 1 and shared:
             if loads := self.equality.loads.unmet():
                 meet(self.group, f"load{loads}", "weights were loaded")
             make_weights_equal([self.model.parameters[name] for name in shared], self.communicator)
-        self.courses.begin_from_weights()
+        executed.begin_from_weights()
 
     def settle_loads(self) -> None:
         """Training goes on, or is saved: begin again from weights that were loaded, unless they were put back.
 
         What belongs to them may have been restored in the same step: that stays.
         """
-        if self.equality.note_load(self.step, self.group, self.registration) and self.restored_at != self.step:
-            self.courses.weights_were_replaced()
+        step = self.phases.step
+        if self.equality.note_load(step, self.group, self.registration) and self.phases.restored_at != step:
+            self.execution.courses.weights_were_replaced()
 
-    @property
-    def clock(self) -> Clock:
-        """The training step that comes next, or is under way."""
-        scaler = self.options.grad_scaler
-        loss_scale = 1.0 if scaler is None else float(scaler.get_scale())
-        return Clock(self.step, self.step - self.began + 1, loss_scale)
+    def flush(self) -> None:
+        """Leave no exchange owed or under way. Collective if the algorithm is."""
+        self.settle_loads()
+        if self.algorithm.plane is not None:
+            self.algorithm.plane.settle()
+        if self.execution.scheduler is not None:
+            self.execution.scheduler.flush()
+
+    def close_plane(self) -> None:
+        """End what goes on between steps on this rank, not waiting for others. Idempotent."""
+        if self.algorithm.plane is not None:
+            self.algorithm.plane.close()
+
+    def close(self) -> None:
+        """Give back threads and communicators, when exchanges under way have ended. Idempotent."""
+        self.close_plane()
+        if self.execution.scheduler is not None:
+            with contextlib.suppress(CommunicationError):  # What this rank would have received is not used.
+                self.execution.settle()
+            self.execution.scheduler.owe_nothing()
+        self.belongings.close()
 
     # Starting over.
 
-    def _follow_phase(self) -> None:
+    def follow_phase(self) -> None:
         """Have the exchanges of this step's phase executed, and make what starts from the weights as they are now."""
-        if self.declaration.phase(self.step, self.model) != self._phase:
+        if self.phases.is_over:
             self._change_phase()
-        self.begin_from_weights()
+        self._begin_from_weights()
 
     def _change_phase(self) -> None:
         """The algorithm has changed its ways: other exchanges, in other buckets only if they need such."""
-        assert self.scheduler is not None
-        before, after = self.exchanges_of(self._phase), self.exchanges_of(self.declaration.phase(self.step, self.model))
-        if courses.layout_of(before) != courses.layout_of(after):
+        if courses.layout_of(self.phases.exchanges) != courses.layout_of(self.phases.coming):
             self.put_aside(settle=False)
             self.form(self.layout(self.options.bucket_bytes))
             return
-        self.scheduler.flush()
-        self.scheduler.dissolve()
-        self._note_phase()
-        self._enter()
+        self.execution.leave()
+        self.phases.enter()
+        self.execution.enter(self.phases.exchanges, self.model, self.options)
 
     @property
     def setting(self) -> Setting:
@@ -364,33 +320,29 @@ class BucketFormation:
         declaration, algorithm = self.declaration, self.algorithm
         if setting.hierarchical != self.setting.hierarchical:
             declaration = declaration.in_form(hierarchical=setting.hierarchical)
-            algorithm = self._bind(declaration)
-        if self.scheduler is not None:
-            self.flights = courses.saved_flights(self.scheduler.withdraw_parts())
+            algorithm = self._bound(declaration)
+        self.execution.keep_parts()
         self.put_aside()
-        self.declaration, self.algorithm = declaration, algorithm
-        self.options = dataclasses.replace(self.options, bucket_bytes=setting.bucket_bytes)
+        self._take(declaration, algorithm, dataclasses.replace(self.options, bucket_bytes=setting.bucket_bytes))
         self.form(self.layout(setting.bucket_bytes))
 
-    def _bind(self, declaration: Algorithm) -> AlgorithmImpl:
+    def _bound(self, declaration: Algorithm) -> AlgorithmImpl:
         """Another declaration on the same ranks, for the same model."""
         algorithm = declaration.reify(self.algorithm.process_group)
         declaration.check(self.model)
         return algorithm
+
+    def _take(self, declaration: Algorithm, algorithm: AlgorithmImpl, options: EngineOptions) -> None:
+        self.declaration, self.algorithm, self.options = declaration, algorithm, options
+        self.phases.bind(declaration, self.model)
 
     def put_aside(self, *, settle: bool = True) -> None:
         """Take the buckets apart, and keep what the algorithm remembers for those to come."""
         if settle and self.algorithm.plane is not None:
             self.algorithm.plane.settle()
         self.settle_loads()
-        if self.scheduler is not None:
-            self.scheduler.flush()
-            self.scheduler.dissolve()
-            self.remembered = self.courses.remembered()
-        self.scheduler = None
-        self._unused = Unused()
-        self.buckets = []
-        self.forget_arrivals()
+        self.execution.take_apart()
+        self.order.forget()
 
     def rebuild(self, difference: str) -> None:
         """Register the module anew, because it has changed on all ranks. Collective.
@@ -410,7 +362,6 @@ class BucketFormation:
             self.algorithm.plane.settle()  # This rank serves the others in the background until they are here.
         meet(self.group, f"rebuild{self._rebuilt}", difference)
         self.put_aside(settle=False)
-        self._order = []
         refusal = self._register()
         self.options = dataclasses.replace(self.options, buckets=())
         self._agree(refusal)
@@ -441,7 +392,6 @@ class BucketFormation:
             positions_of(self.registration, wanted)
         size = self.options.bucket_bytes if bucket_bytes is None else check_bucket_bytes(bucket_bytes)
         self.put_aside()
-        self.declaration = declaration
-        self.algorithm = self._bind(declaration)
-        self.options = dataclasses.replace(self.options, buckets=wanted, bucket_bytes=size)
+        options = dataclasses.replace(self.options, buckets=wanted, bucket_bytes=size)
+        self._take(declaration, self._bound(declaration), options)
         self._agree()

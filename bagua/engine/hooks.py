@@ -168,6 +168,11 @@ class BackwardHooks:
         self._retired = self._stepped = False
         self.joining: Joining | None = None
 
+    @property
+    def trained(self) -> tuple[torch.nn.Parameter, ...]:
+        """The parameters that are trained together, as they are now."""
+        return self.reducer.formation.registration.parameters
+
     def create_hooks(self) -> None:
         """Attach to the parameters and optimizers of the reducer. On one rank there is nothing to attach.
 
@@ -177,7 +182,7 @@ class BackwardHooks:
             ConfigurationError: an engine of another model exchanges some of them.
         """
         reducer = self.reducer
-        if reducer.idle:
+        if reducer.formation.idle:
             return
         if reducer.group.size > 1:
             self._replace_earlier()
@@ -185,15 +190,15 @@ class BackwardHooks:
         module: Any = reducer.module
         self._handles.append(module.register_load_state_dict_pre_hook(_LoadHook(self, after=False)))
         self._handles.append(module.register_load_state_dict_post_hook(_LoadHook(self, after=True)))
-        exchanges = reducer.declaration.every_exchange()
+        exchanges = reducer.formation.declaration.every_exchange()
         if waits_for_optimizers(exchanges):
             stepped = _OptimizerHook(self)
             self._handles += [optimizer.register_step_post_hook(stepped) for optimizer in reducer.optimizers]
 
     def _listen_to_parameters(self) -> None:
         """To each, where its gradient is exchanged; else to one, for passes that begin behind the module's output."""
-        listened = self.reducer.registration.parameters
-        if not self.reducer.follows_gradients:
+        listened = self.trained
+        if not self.reducer.phases.follows_gradients:
             _without_hooks.add(self)
             listened = listened[-1:]
         hook = _ParameterHook(self)
@@ -203,13 +208,13 @@ class BackwardHooks:
         ]
 
     def _replace_earlier(self) -> None:
-        registration = self.reducer.registration
+        registration = self.reducer.formation.registration
         # With the frozen ones, which an earlier engine of this module may have exchanged.
         here = set(map(id, self.reducer.module.parameters()))
         without_hooks = _without_hooks.by_parameter()
         for name, parameter in zip(registration.names, registration.parameters, strict=True):
             for earlier in (*_engines_of(parameter), *without_hooks.get(id(parameter), ())):
-                if not here.issuperset(map(id, earlier.reducer.registration.parameters)):
+                if not here.issuperset(map(id, earlier.trained)):
                     raise shared(name)
                 earlier.retire()
                 if self.reducer.group.rank == 0:
@@ -219,7 +224,7 @@ class BackwardHooks:
         """Leave the parameters to another engine, for good: forward passes no longer concern this one."""
         self.remove_hooks()
         self._retired = True
-        self.reducer.close_plane()
+        self.reducer.formation.close_plane()
 
     def close(self) -> None:
         """Leave the module to itself, and give back threads and communicators. Idempotent, not collective."""
@@ -257,13 +262,13 @@ class BackwardHooks:
         reducer = self.reducer
         if (outer := active_ddp()) is not None:
             _require_outside(reducer.module, outer)
-        if reducer.idle or self._retired:
+        if reducer.formation.idle or self._retired:
             return
         if not training or not torch.is_grad_enabled():
             if self.tuner.automatic:
                 self.tuner.forward(training=False)
             return
-        reducer.check_usable()
+        reducer.formation.failure.check()
         self.announce()
         self.enter_step()
 
@@ -279,9 +284,9 @@ class BackwardHooks:
         reducer = self.reducer
         self._passes.enter("forward pass")
         reducer.after_optimizers(stepped=self._stepped)
-        if (difference := reducer.registration.difference()) is not None:
+        if (difference := reducer.formation.registration.difference()) is not None:
             self.remove_hooks()
-            reducer.rebuild(difference)
+            reducer.formation.rebuild(difference)
             self.create_hooks()
         if reducer.before_step():
             self.remove_hooks()
@@ -291,7 +296,7 @@ class BackwardHooks:
 
     def after_forward(self, output: Any) -> None:
         """A forward pass has returned ``output``: its backward pass will be noticed there."""
-        if self.reducer.idle or self._retired or not torch.is_grad_enabled():
+        if self.reducer.formation.idle or self._retired or not torch.is_grad_enabled():
             return
         self._armed = self.synchronize
         entered = _OutputHook(self)
@@ -326,9 +331,9 @@ class BackwardHooks:
         except BaseException as error:
             self.reducer.give_up(error)
             raise
-        follows = self.reducer.follows_gradients
+        follows = self.reducer.phases.follows_gradients
         self.take = refuse_graph if follows and torch.is_grad_enabled() else self.reducer.taker
-        if not follows and not accumulates(self.reducer.registration.parameters):
+        if not follows and not accumulates(self.trained):
             self._listen()
 
     def _listen(self) -> None:
@@ -336,7 +341,7 @@ class BackwardHooks:
         self._silent = True
         self._listening = [
             parameter.register_post_accumulate_grad_hook(self._heard)  # type: ignore[no-untyped-call]
-            for parameter in self.reducer.registration.parameters
+            for parameter in self.trained
         ]
 
     def _heard(self, _: torch.nn.Parameter) -> None:
@@ -365,15 +370,15 @@ class BackwardHooks:
     @property
     def _is_step(self) -> bool:
         """Whether the backward pass under way is one that all ranks make together."""
-        return self.take is not None and not self._silent and bool(self.reducer.registration.parameters)
+        return self.take is not None and not self._silent and bool(self.trained)
 
     def _form_buckets(self) -> bool:
         """After the first backward pass: form buckets, and take the gradients that arrived in it."""
         reducer = self.reducer
-        arrived = self._with_gradients() if reducer.group.size == 1 else reducer.arrival
+        arrived = self._with_gradients() if reducer.group.size == 1 else reducer.formation.order.arrived
         if not arrived and not reducer.options.find_unused_parameters:
             return False
-        reducer.arrival = arrived
+        reducer.formation.order.arrived = arrived
         reducer.initialize_buckets()
         reducer.begin_step()
         if reducer.group.size > 1:
@@ -383,18 +388,18 @@ class BackwardHooks:
 
     def _complete_step(self) -> None:
         reducer = self.reducer
-        if reducer.group.size == 1 and reducer.follows_gradients:  # There are no hooks on parameters.
+        if reducer.group.size == 1 and reducer.phases.follows_gradients:  # There are no hooks on parameters.
             for parameter in self._with_gradients():
                 reducer.mark_tensor_ready(parameter)
         reducer.mark_on_complete()
         if self.joining is not None:
             self.joining.rescale()
         self._stepped = False
-        if reducer.owes:
+        if reducer.execution.owes:
             self._wait_for_optimizers()
 
     def _with_gradients(self) -> list[torch.nn.Parameter]:
-        return [parameter for parameter in self.reducer.registration.parameters if parameter.grad is not None]
+        return [parameter for parameter in self.trained if parameter.grad is not None]
 
     def _died(self, _: weakref.ref[_Pass]) -> None:
         """Autograd gave the backward pass up, because of an error in it.
@@ -406,8 +411,8 @@ class BackwardHooks:
         failed = self._is_step
         self._forget_pass()
         reducer = self.reducer
-        reducer.forget_arrivals()
-        if failed and reducer.group.size > 1 and not reducer.between_steps:
+        reducer.formation.order.forget()
+        if failed and reducer.group.size > 1 and not reducer.phases.between_steps:
             reducer.give_up("a backward pass failed before its end; the output of that rank has the exception")
 
     # Optimizers.
@@ -437,4 +442,4 @@ def _engines_of(parameter: torch.nn.Parameter) -> list[BackwardHooks]:
     return [engine for engine in engines if engine is not None]
 
 
-_without_hooks: WithoutHooks[BackwardHooks] = WithoutHooks(lambda engine: engine.reducer.registration.parameters)
+_without_hooks: WithoutHooks[BackwardHooks] = WithoutHooks(lambda engine: engine.trained)

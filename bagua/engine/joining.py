@@ -58,7 +58,7 @@ class Joining:
         self._reducer = reducer
         # An exchange may still go on on the connections of the model.
         group = reducer.group.duplicate("join")
-        reducer.belongings.groups.append(group)
+        reducer.formation.belongings.groups.append(group)
         self._group = group
         self._communicator = group.global_communicator
         self._by_initial_size = by_initial_size
@@ -85,8 +85,8 @@ class Joining:
         self._over = not present
         if present:
             self.active = present
-            self._reducer.courses.shares.note(self._reducer.step, samples)
-            self._reducer.equality.paused = len(present) < self._communicator.size
+            self._reducer.execution.courses.shares.note(self._reducer.step, samples)
+            self._reducer.formation.equality.paused = len(present) < self._communicator.size
             self._check_all_have_data()
         return True
 
@@ -106,7 +106,7 @@ class Joining:
         factor = self._communicator.size / len(self.active)
         if self._by_initial_size or factor == 1.0:
             return
-        for parameter in self._reducer.registration.parameters:
+        for parameter in self._reducer.formation.registration.parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
@@ -120,18 +120,18 @@ class Joining:
         self._reducer.after_optimizers()
         while self._announced == self._reducer.step or (self.announce() and not self._over):
             step()
-        differed, self._reducer.equality.paused = self._reducer.equality.paused, False
-        if differed and not self._reducer.declaration.ranks_differ:
+        differed, self._reducer.formation.equality.paused = self._reducer.formation.equality.paused, False
+        if differed and not self._reducer.formation.declaration.ranks_differ:
             self._take_state(max(self.active))
 
     def close(self) -> None:
         """Give the connections back. Idempotent."""
-        self._reducer.belongings.give_back(self._group)
+        self._reducer.formation.belongings.give_back(self._group)
 
     def _take_state(self, root: int) -> None:
         """All ranks take the weights, buffers and optimizer state of ``root``, which has stepped to the end."""
         reducer, communicator = self._reducer, self._communicator
-        reducer.end_exchanges()
+        reducer.execution.settle()
         communicator.broadcast_coalesced(tensors_of(reducer.module, parameters=True, buffers=True), root)
         for optimizer in reducer.optimizers:
             mine = communicator.rank == root
@@ -174,9 +174,9 @@ def join_block(
         joining.follow(step)
     finally:
         engine.joining = None
-        engine.reducer.courses.shares.forget()
+        engine.reducer.execution.courses.shares.forget()
         joining.close()
-        engine.reducer.equality.paused = False
+        engine.reducer.formation.equality.paused = False
 
 
 def _step_without_data(engine: Engine) -> None:
@@ -184,13 +184,13 @@ def _step_without_data(engine: Engine) -> None:
     reducer = engine.reducer
     engine.enter_step()
     _forget_gradients(reducer)
-    if reducer.scheduler is None:
-        reducer.arrival = list(reversed(reducer.registration.parameters))
+    if reducer.execution.scheduler is None:
+        reducer.formation.order.arrived = list(reversed(reducer.formation.registration.parameters))
         reducer.initialize_buckets()
-    assert reducer.scheduler is not None
+    assert reducer.execution.scheduler is not None
     reducer.begin_step()
-    if reducer.follows_gradients and not reducer.options.find_unused_parameters:
-        reducer.scheduler.fill_missing(reducer.scheduler.missing())
+    if reducer.phases.follows_gradients and not reducer.options.find_unused_parameters:
+        reducer.execution.scheduler.fill_missing(reducer.execution.scheduler.missing())
     reducer.mark_on_complete()
     reducer.after_optimizers()
     _forget_gradients(reducer)
@@ -198,5 +198,5 @@ def _step_without_data(engine: Engine) -> None:
 
 def _forget_gradients(reducer: Reducer) -> None:
     """Those of a step without data are not to be stepped with."""
-    for parameter in reducer.registration.parameters:
+    for parameter in reducer.formation.registration.parameters:
         parameter.grad = None

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from typing_extensions import Never
 
-from bagua.algorithms import Algorithm, DistributedAlgorithm, Flight, as_algorithm
+from bagua.algorithms import Algorithm, AlgorithmImpl, DistributedAlgorithm, as_algorithm
 from bagua.buckets import Bucket
 from bagua.comm import Group
 from bagua.engine.autotune.settings import AutotuneSettings
 from bagua.engine.buckets.layout import changed_by_others, check_place, foreign, not_formed, unused
-from bagua.engine.formation import BucketFormation
-from bagua.engine.gradients import restore_unused
+from bagua.engine.formation import Formation
 from bagua.engine.options import (
     DEFAULT_BUCKET_BYTES,
     BucketType,
@@ -26,16 +24,16 @@ from bagua.engine.options import (
     optimizer_list,
     refuse_unknown,
 )
-from bagua.engine.schedule.courses import lag_of_gradients, sends_gradients
-from bagua.engine.schedule.tracks import Track
+from bagua.engine.schedule.courses import sends_gradients
 from bagua.engine.state import checkpoints
-from bagua.engine.state.equality import Belief
 from bagua.engine.state.replicas import are_equal
-from bagua.engine.state.saving import compare_states
-from bagua.errors import CommunicationError, CommunicatorClosedError, blame
 
 
-class Reducer(BucketFormation):
+def _tell_nobody(_: BaseException | str) -> None:
+    """No islands want to know why training has ended here."""
+
+
+class Reducer:
     """Collects the gradients of a module in buckets, and has each bucket exchanged when it is complete.
 
     Building one is collective: it makes a private duplicate of the process group and
@@ -64,10 +62,7 @@ class Reducer(BucketFormation):
 
     Attributes:
         group: private to this reducer.
-        algorithm: bound to the group.
-        step: synchronized backward passes so far.
-        buckets: empty before they are formed.
-        options: options of the engine.
+        formation: agreement of all ranks; its phases and its execution are attributes here, too.
 
     Raises:
         CollectiveMismatchError: the models or options of the ranks differ.
@@ -84,6 +79,9 @@ class Reducer(BucketFormation):
         >>> [len(bucket) for bucket in reducer.initialize_buckets()]
         [2]
     """
+
+    #: Told why, after a step that could not be finished. It must not raise.
+    after_failure: Callable[[BaseException | str], object] = staticmethod(_tell_nobody)
 
     def __init__(
         self,
@@ -132,7 +130,7 @@ class Reducer(BucketFormation):
             decentralize_reduce=decentralize_reduce,
             chunking=chunking,
         )
-        super().__init__(module, optimizer_list(optimizers), declaration, process_group, options)
+        self.drive(Formation(module, optimizer_list(optimizers), declaration, process_group, options))
 
     @classmethod
     def of(
@@ -146,10 +144,75 @@ class Reducer(BucketFormation):
         """A reducer from checked options; the constructor has the documented arguments. Collective."""
         check_module(module)
         made = cls.__new__(cls)
-        BucketFormation.__init__(
-            made, module, optimizer_list(optimizers), as_algorithm(algorithm), process_group, options
-        )
+        made.drive(Formation(module, optimizer_list(optimizers), as_algorithm(algorithm), process_group, options))
         return made
+
+    def drive(self, formation: Formation) -> None:
+        """Make the steps of ``formation``."""
+        self.formation = formation
+        # What lasts as long as the formation: each step asks for it.
+        self.module, self.optimizers, self.group = formation.module, formation.optimizers, formation.group
+        self.phases, self.execution = formation.phases, formation.execution
+        self._versions: list[int] = []
+
+    # What a caller may ask.
+
+    @property
+    def algorithm(self) -> AlgorithmImpl:
+        """The algorithm, bound to the group."""
+        return self.formation.algorithm
+
+    @property
+    def options(self) -> EngineOptions:
+        """Options of the engine, as they are now."""
+        return self.formation.options
+
+    @property
+    def step(self) -> int:
+        """Synchronized backward passes so far."""
+        return self.phases.step
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets, in the order in which their gradients become complete; none before they are formed."""
+        return self.execution.buckets
+
+    @property
+    def initialized(self) -> bool:
+        """Whether buckets have been formed."""
+        return self.execution.scheduler is not None
+
+    bucket_initialized = initialized
+
+    # The first backward pass.
+
+    def add_param(self, param: torch.nn.Parameter) -> None:
+        """Note that the gradient of ``param`` is there, in a backward pass before buckets exist.
+
+        Raises:
+            ConfigurationError: it was there before in the same backward pass, or is no parameter of the module.
+        """
+        self.formation.order.add(param)
+
+    def initialize_buckets(self) -> list[list[torch.Tensor]]:
+        """Form the buckets in the order in which gradients appeared on rank 0. Collective.
+
+        Returns:
+            The parameters of each bucket.
+
+        Raises:
+            ConfigurationError: on all ranks, if some rank lacks gradients and
+                ``find_unused_parameters`` is off.
+        """
+        if self.initialized and not self.phases.follows_gradients:
+            self.formation.order.forget()
+        else:
+            self.formation.form_as_arrived()
+        return [list(bucket.parameters) for bucket in self.buckets]
+
+    def register_bagua_buckets(self) -> None:
+        """Give the buckets their flat memory and state, and schedule them."""
+        self.formation.begin()
 
     # Every backward pass.
 
@@ -161,54 +224,58 @@ class Reducer(BucketFormation):
         Raises:
             ConfigurationError: it is no parameter of the module, or has no gradient yet.
         """
-        if id(param) not in self._known:
+        if param not in self.formation.registration:
             raise foreign(param)
-        if self.scheduler is None:
-            value = param.grad if sends_gradients(self.declaration.every_exchange()) else param.detach()
+        if self.execution.scheduler is None:
+            exchanges = self.formation.declaration.every_exchange()
+            value = param.grad if sends_gradients(exchanges) else param.detach()
             if value is None:
                 raise not_formed()
             return value
-        slot = self.scheduler.slots[id(param)]
-        if slot.view is not None:
-            return slot.view
-        return slot.parameter.detach()
+        slot = self.execution.scheduler.slots[id(param)]
+        return slot.parameter.detach() if slot.view is None else slot.view
 
     @property
     def taker(self) -> Callable[[torch.nn.Parameter], None]:
         """What hooks call for each gradient of this backward pass: ``add_param`` or ``mark_tensor_ready``."""
-        if not self.follows_gradients:
+        if not self.phases.follows_gradients:
             return _leave_alone
-        take = self.add_param if self.scheduler is None else self.scheduler.take
-        return self.equality.watch_gradients(take) if self.options.buckets and self.step == 0 else take
+        formation, scheduler = self.formation, self.execution.scheduler
+        take = formation.order.add if scheduler is None else scheduler.take
+        watched = self.phases.step == 0 and formation.options.buckets
+        return formation.equality.watch_gradients(take) if watched else take
 
     def before_step(self) -> bool:
         """A training forward begins: a safe point. Whether hooks on parameters must come or go."""
-        self.settle_loads()
-        if self.scheduler is None:
+        self.formation.settle_loads()
+        if self.execution.scheduler is None:
             return False
-        plane, before = self.algorithm.plane, (self.between_steps, self.follows_gradients)
-        self._follow_phase()
+        phases, plane = self.phases, self.algorithm.plane
+        before = (phases.between_steps, phases.follows_gradients)
+        self.formation.follow_phase()
         if plane is not None:
-            plane.safe_point(self.step)
+            plane.safe_point(phases.step)
         try:
-            self.scheduler.safe_point(self.clock)
+            self.execution.scheduler.safe_point(self.formation.clock)
         except BaseException as error:
             self.give_up(error)
             raise
-        return before != (self.between_steps, self.follows_gradients)
+        return before != (phases.between_steps, phases.follows_gradients)
 
     def begin_step(self) -> None:
         """A synchronized backward pass starts."""
-        self.check_usable()
-        if self.scheduler is None or self.between_steps:
+        self.formation.failure.check()
+        if self.execution.scheduler is None or self.phases.between_steps:
             return
-        if self.algorithm.plane is not None:
-            self.algorithm.plane.begin_step(self.step)  # A phase between steps begins with a forward pass.
+        plane = self.algorithm.plane
+        if plane is not None:
+            plane.begin_step(self.phases.step)  # A phase between steps begins with a forward pass.
         else:
-            self._follow_phase()  # For those who drive a reducer by hand, without forward passes.
-        self.scheduler.begin(self.clock)
-        if not self.follows_gradients:
-            self.scheduler.launch_ready()
+            self.formation.follow_phase()  # For those who drive a reducer by hand, without forward passes.
+        scheduler = self.execution.scheduler
+        scheduler.begin(self.formation.clock)
+        if not self.phases.follows_gradients:
+            scheduler.launch_ready()
 
     def mark_tensor_ready(self, param: torch.Tensor) -> None:
         """Take the gradient of ``param``; start the exchange of its bucket if it was the last one.
@@ -217,13 +284,13 @@ class Reducer(BucketFormation):
             ConfigurationError: its gradient was there before in the same backward pass, or it is no parameter of the
                 module.
         """
-        if self.scheduler is None:
+        if self.execution.scheduler is None:
             raise not_formed()
-        if id(param) not in self.scheduler.slots:
+        if id(param) not in self.execution.scheduler.slots:
             raise foreign(param)
-        if not self.scheduler.active:
+        if not self.execution.scheduler.active:
             self.begin_step()
-        self.scheduler.take(param)
+        self.execution.scheduler.take(param)
 
     def mark_bucket_ready(self, bucket: Bucket | Sequence[torch.Tensor], bucket_idx: int | None = None) -> None:
         """Take the gradients of all parameters of a bucket.
@@ -252,48 +319,37 @@ class Reducer(BucketFormation):
             ConfigurationError: parameters without a gradient, and ``find_unused_parameters`` is off.
             CommunicationError: an exchange failed, wherever it ran.
         """
-        scheduler = self.scheduler
+        phases, scheduler = self.phases, self.execution.scheduler
         if scheduler is None:
             raise not_formed()
-        if self.between_steps:
-            self.step += 1
+        if phases.between_steps:
+            phases.step += 1
             return
-        missing = scheduler.missing() if self.follows_gradients else []
-        if missing and not self.options.find_unused_parameters:
+        find_unused = self.formation.options.find_unused_parameters
+        missing = scheduler.missing() if phases.follows_gradients else []
+        if missing and not find_unused:
             if len(missing) == len(scheduler.slots):
                 return
             raise unused({self.group.rank: [slot.name for slot in missing]})
         without = {slot.name for slot in scheduler.fill_missing(missing)}
         scheduler.complete()
-        if self.options.find_unused_parameters and self.group.size > 1:
-            exchanges = self.exchanges_of(self._phase)
-            if sends_gradients(exchanges):
-                unused_here = self._unused.after(without, steps=1 + lag_of_gradients(exchanges))
-                restore_unused(unused_here, self.model.parameters, self.communicator)
-        if self.equality.concerns(self.step):
-            self.end_exchanges()
-            belief = Belief(self.module, self.model, self.buckets, self.courses.places)
-            if self.equality.look(self.step, belief, self.group) and self.restored_at != self.step:
-                self.courses.weights_were_replaced()
-        self.step += 1
-        self._versions = self.registration.versions if scheduler.owes else []
+        if find_unused and self.group.size > 1 and sends_gradients(phases.exchanges):
+            self.formation.restore_unused(without)
+        self.formation.compare_ranks()
+        phases.step += 1
+        self._versions = self.formation.registration.versions if scheduler.owes else []
 
     # Between backward passes.
 
     def weights_will_be_loaded(self) -> None:
         """Wait for what is sent from where the weights lie."""
-        self.end_exchanges()
-        self.equality.loads.begin(self.registration.trained_now())
+        self.execution.settle()
+        self.formation.equality.loads.begin(self.formation.registration.trained_now())
 
     def weights_were_loaded(self) -> None:
         """Whether that changes anything is found out when training goes on: an evaluation may put them back."""
         self._versions = []
-        self.equality.loads.end()
-
-    @property
-    def owes(self) -> bool:
-        """Whether an exchange waits for the optimizers."""
-        return self.scheduler is not None and self.scheduler.owes
+        self.formation.equality.loads.end()
 
     def after_optimizers(self, *, stepped: bool = True, late: bool = True) -> None:
         """Exchange what waited for the optimizers.
@@ -305,103 +361,55 @@ class Reducer(BucketFormation):
         Raises:
             ConfigurationError: none has, and the weights are others than at the end of that pass.
         """
-        if self.scheduler is None:
+        scheduler, formation = self.execution.scheduler, self.formation
+        if scheduler is None:
             return
-        if self.owes and not stepped and self.optimizers and self._versions not in ([], self.registration.versions):
+        watched = scheduler.owes and not stepped and bool(self.optimizers)
+        if watched and self._versions not in ([], formation.registration.versions):
             error = changed_by_others()
             self.give_up(error)
             raise error
         self._versions = []
         if not late:
-            self.model.forget_rates()
+            formation.model.forget_rates()
         try:
-            self.scheduler.after_optimizers()
+            scheduler.after_optimizers()
         except BaseException as error:
             self.give_up(error)
             raise
 
-    def flush(self) -> None:
-        """Leave no exchange owed or under way. Collective if the algorithm is."""
-        self.settle_loads()
-        if self.algorithm.plane is not None:
-            self.algorithm.plane.settle()
-        if self.scheduler is not None:
-            self.scheduler.flush()
-
     def finish(self) -> None:
         """See ``EngineAccess.bagua_finish``."""
-        self.check_usable()
-        self.flush()
-        closing = tuple(one for one in self.declaration.closing() if self.group.size > 1 or one.alone)
+        self.formation.failure.check()
+        self.formation.flush()
+        formation, executed = self.formation, self.execution.courses
+        closing = self.phases.made(formation.declaration.closing())
         if not closing:
             return
-        equal = are_equal(self.registration.parameters, self.communicator)
+        equal = are_equal(formation.registration.parameters, formation.communicator)
         try:
-            self.courses.once(closing, self.buckets, self.model, self.options, self.clock)
+            executed.once(closing, self.buckets, formation.model, formation.options, self.formation.clock)
         except BaseException as error:
             self.give_up(error)
             raise
         if not equal:
-            self.courses.weights_were_replaced()
-
-    def suspend_exchanges(self) -> list[tuple[Track, Flight]]:
-        """Wait for exchanges under way, and set them aside for ``resume_exchanges``; later steps do not fold them."""
-        if self.scheduler is None:
-            return []
-        flights = self.scheduler.settle()
-        self.scheduler.forget()
-        return flights
-
-    def resume_exchanges(self, flights: list[tuple[Track, Flight]]) -> None:
-        """Fold the results that ``suspend_exchanges`` set aside when their time comes, after all."""
-        if self.scheduler is not None:
-            self.scheduler.resume(flights)
+            executed.weights_were_replaced()
 
     def give_up(self, reason: BaseException | str) -> None:
         """End a step that cannot be finished here; ranks that wait for the rest of it get ``PeerLostError``."""
-        problem = reason if isinstance(reason, str) else getattr(reason, "problem", None) or repr(reason)
-        rank = self.group.ranks[self.group.rank]
-        culprit, told = (
-            (rank, f"it gave up: {reason}") if isinstance(reason, str) else blame(reason, rank, "a training step")
-        )
-        for group in (self.group, *self.courses.groups):
-            group.abort(told, culprit)
-        self._failure = self._failure or str(problem)
-        self.close_plane()
-        if self.scheduler is not None:
-            self.scheduler.forget()
-        self._close_soon()
+        self.formation.failure.tell(reason, "a training step", self.execution.courses.groups)
+        self.formation.close_plane()
+        if self.execution.scheduler is not None:
+            self.execution.scheduler.forget()
+        self.formation.close_soon()
         self.after_failure(reason)
-
-    def close_plane(self) -> None:
-        """End what goes on between steps on this rank, not waiting for others. Idempotent."""
-        if self.algorithm.plane is not None:
-            self.algorithm.plane.close()
-
-    def check_usable(self) -> None:
-        """Raise if an earlier step could not be finished.
-
-        Raises:
-            CommunicatorClosedError: it could not.
-        """
-        if self._failure:
-            raise CommunicatorClosedError(
-                f"this model can no longer be synchronized: {self._failure}",
-                rank=self.group.ranks[self.group.rank],
-                advice="Wrap it anew on all ranks, from a checkpoint: ranks may have made different steps.",
-            )
 
     def close(self) -> None:
         """Give back threads and communicators; the module keeps working on its own. Idempotent.
 
         Exchanges under way end first, and what is owed to other ranks is not sent any more.
         """
-        self.close_plane()
-        if self.scheduler is not None:
-            with contextlib.suppress(CommunicationError):  # What this rank would have received is not used.
-                self.end_exchanges()
-            self.scheduler.owe_nothing()
-        self.belongings.close()
+        self.formation.close()
 
     # Checkpoints.
 
@@ -411,14 +419,12 @@ class Reducer(BucketFormation):
         Every rank saves its own. Made of numbers, strings, lists, dictionaries and tensors; copies, if ``copy``.
         """
         self.after_optimizers()
-        return checkpoints.save(self, copy=copy)
+        return checkpoints.save(self.formation, copy=copy)
 
     def state_digest(self) -> str:
         """See ``EngineAccess.bagua_state_digest``."""
         self.after_optimizers()
-        weights = {} if self.declaration.ranks_differ else self.model.parameters
-        step = 0 if self.courses.apart else self.step  # Ranks have made different numbers of steps.
-        return compare_states(step, weights, self.courses.places, self.communicator)
+        return checkpoints.digest(self.formation)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where ``state_dict`` was taken, in the same buckets. Collective.
@@ -432,16 +438,7 @@ class Reducer(BucketFormation):
                 rank, or number of ranks, and it matters.
             CollectiveMismatchError: ranks load different checkpoints.
         """
-        checkpoints.load(self, state_dict)
-
-    @property
-    def remembers(self) -> bool:
-        """Whether something is remembered from step to step."""
-        return any(place.memory.state for place in self.courses.places)
-
-    def prepare(self) -> None:
-        """Have all exchanges make what they need now, instead of in the first backward pass. Collective."""
-        self.courses.prepare(self.exchanges_of(self.declaration.phase(self.step, self.model)))
+        checkpoints.load(self.formation, state_dict)
 
 
 def _leave_alone(_: torch.nn.Parameter) -> None:

@@ -60,7 +60,7 @@ def collect(model: BaguaModule) -> dict[str, Any]:
 def restore(model: BaguaModule, saved: dict[str, Any]) -> None:
     """Go on from what ``collect`` returned. Collective."""
     if "remembered" in saved:  # Before weights are loaded: another algorithm's are not for this one.
-        check_saved_state(model._bagua_engine.reducer, saved["remembered"])  # noqa: SLF001 - ours
+        check_saved_state(model._bagua_engine.reducer.formation, saved["remembered"])  # noqa: SLF001 - ours
     if "weights" in saved:
         model.load_state_dict(saved["weights"])
         for optimizer, state in zip(model.bagua_optimizers, saved["optimizers"], strict=True):
@@ -116,7 +116,7 @@ def read_on_all_ranks(model: BaguaModule, folder: Path, rank: int, world_size: i
         found = read_own_file(folder, rank, world_size)
     except (OSError, RuntimeError, EOFError, LookupError, ValueError, pickle.UnpicklingError) as error:
         damage = f"a file that cannot be read: {type(error).__name__}"
-    communicator = model._bagua_engine.reducer.communicator  # noqa: SLF001 - ours
+    communicator = model._bagua_engine.reducer.formation.communicator  # noqa: SLF001 - ours
     answers = communicator.allgather_object("" if found else damage or "no file")
     if len(set(answers)) > 1 or answers[0] not in {"", "no file"}:
         raise ConfigurationError(

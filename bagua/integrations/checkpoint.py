@@ -82,7 +82,7 @@ def load_training_state(model: Any, checkpoint_id: Any, *, key: str = "training"
     of_optimizers = _of_optimizers(engine.bagua_optimizers, of_model["optimizers"], parameters)
     of_rank = own["algorithm"] if fits else _NOTHING_OF_ITS_OWN
     remembered = _as_local({**shared["algorithm"], "rank": rank, name_of_rank(rank): of_rank})
-    check_saved_state(reducer, remembered)
+    check_saved_state(reducer.formation, remembered)
     _module_of(engine).load_state_dict(of_model["model"])
     for optimizer, state in zip(engine.bagua_optimizers, of_optimizers, strict=True):
         optimizer.load_state_dict(state)

@@ -306,13 +306,13 @@ class ShardExchange(EngineAccess):
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """The first optimizer of a round is about to step: what starts from weights starts from these."""
         reducer = self._bagua_engine.reducer
-        if reducer.idle or not self._bagua_engine.synchronize:
+        if reducer.formation.idle or not self._bagua_engine.synchronize:
             return
         if id(optimizer) in self._stepped:  # The others do not step as often as this one.
             self._end_round()
         if self._stepped:
             return
-        reducer.check_usable()
+        reducer.formation.failure.check()
         reducer.after_optimizers()
         self._check_memory()
         for one, twin in zip(self._optimizers, self._twins, strict=True):
@@ -324,7 +324,7 @@ class ShardExchange(EngineAccess):
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """An optimizer has stepped; the last one of a round ends it."""
-        if self._bagua_engine.reducer.idle or not self._bagua_engine.synchronize:
+        if self._bagua_engine.reducer.formation.idle or not self._bagua_engine.synchronize:
             return
         self._stepped.add(id(optimizer))
         if len(self._stepped) == len(self._optimizers):

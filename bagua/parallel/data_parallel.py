@@ -158,7 +158,7 @@ class DistributedDataParallel(OverlappingWrapper):
         if before_forward and group.size > 1 and any(True for _ in module.buffers()):
             # Not the engine's own group: an exchange may still be going on there.
             self._buffer_group = group.duplicate("buffers")
-            self.reducer.belongings.groups.append(self._buffer_group)
+            self.reducer.formation.belongings.groups.append(self._buffer_group)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module."""

@@ -71,7 +71,7 @@ def refuse_to_switch(before: BackwardHooks | None) -> None:
     Raises:
         ConfigurationError: ``before`` is such an engine, and is in use.
     """
-    if before is not None and not before.closed and isinstance(before.reducer.declaration, OverIslands):
+    if before is not None and not before.closed and isinstance(before.reducer.formation.declaration, OverIslands):
         raise ConfigurationError(
             "this model trains between islands",
             argument="algorithm",
@@ -103,11 +103,11 @@ def come_in(engine: BackwardHooks, islands: Islands | None, optimizers: Sequence
         return
     state = _State(engine.reducer, engine.reducer.optimizers if optimizers is None else optimizers)
     try:
-        exchanges = engine.reducer.declaration.every_exchange()
+        exchanges = engine.reducer.formation.declaration.every_exchange()
         by_quorum = any(one.how is not None and one.how.apart for one in exchanges)
         # What is merged by a quorum has no moment between two exchanges of all.
         early = not (by_quorum or any("gradients" in one.needs for one in exchanges))
-        islands.bind(engine.reducer.facts, state, early=early, by_quorum=by_quorum)
+        islands.bind(engine.reducer.formation.facts, state, early=early, by_quorum=by_quorum)
         engine.reducer.after_failure = islands.save_if_lost
         gauges = engine.reducer.group.gauges
         gauges.update(islands.metrics())
@@ -145,7 +145,7 @@ class _State:
         with torch.no_grad():
             for name, tensor in state["tensors"].items():
                 here[name].copy_(tensor)
-        if any(one.how is not None and one.how.apart for one in reducer.declaration.every_exchange()):
+        if any(one.how is not None and one.how.apart for one in reducer.formation.declaration.every_exchange()):
             self._take_anchor(state["engine"]["parameters"], here)
         for optimizer, found in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(found)

@@ -271,7 +271,8 @@ def _start(
     reducer = Reducer.of(module, optimizers, algorithm, process_group, options)
     engine = replace_engine(before, reducer)
     average = before is not None and not before.closed
-    if warn and before is not None and average and before.reducer.declaration == reducer.declaration:
+    declared = reducer.formation.declaration
+    if warn and before is not None and average and before.reducer.formation.declaration == declared:
         _warn_of_repetition(reducer)
     begin_training(reducer, average=average, broadcast_buffers=broadcast_buffers)
     module.__dict__[_ENGINE] = engine
@@ -283,7 +284,7 @@ def _warn_of_repetition(reducer: Reducer) -> None:
         _log.warning(
             "this model was wrapped with %r before, and is wrapped with it again, which averages the weights over all "
             "ranks. Wrap it once; with another algorithm, wrapping again switches to that.",
-            reducer.declaration,
+            reducer.formation.declaration,
         )
 
 

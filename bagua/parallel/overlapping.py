@@ -160,14 +160,14 @@ class OverlappingWrapper(EngineAccess, DistributedModule):
         *,
         bucket_bytes: int | None = None,
     ) -> None:
-        """Go on with other settings. Collective; see ``Reducer.reset``.
+        """Go on with other settings. Collective; what the algorithm remembers is carried over.
 
         Args:
             hierarchical_reduce: None leaves it as it is.
             buckets: lists of parameters or names; None forms buckets in the next backward pass.
             bucket_bytes: None leaves it as it is.
         """
-        self.reducer.reset(hierarchical_reduce, buckets, bucket_bytes)
+        self.reducer.formation.reset(hierarchical_reduce, buckets, bucket_bytes)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state of the inner module, after everything that is owed to it was exchanged."""

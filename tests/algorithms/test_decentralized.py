@@ -276,7 +276,7 @@ def test_what_is_known_of_neighbours_is_learned_anew_when_they_change(thread_ran
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         wrapped = with_bagua(model, [optimizer], LowPrecisionDecentralizedAlgorithm(hierarchical=False))
         for number, hierarchical in enumerate((False, True, False)):
-            wrapped._bagua_engine.reducer.reset(hierarchical_reduce=hierarchical)
+            wrapped._bagua_engine.reducer.formation.reset(hierarchical_reduce=hierarchical)
             optimizer.param_groups[0]["lr"] = 0.1
             train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(2 * number, 2 * number + 2))
             optimizer.param_groups[0]["lr"] = 0.0

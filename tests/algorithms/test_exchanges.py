@@ -598,7 +598,7 @@ def test_tuning_leaves_flights_of_parts_alone(thread_ranks, how):
             train_steps(wrapped, optimizer, rank, [number])
             if tuned:
                 reducer = wrapped._bagua_engine.reducer
-                reducer.recut(Setting(1000 + 1000 * (number % 2), reducer.setting.hierarchical))
+                reducer.formation.recut(Setting(1000 + 1000 * (number % 2), reducer.formation.setting.hierarchical))
         return snapshot(model)
 
     for plain, tuned in zip(thread_ranks(2, train, False), thread_ranks(2, train, True), strict=True):
@@ -881,7 +881,7 @@ def test_a_digest_names_what_differs(thread_ranks, algorithm):
         wrapped = with_bagua(model, [optimizer], algorithm)
         train_steps(wrapped, optimizer, rank, range(5))
         digest = wrapped.bagua_state_digest()
-        places = wrapped._bagua_engine.reducer.courses.places
+        places = wrapped._bagua_engine.reducer.execution.courses.places
         shared = [
             one.name for one in places[0].memory.declared.values() if one.scope == "shared" and one.per != "family"
         ]

@@ -399,7 +399,7 @@ def train_with_nan(algorithm: Algorithm, *, settle: bool = False) -> tuple[State
             next(model.parameters())[0, 0] = float("nan")
     optimizer.step()
     if settle:  # What is under way comes in.
-        wrapped._bagua_engine.reducer.flush()
+        wrapped._bagua_engine.reducer.formation.flush()
     return before, snapshot(model)
 
 

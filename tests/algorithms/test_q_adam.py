@@ -289,7 +289,7 @@ def test_another_bucket_size_while_training_changes_nothing(thread_ranks):
         wrapped = with_bagua(model, [optimizer], QAdamAlgorithm())
         rank = bagua.comm.get_rank()
         train_steps(wrapped, optimizer, rank, range(5))
-        wrapped._bagua_engine.reducer.reset(hierarchical_reduce=False)
+        wrapped._bagua_engine.reducer.formation.reset(hierarchical_reduce=False)
         train_steps(wrapped, optimizer, rank, range(5, STEPS))
         return snapshot(model)
 

@@ -194,10 +194,10 @@ def test_an_algorithm_with_a_memory_keeps_its_form(thread_ranks):
         wrapped, _ = bagua_init(mlp(), [], GradientAllReduceAlgorithm(), message_size=1)
         wrapped(torch.zeros(1, 8)).sum().backward()
         reducer = wrapped._bagua_engine.reducer
-        assert len(ladders_of(reducer, tune_hierarchical=True)) == 2
-        assert len(ladders_of(reducer, tune_hierarchical=False)) == 1
-        reducer.courses.places[0].memory.state["residual"] = torch.zeros(1)
-        assert len(ladders_of(reducer, tune_hierarchical=True)) == 1
+        assert len(ladders_of(reducer.formation, tune_hierarchical=True)) == 2
+        assert len(ladders_of(reducer.formation, tune_hierarchical=False)) == 1
+        reducer.execution.courses.places[0].memory.state["residual"] = torch.zeros(1)
+        assert len(ladders_of(reducer.formation, tune_hierarchical=True)) == 1
 
     thread_ranks(3, check, hosts=[2, 1])
 
@@ -223,7 +223,7 @@ def test_a_new_phase_is_tuned_anew(thread_ranks):
 def tuned_reducer(wrapped):
     """The reducer, with tuning that neither waits nor measures for long."""
     reducer = wrapped._bagua_engine.reducer
-    reducer.options = dataclasses.replace(reducer.options, autotune=AT_ONCE)
+    reducer.formation.options = dataclasses.replace(reducer.options, autotune=AT_ONCE)
     return reducer
 
 
@@ -290,9 +290,9 @@ def test_mixed_dtypes_keep_the_order_of_their_gradients(thread_ranks):
         wrapped(torch.ones(1, 4)).sum().backward()
         reducer = wrapped._bagua_engine.reducer
         before = [bucket.names for bucket in wrapped.bagua_buckets]
-        reducer.recut(Setting(2**20))
+        reducer.formation.recut(Setting(2**20))
         assert len(wrapped.bagua_buckets) == 2
-        reducer.recut(Setting(1))
+        reducer.formation.recut(Setting(1))
         assert [bucket.names for bucket in wrapped.bagua_buckets] == before
 
     thread_ranks(2, train)
@@ -306,7 +306,7 @@ def test_buckets_that_are_no_longer_used_are_gone_at_once(thread_ranks):
         wrapped, optimizer = bagua_init(model, sgd(model.parameters()), message_size=1)
         train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(2))
         before = [weakref.ref(bucket) for bucket in wrapped.bagua_buckets]
-        wrapped._bagua_engine.reducer.recut(Setting(2048))
+        wrapped._bagua_engine.reducer.formation.recut(Setting(2048))
         return [bucket() is None for bucket in before]
 
     gc.disable()

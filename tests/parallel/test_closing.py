@@ -178,7 +178,7 @@ def test_the_end_waits_for_a_rank_that_has_yet_to_come_to_the_last_step(thread_r
             if end == "destroy":
                 bagua.comm.destroy_process_group()
         else:
-            model.reducer.end_exchanges()
+            model.reducer.execution.settle()
 
     thread_ranks(2, train)
 

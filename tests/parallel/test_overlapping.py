@@ -123,7 +123,7 @@ def test_buckets_of_parameters_are_buckets_of_weights(thread_ranks):
         reducers = [Reducer(mlp(), [], kind, False, 8, False, True) for kind in kinds]
         parameter = next(reducers[1].module.parameters())
         assert torch.equal(reducers[1].fill_slot(parameter), parameter)
-        return [reducer.declaration for reducer in reducers]
+        return [reducer.formation.declaration for reducer in reducers]
 
     assert thread_ranks(1, check) == [[DecentralizedAlgorithm(hierarchical=False)] * 2]
 
@@ -217,7 +217,7 @@ FLAGS = [
 @pytest.mark.parametrize(("flags", "algorithm"), FLAGS, ids=str)
 def test_flags_choose_an_algorithm(thread_ranks, flags, algorithm):
     def check() -> None:
-        assert OverlappingWrapper(mlp(), [], **flags).reducer.declaration == algorithm
+        assert OverlappingWrapper(mlp(), [], **flags).reducer.formation.declaration == algorithm
 
     thread_ranks(1, check)
 

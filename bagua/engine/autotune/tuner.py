@@ -20,6 +20,7 @@ from bagua.comm import ProcessGroup, consult
 from bagua.engine.autotune.director import Decision, Director, Report
 from bagua.engine.autotune.search import Setting
 from bagua.engine.autotune.settings import TuningMode
+from bagua.engine.formation import Formation
 from bagua.engine.reducer import Reducer
 from bagua.errors import BaguaError, CollectiveMismatchError, ConfigurationError
 from bagua.primitives import has_two_levels
@@ -177,10 +178,10 @@ class Autotuner:
 
     def _answer(self, posts: list[dict[str, Any]]) -> dict[str, Any]:
         assert self._director is not None  # only rank 0 is asked
-        reducer = self._reducer
-        _, settings = reducer.options.tuning
+        formation = self._reducer.formation
+        _, settings = formation.options.tuning
         return self._director.answer(
-            posts, reducer.setting, lambda: ladders_of(reducer, tune_hierarchical=settings.tune_hierarchical)
+            posts, formation.setting, lambda: ladders_of(formation, tune_hierarchical=settings.tune_hierarchical)
         )
 
     def _apply(self, decision: Decision, *, fresh: bool) -> bool:
@@ -192,10 +193,10 @@ class Autotuner:
         if decision.restart:
             self._watch.restart()
             self._scores = []
-        changed = decision.setting != reducer.setting
-        if reducer.buckets and (changed or (fresh and not _as_cut(reducer))):
+        changed = decision.setting != reducer.formation.setting
+        if reducer.buckets and (changed or (fresh and not _as_cut(reducer.formation))):
             try:
-                reducer.recut(decision.setting)
+                reducer.formation.recut(decision.setting)
             except BaseException as error:
                 reducer.give_up(error)
                 raise
@@ -232,39 +233,39 @@ def _refusal(decision: Decision, group: ProcessGroup) -> BaguaError | None:
     return None
 
 
-def ladders_of(reducer: Reducer, *, tune_hierarchical: bool) -> list[list[Setting]]:
+def ladders_of(formation: Formation, *, tune_hierarchical: bool) -> list[list[Setting]]:
     """What there is to choose from: for each form of the algorithm, the sizes that give different buckets.
 
     Args:
-        reducer: has buckets.
+        formation: formation that has buckets.
         tune_hierarchical: try the other form, too, where there is one.
     """
-    now = reducer.setting
+    now = formation.setting
     size_of: dict[tuple[tuple[int, ...], ...], int] = {}
     for size in (now.bucket_bytes, *(2**power for power in POWERS)):
-        size_of.setdefault(tuple(map(tuple, reducer.layout(size))), size)
+        size_of.setdefault(tuple(map(tuple, formation.layout(size))), size)
     forms = [now.hierarchical]
-    if tune_hierarchical and _has_other_form(reducer):
+    if tune_hierarchical and _has_other_form(formation):
         forms.append(not now.hierarchical)
     return [[Setting(size, form) for size in sorted(size_of.values())] for form in forms]
 
 
-def _has_other_form(reducer: Reducer) -> bool:
+def _has_other_form(formation: Formation) -> bool:
     """Whether the algorithm can be made hierarchical, or flat, and goes on with the same state."""
-    if not has_two_levels(reducer.group) or reducer.remembers:
+    if not has_two_levels(formation.group) or formation.execution.remembers:
         return False
     try:
-        other = reducer.declaration.in_form(hierarchical=not reducer.setting.hierarchical)
-        other.reify(reducer.algorithm.process_group)
+        other = formation.declaration.in_form(hierarchical=not formation.setting.hierarchical)
+        other.reify(formation.algorithm.process_group)
     except ConfigurationError:
         return False
     return True
 
 
-def _as_cut(reducer: Reducer) -> bool:
+def _as_cut(formation: Formation) -> bool:
     """Whether the buckets are what their size makes of them, and not what a checkpoint brought."""
     wanted = [
-        [reducer.registration.names[position] for position in bucket]
-        for bucket in reducer.layout(reducer.setting.bucket_bytes)
+        [formation.registration.names[position] for position in bucket]
+        for bucket in formation.layout(formation.setting.bucket_bytes)
     ]
-    return wanted == [list(bucket.names) for bucket in reducer.buckets]
+    return wanted == [list(bucket.names) for bucket in formation.execution.buckets]

@@ -1,4 +1,4 @@
-"""How parameters are dealt into buckets: agreed between ranks, given by the user, or read from a checkpoint."""
+"""Buckets as a user or a checkpoint gives them, and what can be wrong about their parameters."""
 
 from __future__ import annotations
 
@@ -7,93 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
-from bagua.buckets import Bucket, form_buckets
+from bagua.buckets import Bucket
 from bagua.checks import check_kind, check_whole
-from bagua.comm import Communicator
 from bagua.engine.buckets.registration import Registration
-from bagua.errors import CollectiveMismatchError, ConfigurationError
+from bagua.errors import ConfigurationError
 
 _log = logging.getLogger("bagua")
-#: The first bucket is small: until it is full, no exchange is under way while gradients are computed. As torch's DDP.
-_FIRST_BUCKET_BYTES = 1024 * 1024
-
-
-def agreed_order(
-    registration: Registration,
-    arrival: Sequence[torch.nn.Parameter],
-    communicator: Communicator,
-    *,
-    find_unused: bool,
-    same_order: bool = False,
-    told: str = "",
-) -> tuple[list[int], list[str]]:
-    """Positions of the parameters, in the order in which their gradients appeared on rank 0. Collective.
-
-    Args:
-        registration: equal on all ranks.
-        arrival: parameters whose gradients appeared here, in that order.
-        communicator: communicator of all ranks.
-        find_unused: parameters without a gradient come last; otherwise they are an error.
-        same_order: another order than rank 0's is an error.
-        told: words for all other ranks, sent on the way.
-
-    Returns:
-        The order, and what each rank told.
-
-    Raises:
-        ConfigurationError: on all ranks, naming what is missing on each.
-        CollectiveMismatchError: on all ranks, naming the first parameter that came elsewhere.
-    """
-    positions = {id(parameter): position for position, parameter in enumerate(registration.parameters)}
-    place = [-1] * len(positions)
-    for arrived, parameter in enumerate(arrival):
-        place[positions[id(parameter)]] = arrived
-    gathered = communicator.allgather_object([place, told])
-    everyone: list[list[int]] = [one for one, _ in gathered]
-    lacking = {
-        rank: [name for name, arrived in zip(registration.names, places, strict=True) if arrived < 0]
-        for rank, places in enumerate(everyone)
-    }
-    if not find_unused and any(lacking.values()):
-        raise unused({rank: names for rank, names in lacking.items() if names})
-    if same_order:
-        _refuse_other_orders(registration, everyone, communicator)
-    first = everyone[0]
-    order = sorted(range(len(first)), key=lambda position: (first[position] < 0, first[position]))
-    return order, [one for _, one in gathered]
-
-
-def _refuse_other_orders(
-    registration: Registration, everyone: Sequence[Sequence[int]], communicator: Communicator
-) -> None:
-    """Compare the order of all ranks with that of rank 0, for parameters that both have a gradient of."""
-    ranks = communicator.ranks
-    for other, places in enumerate(everyone):
-        common = [position for position, place in enumerate(places) if place >= 0 <= everyone[0][position]]
-        here = sorted(common, key=lambda position: everyone[0][position])
-        there = sorted(common, key=places.__getitem__)
-        for number, (expected, seen) in enumerate(zip(here, there, strict=True)):
-            if expected != seen:
-                raise CollectiveMismatchError(
-                    "gradients appear in another order on another rank",
-                    rank=ranks[communicator.rank],
-                    peers=(ranks[0], ranks[other]),
-                    expected=f"{registration.names[expected]}, gradient {number} on rank {ranks[0]}",
-                    seen=f"{registration.names[seen]} on rank {ranks[other]}",
-                    advice="Let all ranks run the same modules in the same order.",
-                )
-
-
-def cut(registration: Registration, order: Sequence[int], bucket_bytes: int) -> list[list[int]]:
-    """Positions of the parameters of each bucket, for parameters whose gradients appear in ``order``."""
-    parameters = registration.parameters
-    return form_buckets(
-        order,
-        key=lambda position: (parameters[position].dtype, parameters[position].device),
-        nbytes=lambda position: parameters[position].nbytes,
-        bucket_bytes=bucket_bytes,
-        first_bytes=_FIRST_BUCKET_BYTES,
-    )
 
 
 def bucket_lists(buckets: object) -> list[list[torch.Tensor | str]]:

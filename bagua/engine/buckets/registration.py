@@ -71,6 +71,7 @@ class Registration:
         trained = [(name, _checked(name, p)) for name, p in every if p.requires_grad]
         self.names = tuple(name for name, _ in trained)
         self.parameters = tuple(parameter for _, parameter in trained)
+        self._ids = frozenset(map(id, self.parameters))
         self._all = [parameter for _, parameter in every]
         self._flags = [parameter.requires_grad for parameter in self._all]
         self._facts = [
@@ -86,6 +87,10 @@ class Registration:
         ]
         self._remember_places()
         self.remember_storages()
+
+    def __contains__(self, tensor: object) -> bool:
+        """Whether ``tensor`` itself is one of the trainable parameters."""
+        return id(tensor) in self._ids
 
     def _remember_places(self) -> None:
         self._places: list[_Place] = []

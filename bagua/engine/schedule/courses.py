@@ -7,16 +7,15 @@ from typing import Any
 
 import torch
 
-from bagua.algorithms import OF_BUCKETS, Exchange, Flight, How, Model, Parts
+from bagua.algorithms import OF_BUCKETS, Exchange, How, Model, Parts
 from bagua.buckets import Bucket, form_buckets
 from bagua.comm import Communicator, ProcessGroup
 from bagua.engine.options import EngineOptions
 from bagua.engine.schedule.belongings import Belongings
 from bagua.engine.schedule.executor import CallerExecutor, create_executor
-from bagua.engine.schedule.scheduler import Scheduler
 from bagua.engine.schedule.shares import SampleShares
 from bagua.engine.schedule.tracks import Clock, Course, Lane, Track, memory_for
-from bagua.engine.state.saving import Remembered, collect, cut, key_of, restore
+from bagua.engine.state.saving import Remembered, collect, key_of, restore
 from bagua.primitives import ReducerMemory, State
 
 
@@ -316,31 +315,11 @@ class Courses:
 
     # Checkpoints.
 
-    def board(self, scheduler: Scheduler, saved: Sequence[dict[str, Any]]) -> None:
+    def board(self, saved: Sequence[dict[str, Any]]) -> None:
         """Put saved flights under way again, where the buckets are those that they started from."""
-        tracks = {(track.label, track.names): track for track in scheduler.tracks}
+        places = {(track.label, track.names): (course, track) for course in self.courses for track in course.tracks}
         for one in saved:
-            track = tracks.get((one["label"], tuple(one["names"])))
-            course = next((course for course in self.courses if track in course.tracks), None)
-            if track is not None and course is not None:
+            place = places.get((one["label"], tuple(one["names"])))
+            if place is not None:
+                course, track = place
                 track.flights.append(course.returned(track, one))
-
-
-def saved_flights(flights: Sequence[tuple[Track, Flight]]) -> list[dict[str, Any]]:
-    """Copies of flights that are over and not folded, for a checkpoint."""
-    saved = []
-    for track, flight in flights:
-        memory = flight.memory
-        flats = {"flat": flight.flat} if flight.sent is None else {"flat": flight.flat, "sent": flight.sent}
-        next_ones = {name: value for name, value in memory.proposed.items() if memory.is_elementwise(name)}
-        flats |= {f"next.{name}": value for name, value in next_ones.items()}
-        saved.append(
-            {
-                "label": track.label,
-                "names": list(track.names),
-                **{name: getattr(flight, name) for name in ("step", "t", "round", "loss_scale")},
-                "parameters": cut(track, flats),
-                "proposed": {name: one.clone() for name, one in memory.proposed.items() if name not in next_ones},
-            }
-        )
-    return saved

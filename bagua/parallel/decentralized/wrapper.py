@@ -143,7 +143,7 @@ class DecentralizedDataParallel(OverlappingWrapper):
         self._sync_buffers = sync_buffer_in_global_avg
         self._average: GlobalAverage | None = None
         try:
-            self.reducer.prepare()
+            self.reducer.formation.prepare()
             if init_sync:
                 begin_training(self.reducer, average=False, broadcast_buffers=True)
         except BaseException:
@@ -263,7 +263,7 @@ class DecentralizedDataParallel(OverlappingWrapper):
         Raises:
             ConfigurationError: it has state of other parameters.
         """
-        self._stepping.load_state_dict(state_dict, self.reducer.registration.names)
+        self._stepping.load_state_dict(state_dict, self.reducer.formation.registration.names)
 
     def communication_state_dict(self) -> dict[str, Any]:
         """The step, the buckets, and what was received and is not mixed yet. Every rank saves its own.

@@ -1,0 +1,70 @@
+"""Which step training is in, and in which phase of its algorithm: what is exchanged in it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+
+from bagua.algorithms import Algorithm, Exchange, Model
+from bagua.engine.schedule import courses
+from bagua.engine.schedule.tracks import Clock
+
+
+class Phases:
+    """The steps of a training run, and the phases of its algorithm.
+
+    Args:
+        size: number of ranks.
+
+    Attributes:
+        step: synchronized backward passes so far.
+        began: step with which the phase began.
+        restored_at: step with which training went on from a checkpoint; -1 if it did not.
+        exchanges: exchanges that are made in the phase; none before the first is entered.
+        between_steps: True if ranks exchange between steps in it.
+        follows_gradients: True if something happens in it as gradients arrive.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.step = self.began = 0
+        self.restored_at = -1
+        self.exchanges: tuple[Exchange, ...] = ()
+        self.between_steps, self.follows_gradients = False, True
+        self._size = size
+        self._phase: Hashable = None
+
+    def bind(self, algorithm: Algorithm, model: Model) -> None:
+        """Take the phases of ``algorithm`` for ``model``; they count when one is entered."""
+        self._algorithm, self._model = algorithm, model
+
+    def made(self, exchanges: Iterable[Exchange]) -> tuple[Exchange, ...]:
+        """Those of ``exchanges`` that are made on a group of this size."""
+        return tuple(one for one in exchanges if self._size > 1 or one.alone)
+
+    @property
+    def coming(self) -> tuple[Exchange, ...]:
+        """What is exchanged in the step that comes next, in this phase or another."""
+        return self.made(self._algorithm.exchanges(self._algorithm.phase(self.step, self._model)))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the step that comes next is in another phase."""
+        return self._algorithm.phase(self.step, self._model) != self._phase
+
+    def enter(self) -> None:
+        """Enter the phase of the step that comes next."""
+        phase = self._algorithm.phase(self.step, self._model)
+        if phase != self._phase:
+            self.began = 0 if self._phase is None else self.step
+        self._phase, self.exchanges = phase, self.made(self._algorithm.exchanges(phase))
+        self.between_steps = courses.is_between_steps(self.exchanges)
+        self.follows_gradients = courses.follows_gradients(self.exchanges)
+
+    def go_to(self, step: int, began: int) -> None:
+        """Go on with step ``step``, of a phase that began with step ``began``: both come from a checkpoint."""
+        self.step = self.restored_at = step
+        self.enter()
+        self.began = began
+
+    def clock(self, loss_scale: float) -> Clock:
+        """The training step that comes next, or is under way."""
+        return Clock(self.step, self.step - self.began + 1, loss_scale)
