@@ -50,5 +50,5 @@ def begin_training(reducer: Reducer, *, average: bool, broadcast_buffers: bool) 
         allreduce_optimizer_state(reducer.optimizers, comm=communicator, own=own)
     else:
         broadcast_parameters(reducer.module, broadcast_buffers, comm=communicator)
-        warn_of_other_settings(reducer.model, communicator)
+        warn_of_other_settings(reducer.formation.model, communicator)
         broadcast_optimizer_state(reducer.optimizers, comm=communicator, own=own)
