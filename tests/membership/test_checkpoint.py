@@ -212,7 +212,7 @@ def test_ranks_that_merge_by_a_quorum_save_files_whichever_learns_of_it_first(tm
             for step in range(1, 1000):
                 loss.before(islands, step)
                 if step > PERIOD and islands.place[0] == first:
-                    until(lambda: islands._left)
+                    until(lambda: islands.merges._error)
                 test_quorum_of_ranks.step_of(islands, model)
 
     ends = [end for ends in test_islands_of_ranks.run_islands(2, island) for end in survivors(ends)]
