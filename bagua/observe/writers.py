@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import os
 import re
@@ -11,6 +12,9 @@ from typing import Any, Protocol
 
 from bagua.checks import install_command
 from bagua.errors import ConfigurationError
+
+#: Bytes in which the end of the last whole row is looked for at once.
+_TAIL_BYTES = 4096
 
 
 class MetricWriter(Protocol):
@@ -27,7 +31,7 @@ class CsvWriter:
     """One row for each call, in a file that spreadsheets read: step, name, value.
 
     Args:
-        path: path of the file; rows are added to it.
+        path: path of the file; rows are added to it, after the last whole one.
 
     Example:
         >>> import tempfile
@@ -42,6 +46,7 @@ class CsvWriter:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
+        _drop_half_a_row(self._path)
         self._file = self._path.open("a", newline="", encoding="utf-8")
         self._rows = csv.writer(self._file, lineterminator="\n")
         if self._file.tell() == 0:
@@ -55,6 +60,19 @@ class CsvWriter:
     def close(self) -> None:
         """Close the file. Idempotent."""
         self._file.close()
+
+
+def _drop_half_a_row(path: Path) -> None:
+    """Cut off what a process was writing when it was killed, or the disk was full: a number that has lost digits."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
+        end = begin = file.seek(0, os.SEEK_END)
+        tail = b""
+        while begin and b"\n" not in tail:
+            begin = max(begin - _TAIL_BYTES, 0)
+            file.seek(begin)
+            tail = file.read(end - begin)
+        if tail and not tail.endswith(b"\n"):
+            file.truncate(begin + tail.rfind(b"\n") + 1)
 
 
 class PrometheusWriter:
@@ -88,8 +106,12 @@ class PrometheusWriter:
             labels = f'rank="{self._rank}"' + (f',of="{of}"' if of else "")
             lines.append(f"bagua_{re.sub(r'[^a-zA-Z0-9_]', '_', plain)}{{{labels}}} {float(value)!r}")
         draft = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
-        draft.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        draft.replace(self._path)  # Who reads never sees half of it.
+        try:
+            draft.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            draft.replace(self._path)  # Who reads never sees half of it.
+        except BaseException:  # Each start has a draft of its own, which no later one would replace.
+            draft.unlink(missing_ok=True)
+            raise
 
     def close(self) -> None:
         """Leave the last values where they are."""

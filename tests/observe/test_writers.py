@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import csv
+import errno
 import importlib.util
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
 from bagua.errors import ConfigurationError
-from bagua.observe import CsvWriter, MetricWriter, PrometheusWriter, TensorBoardWriter, WandbWriter
+from bagua.observe import CsvWriter, MetricWriter, PrometheusWriter, TensorBoardWriter, WandbWriter, writers
 
 VALUES = {"comm/overlap": 0.5, "comm/wait_on_rank/3": 1.25}
 
@@ -26,6 +28,30 @@ def test_csv_goes_on_where_it_ended(tmp_path):
     assert [(row["step"], row["name"], float(row["value"])) for row in rows] == [
         (step, name, value) for step in ("1", "2") for name, value in VALUES.items()
     ]
+
+
+@pytest.mark.parametrize("cut", ["", "st", "step,name,value\n1,comm/calls,5\n2,comm/calls,12"])
+@pytest.mark.parametrize("tail_bytes", [4096, 3])
+def test_half_a_row_of_a_process_that_was_killed_is_dropped(tmp_path, monkeypatch, cut, tail_bytes):
+    monkeypatch.setattr(writers, "_TAIL_BYTES", tail_bytes)
+    path = tmp_path / "metrics.csv"
+    path.write_text(cut)
+    writer = CsvWriter(path)
+    writer.write(3, {"comm/calls": 7})
+    writer.close()
+    kept = ["1,comm/calls,5"] if "calls" in cut else []
+    assert path.read_text().splitlines() == ["step,name,value", *kept, "3,comm/calls,7"]
+
+
+def test_prometheus_leaves_no_draft_on_a_full_disk(tmp_path, monkeypatch):
+    def full(draft, *_: object, **__: object) -> None:
+        draft.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        PrometheusWriter(tmp_path / "bagua.prom", rank=0).write(1, VALUES)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_prometheus_has_the_latest_values_only(tmp_path):
