@@ -37,7 +37,7 @@ def leave_out_what_gloo_prints() -> None:
     def without_gloo(self: subprocess.Popen[Any], *arguments: Any, **keywords: Any) -> tuple[Any, Any]:
         output, errors = communicate(self, *arguments, **keywords)
         if isinstance(output, str):
-            output = "".join(line for line in output.splitlines(keepends=True) if "peer ranks" not in line)
+            output = "".join(line for line in output.splitlines(keepends=True) if "[Gloo] Rank" not in line)
         return output, errors
 
     if TORCH < (2, 13):
