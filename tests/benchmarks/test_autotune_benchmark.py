@@ -41,6 +41,8 @@ def test_another_choice_is_held_to_the_limit(tmp_path, seconds, status):
 class Nowhere:
     """Takes the place of a place in the lab: the ranks have met already, and links are what they are."""
 
+    keeps_rate = False
+
     @property
     def network(self) -> Nowhere:
         return self
