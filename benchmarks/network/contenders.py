@@ -39,6 +39,7 @@ __all__ = [
     "every_contender",
     "find_maker",
     "one_like",
+    "rate_of",
     "read_options",
     "split_options",
 ]
@@ -51,8 +52,10 @@ ONE_BUCKET_MB = 100_000
 #: Optimizers whose learning rates suit Adam; it gets the other one in place of all others.
 ADAM_LIKE = (torch.optim.Adam, torch.optim.AdamW)
 ADAM_LEARNING_RATE = 1e-3
+#: Of SGD that steps by signs, where the task's optimizer is no kind of Adam.
+SIGN_LEARNING_RATE = 3e-3
 #: Of other optimizers, over that of Adam.
-RATES: dict[object, float] = {OneBitLambOptimizer: 3.0, DionOptimizer: 5.0, torch.optim.SGD: 3.0}  # SGD of signs
+RATES: dict[object, float] = {OneBitLambOptimizer: 3.0, DionOptimizer: 5.0, torch.optim.SGD: 0.55}  # SGD of signs
 #: More steps than anybody takes.
 NEVER = 10**9
 
@@ -161,7 +164,9 @@ def with_dion(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
 
 
 def rate_of(kind: object, optimizer: torch.optim.Optimizer) -> float:
-    """What suits an optimizer of this kind, of which some take longer steps than Adam."""
+    """What suits an optimizer of this kind, of which some take longer or shorter steps than Adam."""
+    if kind is torch.optim.SGD and not isinstance(optimizer, ADAM_LIKE):
+        return SIGN_LEARNING_RATE
     return adam_learning_rate(optimizer) * RATES.get(kind, 1.0)
 
 

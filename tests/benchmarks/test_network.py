@@ -16,7 +16,7 @@ import torch
 from bagua.cli.lab import network as lab
 from benchmarks.network import __main__ as command
 from benchmarks.network import report
-from benchmarks.network.contenders import adam_learning_rate, find_maker, one_like, read_options, split_options
+from benchmarks.network.contenders import adam_learning_rate, find_maker, one_like, rate_of, read_options, split_options
 from benchmarks.network.experiment import Experiment, Plan
 from benchmarks.network.ranks import Sample
 from benchmarks.network.results import Limit, Run, make_line, pays_up_to
@@ -222,9 +222,11 @@ def test_options_of_an_optimizer_that_an_algorithm_needs():
     assert split_options("bytegrad", {"warmup_steps": 3}) == ({"warmup_steps": 3}, {})  # which bytegrad refuses
     assert split_options("local_sgd", {"sync_every": 3, "lr": 0.5}) == ({"sync_every": 3}, {"lr": 0.5})
     assert adam_learning_rate(given) == 1e-3
+    assert rate_of(torch.optim.SGD, given) == 3e-3
     adam = torch.optim.AdamW(model.parameters(), lr=0.01)
     torch.optim.lr_scheduler.LambdaLR(adam, lambda _: 0.1)
     assert adam_learning_rate(adam) == 0.01
+    assert rate_of(torch.optim.SGD, adam) == pytest.approx(0.0055)
     other = one_like(torch.optim.AdamW(model.parameters(), betas=(0.5, 0.6)), model.parameters(), lr=0.5)
     assert (type(other), other.defaults["lr"], other.defaults["betas"]) == (torch.optim.AdamW, 0.5, (0.5, 0.6))
 
