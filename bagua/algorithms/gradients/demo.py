@@ -27,8 +27,7 @@ class DeMoAlgorithm(ByHost):
     ``d_i <- decay d_i + lr g_i``; ``q_i``: the ``kept`` largest coefficients of each block of ``d_i``; ``d_i <- d_i -
     IDCT(q_i)``; each coefficient of ``Q`` is the mean of those ``q_i`` that have it; the gradient becomes
     ``sign(IDCT(Q))``, and ``torch.optim.SGD`` without momentum steps by it. Its ``weight_decay`` is a decoupled one
-    then. All steps have the size of the learning rate, so choose it anew: begin with half of what suits Adam best. Do
-    not clip these gradients.
+    then. Choose the learning rate as for Adam, or a little lower: every step has its size. Do not clip these gradients.
 
     Momenta belong to their ranks: save ``bagua_state_dict()`` on each. Blocks are ``side`` x ``side`` elements that
     follow each other in flat memory, as in ``DCTTopK``; in the paper they are tiles of each matrix.
@@ -86,7 +85,7 @@ class DeMoAlgorithm(ByHost):
                     argument="optimizers",
                     expected="torch.optim.SGD with momentum=0 for all trainable parameters",
                     seen=[type(optimizer).__name__ for optimizer in model.optimizers],
-                    advice="The momentum lives in the exchange. Choose the learning rate anew, from half of Adam's on.",
+                    advice="The momentum lives in the exchange. Choose the learning rate as for Adam.",
                 )
 
 
