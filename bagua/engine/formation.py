@@ -226,7 +226,8 @@ class Formation:
         """
         steps = 1 + courses.lag_of_gradients(self.phases.exchanges)
         unused_here = self.execution.unused.after(without, steps=steps)
-        restore_unused(unused_here, self.model.parameters, self.communicator)
+        feeds_back = courses.brings_lost_gradients(self.phases.exchanges)
+        restore_unused(unused_here, self.model.parameters, self.communicator, feeds_back=feeds_back)
 
     def compare_ranks(self) -> None:
         """Compare what must be equal on all ranks, in the steps in which that is due.

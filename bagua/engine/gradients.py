@@ -56,7 +56,11 @@ class Unused:
 
 
 def restore_unused(
-    unused_here: Collection[str], parameters: Mapping[str, torch.nn.Parameter], communicator: Communicator
+    unused_here: Collection[str],
+    parameters: Mapping[str, torch.nn.Parameter],
+    communicator: Communicator,
+    *,
+    feeds_back: bool,
 ) -> None:
     """Gradients that no rank has stay None, so that optimizers skip them as without bagua. Collective.
 
@@ -64,6 +68,7 @@ def restore_unused(
         unused_here: names of the parameters that got no gradient on this rank.
         parameters: all of them, by name.
         communicator: communicator of the ranks.
+        feeds_back: True if an exchange brings what earlier ones have lost: that is sent once, and must not be dropped.
     """
     device = next(iter(parameters.values())).device
     flags = [name not in unused_here for name in parameters]
@@ -71,5 +76,5 @@ def restore_unused(
     used = torch.tensor(flags, dtype=torch.uint8, device=place)
     communicator.allreduce(used, ReduceOp.MAX)
     for parameter, flag in zip(parameters.values(), used.tolist(), strict=True):
-        if not flag:
+        if not flag and not (feeds_back and parameter.grad is not None and parameter.grad.any()):
             parameter.grad = None

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 import bagua.comm
+from bagua.algorithms import TopKAlgorithm
 from bagua.errors import BaguaError
+from bagua.parallel import with_bagua
 from bagua.testing.training import (
     assert_close,
     assert_same_on_all_ranks,
@@ -353,3 +355,31 @@ def test_gradients_that_the_user_replaces_are_still_exchanged(thread_ranks):
     mean_gradients(expected, 2, lambda m, rank: loss_of(m, rank, 2))
     assert_same_on_all_ranks(results)
     assert_close(results[0], {name: gradient + 0.5 for name, gradient in gradients(expected).items()})
+
+
+class Sides(nn.Module):
+    """Two parameters, of which a step uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Parameter(torch.zeros(64)) for _ in range(2))
+
+    def forward(self, side: str) -> torch.Tensor:
+        return (self.left * torch.arange(1.0, 65.0)).sum() if side == "left" else (self.right * 0.0).sum()
+
+
+@pytest.mark.parametrize("fusion", [True, False])
+def test_what_error_feedback_brings_for_unused_parameters_is_not_lost(thread_ranks, fusion):
+    """A quarter of what is left is sent in each step, also when nobody uses the parameter any more."""
+
+    def train() -> tuple[list[float], bool]:
+        model, algorithm = Sides(), TopKAlgorithm(ratio=0.125, warmup_steps=0, density_steps=0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        wrapped = with_bagua(model, optimizer, algorithm, find_unused_parameters=True, do_flatten=fusion)
+        for side in ("left", *("right",) * 4):
+            optimizer.zero_grad()
+            wrapped(side).backward()
+            optimizer.step()
+        return model.left.tolist(), model.left.grad is None
+
+    assert thread_ranks(2, train) == [([-float(one) for one in range(1, 65)], True)] * 2

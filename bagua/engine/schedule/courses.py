@@ -41,6 +41,11 @@ def lag_of_gradients(exchanges: Iterable[Exchange]) -> int:
     return max((one.lag for one in exchanges if "gradients" in one.needs), default=0)
 
 
+def brings_lost_gradients(exchanges: Iterable[Exchange]) -> bool:
+    """Whether what an exchange of gradients has lost may come with a later one."""
+    return any(one.how is not None and one.how.state() for one in exchanges if "gradients" in one.needs)
+
+
 def longest_period(exchanges: Iterable[Exchange]) -> int:
     """Steps from one start to the next at most; where periods vary, more than are likely."""
     return max((one.when.steps if one.when.regular else 1024 for one in exchanges), default=1)
