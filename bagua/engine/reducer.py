@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -255,11 +256,8 @@ class Reducer:
         self.formation.follow_phase()
         if plane is not None:
             plane.safe_point(phases.step)
-        try:
+        with self._giving_up():
             self.execution.scheduler.safe_point(self.formation.clock)
-        except BaseException as error:
-            self.give_up(error)
-            raise
         return before != (phases.between_steps, phases.follows_gradients)
 
     def begin_step(self) -> None:
@@ -372,28 +370,36 @@ class Reducer:
         self._versions = []
         if not late:
             formation.model.forget_rates()
-        try:
+        with self._giving_up():
             scheduler.after_optimizers()
-        except BaseException as error:
-            self.give_up(error)
-            raise
+
+    def flush(self) -> None:
+        """Leave no exchange owed or under way. Collective if the algorithm is."""
+        with self._giving_up():
+            self.formation.flush()
 
     def finish(self) -> None:
         """See ``EngineAccess.bagua_finish``."""
         self.formation.failure.check()
-        self.formation.flush()
+        self.flush()
         formation, executed = self.formation, self.execution.courses
         closing = self.phases.made(formation.declaration.closing())
         if not closing:
             return
         equal = are_equal(formation.registration.parameters, formation.communicator)
+        with self._giving_up():
+            executed.once(closing, self.buckets, formation.model, formation.options, formation.clock)
+        if not equal:
+            executed.weights_were_replaced()
+
+    @contextlib.contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """What fails half-way here, others have taken in: this rank must not go on with something else."""
         try:
-            executed.once(closing, self.buckets, formation.model, formation.options, self.formation.clock)
+            yield
         except BaseException as error:
             self.give_up(error)
             raise
-        if not equal:
-            executed.weights_were_replaced()
 
     def give_up(self, reason: BaseException | str) -> None:
         """End a step that cannot be finished here; ranks that wait for the rest of it get ``PeerLostError``."""
@@ -410,8 +416,6 @@ class Reducer:
         Exchanges under way end first, and what is owed to other ranks is not sent any more.
         """
         self.formation.close()
-
-    # Checkpoints.
 
     def state_dict(self, *, copy: bool = True) -> dict[str, Any]:
         """What the algorithm remembers on this rank; the weights are in the module's own ``state_dict``.

@@ -23,7 +23,7 @@ def replace_engine(before: BackwardHooks | None, reducer: Reducer) -> BackwardHo
     """Hooks for ``reducer``, after those of the engine before it have ended their work. Collective."""
     if before is not None and not before.closed:
         before.remove_hooks()
-        before.reducer.formation.flush()
+        before.reducer.flush()
         before.reducer.close()
     engine = BackwardHooks(reducer)
     engine.create_hooks()

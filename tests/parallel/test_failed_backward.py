@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import bagua.comm
-from bagua.algorithms import AsyncModelAverageAlgorithm, LocalUpdates, registry
+from bagua.algorithms import AsyncModelAverageAlgorithm, DiLoCoAlgorithm, LocalUpdates, registry
 from bagua.algorithms.async_model_average import AsyncModelAverageAlgorithmImpl
 from bagua.errors import CommunicatorClosedError, PeerLostError
 from bagua.parallel import with_bagua
@@ -237,3 +237,28 @@ def test_gradients_of_inputs_are_no_step(thread_ranks):
         return snapshot(model)
 
     assert_same_on_all_ranks(thread_ranks(2, train))
+
+
+@pytest.mark.parametrize("ends", ["bagua_finish", "switch_to"])
+def test_who_is_interrupted_while_results_come_in_does_not_go_on_without_them(thread_ranks, ends):
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    def train() -> None:
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        wrapped = with_bagua(model, optimizer, DiLoCoAlgorithm(2, overlap=1))
+        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(3))
+        tracks = wrapped._bagua_engine.reducer.execution.scheduler.tracks
+        under_way = [flight for track in tracks for flight in track.flights]
+        assert under_way
+        for flight in under_way:
+            flight.wait = interrupted
+        bagua.comm.barrier()  # Who gives up ends the calls of others, too.
+        end = wrapped.bagua_finish if ends == "bagua_finish" else lambda: wrapped.switch_to("gradient_allreduce")
+        with pytest.raises(KeyboardInterrupt):
+            end()
+        with pytest.raises(CommunicatorClosedError, match="no longer be synchronized: KeyboardInterrupt"):
+            wrapped.bagua_finish()
+
+    thread_ranks(2, train)
