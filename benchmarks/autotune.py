@@ -121,7 +121,9 @@ class Training:
 def sweep(rank: Rank, plan: Plan) -> dict[Setting, float]:
     """Time every setting in turn; the median over the turns, of the slowest rank in each."""
     training = Training(plan, None)
-    settings = [setting for ladder in ladders_of(training.reducer.formation, tune_hierarchical=True) for setting in ladder]
+    settings = [
+        setting for ladder in ladders_of(training.reducer.formation, tune_hierarchical=True) for setting in ladder
+    ]
     seconds: dict[Setting, list[float]] = {setting: [] for setting in settings}
     for number in range(plan.sweep_rounds):
         for setting in settings:

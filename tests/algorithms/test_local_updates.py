@@ -338,9 +338,9 @@ def made_in_an_outer_step() -> list[str]:
 
 
 @pytest.mark.threads
-def test_an_outer_step_makes_memory_for_its_flight_only(thread_ranks, monkeypatch):
+def test_an_outer_step_takes_the_memory_of_the_one_before(thread_ranks, monkeypatch):
     monkeypatch.setattr(outer, "_PIECE_NUMEL", 64)
-    assert thread_ranks(1, made_in_an_outer_step) == [["empty"]]
+    assert thread_ranks(1, made_in_an_outer_step) == [[]]
 
 
 @pytest.mark.gloo
@@ -1033,17 +1033,19 @@ def copies_of_the_weights(algorithm: Algorithm, dtype: torch.dtype, steps: int) 
 @pytest.mark.parametrize(
     ("algorithm", "dtype", "steps", "expected"),
     [
-        (DiLoCoAlgorithm(2), torch.float32, 4, 2.0),  # the anchor and the momentum
-        (DiLoCoAlgorithm(2, outer="sgd", outer_momentum=0.0), torch.float32, 4, 1.0),
-        (DiLoCoAlgorithm(4, overlap=2, outer="sgd", outer_momentum=0.0), torch.float32, 6, 2.0),  # and a flight
-        (DiLoCoAlgorithm(2), torch.bfloat16, 4, 4.0),  # in single precision
-        (DiLoCoAlgorithm(2, anchor_dtype="weights", anchor_device="cpu"), torch.bfloat16, 4, 2.0),
-        (SlowMoAlgorithm(2), torch.float32, 4, 2.0),
+        (DiLoCoAlgorithm(2), torch.float32, 4, 3.0),  # the anchor, the momentum, memory for a flight
+        (DiLoCoAlgorithm(2, outer="sgd", outer_momentum=0.0), torch.float32, 4, 2.0),
+        (DiLoCoAlgorithm(4, overlap=2, outer="sgd", outer_momentum=0.0), torch.float32, 6, 2.0),  # which is under way
+        (DiLoCoAlgorithm(2), torch.bfloat16, 4, 5.0),  # two of them in single precision
+        (DiLoCoAlgorithm(2, anchor_dtype="weights", anchor_device="cpu"), torch.bfloat16, 4, 3.0),
+        (SlowMoAlgorithm(2), torch.float32, 4, 3.0),
         (DiLoCoAlgorithm(2, eager=True, outer="sgd", outer_momentum=0.0), torch.float32, 4, 3.0),  # sent, on its way
     ],
     ids=["momentum", "plain", "overlap", "bfloat16", "narrow", "slowmo", "eager"],
 )
-def test_nothing_is_kept_but_the_anchor_the_outer_state_and_flights(thread_ranks, algorithm, dtype, steps, expected):
+def test_nothing_is_kept_but_the_anchor_the_outer_state_and_memory_for_flights(
+    thread_ranks, algorithm, dtype, steps, expected
+):
     (found,) = thread_ranks(1, copies_of_the_weights, algorithm, dtype, steps)
     assert found == pytest.approx(expected, abs=0.2)
 

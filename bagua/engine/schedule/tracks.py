@@ -90,8 +90,11 @@ class Track:
         return self._buffers.pop() if self._buffers else self.bucket.empty()
 
     def give_back(self, flight: Flight) -> None:
-        """The flight is over. Buckets by arrival keep its memory for those to come."""
-        if self.bucket.by_arrival:
+        """The flight is over. Its memory is kept for those to come, where new memory is dear, or steps often need it.
+
+        On a host, to map a new page costs several times what it takes to write it.
+        """
+        if self.bucket.by_arrival or self.bucket.device.type == "cpu":
             for flat in (flight.flat, flight.sent):
                 if flat is not None and flat is not self.bucket.gradients and flat is not _NOTHING:
                     self._buffers.append(flat)
