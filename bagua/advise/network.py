@@ -34,7 +34,7 @@ class Cluster:
         link: link of each host.
         shared: True if all hosts are one machine, whose cores they share, as in ``bagua lab``.
         burst_bytes: bytes that pass a link at any rate after it was idle, as through the token buckets of the lab.
-        calls: what calls took among one rank of each host when nothing else went on, where that was measured.
+        calls: times of calls among one rank of each host when nothing else went on, where they were measured.
 
     Raises:
         ConfigurationError: less than one host, or rank.

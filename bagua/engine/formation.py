@@ -52,7 +52,7 @@ class Formation:
         group: private to this model.
         belongings: threads and connections to be given back.
         registration: parameters as they are trained now.
-        model: what the algorithm may know of the module.
+        model: facts about the module for the algorithm.
         order: order in which gradients appear.
         phases: the step that comes next, and what is exchanged in it.
         execution: buckets, and the exchanges in them.

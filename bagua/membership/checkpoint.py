@@ -50,7 +50,7 @@ def write_state(file: Path, facts: Sequence[str], state: Mapping[str, object]) -
     Args:
         file: path of the file; its folder is made.
         facts: facts about the model and its training.
-        state: what a newcomer receives.
+        state: tensors and numbers that a newcomer receives.
 
     Raises:
         OSError: it cannot be written.
@@ -77,7 +77,7 @@ def read_state(file: Path, facts: Sequence[str], *, by_quorum: bool) -> dict[str
         file: path of the file.
         facts: facts about the model and its training here, which must be those of the file, but for the algorithm: its
             options may be others, except where a quorum merges.
-        by_quorum: what is learned here is merged by a quorum.
+        by_quorum: True if a quorum merges what is learned here.
 
     Raises:
         ConfigurationError: there is no such file, or it belongs to another model.

@@ -271,7 +271,7 @@ class Islands:
             training: the model as it is trained here.
             early: a newcomer may receive the state before it comes in, while the others train on. That pays if they
                 make several steps between two exchanges.
-            by_quorum: what is learned is merged by a quorum; see ``merges``.
+            by_quorum: True if a quorum merges what is learned; see ``merges``.
 
         Raises:
             CollectiveMismatchError: the others train something else.

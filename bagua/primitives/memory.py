@@ -104,7 +104,7 @@ class ReducerMemory:
         declared: declarations of what ``state`` may hold, by name.
         step: number of the training step; equal on all ranks.
         loss_scale: factor by which the values were multiplied. State is kept free of it.
-        torn: what ended a change of ``state`` half-way, in words; empty as long as nothing has.
+        torn: reason, in words, why a change of ``state`` ended half-way; empty if none did.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ class ByQuorum(How):
         merge: ``rda``: radial-directional mean of each tensor, and the plain mean of embeddings. ``mean``: plain mean.
         embeddings: pattern of the names of more tensors whose plain mean is taken; None for none.
         overlap: steps until a result is taken in.
-        codec: what differences and results are sent in; None for all bits.
+        codec: codec for differences and results; None for all bits.
         feedback: part of what the codec loses that is added to the next difference, and by the owner to its next
             result; 0 for nothing.
         islands: members; None until the model is wrapped with ``between=islands``.

@@ -20,7 +20,7 @@ def lab_cluster(hosts: int, ranks_per_host: int, link: LinkSettings, calls: tupl
         hosts: how many.
         ranks_per_host: on each.
         link: link of each host.
-        calls: what ``probe_link`` returned for them.
+        calls: times of calls between them, as ``probe_link`` returned them.
     """
     rates = [rate for rate in (link.send_mbit_s, link.receive_mbit_s) if rate is not None]
     # The switch that makes delays paces what a host receives, with no bucket.

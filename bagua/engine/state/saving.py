@@ -61,7 +61,7 @@ def collect(places: Iterable[Holder], *, copy: bool = True) -> Remembered:
     """Everything that is remembered in ``places``; copies, if ``copy`` is True.
 
     Raises:
-        CommunicatorClosedError: what is there is neither the state before an outer step nor that after it.
+        CommunicatorClosedError: the state is neither that before an outer step nor that after it.
     """
     taken = torch.clone if copy else _as_it_is
     remembered = Remembered(parameters={}, others=[])

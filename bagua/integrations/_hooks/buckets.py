@@ -62,7 +62,7 @@ class HookBuckets:
         Args:
             index: number of the bucket in its backward pass, from 0.
             parameters: parameters of the bucket.
-            is_last: whether it is the last one of the pass.
+            is_last: True for the last bucket of the pass.
         """
         if index == 0:
             self._coming = []

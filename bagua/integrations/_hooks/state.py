@@ -230,7 +230,7 @@ class HookState(ABC):
         Raises:
             ConfigurationError: it belongs to another reducer or another model; or another rank, or another number of
                 ranks, and something of it differs between ranks.
-            CollectiveMismatchError: in the next exchange of gradients: other ranks go on from another state.
+            CollectiveMismatchError: other ranks go on from another state; the next exchange of gradients raises it.
         """
         if state_dict["reducer"] != self.name:
             raise ConfigurationError(

@@ -21,7 +21,7 @@ class Fragment(NamedTuple):
         numel: elements of a difference.
         dtype: their dtype.
         merge: makes one difference of several, with a weight for each.
-        codec: what differences and results are sent in; None for all bits.
+        codec: codec for differences and results; None for all bits.
         feedback: part of what the codec loses of a result that its owner adds to its next one.
         parameters: names and shapes of the parameters that lie in a difference, in that order.
     """
@@ -74,9 +74,9 @@ class MergeResult(NamedTuple):
     """What an exchange brings if it counts.
 
     Attributes:
-        choice: what was merged.
+        choice: fragment that was merged, and the seats of those whose differences were.
         difference: merged difference; None if nothing was learned.
-        residual: what the codec has lost of it, on the owner, if that is fed back.
+        residual: loss of the codec, on the owner, if that is fed back.
     """
 
     choice: Choice

@@ -75,7 +75,7 @@ class Handover:
         """Copy the state for who has asked: training goes on while it is sent.
 
         Args:
-            asks: which time it was asked for, where another one is not meant; None for whichever it is.
+            asks: number of the request that is meant; None for any.
         """
         given: Any
         with self._changed:

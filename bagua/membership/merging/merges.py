@@ -218,7 +218,8 @@ class Merges:
 
         Args:
             name: name of the fragment.
-            before_own: that one is there, so all before it are; otherwise in an island those that all ranks have.
+            before_own: True if that one is there, so that all before it are; otherwise an island takes those that all
+                its ranks have.
         """
         arrived, bound = self._of(name), math.inf if before_own else self._bound
         with self._changed:

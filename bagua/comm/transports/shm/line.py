@@ -100,8 +100,8 @@ class _Reading(NamedTuple):
 
     Attributes:
         numbers: the record, the number of the call apart.
-        notice: what it means.
-        place: where the data lies.
+        notice: meaning of the record.
+        place: location of the data.
         agreed: the beginning of the record of this rank that it agreed with; empty if it did not.
     """
 
