@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from bagua.comm import Board
+from bagua.comm import Board, Silence
 from bagua.errors import NonFiniteError, PeerLostError
 
 _CALL = "averaging of models"
@@ -91,26 +91,20 @@ class Patience:
 class FailureDetector:
     """Judges by the beats of the records who is still alive.
 
-    Only time during which this member itself was awake counts: after a machine has slept,
-    everybody else must have a chance to show up first.
-
     Args:
         rank: rank of this member.
-        size: number of members.
         patience: seconds of silence after which a member is lost.
 
     Attributes:
         lost: members that are taken for dead.
     """
 
-    def __init__(self, rank: int, size: int, patience: Patience) -> None:
+    def __init__(self, rank: int, patience: Patience) -> None:
         self.lost: set[int] = set()
         self._rank = rank
         self._patience = patience
-        self._beats = [-1] * size
-        self._silent_s = [0.0] * size
+        self._silence = Silence(patience.beat_s)
         self._suspects: set[int] = set()
-        self._looked: float | None = None
 
     def look(self, records: Sequence[Record | None], now: float) -> None:
         """Take new records into account.
@@ -119,18 +113,15 @@ class FailureDetector:
             records: records of all members; None for a member that has not come yet.
             now: seconds on this member's clock.
         """
-        awake_s = 0.0 if self._looked is None else min(now - self._looked, 2 * self._patience.beat_s)
-        self._looked = now
-        for rank, record in enumerate(records):
-            if rank == self._rank or (record is not None and record.state.gone):
-                continue
-            beat = -1 if record is None else record.beat
-            if beat != self._beats[rank]:
-                self._beats[rank], self._silent_s[rank] = beat, 0.0
-                self._suspects.discard(rank)
-                continue
-            self._silent_s[rank] += awake_s
-            if self._silent_s[rank] > self._limit_s(rank, record):
+        awaited = {
+            rank: record
+            for rank, record in enumerate(records)
+            if rank != self._rank and not (record is not None and record.state.gone)
+        }
+        heard = self._silence.look({rank: record.beat if record else -1 for rank, record in awaited.items()}, now)
+        self._suspects -= heard.keys()
+        for rank, record in awaited.items():
+            if self._silence.seconds[rank] > self._limit_s(rank, record):
                 self.lost.add(rank)
 
     def _limit_s(self, rank: int, record: Record | None) -> float:
@@ -213,7 +204,7 @@ class MembershipView:
         self._departures = departures
         self._absent: dict[int, Record] = {}
         self._patience = patience
-        self._detector = FailureDetector(self.rank, len(self.names), patience)
+        self._detector = FailureDetector(self.rank, patience)
         self._records: list[Record | None] = [None] * len(self.names)
         self._posted = float("-inf")
         self._last = Record()

@@ -106,6 +106,7 @@ from bagua.comm.store.asking import consult as consult, gather_values as gather_
 from bagua.comm.store.beats import Beats as Beats, connect_beats as connect_beats
 from bagua.comm.store.board import Board as Board
 from bagua.comm.store.cells import Cells as Cells
+from bagua.comm.store.silence import Silence as Silence
 from bagua.comm.store.islands import (
     KeyStore as KeyStore,
     close_store as close_store,

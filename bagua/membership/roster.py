@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bagua.comm import Cells, PhaseDeadline
+from bagua.comm import Cells, PhaseDeadline, Silence
 from bagua.membership.epochs import StopReport
 from bagua.membership.transfer import Offer
 
@@ -94,9 +94,6 @@ def record_name(seat: int, rank: int = 0) -> str:
 class Roster:
     """All islands that ever took a seat, as one process sees them; or the ranks of one island.
 
-    Only time during which this process itself was awake counts as silence of another: after a machine has slept,
-    everybody must have a chance to show up first.
-
     Args:
         cells: cells of the store.
         own: seat of this process; None for one that only looks.
@@ -116,10 +113,9 @@ class Roster:
         self._deadlines = deadlines
         self._ranks_of = ranks_of
         self._taken = 0 if ranks_of is None else ranks_of[1]
-        self._silent_s: dict[int, float] = {}
+        self._silence = Silence(deadlines.beat_s)
         #: From one sign of life to the next, of all others: a slow store or a full link makes them late.
         self._pause = PhaseDeadline(deadlines.timeout_s)
-        self._looked: float | None = None
 
     def look(self, now: float) -> None:
         """Read all records.
@@ -134,21 +130,13 @@ class Roster:
             self._taken += 1
         seats = [seat for seat in range(self._taken) if not self.records.get(seat, SeatRecord()).left]
         found = self._cells.read([self._name(seat) for seat in seats])
-        beat_s = self._deadlines.beat_s
-        since_s = beat_s if self._looked is None else now - self._looked
-        # A process that has not looked for so long was asleep, or its store is slow. It may be the first that wakes.
-        awake_s = since_s if since_s <= 2 * beat_s else beat_s
-        self._looked = now
-        records, silences = dict(self.records), dict(self._silent_s)
-        for seat, said in zip(seats, found, strict=True):
-            before, record = records.get(seat), SeatRecord() if said is None else SeatRecord.from_json(said)
-            heard = before is None or record.beat != before.beat
-            if before is not None and heard and seat != self._own:
-                self._pause.note(silences[seat] + awake_s)
-            silences[seat] = 0.0 if heard else silences[seat] + awake_s
-            records[seat] = record
-        # Another thread may be reading: it has the old ones, or the new ones.
-        self._silent_s, self.records = silences, records
+        read = [SeatRecord() if said is None else SeatRecord.from_json(said) for said in found]
+        records = dict(zip(seats, read, strict=True))
+        ended = self._silence.look({seat: record.beat for seat, record in records.items()}, now)
+        for seat, silent_s in ended.items():
+            if seat != self._own:
+                self._pause.note(silent_s)
+        self.records = {**self.records, **records}  # Another thread may be reading the old ones.
 
     def _name(self, number: int) -> str:
         return record_name(number) if self._ranks_of is None else record_name(self._ranks_of[0], number)
@@ -170,7 +158,7 @@ class Roster:
         refused = {*suspects, *(seat for report in reports.values() for seat in report.lost)}
         found = {}
         for seat, record in self.records.items():
-            silent_s = self._silent_s[seat]
+            silent_s = self._silence.seconds[seat]
             suspect = seat in refused and seat not in reports
             limit_s = suspect_s if suspect else silence_s
             if record.left:
