@@ -16,7 +16,7 @@ from bagua.comm import Communicator, Group, ProcessGroup, as_group, close_with, 
 from bagua.engine.autotune.search import Setting
 from bagua.engine.buckets.layout import bucket_lists, log_buckets, name_of, positions_of
 from bagua.engine.buckets.order import GradientOrder
-from bagua.engine.buckets.registration import Registration, buffers_of, checked_model
+from bagua.engine.buckets.registration import Registration, buffers_of, checked_model, warn_of_strangers
 from bagua.engine.failure import StepFailure
 from bagua.engine.gradients import restore_unused
 from bagua.engine.meeting import meet
@@ -91,6 +91,8 @@ class Formation:
         except BaseException:
             self.group.close()
             raise
+        if self.group.rank == 0:
+            warn_of_strangers(self.module, self.optimizers)
 
     def _own(self, group: ProcessGroup) -> None:
         """Have ``group`` closed when this object is garbage, and not before exchanges have ended."""

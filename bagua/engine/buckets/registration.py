@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -10,6 +11,8 @@ import torch
 
 from bagua.algorithms import Algorithm, Model
 from bagua.errors import ConfigurationError, InvalidTensorError
+
+_log = logging.getLogger("bagua")
 
 _SHARDED = (
     "FSDP exchanges the gradients of what it shards. Give it the plain module; between replicas of a sharded model, "
@@ -273,3 +276,17 @@ def checked_model(
             parts = [list(named)] if one.parts.by == "arrival" else one.parts.cut(named)
             one.then.check_parameters([named[name] for part in parts for name in part])
     return model
+
+
+def warn_of_strangers(module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Say which optimizers step nothing of ``module``: it would train without ever changing."""
+    own = set(map(id, module.parameters()))
+    for place, optimizer in enumerate(optimizers):
+        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if stepped and own.isdisjoint(map(id, stepped)):
+            _log.warning(
+                "optimizer %d (%s) steps no parameter of this model. Was the model copied, or its layers replaced, "
+                "after the optimizer had been made? Make the optimizer of model.parameters() last.",
+                place,
+                type(optimizer).__name__,
+            )
