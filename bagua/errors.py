@@ -308,6 +308,10 @@ class PeerLostError(CommunicationError, ConnectionError):
 
     _shown = _facts("")
     _advice = "Look first at the output of the ranks named here. Then restart the job from its last checkpoint."
+    _left_advice = (
+        "Look first at its output. If it came to its end, it had fewer batches, or made fewer calls, than the others: "
+        "give all ranks as many, or train inside model.join()."
+    )
 
     @classmethod
     def of(cls, culprit: int, reason: str, **facts: Any) -> PeerLostError:
@@ -323,6 +327,8 @@ class PeerLostError(CommunicationError, ConnectionError):
             >>> error.problem, error.peers
             ('lost rank 3: it closed its communicator', (3,))
         """
+        if reason.endswith("closed its communicator"):  # It may have done so by mistake, without any error to look for.
+            facts.setdefault("advice", cls._left_advice)
         return cls(f"lost rank {culprit}: {reason}", peers=(culprit,), reason=reason, **facts)
 
 

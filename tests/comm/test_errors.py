@@ -108,6 +108,8 @@ def test_the_message_of_a_communication_error_tells_all_it_knows():
 def test_a_message_names_lost_and_missing_ranks_once():
     lost = PeerLostError.of(3, "it closed its communicator", rank=0, sequence=7, call="#7 barrier()")
     assert str(lost).startswith("lost rank 3: it closed its communicator (in #7 barrier(), on rank 0). Look first")
+    assert "fewer batches" in str(lost)
+    assert "fewer batches" not in str(PeerLostError.of(3, "it was killed by SIGKILL"))
     late = CollectiveTimeoutError("2 of 3 ranks did not come", peers=[0, 2])
     assert str(late) == "2 of 3 ranks did not come (missing ranks 0, 2)"
 
