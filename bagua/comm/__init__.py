@@ -48,7 +48,8 @@ from bagua.comm.startup.default_group import (
     stats,
 )
 from bagua.comm.startup.initialization import init_process_group
-from bagua.comm.torch_backend.group import TorchBackendOptions, create_torch_group
+from bagua.comm.torch_backend.creation import create_torch_group
+from bagua.comm.torch_backend.starter import TorchBackendOptions
 from bagua.comm.transports.base import DONE, Handle, Membership, Transport
 from bagua.comm.transports.lowering import LoweredTransport
 from bagua.comm.transports.registry import register_transport
@@ -120,7 +121,7 @@ from bagua.comm.store.serving import (
     thread_store as thread_store,
 )
 from bagua.comm.torch_backend.futures import CallbackThread as CallbackThread
-from bagua.comm.torch_backend.group import install_torch_backend as install_torch_backend
+from bagua.comm.torch_backend.creation import install_torch_backend as install_torch_backend
 from bagua.comm.torch_backend.work import BackwardWatch as BackwardWatch, TorchWork as TorchWork
 from bagua.comm.torch_forms.factors import (
     is_scaled as is_scaled,

@@ -16,7 +16,8 @@ from torch.distributed import HashStore, distributed_c10d
 from bagua.comm.communicator import Communicator
 from bagua.comm.group import solo_group
 from bagua.comm.lifetime import turns
-from bagua.comm.torch_backend.calls import TorchCalls
+from bagua.comm.torch_backend.group import TorchGroup
+from bagua.comm.torch_backend.starter import CallStarter
 from bagua.comm.transports.base import Membership
 from bagua.comm.transports.threads import Step, ThreadsTransport, inject_fault
 from bagua.errors import ConcurrentUseError
@@ -25,8 +26,9 @@ from tests.comm.memory_ranks import run, values
 pytestmark = pytest.mark.threads
 
 
-def torch_calls(comm: Communicator) -> TorchCalls:
-    return TorchCalls(SimpleNamespace(global_communicator=comm, label="test"), SimpleNamespace(timeout_s=10.0), {})
+def torch_group(comm: Communicator) -> TorchGroup:
+    members = SimpleNamespace(global_communicator=comm, rank=comm.rank, size=comm.size, label="test")
+    return TorchGroup(HashStore(), CallStarter(members, SimpleNamespace(timeout_s=10.0), {}))
 
 
 def synchronous() -> Any:
@@ -35,7 +37,7 @@ def synchronous() -> Any:
     return options
 
 
-def barrier(group: TorchCalls) -> None:
+def barrier(group: TorchGroup) -> None:
     options = distributed_c10d.BarrierOptions()
     options.asyncOp = False
     group.barrier(options).wait()
@@ -55,7 +57,7 @@ def test_a_thread_sends_while_another_one_waits_in_a_collective() -> None:
     inside = threading.Event()
 
     def job(comm: Communicator) -> list[float]:
-        group, summed, message = torch_calls(comm), torch.ones(2), torch.full((3,), 5.0 - 5 * comm.rank)
+        group, summed, message = torch_group(comm), torch.ones(2), torch.full((3,), 5.0 - 5 * comm.rank)
         if comm.rank == 0:
             thread = threading.Thread(target=group.allreduce, args=([summed], synchronous()))
             thread.start()
@@ -74,7 +76,7 @@ def test_a_thread_starts_a_collective_behind_the_one_that_another_waits_in() -> 
     inside = threading.Event()
 
     def job(comm: Communicator) -> list[float]:
-        group, first, second, message = torch_calls(comm), torch.ones(1), torch.full((2,), 3.0), torch.zeros(1)
+        group, first, second, message = torch_group(comm), torch.ones(1), torch.full((2,), 3.0), torch.zeros(1)
         if comm.rank == 0:
             thread = threading.Thread(target=group.allreduce, args=([first], synchronous()))
             thread.start()
@@ -95,7 +97,7 @@ def test_a_thread_starts_a_collective_behind_the_one_that_another_waits_in() -> 
 
 
 def test_a_call_in_the_middle_of_another_of_the_same_thread_is_refused_at_once() -> None:
-    groups: dict[int, TorchCalls] = {}
+    groups: dict[int, TorchGroup] = {}
     errors: list[Exception] = []
 
     def interrupt() -> None:
@@ -105,7 +107,7 @@ def test_a_call_in_the_middle_of_another_of_the_same_thread_is_refused_at_once()
             errors.append(caught.value)
 
     def job(comm: Communicator) -> float:
-        groups[comm.rank] = torch_calls(comm)
+        groups[comm.rank] = torch_group(comm)
         groups[comm.rank].allreduce([summed := torch.ones(1)], synchronous())
         barrier(groups[comm.rank])
         assert comm.usable
@@ -120,9 +122,9 @@ def test_a_signal_handler_communicates_while_the_main_thread_waits() -> None:
     """Its barrier is the one behind that of the main thread, as on torch's Gloo."""
     store, inside, handling, ended = HashStore(), threading.Event(), threading.Event(), []
 
-    def rank(number: int) -> TorchCalls:
+    def rank(number: int) -> TorchGroup:
         with inject_fault(when_inside("barrier", inside.set)):
-            return torch_calls(Communicator(ThreadsTransport(Membership(store, number, (0, 1), (0, 0), 10.0)), 10.0))
+            return torch_group(Communicator(ThreadsTransport(Membership(store, number, (0, 1), (0, 0), 10.0)), 10.0))
 
     def other() -> None:
         group = rank(1)
@@ -186,7 +188,10 @@ def test_a_turn_is_not_taken_twice_by_one_thread() -> None:
 
 
 def test_each_thread_collects_its_own_calls() -> None:
-    group, cpu = TorchCalls(solo_group(), SimpleNamespace(timeout_s=5.0), {}), torch.device("cpu")
+    group, cpu = (
+        TorchGroup(HashStore(), CallStarter(solo_group(), SimpleNamespace(timeout_s=5.0), {})),
+        torch.device("cpu"),
+    )
     group._start_coalescing(cpu)
     thread = threading.Thread(target=group.allreduce, args=([torch.ones(1)],))
     thread.start()

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bagua.comm.group import solo_group
-from bagua.comm.torch_backend.calls import TorchCalls
 from bagua.comm.torch_backend.futures import CallbackThread
+from bagua.comm.torch_backend.group import TorchGroup
+from bagua.comm.torch_backend.starter import CallStarter
 from bagua.comm.torch_backend.work import BackwardWatch, TorchWork
 from bagua.comm.work import Work, joined
 from bagua.errors import InvalidTensorError, PeerLostError
@@ -38,9 +39,14 @@ class Recorder:
         return method
 
 
+def group_alone(**backends: object) -> TorchGroup:
+    """A group of one rank, with ``backends`` by device type; torch, which would refuse fakes, does not know of them."""
+    return TorchGroup(dist.HashStore(), CallStarter(solo_group(), SimpleNamespace(timeout_s=5.0), backends))
+
+
 def test_tensors_of_other_devices_go_to_their_backend() -> None:
     recorder = Recorder()
-    group = TorchCalls(solo_group(), SimpleNamespace(timeout_s=5.0), {"meta": recorder})
+    group = group_alone(meta=recorder)
     far = torch.empty(4, device="meta")
     calls: dict[str, tuple[Any, ...]] = {
         "allreduce": ([far],),
@@ -88,7 +94,7 @@ def test_tensors_of_other_devices_go_to_their_backend() -> None:
 
 
 def test_lists_of_different_lengths_are_refused() -> None:
-    group = TorchCalls(solo_group(), SimpleNamespace(timeout_s=5.0), {})
+    group = group_alone()
     near = torch.ones(3)
     with pytest.raises(InvalidTensorError, match="output tensors"):
         group.all_gather_single_coalesced([near], [near, near])
@@ -97,7 +103,7 @@ def test_lists_of_different_lengths_are_refused() -> None:
 
 
 def test_a_device_without_backend_is_a_typed_error() -> None:
-    group = TorchCalls(solo_group(), SimpleNamespace(timeout_s=5.0), {})
+    group = group_alone()
     with pytest.raises(InvalidTensorError, match="cpu"):
         group.allreduce([torch.empty(1, device="meta")])
 
@@ -194,7 +200,7 @@ def test_joined_works_finish_once_when_all_are_complete() -> None:
 
 
 def test_gathered_pieces_reach_tensors_of_inference_mode() -> None:
-    group = TorchCalls(solo_group(), SimpleNamespace(timeout_s=5.0), {})
+    group = group_alone()
     with torch.inference_mode():
         outputs: list[Tensor] = [torch.zeros(2)]
     assert group.allgather([outputs], [torch.ones(2)]).get_future().wait()

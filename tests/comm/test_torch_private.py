@@ -13,7 +13,8 @@ import torch.distributed as dist
 from bagua import torch_private as autograd
 from bagua.comm import torch_private
 from bagua.comm.store.serving import thread_store
-from bagua.comm.torch_backend.group import TorchGroup, install_torch_backend
+from bagua.comm.torch_backend.creation import install_torch_backend
+from bagua.comm.torch_backend.group import TorchGroup
 from bagua.errors import TransportUnavailableError
 from tests.versions import TORCH
 

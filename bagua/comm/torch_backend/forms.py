@@ -8,14 +8,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 from torch.distributed import ReduceOp
 
 from bagua.errors import InvalidTypeError
-
-Method = TypeVar("Method", bound=Callable[..., Any])
 
 _OPERATIONS = (ReduceOp, ReduceOp.RedOpType)
 
@@ -44,7 +42,7 @@ _DEFAULTS: dict[str, Any] = {"opts": None, "op": None, "timeout": None}
 _FIELDS = {"op": "reduceOp", "rank": "rootRank", "timeout": "timeout"}
 
 
-def takes(options: type, lists: Sequence[str], *forms: str) -> Callable[[Method], Method]:
+def takes(options: type, lists: Sequence[str], *forms: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Let a method take its arguments in all forms of torch.
 
     Args:
@@ -56,7 +54,7 @@ def takes(options: type, lists: Sequence[str], *forms: str) -> Callable[[Method]
     count = len(lists) + 1
     nested = bool(lists) and lists[0] in ("list", "lists")
 
-    def decorate(method: Method) -> Method:
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
             usual = len(arguments) == count and type(arguments[-1]) is options and not keywords
@@ -65,7 +63,7 @@ def takes(options: type, lists: Sequence[str], *forms: str) -> Callable[[Method]
                 arguments = _usual(method.__name__, options, lists, parsed, arguments, keywords)
             return method(self, *arguments)
 
-        return call  # type: ignore[return-value]  # takes more
+        return call
 
     return decorate
 

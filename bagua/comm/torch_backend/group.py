@@ -1,98 +1,61 @@
-"""The backend name ``bagua`` of ``torch.distributed``: its groups, from the first to the last moment."""
+"""What ``torch.distributed`` holds for a group of backend ``bagua``: its calls, made on a communicator of ours.
+
+C++ calls eleven of these methods by name (DDP, functional collectives). One that is missing falls through to C++, which
+holds the interpreter's lock while it waits: a deadlock. So all of them are here, in the spelling of each version.
+"""
 
 from __future__ import annotations
 
 import atexit
-import contextlib
-import dataclasses
-import hashlib
 import os
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from bagua.comm.group import ProcessGroup
-from bagua.comm.lifetime.closer import close_with
-from bagua.comm.lifetime.forks import family, leak
-from bagua.comm.operands import as_seconds
-from bagua.comm.records.ledger import Ledger
+from bagua.comm.lifetime.forks import leak
+from bagua.comm.operands import check_rank
 from bagua.comm.startup.choice import TORCH_NAME
-from bagua.comm.startup.formation import configure_log, connect_first, fresh, plan
-from bagua.comm.torch_backend.calls import TorchCalls
-from bagua.comm.torch_backend.futures import CallbackThread, CallFuture, PlainFutures
-from bagua.comm.torch_backend.stand_in import CpuStandIn
-from bagua.comm.torch_backend.work import BackwardPass, TorchWork
-from bagua.comm.torch_private import (
-    default_store,
-    do_not_compile,
-    nccl_options,
-    requested_backends,
-    require_known_calls,
-    set_default_timeout,
-    set_sequence_number,
-)
-from bagua.errors import ConfigurationError
+from bagua.comm.torch_backend.forms import takes
+from bagua.comm.torch_backend.starter import CallStarter
+from bagua.comm.torch_backend.tensors import REDUCE_ROWS, as_one, first, only, require_equal, rows_of, spelled
+from bagua.comm.torch_forms.lists import counts_of_rows, rows_for
+from bagua.comm.torch_forms.lists import flat as flat_of
+from bagua.comm.transports.memory.copying import copy_pieces
+from bagua.errors import ConfigurationError, InvalidReduceOpError
 
 _GLOO = dist.ProcessGroup.BackendType.GLOO
 _NCCL = dist.ProcessGroup.BackendType.NCCL
+#: Messages have no options of their own; these say asynchronous, and the group's deadline.
+_MESSAGE = c10d.BarrierOptions()
 
 
-@dataclass(frozen=True)
-class TorchBackendOptions:
-    """What ``pg_options`` of ``torch.distributed.init_process_group("bagua")`` and ``new_group`` take.
-
-    Args:
-        raise_in_backward: True if the end of a backward pass raises the errors of its allreduces. Without, the
-            errors are left to the code that handles the futures of these calls, such as a communication hook.
-        ordered_callbacks: True if callbacks of futures run in a thread of their own, in the order of the calls, so that
-            they may communicate and wait. Without, they run where torch runs them: in the thread that adds them, if the
-            call is complete, and else in one that completes calls, where they must not communicate.
-
-    Example:
-        >>> TorchBackendOptions(raise_in_backward=False)
-        TorchBackendOptions(raise_in_backward=False, ordered_callbacks=True)
-    """
-
-    raise_in_backward: bool = True
-    ordered_callbacks: bool = True
-
-
-class TorchGroup(TorchCalls, dist.ProcessGroup):  # type: ignore[misc]  # the stub has more overloads than callers
-    """What ``torch.distributed`` holds for a group whose backend is ``bagua``.
+class TorchGroup(dist.ProcessGroup):
+    """A group of ``torch.distributed``, with CPU tensors travelling by our transports.
 
     Args:
         store: key-value store of the ranks of this group alone.
-        members: our group of the same ranks, which this one owns.
-        stand_in: registered with torch for CPU tensors.
-        backends: who serves the tensors of other devices, by device type.
-        options: options of this group.
+        starter: makes its calls, and ends with it.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        members: ProcessGroup,
-        stand_in: CpuStandIn,
-        backends: Mapping[str, Any],
-        options: TorchBackendOptions,
-    ) -> None:
-        dist.ProcessGroup.__init__(self, members.rank, members.size)  # type: ignore[call-arg]  # not in the stub
-        TorchCalls.__init__(self, members, stand_in, backends, **dataclasses.asdict(options))
+    def __init__(self, store: dist.Store, starter: CallStarter) -> None:
+        super().__init__(starter.members.rank, starter.members.size)  # type: ignore[call-arg]  # not in the stub
         #: For all who meet the ranks of this group.
         self.store_of_members = store
+        self.members = starter.members
+        self._starter = starter
+
+    def register(self) -> None:
+        """Give torch the backends that it asks for by device."""
         self._set_default_backend(_GLOO)
-        self._register_backend(torch.device("cpu"), _GLOO, stand_in)
-        for device_type, backend in backends.items():
-            self._register_backend(torch.device(device_type), _NCCL, backend)
-        _open_groups.add(self)
-        family.add(self)
-        close_with(self, _Belongings(members, self.callbacks))
+        for device_type, backend in self._starter.torch_backends.items():
+            self._register_backend(torch.device(device_type), _GLOO if device_type == "cpu" else _NCCL, backend)
 
     def disown(self) -> None:
         """In a forked child: torch's objects are never destroyed there."""
@@ -110,8 +73,7 @@ class TorchGroup(TorchCalls, dist.ProcessGroup):  # type: ignore[misc]  # the st
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the default deadline of all later calls."""
-        for backend in (self._stand_in, *self._backends.values()):
-            set_default_timeout(backend, timeout)
+        self._starter.set_timeout(timeout)
 
     def reconfigure(self, *_: object) -> None:
         """Refuse what torch 2.15 asks of groups of C++: it would meet the stand-in, and change nothing of ours."""
@@ -141,36 +103,319 @@ class TorchGroup(TorchCalls, dist.ProcessGroup):  # type: ignore[misc]  # the st
 
     def abort(self) -> None:
         """Break all connections, from any thread; peers get an error that says so."""
-        self.members.abort("torch.distributed aborted the group")
-        for backend in self._backends.values():
-            with contextlib.suppress(RuntimeError):  # Without a connection there is nothing to abort.
-                backend.abort()
+        self._starter.abort("torch.distributed aborted the group")
 
     def shutdown(self) -> None:
         """Leave the group and give back what it holds. Idempotent."""
-        _open_groups.discard(self)
-        _Belongings(self.members, self.callbacks).close()
-        for backend in self._backends.values():
-            with contextlib.suppress(RuntimeError):
-                backend.shutdown()
+        open_groups.discard(self)
+        self._starter.shutdown()
+
+    # What C++ calls.
+
+    @takes(c10d.AllreduceOptions, ("list",), "tensors:list opts", "tensors:list op timeout", "tensor op timeout")
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
+        """Reduce in place; several tensors of one call with each other, too."""
+        if len(tensors) != 1:
+            return self._allreduce_together(tensors, opts)
+        if other := self._starter.elsewhere(tensors[0]):
+            return other.allreduce(tensors, opts)
+        call = partial(self._starter.collectives.allreduce, tensors[0], opts.reduceOp.op)
+        started = self._starter.start(opts, tensors, [call])
+        self._starter.raise_in_backward(started)
+        return started
+
+    def _allreduce_together(self, tensors: list[Tensor], opts: Any) -> Any:
+        if other := self._starter.elsewhere(first(tensors)):
+            return other.allreduce(tensors, opts)
+        operation = opts.reduceOp.op
+        try:
+            reduce_rows = REDUCE_ROWS[operation]
+        except KeyError:
+            raise InvalidReduceOpError(
+                "several tensors of one allreduce are not reduced with each other in this way",
+                argument="op",
+                expected=f"one of {', '.join(known.name for known in REDUCE_ROWS)}",
+                seen=operation,
+                advice="Make a call for each tensor, or allreduce_coalesced.",
+            ) from None
+        rows = rows_of(tensors)
+
+        def finish() -> None:
+            copy_pieces(tensors, [reduce_rows(rows)] * len(tensors))
+
+        call = partial(self._starter.collectives.allreduce, rows, operation)
+        return self._starter.start(opts, tensors, [call], finish)
+
+    @takes(c10d.AllreduceCoalescedOptions, ("list",), "tensors:list opts")
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Any:
+        """Reduce all tensors in place, with one message for each dtype."""
+        if tensors and (other := self._starter.elsewhere(tensors[0])):
+            return other.allreduce_coalesced(tensors, opts)
+        alike: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in tensors:
+            alike.setdefault(tensor.dtype, []).append(tensor)
+        flats = [(flat_of(parts), parts) for parts in alike.values()]
+
+        def finish() -> None:
+            for flat, parts in flats:
+                copy_pieces(parts, torch.split(flat, [part.numel() for part in parts]))
+
+        operation = opts.reduceOp.op
+        calls = [partial(self._starter.collectives.allreduce, flat, operation) for flat, _ in flats]
+        return self._starter.start(opts, tensors, calls, finish)
+
+    @takes(c10d.BroadcastOptions, ("list",), "tensors:list opts", "tensor root:rank timeout")
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
+        """Copy the tensor of one rank to all others; of several, one to all of them."""
+        if other := self._starter.elsewhere(first(tensors)):
+            return other.broadcast(tensors, opts)
+        if len(tensors) == 1:
+            call = partial(self._starter.collectives.broadcast, tensors[0], opts.rootRank)
+            return self._starter.start(opts, tensors, [call])
+        rows = rows_of(tensors)
+        sent = rows[check_rank(opts.rootTensor, len(tensors), "rootTensor")]
+
+        def finish() -> None:
+            copy_pieces(tensors, [sent] * len(tensors))
+
+        call = partial(self._starter.collectives.broadcast, sent, opts.rootRank)
+        return self._starter.start(opts, tensors, [call], finish)
+
+    @takes(
+        c10d.AllgatherOptions,
+        ("lists", "list"),
+        "output_tensors:lists input_tensors:list opts",
+        "output_tensors:list input_tensor:tensor timeout",
+    )
+    def allgather(self, output_lists: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> Any:
+        """Gather the tensors of all ranks into a list, in rank order; of several, all into each list."""
+        if other := self._starter.elsewhere(first(tensors)):
+            return other.allgather(output_lists, tensors, opts)
+        require_equal("output lists, one for each tensor", len(tensors), len(output_lists))
+        for outputs in output_lists:
+            require_equal("output tensors", len(tensors) * self.members.size, len(outputs))
+        flat = rows_for([output for outputs in output_lists for output in outputs])[: len(output_lists[0])]
+        source = tensors[0] if len(tensors) == 1 else rows_of(tensors)
+
+        def finish() -> None:
+            for outputs in output_lists:
+                copy_pieces(outputs, flat.unbind())
+
+        outputs = [output for outputs in output_lists for output in outputs]
+        return self._starter.start(opts, outputs, [partial(self._starter.collectives.allgather, flat, source)], finish)
+
+    @takes(c10d.AllgatherOptions, ("list", "list"), "outputs:list inputs:list opts")
+    def all_gather_single_coalesced(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> Any:
+        """Gather each tensor of all ranks into one output."""
+        if tensors and (other := self._starter.elsewhere(tensors[0])):
+            return as_one(other, spelled(other, "all_gather_single", "_allgather_base"), outputs, tensors, opts)
+        require_equal("output tensors", len(tensors), len(outputs))
+        pairs = zip(outputs, tensors, strict=True)
+        calls = [partial(self._starter.collectives.allgather, *pair) for pair in pairs]
+        return self._starter.start(opts, outputs, calls)
+
+    @takes(
+        c10d.ReduceScatterOptions,
+        ("list", "lists"),
+        "output_tensors:list input_tensors:lists opts",
+        "output:tensor input:list op timeout",
+    )
+    def reduce_scatter(self, outputs: list[Tensor], input_lists: list[list[Tensor]], opts: Any) -> Any:
+        """Reduce a list of tensors over all ranks and give each rank its part."""
+        output, parts = only(outputs), only(input_lists)
+        if other := self._starter.elsewhere(output):
+            return other.reduce_scatter(outputs, input_lists, opts)
+        require_equal("input tensors", self.members.size, len(parts))
+        call = partial(self._starter.collectives.reduce_scatter, output, flat_of(parts), opts.reduceOp.op)
+        return self._starter.start(opts, outputs, [call])
+
+    @takes(c10d.ReduceScatterOptions, ("list", "list"), "outputs:list inputs:list opts")
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> Any:
+        """Reduce each tensor over all ranks and give each rank its part."""
+        if outputs and (other := self._starter.elsewhere(outputs[0])):
+            return as_one(
+                other, spelled(other, "reduce_scatter_single", "_reduce_scatter_base"), outputs, tensors, opts
+            )
+        require_equal("input tensors", len(outputs), len(tensors))
+        pairs = zip(outputs, tensors, strict=True)
+        calls = [partial(self._starter.collectives.reduce_scatter, *pair, opts.reduceOp.op) for pair in pairs]
+        return self._starter.start(opts, outputs, calls)
+
+    @takes(
+        c10d.AllToAllOptions,
+        ("tensor", "tensor", "sizes", "sizes"),
+        "output:tensor input:tensor output_split_sizes:sizes input_split_sizes:sizes opts",
+        "output:tensor input:tensor output_split_sizes:sizes input_split_sizes:sizes timeout",
+    )
+    def all_to_all_single(
+        self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any
+    ) -> Any:
+        """Send some of the first dimension to each rank; the same to each if no sizes are given."""
+        if other := self._starter.elsewhere(tensor):
+            call = spelled(other, "all_to_all_single", "alltoall_base")
+            return call(output, tensor, list(output_sizes), list(input_sizes), opts)
+        if not output_sizes and not input_sizes:
+            return self._starter.start(opts, [output], [partial(self._starter.collectives.alltoall, output, tensor)])
+        received = counts_of_rows(output, output_sizes, self.members.size)
+        sent = counts_of_rows(tensor, input_sizes, self.members.size)
+        call = partial(self._starter.collectives.alltoall_v, output, tensor, received, sent)
+        return self._starter.start(opts, [output], [call])
+
+    @takes(c10d.BarrierOptions, (), "opts", "timeout")
+    def barrier(self, opts: Any) -> Any:
+        """Return when all ranks are here; a barrier of the devices if the caller names them."""
+        if opts.device_ids and (other := self._starter.torch_backends.get("cuda")):
+            return other.barrier(opts)
+        return self._starter.start(opts, [], [self._starter.collectives.barrier])
+
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> Any:  # noqa: N803 - torch's name
+        """Send a tensor to one rank."""
+        tensor = only(tensors)
+        if other := self._starter.elsewhere(tensor, tag):
+            return other.send([tensor], dstRank, tag)
+        call = partial(self._starter.messages.send, tensor, dstRank)
+        return self._starter.start(_MESSAGE, [tensor], [call], is_message=True)
+
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> Any:  # noqa: N803 - torch's name
+        """Receive a tensor from one rank."""
+        tensor = only(tensors)
+        if other := self._starter.elsewhere(tensor, tag):
+            return other.recv([tensor], srcRank, tag)
+        call = partial(self._starter.messages.recv, tensor, srcRank)
+        return self._starter.start(_MESSAGE, [tensor], [call], is_message=True)
+
+    # What Python calls.
+
+    @takes(c10d.AllgatherOptions, ("tensor", "tensor"), "output:tensor input:tensor opts")
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
+        """Gather a tensor of all ranks into one output."""
+        if other := self._starter.elsewhere(tensor):
+            return spelled(other, "all_gather_single", "_allgather_base")(output, tensor, opts)
+        return self._starter.start(opts, [output], [partial(self._starter.collectives.allgather, output, tensor)])
+
+    @takes(c10d.AllgatherOptions, ("lists", "list"), "output_lists:lists input_list:list opts")
+    def allgather_coalesced(self, output_lists: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> Any:
+        """Gather several tensors; here ``output_lists`` has one list for each rank."""
+        require_equal("output lists, one for each rank", self.members.size, len(output_lists))
+        for outputs in output_lists:
+            require_equal("output tensors", len(tensors), len(outputs))
+        per_tensor = [list(outputs) for outputs in zip(*output_lists, strict=True)]
+        if other := self._starter.elsewhere(first(tensors)):
+            return other.allgather(per_tensor, tensors, opts)
+        flats = [rows_for(outputs) for outputs in per_tensor]
+        calls = [partial(self._starter.collectives.allgather, *pair) for pair in zip(flats, tensors, strict=True)]
+
+        def finish() -> None:
+            for outputs, flat in zip(per_tensor, flats, strict=True):
+                copy_pieces(outputs, flat.unbind())
+
+        return self._starter.start(opts, [output for outputs in per_tensor for output in outputs], calls, finish)
+
+    @takes(c10d.ReduceScatterOptions, ("tensor", "tensor"), "outputTensor:tensor inputTensor:tensor opts")
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
+        """Reduce a tensor over all ranks and give each rank its part."""
+        if other := self._starter.elsewhere(tensor):
+            return spelled(other, "reduce_scatter_single", "_reduce_scatter_base")(output, tensor, opts)
+        call = partial(self._starter.collectives.reduce_scatter, output, tensor, opts.reduceOp.op)
+        return self._starter.start(opts, [output], [call])
+
+    @takes(c10d.ReduceOptions, ("list",), "tensors:list opts", "tensor root:rank op timeout")
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
+        """Reduce a tensor into that of one rank."""
+        tensor = only(tensors)
+        if other := self._starter.elsewhere(tensor):
+            return other.reduce(tensors, opts)
+        call = partial(self._starter.collectives.reduce, tensor, opts.rootRank, opts.reduceOp.op)
+        return self._starter.start(opts, tensors, [call])
+
+    @takes(
+        c10d.GatherOptions,
+        ("lists", "list"),
+        "output_tensors:lists input_tensors:list opts",
+        "output_tensors:list input_tensor:tensor root:rank timeout",
+    )
+    def gather(self, output_lists: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> Any:
+        """Gather a tensor of all ranks into a list on one of them."""
+        tensor = only(tensors)
+        if other := self._starter.elsewhere(tensor):
+            return other.gather(output_lists, tensors, opts)
+        outputs = only(output_lists) if output_lists else []
+        at_root = opts.rootRank == self.members.rank
+        require_equal("output tensors", self.members.size if at_root else 0, len(outputs))
+        flat = rows_for(outputs) if outputs else None
+
+        def finish() -> None:
+            if flat is not None:
+                copy_pieces(outputs, flat.unbind())
+
+        call = partial(self._starter.collectives.gather, flat, tensor, opts.rootRank)
+        return self._starter.start(opts, outputs, [call], finish)
+
+    @takes(c10d.GatherOptions, ("tensor", "tensor"), "output:tensor input:tensor opts")
+    def gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
+        """Gather a tensor of all ranks into one output on one of them; torch has it from 2.15 on."""
+        if other := self._starter.elsewhere(tensor):
+            return other.gather_single(output, tensor, opts)
+        target = output if opts.rootRank == self.members.rank else None
+        call = partial(self._starter.collectives.gather, target, tensor, opts.rootRank)
+        return self._starter.start(opts, [output], [call])
+
+    @takes(
+        c10d.ScatterOptions,
+        ("list", "lists"),
+        "output_tensors:list input_tensors:lists opts",
+        "output_tensor:tensor input_tensors:list root:rank timeout",
+    )
+    def scatter(self, outputs: list[Tensor], input_lists: list[list[Tensor]], opts: Any) -> Any:
+        """Give each rank its tensor of the list of one of them."""
+        output = only(outputs)
+        if other := self._starter.elsewhere(output):
+            return other.scatter(outputs, input_lists, opts)
+        parts = only(input_lists) if input_lists else []
+        at_root = opts.rootRank == self.members.rank
+        require_equal("input tensors", self.members.size if at_root else 0, len(parts))
+        source = flat_of(parts) if parts else None
+        call = partial(self._starter.collectives.scatter, output, source, opts.rootRank)
+        return self._starter.start(opts, outputs, [call])
+
+    @takes(c10d.AllToAllOptions, ("list", "list"), "output_tensors:list input_tensors:list opts")
+    def alltoall(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> Any:
+        """Send one tensor to each rank and receive one from each; sizes may differ."""
+        if other := self._starter.elsewhere(first(tensors)):
+            return other.alltoall(outputs, tensors, opts)
+        require_equal("output tensors", self.members.size, len(outputs))
+        require_equal("input tensors", self.members.size, len(tensors))
+        received, sent = [output.numel() for output in outputs], [tensor.numel() for tensor in tensors]
+        flat = outputs[0].new_empty(sum(received))
+        call = partial(self._starter.collectives.alltoall_v, flat, flat_of(tensors), received, sent)
+        return self._starter.start(opts, outputs, [call], lambda: copy_pieces(outputs, torch.split(flat, received)))
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
+        """Receive the next message of any rank; ``_source_rank()`` of the work says which one sent it."""
+        tensor = only(tensors)
+        if other := self._starter.elsewhere(tensor, tag):
+            return other.recv_anysource([tensor], tag)
+        receive: Any = self._starter.messages.recv_any  # It returns a rank, or as here a work.
+        return self._starter.start(_MESSAGE, [tensor], [partial(receive, tensor)], is_message=True)
+
+    # Several calls as one work.
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._starter.start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        return self._starter.end_coalescing(device)
+
+    # Names before torch 2.13.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+    gather_into_tensor = gather_single
 
 
-class _Belongings:
-    """What a group leaves behind when no code holds it any more. Closing it tells the peers, as Gloo does."""
-
-    def __init__(self, members: ProcessGroup, callbacks: CallbackThread | PlainFutures) -> None:
-        self._members = members
-        self._callbacks = callbacks
-
-    def idle(self) -> bool:
-        return self._members.idle()
-
-    def close(self) -> None:
-        self._members.close()
-        self._callbacks.stop()
-
-
-class _OpenGroups:
+class OpenGroups:
     """The open groups of this process, to be left when it ends."""
 
     def __init__(self) -> None:
@@ -178,12 +423,14 @@ class _OpenGroups:
         self._process = -1
 
     def add(self, group: TorchGroup) -> None:
+        """Leave ``group`` at the end of the process."""
         self._members.add(group)
         if self._process != os.getpid():
             self._process = os.getpid()
             atexit.register(self._leave_all)
 
     def discard(self, group: TorchGroup) -> None:
+        """Forget ``group``, which was left."""
         self._members.discard(group)
 
     def _leave_all(self) -> None:
@@ -192,161 +439,4 @@ class _OpenGroups:
                 group.shutdown()
 
 
-_open_groups = _OpenGroups()
-
-
-# From torch's request to a group.
-
-
-def install_torch_backend() -> None:
-    """Make the backend name ``bagua`` known to ``torch.distributed``. Idempotent.
-
-    Example:
-        >>> install_torch_backend()
-        >>> dist.is_backend_available("bagua")
-        True
-    """
-    if not dist.is_backend_available(TORCH_NAME):
-        do_not_compile(TorchGroup, TorchCalls, CpuStandIn, TorchWork, CallFuture, BackwardPass)
-        # A list: torch would take a string for a list of letters.
-        dist.Backend.register_backend(TORCH_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
-
-
-def create_torch_group(
-    store: dist.Store,
-    rank: int,
-    size: int,
-    timeout: float | timedelta = 1800.0,
-    *,
-    ranks: Sequence[int] = (),
-    name: str = "created",
-    options: TorchBackendOptions | Any = None,
-) -> TorchGroup:
-    """A group of backend ``bagua`` for ``torch.distributed``, beside its default group or without one. Collective.
-
-    For software that makes its groups itself, and makes them anew when ranks come and go. Close it with ``shutdown()``,
-    or drop it.
-
-    Args:
-        store: the ranks of this group share it, and no other group has it: a ``PrefixStore`` for each.
-        rank: number of this process in the group.
-        size: number of ranks.
-        timeout: default deadline of every call, and of this one, in seconds or as a ``timedelta``.
-        ranks: the global rank of each; its number in the group if left out.
-        name: name of the group, for logs.
-        options: options of the group, or those of NCCL where there is CUDA.
-
-    Raises:
-        CollectiveTimeoutError: ranks that did not come in time.
-        ConfigurationError: an argument that cannot be used.
-
-    Example:
-        >>> group = create_torch_group(dist.HashStore(), rank=0, size=1)
-        >>> group.allreduce(torch.ones(2)).wait()
-        True
-        >>> group.shutdown()
-    """
-    part = fresh(store, rank)  # Also if an argument is refused: ranks then still agree on how many groups they began.
-    install_torch_backend()
-    require_known_calls(TorchGroup)
-    own, of_nccl = _split_options(options)
-    configure_log()
-    timeout_s = as_seconds(timeout)
-    everyone = list(ranks) or list(range(size))
-    members = _connect(part, rank, everyone, timeout_s, f"torch/{name}")
-    stand_in = CpuStandIn(dist.PrefixStore("gloo", part), rank, size, timedelta(seconds=timeout_s))
-    backends = {"cuda": _nccl(part, rank, size, timeout_s, everyone, name, of_nccl)} if _serves_cuda() else {}
-    return TorchGroup(part, members, stand_in, backends, own)
-
-
-def _create(request: Any, options: Any) -> TorchGroup:
-    """The group that torch asks for. Collective among its members.
-
-    Args:
-        request: torch's ``_DistributedBackendOptions``.
-        options: the user's ``pg_options``.
-    """
-    _check_nothing_is_dropped(requested_backends())
-    ranks = list(request.global_ranks_in_group)  # Torch gives none for the group of all.
-    return create_torch_group(
-        _store_of_ranks(request.store, ranks),
-        request.group_rank,
-        request.group_size,
-        request.timeout,
-        ranks=ranks,
-        name=request.group_id,
-        options=options,
-    )
-
-
-def _store_of_ranks(store: dist.Store, ranks: list[int]) -> dist.Store:
-    """Where ``ranks`` meet: in the store of the default group, under their numbers.
-
-    Torch's ``store`` has the name of the group as its prefix, mostly a number that each rank counts. Torch 2.15 counts
-    groups with ``use_local_synchronization``, too, which only their members make. From then on ranks have other numbers
-    for one group, and would wait for each other at different places.
-
-    Args:
-        store: store of torch, with prefixes for the device and for the group; returned if it is not made like that.
-        ranks: global ranks of the group; none for the default group, whose name is the same everywhere.
-    """
-    of_group = getattr(store, "underlying_store", None)
-    if not ranks or not dist.is_initialized() or getattr(of_group, "underlying_store", None) is not default_store():
-        return store
-    name = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
-    return dist.PrefixStore(f"bagua/ranks/{name}", default_store())
-
-
-def _split_options(options: Any) -> tuple[TorchBackendOptions, Any]:
-    """Our options, and those of NCCL, out of what the user passed."""
-    if options is None or isinstance(options, TorchBackendOptions):
-        return options or TorchBackendOptions(), None
-    if _serves_cuda() and isinstance(options, dist.ProcessGroupNCCL.Options):
-        return TorchBackendOptions(), options
-    raise ConfigurationError(
-        "backend bagua does not take these options",
-        argument="pg_options",
-        expected="bagua.torch_api.TorchBackendOptions, or options of NCCL where there is CUDA",
-        seen=type(options).__name__,
-    )
-
-
-def _connect(store: dist.Store, rank: int, ranks: list[int], timeout_s: float, label: str) -> ProcessGroup:
-    """Our group of these ranks, on the best transport for CPU tensors."""
-    planned = plan(store, rank, ranks, None, timeout_s, use_cuda=False)
-    return connect_first(store, rank, ranks, planned, timeout_s, Ledger(), label)
-
-
-def _serves_cuda() -> bool:
-    return dist.is_nccl_available() and torch.cuda.is_available()
-
-
-def _nccl(store: dist.Store, rank: int, size: int, timeout_s: float, ranks: list[int], name: str, options: Any) -> Any:
-    """NCCL for the CUDA tensors of a group; it connects when it is first used."""
-    options = nccl_options(timedelta(seconds=timeout_s), options)
-    options.global_ranks_in_group = ranks
-    options.group_name = name
-    nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
-    set_sequence_number(nccl)
-    return nccl
-
-
-def _check_nothing_is_dropped(asked_for: c10d.BackendConfig | None) -> None:
-    """Refuse a string of several backends that torch would silently not build.
-
-    Args:
-        asked_for: devices and backends that torch read out of the string; None if that is not known.
-    """
-    if asked_for is None:
-        return
-    for device_type, name in asked_for.get_device_backend_map().items():
-        served = (name == TORCH_NAME and device_type in ("cpu", "cuda")) or (
-            name == "nccl" and device_type == "cuda" and _serves_cuda()
-        )
-        if not served:
-            raise ConfigurationError(
-                f"torch.distributed would silently not build {device_type}:{name} beside bagua",
-                argument="backend",
-                expected="'bagua' alone: it serves CPU tensors, and CUDA tensors through NCCL where there is CUDA",
-                seen=str(asked_for),
-            )
+open_groups = OpenGroups()

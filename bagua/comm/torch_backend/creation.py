@@ -1,0 +1,194 @@
+"""From a request of ``torch.distributed`` to a group of backend ``bagua``."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from bagua.comm.group import ProcessGroup
+from bagua.comm.lifetime.closer import close_with
+from bagua.comm.lifetime.forks import family
+from bagua.comm.operands import as_seconds
+from bagua.comm.records.ledger import Ledger
+from bagua.comm.startup.choice import TORCH_NAME
+from bagua.comm.startup.formation import configure_log, connect_first, fresh, plan
+from bagua.comm.torch_backend.futures import CallFuture
+from bagua.comm.torch_backend.group import TorchGroup, open_groups
+from bagua.comm.torch_backend.stand_in import CpuStandIn
+from bagua.comm.torch_backend.starter import CallStarter, TorchBackendOptions
+from bagua.comm.torch_backend.work import BackwardPass, TorchWork
+from bagua.comm.torch_private import (
+    default_store,
+    do_not_compile,
+    nccl_options,
+    requested_backends,
+    require_known_calls,
+    set_sequence_number,
+)
+from bagua.errors import ConfigurationError
+
+
+def install_torch_backend() -> None:
+    """Make the backend name ``bagua`` known to ``torch.distributed``. Idempotent.
+
+    Example:
+        >>> install_torch_backend()
+        >>> dist.is_backend_available("bagua")
+        True
+    """
+    if not dist.is_backend_available(TORCH_NAME):
+        do_not_compile(TorchGroup, CallStarter, CpuStandIn, TorchWork, CallFuture, BackwardPass)
+        # A list: torch would take a string for a list of letters.
+        dist.Backend.register_backend(TORCH_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def create_torch_group(
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout: float | timedelta = 1800.0,
+    *,
+    ranks: Sequence[int] = (),
+    name: str = "created",
+    options: TorchBackendOptions | Any = None,
+) -> TorchGroup:
+    """A group of backend ``bagua`` for ``torch.distributed``, beside its default group or without one. Collective.
+
+    For software that makes its groups itself, and makes them anew when ranks come and go. Close it with ``shutdown()``,
+    or drop it.
+
+    Args:
+        store: the ranks of this group share it, and no other group has it: a ``PrefixStore`` for each.
+        rank: number of this process in the group.
+        size: number of ranks.
+        timeout: default deadline of every call, and of this one, in seconds or as a ``timedelta``.
+        ranks: the global rank of each; its number in the group if left out.
+        name: name of the group, for logs.
+        options: options of the group, or those of NCCL where there is CUDA.
+
+    Raises:
+        CollectiveTimeoutError: ranks that did not come in time.
+        ConfigurationError: an argument that cannot be used.
+
+    Example:
+        >>> group = create_torch_group(dist.HashStore(), rank=0, size=1)
+        >>> group.allreduce(torch.ones(2)).wait()
+        True
+        >>> group.shutdown()
+    """
+    part = fresh(store, rank)  # Also if an argument is refused: ranks then still agree on how many groups they began.
+    install_torch_backend()
+    require_known_calls(TorchGroup)
+    own, of_nccl = _split_options(options)
+    configure_log()
+    timeout_s = as_seconds(timeout)
+    everyone = list(ranks) or list(range(size))
+    members = _connect(part, rank, everyone, timeout_s, f"torch/{name}")
+    stand_in = CpuStandIn(dist.PrefixStore("gloo", part), rank, size, timedelta(seconds=timeout_s))
+    backends = {"cuda": _nccl(part, rank, size, timeout_s, everyone, name, of_nccl)} if _serves_cuda() else {}
+    starter = CallStarter(members, stand_in, backends, own)
+    group = TorchGroup(part, starter)
+    group.register()
+    open_groups.add(group)
+    family.add(group)
+    close_with(group, starter)
+    return group
+
+
+def _create(request: Any, options: Any) -> TorchGroup:
+    """The group that torch asks for. Collective among its members.
+
+    Args:
+        request: torch's ``_DistributedBackendOptions``.
+        options: the user's ``pg_options``.
+    """
+    _check_nothing_is_dropped(requested_backends())
+    ranks = list(request.global_ranks_in_group)  # Torch gives none for the group of all.
+    return create_torch_group(
+        _store_of_ranks(request.store, ranks),
+        request.group_rank,
+        request.group_size,
+        request.timeout,
+        ranks=ranks,
+        name=request.group_id,
+        options=options,
+    )
+
+
+def _store_of_ranks(store: dist.Store, ranks: list[int]) -> dist.Store:
+    """Where ``ranks`` meet: in the store of the default group, under their numbers.
+
+    Torch's ``store`` has the name of the group as its prefix, mostly a number that each rank counts. Torch 2.15 counts
+    groups with ``use_local_synchronization``, too, which only their members make. From then on ranks have other numbers
+    for one group, and would wait for each other at different places.
+
+    Args:
+        store: store of torch, with prefixes for the device and for the group; returned if it is not made like that.
+        ranks: global ranks of the group; none for the default group, whose name is the same everywhere.
+    """
+    of_group = getattr(store, "underlying_store", None)
+    if not ranks or not dist.is_initialized() or getattr(of_group, "underlying_store", None) is not default_store():
+        return store
+    name = hashlib.sha1(repr(ranks).encode(), usedforsecurity=False).hexdigest()
+    return dist.PrefixStore(f"bagua/ranks/{name}", default_store())
+
+
+def _split_options(options: Any) -> tuple[TorchBackendOptions, Any]:
+    """Our options, and those of NCCL, out of what the user passed."""
+    if options is None or isinstance(options, TorchBackendOptions):
+        return options or TorchBackendOptions(), None
+    if _serves_cuda() and isinstance(options, dist.ProcessGroupNCCL.Options):
+        return TorchBackendOptions(), options
+    raise ConfigurationError(
+        "backend bagua does not take these options",
+        argument="pg_options",
+        expected="bagua.torch_api.TorchBackendOptions, or options of NCCL where there is CUDA",
+        seen=type(options).__name__,
+    )
+
+
+def _connect(store: dist.Store, rank: int, ranks: list[int], timeout_s: float, label: str) -> ProcessGroup:
+    """Our group of these ranks, on the best transport for CPU tensors."""
+    planned = plan(store, rank, ranks, None, timeout_s, use_cuda=False)
+    return connect_first(store, rank, ranks, planned, timeout_s, Ledger(), label)
+
+
+def _serves_cuda() -> bool:
+    return dist.is_nccl_available() and torch.cuda.is_available()
+
+
+def _nccl(store: dist.Store, rank: int, size: int, timeout_s: float, ranks: list[int], name: str, options: Any) -> Any:
+    """NCCL for the CUDA tensors of a group; it connects when it is first used."""
+    options = nccl_options(timedelta(seconds=timeout_s), options)
+    options.global_ranks_in_group = ranks
+    options.group_name = name
+    nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, options)
+    set_sequence_number(nccl)
+    return nccl
+
+
+def _check_nothing_is_dropped(asked_for: c10d.BackendConfig | None) -> None:
+    """Refuse a string of several backends that torch would silently not build.
+
+    Args:
+        asked_for: devices and backends that torch read out of the string; None if that is not known.
+    """
+    if asked_for is None:
+        return
+    for device_type, name in asked_for.get_device_backend_map().items():
+        served = (name == TORCH_NAME and device_type in ("cpu", "cuda")) or (
+            name == "nccl" and device_type == "cuda" and _serves_cuda()
+        )
+        if not served:
+            raise ConfigurationError(
+                f"torch.distributed would silently not build {device_type}:{name} beside bagua",
+                argument="backend",
+                expected="'bagua' alone: it serves CPU tensors, and CUDA tensors through NCCL where there is CUDA",
+                seen=str(asked_for),
+            )

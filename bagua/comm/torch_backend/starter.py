@@ -1,0 +1,199 @@
+"""How the calls of a group of backend ``bagua`` are made: on which communicator or backend, and as which work."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from bagua.comm.communicator import Communicator
+from bagua.comm.group import ProcessGroup
+from bagua.comm.torch_backend.futures import CallbackThread, PlainFutures, in_callback
+from bagua.comm.torch_backend.stand_in import CpuStandIn
+from bagua.comm.torch_backend.work import BackwardWatch, TorchWork
+from bagua.comm.torch_private import end_coalescing, set_default_timeout, start_coalescing
+from bagua.comm.work import Work, joined
+from bagua.errors import InvalidTensorError
+
+
+@dataclass(frozen=True)
+class TorchBackendOptions:
+    """What ``pg_options`` of ``torch.distributed.init_process_group("bagua")`` and ``new_group`` take.
+
+    Args:
+        raise_in_backward: True if the end of a backward pass raises the errors of its allreduces. Without, the
+            errors are left to the code that handles the futures of these calls, such as a communication hook.
+        ordered_callbacks: True if callbacks of futures run in a thread of their own, in the order of the calls, so that
+            they may communicate and wait. Without, they run where torch runs them: in the thread that adds them, if the
+            call is complete, and else in one that completes calls, where they must not communicate.
+
+    Example:
+        >>> TorchBackendOptions(raise_in_backward=False)
+        TorchBackendOptions(raise_in_backward=False, ordered_callbacks=True)
+    """
+
+    raise_in_backward: bool = True
+    ordered_callbacks: bool = True
+
+
+class Options(Protocol):
+    """What the options of all calls of torch have."""
+
+    timeout: timedelta
+    asyncOp: bool  # noqa: N815 - torch's name
+
+
+class CallStarter:
+    """What makes the calls of one group: our communicators for CPU tensors, torch's backends for others.
+
+    Args:
+        members: our group of the same ranks; closed with this.
+        stand_in: registered with torch for CPU tensors.
+        backends: who serves the tensors of other devices, by device type.
+        options: options of the group.
+
+    Attributes:
+        messages: makes the calls between two ranks.
+        torch_backends: what torch has registered for the group, by device type.
+    """
+
+    def __init__(
+        self,
+        members: ProcessGroup,
+        stand_in: CpuStandIn,
+        backends: Mapping[str, Any],
+        options: TorchBackendOptions = TorchBackendOptions(),
+    ) -> None:
+        self.members = members
+        self.messages = members.global_communicator
+        self.messages.share()  # Threads may share a group of torch.
+        self.torch_backends = {"cpu": stand_in, **backends}
+        self._stand_in = stand_in
+        self._backends = dict(backends)
+        self._backward = BackwardWatch() if options.raise_in_backward else None
+        self._callbacks: CallbackThread | PlainFutures = (
+            CallbackThread(f"bagua-{members.label}-callbacks") if options.ordered_callbacks else PlainFutures()
+        )
+        #: Connected by the first collective call in a callback.
+        self._nested: Communicator | None = None
+        self._nesting = threading.RLock()
+        #: Started calls that will be one work, by the thread that collects them.
+        self._coalesced: dict[int, list[Work]] = {}
+        #: Works of single numbers. With one DDP counts who has not joined; C++ waits for it and keeps no Python alive.
+        self._counts: deque[TorchWork] = deque(maxlen=16)
+
+    @property
+    def collectives(self) -> Communicator:
+        """Who makes the collective calls of the calling thread.
+
+        Those in callbacks have a communicator of their own: ranks do not agree on the moment at which a
+        callback runs, so not on the order of its calls and those of other threads.
+        """
+        if not in_callback():
+            return self.messages
+        with self._nesting:
+            if self._nested is None:
+                everyone = range(self.members.size)
+                self._nested = self.members.connect(everyone, "callbacks", timeout_s=self._stand_in.timeout_s)
+                self._nested.share()
+            return self._nested
+
+    def elsewhere(self, tensor: Tensor, tag: int = 0) -> Any:
+        """Who takes calls with this tensor instead of our communicator, if anybody."""
+        if tensor.is_cpu:
+            return self._stand_in if tag or tensor.layout is torch.sparse_coo else None
+        try:
+            return self._backends[tensor.device.type]
+        except KeyError:
+            raise InvalidTensorError(
+                "backend bagua does not serve this device",
+                argument="tensor",
+                expected=f"a tensor on {' or '.join(['cpu', *self._backends])}",
+                seen=tensor.device,
+                advice="CUDA tensors need a build of torch with NCCL, and a GPU.",
+            ) from None
+
+    def start(
+        self,
+        options: Options,
+        outputs: Sequence[Tensor],
+        calls: Sequence[Callable[..., Work | None]],
+        finish: Callable[[], None] | None = None,
+        *,
+        is_message: bool = False,
+    ) -> TorchWork:
+        """Start ``calls`` of our communicator as torch's options say.
+
+        Those that are not asynchronous are made here and now, mostly in the calling thread: on
+        shared memory that takes a fraction of the time.
+        """
+        seconds = options.timeout.total_seconds()
+        timeout_s = seconds if seconds > 0 else self._stand_in.timeout_s
+        started = [call(async_op=options.asyncOp, timeout=timeout_s) for call in calls]
+        works = [work for work in started if work is not None]
+        if not works:
+            if finish is not None:
+                finish()
+            return TorchWork(None, outputs, self._callbacks)
+        work = works[0] if finish is None and len(works) == 1 else joined(works, finish)
+        if self._coalesced and (collected := self._coalesced.get(threading.get_ident())) is not None:
+            collected.append(work)
+        made = TorchWork(work, outputs, self._callbacks, is_message=is_message)
+        if len(outputs) == 1 and outputs[0].numel() == 1:
+            self._counts.append(made)
+        return made
+
+    def raise_in_backward(self, started: TorchWork) -> None:
+        """Let the end of the backward pass that runs raise the error of ``started``, if that is asked for."""
+        if started.pending is not None and self._backward is not None:
+            self._backward.add(started.pending)
+
+    def start_coalescing(self, device: torch.device) -> None:
+        """Collect what the calling thread starts for ``device`` from now on."""
+        if device.type in self._backends:
+            start_coalescing(self._backends[device.type])
+        else:
+            self._coalesced[threading.get_ident()] = []
+
+    def end_coalescing(self, device: torch.device) -> Any:
+        """One work of all that was collected."""
+        if device.type in self._backends:
+            return end_coalescing(self._backends[device.type])
+        works = self._coalesced.pop(threading.get_ident(), None)
+        # Messages may be among them.
+        return TorchWork(joined(works, None) if works else None, [], self._callbacks, is_message=True)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the default deadline of all later calls."""
+        for backend in self.torch_backends.values():
+            set_default_timeout(backend, timeout)
+
+    def abort(self, reason: str) -> None:
+        """Break all connections, from any thread."""
+        self.members.abort(reason)
+        for backend in self._backends.values():
+            with contextlib.suppress(RuntimeError):  # Without a connection there is nothing to abort.
+                backend.abort()
+
+    def idle(self) -> bool:
+        """Whether nothing is under way on our communicators."""
+        return self.members.idle()
+
+    def close(self) -> None:
+        """Tell the peers, as Gloo does, and give back what is ours. Idempotent."""
+        self.members.close()
+        self._callbacks.stop()
+
+    def shutdown(self) -> None:
+        """Close, and shut down the backends of torch."""
+        self.close()
+        for backend in self._backends.values():
+            with contextlib.suppress(RuntimeError):
+                backend.shutdown()
