@@ -3,8 +3,8 @@
 Each contender trains a small language model of bytes (``--task text``), or a convolutional network on generated
 images of which each rank sees other classes (``--task images``), from the same weights on the same batches, and so does
 gradient allreduce. Reported is the held-out loss over that of gradient allreduce from the same seed (for those that
-need an optimizer of their own: over that of gradient allreduce with it, or with Adam; for DiLoCo with a codec or in
-fragments: over that of DiLoCo without), for each seed and on an average.
+need an optimizer of their own: over that of gradient allreduce with it, or with Adam, at the rate that suits it best;
+for DiLoCo with a codec or in fragments: over that of DiLoCo without), for each seed and on an average.
 Two lines say how much that means: ``perturbed`` is gradient allreduce whose first weights differ by one per cent, so
 its distance from 1 is chance; ``silent`` is the mutant that drops the exchange, and a limit that it kept would prove
 nothing.
@@ -54,6 +54,32 @@ BASELINES = {
     "demo": "adam",
     "one_bit_lamb": "lamb",
     "dion": "dion_optimizer",
+}
+#: How they take part in a task where nobody says otherwise: with the rate that ends lowest, chosen on the seed 5, and
+#: with a beginning in proportion to all steps.
+RECIPES: dict[str, dict[str, str]] = {
+    "text": {
+        "adam": "lr=0.03",
+        "lamb": "lr=0.02",
+        "dion_optimizer": "lr=0.05",
+        "qadam": "lr=0.03,warmup_steps={fifth}",
+        "one_bit_adam": "lr=0.03,warmup_steps={fifth}",
+        "zero_one_adam": "lr=0.03,warmup_steps={fifth}",
+        "one_bit_lamb": "lr=0.02,warmup_steps={fifth}",
+        "dion": "lr=0.05",
+        "demo": "lr=0.02,kept=128,decay=0.97",
+        "sign_sgd": "lr=0.03,warmup_steps={fifth}",
+        "top_k": "lr=0.03,warmup_steps={fifth}",
+        "sparse_loco": "lr=0.03,start_after={three_fifths}",
+        "local_sgd": "sync_every=20,lr=0.03,start_after={three_fifths}",
+        "slowmo": "sync_every=20,lr=0.03,start_after={three_tenths}",
+        "diloco": "sync_every=20,lr=0.03,start_after={three_tenths}",
+    },
+    "images": {
+        "sign_sgd": "warmup_steps={fifth}",
+        "top_k": "warmup_steps={fifth}",
+        "demo": "lr=0.003",
+    },
 }
 #: The largest loss over the baseline's that is promised.
 LIMITS = {
@@ -178,14 +204,22 @@ def train_all(
     return ended, refusals
 
 
-def baseline_of(contender: str) -> str:
-    """What a contender is compared with."""
+def with_recipe(name: str, task: str, steps: int) -> str:
+    """The form in which a contender that is only named takes part."""
+    parts = {"fifth": 0.2, "three_tenths": 0.3, "three_fifths": 0.6}
+    beginnings = {word: max(1, round(part * steps)) for word, part in parts.items()}
+    recipe = RECIPES[task].get(name, "").format(**beginnings)
+    return f"{name}:{recipe}" if recipe else name
+
+
+def baseline_of(contender: str, task: str) -> str:
+    """What a contender is compared with: at its own best rate."""
     name, _, rest = contender.partition(":")
     options = read_options(rest) if name == "diloco" else {}
     if not options.keys().isdisjoint(OF_FORMS):
         kept = ",".join(f"{key}={value!r}" for key, value in options.items() if key not in OF_FORMS)
         return f"diloco:{kept}" if kept else name
-    return BASELINES.get(name, BASELINE)
+    return with_recipe(BASELINES.get(name, BASELINE), task, 0)
 
 
 def limit_of(contender: str) -> float | None:
@@ -203,13 +237,13 @@ def limit_of(contender: str) -> float | None:
     return next(limit for least, limit in LIMITS_BY_PERIOD if period >= least)
 
 
-def make_lines(contenders: Sequence[str], by_seed: Sequence[dict[str, Ended]]) -> list[Line]:
+def make_lines(contenders: Sequence[str], by_seed: Sequence[dict[str, Ended]], task: str) -> list[Line]:
     """Compare everyone who ended with their baselines."""
     lines = []
     for contender in contenders:
         if contender not in by_seed[0]:
             continue
-        baseline = baseline_of(contender)
+        baseline = baseline_of(contender, task)
         losses = [ended[contender].last_loss for ended in by_seed]
         ratios = [loss / ended[baseline].last_loss for loss, ended in zip(losses, by_seed, strict=True)]
         lines.append(Line(contender, baseline, losses, ratios, limit_of(contender), contender == MUTANT))
@@ -236,15 +270,22 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="64 windows of text or 4 images each; default 4",
     )
-    add("--contenders", type=a_contender, nargs="+", metavar="WHO", help="default: all registered algorithms")
+    add(
+        "--contenders",
+        type=a_contender,
+        nargs="+",
+        metavar="WHO",
+        help="default: all registered algorithms; a name without options takes the options that suit the task",
+    )
     add("--json", type=Path, metavar="FILE", help="write all numbers to this file")
     return parser
 
 
-def everyone(chosen: Sequence[str] | None) -> list[str]:
+def everyone(chosen: Sequence[str] | None, task: str, steps: int) -> list[str]:
     """Who has to train: the chosen ones, what they are compared with, and the two lines that say what it means."""
-    wanted = chosen or every_algorithm()
-    return list(dict.fromkeys([BASELINE, PERTURBED, MUTANT, *map(baseline_of, wanted), *wanted]))
+    wanted = [with_recipe(name, task, steps) for name in chosen or every_algorithm()]
+    baselines = [baseline_of(contender, task) for contender in wanted]
+    return list(dict.fromkeys([BASELINE, PERTURBED, MUTANT, *baselines, *wanted]))
 
 
 def conclude(lines: Sequence[Line], fall: float, refusals: dict[str, str], options: argparse.Namespace) -> int:
@@ -290,7 +331,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         interrupted.
     """
     options = make_parser().parse_args(arguments)
-    contenders = everyone(options.contenders)
+    contenders = everyone(options.contenders, options.task, options.steps)
     try:
         with termination_as_interrupt():
             by_seed, refusals = measure(contenders, options)
@@ -302,7 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     ends = [ended[BASELINE] for ended in by_seed]
     fall = 1 - statistics.mean(end.last_loss / end.first_loss for end in ends)
-    return conclude(make_lines(contenders, by_seed), fall, refusals, options)
+    return conclude(make_lines(contenders, by_seed, options.task), fall, refusals, options)
 
 
 if __name__ == "__main__":

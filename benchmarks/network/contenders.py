@@ -7,7 +7,7 @@ A contender is written as text, so that it fits on a command line and reaches th
 * ``silent``: bagua's engine with an exchange that does nothing;
 * ``decentralized_data_parallel``: DecentralizedDataParallel with one other peer in each step;
 * ``adam``, ``lamb``, ``dion_optimizer``: gradient allreduce with another optimizer in place of the task's, to compare
-  algorithms with that need one;
+  algorithms with that need one; ``adam:lr=0.03`` with another learning rate than what usually suits it;
 * ``bytegrad`` or ``bytegrad:hierarchical=False``: a registered algorithm, with options, also of the optimizer that it
   needs; ``lr``, the highest learning rate, is taken for the optimizer of the task by those that need none;
 * ``package.module:function``: ``function(model, optimizer)`` returns a :class:`Prepared`.
@@ -145,22 +145,13 @@ def without_exchange(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prep
     return dataclasses.replace(prepared, finish=nothing)
 
 
-def with_adam(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
-    """Gradient allreduce with Adam in place of the task's optimizer: the peer of QAdam."""
-    adam = torch.optim.Adam(model.parameters(), lr=adam_learning_rate(optimizer))
-    return through_bagua(model, adam, Algorithm.init("gradient_allreduce"))
-
-
-def with_lamb(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
-    """Gradient allreduce with LAMB: the peer of one-bit LAMB."""
-    lamb = OneBitLambOptimizer(model.parameters(), lr=rate_of(OneBitLambOptimizer, optimizer), warmup_steps=NEVER)
-    return through_bagua(model, lamb, Algorithm.init("gradient_allreduce"))
-
-
-def with_dion(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
-    """Gradient allreduce with the optimizer of Dion: its peer."""
-    dion = DionOptimizer(model.parameters(), lr=rate_of(DionOptimizer, optimizer))
-    return through_bagua(model, dion, Algorithm.init("gradient_allreduce"))
+def with_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, kind: object, lr: float | None = None, **options: object
+) -> Prepared:
+    """Gradient allreduce with another kind of optimizer: the peer of algorithms that need one like it."""
+    rate = rate_of(kind, optimizer) if lr is None else lr
+    own: torch.optim.Optimizer = kind(model.parameters(), lr=rate, **options)  # type: ignore[operator]
+    return through_bagua(model, own, Algorithm.init("gradient_allreduce"))
 
 
 def rate_of(kind: object, optimizer: torch.optim.Optimizer) -> float:
@@ -224,10 +215,12 @@ PEERS: dict[str, Maker] = {
     "ddp_8bit": through_ddp_8bit,
     "decentralized_data_parallel": through_decentralized,
     "silent": without_exchange,
-    "adam": with_adam,
-    "lamb": with_lamb,
-    "dion_optimizer": with_dion,
+    "adam": functools.partial(with_optimizer, kind=torch.optim.Adam),
+    "lamb": functools.partial(with_optimizer, kind=OneBitLambOptimizer, warmup_steps=NEVER),
+    "dion_optimizer": functools.partial(with_optimizer, kind=DionOptimizer),
 }
+#: Those of them that take ``lr``.
+WITH_OPTIMIZER = ("adam", "lamb", "dion_optimizer")
 #: Registered algorithms that take part with other options than their defaults, and in how many forms.
 FORMS: dict[str, tuple[str, ...]] = {
     "decentralized": ("decentralized:peer_selection_mode='all'", "decentralized:peer_selection_mode='shift_one'"),
@@ -271,6 +264,10 @@ def find_maker(contender: str) -> Maker:
     if rest and "=" not in rest:
         return load_function(name, rest)
     options = read_options(rest)
+    if name in WITH_OPTIMIZER:
+        if options.keys() != {"lr"}:
+            raise ValueError(f"{contender!r}: {name} has no option but lr")
+        return functools.partial(PEERS[name], **options)
     Algorithm.init(name, **split_options(name, options)[0])  # refuses here what the ranks would refuse
     return functools.partial(named, name=name, options=options)
 

@@ -6,7 +6,8 @@ import json
 import pytest
 
 from benchmarks import convergence
-from benchmarks.convergence import BASELINE, MUTANT, Ended, baseline_of, everyone, limit_of, make_lines
+from benchmarks.convergence import BASELINE, MUTANT, Ended, baseline_of, everyone, limit_of, make_lines, with_recipe
+from benchmarks.network.contenders import find_maker
 
 
 @pytest.mark.gloo
@@ -33,7 +34,7 @@ def test_ratios_are_taken_seed_by_seed():
         ends(gradient_allreduce=2.0, adam=1.0, silent=2.5, bytegrad=2.002, qadam=1.1),
         ends(gradient_allreduce=4.0, adam=2.0, silent=4.0, bytegrad=4.012, qadam=2.0),
     ]
-    lines = {line.contender: line for line in make_lines(["bytegrad", "qadam", MUTANT, "absent"], by_seed)}
+    lines = {line.contender: line for line in make_lines(["bytegrad", "qadam", MUTANT, "absent"], by_seed, "images")}
     assert set(lines) == {"bytegrad", "qadam", MUTANT}
     assert lines["bytegrad"].ratios == pytest.approx([1.001, 1.003])
     assert lines["bytegrad"].verdict == "met"
@@ -44,14 +45,27 @@ def test_ratios_are_taken_seed_by_seed():
 
 @pytest.mark.parametrize(("loss", "seeds", "status"), [(2.5, 3, 0), (2.0, 3, 1), (2.0, 2, 0)])
 def test_a_limit_that_the_mutant_keeps_fails_the_run(loss, seeds, status):
-    lines = make_lines([MUTANT], [ends(gradient_allreduce=2.0, silent=loss)] * seeds)
+    lines = make_lines([MUTANT], [ends(gradient_allreduce=2.0, silent=loss)] * seeds, "text")
     options = argparse.Namespace(task="text", steps=500, seeds=seeds, first_seed=0, ranks=2, json=None)
     assert convergence.conclude(lines, 0.5, {}, options) == status
 
 
 def test_whoever_is_chosen_trains_with_the_lines_that_judge_it():
-    assert everyone(["qadam"]) == [BASELINE, convergence.PERTURBED, MUTANT, "adam", "qadam"]
-    assert {BASELINE, MUTANT} <= set(everyone(None))
+    always = [BASELINE, convergence.PERTURBED, MUTANT]
+    assert everyone(["qadam"], "images", 1500) == [*always, "adam", "qadam"]
+    assert everyone(["qadam:lr=0.1"], "images", 1500) == [*always, "adam", "qadam:lr=0.1"]
+    assert {BASELINE, MUTANT} <= set(everyone(None, "text", 1500))
+
+
+def test_who_is_only_named_takes_part_at_the_rate_that_suits_the_task_and_so_does_the_baseline():
+    chosen = ["qadam", "adam:lr=0.045"]
+    assert everyone(chosen, "text", 1500)[3:] == ["adam:lr=0.03", "qadam:lr=0.03,warmup_steps=300", "adam:lr=0.045"]
+    assert with_recipe("one_bit_adam", "text", 3).endswith("warmup_steps=1")
+    for task in convergence.TASKS:
+        for contender in everyone(None, task, 3):
+            find_maker(contender)
+    with pytest.raises(ValueError, match="no option but lr"):
+        find_maker("adam:eps=1")
 
 
 @pytest.mark.parametrize(
@@ -68,5 +82,5 @@ def test_whoever_is_chosen_trains_with_the_lines_that_judge_it():
     ],
 )
 def test_those_who_talk_rarely_are_judged_by_how_rarely(contender, baseline, limit):
-    assert baseline_of(contender) == baseline
+    assert baseline_of(contender, "text") == baseline
     assert limit_of(contender) == limit
