@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -26,7 +24,14 @@ from bagua.testing.training import (
     snapshot,
     train_steps,
 )
-from tests.parallel.wrapping import WRAPS, by_bagua_init
+from tests.parallel.wrapping import (
+    WRAPS,
+    assert_trained,
+    by_bagua_init,
+    check_training,
+    gradients_of_two,
+    wrapped_for_rank,
+)
 
 pytestmark = pytest.mark.threads
 
@@ -135,10 +140,7 @@ def test_set_to_none_and_set_to_zero_give_the_same(thread_ranks, wrap):
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_no_sync_accumulates_locally_and_the_last_backward_sends_the_sum(thread_ranks, wrap):
     def train() -> tuple[dict, dict]:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = WRAPS[wrap](model, optimizer)
+        rank, model, optimizer, wrapped = wrapped_for_rank(wrap=WRAPS[wrap])
         for group in ((0, 1), (2, 3), (4, 5)):
             optimizer.zero_grad()
             with wrapped.no_sync():
@@ -159,84 +161,58 @@ def test_no_sync_accumulates_locally_and_the_last_backward_sends_the_sum(thread_
 
 def test_no_sync_before_the_first_synchronized_step(thread_ranks):
     def train() -> dict[str, torch.Tensor]:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = by_bagua_init(model, optimizer)
+        rank, model, _, wrapped = wrapped_for_rank()
         with wrapped.no_sync():
             for step in (0, 1):
                 loss_of(wrapped, rank, step).backward()
         loss_of(wrapped, rank, 2).backward()
         return gradients(model)
 
-    results = thread_ranks(2, train)
-    expected = mlp()
-    mean_gradients(expected, 2, lambda m, rank: sum(loss_of(m, rank, step) for step in range(3)))
-    assert_same_on_all_ranks(results)
-    assert_close(results[0], gradients(expected))
+    expected = gradients_of_two(lambda m, rank: sum(loss_of(m, rank, step) for step in range(3)))
+    assert_trained(thread_ranks(2, train), expected)
 
 
 def test_several_backwards_of_one_step_add_up(thread_ranks):
     """Each synchronized backward averages what is in ``.grad``; averaging an average changes nothing."""
 
     def train() -> dict[str, torch.Tensor]:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        wrapped = by_bagua_init(model, sgd(model.parameters()))
+        rank, model, _, wrapped = wrapped_for_rank()
         for step in range(2):
             model.zero_grad()
             loss_of(wrapped, rank, step).backward()
             loss_of(wrapped, rank, step + 10).backward()
         return gradients(model)
 
-    results = thread_ranks(2, train)
-    expected = mlp()
-    mean_gradients(expected, 2, lambda m, rank: loss_of(m, rank, 1) + loss_of(m, rank, 11))
-    assert_same_on_all_ranks(results)
-    assert_close(results[0], gradients(expected))
+    assert_trained(thread_ranks(2, train), gradients_of_two(lambda m, rank: loss_of(m, rank, 1) + loss_of(m, rank, 11)))
 
 
 def test_two_forwards_then_one_backward(thread_ranks):
     def train() -> dict[str, torch.Tensor]:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        wrapped = by_bagua_init(model, sgd(model.parameters()))
+        rank, model, _, wrapped = wrapped_for_rank()
         for step in range(3):
             model.zero_grad()
             (loss_of(wrapped, rank, step) + loss_of(wrapped, rank, step + 10)).backward()
         return gradients(model)
 
-    results = thread_ranks(2, train)
-    expected = mlp()
-    mean_gradients(expected, 2, lambda m, rank: loss_of(m, rank, 2) + loss_of(m, rank, 12))
-    assert_same_on_all_ranks(results)
-    assert_close(results[0], gradients(expected))
+    assert_trained(thread_ranks(2, train), gradients_of_two(lambda m, rank: loss_of(m, rank, 2) + loss_of(m, rank, 12)))
 
 
 def test_a_forward_without_backward_does_no_harm(thread_ranks):
     def train() -> dict[str, torch.Tensor]:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = by_bagua_init(model, optimizer)
+        rank, model, optimizer, wrapped = wrapped_for_rank()
         for step in range(4):
             loss_of(wrapped, rank, step + 100)  # Forgotten.
             train_steps(wrapped, optimizer, rank, [step])
         return snapshot(model)
 
-    results = thread_ranks(2, train)
-    assert_same_on_all_ranks(results)
-    assert_close(results[0], reference(mlp(), sgd, 2, range(4)))
+    assert_trained(thread_ranks(2, train), reference(mlp(), sgd, 2, range(4)))
 
 
 def test_forwards_for_evaluation_communicate_nothing(thread_ranks):
     """Rank 0 alone evaluates, as many scripts do; nobody waits for it, and training goes on."""
 
     def train() -> dict[str, torch.Tensor]:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = by_bagua_init(model, optimizer)
+        rank, model, optimizer, wrapped = wrapped_for_rank()
         for step in range(4):
             if rank == 0:
                 with torch.no_grad():
@@ -247,9 +223,7 @@ def test_forwards_for_evaluation_communicate_nothing(thread_ranks):
             train_steps(wrapped, optimizer, rank, [step])
         return snapshot(model)
 
-    results = thread_ranks(2, train)
-    assert_same_on_all_ranks(results)
-    assert_close(results[0], reference(mlp(), sgd, 2, range(4)))
+    assert_trained(thread_ranks(2, train), reference(mlp(), sgd, 2, range(4)))
 
 
 class Checkpointed(nn.Module):
@@ -275,24 +249,12 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("delay_reduce", [False, True])
 def test_activation_checkpointing(thread_ranks, use_reentrant, delay_reduce):
-    def train() -> dict[str, torch.Tensor]:
-        model = Checkpointed(use_reentrant)
-        optimizer = sgd(model.parameters())
-        wrapped = by_bagua_init(model, optimizer, delay_reduce=delay_reduce)
-        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(4))
-        return snapshot(model)
-
-    results = thread_ranks(2, train)
-    assert_same_on_all_ranks(results)
-    assert_close(results[0], reference(Checkpointed(use_reentrant), sgd, 2, range(4)))
+    check_training(thread_ranks, lambda: Checkpointed(use_reentrant), delay_reduce=delay_reduce)
 
 
 def test_an_inf_on_one_rank_makes_every_rank_skip_the_step(thread_ranks):
     def train() -> tuple[list[float], dict[str, torch.Tensor]]:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = by_bagua_init(model, optimizer)
+        rank, model, optimizer, wrapped = wrapped_for_rank()
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         scales = []
         for step in range(4):
@@ -314,10 +276,7 @@ def test_an_inf_on_one_rank_makes_every_rank_skip_the_step(thread_ranks):
 
 def test_clipping_sees_the_mean_gradients(thread_ranks):
     def train() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = by_bagua_init(model, optimizer)
+        rank, model, optimizer, wrapped = wrapped_for_rank()
         for step in range(3):
             optimizer.zero_grad()
             loss_of(wrapped, rank, step).backward()
@@ -341,20 +300,15 @@ def test_gradients_that_the_user_replaces_are_still_exchanged(thread_ranks):
     """``.grad`` set to a tensor of the user's own before backward: added to, exchanged, kept."""
 
     def train() -> dict[str, torch.Tensor]:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        wrapped = by_bagua_init(model, sgd(model.parameters()))
+        rank, model, _, wrapped = wrapped_for_rank()
         for step in range(3):
             for parameter in model.parameters():
                 parameter.grad = torch.full_like(parameter, float(rank))
             loss_of(wrapped, rank, step).backward()
         return gradients(model)
 
-    results = thread_ranks(2, train)
-    expected = copy.deepcopy(mlp())
-    mean_gradients(expected, 2, lambda m, rank: loss_of(m, rank, 2))
-    assert_same_on_all_ranks(results)
-    assert_close(results[0], {name: gradient + 0.5 for name, gradient in gradients(expected).items()})
+    expected = gradients_of_two(lambda m, rank: loss_of(m, rank, 2))
+    assert_trained(thread_ranks(2, train), {name: gradient + 0.5 for name, gradient in expected.items()})
 
 
 class Sides(nn.Module):

@@ -14,7 +14,6 @@ from bagua.testing.training import (
     Losses,
     OptimizerMaker,
     State,
-    assert_close,
     assert_same_on_all_ranks,
     batch,
     gradients,
@@ -25,8 +24,16 @@ from bagua.testing.training import (
     seeded,
     sgd,
     snapshot,
+    train_steps,
 )
-from tests.parallel.wrapping import WRAPS, by_bagua_init, by_with_bagua
+from tests.parallel.wrapping import (
+    WRAPS,
+    assert_trained,
+    by_bagua_init,
+    by_with_bagua,
+    check_training,
+    wrapped_for_rank,
+)
 
 pytestmark = pytest.mark.threads
 
@@ -37,24 +44,9 @@ def _check(
     losses: Losses = loss_of,
     make_optimizer: OptimizerMaker = sgd,
 ) -> None:
-    """Train four steps on two ranks through every way in, and compare with one process."""
-
-    def train(wrap: str) -> State:
-        rank = bagua.comm.get_rank()
-        model = make()
-        optimizer = make_optimizer(model.parameters())
-        wrapped = WRAPS[wrap](model, optimizer)
-        for step in range(4):
-            optimizer.zero_grad()
-            losses(wrapped, rank, step).backward()
-            optimizer.step()
-        return snapshot(model)
-
-    expected = reference(make(), make_optimizer, 2, range(4), losses)
-    for wrap in WRAPS:
-        results = thread_ranks(2, train, wrap)
-        assert_same_on_all_ranks(results)
-        assert_close(results[0], expected)
+    """Compare with one process, through every way in."""
+    for wrap in WRAPS.values():
+        check_training(thread_ranks, make, losses, make_optimizer, wrap=wrap)
 
 
 class _Sequence(nn.Module):
@@ -139,29 +131,13 @@ def test_ranks_that_run_their_layers_in_another_order(thread_ranks):
         inputs, targets = batch(rank, step)
         return nn.functional.mse_loss(model(inputs, "left first" if rank == 0 else "right first"), targets)
 
-    def train() -> State:
-        rank = bagua.comm.get_rank()
-        model = Branches()
-        optimizer = sgd(model.parameters())
-        wrapped = by_bagua_init(model, optimizer, bucket_bytes=1)
-        for step in range(4):
-            optimizer.zero_grad()
-            losses(wrapped, rank, step).backward()
-            optimizer.step()
-        return snapshot(model)
-
-    results = thread_ranks(2, train)
-    assert_same_on_all_ranks(results)
-    assert_close(results[0], reference(Branches(), sgd, 2, range(4), losses))
+    check_training(thread_ranks, Branches, losses, bucket_bytes=1)
 
 
 def test_unscaling_and_clipping_with_a_scaler(thread_ranks):
     def train() -> State:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-        wrapped = by_bagua_init(model, optimizer, grad_scaler=scaler)
+        rank, model, optimizer, wrapped = wrapped_for_rank(grad_scaler=scaler)
         for step in range(3):
             optimizer.zero_grad()
             scaler.scale(loss_of(wrapped, rank, step)).backward()
@@ -178,8 +154,7 @@ def test_unscaling_and_clipping_with_a_scaler(thread_ranks):
         mean_gradients(expected, 2, lambda model, rank, step=step: loss_of(model, rank, step))
         nn.utils.clip_grad_norm_(expected.parameters(), 0.01)
         optimizer.step()
-    assert_same_on_all_ranks(results)
-    assert_close(results[0], snapshot(expected))
+    assert_trained(results, snapshot(expected))
 
 
 def test_anomaly_detection(thread_ranks):
@@ -201,22 +176,15 @@ def test_functional_calls_of_the_plain_module(thread_ranks, wrap):
     """``torch.func`` on the module inside: parameters are borrowed for the call and come back."""
 
     def train() -> State:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = WRAPS[wrap](model, optimizer)
+        rank, model, optimizer, wrapped = wrapped_for_rank(wrap=WRAPS[wrap])
         for step in range(4):
             with torch.no_grad():
                 doubled = {name: value * 2 for name, value in model.named_parameters()}
                 torch.func.functional_call(model, doubled, (batch(rank, step)[0],))
-            optimizer.zero_grad()
-            loss_of(wrapped, rank, step).backward()
-            optimizer.step()
+            train_steps(wrapped, optimizer, rank, [step])
         return snapshot(model)
 
-    results = thread_ranks(2, train)
-    assert_same_on_all_ranks(results)
-    assert_close(results[0], reference(mlp(), sgd, 2, range(4)))
+    assert_trained(thread_ranks(2, train), reference(mlp(), sgd, 2, range(4)))
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
@@ -229,20 +197,7 @@ def test_functional_calls_that_are_differentiated(thread_ranks, wrap):
         adapted = {name: parameter * 0.9 for name, parameter in plain.named_parameters()}
         return nn.functional.mse_loss(torch.func.functional_call(plain, adapted, (inputs,)), targets)
 
-    def train() -> State:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = WRAPS[wrap](model, optimizer)
-        for step in range(4):
-            optimizer.zero_grad()
-            losses(wrapped, rank, step).backward()
-            optimizer.step()
-        return snapshot(model)
-
-    results = thread_ranks(2, train)
-    assert_same_on_all_ranks(results)
-    assert_close(results[0], reference(mlp(), sgd, 2, range(4), losses))
+    check_training(thread_ranks, mlp, losses, wrap=WRAPS[wrap])
 
 
 def test_parameters_that_two_wrapped_models_share_are_refused(thread_ranks):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -25,7 +25,14 @@ from bagua.testing.training import (
     snapshot,
     train_steps,
 )
-from tests.parallel.wrapping import WRAPS, by_bagua_init, by_with_bagua
+from tests.parallel.wrapping import (
+    WRAPS,
+    assert_trained,
+    by_bagua_init,
+    by_with_bagua,
+    check_training,
+    wrapped_for_rank,
+)
 
 pytestmark = pytest.mark.threads
 
@@ -97,16 +104,10 @@ def _frozen() -> nn.Module:
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("make", [Tied, OnTheRoot, _frozen], ids=["tied", "root", "frozen"])
 def test_tied_root_level_and_frozen_parameters(thread_ranks, make, wrap):
-    def train() -> dict[str, torch.Tensor]:
-        model = make()
-        optimizer = sgd([p for p in model.parameters() if p.requires_grad])
-        wrapped = WRAPS[wrap](model, optimizer)
-        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(5))
-        return snapshot(model)
+    def trainable(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return sgd(parameter for parameter in parameters if parameter.requires_grad)
 
-    results = thread_ranks(2, train)
-    assert_same_on_all_ranks(results)
-    assert_close(results[0], reference(make(), sgd, 2, range(5)))
+    check_training(thread_ranks, make, make_optimizer=trainable, steps=range(5), wrap=WRAPS[wrap])
 
 
 def test_mixed_dtypes(thread_ranks):
@@ -218,19 +219,14 @@ def _assign(model: nn.Module) -> None:
 @pytest.mark.parametrize("wrap", WRAPS)
 def test_load_state_dict_assign_keeps_the_model_synchronized(thread_ranks, wrap):
     def train() -> dict[str, torch.Tensor]:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = WRAPS[wrap](model, optimizer)
+        rank, model, optimizer, wrapped = wrapped_for_rank(wrap=WRAPS[wrap])
         train_steps(wrapped, optimizer, rank, range(2))
         _assign(model)
         optimizer = sgd(model.parameters())  # The old one holds the old parameters.
         train_steps(wrapped, optimizer, rank, range(2, 5))
         return snapshot(model)
 
-    results = thread_ranks(2, train)
-    assert_same_on_all_ranks(results)
-    assert_close(results[0], reference(mlp(seed=7), sgd, 2, range(2, 5)))
+    assert_trained(thread_ranks(2, train), reference(mlp(seed=7), sgd, 2, range(2, 5)))
 
 
 def test_load_state_dict_in_place_is_nothing_special(thread_ranks):
@@ -252,10 +248,7 @@ def test_load_state_dict_in_place_is_nothing_special(thread_ranks):
 
 def test_parameters_unfrozen_during_training_are_synchronized_from_then_on(thread_ranks):
     def train() -> dict[str, torch.Tensor]:
-        rank = bagua.comm.get_rank()
-        model = _frozen()
-        optimizer = sgd(model.parameters())
-        wrapped = by_bagua_init(model, optimizer)
+        rank, model, optimizer, wrapped = wrapped_for_rank(_frozen)
         train_steps(wrapped, optimizer, rank, range(3))
         model.requires_grad_(True)
         train_steps(wrapped, optimizer, rank, range(3, 6))
@@ -275,10 +268,7 @@ def test_parameters_unfrozen_during_training_are_synchronized_from_then_on(threa
 
 def test_parameters_frozen_during_training_are_no_longer_waited_for(thread_ranks):
     def train() -> dict[str, torch.Tensor]:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = by_bagua_init(model, optimizer)
+        rank, model, optimizer, wrapped = wrapped_for_rank()
         train_steps(wrapped, optimizer, rank, range(3))
         model[0].requires_grad_(False)
         train_steps(wrapped, optimizer, rank, range(3, 6))
@@ -289,10 +279,7 @@ def test_parameters_frozen_during_training_are_no_longer_waited_for(thread_ranks
 
 def test_a_change_that_only_one_rank_made_is_an_error_on_every_rank(thread_ranks):
     def train() -> None:
-        rank = bagua.comm.get_rank()
-        model = _frozen()
-        optimizer = sgd(model.parameters())
-        wrapped = by_bagua_init(model, optimizer)
+        rank, model, optimizer, wrapped = wrapped_for_rank(_frozen)
         train_steps(wrapped, optimizer, rank, range(2))
         if rank == 1:
             model.requires_grad_(True)
@@ -306,10 +293,7 @@ def test_a_change_that_only_one_rank_made_is_an_error_on_every_rank(thread_ranks
 
 def test_a_change_of_dtype_is_an_error_or_keeps_the_model_synchronized(thread_ranks):
     def train() -> str | dict[str, torch.Tensor]:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = by_bagua_init(model, optimizer)
+        rank, model, optimizer, wrapped = wrapped_for_rank()
         train_steps(wrapped, optimizer, rank, range(2))
         model.double()
         optimizer = sgd(model.parameters())

@@ -21,7 +21,6 @@ from bagua.testing.training import (
     batch,
     gradients,
     loss_of,
-    mean_gradients,
     mlp,
     reference,
     seeded,
@@ -29,33 +28,17 @@ from bagua.testing.training import (
     snapshot,
     train_steps,
 )
-from tests.parallel.wrapping import WRAPS, by_bagua_init, by_with_bagua
+from tests.parallel.wrapping import (
+    WRAPS,
+    assert_trained,
+    by_bagua_init,
+    by_with_bagua,
+    check_training,
+    gradients_of_two,
+    wrapped_for_rank,
+)
 
 pytestmark = pytest.mark.threads
-
-
-def _check(
-    thread_ranks: Callable[..., list[State]],
-    make: Callable[[], nn.Module],
-    losses: Callable[[nn.Module, int, int], torch.Tensor] = loss_of,
-    **options: Any,
-) -> None:
-    """Train three steps on two ranks, and compare with one process."""
-
-    def train() -> State:
-        rank = bagua.comm.get_rank()
-        model = make()
-        optimizer = sgd(model.parameters())
-        wrapped = by_bagua_init(model, optimizer, **options)
-        for step in range(3):
-            optimizer.zero_grad()
-            losses(wrapped, rank, step).backward()
-            optimizer.step()
-        return snapshot(model)
-
-    results = thread_ranks(2, train)
-    assert_same_on_all_ranks(results)
-    assert_close(results[0], reference(make(), sgd, 2, range(3), losses))
 
 
 # What a model may return.
@@ -109,7 +92,7 @@ def test_outputs_of_any_form(thread_ranks, kind):
         inputs, targets = batch(rank, step)
         return nn.functional.mse_loss(unpack(model(inputs)), targets)
 
-    _check(thread_ranks, Packs, losses)
+    check_training(thread_ranks, Packs, losses)
 
 
 def test_a_model_that_returns_its_loss(thread_ranks):
@@ -125,7 +108,7 @@ def test_a_model_that_returns_its_loss(thread_ranks):
         inputs, targets = batch(rank, step)
         return model(inputs, targets=targets)
 
-    _check(thread_ranks, Loss, losses)
+    check_training(thread_ranks, Loss, losses)
 
 
 def test_an_output_that_is_a_parameter(thread_ranks):
@@ -142,7 +125,7 @@ def test_an_output_that_is_a_parameter(thread_ranks):
         inputs, targets = batch(rank, step)
         return nn.functional.mse_loss(nn.functional.linear(inputs, model(inputs)), targets)
 
-    _check(thread_ranks, Returns, losses)
+    check_training(thread_ranks, Returns, losses)
 
 
 # What a parameter may be.
@@ -179,7 +162,7 @@ def test_parameters_of_any_form(thread_ranks, kind, fusion):
         # Old versions of torch take the loss of one dtype only.
         return loss_of(lambda inputs: model(inputs).float(), rank, step)
 
-    _check(thread_ranks, PARAMETERS[kind], losses, fusion=fusion)
+    check_training(thread_ranks, PARAMETERS[kind], losses, fusion=fusion)
 
 
 # How a loop may train.
@@ -210,9 +193,7 @@ def test_lbfgs_calls_its_closure_several_times_in_a_step(thread_ranks, wrap):
 
 def test_a_second_backward_through_a_kept_graph(thread_ranks):
     def train() -> State:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        wrapped = by_bagua_init(model, sgd(model.parameters()))
+        rank, model, _, wrapped = wrapped_for_rank()
         for step in range(2):
             model.zero_grad()
             loss = loss_of(wrapped, rank, step)
@@ -220,21 +201,14 @@ def test_a_second_backward_through_a_kept_graph(thread_ranks):
             loss.backward()
         return gradients(model)
 
-    results = thread_ranks(2, train)
-    expected = mlp()
-    mean_gradients(expected, 2, lambda m, rank: 2 * loss_of(m, rank, 1))
-    assert_same_on_all_ranks(results)
-    assert_close(results[0], gradients(expected))
+    assert_trained(thread_ranks(2, train), gradients_of_two(lambda m, rank: 2 * loss_of(m, rank, 1)))
 
 
 def test_gradients_of_inputs_without_a_step(thread_ranks):
     """``torch.autograd.grad``, as for adversarial examples and gradient penalties: no exchange, no confusion."""
 
     def train() -> State:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = by_bagua_init(model, optimizer)
+        rank, model, optimizer, wrapped = wrapped_for_rank()
         for step in range(4):
             inputs, targets = batch(rank, step)
             inputs.requires_grad_(True)
@@ -244,9 +218,7 @@ def test_gradients_of_inputs_without_a_step(thread_ranks):
             train_steps(wrapped, optimizer, rank, [step])
         return snapshot(model)
 
-    results = thread_ranks(2, train)
-    assert_same_on_all_ranks(results)
-    assert_close(results[0], reference(mlp(), sgd, 2, range(4)))
+    assert_trained(thread_ranks(2, train), reference(mlp(), sgd, 2, range(4)))
 
 
 def test_a_gradient_penalty(thread_ranks):
@@ -268,15 +240,13 @@ def test_a_gradient_penalty(thread_ranks):
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
             return self.layers(inputs)
 
-    _check(thread_ranks, Smooth, losses)
+    check_training(thread_ranks, Smooth, losses)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 def test_backward_with_create_graph_is_refused(thread_ranks):
     def train() -> None:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        wrapped = by_bagua_init(model, sgd(model.parameters()))
+        rank, _, _, wrapped = wrapped_for_rank()
         loss = loss_of(wrapped, rank, 0)
         with pytest.raises(ConfigurationError, match="create_graph"):
             loss.backward(create_graph=True)
@@ -288,9 +258,7 @@ def test_backward_on_a_sum_of_outputs_of_several_forwards_in_and_out_of_no_sync(
     """The forwards decide: one that was not in ``no_sync`` makes the whole backward a step."""
 
     def train() -> State:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        wrapped = by_bagua_init(model, sgd(model.parameters()))
+        rank, model, _, wrapped = wrapped_for_rank()
         for step in range(2):
             model.zero_grad()
             with wrapped.no_sync():
@@ -298,11 +266,7 @@ def test_backward_on_a_sum_of_outputs_of_several_forwards_in_and_out_of_no_sync(
             (first + loss_of(wrapped, rank, step + 10)).backward()
         return gradients(model)
 
-    results = thread_ranks(2, train)
-    expected = mlp()
-    mean_gradients(expected, 2, lambda m, rank: loss_of(m, rank, 1) + loss_of(m, rank, 11))
-    assert_same_on_all_ranks(results)
-    assert_close(results[0], gradients(expected))
+    assert_trained(thread_ranks(2, train), gradients_of_two(lambda m, rank: loss_of(m, rank, 1) + loss_of(m, rank, 11)))
 
 
 def test_a_wrapped_module_inside_another_module(thread_ranks):
@@ -346,10 +310,7 @@ def test_autocast(thread_ranks):
             return nn.functional.mse_loss(model(inputs).float(), targets)
 
     def train() -> State:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = by_bagua_init(model, optimizer)
+        rank, model, optimizer, wrapped = wrapped_for_rank()
         for step in range(3):
             optimizer.zero_grad()
             losses(wrapped, rank, step).backward()
@@ -361,10 +322,7 @@ def test_autocast(thread_ranks):
 
 def test_inference_mode_between_steps(thread_ranks):
     def train() -> State:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = by_bagua_init(model, optimizer)
+        rank, model, optimizer, wrapped = wrapped_for_rank()
         for step in range(3):
             with torch.inference_mode():
                 wrapped(batch(rank, step)[0])
