@@ -36,10 +36,9 @@ _LOCAL_WORLD_SIZE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCA
 _NODE_RANK = ("GROUP_RANK", "NODE_RANK", "OMPI_COMM_WORLD_NODE_RANK", "SLURM_NODEID")
 
 
-def _integer(names: tuple[str, ...], environ: Mapping[str, str] | None = None) -> int | None:
-    environ = os.environ if environ is None else environ
+def _integer(names: tuple[str, ...]) -> int | None:
     for name in names:
-        text = environ.get(name)
+        text = os.environ.get(name)
         if text is None or text == "":
             continue
         try:

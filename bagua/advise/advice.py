@@ -137,7 +137,6 @@ def rehearse_all(
     hosts: int,
     ranks_per_host: int,
     names: Sequence[str] | None = None,
-    on_progress: Callable[[str], object] = lambda _: None,
 ) -> tuple[list[Rehearsal], dict[str, str]]:
     """Rehearse DDP and algorithms.
 
@@ -146,7 +145,6 @@ def rehearse_all(
         hosts: how many.
         ranks_per_host: on each.
         names: names of the algorithms; None for all that are registered.
-        on_progress: told the name of each, before it is rehearsed.
 
     Returns:
         The rehearsals, and by name why others have none.
@@ -160,7 +158,6 @@ def rehearse_all(
     candidates += [(name, Algorithm.init(name), DEFAULT_BUCKET_BYTES) for name in names or registry if name != DDP]
     found, refusals = [], {}
     for name, algorithm, bucket_bytes in candidates:
-        on_progress(name)
         try:
             found.append(_rehearse_one(name, algorithm, bucket_bytes, facts, hosts, ranks_per_host))
         except BaguaError as error:

@@ -27,19 +27,12 @@ class StepMeter:
     Args:
         module: module that is trained.
         optimizers: optimizers that step it.
-        clock: gives seconds; time in which other threads have the core should be no part of them.
 
     Raises:
         ConfigurationError: parameters on another device than the CPU.
     """
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
-        clock: Callable[[], float] = own_time,
-    ) -> None:
-        self._clock = clock
+    def __init__(self, module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._module = module
         self._parameters = {name: one for name, one in module.named_parameters() if one.requires_grad}
         devices = {one.device.type for one in self._parameters.values()} - {"cpu"}
@@ -71,11 +64,11 @@ class StepMeter:
     def _forward(self, module: torch.nn.Module, _: Any) -> None:
         if module.training and torch.is_grad_enabled() and not self._stepping:
             self._stepping = True
-            self._began.append(self._clock())
+            self._began.append(own_time())
 
     def _arrival(self, name: str) -> None:
         if self._began:
-            self._now[name] = self._clock() - self._began[-1]
+            self._now[name] = own_time() - self._began[-1]
 
     def _stepped(self, *_: Any) -> None:
         self._stepping = False
@@ -112,7 +105,7 @@ class StepMeter:
             )
             for name in order
         )
-        alone = self._clock is own_time and sees_queues()
+        alone = sees_queues()
         return ModelFacts(parameters, steps_s, self._optimizer, 1 if alone else copies)
 
 

@@ -69,8 +69,6 @@ from bagua.comm.long_wait import LongWait as LongWait
 from bagua.comm.objects import (
     as_bytes as as_bytes,
     decode as decode,
-    encode as encode,
-    encode_failure as encode_failure,
     encoded_later as encoded_later,
 )
 from bagua.comm.operands import as_seconds as as_seconds, check_rank as check_rank, check_tensor as check_tensor

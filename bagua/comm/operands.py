@@ -20,7 +20,7 @@ _STRIDED = torch.strided
 _LONGEST_S = 365 * 24 * 3600.0
 
 
-def as_seconds(timeout: object, argument: str = "timeout") -> float:
+def as_seconds(timeout: object) -> float:
     """``timeout`` in seconds; whatever is longer than a year, infinity too, means a year.
 
     Raises:
@@ -34,7 +34,7 @@ def as_seconds(timeout: object, argument: str = "timeout") -> float:
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
         raise ConfigurationError(
             "a timeout must be positive",
-            argument=argument,
+            argument="timeout",
             expected="seconds > 0 or a timedelta",
             seen=repr(timeout),
         )

@@ -44,7 +44,6 @@ class Merges:
         exchange: has an exchange happen; see ``Islands.exchange``.
         rest: lets newcomers in; see ``Islands.rest``.
         poll_s: shortest pause between two looks, in seconds.
-        clock: seconds.
         island: ranks of the island; None for a process alone.
     """
 
@@ -54,13 +53,11 @@ class Merges:
         exchange: Callable[[Attempt], None],
         rest: Callable[[], None],
         poll_s: float,
-        clock: Callable[[], float] = time.monotonic,
         island: Island | None = None,
     ) -> None:
         self._seat = seat
         self._exchange = exchange
         self._rest = rest
-        self._clock = clock
         self._island = Island(None) if island is None else island
         self._rule = QuorumRule(1)
         self._merger = Merger(seat)
@@ -82,7 +79,7 @@ class Merges:
         self._bound: float = math.inf if self._island.size == 1 else 0
         self._step = -1
         self._pace = Pace()
-        self._chooser = Chooser(self._say, self._require_here, self._stopped.wait, clock, poll_s)
+        self._chooser = Chooser(self._say, self._require_here, self._stopped.wait, time.monotonic, poll_s)
         self._chosen_at = 0.0
         self._give: Callable[[], Mapping[str, object]] | None = None
         self._handover = Handover(self._changed, self._state, self._island)
@@ -146,7 +143,7 @@ class Merges:
         if step == self._step:
             return
         self._step = step
-        self._pace.step(self._clock())
+        self._pace.step(time.monotonic())
         with self._changed:
             self._check()
             self._go_on()
@@ -197,7 +194,7 @@ class Merges:
             self._arrived[fragment] = deque(one._replace(own=False) for one in self._arrived.get(fragment, ()))
             # What the others of an island have is the same.
             kept = difference.detach().cpu() if self._island.leads else torch.empty(0)
-            self._sent[fragment] = Sent(kept, weight, self._clock(), samples)
+            self._sent[fragment] = Sent(kept, weight, time.monotonic(), samples)
             self._go_on()
 
     def wait(self, name: str) -> None:
@@ -257,7 +254,7 @@ class Merges:
             return self._error
 
     def _wait_while(self, waits: Callable[[], bool], fragment: int | None = None) -> None:
-        begun = self._clock()
+        begun = time.monotonic()
         try:
             while True:
                 with self._changed:
@@ -270,7 +267,7 @@ class Merges:
                         return
                 self._handover.answer()
         finally:
-            self._pace.idle(self._clock() - begun)
+            self._pace.idle(time.monotonic() - begun)
 
     def _go_on(self) -> None:
         self._together = False
@@ -343,7 +340,7 @@ class Merges:
             return
         try:
             choice = self._chooser.choose(group.global_communicator, self._rule)
-            self._chosen_at = self._clock()
+            self._chosen_at = time.monotonic()
             own = self._sent[choice.fragment].difference if self._seat in choice.seats else None
             self._proposed = self._merger.merge(choice, group.global_communicator, own, self._number)
         except LOSSES:
@@ -370,7 +367,7 @@ class Merges:
 
     def _say(self) -> Said:
         with self._changed:
-            now, sent = self._clock(), self._sent
+            now, sent = time.monotonic(), self._sent
             numbers = range(len(self._merger.fragments))
             ages_s = tuple(max(0.0, now - sent[one].since) if one in sent else -1.0 for one in numbers)
             weights = tuple(sent[one].weight if one in sent else 0.0 for one in numbers)
@@ -404,7 +401,7 @@ class Merges:
                 if own:
                     self._merged_samples[choice.fragment] = self._sent.pop(choice.fragment).samples
                 self._number += 1
-                self._pace.merge_s = self._clock() - self._chosen_at
+                self._pace.merge_s = time.monotonic() - self._chosen_at
                 self._tape.append(Merge(self._number, *choice))
             self._changed.notify_all()
 
