@@ -18,7 +18,7 @@ from bagua.testing.algorithm_contract import optimizer_maker
 from bagua.testing.training import State, assert_same_on_all_ranks, loss_of, mlp, sgd, snapshot, train_steps
 from tests.parallel.decentralized_simulation import train as train_decentralized
 from tests.parallel.decentralized_simulation import wrap as wrap_decentralized
-from tests.parallel.wrapping import WRAPS
+from tests.parallel.wrapping import WRAPS, wrapped_for_rank
 
 pytestmark = pytest.mark.threads
 
@@ -60,10 +60,7 @@ def assert_peers_are_told(steps: Callable[[], object]) -> None:
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 def test_the_engine_stops_on_all_ranks(thread_ranks, wrap, step, place, error):
     def train() -> None:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = WRAPS[wrap](model, optimizer, bucket_bytes=ONE_BUCKET_BYTES)
+        rank, model, optimizer, wrapped = wrapped_for_rank(wrap=WRAPS[wrap], bucket_bytes=ONE_BUCKET_BYTES)
         if rank != 0:
             assert_peers_are_told(lambda: train_steps(wrapped, optimizer, rank, range(step + 1)))
             return
@@ -195,10 +192,7 @@ def test_one_that_only_accumulates_may_fail(thread_ranks, wrap):
     """Nobody waits for it. What it left in the gradients is the user's, as without bagua."""
 
     def train() -> State:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = WRAPS[wrap](model, optimizer, bucket_bytes=ONE_BUCKET_BYTES)
+        rank, model, optimizer, wrapped = wrapped_for_rank(wrap=WRAPS[wrap], bucket_bytes=ONE_BUCKET_BYTES)
         train_steps(wrapped, optimizer, rank, range(2))
         if rank == 0:
             with wrapped.no_sync(), failing(model[0]):

@@ -12,7 +12,7 @@ from bagua import testing
 from bagua.algorithms import Mean
 from bagua.errors import BaguaError, CommunicationError
 from bagua.testing.training import State, assert_same_on_all_ranks, mlp, sgd, snapshot, train_steps
-from tests.parallel.wrapping import WRAPS, by_bagua_init
+from tests.parallel.wrapping import WRAPS, by_bagua_init, wrapped_for_rank
 
 
 class CodecError(Exception):
@@ -65,10 +65,7 @@ def test_an_error_in_the_exchange_reaches_the_end_of_backward(thread_ranks, monk
 @pytest.mark.threads
 def test_an_error_in_a_users_own_hook_ends_every_rank(thread_ranks):
     def train() -> None:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = by_bagua_init(model, optimizer)
+        rank, model, optimizer, wrapped = wrapped_for_rank()
         train_steps(wrapped, optimizer, rank, range(2))
 
         def refuses(gradient: torch.Tensor) -> None:
@@ -91,10 +88,7 @@ def test_a_rank_that_survives_its_own_hook_can_be_used_again_after_wrapping_anew
     """A broken step leaves no hook, lock or thread behind that the next model would trip over."""
 
     def train() -> None:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = by_bagua_init(model, optimizer)
+        rank, model, optimizer, wrapped = wrapped_for_rank()
         train_steps(wrapped, optimizer, rank, range(2))
         handle = model[2].weight.register_hook(_raise)
         with pytest.raises(CodecError):
@@ -124,10 +118,7 @@ def test_a_model_whose_exchange_failed_can_be_wrapped_anew(thread_ranks, monkeyp
     monkeypatch.setattr(Mean, "run", fails_once)
 
     def train() -> State:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = WRAPS[wrap](model, optimizer)
+        rank, model, optimizer, wrapped = wrapped_for_rank(wrap=WRAPS[wrap])
         with pytest.raises((CodecError, CommunicationError)):
             train_steps(wrapped, optimizer, rank, range(6))
         if wrap == "bagua_init":
@@ -143,10 +134,7 @@ def test_a_model_whose_exchange_failed_can_be_wrapped_anew(thread_ranks, monkeyp
 @pytest.mark.threads
 def test_an_error_in_forward_or_loss_leaves_the_engine_usable(thread_ranks):
     def train() -> None:
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = by_bagua_init(model, optimizer)
+        rank, _, optimizer, wrapped = wrapped_for_rank()
         for step in range(3):
             with pytest.raises(RuntimeError):
                 wrapped(torch.zeros(2, 3))  # A wrong shape.
@@ -182,10 +170,7 @@ def test_a_parameter_that_arrives_twice_in_one_backward_is_named(thread_ranks):
 
 
 def _train_until_killed(victim: int) -> str:
-    rank = bagua.comm.get_rank()
-    model = mlp()
-    optimizer = sgd(model.parameters())
-    wrapped = by_bagua_init(model, optimizer)
+    rank, _, optimizer, wrapped = wrapped_for_rank()
     train_steps(wrapped, optimizer, rank, range(3))
     try:
         for step in range(3, 10_000):
@@ -226,10 +211,7 @@ MISHAPS = {"hook": _raise_in_a_hook, "unused": _detach}
 
 def _train_with_mishap(mishap: str) -> tuple[str, float]:
     """What ends the training when something happens to rank 1 only, and after how many seconds."""
-    rank = bagua.comm.get_rank()
-    model = mlp()
-    optimizer = sgd(model.parameters())
-    wrapped = by_bagua_init(model, optimizer)
+    rank, model, optimizer, wrapped = wrapped_for_rank()
     train_steps(wrapped, optimizer, rank, range(3))
     if rank == 1:
         MISHAPS[mishap](model)
@@ -251,10 +233,7 @@ def test_what_ends_one_process_ends_the_others_long_before_the_timeout(process_r
 
 
 def _train_on_after_a_mishap() -> State:
-    rank = bagua.comm.get_rank()
-    model = mlp()
-    optimizer = sgd(model.parameters())
-    wrapped = by_bagua_init(model, optimizer)
+    rank, model, optimizer, wrapped = wrapped_for_rank()
     train_steps(wrapped, optimizer, rank, range(3))
     handle = model[0].weight.register_hook(_raise) if rank == 1 else None
     with pytest.raises((CodecError, CommunicationError)):

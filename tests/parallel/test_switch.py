@@ -22,7 +22,7 @@ from bagua.testing.training import (
 from bagua.torch_api import DistributedAlgorithm, bagua_init
 from bagua.torch_api.distributed import ModelSwitchWrapper, allreduce_parameters, broadcast_parameters
 from tests.algorithms.toys import LocalSgd
-from tests.parallel.wrapping import WRAPS
+from tests.parallel.wrapping import WRAPS, assert_trained
 
 pytestmark = pytest.mark.threads
 
@@ -39,9 +39,7 @@ def test_switching_to_the_same_algorithm_again_changes_nothing(thread_ranks):
         train_steps(wrapped, optimizer, rank, range(3, 6))
         return snapshot(model)
 
-    results = thread_ranks(2, train)
-    assert_same_on_all_ranks(results)
-    assert_close(results[0], reference(mlp(), adam, 2, range(6)))
+    assert_trained(thread_ranks(2, train), reference(mlp(), adam, 2, range(6)))
 
 
 def test_a_switch_averages_what_ranks_did_apart(thread_ranks):
@@ -93,9 +91,7 @@ def test_a_refused_switch_leaves_the_model_as_it_was(thread_ranks):
         train_steps(wrapped, optimizer, rank, range(2, 4))
         return snapshot(model)
 
-    results = thread_ranks(2, train)
-    assert_same_on_all_ranks(results)
-    assert_close(results[0], reference(mlp(), sgd, 2, range(4)))
+    assert_trained(thread_ranks(2, train), reference(mlp(), sgd, 2, range(4)))
 
 
 def test_training_before_the_first_switch_is_an_error(thread_ranks):
