@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
 
 from bagua.checks import check_whole
-from bagua.optim.group_steps import GroupOptimizer
+from bagua.optim.group_steps import TogetherOptimizer
 from bagua.optim.moments import begin_at_zero, denominators
 from bagua.optim.options import check_betas, check_not_negative
 
 
-class CommittingAdam(GroupOptimizer):
+class CommittingAdam(TogetherOptimizer):
     """What both forms of Adam with delayed moments have in common; see ``AccumAdam``."""
 
     #: Whether weights decay by themselves instead of through the gradient.
@@ -35,25 +35,11 @@ class CommittingAdam(GroupOptimizer):
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "accum_iter": accum_iter}
         )
 
-    def _step_group(self, group: dict[str, Any]) -> None:
-        for step, parameters in self._by_step(group["params"]).items():
-            self._update(group, step, parameters)
-
-    def _by_step(self, parameters: Sequence[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
-        """Parameters with a gradient, by the number of the step that they take now: usually the same for all."""
-        by_step: dict[int, list[torch.Tensor]] = {}
-        for parameter in parameters:
-            if parameter.grad is None:
-                continue
-            if parameter.grad.is_sparse or parameter.is_complex():
-                raise RuntimeError(f"{type(self).__name__} supports dense, real gradients only")
-            state = self.state[parameter]
-            if not state:
-                state["step"] = torch.tensor(0, dtype=torch.int64)
-                begin_at_zero(state, parameter, "exp_avg", "exp_avg_sq", "accum_grad")
-            state["step"] += 1
-            by_step.setdefault(int(state["step"]), []).append(parameter)
-        return by_step
+    def _prepare(self, parameter: torch.Tensor) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0, dtype=torch.int64)
+            begin_at_zero(state, parameter, "exp_avg", "exp_avg_sq", "accum_grad")
 
     def _update(self, group: dict[str, Any], step: int, parameters: list[torch.Tensor]) -> None:
         (beta1, beta2), period, decay = group["betas"], group["accum_iter"], group["weight_decay"]

@@ -8,14 +8,12 @@ from typing import Any
 import torch
 
 from bagua.checks import check_numbers, check_whole
-from bagua.optim.group_steps import GroupOptimizer
+from bagua.optim.group_steps import OneByOneOptimizer
 from bagua.optim.moments import begin_at_zero
 from bagua.optim.options import check_not_negative
 
-__all__ = ["DelayedNesterov"]
 
-
-class DelayedNesterov(GroupOptimizer):
+class DelayedNesterov(OneByOneOptimizer):
     r"""Gradient descent with momentum that is refreshed, and followed, in every :math:`N`-th step only.
 
     .. math::
@@ -55,11 +53,6 @@ class DelayedNesterov(GroupOptimizer):
         check_numbers(lambda part: 0 <= part < 1, "a number from 0 and less than 1", momentum=momentum)
         check_whole(1, delay=delay)
         super().__init__(params, {"lr": lr, "momentum": momentum, "delay": delay})
-
-    def _step_group(self, group: dict[str, Any]) -> None:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                self._update(group, parameter, parameter.grad)
 
     def _update(self, group: dict[str, Any], parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         state, lr, delay = self.state[parameter], float(group["lr"]), group["delay"]

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from bagua.checks import check_choice, check_numbers, unusable
-from bagua.optim.group_steps import GroupOptimizer
+from bagua.optim.group_steps import OneByOneOptimizer
 from bagua.optim.moments import begin_at_zero
 from bagua.optim.options import check_not_negative
 
@@ -43,7 +43,7 @@ def equalized(matrix: torch.Tensor) -> torch.Tensor:
     return x if wide else x.t()
 
 
-class Muon(GroupOptimizer):
+class Muon(OneByOneOptimizer):
     r"""SGD with momentum whose steps have equal singular values, for matrices.
 
     .. math::
@@ -105,11 +105,6 @@ class Muon(GroupOptimizer):
         for parameter in self.param_groups[-1]["params"]:
             if parameter.dim() < 2 or not parameter.is_floating_point():
                 raise unusable("params", "real parameters of two dimensions or more", f"shape {list(parameter.shape)}")
-
-    def _step_group(self, group: dict[str, Any]) -> None:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                self._update(group, parameter, parameter.grad)
 
     def _update(self, group: dict[str, Any], parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         state, lr = self.state[parameter], float(group["lr"])

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from bagua.checks import check_whole
-from bagua.errors import ConfigurationError
-from bagua.optim.group_steps import GroupOptimizer
+from bagua.optim.group_steps import TogetherOptimizer
 from bagua.optim.moments import begin_at_zero, denominators
 from bagua.optim.options import check_betas, check_not_negative
 
@@ -17,7 +16,7 @@ from bagua.optim.options import check_betas, check_not_negative
 _DEAD = 2.0**-16
 
 
-class QAdamOptimizer(GroupOptimizer):
+class QAdamOptimizer(TogetherOptimizer):
     r"""Adam for ``warmup_steps`` steps; then its second moment no longer changes.
 
     In the :math:`t`-th step, with the gradient :math:`g`, to which weight decay was added, and with
@@ -92,32 +91,19 @@ class QAdamOptimizer(GroupOptimizer):
 
     def momentum(self, parameter: torch.Tensor) -> torch.Tensor:
         """The first moment :math:`m` of ``parameter``, which ``step`` changes in place; zeros before the first one."""
-        state = self.state[parameter]
-        if not state:
-            state["step"] = 0
-            begin_at_zero(state, parameter, "exp_avg", "exp_avg_sq")
-        moment: torch.Tensor = state["exp_avg"]
+        self._prepare(parameter)
+        moment: torch.Tensor = self.state[parameter]["exp_avg"]
         return moment
 
     def scaling(self, parameter: torch.Tensor) -> float:  # noqa: ARG002 - for optimizers that scale
         """What the momentum of ``parameter`` is multiplied by while ranks exchange it."""
         return 1.0
 
-    def _step_group(self, group: dict[str, Any]) -> None:
-        for step, parameters in self._by_step(group["params"]).items():
-            self._update(group, step, parameters)
-
-    def _by_step(self, parameters: Sequence[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
-        """Parameters with a gradient, by the number of the step that they take now: usually the same for all."""
-        with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
-        for parameter in with_gradient:
-            _refuse_unless_dense_and_real(parameter)
-        by_step: dict[int, list[torch.Tensor]] = {}
-        for parameter in with_gradient:
-            self.momentum(parameter)
-            self.state[parameter]["step"] += 1
-            by_step.setdefault(self.state[parameter]["step"], []).append(parameter)
-        return by_step
+    def _prepare(self, parameter: torch.Tensor) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = 0
+            begin_at_zero(state, parameter, "exp_avg", "exp_avg_sq")
 
     def _update(self, group: dict[str, Any], step: int, parameters: list[torch.Tensor]) -> None:
         beta1, _ = group["betas"]
@@ -179,14 +165,3 @@ class QAdamOptimizer(GroupOptimizer):
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def _refuse_unless_dense_and_real(parameter: torch.Tensor) -> None:
-    gradient = parameter.grad
-    if gradient is not None and (gradient.layout is not torch.strided or gradient.is_complex()):
-        raise ConfigurationError(
-            "this optimizer cannot use this gradient",
-            argument="params",
-            expected="parameters with dense, real gradients",
-            seen=f"{gradient.dtype}, {gradient.layout}",
-        )

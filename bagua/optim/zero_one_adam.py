@@ -49,16 +49,14 @@ class ZeroOneAdamOptimizer(QAdamOptimizer):
     Paper: Lu et al., "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam", ICLR 2023.
     """
 
-    def momentum(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The first moment of ``parameter``, which ``step`` changes in place; zeros before the first one."""
-        moment = super().momentum(parameter)
+    def _prepare(self, parameter: torch.Tensor) -> None:
+        super()._prepare(parameter)
         self.state[parameter].setdefault("variance_steps", 0)
         self.state[parameter].setdefault("rates", 0.0)
-        return moment
 
     def note(self, parameter: torch.Tensor, *, exact: bool) -> None:
         """Say whether the gradient of ``parameter`` in the next step is exact."""
-        self.momentum(parameter)
+        self._prepare(parameter)
         self.state[parameter]["exact"] = exact
 
     def freeze(self, parameter: torch.Tensor) -> None:

@@ -145,6 +145,15 @@ def test_a_bucket_of_biases_only(make):
     assert bool((bias < 1).all())
 
 
+def test_gradients_that_it_cannot_use_are_refused_before_anything_changes():
+    first, second = parameters()
+    optimizer = AccumAdam([first, second])
+    first.grad, second.grad = torch.ones_like(first), torch.ones_like(second).to_sparse()
+    with pytest.raises(ConfigurationError, match="sparse"):
+        optimizer.step()
+    assert not optimizer.state
+
+
 @pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")  # Old versions of torch pass it themselves.
 def test_the_schedule_rises_and_falls():
     optimizer = torch.optim.SGD(parameters(), lr=2.0)
