@@ -22,8 +22,6 @@ from bagua.engine import DEFAULT_BUCKET_BYTES
 from bagua.errors import BaguaError, ConfigurationError
 from bagua.link import parse_link
 
-__all__ = ["DDP", "Advice", "advise", "rehearse_all", "weigh"]
-
 #: Name of torch's DistributedDataParallel in tables, and the size of its buckets.
 DDP = "ddp"
 _DDP_BUCKET_BYTES = 25 * 1024 * 1024

@@ -10,8 +10,6 @@ import os
 import threading
 import time
 
-__all__ = ["own_time", "queued_s", "sees_queues"]
-
 _FILE = "/proc/thread-self/schedstat"
 _LONGEST_BYTES = 128
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from bagua.errors import ConfigurationError
 
-__all__ = ["CallFacts", "MachineFacts", "ModelFacts", "ParameterFacts", "calls_like"]
-
 
 @dataclass(frozen=True)
 class ParameterFacts:

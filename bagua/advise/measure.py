@@ -14,8 +14,6 @@ from bagua.advise.clock import own_time, sees_queues
 from bagua.advise.facts import ModelFacts, ParameterFacts
 from bagua.errors import ConfigurationError
 
-__all__ = ["StepMeter", "measure_model"]
-
 #: Steps that are left out: memory is allocated in them.
 _FIRST_STEPS = 2
 LEAST_STEPS = 5

@@ -10,8 +10,6 @@ from bagua.advise.trace import Message
 from bagua.checks import check_kind, check_whole
 from bagua.link import LinkSettings
 
-__all__ = ["Cluster", "Cost", "cost_of"]
-
 #: Bytes of data in one packet, and packets that a connection sends before the first answer.
 _PACKET_BYTES, _FIRST_PACKETS = 1448, 10
 #: Share of a link's rate that is left when packets have their headers.

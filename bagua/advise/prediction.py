@@ -13,8 +13,6 @@ from bagua.advise.simulation import step_seconds
 from bagua.advise.trace import Message, Moment, Rehearsal, Run
 from bagua.errors import ConfigurationError
 
-__all__ = ["Prediction", "extrapolate", "outside_calibration", "predict"]
-
 #: Nine in ten predictions of docs/advise.md are off by no more than this part of the measured time, without a delay and
 #: with one.
 _ERROR, _ERROR_WITH_DELAY = 0.3, 0.4

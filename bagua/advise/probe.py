@@ -15,8 +15,6 @@ from bagua.advise.network import SMALL_CALL_BYTES, Cluster, Cost, cost_of, messa
 from bagua.advise.trace import Message
 from bagua.comm import Communicator, Membership, create_transport, thread_store
 
-__all__ = ["call_facts", "link_facts", "machine_facts", "probe_machine"]
-
 #: Kinds that are measured, the first of which stands for those that are not here.
 _KINDS = ("allreduce", "allgather", "alltoall", "sendrecv")
 #: Bytes of the calls that show what bytes cost: within a core's cache, and beyond it.

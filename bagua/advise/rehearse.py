@@ -30,8 +30,6 @@ from bagua.engine import DEFAULT_BUCKET_BYTES
 from bagua.errors import ConfigurationError
 from bagua.parallel import with_bagua
 
-__all__ = ["rehearse"]
-
 _WARM_UP_STEPS, _LEAST_STEPS, _MOST_STEPS = 2, 2, 120
 #: A period is repeated for so many steps, but at least twice: flights of the first are folded in the second.
 _STEPS_READ = 16

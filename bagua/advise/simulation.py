@@ -10,8 +10,6 @@ from bagua.advise.facts import MachineFacts
 from bagua.advise.network import Cluster, Cost, cost_of
 from bagua.advise.trace import Message, Moment, Rehearsal, Run
 
-__all__ = ["max_min_shares", "step_seconds"]
-
 #: Calls that Gloo carries out at the same time.
 _GLOO_CALLS = 2
 _NOTHING = 1e-12

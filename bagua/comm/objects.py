@@ -20,8 +20,6 @@ import torch
 from bagua.comm.reduction import check_communicable, dtype_by_name
 from bagua.errors import ConfigurationError, InvalidTensorError
 
-__all__ = ["as_bytes", "decode", "encode", "encode_failure", "encoded_later"]
-
 _HEADER = struct.Struct("<BQ")
 _PLAIN, _PICKLE, _FAILURE = 0, 1, 2
 #: Bytes from which on memory is asked for by itself.

@@ -12,8 +12,6 @@ import torch
 
 from bagua.errors import BaguaError, ConfigurationError
 
-__all__ = ["check_place", "place_of", "read_state", "unusable", "write_state"]
-
 
 def check_place(ranks: int, **places: str | os.PathLike[str] | None) -> None:
     """Refuse one file for several ranks.

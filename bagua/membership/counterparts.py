@@ -25,8 +25,6 @@ from bagua.membership.presence import Presence
 from bagua.membership.roster import Deadlines, SeatRecord, record_name
 from bagua.membership.transfer import MOST_DONORS, Donor, Offer, Receiver
 
-__all__ = ["LOSSES", "Attempt", "Counterparts", "Samples", "connect", "epoch_name"]
-
 _log = logging.getLogger("bagua")
 #: Runs an exchange on the group of the epoch, from the same contribution each time.
 Attempt = Callable[[ProcessGroup], None]

@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Epoch", "Standing", "StopReport", "first_epoch", "next_epoch"]
-
 _NOBODY: Mapping[int, int] = {}
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from bagua.membership.counterparts import Attempt, Counterparts
 from bagua.membership.island import Island
 
-__all__ = ["Follower"]
-
 
 class Follower:
     """What a ``Participant`` is on the first rank, on the others.

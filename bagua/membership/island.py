@@ -10,8 +10,6 @@ from bagua import errors
 from bagua.comm import Cells, ProcessGroup
 from bagua.errors import CommunicationError, LeftOutError, PeerLostError, StoreLostError, TooFewMembersError
 
-__all__ = ["Act", "FailedAct", "Island", "different", "require_same"]
-
 #: What each rank does when it is told to, with what it is told.
 Act = Callable[[Any], None]
 #: How long the ranks of an island wait for each other. Who dies or stops is noticed long before.

@@ -47,8 +47,6 @@ from bagua.membership.presence import Presence, take_seat
 from bagua.membership.roster import Deadlines
 from bagua.membership.transfer import Receiver
 
-__all__ = ["Islands", "Members", "Training"]
-
 _log = logging.getLogger("bagua")
 _DEADLINES = Deadlines()
 

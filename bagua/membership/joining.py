@@ -24,8 +24,6 @@ from bagua.membership.checkpoint import check_place
 from bagua.membership.island import Island, different
 from bagua.membership.islands import Islands
 
-__all__ = ["join_islands"]
-
 
 def join_islands(
     where: str | None = None,

@@ -25,8 +25,6 @@ from bagua.membership.presence import Presence
 from bagua.membership.roster import Deadlines
 from bagua.membership.transfer import MOST_DONORS
 
-__all__ = ["Participant"]
-
 _log = logging.getLogger("bagua")
 #: How often a newcomer receives the state while the others go on, before it asks them to wait for it.
 _ROUNDS = 3

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["Position", "Tally"]
-
 
 class Tally(NamedTuple):
     """What a member says of its samples in an exchange.

@@ -18,8 +18,6 @@ from bagua.errors import StoreLostError
 from bagua.membership.island import Island
 from bagua.membership.roster import Deadlines, Roster, SeatRecord, record_name, seat_name
 
-__all__ = ["Presence", "take_seat"]
-
 _log = logging.getLogger("bagua")
 #: Looks in the place of one while somebody comes in: all stop for it, and who sees it late keeps the others waiting.
 _HURRY = 5

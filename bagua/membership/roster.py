@@ -10,8 +10,6 @@ from bagua.comm import Cells, PhaseDeadline, Silence
 from bagua.membership.epochs import StopReport
 from bagua.membership.transfer import Offer
 
-__all__ = ["Deadlines", "Roster", "SeatRecord", "record_name", "seat_name"]
-
 
 @dataclass(frozen=True)
 class Deadlines:

@@ -15,8 +15,6 @@ from bagua.membership.epochs import Epoch
 from bagua.membership.islands import Islands
 from bagua.membership.position import Position, Tally
 
-__all__ = ["ElasticSampler"]
-
 #: Batches that a loader may draw while members agree on what each has drawn.
 _AHEAD = 4
 

@@ -11,8 +11,6 @@ import torch
 from bagua.comm import Fetch, PhaseDeadline, PieceServer, Source, ask_now, decode, encoded_later
 from bagua.errors import BaguaError, CollectiveTimeoutError, ConfigurationError, PeerLostError
 
-__all__ = ["MOST_DONORS", "Donor", "Offer", "Receiver"]
-
 #: More sources than a few make no link faster, and each of them copies its state.
 MOST_DONORS = 4
 

@@ -14,8 +14,6 @@ from bagua.engine import BackwardHooks, Reducer, name_of_rank
 from bagua.errors import ConfigurationError
 from bagua.membership import Islands
 
-__all__ = ["come_in", "group_of_island", "over_islands", "refuse_to_switch"]
-
 #: What belongs to one island stays there, as what its own codec has lost.
 _NOTHING_OF_ITS_OWN: dict[str, Any] = {"parameters": {}, "others": [], "flights": []}
 

@@ -8,8 +8,6 @@ from bagua.cli.launch import Rank, run_ranks
 from bagua.comm import destroy_process_group, get_default_group
 from bagua.link import LinkSettings
 
-__all__ = ["lab_cluster", "probe_lab", "probe_link"]
-
 _TIMEOUT_S = 120.0
 
 

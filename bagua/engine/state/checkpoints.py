@@ -13,8 +13,6 @@ from bagua.engine.state.saved_states import check_owner, from_checkpoint, name_o
 from bagua.engine.state.saving import Remembered, compare_states, divided, scopes_of, united
 from bagua.errors import ConfigurationError
 
-__all__ = ["check", "digest", "load", "save"]
-
 _log = logging.getLogger("bagua")
 
 

@@ -9,8 +9,6 @@ import torch
 from bagua.comm import Communicator
 from bagua.membership.merging.quorum import Choice, QuorumRule, Said, choose
 
-__all__ = ["Chooser"]
-
 #: Members look around so many times while the training of the fastest goes on beside a merge.
 _LOOKS = 16
 #: Longest pause between two looks, in seconds.

@@ -10,8 +10,6 @@ import torch
 from bagua.compression import Codec, Metadata
 from bagua.membership.merging.quorum import Choice
 
-__all__ = ["Arrived", "Fragment", "Merge", "MergeResult", "Sent"]
-
 
 class Fragment(NamedTuple):
     """A part of the model that is merged by itself.

@@ -9,8 +9,6 @@ from typing import Any
 
 from bagua.membership.island import Island
 
-__all__ = ["Handover"]
-
 #: Pause between two looks at whether the state is still needed, in seconds.
 _LOOK_S = 0.1
 

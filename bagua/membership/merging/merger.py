@@ -10,8 +10,6 @@ from bagua.comm import Communicator
 from bagua.membership.merging.fragments import Fragment, MergeResult
 from bagua.membership.merging.quorum import Choice
 
-__all__ = ["Merger"]
-
 
 class Merger:
     """The owner of a fragment receives differences, merges them, and sends the result to all.

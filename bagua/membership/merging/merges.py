@@ -23,8 +23,6 @@ from bagua.membership.merging.merger import Merger
 from bagua.membership.merging.pace import Pace
 from bagua.membership.merging.quorum import Choice, QuorumRule, Said
 
-__all__ = ["Merges"]
-
 #: Merges that are remembered for those who ask.
 _TAPE = 4096
 #: How long to wait for the end of the thread that exchanges, when its calls have been ended.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Pace"]
-
 #: Part of the measured time of a step that each step replaces.
 _FRESH = 0.25
 

@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Choice", "QuorumRule", "Said", "choose"]
-
 #: Part of the time that is hidden anyway which is waited for others; the rest is for what was not foreseen.
 _GRACE = 0.9
 

@@ -16,8 +16,6 @@ from bagua.testing.contract.exercises import CallSetting, communicator, home, pe
 from bagua.testing.contract.failures import CULPRIT, GRACE_S, SOON_S, caught
 from bagua.testing.ranks import RankPool
 
-__all__ = ["DisagreementsContract"]
-
 DISAGREEMENTS = ("kind", "size", "dtype", "reduction", "root", "root_again", "empty", "coalesced", "asynchronous")
 #: Deadline where no rank is late on purpose; a busy machine may delay one.
 CALM_S = 30.0
