@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from bagua.compression.base import Codec, Metadata, exact_dtype, store
+from bagua.compression.base import Metadata, store
+from bagua.compression.coded_blocks import CodedBlocks
 from bagua.compression.packing.bits import pack_codes
-from bagua.compression.packing.blocks import check_block_numel, in_pieces, in_rows
 
-_BITS = 4
 #: Exponent of the smallest power of two, and where a float32 has its exponent, and what was added to it.
 _SMALLEST = -6
 _EXPONENT_BITS, _EXPONENT_BIAS = 23, 127
@@ -20,7 +20,7 @@ _MIDDLE = 4 / 3
 
 
 @dataclass(frozen=True)
-class E3M0(Codec):
+class E3M0(CodedBlocks):
     """Four bits for each element, as a floating-point number of three bits of exponent and none of mantissa (FP4).
 
     With ``s`` the largest magnitude of a block, an element becomes the nearest of 0 and plus or minus ``2 ** k * s``,
@@ -44,46 +44,23 @@ class E3M0(Codec):
 
     block_numel: int = 256
 
-    def __post_init__(self) -> None:
-        check_block_numel(self.block_numel, multiple_of=8)
+    bits: ClassVar[int] = 4
 
     @property
     def contraction(self) -> float:
         """A third of each element is lost at most, and a 128th of the largest of each that is small."""
         return max(0.0, 8 / 9 - self.block_numel / 128**2)
 
-    def _scale_bytes(self, metadata: Metadata) -> int:
-        return -(-metadata.numel // self.block_numel) * exact_dtype(metadata.dtype).itemsize
-
-    def _payload_bytes(self, metadata: Metadata) -> int:
-        return self._scale_bytes(metadata) + -(-metadata.numel * _BITS // 8)
-
-    def _split(self, data: torch.Tensor, metadata: Metadata) -> tuple[torch.Tensor, torch.Tensor]:
-        """Magnitudes, a row for each block, and packed codes: views of ``data``."""
-        start = self._scale_bytes(metadata)
-        scales = data[:start].view(exact_dtype(metadata.dtype)).view(-1, 1)
-        return scales, data[start : self._payload_bytes(metadata)]
-
     def _encode(self, flat: torch.Tensor, out: torch.Tensor) -> None:
-        scales, packed = self._split(out, Metadata.of(flat))
-        for blocks, part, length in in_rows(flat.numel(), self.block_numel):
-            rows = flat[part].view(-1, length)
-            for piece, scale, codes in in_pieces(rows, scales[blocks], _of(part, packed, len(rows))):
-                largest = torch.maximum(piece.amax(dim=1, keepdim=True), piece.amin(dim=1, keepdim=True).neg_())
-                scale.copy_(largest.where(largest < torch.inf, torch.nan))
-                codes.copy_(pack_codes(_codes(piece.to(scale.dtype), scale), _BITS))
+        for rows, scales, packed in self._groups(flat, out, Metadata.of(flat)):
+            largest = torch.maximum(rows.amax(dim=1, keepdim=True), rows.amin(dim=1, keepdim=True).neg_())
+            scales.copy_(largest.where(largest < torch.inf, torch.nan))
+            packed.copy_(pack_codes(_codes(rows.to(scales.dtype), scales), self.bits))
 
     def _decode(self, data: torch.Tensor, metadata: Metadata, out: torch.Tensor, add: bool) -> None:
-        scales, packed = self._split(data, metadata)
-        for blocks, part, length in in_rows(metadata.numel, self.block_numel):
-            rows = out[part].view(-1, length)
-            for piece, scale, codes in in_pieces(rows, scales[blocks], _of(part, packed, len(rows))):
-                pairs = _values_of_bytes(scale.dtype, scale.device).index_select(0, codes.reshape(-1).int())
-                store(pairs.view(len(piece), -1)[:, :length].mul_(scale), piece, add)
-
-
-def _of(part: slice, packed: torch.Tensor, rows: int) -> torch.Tensor:
-    return packed[part.start * _BITS // 8 : -(-part.stop * _BITS // 8)].view(rows, -1)
+        for rows, scales, packed in self._groups(out, data, metadata):
+            pairs = _values_of_bytes(scales.dtype, scales.device).index_select(0, packed.reshape(-1).int())
+            store(pairs.view(len(rows), -1)[:, : rows.shape[1]].mul_(scales), rows, add)
 
 
 def _codes(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

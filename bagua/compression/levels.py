@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from bagua.checks import check_kind
-from bagua.compression.base import Codec, Metadata, exact_dtype, store
+from bagua.compression.base import Codec, Metadata, store
+from bagua.compression.coded_blocks import CodedBlocks
 from bagua.compression.packing.bits import pack_codes, unpack_codes
-from bagua.compression.packing.blocks import check_block_numel, in_pieces, in_rows
 from bagua.compression.packing.noise import mixed_seed, noise_like
 
 #: The values are spread over so many standard deviations.
@@ -23,17 +22,20 @@ _FEW = 4
 
 
 @dataclass(frozen=True)
-class _Levels(Codec):
+class _Levels(CodedBlocks):
     """What ``Int4`` and ``Int2`` have in common: a table of values for each block, and the number of one for each."""
 
     block_numel: int = 4096
     seed: int | None = None
 
-    bits: ClassVar[int]
-
     def __post_init__(self) -> None:
-        check_block_numel(self.block_numel, multiple_of=8)
+        super().__post_init__()
         check_kind((int, type(None)), "a whole number, or None", seed=self.seed)
+
+    @property
+    def numbers(self) -> int:
+        """What each code means."""
+        return 1 << self.bits
 
     @property
     def unbiased(self) -> bool:
@@ -49,29 +51,12 @@ class _Levels(Codec):
         """What the means of the values in each bin keep at least of a block, whatever its distribution."""
         spread = math.sqrt(self.block_numel)
         if self.unbiased:  # Each element is off by less than a step.
-            return max(0.0, 1.0 - 2 * self.block_numel / ((1 << self.bits) - 1) ** 2)
-        levels = 1 << self.bits
-        width = _REACH / levels
+            return max(0.0, 1.0 - 2 * self.block_numel / (self.numbers - 1) ** 2)
+        width = _REACH / self.numbers
         # Elements near the mean may be lost; of the others in one bin, all of one sign, their mean keeps this much.
-        outermost = (levels / 2 - 1.5) * width
+        outermost = (self.numbers / 2 - 1.5) * width
         kept = [4 * low * high / (low + high) ** 2 for low, high in ((width / 2, 1.5 * width), (outermost, spread))]
         return max(0.0, 1.0 - (width / 2) ** 2) * min(kept)
-
-    def _table_bytes(self, metadata: Metadata) -> int:
-        return -(-metadata.numel // self.block_numel) * (1 << self.bits) * exact_dtype(metadata.dtype).itemsize
-
-    def _payload_bytes(self, metadata: Metadata) -> int:
-        return self._table_bytes(metadata) + -(-metadata.numel * self.bits // 8)
-
-    def _groups(self, flat: torch.Tensor, data: torch.Tensor, metadata: Metadata) -> Iterator[tuple[torch.Tensor, ...]]:
-        """A few rows of elements at a time, with their tables and packed numbers: views of ``flat`` and ``data``."""
-        start = self._table_bytes(metadata)
-        tables = data[:start].view(exact_dtype(metadata.dtype)).view(-1, 1 << self.bits)
-        packed = data[start : self._payload_bytes(metadata)]
-        for blocks, part, length in in_rows(metadata.numel, self.block_numel):
-            rows = flat[part].view(-1, length)
-            numbers = packed[part.start * self.bits // 8 : -(-part.stop * self.bits // 8)].view(len(rows), -1)
-            yield from in_pieces(rows, tables[blocks], numbers)
 
     def _encode(self, flat: torch.Tensor, out: torch.Tensor) -> None:
         scratch = _Scratch(flat.device)

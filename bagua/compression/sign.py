@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from bagua.compression.base import Codec, Metadata, exact_dtype, store
-from bagua.compression.packing.blocks import check_block_numel, in_pieces, in_rows
+from bagua.compression.base import Metadata, store
+from bagua.compression.coded_blocks import CodedBlocks
 
 #: Eight bytes of 0 or 255, as one integer, become one byte: keep another bit of each, and add them up in the highest.
 _ONE_BIT_OF_EACH_BYTE = int.from_bytes(bytes(1 << bit for bit in range(8)), "little", signed=True)
@@ -18,7 +19,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class Sign(Codec):
+class Sign(CodedBlocks):
     """One bit for each element: ``x' = sign(x) * mean(|x|)``, with the mean over the element's block.
 
     The error of a block is ``||x' - x||^2 = ||x||^2 - ||x||_1^2 / n``, with ``n`` elements in it:
@@ -44,47 +45,22 @@ class Sign(Codec):
 
     block_numel: int = 2048
 
-    def __post_init__(self) -> None:
-        check_block_numel(self.block_numel, multiple_of=8)
+    bits: ClassVar[int] = 1
 
     @property
     def contraction(self) -> float:
         """``1 / block_numel``, where one element is all there is; about 2 / 3 where elements are alike."""
         return 1.0 / self.block_numel
 
-    def _header_bytes(self, metadata: Metadata) -> int:
-        return -(-metadata.numel // self.block_numel) * exact_dtype(metadata.dtype).itemsize
-
-    def _payload_bytes(self, metadata: Metadata) -> int:
-        return self._header_bytes(metadata) + -(-metadata.numel // 8)
-
-    def _split(self, data: torch.Tensor, metadata: Metadata) -> tuple[torch.Tensor, torch.Tensor]:
-        """Magnitudes, a row for each block, and packed signs: views of ``data``."""
-        header_bytes = self._header_bytes(metadata)
-        magnitudes = data[:header_bytes].view(exact_dtype(metadata.dtype)).view(-1, 1)
-        return magnitudes, data[header_bytes : self._payload_bytes(metadata)]
-
     def _encode(self, flat: torch.Tensor, out: torch.Tensor) -> None:
-        magnitudes, packed = self._split(out, Metadata.of(flat))
-        for blocks, part, length in in_rows(flat.numel(), self.block_numel):
-            rows = flat[part].view(-1, length)
-            rows_bits = packed[_bytes_of(part)].view(len(rows), -1)
-            for piece, means, bits in in_pieces(rows, magnitudes[blocks], rows_bits):
-                means.copy_(_mean_magnitude(piece, means.dtype))
-                bits.copy_(_pack_signs(piece))
+        for rows, magnitudes, packed in self._groups(flat, out, Metadata.of(flat)):
+            magnitudes.copy_(_mean_magnitude(rows, magnitudes.dtype))
+            packed.copy_(_pack_signs(rows))
 
     def _decode(self, data: torch.Tensor, metadata: Metadata, out: torch.Tensor, add: bool) -> None:
-        magnitudes, packed = self._split(data, metadata)
-        for blocks, part, length in in_rows(metadata.numel, self.block_numel):
-            rows = out[part].view(-1, length)
-            rows_bits = packed[_bytes_of(part)].view(len(rows), -1)
-            for piece, means, bits in in_pieces(rows, magnitudes[blocks], rows_bits):
-                signs = _unpack_signs(bits, means.dtype)[:, :length]
-                store(signs.mul_(means), piece, add)
-
-
-def _bytes_of(part: slice) -> slice:
-    return slice(part.start // 8, -(-part.stop // 8))
+        for rows, magnitudes, packed in self._groups(out, data, metadata):
+            signs = _unpack_signs(packed, magnitudes.dtype)[:, : rows.shape[1]]
+            store(signs.mul_(magnitudes), rows, add)
 
 
 def _mean_magnitude(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

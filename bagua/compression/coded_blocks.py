@@ -1,0 +1,53 @@
+"""Codecs that keep some numbers of each block, and a code of a few bits for each element."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+
+from bagua.compression.base import Codec, Metadata, exact_dtype
+from bagua.compression.packing.blocks import check_block_numel, in_pieces, in_rows
+
+
+class CodedBlocks(Codec):
+    """A codec whose bytes are the numbers of all blocks, and then the codes of all elements.
+
+    Attributes:
+        block_numel: elements of a block, a multiple of 8, so that the codes of each block begin with a byte.
+        bits: bits of a code.
+    """
+
+    block_numel: int
+    bits: ClassVar[int]
+
+    def __post_init__(self) -> None:
+        check_block_numel(self.block_numel, multiple_of=8)
+
+    @property
+    def numbers(self) -> int:
+        """Numbers that are kept of each block."""
+        return 1
+
+    def _header_bytes(self, metadata: Metadata) -> int:
+        return -(-metadata.numel // self.block_numel) * self.numbers * exact_dtype(metadata.dtype).itemsize
+
+    def _payload_bytes(self, metadata: Metadata) -> int:
+        return self._header_bytes(metadata) + -(-metadata.numel * self.bits // 8)
+
+    def _groups(self, flat: torch.Tensor, data: torch.Tensor, metadata: Metadata) -> Iterator[tuple[torch.Tensor, ...]]:
+        """A few blocks at a time, one in each row: elements, numbers, and packed codes; views of ``flat`` and ``data``.
+
+        Args:
+            flat: elements, to be read or written.
+            data: compressed bytes, to be written or read.
+            metadata: facts about ``flat``.
+        """
+        start = self._header_bytes(metadata)
+        header = data[:start].view(exact_dtype(metadata.dtype)).view(-1, self.numbers)
+        packed = data[start : self._payload_bytes(metadata)]
+        for blocks, part, length in in_rows(metadata.numel, self.block_numel):
+            rows = flat[part].view(-1, length)
+            codes = packed[part.start * self.bits // 8 : -(-part.stop * self.bits // 8)].view(len(rows), -1)
+            yield from in_pieces(rows, header[blocks], codes)
