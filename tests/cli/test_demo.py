@@ -20,8 +20,10 @@ from bagua.cli.demo import command, shaping
 from bagua.cli.demo.command import named
 from bagua.cli.demo.link import Link, PacedTransport
 from bagua.cli.demo.model import ByteTransformer, Shape
+from bagua.cli.demo.report import show_progress
 from bagua.cli.demo.shaping import SlowLink
 from bagua.cli.demo.text import read_standard_library, windows
+from bagua.cli.demo.training import Phase, TrainingProgress
 from bagua.cli.lab.network import Host, LabUnavailableError, Network
 from bagua.comm import Communicator, get_default_group
 from bagua.link import LinkSettings
@@ -257,3 +259,27 @@ def test_the_model_cannot_see_what_it_predicts():
     model.blocks(hidden)[0, 3].sum().backward()
     reached = hidden.grad[0].abs().sum(dim=1) > 0
     assert reached.tolist() == [True] * 4 + [False] * 4
+
+
+def test_progress_is_some_lines_of_text(capsys):
+    with show_progress(40) as show:
+        show(Phase("training"))
+        for step in range(1, 42):
+            show(TrainingProgress(step, 5.5, 100.0, 1_000, 0.5))
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "training"
+    assert lines[-1] == "step    40/40  loss 5.500  100 tokens/s  0.00 MB sent  50% waiting"
+    assert len(lines) == 20
+
+
+def test_progress_is_a_bar_on_a_terminal(capsys, monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    with show_progress(40) as show:
+        show(Phase("training"))
+        show(TrainingProgress(40, 5.5, 100.0, 1_000, 0.5))
+    shown = capsys.readouterr().out
+    assert "training" in shown
+    assert "40/40" in shown

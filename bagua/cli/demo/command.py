@@ -15,7 +15,7 @@ from bagua.algorithms import registry
 from bagua.checks import install_command
 from bagua.cli.arguments import positive
 from bagua.cli.demo.comparison import CONTESTANTS, MOST_STEPS, Contest, compare
-from bagua.cli.demo.report import choose_display, comparison_table, draw_comparison, draw_losses, table
+from bagua.cli.demo.report import comparison_table, draw_comparison, draw_losses, show_progress, table
 from bagua.cli.demo.shaping import open_slow_link
 from bagua.cli.demo.training import DECENTRALIZED, Result, Settings, train
 from bagua.cli.launch import RanksFailedError, run_ranks
@@ -53,8 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def show_training(settings: Settings, options: argparse.Namespace) -> None:
     """Train with one algorithm."""
-    with choose_display(settings.steps) as display:
-        results: list[Result] = run_ranks(train, options.nproc, (settings,), display.show)
+    with show_progress(settings.steps) as show:
+        results: list[Result] = run_ranks(train, options.nproc, (settings,), show)
     conclude(results[0], settings, options)
 
 
@@ -64,8 +64,8 @@ def show_comparison(settings: Settings, options: argparse.Namespace) -> None:
     with open_slow_link(options.nproc, options.link, backend, options.paced) as link:
         print(f"{link}{link.reason and ' '}{link.reason}", flush=True)
         arguments = (settings, link, options.steps)
-        with choose_display(options.steps or MOST_STEPS) as display:
-            contests: list[Contest] = run_ranks(compare, options.nproc, arguments, display.show, link.network)[0]
+        with show_progress(options.steps or MOST_STEPS) as show:
+            contests: list[Contest] = run_ranks(compare, options.nproc, arguments, show, link.network)[0]
     print(comparison_table(contests, options.nproc, link))
     if options.plot is not None:
         drawn = draw_comparison(contests, options.link, options.plot)

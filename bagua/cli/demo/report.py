@@ -1,14 +1,12 @@
 """What the demo shows: progress while it trains, a table and a picture at the end."""
 
+import contextlib
 import importlib.util
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol
-
-from typing_extensions import Self
+from typing import Any
 
 from bagua.checks import install_command
 from bagua.cli.demo.comparison import Contest
@@ -18,93 +16,54 @@ from bagua.cli.demo.training import LAST_STEPS, Phase, Result, TrainingProgress
 PLAIN_LINES = 20
 
 
-class Display(Protocol):
-    """Shows what rank 0 reports; a context manager, so that the terminal is in order afterwards."""
-
-    def show(self, report: object) -> None:
-        """Take one report."""
-
-    def __enter__(self) -> Self:
-        """Begin."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End, also after an error."""
+#: Takes what rank 0 reports.
+Show = Callable[[object], None]
 
 
-def choose_display(steps: int) -> Display:
-    """A progress bar on a terminal if rich is installed, otherwise a line now and then."""
+@contextlib.contextmanager
+def show_progress(steps: int) -> Iterator[Show]:
+    """Show what rank 0 reports: a bar on a terminal if rich is installed, otherwise a line now and then.
+
+    Args:
+        steps: how many steps there will be.
+    """
     on_terminal = sys.stdout.isatty()
     if on_terminal and importlib.util.find_spec("rich") is not None:
-        return RichDisplay(steps)
+        with _bar(steps) as show:
+            yield show
+        return
     if on_terminal:
         print(f"({install_command('cli')} adds a progress bar)")
-    return PlainDisplay(steps)
+    yield _lines(steps)
 
 
-class PlainDisplay:
-    """About twenty lines of text.
+def _lines(steps: int) -> Show:
+    every = max(1, steps // PLAIN_LINES)
 
-    Args:
-        steps: how many steps there will be.
-    """
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-        self.every = max(1, steps // PLAIN_LINES)
-
-    def show(self, report: object) -> None:
-        """Print a phase, and every so many steps the step."""
+    def show(report: object) -> None:
         if isinstance(report, Phase):
             print(report.name, flush=True)
-        if isinstance(report, TrainingProgress) and (report.step % self.every == 0 or report.step == self.steps):
-            print(f"step {report.step:>5}/{self.steps}  {progress_text(report)}", flush=True)
+        if isinstance(report, TrainingProgress) and (report.step % every == 0 or report.step == steps):
+            print(f"step {report.step:>5}/{steps}  {progress_text(report)}", flush=True)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
+    return show
 
 
-class RichDisplay:
-    """A progress bar.
+@contextlib.contextmanager
+def _bar(steps: int) -> Iterator[Show]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    Args:
-        steps: how many steps there will be.
-    """
+    shown = TextColumn("{task.description}"), BarColumn(bar_width=12), MofNCompleteColumn()
+    with Progress(*shown, TimeRemainingColumn(), TextColumn("{task.fields[numbers]}")) as bar:
+        task = bar.add_task("starting", total=steps, numbers="")
 
-    def __init__(self, steps: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bar
+        def show(report: object) -> None:
+            if isinstance(report, Phase):
+                bar.update(task, description=report.name)
+            if isinstance(report, TrainingProgress):
+                bar.update(task, completed=report.step, numbers=progress_text(report))
 
-        self.bar = Bar(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=12),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[numbers]}"),
-        )
-        self.task = self.bar.add_task("starting", total=steps, numbers="")
-
-    def show(self, report: object) -> None:
-        """Move the bar, or say what is being done."""
-        if isinstance(report, Phase):
-            self.bar.update(self.task, description=report.name)
-        if isinstance(report, TrainingProgress):
-            self.bar.update(self.task, completed=report.step, numbers=progress_text(report))
-
-    def __enter__(self) -> Self:
-        self.bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.bar.stop()
+        yield show
 
 
 def progress_text(progress: TrainingProgress) -> str:
@@ -171,19 +130,14 @@ def comparison_table(contests: Sequence[Contest], world_size: int, link: SlowLin
 
 def draw_comparison(contests: Sequence[Contest], mbit_per_s: float, path: Path) -> bool:
     """Draw the losses of all algorithms against the seconds that they took; see ``draw_losses``."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return False
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
-    for contest in contests:
-        axes.plot(list(itertools.accumulate(contest.seconds)), contest.result.losses, label=contest.algorithm)
-    axes.set(xlabel="seconds", ylabel="training loss, nats per byte", title=f"The same steps at {mbit_per_s:g} Mbit/s")
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-    return True
+    def plot(axes: Any) -> None:
+        for contest in contests:
+            axes.plot(list(itertools.accumulate(contest.seconds)), contest.result.losses, label=contest.algorithm)
+        axes.set(xlabel="seconds", ylabel="training loss, nats per byte")
+        axes.set_title(f"The same steps at {mbit_per_s:g} Mbit/s")
+
+    return _draw(path, plot)
 
 
 def draw_losses(result: Result, path: Path) -> bool:
@@ -196,15 +150,24 @@ def draw_losses(result: Result, path: Path) -> bool:
     Returns:
         False, and nothing drawn, where matplotlib is not installed.
     """
+
+    def plot(axes: Any) -> None:
+        axes.plot(range(1, len(result.losses) + 1), result.losses, linewidth=0.8, label="training (rank 0)")
+        axes.axhline(result.held_out_loss, color="tab:orange", linestyle="--", label="held-out files, at the end")
+        axes.set(xlabel="step", ylabel="loss, nats per byte")
+        axes.set_title("Learning Python's standard library, byte by byte")
+
+    return _draw(path, plot)
+
+
+def _draw(path: Path, plot: Callable[[Any], None]) -> bool:
     if importlib.util.find_spec("matplotlib") is None:
         return False
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
-    axes.plot(range(1, len(result.losses) + 1), result.losses, linewidth=0.8, label="training (rank 0)")
-    axes.axhline(result.held_out_loss, color="tab:orange", linestyle="--", label="held-out files, at the end")
-    axes.set(xlabel="step", ylabel="loss, nats per byte", title="Learning Python's standard library, byte by byte")
+    plot(axes)
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
