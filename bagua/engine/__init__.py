@@ -23,7 +23,7 @@ from bagua.engine.options import (
 from bagua.engine.reducer import Reducer
 from bagua.engine.schedule.executor import Executor, create_executor
 from bagua.engine.schedule.shares import SampleCount
-from bagua.engine.start import begin_training, replace_engine
+from bagua.engine.start import begin_training, refuse_in_join, replace_engine
 from bagua.engine.start import start_listeners as start_listeners
 from bagua.engine.state.agreement import compare
 from bagua.engine.state.checkpoints import check as check_saved_state
@@ -74,6 +74,7 @@ __all__ = [
     "create_executor",
     "merged",
     "optimizer_list",
+    "refuse_in_join",
     "refuse_unknown",
     "renamed",
     "replace_engine",

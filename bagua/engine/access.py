@@ -43,9 +43,14 @@ class EngineAccess:
         """The size of buckets, and whether to exchange hierarchically; ``autotune`` changes it."""
         return self._bagua_engine.reducer.formation.setting
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Backward passes of forwards in this block only accumulate gradients."""
-        return self._bagua_engine.no_sync()
+        before, self._bagua_engine.synchronize = self._bagua_engine.synchronize, False
+        try:
+            yield
+        finally:
+            self._bagua_engine.synchronize = before  # It may be another engine: of an algorithm switched to.
 
     def join(
         self,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -237,15 +236,6 @@ class BackwardHooks:
         _remove(self._handles)
         _without_hooks.discard(self)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes of forwards in this block only accumulate gradients."""
-        before, self.synchronize = self.synchronize, False
-        try:
-            yield
-        finally:
-            self.synchronize = before
-
     # Forward.
 
     def before_forward(self, training: bool) -> None:
@@ -327,6 +317,8 @@ class BackwardHooks:
 
     def _start_step(self) -> None:
         try:
+            if self.joining is not None:
+                self.joining.check_announced()
             self.reducer.begin_step()
         except BaseException as error:
             self.reducer.give_up(error)

@@ -101,6 +101,22 @@ class Joining:
                 advice="Training can go on on all ranks after this error.",
             )
 
+    def check_announced(self) -> None:
+        """A backward pass begins: ranks without data make its step only if they know of it.
+
+        Raises:
+            ConfigurationError: no forward pass came between this backward pass and the one before.
+        """
+        if self._announced != self._reducer.step:
+            raise ConfigurationError(
+                "a step in a join() block begins without a forward pass of its own",
+                argument="backward",
+                expected="a forward pass of the model in the block before each backward pass",
+                seen=f"none before that of step {self._reducer.step}",
+                advice="Add up the losses and call backward() once; or run each forward pass after the backward pass "
+                "before it.",
+            )
+
     def rescale(self) -> None:
         """Divide by the number of ranks that have data, in the place of all."""
         factor = self._communicator.size / len(self.active)

@@ -14,18 +14,37 @@ from bagua.engine.state.replicas import (
     broadcast_parameters,
     ignored_parameters,
 )
+from bagua.errors import ConfigurationError
 
 #: Called with the reducer whenever training starts, or goes on with another one.
 start_listeners: list[Callable[[Reducer], object]] = []
 
 
+def refuse_in_join(before: BackwardHooks | None) -> None:
+    """Refuse another engine in a ``join`` block: ranks that are at its end make the steps of this one.
+
+    Raises:
+        ConfigurationError: ``before`` is in one.
+    """
+    if before is not None and before.joining is not None:
+        raise ConfigurationError(
+            "this model is in a join() block",
+            argument="algorithm",
+            expected="one algorithm from the beginning of the block to its end",
+            seen="another one, or the same once more",
+            advice="Switch on all ranks before the block, or after it.",
+        )
+
+
 def replace_engine(before: BackwardHooks | None, reducer: Reducer) -> BackwardHooks:
     """Hooks for ``reducer``, after those of the engine before it have ended their work. Collective."""
+    engine = BackwardHooks(reducer)
     if before is not None and not before.closed:
         before.remove_hooks()
         before.reducer.flush()
-        before.reducer.close()
-    engine = BackwardHooks(reducer)
+        before.close()
+    if before is not None:  # A no_sync() block goes on.
+        engine.synchronize, engine.accumulates = before.synchronize, before.accumulates
     engine.create_hooks()
     return engine
 

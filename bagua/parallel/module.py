@@ -24,6 +24,7 @@ from bagua.engine import (
     Reducer,
     begin_training,
     check_module,
+    refuse_in_join,
     refuse_unknown,
     replace_engine,
 )
@@ -268,9 +269,10 @@ def _start(
     """Put an engine on ``module``, after the one before it, if there is one, has ended. Collective."""
     before: BackwardHooks | None = module.__dict__.get(_ENGINE)
     refuse_to_switch(before)
+    refuse_in_join(before)
     reducer = Reducer.of(module, optimizers, algorithm, process_group, options)
-    engine = replace_engine(before, reducer)
     average = before is not None and not before.closed
+    engine = replace_engine(before, reducer)
     declared = reducer.formation.declaration
     if warn and before is not None and average and before.reducer.formation.declaration == declared:
         _warn_of_repetition(reducer)

@@ -23,6 +23,7 @@ from bagua.engine import (
     check_bucket_bytes,
     check_optional_flag,
     optimizer_list,
+    refuse_in_join,
     refuse_unknown,
     replace_engine,
 )
@@ -115,6 +116,7 @@ class ModelSwitchWrapper(EngineAccess, DistributedModule):
             UnsupportedAlgorithmException: there is no such algorithm; the one before stays.
             CollectiveMismatchError: the models or options of the ranks differ.
         """
+        refuse_in_join(self._engine)
         options = dict(self._options)
         group = options.pop("process_group", None)
         algorithm = _with_hierarchy(distributed_algorithm, self._hierarchical_reduce)

@@ -9,7 +9,7 @@ import torch
 
 import bagua.comm
 from bagua.algorithms import Algorithm, AsyncModelAverageAlgorithm, LocalUpdates, registry
-from bagua.errors import CollectiveMismatchError, ConfigurationError
+from bagua.errors import CollectiveMismatchError, ConfigurationError, PeerLostError
 from bagua.parallel import BaguaModule, DistributedDataParallel, with_bagua
 from bagua.testing.algorithm_contract import optimizer_maker
 from bagua.testing.training import loss_of, mlp, sgd
@@ -316,5 +316,20 @@ def test_bad_use_is_refused(thread_ranks, algorithm, options, why):
         model, _, _ = wrapped(algorithm)
         with pytest.raises(ConfigurationError, match=why), model.join(**options):
             pass
+
+    thread_ranks(2, rank_trains)
+
+
+def test_a_step_that_ranks_without_data_do_not_know_of_is_refused(thread_ranks):
+    """Two forward passes announce one step, so two backward passes behind them would be one too many."""
+
+    def rank_trains():
+        model, _, rank = wrapped()
+        why, error = ("without a forward pass of its own", ConfigurationError) if rank else ("rank 1", PeerLostError)
+        with pytest.raises(error, match=why), model.join():
+            first, second = loss_of(model, rank, 0), loss_of(model, rank, 1)
+            first.backward()
+            if rank:
+                second.backward()
 
     thread_ranks(2, rank_trains)

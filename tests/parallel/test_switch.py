@@ -8,11 +8,12 @@ import torch
 import bagua.comm
 import bagua.torch_api
 from bagua.algorithms import GradientAllReduceAlgorithm
-from bagua.errors import ConfigurationError, UnsupportedAlgorithmException
+from bagua.errors import CommunicationError, ConfigurationError, UnsupportedAlgorithmException
 from bagua.testing.training import (
     adam,
     assert_close,
     assert_same_on_all_ranks,
+    loss_of,
     mlp,
     reference,
     sgd,
@@ -40,6 +41,45 @@ def test_switching_to_the_same_algorithm_again_changes_nothing(thread_ranks):
         return snapshot(model)
 
     assert_trained(thread_ranks(2, train), reference(mlp(), adam, 2, range(6)))
+
+
+@pytest.mark.parametrize("wrap", ["bagua_init", "with_bagua"])
+def test_a_no_sync_block_goes_on_after_a_switch(thread_ranks, wrap):
+    """Ranks may make another number of backward passes in it, and the next one after it is a step of all."""
+
+    def train() -> dict[str, torch.Tensor]:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        wrapped = WRAPS[wrap](model, optimizer)
+        train_steps(wrapped, optimizer, rank, range(1))
+        with wrapped.no_sync():
+            wrapped.switch_to("bytegrad")
+            for step in range(rank):
+                loss_of(wrapped, rank, step).backward()
+        train_steps(wrapped, optimizer, rank, range(1, 3))
+        assert wrapped.bagua_step == 2
+        return snapshot(model)
+
+    assert_same_on_all_ranks(thread_ranks(2, train))
+
+
+@pytest.mark.parametrize("wrap", ["bagua_init", "with_bagua"])
+def test_a_switch_in_a_join_block_is_refused_and_nobody_waits(thread_ranks, wrap):
+    """Ranks that are at the end of the block make the steps of the engine with which it began."""
+
+    def train() -> None:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        wrapped = WRAPS[wrap](model, optimizer)
+        why, error = ("join.. block", ConfigurationError) if rank else ("rank 1", CommunicationError)
+        with pytest.raises(error, match=why), wrapped.join():
+            train_steps(wrapped, optimizer, rank, range(1 + rank))
+            if rank:
+                wrapped.switch_to("bytegrad")
+
+    thread_ranks(2, train)
 
 
 def test_a_switch_averages_what_ranks_did_apart(thread_ranks):
