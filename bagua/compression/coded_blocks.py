@@ -26,12 +26,12 @@ class CodedBlocks(Codec):
         check_block_numel(self.block_numel, multiple_of=8)
 
     @property
-    def numbers(self) -> int:
+    def numbers_per_block(self) -> int:
         """Numbers that are kept of each block."""
         return 1
 
     def _header_bytes(self, metadata: Metadata) -> int:
-        return -(-metadata.numel // self.block_numel) * self.numbers * exact_dtype(metadata.dtype).itemsize
+        return -(-metadata.numel // self.block_numel) * self.numbers_per_block * exact_dtype(metadata.dtype).itemsize
 
     def _payload_bytes(self, metadata: Metadata) -> int:
         return self._header_bytes(metadata) + -(-metadata.numel * self.bits // 8)
@@ -45,7 +45,7 @@ class CodedBlocks(Codec):
             metadata: facts about ``flat``.
         """
         start = self._header_bytes(metadata)
-        header = data[:start].view(exact_dtype(metadata.dtype)).view(-1, self.numbers)
+        header = data[:start].view(exact_dtype(metadata.dtype)).view(-1, self.numbers_per_block)
         packed = data[start : self._payload_bytes(metadata)]
         for blocks, part, length in in_rows(metadata.numel, self.block_numel):
             rows = flat[part].view(-1, length)

@@ -33,8 +33,8 @@ class _Levels(CodedBlocks):
         check_kind((int, type(None)), "a whole number, or None", seed=self.seed)
 
     @property
-    def numbers(self) -> int:
-        """What each code means."""
+    def numbers_per_block(self) -> int:
+        """A value for each code."""
         return 1 << self.bits
 
     @property
@@ -51,10 +51,10 @@ class _Levels(CodedBlocks):
         """What the means of the values in each bin keep at least of a block, whatever its distribution."""
         spread = math.sqrt(self.block_numel)
         if self.unbiased:  # Each element is off by less than a step.
-            return max(0.0, 1.0 - 2 * self.block_numel / (self.numbers - 1) ** 2)
-        width = _REACH / self.numbers
+            return max(0.0, 1.0 - 2 * self.block_numel / (self.numbers_per_block - 1) ** 2)
+        width = _REACH / self.numbers_per_block
         # Elements near the mean may be lost; of the others in one bin, all of one sign, their mean keeps this much.
-        outermost = (self.numbers / 2 - 1.5) * width
+        outermost = (self.numbers_per_block / 2 - 1.5) * width
         kept = [4 * low * high / (low + high) ** 2 for low, high in ((width / 2, 1.5 * width), (outermost, spread))]
         return max(0.0, 1.0 - (width / 2) ** 2) * min(kept)
 
