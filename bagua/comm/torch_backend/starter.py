@@ -61,7 +61,7 @@ class CallStarter:
 
     Attributes:
         messages: makes the calls between two ranks.
-        torch_backends: what torch has registered for the group, by device type.
+        torch_backends: the stand-in and the other backends, as torch registers them, by device type.
     """
 
     def __init__(
