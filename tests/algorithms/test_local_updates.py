@@ -298,13 +298,43 @@ def test_streaming_keeps_its_schedule_in_every_step(thread_ranks, every, fragmen
 
 
 @pytest.mark.threads
-def test_an_outer_sgd_gets_pieces_in_place_of_parameters(thread_ranks, monkeypatch):
-    """It treats each element by itself, so its result is the same bit by bit, and so is what it remembers."""
-    algorithm = DiLoCoAlgorithm(2, outer=Outer(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True, weight_decay=0.1))
-    whole = thread_ranks(2, train, algorithm)
+@pytest.mark.parametrize("line_numel", [16, 16 * 12, 10**6], ids=["nearly all fused", "a part", "none"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr": 0.7},
+        {"lr": 0.7, "momentum": 0.6, "maximize": True},
+        {"lr": 0.7, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    ],
+    ids=["plain", "momentum", "nesterov"],
+)
+def test_an_outer_sgd_gets_other_pieces_than_parameters(thread_ranks, monkeypatch, options, line_numel):
+    """It treats each element by itself, so its result is the same bit by bit, in one pass or in several."""
+    several = DiLoCoAlgorithm(2, outer=Outer(torch.optim.SGD, foreach=False, **options))
+    once = DiLoCoAlgorithm(2, outer=Outer(torch.optim.SGD, **options))
     monkeypatch.setattr(outer, "_PIECE_NUMEL", 7)
-    for state, expected in zip(thread_ranks(2, train, algorithm), whole, strict=True):
+    monkeypatch.setattr(outer, "_LINE_NUMEL", line_numel)
+    for state, expected in zip(thread_ranks(2, train, once), thread_ranks(2, train, several), strict=True):
         assert all(torch.equal(one, expected[name]) for name, one in state.items())
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_outer_sgd_steps_an_anchor_of_16_bits(thread_ranks, dtype):
+    """The fused SGD of torch 2.13 leaves it as it is."""
+
+    def train_one_step() -> tuple[torch.Tensor, torch.Tensor]:
+        model = nn.Linear(8, 8, bias=False).to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        outer_sgd = Outer(torch.optim.SGD, lr=0.5)
+        wrapped = with_bagua(model, [optimizer], DiLoCoAlgorithm(1, outer=outer_sgd, anchor_dtype="weights"))
+        before = model.weight.detach().clone()
+        wrapped(torch.ones(1, 8, dtype=dtype)).sum().backward()
+        optimizer.step()
+        return before, model.weight.detach().clone()
+
+    ((before, after),) = thread_ranks(1, train_one_step)
+    torch.testing.assert_close(after, before - 0.5, rtol=0.05, atol=0.05)
 
 
 class MadeTensors(TorchDispatchMode):
@@ -324,11 +354,11 @@ class MadeTensors(TorchDispatchMode):
         return made
 
 
-def made_in_an_outer_step() -> list[str]:
-    model = nn.Linear(96, 96, bias=False)
+def made_in_an_outer_step(dtype: torch.dtype) -> list[str]:
+    model = nn.Linear(96, 96, bias=False).to(dtype)
     optimizer = optimizer_of(model)
-    wrapped = with_bagua(model, [optimizer], DiLoCoAlgorithm(1))
-    train = functools.partial(wrapped, torch.ones(2, 96))
+    wrapped = with_bagua(model, [optimizer], DiLoCoAlgorithm(1, anchor_dtype="weights"))
+    train = functools.partial(wrapped, torch.ones(2, 96, dtype=dtype))
     for _ in range(2):  # The first outer step makes what is remembered.
         optimizer.zero_grad()
         train().square().mean().backward()
@@ -339,8 +369,9 @@ def made_in_an_outer_step() -> list[str]:
 
 @pytest.mark.threads
 def test_an_outer_step_takes_the_memory_of_the_one_before(thread_ranks, monkeypatch):
+    assert thread_ranks(1, made_in_an_outer_step, torch.float32) == [[]]
     monkeypatch.setattr(outer, "_PIECE_NUMEL", 64)
-    assert thread_ranks(1, made_in_an_outer_step) == [[]]
+    assert thread_ranks(1, made_in_an_outer_step, torch.bfloat16) == [[]]
 
 
 @pytest.mark.gloo

@@ -19,6 +19,8 @@ from bagua.primitives import State
 _REPLACE = Replace()
 #: Elements of a piece that an optimizer gets where pieces do: with its gradient and momentum it fits in a cache.
 _PIECE_NUMEL = 2**16
+#: The fused SGD of torch rounds what is left over at the end of a tensor in its own way. Multiples of this leave none.
+_LINE_NUMEL = 16
 
 _Division = Callable[[torch.Tensor], list[torch.Tensor]]
 
@@ -82,8 +84,8 @@ class Outer:
         self._value = (kind, tuple(sorted(options.items())))
         self._shown = f"Outer({', '.join([name, *(f'{key}={value!r}' for key, value in options.items())])})"
 
-    def make(self, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-        """The optimizer of ``parameters``."""
+    def make(self, parameters: Sequence[torch.Tensor | dict[str, Any]]) -> torch.optim.Optimizer:
+        """The optimizer of ``parameters``, or of groups of them."""
         kind, options = self._value
         return kind(list(parameters), **dict(options))
 
@@ -91,6 +93,15 @@ class Outer:
     def is_elementwise(self) -> bool:
         """Whether it treats each element by itself, so that it may get other pieces than parameters."""
         return self._value[0] is torch.optim.SGD
+
+    def fuses(self, flat: torch.Tensor) -> bool:
+        """Whether torch can step ``flat`` in one pass over memory, with the same result bit by bit.
+
+        Not in 16 bits: there the fused SGD of torch 2.13 is wrong on a CPU.
+        """
+        chosen = {name for name, _ in self._value[1]} & {"differentiable", "foreach", "fused"}
+        kept = flat.device.type == "cpu" and flat.dtype in (torch.float32, torch.float64)
+        return self.is_elementwise and kept and not chosen
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Outer) and other._value == self._value
@@ -236,11 +247,12 @@ class OuterStep(Then):
 
 def _step(optimizer: Outer, flight: Flight, place: torch.Tensor, difference: torch.Tensor) -> None:
     """Step ``place`` against ``difference``; what the optimizer remembers is brought up to date."""
-    divide = _division(optimizer, flight, place.device)
+    divide = _division(optimizer, flight, place)
     parameters = [torch.nn.Parameter(piece) for piece in divide(place)]
     for parameter, gradient in zip(parameters, divide(difference.to(place)), strict=True):
         parameter.grad = gradient
-    made = optimizer.make(parameters)
+    fuses = optimizer.fuses(place)
+    made = optimizer.make([_fused(one) for one in parameters] if fuses else parameters)
     remembered = {key: value for key, value in flight.state.items() if key.startswith("outer.")}
     for key, value in remembered.items():
         elementwise = value.shape == place.shape
@@ -254,11 +266,18 @@ def _step(optimizer: Outer, flight: Flight, place: torch.Tensor, difference: tor
         _remember(flight, f"outer.{key}", [made.state[parameter].get(key) for parameter in parameters], divide)
 
 
-def _division(optimizer: Outer, flight: Flight, device: torch.device) -> _Division:
-    """Into what an optimizer gets flat memory: parameters; pieces that stay in the cache where that is the same."""
-    if optimizer.is_elementwise and device.type == "cpu":
-        return lambda flat: list(torch.split(flat, _PIECE_NUMEL))
-    return flight.views
+def _division(optimizer: Outer, flight: Flight, place: torch.Tensor) -> _Division:
+    """Into what an optimizer gets flat memory: parameters; where that is the same, all of it, or pieces in a cache."""
+    if not optimizer.is_elementwise or place.device.type != "cpu":
+        return flight.views
+    lines = place.numel() // _LINE_NUMEL
+    numel = max(lines, 1) * _LINE_NUMEL if optimizer.fuses(place) else _PIECE_NUMEL
+    return lambda flat: list(torch.split(flat, numel))
+
+
+def _fused(piece: torch.Tensor) -> dict[str, Any]:
+    """A group of parameters that is stepped in one pass, unless something would be left over at its end."""
+    return {"params": [piece], "fused": piece.numel() % _LINE_NUMEL == 0}
 
 
 def _remember(flight: Flight, key: str, values: list[Any], divide: _Division) -> None:
