@@ -158,8 +158,12 @@ class ReducerMemory:
         try:
             yield
         except BaseException as error:
-            self.torn = f"{type(error).__name__}: {error}"
+            self.tear(error)
             raise
+
+    def tear(self, error: BaseException) -> None:
+        """Note that ``error`` has ended a change of ``state`` half-way."""
+        self.torn = f"{type(error).__name__}: {error}"
 
     def begin_again(self) -> None:
         """Remember what there was before the first call."""

@@ -31,6 +31,7 @@ from bagua.algorithms import (
     OuterStep,
     Parts,
     SlowMoAlgorithm,
+    SparseLoCoAlgorithm,
     Weights,
 )
 from bagua.algorithms.exchanges import outer
@@ -557,6 +558,58 @@ def test_a_state_that_an_outer_step_has_left_half_way_cannot_be_saved(thread_ran
             wrapped.bagua_state_dict()
 
     thread_ranks(1, fail)
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    "algorithm",
+    [SlowMoAlgorithm(2), SparseLoCoAlgorithm(2, start_after=0), DiLoCoAlgorithm(2, overlap=1, mix="add")],
+    ids=["slowmo", "sparse_loco", "diloco"],
+)
+@pytest.mark.parametrize("begins", [True, False], ids=["begins", "ends"])
+def test_a_state_that_an_interrupt_has_left_half_way_cannot_be_saved(thread_ranks, algorithm, begins):
+    """What the reducer remembers has changed already when the fold begins."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def train_interrupted() -> None:
+        model = mlp()
+        optimizer = optimizer_of(model)
+        wrapped = with_bagua(model, [optimizer], algorithm)
+        train_steps(wrapped, optimizer, 0, range(3))
+        assert wrapped.bagua_state_dict()["step"] == 3
+        for course in wrapped._bagua_engine.reducer.execution.courses.courses:
+            if begins:
+                course._gauges.look = interrupt
+            for track in course.tracks:
+                track.bucket.write_weights = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            train_steps(wrapped, optimizer, 0, range(3, 6))
+        with pytest.raises(CommunicatorClosedError, match=r"half-way, so its state cannot be saved: KeyboardInterrupt"):
+            wrapped.bagua_state_dict()
+
+    thread_ranks(1, train_interrupted)
+
+
+@pytest.mark.threads
+def test_a_state_can_be_saved_when_the_learning_rate_is_0(thread_ranks):
+    """The error comes before anything has changed."""
+
+    def train_without_a_rate() -> None:
+        model = mlp()
+        optimizer = optimizer_of(model)
+        wrapped = with_bagua(model, [optimizer], SlowMoAlgorithm(2))
+        train_steps(wrapped, optimizer, 0, range(2))
+        train_steps(wrapped, optimizer, 0, [2])
+        optimizer.param_groups[0]["lr"] = 0.0
+        anchor = wrapped.bagua_state_dict()
+        with pytest.raises(ConfigurationError, match="divides by the learning rate"):
+            train_steps(wrapped, optimizer, 0, [3])
+        for name, one in wrapped.bagua_state_dict()["parameters"].items():
+            assert all(torch.equal(value, anchor["parameters"][name][key]) for key, value in one.items())
+
+    thread_ranks(1, train_without_a_rate)
 
 
 @MUON

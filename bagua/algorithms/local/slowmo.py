@@ -64,14 +64,14 @@ class SlowStep(Then):
         anchor, momentum = flight.state["anchor"], flight.state["slow_momentum"]
         if restart_unless_finite(flight, anchor):
             return
-        views = zip(flight.views(anchor), flight.views(momentum), flight.views(flight.flat), strict=True)
-        for (place, slow, difference), rate in zip(views, flight.learning_rates(), strict=True):
-            if rate == 0.0:
-                if difference.any():
-                    raise _no_rate(self)
-                continue
-            slow.mul_(self.beta).add_(difference, alpha=1.0 / rate)
-            place.sub_(slow, alpha=self.alpha * rate)
+        rates, differences = flight.learning_rates(), flight.views(flight.flat)
+        if any(rate == 0.0 and one.any() for rate, one in zip(rates, differences, strict=True)):
+            raise _no_rate(self)  # Before anything changes.
+        views = zip(flight.views(anchor), flight.views(momentum), differences, rates, strict=True)
+        for place, slow, difference, rate in views:
+            if rate != 0.0:
+                slow.mul_(self.beta).add_(difference, alpha=1.0 / rate)
+                place.sub_(slow, alpha=self.alpha * rate)
         flight.bucket.write_weights(anchor)
 
 

@@ -20,6 +20,7 @@ from bagua.engine.schedule.gauges import Gauges
 from bagua.engine.schedule.shares import SampleShares
 from bagua.engine.schedule.spans import shown
 from bagua.engine.state.saving import paste, propose_again
+from bagua.errors import BaguaError
 from bagua.primitives import MatrixBlock, ReducerMemory
 
 _log = logging.getLogger("bagua")
@@ -291,10 +292,26 @@ class Course:
             self.at_work = flight.bucket
             flight.wait()
         self.at_work = None
-        then = self.exchange.then
-        finite = not (then.whole or self._all_drop) or all(flight.is_finite() for flight in flights)
+        finite = not (self.exchange.then.whole or self._all_drop) or all(flight.is_finite() for flight in flights)
         if not finite:
             self._tell_why(flights)
+        try:
+            self._take_in(tracks, flights, clock, finite=finite)
+        except BaguaError:  # It is raised before anything changes.
+            raise
+        except BaseException as error:
+            self._tear(flights, error)
+            raise
+
+    def _tear(self, flights: Sequence[Flight], error: BaseException) -> None:
+        """What is remembered may be of two moments now. An exchange that waits for others in its fold knows better."""
+        if self.exchange.how is not None and not self.apart:
+            for flight in flights:
+                if flight.state:
+                    flight.memory.tear(error)
+
+    def _take_in(self, tracks: Sequence[Track], flights: Sequence[Flight], clock: Clock, *, finite: bool) -> None:
+        """What is remembered and what is trained change here, together."""
         for track, flight in zip(tracks, flights, strict=True):
             flight.finite = finite
             flight.early = clock.t < flight.t + self.exchange.lag
@@ -303,7 +320,7 @@ class Course:
                 flight.memory.settle(flight.flat)
             if self._gauges is not None:
                 self._gauges.look(flight, clock.t)
-            then.fold(flight)
+            self.exchange.then.fold(flight)
             if self._gathers:
                 track.bucket.return_gradients()
             track.give_back(flight)

@@ -61,7 +61,7 @@ def collect(places: Iterable[Holder], *, copy: bool = True) -> Remembered:
     """Everything that is remembered in ``places``; copies, if ``copy`` is True.
 
     Raises:
-        CommunicatorClosedError: the state is neither that before an outer step nor that after it.
+        CommunicatorClosedError: the state is neither that before an exchange nor that after it.
     """
     taken = torch.clone if copy else _as_it_is
     remembered = Remembered(parameters={}, others=[])
@@ -69,7 +69,7 @@ def collect(places: Iterable[Holder], *, copy: bool = True) -> Remembered:
         memory = place.memory
         if memory.torn:
             raise CommunicatorClosedError(
-                f"an outer step of this model has ended half-way, so its state cannot be saved: {memory.torn}",
+                f"an exchange of this model has ended half-way, so its state cannot be saved: {memory.torn}",
                 advice="Go on from an earlier checkpoint.",
             )
         elementwise = {name: value for name, value in memory.state.items() if memory.is_elementwise(name)}
