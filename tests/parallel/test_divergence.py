@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import bagua.comm
 from bagua.algorithms import Algorithm
@@ -206,6 +207,26 @@ def test_a_digest_depends_on_each_element_and_its_place(dtype, numel):
     if numel > 1:
         assert quick_digest([tensor.flip(0)]) != same
     assert quick_digest([tensor, tensor]) != same
+
+
+def test_a_digest_reads_small_tensors_all_at_once():
+    class Count(TorchDispatchMode):
+        operations = 0
+
+        def __torch_dispatch__(self, function, _, args=(), kwargs=None):
+            self.operations += 1
+            return function(*args, **(kwargs or {}))
+
+    tensors = [torch.ones(100) for _ in range(200)]
+    with Count() as few:
+        quick_digest(tensors)
+    assert few.operations <= 4 * 200 + 10  # Looked at, one by one; summed, hashed and copied together.
+
+
+def test_a_digest_of_small_tensors_depends_on_their_order():
+    one, other = torch.ones(3), torch.zeros(2, dtype=torch.bfloat16)
+    assert quick_digest([one, other]) == quick_digest([one.clone(), other.clone()])
+    assert quick_digest([one, other]) != quick_digest([other, one])
 
 
 @pytest.mark.parametrize(("second", "times"), [("gradient_allreduce", 1), ("bytegrad", 0)])
