@@ -256,8 +256,9 @@ class Reducer:
         self.formation.follow_phase()
         if plane is not None:
             plane.safe_point(phases.step)
-        with self._giving_up():
-            self.execution.scheduler.safe_point(self.formation.clock)
+        if self.execution.scheduler.has_safe_points:
+            with self._giving_up():
+                self.execution.scheduler.safe_point(self.formation.clock)
         return before != (phases.between_steps, phases.follows_gradients)
 
     def begin_step(self) -> None:

@@ -49,11 +49,13 @@ class Gauges:
         self._is_difference = exchange.what is not None and exchange.what.has_anchor
         self._is_blind = not (self._factor or self._has_residual or self._is_difference or exchange.lag)
 
-    @torch.no_grad()
     def look(self, flight: Flight, t: int) -> None:
         """``flight`` has come back in step ``t`` of the phase, and is about to be folded."""
-        if self._is_blind or not flight.finite:
-            return
+        if not self._is_blind and flight.finite:
+            self._read(flight, t)
+
+    @torch.no_grad()
+    def _read(self, flight: Flight, t: int) -> None:
         gauges = self._values
         gauges["comm/staleness_steps"] = float(t - flight.t)
         key = id(flight.memory)

@@ -105,12 +105,14 @@ class Scheduler:
         clock: the step under way, or the last one.
         courses: the exchanges.
         owes: True if an exchange waits for the optimizers.
+        has_safe_points: True if an exchange starts or is folded at safe points.
     """
 
     def __init__(self, buckets: Sequence[Bucket], courses: Sequence[Course], *, delay: bool) -> None:
         self.courses = list(courses)
         self._delay = delay
         self._agendas = {point: _Agenda(point, self.courses) for point in POINTS}
+        self.has_safe_points = bool(self._agendas["safe"])
         self._of_buckets = [agenda for point in OF_BUCKETS if (agenda := self._agendas[point])]
         self._gathering = [
             course
@@ -133,7 +135,7 @@ class Scheduler:
 
     def safe_point(self, clock: Clock) -> None:
         """A training forward begins; later ones of the same step change nothing: graphs need the weights."""
-        if self._agendas["safe"] and clock.step != self._was_safe:
+        if clock.step != self._was_safe:
             self._was_safe = clock.step
             for course in self.courses:
                 course.begin(clock)
