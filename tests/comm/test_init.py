@@ -204,6 +204,11 @@ def test_a_host_of_the_store_that_does_not_answer_is_named():
     assert PROCESSES.run(start_without_the_host, free_port(), size=1) == [(0,)]
 
 
+def test_a_server_that_is_no_store_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as server:  # It accepts connections, and never says a word.
+        assert PROCESSES.run(start_without_the_host, server.getsockname()[1], size=1) == [(0,)]
+
+
 def start_on_a_port_that_is_taken():
     with socket.socket() as taken:
         taken.bind(("", 0))

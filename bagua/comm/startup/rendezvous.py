@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import time
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from bagua import env
+from bagua.comm.lifetime.background import BackgroundThread
 from bagua.comm.lifetime.forks import family, leak
 from bagua.errors import CollectiveTimeoutError, ConfigurationError
 
@@ -112,11 +114,8 @@ def _host_store(address: str, port: int, world_size: int, timeout_s: float) -> d
 def _join_store(address: str, port: int, rank: int, world_size: int, timeout_s: float, *, by_agent: bool) -> dist.Store:
     started = time.monotonic()
     try:
-        left_s = wait_for_listener(address, port, timeout_s)
-        return dist.TCPStore(
-            address, port, world_size, is_master=False, timeout=timedelta(seconds=left_s), wait_for_workers=False
-        )
-    except (OSError, RuntimeError) as error:
+        return _client(address, port, world_size, wait_for_listener(address, port, timeout_s))
+    except (OSError, RuntimeError, FutureTimeoutError) as error:
         host = "the launcher's agent" if by_agent else "rank 0"
         raise CollectiveTimeoutError(
             f"rank {rank} could not reach the store of {host} at {address}:{port}",
@@ -127,6 +126,19 @@ def _join_store(address: str, port: int, rank: int, world_size: int, timeout_s: 
             timeout_s=timeout_s,
             advice="Check that it runs, and that MASTER_ADDR and MASTER_PORT are right on every host.",
         ) from error
+
+
+def _client(address: str, port: int, world_size: int, timeout_s: float) -> dist.Store:
+    """A store that another process hosts. Torch waits for ever for the answer of a server that is no store."""
+    thread = BackgroundThread("bagua-store")
+    try:
+        return thread.submit(
+            lambda: dist.TCPStore(
+                address, port, world_size, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+            )
+        ).result(timeout_s)
+    finally:
+        thread.stop(timeout_s=0.0)
 
 
 def wait_for_listener(address: str, port: int, timeout_s: float) -> float:
