@@ -215,7 +215,7 @@ def with_bagua(
         >>> bagua.destroy_process_group()
     """
     refuse_unknown(unknown, with_bagua.__kwdefaults__ or ())
-    _refuse_swapped(self, optimizers)
+    _refuse_other_order(self, optimizers)
     check_module(self, "model")
     check_flags(do_flatten=do_flatten, broadcast_buffers=broadcast_buffers, elastic=elastic)
     if isinstance(self, torch.jit.ScriptModule):
@@ -245,15 +245,21 @@ def with_bagua(
     return self
 
 
-def _refuse_swapped(model: object, optimizers: object) -> None:
+def _refuse_other_order(model: object, optimizers: object) -> None:
+    """Models, optimizers and algorithms that stand in each other's places."""
     if isinstance(optimizers, torch.nn.Module) and not isinstance(model, torch.nn.Module):
-        raise InvalidTypeError(
-            "the first two arguments are swapped",
-            argument="model",
-            expected="the model first, then its optimizers",
-            seen=f"{type(model).__name__}, then {type(optimizers).__name__}",
-            advice="Call with_bagua(model, optimizer).",
-        )
+        problem = "the first two arguments are swapped"
+    elif isinstance(optimizers, torch.nn.Module | Algorithm | DistributedAlgorithm | str):
+        problem = "the second argument is no optimizer"
+    else:
+        return
+    raise InvalidTypeError(
+        problem,
+        argument="optimizers",
+        expected="the model first, then its optimizers, then the algorithm",
+        seen=f"{type(model).__name__}, then {type(optimizers).__name__}",
+        advice="Call with_bagua(model, optimizer, 'gradient_allreduce'), or model.with_bagua(optimizer).",
+    )
 
 
 def _start(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -239,18 +238,6 @@ def test_wrapping_twice_with_the_same_algorithm_is_told(thread_ranks, caplog, se
     with caplog.at_level(logging.WARNING, "bagua"):
         thread_ranks(2, wrap)
     assert caplog.text.count("is wrapped with it again, which averages the weights") == times
-
-
-@pytest.mark.parametrize(("copied", "times"), [(True, 1), (False, 0)])
-def test_an_optimizer_of_another_model_is_told(thread_ranks, caplog, copied, times):
-    def wrap() -> None:
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        with_bagua(copy.deepcopy(model) if copied else model, optimizer, "gradient_allreduce")
-
-    with caplog.at_level(logging.WARNING, "bagua"):
-        thread_ranks(2, wrap)
-    assert caplog.text.count("optimizer 0 (SGD) steps no parameter of this model") == times
 
 
 def test_another_wrapper_around_a_wrapped_model_is_told(thread_ranks, caplog):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from collections.abc import Callable
 
@@ -69,8 +70,26 @@ def test_model_and_optimizer_in_the_wrong_order_are_named():
     layer = torch.nn.Linear(2, 1)
     optimizer = sgd(layer.parameters())
     for first in (optimizer, [optimizer]):
-        with pytest.raises(InvalidTypeError, match=r"swapped.*Call with_bagua\(model, optimizer\)"):
+        with pytest.raises(InvalidTypeError, match=r"swapped.*Call with_bagua\(model, optimizer, "):
             bagua.with_bagua(first, layer, "bytegrad", solo_group())
+
+
+@pytest.mark.parametrize("second", ["bytegrad", Algorithm.init("bytegrad"), torch.nn.Sequential(torch.nn.Linear(2, 1))])
+def test_something_else_in_the_place_of_the_optimizer_shows_the_order(second):
+    layer = torch.nn.Linear(2, 1)
+    with pytest.raises(InvalidTypeError, match=r"no optimizer .*seen Linear, then \w+\)\. Call with_bagua\("):
+        bagua.with_bagua(layer, second)
+
+
+@pytest.mark.parametrize(("own", "times"), [(True, 0), (False, 1)])
+def test_an_optimizer_of_another_model_is_told(thread_ranks, caplog, own, times):
+    def wrap() -> None:
+        model, other = mlp(), mlp()
+        bagua.with_bagua(model, [sgd(model.parameters()), sgd((model if own else other).parameters())])
+
+    with caplog.at_level(logging.WARNING, "bagua"):
+        thread_ranks(2, wrap)
+    assert caplog.text.count("optimizer 1 (SGD) steps no parameter of this model") == times
 
 
 def test_qadam_with_another_optimizer_names_the_one_to_build():
