@@ -86,7 +86,7 @@ class Advice:
             interval = f"{_seconds(one.low_s)} - {_seconds(one.high_s)}"
             lines.append(
                 f"{one.name:<28} {_seconds(one.step_s):>9} {interval:>19} {self._part(one):>8}x "
-                f"{one.sent_bytes / 1e6:>6.2f} MB  {', '.join(remarks)}".rstrip()
+                f"{_size(one.sent_bytes):>9}  {', '.join(remarks)}".rstrip()
             )
         lines += [f"{name}: no prediction: {reason}" for name, reason in self.refusals]
         return "\n".join([*lines, "", self.answer()])
@@ -128,6 +128,10 @@ class Advice:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e6:.2f} MB" if count >= 1e5 else f"{count / 1e3:.2f} kB"
 
 
 def rehearse_all(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -48,6 +49,13 @@ def test_the_table_has_a_line_for_each_and_says_what_was_not_tried() -> None:
     assert "bytegrad" in text
     assert "async: no prediction: no steps" in text
     assert "outside of what was calibrated: 1000 hosts" in text
+
+
+def test_the_table_shows_few_bytes_too() -> None:
+    few = dataclasses.replace(prediction("top_k", 0.5), sent_bytes=1600.0)
+    text = advice(few).table()
+    assert "1.60 kB" in text
+    assert "1.00 MB" in text
 
 
 def test_auto_takes_what_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
