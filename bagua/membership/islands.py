@@ -304,7 +304,8 @@ class Islands:
         if samples is not None and counterparts.epoch is not None:
             samples.begin(self.seat, counterparts.epoch)
         if by_quorum:
-            self.merges.start(samples)
+            with self._leaving():
+                self.merges.start(samples)
 
     def _begin_from_file(self, facts: list[str], by_quorum: bool) -> None:
         """Have the state of the file, if the run has not begun: who gives the others theirs is not known yet."""

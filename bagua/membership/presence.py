@@ -114,7 +114,11 @@ class Presence:
             self.trouble = error.problem
 
     def start(self, watch: Callable[[], None]) -> None:
-        """Give signs of life from now on, and have ``watch`` called after each look at the others."""
+        """Give signs of life from now on, and have ``watch`` called after each look at the others.
+
+        Raises:
+            RuntimeError: no thread can start; the others know that this process has left.
+        """
 
         def live() -> None:
             while not self._ended.wait(self._deadlines.beat_s / (_HURRY if self.roster.is_coming() else 1)):
@@ -126,8 +130,13 @@ class Presence:
                     self.trouble = f"signs of life fail: {error!r}"
                     _log.exception("islands: seat %d cannot say that it is alive", self.seat)
 
-        self._thread = threading.Thread(target=live, name="bagua-islands", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=live, name="bagua-islands", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            self.leave("its process can start no thread")  # Others would take it for alive until it is silent for long.
+            raise
+        self._thread = thread
 
     def leave(self, reason: str) -> None:
         """Say goodbye, and give no more signs of life. Idempotent."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -460,3 +462,41 @@ def test_a_result_that_all_hold_counts_although_the_barrier_failed():
     store = new_store()
     rows = [end for end in run(3, island) if not isinstance(end, BaseException)]
     assert check_rows("diloco", 0, rows) == [(0, 1, 2), (0, 2)]
+
+
+@contextlib.contextmanager
+def no_thread(name: str) -> Iterator[None]:
+    """In this block no thread of this name can start."""
+    begin = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    with pytest.MonkeyPatch.context() as without, pytest.raises(RuntimeError, match="new thread"):
+        without.setattr(threading.Thread, "start", start)
+        yield
+
+
+def test_who_can_give_no_signs_of_life_has_left():
+    def island(store):
+        with no_thread("bagua-islands"), joined(store, 1):
+            pass
+        with joined(store, 1) as other:
+            return other._presence.roster.left()
+
+    assert run(1, island, new_store()) == [{0}]
+
+
+def test_who_can_make_no_merges_has_left():
+    """It would give signs of life, and others would wait for its differences for good."""
+
+    def island(store):
+        with joined(store, 1) as islands:
+            with no_thread("bagua-merges"):
+                wrapped(islands, Algorithm.init("diloco", sync_every=2, quorum=1))
+            with joined(store, 1) as other:
+                return other._presence.roster.left()
+
+    assert run(1, island, new_store()) == [{0}]

@@ -190,6 +190,21 @@ def test_a_beat_that_cannot_arrive_disturbs_nobody():
     assert not beats._busy
 
 
+def test_beats_go_on_when_threads_can_start_again(monkeypatch):
+    store = HashStore()
+    beats, arrived = Beats(store, 0), threading.Event()
+    with monkeypatch.context() as without:
+        without.setattr("threading.Thread.start", _no_thread)
+        beats.post(beat(), arrived.set)
+    assert Beats(store, -1).read() == {}
+    beats.post(beat(), arrived.set)
+    assert arrived.wait(60)
+
+
+def _no_thread(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def test_silent_ranks_are_not_alive():
     recorder = bagua.comm.Recorder()
     place = bagua.comm.Place("world", "threads", 0, (0, 1, 2))

@@ -66,7 +66,17 @@ def test_a_parameter_that_was_replaced_unfrozen_added_or_moved_is_a_difference()
     def move(model: nn.Module) -> None:
         model[0].bias.data = model[0].bias.data.clone()
 
-    expected = {replace: r"0.weight", unfreeze: r"2.bias", add: "added", convert: "0.weight", move: "0.bias"}
+    def cut(model: nn.Module) -> None:  # Its memory begins where it did.
+        model[0].bias.data = model[0].bias.data[:1]
+
+    expected = {
+        cut: "0.bias had 16 elements and has 1 now",
+        replace: r"0.weight",
+        unfreeze: r"2.bias",
+        add: "added",
+        convert: "0.weight",
+        move: "0.bias",
+    }
     for change, told in expected.items():
         model = mlp()
         model[2].bias.requires_grad_(False)

@@ -147,15 +147,21 @@ def bounded(function: Callable[[], T], limit_s: float) -> T | None:
         finally:
             ended.set()
 
+    if beside(run):
+        ended.wait(limit_s)
+    return results[0] if results else None
+
+
+def beside(function: Callable[[], None]) -> bool:
+    """Run ``function`` beside what the caller does; False if no thread can start, and it will not run."""
     try:
-        threading.Thread(target=run, name="bagua-store", daemon=True).start()
+        threading.Thread(target=function, name="bagua-store", daemon=True).start()
     except RuntimeError:
         try:
-            _standby.submit(run)
+            _standby.submit(function)
         except RuntimeError:
-            return None
-    ended.wait(limit_s)
-    return results[0] if results else None
+            return False
+    return True
 
 
 def _stop_all() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from bagua.comm.lifetime.background import bounded
+from bagua.comm.lifetime.background import beside, bounded
 from bagua.comm.store.keys import read_all
 
 #: How long a server may take to answer somebody who only looks.
@@ -54,12 +54,14 @@ class Beats:
         if self._busy:
             return
         self._busy = True
-        bounded(lambda: self._post(beat, then), 0.0)
+        if not beside(lambda: self._post(beat, then)):
+            self._busy = False  # This beat is lost; a thread may be found for the next one.
 
     def _post(self, beat: dict[str, Any], then: Callable[[], None]) -> None:
         try:
-            self.post_now(beat)
-            then()
+            with contextlib.suppress(Exception):
+                self.post_now(beat)
+                then()
         finally:
             self._busy = False
 

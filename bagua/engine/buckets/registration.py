@@ -113,6 +113,7 @@ class Registration:
     def remember_storages(self) -> None:
         """Take the present storages of the parameters as the right ones."""
         self._pointers = [parameter.data_ptr() for parameter in self.parameters]
+        self._numels = list(map(torch.Tensor.numel, self.parameters))
         self._dtypes = [parameter.dtype for parameter in self.parameters]
 
     def trained_now(self) -> list[torch.Tensor]:
@@ -135,6 +136,7 @@ class Registration:
         if (
             [p.requires_grad for p in self._all] == self._flags
             and [p.data_ptr() for p in self.parameters] == self._pointers
+            and list(map(torch.Tensor.numel, self.parameters)) == self._numels
             and list(map(len, self._tables)) == self._sizes
             and [id(table.get(key)) for table, key, _ in self._places] == self._identities
         ):
@@ -173,6 +175,8 @@ class Registration:
         storages = [parameter.data_ptr() for parameter in self.parameters]
         if list(map(id, found)) != list(map(id, self._all)) or storages != self._pointers:
             return True
+        if list(map(torch.Tensor.numel, self.parameters)) != self._numels:  # The memory may be the same.
+            return True
         if [parameter.requires_grad for parameter in found] != self._flags:
             return True
         self._remember_places()
@@ -191,6 +195,9 @@ class Registration:
         for name, parameter, pointer in zip(self.names, self.parameters, self._pointers, strict=True):
             if parameter.data_ptr() != pointer:
                 return f"the data of {name} lies elsewhere now"
+        for name, parameter, numel in zip(self.names, self.parameters, self._numels, strict=True):
+            if parameter.numel() != numel:
+                return f"{name} had {numel} elements and has {parameter.numel()} now"
         return "parameters or submodules were added or removed"
 
     def _name(self, parameter: torch.nn.Parameter | None) -> str:

@@ -127,8 +127,9 @@ class Merges:
     def _begin(self) -> None:
         if self._started and self._merger.fragments and self._thread is None:
             context = contextvars.copy_context()
-            self._thread = threading.Thread(target=context.run, args=(self._run,), name="bagua-merges", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=context.run, args=(self._run,), name="bagua-merges", daemon=True)
+            thread.start()
+            self._thread = thread  # Not earlier: who has not started cannot be waited for.
 
     # In the thread that trains.
 
