@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -207,16 +207,22 @@ class Formation:
 
     def begin(self) -> None:
         """Give the buckets their flat memory and state, and have the exchanges of the phase executed in them."""
-        try:
+        with self._or_none("the making of its buckets"):
             self.execution.begin(self.phases.exchanges, self.model, self.options)
-        except BaseException as error:  # Other ranks may have no reason to fail, and would wait.
-            self.failure.tell(error, "the making of its buckets")
-            raise
         self.registration.remember_storages()
         self.execution.go_on()
         if self.algorithm.plane is not None:
             buffers = partial(buffers_of, self.module)
             self.algorithm.plane.attach(self.execution.buckets, buffers, self.group, self.phases.step)
+
+    @contextlib.contextmanager
+    def _or_none(self, doing: str) -> Iterator[None]:
+        """What fails half-way in this block, or is interrupted, ends training: others may have no reason to fail."""
+        try:
+            yield
+        except BaseException as error:
+            self.failure.tell(error, doing, self.execution.courses.groups)
+            raise
 
     # The end of a backward pass.
 
@@ -305,9 +311,10 @@ class Formation:
             self.put_aside(settle=False)
             self.form(self.layout(self.options.bucket_bytes))
             return
-        self.execution.leave()
-        self.phases.enter()
-        self.execution.enter(self.phases.exchanges, self.model, self.options)
+        with self._or_none("a change of phase"):
+            self.execution.leave()
+            self.phases.enter()
+            self.execution.enter(self.phases.exchanges, self.model, self.options)
 
     @property
     def setting(self) -> Setting:
@@ -324,7 +331,8 @@ class Formation:
         if setting.hierarchical != self.setting.hierarchical:
             declaration = declaration.in_form(hierarchical=setting.hierarchical)
             algorithm = self._bound(declaration)
-        self.execution.keep_parts()
+        with self._or_none("the end of its buckets"):
+            self.execution.keep_parts()
         self.put_aside()
         self._take(declaration, algorithm, dataclasses.replace(self.options, bucket_bytes=setting.bucket_bytes))
         self.form(self.layout(setting.bucket_bytes))
@@ -344,7 +352,8 @@ class Formation:
         if settle and self.algorithm.plane is not None:
             self.algorithm.plane.settle()
         self.settle_loads()
-        self.execution.take_apart()
+        with self._or_none("the end of its buckets"):
+            self.execution.take_apart()
         self.order.forget()
 
     def rebuild(self, difference: str) -> None:

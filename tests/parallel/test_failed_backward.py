@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import nn
 
 import bagua.comm
-from bagua.algorithms import AsyncModelAverageAlgorithm, DiLoCoAlgorithm, LocalUpdates, registry
+from bagua.algorithms import (
+    Algorithm,
+    AsyncModelAverageAlgorithm,
+    DiLoCoAlgorithm,
+    Every,
+    Exchange,
+    LocalUpdates,
+    Mean,
+    Model,
+    Replace,
+    Weights,
+    registry,
+)
 from bagua.algorithms.async_model_average import AsyncModelAverageAlgorithmImpl
 from bagua.errors import CommunicatorClosedError, PeerLostError
 from bagua.parallel import with_bagua
 from bagua.testing.algorithm_contract import optimizer_maker
 from bagua.testing.training import State, assert_same_on_all_ranks, loss_of, mlp, sgd, snapshot, train_steps
+from tests.algorithms.toys import WarmsUp
 from tests.parallel.decentralized_simulation import train as train_decentralized
 from tests.parallel.decentralized_simulation import wrap as wrap_decentralized
 from tests.parallel.wrapping import WRAPS, wrapped_for_rank
@@ -254,5 +268,48 @@ def test_who_is_interrupted_while_results_come_in_does_not_go_on_without_them(th
             end()
         with pytest.raises(CommunicatorClosedError, match="no longer be synchronized: KeyboardInterrupt"):
             wrapped.bagua_finish()
+
+    thread_ranks(2, train)
+
+
+@dataclass(frozen=True)
+class _Slower(Algorithm):
+    """The mean of all weights in each step, and after two steps in every second one: in the same buckets."""
+
+    @property
+    def phases(self) -> tuple[Hashable, ...]:
+        return 1, 2
+
+    def phase(self, step: int, model: Model) -> Hashable:
+        return 1 if step < FAILS_IN else 2
+
+    def exchanges(self, phase: Hashable = 1) -> tuple[Exchange, ...]:
+        return (Exchange(Weights(), Every(int(str(phase))), Mean(), Replace()),)
+
+
+@pytest.mark.parametrize("algorithm", [WarmsUp(FAILS_IN), _Slower()])
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_a_phase_that_is_not_left_to_its_end_ends_training_on_all_ranks(thread_ranks, algorithm, error):
+    """The others are in the next phase already: nothing that this rank did later would fit."""
+
+    def interrupted() -> None:
+        raise error("in the middle")
+
+    def train() -> None:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        with_bagua(model, [optimizer], algorithm)
+        train_steps(model, optimizer, rank, range(FAILS_IN))
+        if rank == 0:
+            with pytest.raises(PeerLostError, match="rank 1") as caught:
+                train_steps(model, optimizer, rank, range(FAILS_IN, 3 * FAILS_IN))
+            assert caught.value.peers == (1,)
+            return
+        model._bagua_engine.reducer.execution.scheduler.flush = interrupted
+        with pytest.raises(error):
+            train_steps(model, optimizer, rank, [FAILS_IN])
+        with pytest.raises(CommunicatorClosedError, match="in the middle"):
+            train_steps(model, optimizer, rank, [FAILS_IN])
 
     thread_ranks(2, train)

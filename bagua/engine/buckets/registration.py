@@ -189,6 +189,9 @@ class Registration:
         for parameter, flag in zip(self._all, self._flags, strict=True):
             if parameter.requires_grad != flag:
                 return f"{self._name(parameter)} was {'frozen' if flag else 'unfrozen'}"
+        return self._data_explained() or "parameters or submodules were added or removed"
+
+    def _data_explained(self) -> str:
         for name, parameter, dtype in zip(self.names, self.parameters, self._dtypes, strict=True):
             if parameter.dtype != dtype:
                 return f"{name} was {dtype} and is {parameter.dtype} now"
@@ -198,7 +201,7 @@ class Registration:
         for name, parameter, numel in zip(self.names, self.parameters, self._numels, strict=True):
             if parameter.numel() != numel:
                 return f"{name} had {numel} elements and has {parameter.numel()} now"
-        return "parameters or submodules were added or removed"
+        return ""
 
     def _name(self, parameter: torch.nn.Parameter | None) -> str:
         return next(
