@@ -9,7 +9,17 @@ import torch
 from torch import nn
 
 import bagua.comm
-from bagua.algorithms import Algorithm, Every, Exchange, GradientAllReduceAlgorithm, Gradients, Mean, Model, Replace
+from bagua.algorithms import (
+    Algorithm,
+    Every,
+    Exchange,
+    GradientAllReduceAlgorithm,
+    Gradients,
+    LocalSGDAlgorithm,
+    Mean,
+    Model,
+    Replace,
+)
 from bagua.comm import solo_group
 from bagua.engine.buckets.order import GradientOrder
 from bagua.engine.buckets.registration import Registration
@@ -17,8 +27,10 @@ from bagua.engine.failure import StepFailure
 from bagua.engine.formation import Formation
 from bagua.engine.options import EngineOptions
 from bagua.engine.schedule.phases import Phases
+from bagua.engine.schedule.tracks import Clock, Course, Track
 from bagua.engine.state import checkpoints
 from bagua.errors import CollectiveMismatchError, CommunicatorClosedError, ConfigurationError, PeerLostError
+from bagua.parallel import with_bagua
 from bagua.testing.training import mlp, seeded
 
 pytestmark = pytest.mark.threads
@@ -197,3 +209,48 @@ def test_the_first_problem_is_the_one_that_is_told():
     failure.tell("words", "another step")
     with pytest.raises(CommunicatorClosedError, match="can no longer be synchronized: rank 3 is gone"):
         failure.check()
+
+
+def test_what_is_owed_belongs_to_the_step_in_which_it_became_due(thread_ranks, monkeypatch):
+    started: list[tuple[int, int]] = []
+    start = Course._start
+
+    def note(self: Course, track: Track, clock: Clock) -> None:
+        started.append((bagua.comm.get_rank(), clock.t))
+        start(self, track, clock)
+
+    monkeypatch.setattr(Course, "_start", note)
+
+    def train() -> None:
+        model = layers()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with_bagua(model, [optimizer], LocalSGDAlgorithm(sync_every=3))
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        loss = model(torch.ones(2, 4)).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+
+    thread_ranks(2, train)
+    assert {t for _, t in started} == {3}
+    assert {rank for rank, _ in started} == {0, 1}
+
+
+def test_gauges_of_an_earlier_phase_go_and_those_of_others_stay(thread_ranks):
+    def train() -> None:
+        model = layers()
+        with_bagua(model, [torch.optim.SGD(model.parameters(), lr=0.1)], "top_k")
+        formation = model._bagua_engine.reducer.formation
+        formation.group.gauges["comm/alive"] = 2.0
+        model(torch.ones(2, 4)).sum().backward()
+        assert formation.group.gauges["comm/alive"] == 2.0
+        executed = formation.execution.courses
+        lane = executed._group_of("of an earlier phase")
+        lane.gauges["comm/residual_norm"] = 1.0
+        formation.reset()
+        model(torch.ones(2, 4)).sum().backward()
+        assert lane.gauges == {}
+
+    thread_ranks(2, train)

@@ -14,6 +14,8 @@ from bagua.comm import ProcessGroup, Recorder
 from bagua.errors import ConfigurationError
 from bagua.topology import consensus_rate, create
 
+#: What is left in ``group.gauges``.
+_NAMES = ("comm/consensus_distance", "comm/outer_cosine", "comm/residual_norm", "comm/staleness_steps")
 #: Elements of a bucket that are looked at, at most.
 _SAMPLE = 4096
 #: Buckets whose last mean difference is remembered: 16 KiB each.
@@ -22,6 +24,12 @@ _REMEMBERED = 64
 _PAUSE_S = 1.0
 #: The rate at which more ranks agree is not computed: it takes the cube of their number.
 _MOST_RANKS = 64
+
+
+def forget_gauges(group: ProcessGroup) -> None:
+    """Take away what the exchanges of an earlier phase have left; what others measure there stays."""
+    for name in _NAMES:
+        group.gauges.pop(name, None)
 
 
 class Gauges:
@@ -35,7 +43,6 @@ class Gauges:
     def __init__(self, exchange: Exchange, group: ProcessGroup) -> None:
         self._recorder: Recorder = group.recorder
         self._values = group.gauges
-        self._values.clear()  # What an earlier phase has left.
         self._exchange = exchange
         self._next = -math.inf
         self._round = -1

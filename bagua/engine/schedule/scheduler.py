@@ -128,7 +128,8 @@ class Scheduler:
         self._launching = threading.Lock()
         self._backward = 0
         self._begun = True
-        self._owed: set[int] = set()
+        #: The step in which it became due, by ``id`` of the track.
+        self._owed: dict[int, Clock] = {}
         self.owes = False
 
     # One backward pass.
@@ -206,16 +207,18 @@ class Scheduler:
         agenda: _Agenda,
         clock: Clock,
         parts_of: Callable[[Course], list[list[Track]]],
-        starts: Callable[[Course, Track], bool] = Course.is_due,
     ) -> None:
+        self._fold(agenda, clock, parts_of)
+        for course in (*agenda.at_once, *agenda.starts):
+            for tracks in parts_of(course):
+                if course.is_due(tracks[0]):
+                    course.set_off(tracks, clock)
+
+    def _fold(self, agenda: _Agenda, clock: Clock, parts_of: Callable[[Course], list[list[Track]]]) -> None:
         for course in agenda.folds:
             for tracks in parts_of(course):
                 while course.is_back(tracks[0], clock):
                     course.fold(tracks, clock)
-        for course in (*agenda.at_once, *agenda.starts):
-            for tracks in parts_of(course):
-                if starts(course, tracks[0]):
-                    course.set_off(tracks, clock)
 
     def missing(self) -> list[Slot]:
         """Parameters that have brought no gradient in this backward pass."""
@@ -259,7 +262,7 @@ class Scheduler:
         """What is due when the optimizers have stepped stays owed until then, whatever further backward passes do."""
         agenda = self._agendas["stepped"]
         for course in (*agenda.at_once, *agenda.starts):
-            self._owed.update(id(track) for track in course.tracks if course.is_due(track))
+            self._owed.update({id(track): self.clock for track in course.tracks if course.is_due(track)})
         back = any(course.is_back(track, self.clock) for course in agenda.folds for track in course.tracks)
         self.owes = bool(self._owed) or back
         for course in self.courses if self.owes else ():
@@ -269,9 +272,13 @@ class Scheduler:
         """The optimizers have stepped, or it is known that they will not: exchange what waited for that."""
         if not self.owes:
             return
-        owed = frozenset(self._owed)
+        owed, agenda = dict(self._owed), self._agendas["stepped"]
         self.owe_nothing()
-        self._go_through(self._agendas["stepped"], self.clock, Course.by_part, lambda _, track: id(track) in owed)
+        self._fold(agenda, self.clock, Course.by_part)
+        for course in (*agenda.at_once, *agenda.starts):
+            for tracks in course.by_part():
+                if (due := owed.get(id(tracks[0]))) is not None:  # Backward passes may have followed that one.
+                    course.set_off(tracks, due)
 
     def owe_nothing(self) -> None:
         """Nothing that waits for the optimizers is exchanged any more."""
