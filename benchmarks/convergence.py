@@ -76,9 +76,17 @@ RECIPES: dict[str, dict[str, str]] = {
         "diloco": "sync_every=20,lr=0.03,start_after={three_tenths}",
     },
     "images": {
-        "sign_sgd": "warmup_steps={fifth}",
+        "adam": "lr=0.006",
+        "lamb": "lr=0.01",
+        "dion_optimizer": "lr=0.02",
+        "qadam": "lr=0.006,warmup_steps={fifth}",
+        "one_bit_adam": "lr=0.006,warmup_steps={fifth}",
+        "zero_one_adam": "lr=0.006,warmup_steps={fifth}",
+        "one_bit_lamb": "lr=0.01,warmup_steps={fifth}",
+        "dion": "lr=0.02",
+        "demo": "lr=0.003,kept=128,decay=0.97",
+        "sign_sgd": "lr=0.05,warmup_steps={fifth}",
         "top_k": "warmup_steps={fifth}",
-        "demo": "lr=0.003",
     },
 }
 #: The largest loss over the baseline's that is promised.

@@ -27,17 +27,17 @@ class DeMoAlgorithm(ByHost):
     ``d_i <- decay d_i + lr g_i``; ``q_i``: the ``kept`` largest coefficients of each block of ``d_i``; ``d_i <- d_i -
     IDCT(q_i)``; each coefficient of ``Q`` is the mean of those ``q_i`` that have it; the gradient becomes
     ``sign(IDCT(Q))``, and ``torch.optim.SGD`` without momentum steps by it. Its ``weight_decay`` is a decoupled one
-    then. Choose the learning rate as for Adam, or a little lower: every step has its size. Do not clip these gradients.
+    then. Take half to two thirds of the learning rate that suits Adam: every step has its size. Do not clip.
 
     Momenta belong to their ranks: save ``bagua_state_dict()`` on each. Blocks are ``side`` x ``side`` elements that
     follow each other in flat memory, as in ``DCTTopK``; in the paper they are tiles of each matrix.
 
     Args:
         hierarchical: sum inside each host in full precision, and choose coefficients between hosts only.
-        decay: part of a momentum that is kept in a step, above 0 and at most 1; 0.999 in the paper, whose trainings are
-            long.
+        decay: part of a momentum that is kept in a step, above 0 and at most 1; 0.97 suits ``kept=128``. 0.999 in the
+            paper, whose trainings are long.
         side: side of a block, a multiple of 4.
-        kept: coefficients of a block, at least 1.
+        kept: coefficients of a block, at least 1; 128 lose less than 32 in trainings of some thousand steps.
         value_bits: 8, 2, or None for coefficients in single precision; see ``BlockTopK``.
 
     Raises:
@@ -85,7 +85,7 @@ class DeMoAlgorithm(ByHost):
                     argument="optimizers",
                     expected="torch.optim.SGD with momentum=0 for all trainable parameters",
                     seen=[type(optimizer).__name__ for optimizer in model.optimizers],
-                    advice="The momentum lives in the exchange. Choose the learning rate as for Adam.",
+                    advice="The momentum lives in the exchange. Take half to two thirds of the rate that suits Adam.",
                 )
 
 
