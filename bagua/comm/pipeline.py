@@ -58,6 +58,8 @@ class CallPipeline:
         self.timeout_s = timeout_s
         self.in_use: threading.Lock | Turns = threading.Lock()
         self._shared = False
+        #: Synchronous calls that threads wait for after their turn.
+        self._awaited: set[Handle] = set()
         self._broken: BaseException | None = None
         self.closed = False
         #: By kind the counter of its calls: one for all collectives, one for all calls between two ranks.
@@ -118,7 +120,7 @@ class CallPipeline:
         if not self.closed:
             self.closed = True
             # A synchronous call is under way, in another thread or below a signal handler.
-            if self.in_use.locked():
+            if self.in_use.locked() or self._awaited:
                 self._transport.abort("it closed its communicator during a call")
             self._transport.close()
             self._unseen.clear()
@@ -127,6 +129,7 @@ class CallPipeline:
         """In a forked child: the communicator is its parent's, and calls are refused. One rank alone needs no peer."""
         self.in_use = Turns() if isinstance(self.in_use, Turns) else threading.Lock()
         self._composite = None
+        self._awaited.clear()
         self._unseen.clear()
         if self._transport.size > 1:
             self._broken, self.closed = forked_error(), True
@@ -176,8 +179,8 @@ class CallPipeline:
                 start = self._start_in_profile if profiling() else self._transport.start
                 handle = start(call, source, target, timeout_s, async_op)
                 number[0] += 1  # Not earlier: where nothing was started, the other ranks count on.
-                if handle is not DONE and not (async_op or self._shared):
-                    handle.wait()
+                if handle is not DONE and not async_op:
+                    self._await(handle)
             finally:
                 self.in_use.release()
             if not async_op:
@@ -190,10 +193,20 @@ class CallPipeline:
             raise
         return self._pending(handle, record, finish, (source, target, result))
 
+    def _await(self, handle: Handle) -> None:
+        """Wait for a synchronous call in its turn, or note that a thread will: ``close`` looks at both."""
+        if self._shared:
+            self._awaited.add(handle)
+        else:
+            handle.wait()
+
     def _conclude(self, handle: Handle, finish: Callable[[], Any] | None) -> None:
         """What is left of a synchronous call."""
         if self._shared and handle is not DONE:
-            handle.wait()
+            try:
+                handle.wait()
+            finally:
+                self._awaited.discard(handle)
         if finish is not None:
             finish()
 

@@ -590,3 +590,45 @@ def test_a_wait_of_several_slices_leaves_nothing_for_the_garbage_collector() -> 
         assert gone() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("kind", ["allreduce", "recv"])
+def test_closing_ends_the_call_that_another_thread_waits_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, called = threading.Event(), threading.Event()
+    wait = HostHandle._wait
+
+    def told(handle: HostHandle, timeout_s: float | None) -> None:
+        waits.set()
+        wait(handle, timeout_s)
+
+    monkeypatch.setattr(HostHandle, "_wait", told)
+
+    def job(comm: Communicator) -> object:
+        if comm.rank == 1:
+            assert called.wait(60)
+            with pytest.raises(PeerLostError, match="it closed its communicator during a call"):
+                comm.allreduce(torch.ones(3))
+            return None
+        comm.share()
+        errors: list[CommunicationError] = []
+
+        def call() -> None:
+            try:
+                comm.allreduce(torch.ones(3)) if kind == "allreduce" else comm.recv(torch.ones(3), 1)
+            except CommunicationError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        assert waits.wait(60)
+        while comm.pipeline.in_use.locked():  # Its turn ends before it waits.
+            os.sched_yield()
+        comm.close()
+        thread.join(60)
+        called.set()
+        return errors
+
+    (error,), _ = values(run(2, job, timeout_s=600.0))
+    assert isinstance(error, CommunicatorClosedError)
+    assert error.rank == 0
+    assert f"{kind}(" in str(error.call)
