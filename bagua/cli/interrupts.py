@@ -32,3 +32,24 @@ def undisturbed(close: Callable[[], object]) -> None:
         close()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def signals_deferred() -> Iterator[None]:
+    """Let SIGINT and SIGTERM come after this block: a process that was started in it is known by then.
+
+    Handlers do that, and no mask: a new process would inherit a mask.
+    """
+    if threading.current_thread() is not threading.main_thread():  # Handlers run in the main thread only.
+        yield
+        return
+    came: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda came_now, _: came.append(came_now)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for one in came:
+            signal.raise_signal(signal.Signals(one))

@@ -147,6 +147,24 @@ def test_who_is_interrupted_or_terminated_ends_all_processes(
     assert "interrupted" in capsys.readouterr().err
 
 
+def test_who_is_terminated_while_a_process_starts_ends_that_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def start(*_: object, **__: object) -> subprocess.Popen[bytes]:
+        started.append(popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+        signal.raise_signal(signal.SIGTERM)
+        return started[-1]
+
+    monkeypatch.setattr(command.subprocess, "Popen", start)
+    assert command.main(["--ranks-per-host", "2", "train.py"]) == 130
+    (process,) = started
+    ended = process.poll() is not None
+    process.kill()
+    process.wait()
+    assert ended
+
+
 @pytest.mark.parametrize(("ends", "said"), [("os._exit(3)", "exit status 3"), ("os.abort()", "was killed by SIGABRT")])
 def test_a_script_that_ends_the_worker_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ends: str, said: str

@@ -11,6 +11,7 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -192,6 +193,27 @@ def test_who_is_terminated_ends_all_ranks(
     assert len(started) == 2
     assert all(process.poll() is not None for process in started)
     assert "interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("two_places")
+def test_who_is_terminated_while_a_rank_starts_ends_that_one_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, started, start = tmp_path / "sleeps.py", [], subprocess.Popen
+    script.write_text("import time; time.sleep(600)")
+
+    def terminated(*arguments: Any, **options: Any) -> Any:
+        started.append(start(*arguments, **options))
+        signal.raise_signal(signal.SIGTERM)
+        return started[-1]
+
+    monkeypatch.setattr(command.subprocess, "Popen", terminated)
+    assert main(["lab", str(script)]) == command.INTERRUPTED
+    (process,) = started
+    ended = process.poll() is not None
+    process.kill()
+    process.wait()
+    assert ended
 
 
 @needs_lab

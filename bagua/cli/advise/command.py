@@ -21,7 +21,7 @@ from bagua.cli.advise.lab import lab_cluster, probe_lab, probe_link
 from bagua.cli.advise.picture import draw
 from bagua.cli.advise.worker import Found
 from bagua.cli.arguments import link, positive
-from bagua.cli.interrupts import terminated_like_interrupted, undisturbed
+from bagua.cli.interrupts import signals_deferred, terminated_like_interrupted, undisturbed
 from bagua.cli.lab.network import LabUnavailableError
 from bagua.errors import how_it_ended
 from bagua.link import parse_link
@@ -124,7 +124,8 @@ def _measured(options: argparse.Namespace) -> Found:
         files = [Path(folder) / str(number) for number in range(copies)]
         try:
             for number, file in enumerate(files):
-                processes.append(_start(options, script, file, copies, silent=number > 0))
+                with signals_deferred():
+                    processes.append(_start(options, script, file, copies, silent=number > 0))
             _wait_for(processes[0])
         finally:
             undisturbed(lambda: _stop(processes))

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -19,6 +19,7 @@ from bagua.cli.chaos.places import Home, in_place
 from bagua.cli.chaos.progress import MemberProgress, MetricFiles, ProgressReader
 from bagua.cli.chaos.referee import Ended
 from bagua.cli.chaos.schedule import Fault
+from bagua.cli.interrupts import signals_deferred
 
 #: Each process that a member starts inherits it.
 MARK = "CHAOS_MEMBER"
@@ -82,27 +83,6 @@ def end_all(mark: str) -> None:
     while marked(mark) and time.monotonic() < until:
         time.sleep(0.05)
     _send_all(mark, signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def signals_deferred() -> Iterator[None]:
-    """Let SIGINT and SIGTERM come after this block: a process that was started in it is known by then.
-
-    Handlers do that, and no mask: a new process would inherit a mask.
-    """
-    if threading.current_thread() is not threading.main_thread():  # Handlers run in the main thread only.
-        yield
-        return
-    came: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda came_now, _: came.append(came_now)) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        for one in came:
-            signal.raise_signal(signal.Signals(one))
 
 
 def start_marked(

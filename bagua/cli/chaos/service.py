@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO
 
 from bagua.cli.chaos.places import Home
-from bagua.cli.chaos.processes import end_all, signals_deferred, start_marked
+from bagua.cli.chaos.processes import end_all, start_marked
+from bagua.cli.interrupts import signals_deferred
 from bagua.errors import how_it_ended
 
 _SAYS_WHERE = "Islands meet at "

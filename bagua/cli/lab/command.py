@@ -14,7 +14,7 @@ from typing import IO
 
 from bagua import env
 from bagua.cli.arguments import link, positive
-from bagua.cli.interrupts import terminated_like_interrupted, undisturbed
+from bagua.cli.interrupts import signals_deferred, terminated_like_interrupted, undisturbed
 from bagua.cli.lab.network import (
     INTERFACE,
     Host,
@@ -152,8 +152,6 @@ class Ranks:
             for host in self._network.hosts:
                 for local_rank in range(self._per_host):
                     self._start(host, local_rank, port)
-            for rank, process in enumerate(self._processes):
-                self._read(rank, process)
             return self._wait()
         finally:
             undisturbed(self._stop)
@@ -173,17 +171,19 @@ class Ranks:
         }
         # Without the second, torch warns that the hosts have no names.
         defaults = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        with inside(host.namespace):
-            process = subprocess.Popen(
-                self._command,
-                env=env.for_child(variables, defaults),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-            )
-        self._processes.append(process)
+        with signals_deferred():
+            with inside(host.namespace):
+                process = subprocess.Popen(
+                    self._command,
+                    env=env.for_child(variables, defaults),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    errors="replace",
+                )
+            self._processes.append(process)
+            self._read(rank, process)
 
     def _read(self, rank: int, process: subprocess.Popen[str]) -> None:
         name = f"[host {rank // self._per_host}, rank {rank}]"
