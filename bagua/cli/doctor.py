@@ -84,8 +84,9 @@ def _available_gib() -> str:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return "an unknown amount"
-    kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    return f"{kib / 1024 / 1024:.1f} GiB"
+    # Some containers, and the first WSL, have a file without this line.
+    kib = next((int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
+    return "an unknown amount" if kib is None else f"{kib / 1024 / 1024:.1f} GiB"
 
 
 def describe_transports() -> list[str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from bagua.checks import install_command
-from bagua.comm import destroy_process_group, init_process_group, is_initialized
+from bagua.comm import as_seconds, destroy_process_group, init_process_group, is_initialized
 
 __all__ = ["torch_config"]
 
@@ -23,12 +24,14 @@ def torch_config(*, backend: str | None = None, timeout_s: float = 1800.0, **opt
 
     Args:
         backend: as for ``bagua.comm.init_process_group``; None chooses.
-        timeout_s: default deadline of every call, in seconds.
+        timeout_s: default deadline of every call, in seconds. Ray's own calls have whole seconds, at least as many.
         options: options of Ray's ``TorchConfig``, except ``backend``: torch has Gloo here, or NCCL with GPUs.
 
     Raises:
+        ConfigurationError: ``timeout_s`` is not positive.
         ImportError: Ray is not installed.
     """
+    deadline_s = as_seconds(timeout_s, "timeout_s")
     try:
         from ray.train.torch import TorchConfig  # noqa: PLC0415 - only this function needs Ray
     except ImportError as error:
@@ -41,7 +44,7 @@ def torch_config(*, backend: str | None = None, timeout_s: float = 1800.0, **opt
 
         def on_start(self, worker_group: Any, backend_config: Any) -> None:
             super().on_start(worker_group, backend_config)
-            worker_group.execute(_start, backend, timeout_s)
+            worker_group.execute(_start, backend, deadline_s)
 
         def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
             worker_group.execute(destroy_process_group)
@@ -54,4 +57,4 @@ def torch_config(*, backend: str | None = None, timeout_s: float = 1800.0, **opt
         def backend_cls(self) -> type[Any]:
             return BaguaBackend
 
-    return BaguaConfig(timeout_s=int(timeout_s), **options)
+    return BaguaConfig(timeout_s=math.ceil(deadline_s), **options)

@@ -21,6 +21,15 @@ def test_why_a_transport_is_not_there(monkeypatch):
     assert doctor.describe_transports()[0].split(maxsplit=1) == ["shm", "not available: not today"]
 
 
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [("MemTotal: 8 kB\nMemFree: 1 kB\n", "an unknown amount"), ("MemAvailable: 3145728 kB\n", "3.0 GiB")],
+)
+def test_memory_that_the_system_does_not_tell_of(monkeypatch, lines, said):
+    monkeypatch.setattr(doctor.Path, "read_text", lambda *_, **__: lines)
+    assert f"{said} of memory available" in doctor.describe_machine()[1]
+
+
 @pytest.mark.gloo
 def test_measuring(forked_ranks, capsys, monkeypatch):
     monkeypatch.setattr(doctor, "SIZES", ((4, "4 B"), (1000, "1 KB")))
