@@ -141,10 +141,18 @@ class P2POp:
 
 
 def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[TorchWork]:
-    """Start all messages, in any order of sends and receives. Unlike torch's, NCCL does not start them as one call."""
+    """Start all messages, in any order of sends and receives, or none if one of them is refused.
+
+    Unlike torch's, NCCL does not start them as one call.
+    """
     check_kind(list, "a list of P2POp", p2p_op_list=p2p_op_list)
     for op in p2p_op_list:
         check_kind(P2POp, "a list of P2POp", p2p_op_list=op)
+        communicator = communicator_of(op.group)
+        if communicator:
+            _check_message(communicator, op.tensor, op.group_peer, "peer", op.tag)
+            if op.op is irecv:
+                communicator.intake.in_place(op.tensor, "tensor", keep=False)
     started = [op.op(op.tensor, None, op.group, op.tag, op.group_peer) for op in p2p_op_list]
     return [work for work in started if work is not None]
 

@@ -223,3 +223,22 @@ def test_a_url_may_say_who_this_process_is(monkeypatch):
     with pytest.raises(InterruptedError):
         dist.init_process_group(init_method="env://?rank=1&world_size=3")
     assert asked == [("env://?rank=1&world_size=3", -1, -1)]
+
+
+def refuse_part_of_a_batch():
+    """Rank 0 sends, in a batch of which the last message is refused, and then something else."""
+    other, received = 1 - dist.get_rank(), torch.zeros(1)
+    shared = torch.zeros(1).expand(2)
+    for wrong in (dist.P2POp(dist.irecv, shared, other), dist.P2POp(dist.isend, torch.ones(1), other, tag=-1)):
+        with pytest.raises(ConfigurationError):
+            dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.full((1,), 7.0), other), wrong])
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, torch.full((1,), 5.0), other), dist.P2POp(dist.irecv, received, other)]
+    )
+    for work in works:
+        work.wait()
+    return received.item()
+
+
+def test_a_batch_is_refused_before_its_first_message_is_sent(thread_ranks):
+    assert thread_ranks(2, refuse_part_of_a_batch) == [5.0, 5.0]
