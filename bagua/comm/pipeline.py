@@ -58,6 +58,8 @@ class CallPipeline:
         self.timeout_s = timeout_s
         self.in_use: threading.Lock | Turns = threading.Lock()
         self._shared = False
+        #: Held while a shared communicator counts a call.
+        self._counting = threading.RLock()
         #: Synchronous calls that threads wait for after their turn.
         self._awaited: set[Handle] = set()
         self._broken: BaseException | None = None
@@ -128,6 +130,7 @@ class CallPipeline:
     def disown(self) -> None:
         """In a forked child: the communicator is its parent's, and calls are refused. One rank alone needs no peer."""
         self.in_use = Turns() if isinstance(self.in_use, Turns) else threading.Lock()
+        self._counting = threading.RLock()
         self._composite = None
         self._awaited.clear()
         self._unseen.clear()
@@ -286,10 +289,15 @@ class CallPipeline:
         """
         if spent is None:
             spent = blocked_s = ended - record.begun
-        self.statistics.add(record.call, spent)
         if self._arrivals is not None and record.call.kind not in POINT_TO_POINT:
             record.waited_s, record.waited_for = self._arrivals.of(record.call.sequence)
-        self.statistics.end(record, ended, blocked_s)
+        if not self._shared:
+            self.statistics.add(record.call, spent)
+            self.statistics.end(record, ended, blocked_s)
+            return
+        with self._counting:
+            self.statistics.add(record.call, spent)
+            self.statistics.end(record, ended, blocked_s)
 
     def compose(self, steps: Steps, async_op: bool) -> Work:
         """Run, or start, a collective made of several; see ``Composite``."""

@@ -223,7 +223,7 @@ class FlightRecord:
 
 def _complete_from(recorder: Recorder) -> int:
     """The first call after which none is missing. The analyzer cuts what ranks do not have in common by numbers."""
-    full = [entry.recent for entry in list(recorder.open) if len(entry.recent) == entry.recent.maxlen]
+    full = [entry.recent for entry in recorder.open if len(entry.recent) == entry.recent.maxlen]
     return max((recent[0].number for recent in full), default=0)
 
 

@@ -86,7 +86,7 @@ class RankWatch:
 
     def _said(self, recorder: Recorder, recent: Reading) -> dict[str, Any]:
         times = recorder.times()
-        records = [entry.recent[-1] for entry in list(recorder.open) if entry.recent]
+        records = [entry.recent[-1] for entry in recorder.open if entry.recent]
         last = max(records, key=lambda record: record.number, default=None)
         return {
             "world_size": len(self.place.ranks),

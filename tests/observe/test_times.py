@@ -11,6 +11,7 @@ import torch
 
 import bagua.comm
 from bagua.comm import Call, CallTimes, Place, Recorder, in_background
+from bagua.comm.records.recorder import LATEST_LENGTH
 from bagua.comm.records.statistics import Statistics
 from bagua.engine.schedule.executor import ThreadExecutor
 from bagua.errors import CommunicationError
@@ -119,7 +120,7 @@ def test_sums_outlive_their_communicator_and_records_are_bounded(clock, statisti
         clock.now += 1.0
     assert len(statistics.recent) == 64
     recorder.retire(statistics)
-    assert recorder.open == []
+    assert recorder.open == ()
     assert recorder.times() == CallTimes(500.0, 500.0, 0.0, 500.0, 500)
 
 
@@ -161,3 +162,42 @@ def fail_unattended(checked: bool) -> str:
 @pytest.mark.parametrize("checked", [False, True])
 def test_a_call_that_fails_while_nobody_waits_is_no_complete_one(ranks, checked) -> None:
     assert ranks(2, fail_unattended, checked) == ["failed"] * 2
+
+
+def test_a_call_that_ends_while_its_communicator_is_closed_is_counted(clock, statistics):
+    """Another thread may have met the end of the call, and count it a moment later."""
+    recorder = statistics.recorder
+    record = statistics.begin(call(1), clock())
+    record.waited_s, record.waited_for = 3.0, (2,)
+    recorder.retire(statistics)
+    statistics.add(record.call, 5.0)
+    statistics.end(record, clock() + 5.0, blocked_s=5.0)
+    assert recorder.times() == CallTimes(5.0, 2.0, 3.0, 5.0, 1)
+    assert (recorder.waits(), recorder.lasts()) == ({2: 3.0}, {2: 1.0})
+    assert recorder.sent_bytes() == statistics.sent_bytes() > 0
+
+
+def test_what_is_read_while_a_communicator_is_closed_counts_it_once(clock, statistics):
+    recorder, readings, retiring = statistics.recorder, [], []
+
+    class Asking(Statistics):
+        """Has the sums of all read where retiring reads its own."""
+
+        __slots__ = ()
+
+        @property
+        def times(self) -> CallTimes:
+            if retiring:
+                retiring.clear()
+                readings.append(recorder.times().calls - count)
+            return Statistics.times.fget(self)
+
+    for number in range(40):
+        asking, count = Asking(0, 3, statistics.place, recorder), number + 1
+        asking.end(asking.begin(call(count), clock()), clock() + 1.0, blocked_s=1.0)
+        retiring.append(True)
+        recorder.retire(asking)
+        retiring.clear()
+    assert recorder.times().calls == 40
+    assert set(readings) == {0}
+    assert len(recorder._books.latest) == LATEST_LENGTH, "what was closed long ago is kept as sums only"

@@ -21,6 +21,8 @@ from bagua.comm.call import Call
 from bagua.comm.store.beats import Beats
 
 T = TypeVar("T")
+#: How many of the communicators that were closed may still count a call.
+LATEST_LENGTH = 16
 
 
 class Place(NamedTuple):
@@ -149,6 +151,42 @@ class Counters(Protocol):
         """Bytes that this rank sent."""
 
 
+class Sums(NamedTuple):
+    """What several communicators did together; the fields are those of ``Counters``."""
+
+    times: CallTimes
+    waits: dict[int, float]
+    lasts: dict[int, float]
+    sent_bytes: int
+
+    def plus(self, entry: Counters) -> Sums:
+        """The sums with those of ``entry``."""
+        return Sums(
+            self.times.plus(entry.times),
+            _added(self.waits, entry.waits),
+            _added(self.lasts, entry.lasts),
+            self.sent_bytes + entry.sent_bytes(),
+        )
+
+
+class Books(NamedTuple):
+    """All communicators of a rank. Replaced as one value, so that threads which read count each of them once.
+
+    Attributes:
+        open: counters of those that are open.
+        latest: counters of those that were closed last; a call that another thread makes may end a little later.
+        earlier: sums of all that were closed before these.
+    """
+
+    open: tuple[Counters, ...]
+    latest: tuple[Counters, ...]
+    earlier: Sums
+
+    def counted(self) -> tuple[Counters, ...]:
+        """Those whose sums are not among the earlier ones."""
+        return (*self.latest, *self.open)
+
+
 class TraceSink(Protocol):
     """Takes what happens, while it happens."""
 
@@ -171,7 +209,6 @@ class Recorder:
         trace: takes every call; None while no trace is wanted.
         beat_at: when ``beat`` is called next, by ``clock``.
         beat: called now and then by the thread that ends a call; returns quickly and raises nothing.
-        open: counters of the communicators that are open.
         numbers: number of the next call.
     """
 
@@ -182,12 +219,9 @@ class Recorder:
         self.trace: TraceSink | None = None
         self.beat_at = float("inf")
         self.beat: Callable[[], None] = _nothing
-        self.open: list[Counters] = []
         self.numbers = itertools.count()
-        self._closed = CallTimes()
-        self._closed_waits: dict[int, float] = {}
-        self._closed_lasts: dict[int, float] = {}
-        self._closed_bytes = 0
+        self._books = Books((), (), Sums(CallTimes(), {}, {}, 0))
+        self._writing = threading.RLock()
         #: Seconds for which the code that computes stood still, and since when it does now. One value, so that
         #: threads read both at once.
         self._blocked: tuple[float, float | None] = (0.0, None)
@@ -211,55 +245,61 @@ class Recorder:
 
     # Sums.
 
+    @property
+    def open(self) -> tuple[Counters, ...]:
+        """Counters of the communicators that are open."""
+        return self._books.open
+
     def add(self, entry: Counters) -> None:
         """A communicator was made."""
-        self.open.append(entry)
+        with self._writing:
+            self._books = self._books._replace(open=(*self._books.open, entry))
 
     def retire(self, entry: Counters) -> None:
         """Keep the sums of a communicator that was closed, and forget the rest."""
-        if entry in self.open:
-            self.open.remove(entry)
-            self._closed = self._closed.plus(entry.times)
-            _add_to(self._closed_waits, dict(entry.waits))
-            _add_to(self._closed_lasts, dict(entry.lasts))
-            self._closed_bytes += entry.sent_bytes()
+        with self._writing:
+            books = self._books
+            if entry in books.open:
+                others = tuple(one for one in books.open if one is not entry)
+                latest, earlier = (*books.latest, entry), books.earlier
+                if len(latest) > LATEST_LENGTH:
+                    latest, earlier = latest[1:], earlier.plus(latest[0])
+                self._books = Books(others, latest, earlier)
 
     def times(self) -> CallTimes:
         """Sums over all communicators."""
-        total = self._closed
-        for entry in list(self.open):
+        books = self._books
+        total = books.earlier.times
+        for entry in books.counted():
             total = total.plus(entry.times)
         return total
 
     def waits(self) -> dict[int, float]:
         """Seconds that this rank has waited for each other one that came last, by global rank."""
-        total = dict(self._closed_waits)
-        for entry in list(self.open):
-            _add_to(total, dict(entry.waits))
-        return total
+        books = self._books
+        return _added(books.earlier.waits, *(entry.waits for entry in books.counted()))
 
     def lasts(self) -> dict[int, float]:
         """How often each other rank came last, and late, by global rank."""
-        total = dict(self._closed_lasts)
-        for entry in list(self.open):
-            _add_to(total, dict(entry.lasts))
-        return total
+        books = self._books
+        return _added(books.earlier.lasts, *(entry.lasts for entry in books.counted()))
 
     def sent_bytes(self) -> int:
         """Bytes that this rank sent on all communicators."""
-        return self._closed_bytes + sum(entry.sent_bytes() for entry in list(self.open))
+        books = self._books
+        return books.earlier.sent_bytes + sum(entry.sent_bytes() for entry in books.counted())
 
     @property
     def gauges(self) -> dict[str, float]:
         """The latest values of what changes slowly, by the name of the metric, while what measures it is there."""
         found: dict[str, float] = {}
-        for entry in list(self.open):
+        for entry in self.open:
             found |= entry.gauges
         return found
 
     def records(self) -> list[CallRecord]:
         """The last calls on each communicator that is open, oldest first."""
-        found = [record for entry in list(self.open) for record in list(entry.recent)]
+        found = [record for entry in self.open for record in list(entry.recent)]
         return sorted(found, key=lambda record: record.number)
 
     def span(self, name: str, begun: float, **facts: Any) -> None:
@@ -268,9 +308,12 @@ class Recorder:
             self.trace.span(name, begun, self.clock(), facts)
 
 
-def _add_to(total: dict[int, float], more: dict[int, float]) -> None:
-    for rank, amount in more.items():
-        total[rank] = total.get(rank, 0.0) + amount
+def _added(*tables: dict[int, float]) -> dict[int, float]:
+    total: dict[int, float] = {}
+    for table in tables:
+        for rank, amount in dict(table).items():  # A copy: another thread may add a rank.
+            total[rank] = total.get(rank, 0.0) + amount
+    return total
 
 
 def _nothing() -> None:
