@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from pathlib import Path
 
 from tests.architecture.rules import OPEN_PACKAGES
@@ -51,11 +52,24 @@ def public_modules(root: Path = REPOSITORY / PACKAGE) -> list[str]:
 
 def public_names() -> list[str]:
     """Every public name, with its module, sorted."""
-    lines = []
-    for name in public_modules():
-        module = importlib.import_module(name)
-        lines += [f"{name}: {public}" for public in module.__all__]
-    return sorted(lines)
+    return names_of(public_modules())
+
+
+def names_of(modules: Iterable[str]) -> list[str]:
+    """Every public name of ``modules``, with its module, sorted."""
+    return sorted(f"{name}: {public}" for name in modules for public in importlib.import_module(name).__all__)
+
+
+def missing_extra(name: str) -> str | None:
+    """Why module `name` cannot be imported here, if that is an extra which is not installed."""
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        cause = error.__cause__
+        if isinstance(cause, ModuleNotFoundError) and not is_within(cause.name or PACKAGE, PACKAGE):
+            return str(error)
+        raise
+    return None
 
 
 if __name__ == "__main__":
