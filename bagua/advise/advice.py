@@ -153,20 +153,33 @@ def rehearse_all(
 
     Raises:
         ConfigurationError: fewer than two ranks.
+        UnsupportedAlgorithmException: there is no algorithm of one of the names.
     """
-    if hosts * ranks_per_host < 2:
-        raise ConfigurationError("one rank sends nothing", argument="hosts", expected="two ranks", seen=1)
-    candidates: list[tuple[str, Algorithm, int]] = [(DDP, GradientAllReduceAlgorithm(), _DDP_BUCKET_BYTES)]
-    candidates += [(name, Algorithm.init(name), DEFAULT_BUCKET_BYTES) for name in names or registry if name != DDP]
-    found, refusals = [], {}
-    for name, algorithm, bucket_bytes in candidates:
+    _check_wanted(hosts * ranks_per_host, names)
+    found = [_rehearse_one(DDP, GradientAllReduceAlgorithm(), _DDP_BUCKET_BYTES, facts, hosts, ranks_per_host)]
+    refusals = {}
+    for name in registry if names is None else names:
+        if name == DDP:
+            continue
         try:
-            found.append(_rehearse_one(name, algorithm, bucket_bytes, facts, hosts, ranks_per_host))
+            algorithm = Algorithm.init(name)
+            found.append(_rehearse_one(name, algorithm, DEFAULT_BUCKET_BYTES, facts, hosts, ranks_per_host))
         except BaguaError as error:
-            if name == DDP:
-                raise
             refusals[name] = str(error)
+        except Exception as error:  # noqa: BLE001 - whatever an algorithm raises that somebody registered
+            refusals[name] = f"{type(error).__name__}: {error}"
     return found, refusals
+
+
+def _check_wanted(ranks: int, names: Sequence[str] | None) -> None:
+    """There must be two ranks, and algorithms of these names."""
+    if ranks < 2:
+        raise ConfigurationError("one rank sends nothing", argument="hosts", expected="two ranks", seen=ranks)
+    if names is not None:
+        check_kind((list, tuple), "a list of names, or None for all", algorithms=names)
+        for name in names:
+            if name != DDP:
+                registry.get(name)
 
 
 def _rehearse_one(
@@ -207,7 +220,7 @@ def advise(
     """Predict how long a step would take with each algorithm on some hosts, and say which one is the fastest.
 
     Measures ``step`` and this machine once, in this process, and runs each algorithm on a stand-in for the model as one
-    rank of many would. Nothing is sent anywhere else.
+    rank of many would. Nothing is sent anywhere else. ``step`` trains ``module`` meanwhile.
 
     Args:
         module: plain module on the CPU.
@@ -223,7 +236,8 @@ def advise(
         All predictions, and the answer: ``print(advice.table())``.
 
     Raises:
-        ConfigurationError: a model that cannot be measured, a link that makes no sense, or fewer than two ranks.
+        ConfigurationError: a model that cannot be measured, a link or seconds without sense, or fewer than two ranks.
+        UnsupportedAlgorithmException: there is no algorithm of one of the names.
 
     Example:
         >>> layer = torch.nn.Linear(64, 64)
@@ -237,11 +251,15 @@ def advise(
         ['bytegrad', 'ddp']
     """
     check_kind(torch.nn.Module, "a torch.nn.Module", module=module)
+    check_kind(torch.optim.Optimizer, "a torch.optim.Optimizer", optimizer=optimizer)
+    check_kind(Callable, "a function", step=step)  # type: ignore[arg-type]
+    check_kind(str, "as 50mbit,20ms", link=link)
     try:
         settings = parse_link(link)
     except ValueError as error:
         raise ConfigurationError(str(error), argument="link", expected="as 50mbit,20ms", seen=repr(link)) from None
     cluster = Cluster(hosts, ranks_per_host, settings)
+    _check_wanted(cluster.size, algorithms)
     facts = measure_model(module, optimizer, step, seconds=seconds)
     rehearsals, refusals = rehearse_all(facts, hosts, ranks_per_host, algorithms)
     return weigh(rehearsals, refusals, facts, cluster, probe_machine())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ import torch
 
 from bagua.advise.clock import own_time, sees_queues
 from bagua.advise.facts import ModelFacts, ParameterFacts
+from bagua.checks import check_numbers
 from bagua.errors import ConfigurationError
 
 #: Steps that are left out: memory is allocated in them.
@@ -124,6 +126,9 @@ def measure_model(
         seconds: how long; at least 7 steps are made.
         copies: how many ranks do the same on this machine at the same time.
 
+    Raises:
+        ConfigurationError: no finite number of seconds, or steps that cannot be measured.
+
     Example:
         >>> layer = torch.nn.Linear(4, 4)
         >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
@@ -134,6 +139,7 @@ def measure_model(
         >>> [one.name for one in measure_model(layer, optimizer, step, seconds=0.0).parameters]
         ['bias', 'weight']
     """
+    check_numbers(lambda number: 0 <= number < math.inf, "a finite number >= 0", seconds=seconds)
     meter = StepMeter(module, [optimizer])
     until = time.monotonic() + seconds
     try:

@@ -19,6 +19,8 @@ _ERROR, _ERROR_WITH_DELAY = 0.3, 0.4
 #: What was measured there.
 _RATES_MBIT_S, _DELAYS_MS, _HOSTS = (10.0, 10_000.0), (0.0, 20.0), (2, 4)
 _DRAWS = 5
+#: The slowest of more ranks is hardly slower, and their draws would fill the memory.
+_MOST_DRAWN = 10_000
 _LEAST_SIMULATED_STEPS = 12
 
 
@@ -85,7 +87,7 @@ def _stretches(
 ) -> list[float]:
     """By how much the slowest of those who meet is slower than the median, for each step."""
     ratios = torch.tensor(facts.ratios, dtype=torch.float64)
-    together = max(1, min(rehearsal.meeting, cluster.size))
+    together = max(1, min(rehearsal.meeting, cluster.size, _MOST_DRAWN))
     alone = max(1, min(round(rehearsal.steps_alone), count))
     found: list[float] = []
     while len(found) < count:

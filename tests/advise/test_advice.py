@@ -6,11 +6,22 @@ import dataclasses
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from bagua.advise import Advice, Cluster, ModelFacts, ParameterFacts, Prediction, advise, measure_model, probe
+from bagua.advise import (
+    Advice,
+    Cluster,
+    ModelFacts,
+    ParameterFacts,
+    Prediction,
+    advise,
+    measure_model,
+    probe,
+    rehearse_all,
+)
 from bagua.algorithms import Algorithm, ByteGradAlgorithm, GradientAllReduceAlgorithm
 from bagua.errors import ConfigurationError
 
@@ -112,6 +123,43 @@ def test_a_model_is_measured_and_advised(monkeypatch: pytest.MonkeyPatch) -> Non
         advise(layer, optimizer, step, link="fast")
     with pytest.raises(ConfigurationError, match="one rank sends nothing"):
         advise(layer, optimizer, step, hosts=1, seconds=0.0)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("seconds", float("nan")),
+        ("seconds", float("inf")),
+        ("seconds", -1.0),
+        ("seconds", "3"),
+        ("link", 5),
+        ("optimizer", 3),
+        ("step", 3),
+        ("hosts", 1),
+        ("algorithms", "bytegrad"),
+        ("algorithms", ["bytegard"]),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_a_step_is_made(argument: str, value: object) -> None:
+    layer = torch.nn.Linear(4, 4)
+
+    def step() -> None:
+        raise AssertionError("a step was made")
+
+    given: dict[str, Any] = {"optimizer": torch.optim.SGD(layer.parameters(), lr=0.1), "step": step, argument: value}
+    with pytest.raises(ConfigurationError):
+        advise(layer, **given)
+
+
+def test_an_algorithm_that_fails_in_its_rehearsal_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("not today")
+
+    monkeypatch.setattr(ByteGradAlgorithm, "exchanges", fail)
+    facts = ModelFacts((ParameterFacts("p", (8,), "float32", 0.001),), (0.002,))
+    found, refusals = rehearse_all(facts, 2, 1, ["bytegrad", "decentralized"])
+    assert [one.name for one in found] == ["ddp", "decentralized"]
+    assert refusals == {"bytegrad": "ValueError: not today"}
 
 
 def test_steps_are_measured_by_a_clock_that_can_be_known() -> None:

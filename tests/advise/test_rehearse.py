@@ -90,6 +90,9 @@ def test_the_slowest_of_those_who_meet_sets_the_pace() -> None:
     }
     assert 0.05 <= pace[2] < 0.075
     assert pace[10_000] == pytest.approx(0.10, rel=0.1)
+    # A draw for each of so many ranks would fill the memory.
+    most = 10**12
+    assert predict(extrapolate(few, many, (2, 10_000, most)), FACTS, Cluster(most), free).step_s > pace[10_000]
 
 
 def test_neighbours_are_few() -> None:

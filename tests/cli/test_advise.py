@@ -125,6 +125,60 @@ def test_a_folder_that_is_not_there_is_said_before_the_measurement(
     assert "there is no such folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--out", "--plot"])
+def test_a_folder_is_no_file(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main([option, str(tmp_path), "train.py"])
+    assert "is a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["nan", "inf", "-1"])
+def test_a_measurement_has_an_end(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--seconds", seconds, "train.py"])
+    assert f"expected a finite number >= 0, got {seconds}" in capsys.readouterr().err
+
+
+def test_what_cannot_be_written_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = measured(tmp_path, SCRIPT, "bytegrad")
+    monkeypatch.setattr(command, "_measured", lambda _: found)
+    monkeypatch.setattr(command, "probe_machine", lambda: MachineFacts(cores=4))
+
+    def refuse(*_: object) -> bool:
+        raise ValueError("no such kind of picture")
+
+    monkeypatch.setattr(command, "draw", refuse)
+    assert command.main(["--out", str(tmp_path / "advice.json"), "--plot", "advice.odd", "train.py"]) == 1
+    assert "no such kind of picture" in capsys.readouterr().err
+
+
+def test_a_thread_of_the_script_that_never_ends_keeps_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "_STOP_S", 0.1)
+    monkeypatch.setattr(command, "probe_machine", lambda: MachineFacts(cores=4))
+    thread = "import threading\nthreading.Thread(target=threading.Event().wait).start()\n"
+    script = tmp_path / "train.py"
+    script.write_text(thread + SCRIPT)
+    out = tmp_path / "advice.json"
+    options = ["--seconds", "0", "--algorithms", "bytegrad", "--out", str(out)]
+    assert command.main([*options, "--", str(script), "bytegrad"]) == 0
+    assert out.exists()
+    capfd.readouterr()
+
+
+def test_who_is_terminated_while_calls_are_measured_ends_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = measured(tmp_path, SCRIPT, "bytegrad")
+    monkeypatch.setattr(command, "_measured", lambda _: found)
+    monkeypatch.setattr(command, "probe_machine", lambda: signal.raise_signal(signal.SIGTERM))
+    assert command.main(["train.py"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_who_is_interrupted_or_terminated_ends_all_processes(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -136,7 +190,7 @@ def test_who_is_interrupted_or_terminated_ends_all_processes(
         started.append(popen([sys.executable, "-c", "import time; time.sleep(600)"]))
         return started[-1]
 
-    def interrupt(_: object) -> None:
+    def interrupt(*_: object) -> None:
         signal.raise_signal(number)
 
     monkeypatch.setattr(command.subprocess, "Popen", start)

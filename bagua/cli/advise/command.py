@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import pickle
 import subprocess
@@ -20,13 +21,13 @@ from bagua.checks import install_command
 from bagua.cli.advise.lab import lab_cluster, probe_lab, probe_link
 from bagua.cli.advise.picture import draw
 from bagua.cli.advise.worker import Found
-from bagua.cli.arguments import link, positive
+from bagua.cli.arguments import link, positive, seconds
 from bagua.cli.interrupts import signals_deferred, terminated_like_interrupted, undisturbed
 from bagua.cli.lab.network import LabUnavailableError
 from bagua.errors import how_it_ended
 from bagua.link import parse_link
 
-NOT_MEASURED = 1
+NOT_MEASURED = NOT_WRITTEN = 1
 INTERRUPTED = 130
 _WORKER = "import sys; from bagua.cli.advise.worker import main; main(sys.argv[1:])"
 _STOP_S = 5.0
@@ -53,7 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--hosts", type=positive, default=2, metavar="N", help="default 2")
     add("--ranks-per-host", type=positive, default=1, metavar="N", help="default 1")
     add("--link", type=link, default=parse_link("1gbit"), metavar="RATE[,DELAY][,LOSS%]", help="default 1gbit")
-    add("--seconds", type=float, default=15.0, metavar="S", help="how long the script is trained; default 15")
+    add("--seconds", type=seconds, default=15.0, metavar="S", help="how long the script is trained; default 15")
     add("--algorithms", nargs="+", choices=list(registry), metavar="NAME", help="default: all; end them with --")
     add("--may-differ", action="store_true", help="save one with which ranks hold different weights between exchanges")
     add("--in-lab", action="store_true", help="all hosts share this machine, as those of bagua lab do")
@@ -72,33 +73,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: words that follow ``bagua advise`` on the command line.
 
     Returns:
-        0; 1 where nothing could be measured; 130 after Ctrl-C or SIGTERM.
+        0; 1 where nothing could be measured, or a file not written; 130 after Ctrl-C or SIGTERM.
     """
     parser = make_parser()
     options = parser.parse_args(arguments)
     for path in (options.out, options.plot):
         if path is not None and not path.absolute().parent.is_dir():
             parser.error(f"{path}: there is no such folder")
+        if path is not None and path.is_dir():
+            parser.error(f"{path} is a folder; name a file")
     if options.hosts * options.ranks_per_host < 2:
         print("one rank sends nothing: --hosts, or --ranks-per-host, must be 2 or more", file=sys.stderr)
         return NOT_MEASURED
     try:
         with terminated_like_interrupted():
             found = _measured(options)
+            if found.facts is None or found.problem:
+                print(f"bagua advise: {found.problem}", file=sys.stderr)
+                return NOT_MEASURED
+            cluster, machine = _place(options)
     except KeyboardInterrupt:
         print("interrupted; all processes have ended", file=sys.stderr)
         return INTERRUPTED
-    if found.facts is None or found.problem:
-        print(f"bagua advise: {found.problem}", file=sys.stderr)
-        return NOT_MEASURED
-    cluster, machine = _place(options)
     advice = weigh(found.rehearsals, found.refusals, found.facts, cluster, machine)
     print(advice.table())
-    advice.save(options.out, may_differ=options.may_differ)
-    print(f'written: {options.out}, which Algorithm.init("auto") reads')
-    if options.plot is not None:
-        drawn = draw(found, cluster, machine, options.plot)
-        print(f"plot: {options.plot}" if drawn else f"plot: not drawn; {install_command('plot')} adds it")
+    try:
+        advice.save(options.out, may_differ=options.may_differ)
+        print(f'written: {options.out}, which Algorithm.init("auto") reads')
+        if options.plot is not None:
+            drawn = draw(found, cluster, machine, options.plot)
+            print(f"plot: {options.plot}" if drawn else f"plot: not drawn; {install_command('plot')} adds it")
+    except (OSError, ValueError) as error:  # A file that cannot be written, or a kind of picture that there is not.
+        print(f"bagua advise: {error}", file=sys.stderr)
+        return NOT_WRITTEN
     return 0
 
 
@@ -126,7 +133,7 @@ def _measured(options: argparse.Namespace) -> Found:
             for number, file in enumerate(files):
                 with signals_deferred():
                     processes.append(_start(options, script, file, copies, silent=number > 0))
-            _wait_for(processes[0])
+            _wait_for(processes[0], files[0])
         finally:
             undisturbed(lambda: _stop(processes))
         if not files[0].exists():
@@ -156,9 +163,12 @@ def _start(
     )
 
 
-def _wait_for(process: subprocess.Popen[bytes]) -> None:
-    while process.poll() is None:
+def _wait_for(process: subprocess.Popen[bytes], file: Path) -> None:
+    """Wait until ``file`` is there and the process has had time to end: threads of the script may keep it forever."""
+    while process.poll() is None and not file.exists():
         time.sleep(_POLL_S)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_STOP_S)
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:

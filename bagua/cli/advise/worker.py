@@ -80,7 +80,10 @@ def main(arguments: Sequence[str]) -> None:
             )
         except BaguaError as error:
             found.problem = str(error)
-    Path(wanted["file"]).write_bytes(pickle.dumps(found))
+    file = Path(wanted["file"])
+    unfinished = file.with_suffix(".part")
+    unfinished.write_bytes(pickle.dumps(found))
+    unfinished.replace(file)
 
 
 def _measure(wanted: dict[str, Any], script: str, others: Sequence[str]) -> Found:
