@@ -17,19 +17,18 @@ for N networks of the grid.
 
 import argparse
 import json
-import os
-import resource
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from bagua.advise import (
+    ALONE,
     Advice,
     Cluster,
     ModelFacts,
+    Others,
     Prediction,
     Rehearsal,
     measure_model,
@@ -72,8 +71,6 @@ MEASURED_S = 4.0
 TURN_S = 1.0
 #: The switch carries a link if fewer of its frames leave late.
 CARRIED = 0.01
-#: The lab has the machine for itself if others have less of its cores.
-ALONE = 0.05
 
 
 @dataclass(frozen=True)
@@ -171,25 +168,6 @@ def measure(
         who: [max(turns) for turns in zip(*(rank[who] for rank in of_ranks), strict=True)] for who in of_ranks[0]
     }
     return {who: statistics.median(turns) for who, turns in slowest.items()}, late
-
-
-class Others:
-    """Counts what processes that are none of ours have of the cores, from its beginning on."""
-
-    def __init__(self) -> None:
-        self._begun = self._look()
-
-    def share(self) -> float:
-        """Part of all cores. Ours must have ended."""
-        spent = [now - then for now, then in zip(self._look(), self._begun, strict=True)]
-        return max(spent[0] - spent[1], 0.0) / (spent[2] * (os.cpu_count() or 1))
-
-    @staticmethod
-    def _look() -> tuple[float, float, float]:
-        # User, nice and system; what interrupts take is that of packets, and ours.
-        busy = sum(map(int, Path("/proc/stat").read_text().split()[1:4])) / os.sysconf("SC_CLK_TCK")
-        of_us = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        return busy, sum(one.ru_utime + one.ru_stime for one in of_us), time.monotonic()
 
 
 def steps_of_turn(rehearsal: Rehearsal, predicted_s: float) -> int:

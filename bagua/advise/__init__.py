@@ -9,6 +9,8 @@ from bagua.advise.measure import LEAST_STEPS as LEAST_STEPS
 from bagua.advise.measure import StepMeter as StepMeter
 from bagua.advise.measure import measure_model
 from bagua.advise.network import Cluster, Cost, cost_of
+from bagua.advise.others import ALONE as ALONE
+from bagua.advise.others import Others as Others
 from bagua.advise.prediction import Prediction, extrapolate, outside_calibration, predict
 from bagua.advise.probe import call_facts as call_facts
 from bagua.advise.probe import link_facts as link_facts

@@ -12,6 +12,7 @@ import torch
 from bagua.advise.facts import MachineFacts, ModelFacts
 from bagua.advise.measure import measure_model
 from bagua.advise.network import Cluster
+from bagua.advise.others import ALONE
 from bagua.advise.prediction import Prediction, extrapolate, outside_calibration, predict
 from bagua.advise.probe import probe_machine
 from bagua.advise.rehearse import rehearse
@@ -42,6 +43,7 @@ class Advice:
         optimizer: name of the optimizer that was measured.
         refusals: why there is no prediction for others, by name.
         outside: conditions that were not tried when the model was calibrated, a phrase each.
+        others: part of the cores that other processes had while calls were measured.
     """
 
     cluster: Cluster
@@ -49,6 +51,7 @@ class Advice:
     optimizer: str
     refusals: tuple[tuple[str, str], ...] = ()
     outside: tuple[str, ...] = ()
+    others: float = 0.0
 
     @property
     def ddp(self) -> Prediction:
@@ -105,6 +108,11 @@ class Advice:
             )
         if self.outside:
             text += f" This is outside of what was calibrated: {'; '.join(self.outside)}. Try it with bagua lab."
+        if self.others > ALONE:
+            text += (
+                f" Other processes had {self.others:.0%} of the cores while calls were measured, so predictions may be "
+                "far off. Ask again when the machine is idle."
+            )
         return text
 
     def save(self, path: str | Path, *, may_differ: bool = False) -> None:
@@ -203,7 +211,8 @@ def weigh(
     """Predict all of ``rehearsals``, and compare."""
     found = [predict(one, facts, cluster, machine) for one in rehearsals]
     found.sort(key=lambda one: one.step_s)
-    return Advice(cluster, tuple(found), facts.optimizer, tuple(refusals.items()), outside_calibration(cluster))
+    outside = outside_calibration(cluster)
+    return Advice(cluster, tuple(found), facts.optimizer, tuple(refusals.items()), outside, machine.others)
 
 
 def advise(

@@ -131,6 +131,7 @@ class MachineFacts:
         cores: processor cores of a host.
         calls: the first two by kind of call, where they were measured.
         after_calls: factor on the time of what is computed after a call, while caches are cold.
+        others: part of the cores that other processes had while all this was measured.
     """
 
     message_s: float = 60e-6
@@ -140,6 +141,7 @@ class MachineFacts:
     cores: int = 1
     calls: tuple[CallFacts, ...] = ()
     after_calls: float = 1.0
+    others: float = 0.0
 
     def cost_of(self, kind: str, sent: float) -> tuple[float, float]:
         """Seconds of one message, and of each byte, of a call in which a rank sends ``sent`` bytes."""

@@ -7,11 +7,13 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 
 from bagua.advise.facts import CallFacts, MachineFacts
 from bagua.advise.network import SMALL_CALL_BYTES, Cluster, Cost, cost_of, messages_of
+from bagua.advise.others import Others
 from bagua.advise.trace import Message
 from bagua.comm import Communicator, Membership, create_transport, thread_store
 
@@ -53,10 +55,10 @@ def probe_machine(cores: int | None = None) -> MachineFacts:
     Raises:
         TransportUnavailableError: Gloo cannot connect anything on this machine.
     """
-    store = thread_store()
+    store, others = thread_store(), Others()
     with ThreadPoolExecutor(2) as pool:
         ranks = [pool.submit(_rank, store, rank) for rank in range(2)]
-    return machine_facts(*ranks[0].result(), cores)
+    return replace(machine_facts(*ranks[0].result(), cores), others=others.share())
 
 
 def machine_facts(calls: tuple[CallFacts, ...], after_calls: float, cores: int | None = None) -> MachineFacts:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +16,17 @@ import torch
 from bagua.advise import (
     Advice,
     Cluster,
+    MachineFacts,
     ModelFacts,
+    Others,
     ParameterFacts,
     Prediction,
     advise,
     measure_model,
+    others,
     probe,
     rehearse_all,
+    weigh,
 )
 from bagua.algorithms import Algorithm, ByteGradAlgorithm, GradientAllReduceAlgorithm
 from bagua.errors import ConfigurationError
@@ -67,6 +73,31 @@ def test_the_table_shows_few_bytes_too() -> None:
     text = advice(few).table()
     assert "1.60 kB" in text
     assert "1.00 MB" in text
+
+
+def test_the_answer_says_when_others_had_the_cores() -> None:
+    facts = ModelFacts((ParameterFacts("p", (8,), "float32", 0.001),), (0.002,))
+    rehearsals, _ = rehearse_all(facts, 2, 1, [])
+    busy, idle = (weigh(rehearsals, {}, facts, Cluster(2), MachineFacts(others=share)) for share in (0.48, 0.02))
+    assert "Other processes had 48% of the cores" in busy.answer()
+    assert "Other processes" not in idle.answer()
+
+
+def test_what_others_have_of_the_cores_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "stat"
+    ticks, cores = os.sysconf("SC_CLK_TCK"), os.cpu_count() or 1
+    own_s = 1.0
+    monkeypatch.setattr(others, "_FILE", file)
+    monkeypatch.setattr(others.time, "monotonic", iter((10.0, 20.0)).__next__)
+    monkeypatch.setattr(others.resource, "getrusage", lambda _: SimpleNamespace(ru_utime=own_s, ru_stime=0.0))
+    file.write_text("cpu  100 10 50 1000 0\n")
+    since = Others()
+    # In ten seconds, others work for three on each core.
+    file.write_text(f"cpu  {100 + 3 * ticks * cores} 10 50 1000 0\n")
+    assert since.share() == pytest.approx(0.3)
+    monkeypatch.setattr(others.time, "monotonic", iter((10.0, 20.0)).__next__)
+    file.unlink()
+    assert Others().share() == 0.0
 
 
 def test_auto_takes_what_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

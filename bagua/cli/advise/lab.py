@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from bagua.advise import CallFacts, Cluster, MachineFacts, call_facts, link_facts, machine_facts
+from dataclasses import replace
+
+from bagua.advise import CallFacts, Cluster, MachineFacts, Others, call_facts, link_facts, machine_facts
 from bagua.cli.lab.network import burst_bytes, open_network
 from bagua.cli.launch import Rank, run_ranks
 from bagua.comm import destroy_process_group, get_default_group
@@ -32,9 +34,10 @@ def probe_lab() -> MachineFacts:
     Raises:
         LabUnavailableError: there cannot be a lab here.
     """
+    others = Others()
     with open_network(2) as network:
         found: list[tuple[tuple[CallFacts, ...], float]] = run_ranks(_on_machine, 2, network=network)
-    return machine_facts(*found[0])
+    return replace(machine_facts(*found[0]), others=others.share())
 
 
 def probe_link(hosts: int, link: LinkSettings) -> tuple[CallFacts, ...]:
