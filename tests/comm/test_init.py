@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import bagua.comm
+from bagua.comm.startup import initialization
 from bagua.comm.store.serving import connect_store, serve_store, thread_store
 from bagua.errors import (
     BaguaError,
@@ -272,6 +273,24 @@ def test_missing_ranks_are_named_after_the_timeout_and_one_can_try_again():
         return caught.value.peers, total()
 
     assert THREADS.run(ask, size=2) == [((2, 3), 3.0)] * 2
+
+
+@pytest.mark.parametrize(
+    ("comes", "kind", "peers"), [(False, CollectiveTimeoutError, (1,)), (True, TransportUnavailableError, ())]
+)
+def test_what_torch_raises_when_it_is_set_up_is_translated(monkeypatch, comes, kind, peers):
+    """A rank that dies after the plan was made never comes to torch, which says so with errors of its store."""
+    store = thread_store()
+    if comes:
+        store.set("came_to_torch/1", "")
+
+    def fail(*_, **__):
+        raise dist.DistStoreError("wait timeout")
+
+    monkeypatch.setattr(dist, "init_process_group", fail)
+    with pytest.raises(kind, match=r"could not be set up: wait timeout \(in init_process_group, on rank 0") as caught:
+        initialization._init_torch(store, 0, 2, "gloo", 5.0)
+    assert caught.value.peers == peers
 
 
 @pytest.mark.parametrize("fact", ["world_size", "backend"])

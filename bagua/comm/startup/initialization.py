@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -17,8 +19,15 @@ from bagua.comm.startup.default_group import World, destroy_process_group, holde
 from bagua.comm.startup.formation import configure_log, connect_first, fresh, plan
 from bagua.comm.startup.rendezvous import connect, resolve_rank
 from bagua.comm.store.beats import Beats
+from bagua.comm.store.keys import missing_keys
 from bagua.comm.torch_private import default_store
-from bagua.errors import ConfigurationError, RepeatedInitializationError
+from bagua.errors import (
+    CollectiveTimeoutError,
+    CommunicationError,
+    ConfigurationError,
+    RepeatedInitializationError,
+    TransportUnavailableError,
+)
 
 #: As in torch: long enough for a checkpoint on rank 0, short enough to notice.
 DEFAULT_TIMEOUT_S = 1800.0
@@ -120,10 +129,37 @@ def _tell_observers(group: ProcessGroup, store: dist.Store) -> None:
 
 def _init_torch(store: dist.Store, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
     """Initialize ``torch.distributed`` as well, for everything in torch that needs it."""
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if "nccl" in backend else "gloo",
-        store=dist.PrefixStore("torch", store),
+    name, started = "cpu:gloo,cuda:nccl" if "nccl" in backend else "gloo", time.monotonic()
+    keys = [f"came_to_torch/{other}" for other in range(world_size)]
+    store.set(keys[rank], "")
+    try:
+        dist.init_process_group(
+            name,
+            store=dist.PrefixStore("torch", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except RuntimeError as error:
+        raise _without_torch(error, store, rank, keys, time.monotonic() - started, timeout_s) from error
+
+
+def _without_torch(
+    error: RuntimeError, store: dist.Store, rank: int, keys: list[str], elapsed_s: float, timeout_s: float
+) -> CommunicationError:
+    """What is raised for an error of ``torch.distributed``, which does not know who is missing."""
+    missing: list[int] = []
+    with contextlib.suppress(RuntimeError):  # The store may be gone, too.
+        missing = missing_keys(store, keys)
+    kind = CollectiveTimeoutError if missing else TransportUnavailableError
+    return kind(
+        f"torch.distributed could not be set up: {error}",
         rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
+        call="init_process_group",
+        peers=tuple(missing),
+        elapsed_s=elapsed_s,
+        timeout_s=timeout_s,
+        advice="Look first at the output of the ranks that did not come."
+        if missing
+        else "Set GLOO_SOCKET_IFNAME to a network interface over which the ranks reach each other.",
     )
