@@ -20,8 +20,12 @@ _STRIDED = torch.strided
 _LONGEST_S = 365 * 24 * 3600.0
 
 
-def as_seconds(timeout: object) -> float:
+def as_seconds(timeout: object, argument: str = "timeout") -> float:
     """``timeout`` in seconds; whatever is longer than a year, infinity too, means a year.
+
+    Args:
+        timeout: number of seconds, or a timedelta.
+        argument: name of the argument that it comes from, for the error.
 
     Raises:
         ConfigurationError: not a positive number.
@@ -34,7 +38,7 @@ def as_seconds(timeout: object) -> float:
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
         raise ConfigurationError(
             "a timeout must be positive",
-            argument="timeout",
+            argument=argument,
             expected="seconds > 0 or a timedelta",
             seen=repr(timeout),
         )
