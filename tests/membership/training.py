@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch.distributed import DistNetworkError
 
@@ -20,7 +21,7 @@ from bagua.comm.transports.threads import RankKilled
 from bagua.membership import Islands
 from bagua.membership.roster import Deadlines, Roster
 from bagua.parallel import with_bagua
-from bagua.testing import ThreadRanks
+from bagua.testing import Outcome, ThreadRanks
 
 PERIOD = 2
 #: Ranks of an island that has several.
@@ -160,24 +161,30 @@ def vanish(islands: Islands) -> None:
 
 def run(count: int, job: Callable[..., Any], *arguments: Any, deadline_s: float = 60.0) -> list[Any]:
     """What ``job(*arguments)`` returned on each of ``count`` threads; its error where it raised one."""
-    outcomes = ThreadRanks(count, backend=None, deadline_s=deadline_s).outcomes(job, *arguments)
+    return _ends(ThreadRanks(count, backend=None, deadline_s=deadline_s).outcomes(job, *arguments))
+
+
+def _ends(outcomes: Sequence[Outcome]) -> list[Any]:
+    """Values, and errors of what is tested. That an assertion did not hold must not be a value that nobody looks at."""
+    for outcome in outcomes:
+        if isinstance(outcome.error, (AssertionError, pytest.fail.Exception)):
+            raise outcome.error
     return [outcome.value if outcome.error is None else outcome.error for outcome in outcomes]
 
 
 def run_islands(count: int, job: Callable[[int], Any], *, deadline_s: float = 60.0) -> list[list[Any]]:
     """What ``job(number of the island)`` returned, or raised, on each of the ranks of each island; by island."""
-    found: list[list[Any]] = [[] for _ in range(count)]
+    found: list[Sequence[Outcome]] = [()] * count
 
     def start(number: int) -> None:
-        outcomes = ThreadRanks(RANKS, deadline_s=deadline_s).outcomes(job, number)
-        found[number] = [one.value if one.error is None else one.error for one in outcomes]
+        found[number] = ThreadRanks(RANKS, deadline_s=deadline_s).outcomes(job, number)
 
     threads = [threading.Thread(target=start, args=(number,)) for number in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return found
+    return [_ends(outcomes) for outcomes in found]
 
 
 def together(store, size: int, **options: Any) -> AbstractContextManager[Islands]:
