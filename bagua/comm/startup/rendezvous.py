@@ -129,7 +129,7 @@ def _join_store(address: str, port: int, rank: int, world_size: int, timeout_s: 
 
 
 def _client(address: str, port: int, world_size: int, timeout_s: float) -> dist.Store:
-    """A store that another process hosts. Torch waits for ever for the answer of a server that is no store."""
+    """A store that another process hosts. Torch waits without end for the answer of a server that is no store."""
     thread = BackgroundThread("bagua-store")
     try:
         return thread.submit(
