@@ -207,7 +207,7 @@ class Formation:
 
     def begin(self) -> None:
         """Give the buckets their flat memory and state, and have the exchanges of the phase executed in them."""
-        with self._or_none("the making of its buckets"):
+        with self._whole("the making of its buckets"):
             self.execution.begin(self.phases.exchanges, self.model, self.options)
         self.registration.remember_storages()
         self.execution.go_on()
@@ -216,7 +216,7 @@ class Formation:
             self.algorithm.plane.attach(self.execution.buckets, buffers, self.group, self.phases.step)
 
     @contextlib.contextmanager
-    def _or_none(self, doing: str) -> Iterator[None]:
+    def _whole(self, doing: str) -> Iterator[None]:
         """What fails half-way in this block, or is interrupted, ends training: others may have no reason to fail."""
         try:
             yield
@@ -311,7 +311,7 @@ class Formation:
             self.put_aside(settle=False)
             self.form(self.layout(self.options.bucket_bytes))
             return
-        with self._or_none("a change of phase"):
+        with self._whole("a change of phase"):
             self.execution.leave()
             self.phases.enter()
             self.execution.enter(self.phases.exchanges, self.model, self.options)
@@ -331,7 +331,7 @@ class Formation:
         if setting.hierarchical != self.setting.hierarchical:
             declaration = declaration.in_form(hierarchical=setting.hierarchical)
             algorithm = self._bound(declaration)
-        with self._or_none("the end of its buckets"):
+        with self._whole("the end of its buckets"):
             self.execution.keep_parts()
         self.put_aside()
         self._take(declaration, algorithm, dataclasses.replace(self.options, bucket_bytes=setting.bucket_bytes))
@@ -352,7 +352,7 @@ class Formation:
         if settle and self.algorithm.plane is not None:
             self.algorithm.plane.settle()
         self.settle_loads()
-        with self._or_none("the end of its buckets"):
+        with self._whole("the end of its buckets"):
             self.execution.take_apart()
         self.order.forget()
 
