@@ -312,6 +312,7 @@ class Participant:
                 self._wait(started, give_up=late)
                 continue
             if self._presence.seat not in epoch.members:
+                self._check_here()  # Others may learn of a goodbye, and go on, before this thread does.
                 raise self._left_out(epoch)
             self.standing = standing.follow(epoch)
             if self._meet(epoch, resting=standing.report.resting):
@@ -366,8 +367,7 @@ class Participant:
             TooFewMembersError: too few are there, for too long.
             StoreLostError: the store has not answered.
         """
-        if self._presence.has_left:
-            raise CommunicatorClosedError("this process has left its islands", rank=self._presence.seat)
+        self._check_here()
         elapsed_s = time.monotonic() - started
         if elapsed_s <= self._timeout_s or not give_up:
             time.sleep(self._deadlines.poll_s if pause else 0.0)
@@ -384,6 +384,10 @@ class Participant:
             timeout_s=timeout_s,
             advice="Start more processes, or pass minimum= to join_islands. A run that ended needs another name.",
         )
+
+    def _check_here(self) -> None:
+        if self._presence.has_left:
+            raise CommunicatorClosedError("this process has left its islands", rank=self._presence.seat)
 
     def _check_wait(self, started: float) -> None:
         """While somebody else does what this process waits for: give up when waiting is no use."""

@@ -19,6 +19,7 @@ from bagua.errors import (
     TooFewMembersError,
 )
 from bagua.membership.island import Island
+from bagua.membership.participant import Participant
 from bagua.membership.transfer import Receiver
 from bagua.parallel import with_bagua
 from bagua.testing import ThreadRanks
@@ -28,6 +29,7 @@ from tests.membership.training import (
     PERIOD,
     RANKS,
     RATE,
+    fall_silent,
     joined,
     new_model,
     new_store,
@@ -175,6 +177,39 @@ def test_a_rank_that_dies_in_an_exchange_takes_its_island_out_and_no_other():
         assert (crowds[0], crowds[-1]) == ((0, 1), (0,))
         seen.add(tuple(crowds))
     assert len(seen) > 1
+
+
+def test_a_lost_rank_is_named_also_if_the_others_have_gone_on_by_then(monkeypatch):
+    """The goodbye of its island is in the store before the thread that trains knows of it."""
+    store, second = new_store(), []
+    pass_barrier, stop = Participant._pass_barrier, Participant._stop
+
+    def lose_the_second_rank(self):
+        if self._presence.seat != 1:
+            return pass_barrier(self)
+        fall_silent(second[0])
+        while not self._presence.has_left:
+            threading.Event().wait(0.002)
+        raise PeerLostError("the other island ended the call")
+
+    def stop_late(self, *arguments, **options):
+        stop(self, *arguments, **options)
+        while self._presence.seat == 1 and self._cell(2) is None:
+            threading.Event().wait(0.002)
+
+    monkeypatch.setattr(Participant, "_pass_barrier", lose_the_second_rank)
+    monkeypatch.setattr(Participant, "_stop", stop_late)
+
+    def rank(_):
+        with together(store, 2) as islands:
+            if (islands.seat, get_rank()) == (1, 1):
+                second.append(islands)
+            return train(islands, wrapped(islands), PERIOD)
+
+    others, lost = sorted(run_islands(2, rank), key=lambda rows: not isinstance(rows[0], dict))
+    assert all(isinstance(row, dict) for row in others), others
+    assert isinstance(lost[0], PeerLostError), lost
+    assert lost[0].problem == "rank 1 of this island is lost: it was silent, as the test wants it"
 
 
 @pytest.mark.parametrize("fails_once", [False, True])
