@@ -12,6 +12,7 @@ import contextvars
 import queue
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -22,6 +23,8 @@ from bagua.comm.lifetime.forks import family, forked_error
 T = TypeVar("T")
 
 _living: weakref.WeakSet[BackgroundThread] = weakref.WeakSet()
+#: How long the end of the process waits for what runs beside it, in seconds.
+_EXIT_S = 1.0
 
 
 class _Task(Future[T]):
@@ -152,21 +155,62 @@ def bounded(function: Callable[[], T], limit_s: float) -> T | None:
     return results[0] if results else None
 
 
-def beside(function: Callable[[], None]) -> bool:
-    """Run ``function`` beside what the caller does; False if no thread can start, and it will not run."""
-    try:
-        threading.Thread(target=function, name="bagua-store", daemon=True).start()
-    except RuntimeError:
+class _Beside:
+    """What runs in threads of its own, beside its callers."""
+
+    def __init__(self) -> None:
+        self._running: set[threading.Event] = set()
+        family.add(self)
+
+    def disown(self) -> None:
+        """In a forked child nothing of it runs."""
+        self._running = set()
+
+    def start(self, function: Callable[[], None]) -> bool:
+        """Run ``function``; False if no thread can start."""
+        running, ended = self._running, threading.Event()
+
+        def run() -> None:
+            try:
+                function()
+            finally:
+                running.discard(ended)
+                ended.set()
+
+        running.add(ended)
         try:
-            _standby.submit(function)
+            threading.Thread(target=run, name="bagua-store", daemon=True).start()
         except RuntimeError:
-            return False
-    return True
+            try:
+                _standby.submit(run)
+            except RuntimeError:
+                running.discard(ended)
+                return False
+        return True
+
+    def wait(self, limit_s: float) -> None:
+        """Wait until nothing runs, for at most ``limit_s``."""
+        until = time.monotonic() + limit_s
+        for ended in list(self._running):
+            ended.wait(max(0.0, until - time.monotonic()))
+
+
+_beside = _Beside()
+
+
+def beside(function: Callable[[], None]) -> bool:
+    """Run ``function`` beside what the caller does; False if no thread can start, and it will not run.
+
+    The end of the process waits a little for it. A thread that comes back from torch into an interpreter that has ended
+    takes the process down (SIGABRT).
+    """
+    return _beside.start(function)
 
 
 def _stop_all() -> None:
     for background in list(_living):
-        background.stop(timeout_s=1.0)
+        background.stop(timeout_s=_EXIT_S)
+    _beside.wait(_EXIT_S)
 
 
 atexit.register(_stop_all)
