@@ -45,6 +45,11 @@ def run(
         except Exception as error:
             outcomes[rank] = error
             return
+        finally:
+            came[rank].set()
+        # Nobody closes what another rank still connects to: at start-up the ranks agree that all are there.
+        for other in came:
+            other.wait(30)
         try:
             outcomes[rank] = job(communicator)
         except BaseException as error:
@@ -56,7 +61,7 @@ def run(
                 other.wait(30)
             communicator.close()
 
-    finished = [threading.Event() for _ in range(size)]
+    came, finished = ([threading.Event() for _ in range(size)] for _ in range(2))
     ranks = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(size)]
     for thread in ranks:
         thread.start()
