@@ -23,6 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed
@@ -143,8 +144,7 @@ def bare(module: nn.Module, _: torch.optim.Optimizer) -> nn.Module:
 
 def averaged(module: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
     """Averaging with its defaults."""
-    wrapped: nn.Module = module.with_bagua([optimizer], AsyncModelAverageAlgorithm())  # type: ignore[operator]
-    return wrapped
+    return bagua.with_bagua(module, optimizer, AsyncModelAverageAlgorithm())
 
 
 def through_ddp(module: nn.Module, _: torch.optim.Optimizer) -> nn.Module:
@@ -163,7 +163,7 @@ def time_pace(rank: Rank, hidden: int, rounds: int) -> Rounds | None:
     rank.join(None, TIMEOUT_S)
     store = get_default_group().store
     alone = make_step(multilayer_perceptron(hidden), bare)
-    model = multilayer_perceptron(hidden)
+    model: Any = multilayer_perceptron(hidden)
     together = make_step(model, averaged)
     timed = None
     if rank.rank == 0:
@@ -218,7 +218,7 @@ def time_on_network(rank: Rank, place: Place, kind: str, hidden: int, rounds: in
     keep_freed_memory()
     place.join(rank)
     alone = make_step(multilayer_perceptron(hidden), bare)
-    model = multilayer_perceptron(hidden)
+    model: Any = multilayer_perceptron(hidden)
     together = make_step(model, averaged if kind == "async" else through_ddp)
     calls = STEPS_PER_SAMPLE if kind == "async" else 1
     timed = measure(alone, together, rounds=rounds, calls=calls, before_each=torch.distributed.barrier)

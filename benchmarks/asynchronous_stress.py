@@ -60,7 +60,8 @@ class CountingModel(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """The loss."""
-        return self.layers(inputs).square().mean() - self.steps.sum()
+        loss: torch.Tensor = self.layers(inputs).square().mean() - self.steps.sum()
+        return loss
 
 
 def wrap(seed: int, hidden: int, algorithm: AsyncModelAverageAlgorithm) -> tuple[Any, Callable[[], None]]:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed
@@ -96,7 +97,7 @@ class Training:
         blocks = (nn.Sequential(nn.Linear(plan.width, plan.width), nn.ReLU()) for _ in range(plan.layers))
         model = nn.Sequential(*blocks)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        options = (
+        options: dict[str, Any] = (
             {} if start is None else {"message_size": start.bucket_bytes, "hierarchical_reduce": start.hierarchical}
         )
         self.wrapped: ModelSwitchWrapper
@@ -113,7 +114,7 @@ class Training:
         self.optimizer.step()
 
     @property
-    def reducer(self):
+    def reducer(self) -> Any:
         """What holds the setting."""
         return self.wrapped._bagua_engine.reducer  # noqa: SLF001  # the sweep sets what users leave to tuning
 

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,7 +42,8 @@ def island(folder: str, arguments: argparse.Namespace) -> None:
     """Train without end; write the loss after each outer step, as each island sees it."""
     torch.set_num_threads(1)
     held_out, wanted = samples(2048, 1)
-    model, loss_of = network(64, 3), torch.nn.functional.mse_loss
+    model: Any = network(64, 3)
+    loss_of: Any = torch.nn.functional.mse_loss
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     algorithm = bagua.algorithms.Algorithm.init("diloco", sync_every=SYNC_EVERY)
     with bagua.join_islands(size=arguments.members, minimum=1, timeout=300.0) as islands:

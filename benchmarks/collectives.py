@@ -115,6 +115,7 @@ def start_on_transport(communicator: Communicator, tensor: torch.Tensor) -> Call
 def start_on_torch_group(tensor: torch.Tensor) -> Callable[[], None]:
     """The same call on torch's default group object, without ``torch.distributed`` around it."""
     group = torch.distributed.group.WORLD
+    assert group is not None
     options = torch.distributed.AllreduceOptions()
 
     def run() -> None:

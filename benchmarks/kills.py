@@ -56,7 +56,7 @@ def train_until_one_is_killed(algorithm: str, hierarchical: bool, victim: int, d
     model = nn.Sequential(nn.Linear(16, hidden), nn.ReLU(), nn.Linear(hidden, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     options = {"hierarchical": True} if hierarchical else {}
-    model.with_bagua([optimizer], Algorithm.init(algorithm, **options))
+    bagua_api.with_bagua(model, optimizer, Algorithm.init(algorithm, **options))
     group.global_communicator.barrier()
     if group.rank == victim:
         threading.Timer(delay_s, os.kill, [os.getpid(), signal.SIGKILL]).start()

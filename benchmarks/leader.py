@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.membership.etcd_servers import ETCD, cluster, leader
@@ -71,7 +72,7 @@ def _lateness(steps: list[tuple[float, int]], made: int) -> float:
     return times[made] - times[made - 1] - period
 
 
-def _wait(condition) -> None:
+def _wait(condition: Callable[[], object]) -> None:
     until = time.monotonic() + 120.0
     while not condition():
         if time.monotonic() > until:

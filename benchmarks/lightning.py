@@ -38,7 +38,7 @@ WARM_UP_STEPS = 3
 LIMITS = {"our wrapper by hand": 1.03, "Lightning's ddp": 0.7}
 
 
-class Perceptron(pl.LightningModule):
+class Perceptron(pl.LightningModule):  # type: ignore[misc]  # mypy does not follow Lightning
     """The MLP, as Lightning wants it."""
 
     def __init__(self, hidden: int) -> None:
@@ -48,7 +48,8 @@ class Perceptron(pl.LightningModule):
 
     def training_step(self, inputs: torch.Tensor, _: int) -> torch.Tensor:
         """The loss of one batch."""
-        return self.model(inputs).square().mean()
+        loss: torch.Tensor = self.model(inputs).square().mean()
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """As by hand."""
@@ -134,7 +135,10 @@ def time_steps(rank: Rank, peer: str, hidden: int, batch: int, rounds: int) -> R
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     rank.join(None, TIMEOUT_S)
-    loops = {"our wrapper by hand": by_hand, "Lightning's ddp": functools.partial(through_trainer, "ddp")}
+    loops: dict[str, Callable[..., Any]] = {
+        "our wrapper by hand": by_hand,
+        "Lightning's ddp": functools.partial(through_trainer, "ddp"),
+    }
     candidate = functools.partial(through_trainer, BaguaStrategy())
     trained = []
     for loop in (loops[peer], candidate):  # One after the other: wrapping a model is collective.

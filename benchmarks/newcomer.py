@@ -17,6 +17,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -43,7 +45,7 @@ class Large(torch.nn.Module):
 def train(where: str, arguments: argparse.Namespace, *, late: bool) -> None:
     """One island: tells each step, and who contributed, on standard output."""
     torch.set_num_threads(1)
-    model = Large(arguments.megabytes * 1_000_000 // 3 // 4)
+    model: Any = Large(arguments.megabytes * 1_000_000 // 3 // 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     algorithm = bagua.algorithms.Algorithm.init("diloco", sync_every=arguments.sync_every)
     if late:
@@ -70,18 +72,18 @@ class Listener:
 
     def __init__(self, command: list[str]) -> None:
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.said: list[dict] = []
+        self.said: list[dict[str, Any]] = []
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
         assert self.process.stdout is not None
         self.said.extend(map(json.loads, self.process.stdout))
 
-    def steps(self) -> list[dict]:
+    def steps(self) -> list[dict[str, Any]]:
         return [one for one in list(self.said) if "at" in one]
 
 
-def wait_for(condition, limit_s: float = 240.0) -> None:
+def wait_for(condition: Callable[[], object], limit_s: float = 240.0) -> None:
     until = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > until:
@@ -95,7 +97,7 @@ def bandwidth_of_link() -> float:
     with socket.create_server(("127.0.0.1", 0)) as server:
         sender = socket.create_connection(server.getsockname())
         receiver, _ = server.accept()
-        thread = threading.Thread(target=lambda: [sender.sendall(payload) for _ in range(64)], daemon=True)
+        thread = threading.Thread(target=sender.sendall, args=(64 * payload,), daemon=True)
         started, received = time.monotonic(), 0
         thread.start()
         while received < 64 << 20:
@@ -105,7 +107,7 @@ def bandwidth_of_link() -> float:
     return received / (time.monotonic() - started)
 
 
-def pace(steps: list[dict], period: int, since: float = 0.0, until: float = float("inf")) -> float:
+def pace(steps: list[dict[str, Any]], period: int, since: float = 0.0, until: float = float("inf")) -> float:
     """Seconds of an inner step of one island between two moments, without those that wait in an exchange."""
     return statistics.fmean(
         after["at"] - before["at"]

@@ -43,6 +43,10 @@ HELD_OUT_WINDOWS = 4096
 DEADLINE_S = 600.0
 
 
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([one.flatten() for one in tensors])
+
+
 class Guarded(torch.optim.Optimizer):
     """Nesterov momentum that measures how far successive gradients have one direction, and goes less far then.
 
@@ -56,7 +60,7 @@ class Guarded(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # noqa: ARG002 - as in torch
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002 - as in torch
         """Step once."""
         group = self.param_groups[0]
         parameters: list[Tensor] = group["params"]
@@ -74,8 +78,8 @@ class Guarded(torch.optim.Optimizer):
         before = [self.state[parameter].get("before") for parameter in parameters]
         if before[0] is None:
             return 0.0
-        now, then = (torch.cat([one.flatten() for one in some]) for some in ([p.grad for p in parameters], before))
-        found = float(nn.functional.cosine_similarity(now, then, dim=0))
+        now = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        found = float(nn.functional.cosine_similarity(_flat(now), _flat(before), dim=0))
         smoothed = self.state[parameters[0]].get("cosine")
         found = found if smoothed is None else 0.5 * (found + float(smoothed))
         for parameter in parameters:

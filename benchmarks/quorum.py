@@ -47,7 +47,7 @@ def steps_in(seconds: float, pace_s: float, model: torch.nn.Module, optimizer: t
 def member(where: str, name: str, options: dict[str, Any] | None, pace_s: float, seconds: float) -> None:
     """Train alone, or with the others; print what was done as JSON."""
     torch.set_num_threads(1)
-    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
+    model: Any = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(8)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if options is None:
         steps, merges = steps_in(seconds, pace_s, model, optimizer), []

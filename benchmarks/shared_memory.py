@@ -6,6 +6,7 @@ And what it costs that ranks compare their calls: the smallest allreduce, with a
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed
@@ -76,7 +77,7 @@ def make_calls(case: Case, communicator: Communicator) -> tuple[Callable[[], obj
             functools.partial(communicator.broadcast, tensor, 0),
         )
     output = torch.zeros({"allgather": numel * size, "reduce_scatter": numel // size, "alltoall": numel}[case.kind])
-    theirs = {
+    theirs: Any = {
         "allgather": torch.distributed.all_gather_single,
         "reduce_scatter": torch.distributed.reduce_scatter_single,
         "alltoall": torch.distributed.all_to_all_single,
@@ -104,18 +105,19 @@ def time_cases(rank: Rank, chosen: list[Case], rounds: int, calls: int) -> list[
 
 def time_checks(communicator: Communicator, rounds: int, calls: int) -> Rounds:
     """An allreduce of 4 bytes on this rank, without and with the comparison of calls."""
-    tensor, compares = torch.zeros(1), memory.compare
+    module: Any = memory
+    tensor, compares = torch.zeros(1), module.compare
 
     def unchecked() -> None:
-        memory.compare = lambda _ranks, _rank, _notices: None
+        module.compare = lambda _ranks, _rank, _notices: None
         communicator.allreduce(tensor)
 
     def checked() -> None:
-        memory.compare = compares
+        module.compare = compares
         communicator.allreduce(tensor)
 
     timed = measure(unchecked, checked, rounds=rounds, calls=calls, before_each=communicator.barrier)
-    memory.compare = compares
+    module.compare = compares
     return timed
 
 

@@ -111,7 +111,7 @@ def through_ddp_on_bagua(module: nn.Module, _: torch.optim.Optimizer) -> nn.Modu
 
 def through_bagua(module: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
     """The engine with gradient allreduce."""
-    return module.with_bagua([optimizer], Algorithm.init("gradient_allreduce"))
+    return bagua.with_bagua(module, optimizer, "gradient_allreduce")
 
 
 def through_comparing_bagua(module: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
@@ -121,15 +121,15 @@ def through_comparing_bagua(module: nn.Module, optimizer: torch.optim.Optimizer)
 
 def through_silent_bagua(module: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
     """The engine with an exchange that does nothing."""
-    return module.with_bagua([optimizer], SilentAlgorithm())
+    return bagua.with_bagua(module, optimizer, SilentAlgorithm())
 
 
 def through_training_alone(module: nn.Module, optimizer: torch.optim.Optimizer, name: str) -> nn.Module:
     """The engine with an algorithm whose next exchange is far away."""
-    return module.with_bagua([optimizer], Algorithm.init(name, sync_every=NEVER))
+    return bagua.with_bagua(module, optimizer, Algorithm.init(name, sync_every=NEVER))
 
 
-KINDS = {
+KINDS: dict[str, Callable[[nn.Module, torch.optim.Optimizer], nn.Module]] = {
     "bare": bare,
     "DDP": through_ddp,
     "DDP, views": functools.partial(through_ddp, as_view=True),
@@ -191,7 +191,7 @@ def time_outer_steps(rank: Rank, backend: str, name: str, hidden: int, rounds: i
     model = multilayer_perceptron(hidden)
     weights = nn.utils.parameters_to_vector(model.parameters()).detach()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    wrapped = model.with_bagua([optimizer], Algorithm.init(name, sync_every=2))
+    wrapped = bagua.with_bagua(model, optimizer, Algorithm.init(name, sync_every=2))
     inputs, target = torch.randn(1, OUTER), torch.empty_like(weights)
 
     def seconds_of_a_step() -> float:

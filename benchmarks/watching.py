@@ -177,13 +177,13 @@ def compare_steps(options: argparse.Namespace) -> Comparison:
     return compare(f"2 ranks, batch {BATCH}: watched : without a record", joined(parts), COST_LIMIT)
 
 
-def late_ranks(options: argparse.Namespace, backend: str, size: int) -> dict[str, object]:
+def late_ranks(options: argparse.Namespace, backend: str, size: int) -> dict[str, str]:
     """Runs with a late rank, each in its turn, and a quarter as many without; how often the right one was named."""
     late = [number % size for number in range(options.runs)] + [-1] * -(-options.runs // 4)
     with tempfile.TemporaryDirectory() as folder:
         by_metrics = run_ranks(run_with_a_late_rank, size, (backend, late, options.steps, folder))[0]
         by_timeline = [timeline(f"{folder}/{number}")["otherData"]["straggler"] for number in range(len(late))]
-    found: dict[str, object] = {}
+    found: dict[str, str] = {}
     for kind, runs in (
         ("the late rank is named", range(options.runs)),
         ("nobody is, as nobody is late", range(options.runs, len(late))),

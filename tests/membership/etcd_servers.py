@@ -15,7 +15,7 @@ ETCD = shutil.which("etcd")
 
 
 @contextlib.contextmanager
-def cluster(size: int, folder: Path) -> Iterator[tuple[list[tuple[str, int]], list[subprocess.Popen]]]:
+def cluster(size: int, folder: Path) -> Iterator[tuple[list[tuple[str, int]], list[subprocess.Popen[bytes]]]]:
     """The servers of an etcd cluster on free ports, and their processes."""
     ports = free_ports(2 * size)
     peers = {f"s{number}": f"http://127.0.0.1:{ports[2 * number]}" for number in range(size)}
@@ -23,7 +23,7 @@ def cluster(size: int, folder: Path) -> Iterator[tuple[list[tuple[str, int]], li
     processes = [
         subprocess.Popen(
             [
-                *(ETCD, "--name", name, "--data-dir", folder / name, "--unsafe-no-fsync"),
+                *(str(ETCD), "--name", name, "--data-dir", str(folder / name), "--unsafe-no-fsync"),
                 *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
                 *("--listen-client-urls", f"http://127.0.0.1:{port}"),
                 *("--advertise-client-urls", f"http://127.0.0.1:{port}"),
@@ -49,7 +49,7 @@ def free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
-def leader(servers: list[tuple[str, int]], processes: list[subprocess.Popen]) -> subprocess.Popen:
+def leader(servers: list[tuple[str, int]], processes: list[subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
     """The process of the server that leads."""
     found = {}
     for (host, port), process in zip(servers, processes, strict=True):

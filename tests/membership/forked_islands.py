@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, TCPStore
@@ -53,7 +54,7 @@ def island(where: str, number: int, rank: int) -> None:
     limit = timedelta(seconds=DEADLINE_S)
     bagua.init_process_group(store=store, rank=rank, world_size=RANKS, timeout=limit)
     torch.manual_seed(RANKS * number + rank)
-    model = torch.nn.Linear(64, 8)
+    model: Any = torch.nn.Linear(64, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     with bagua.join_islands(where, size=2, minimum=1, timeout=DEADLINE_S) as islands:
         algorithm = bagua.algorithms.Algorithm.init("diloco", sync_every=PERIOD)
@@ -87,7 +88,7 @@ class Crowd:
     """The islands that run, and what they have said."""
 
     def __init__(self) -> None:
-        self.said: list[dict] = []
+        self.said: list[dict[str, Any]] = []
         self._selector = selectors.DefaultSelector()
         self._rest: dict[int, bytes] = {}
         self._ends = time.monotonic() + DEADLINE_S
