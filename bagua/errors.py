@@ -145,7 +145,11 @@ class ConfigurationError(BaguaError, ValueError):
         'bad size (argument size, expected >= 1, seen 0)'
     """
 
-    _shown = (("argument", "argument"), ("expected", "expected"), ("seen", "seen"))
+    _shown: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("argument", "argument"),
+        ("expected", "expected"),
+        ("seen", "seen"),
+    )
 
     def __init__(
         self,
@@ -184,6 +188,8 @@ class InvalidReduceOpError(ConfigurationError):
 
 class UnsupportedAlgorithmException(ConfigurationError):  # noqa: N818 - the documented name
     """The named algorithm does not exist; the message lists those that do."""
+
+    _shown = ()  # The message has them all.
 
 
 class NotInitializedError(BaguaError, RuntimeError):

@@ -1,4 +1,4 @@
-"""What a link of the lab is like."""
+"""What hosts and their links are like, in words and numbers."""
 
 from __future__ import annotations
 
@@ -40,6 +40,19 @@ class LinkSettings:
 
 def _rate(mbit_s: float | None) -> str:
     return "unlimited" if mbit_s is None else f"{mbit_s:g}mbit"
+
+
+def hosts_in_words(hosts: int, ranks_per_host: int) -> str:
+    """How many hosts, and how many ranks on each.
+
+    Example:
+        >>> hosts_in_words(4, 1)
+        '4 hosts with 1 rank each'
+        >>> hosts_in_words(1, 2)
+        '1 host with 2 ranks'
+    """
+    ranks = "1 rank" if ranks_per_host == 1 else f"{ranks_per_host} ranks"
+    return f"1 host with {ranks}" if hosts == 1 else f"{hosts} hosts with {ranks} each"
 
 
 def parse_link(text: str) -> LinkSettings:

@@ -21,7 +21,7 @@ from bagua.algorithms import Algorithm, GradientAllReduceAlgorithm, registry
 from bagua.checks import check_kind
 from bagua.engine import DEFAULT_BUCKET_BYTES
 from bagua.errors import BaguaError, ConfigurationError
-from bagua.link import parse_link
+from bagua.link import hosts_in_words, parse_link
 
 #: Name of torch's DistributedDataParallel in tables, and the size of its buckets.
 DDP = "ddp"
@@ -80,7 +80,7 @@ class Advice:
     def table(self) -> str:
         """Predictions as text, and the answer."""
         lines = [
-            f"{self.cluster.hosts} hosts, {self.cluster.ranks_per_host} ranks on each, links of {self.cluster.link}",
+            f"{hosts_in_words(self.cluster.hosts, self.cluster.ranks_per_host)}, links of {self.cluster.link}",
             f"{'algorithm':<28} {'step':>9} {'90 % within':>19} {'over DDP':>9} {'bytes':>9}  remarks",
         ]
         for one in self.predictions:

@@ -45,9 +45,9 @@ def _advice(name: str, known: list[str]) -> str:
     if any(wrapper in (name, advice.partition("'")[2].partition("'")[0]) for wrapper in _WRAPPERS):
         return (
             "DecentralizedDataParallel is a wrapper that steps your optimizer by itself: "
-            "bagua.torch_api.data_parallel.DecentralizedDataParallel(model, optim_fn)."
+            "bagua.torch_api.data_parallel.DecentralizedDataParallel(model, optim_fn). "
         )
-    return advice
+    return f"{advice} " if advice else ""
 
 
 class Registry(Generic[Declaration]):
@@ -89,11 +89,12 @@ class Registry(Generic[Declaration]):
         found = self._declarations.get(_SHORT_NAMES.get(text, text))
         if found is None:
             raise UnsupportedAlgorithmException(
-                "there is no algorithm of this name",
+                f"there is no algorithm {text!r}",
                 argument="algorithm",
                 expected=" or ".join(self._declarations),
                 seen=repr(text),
-                advice=_advice(text, [*self._declarations, *_SHORT_NAMES, *_WRAPPERS]),
+                advice=_advice(text, [*self._declarations, *_SHORT_NAMES, *_WRAPPERS])
+                + f"There are {', '.join(self._declarations)}.",
             )
         return found
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 from bagua.link import LinkSettings, parse_link
 
 _Value = TypeVar("_Value")
+_YEAR_S = 365 * 24 * 3600
 
 
 def argument(parse: Callable[[str], _Value]) -> Callable[[str], _Value]:
@@ -39,7 +40,31 @@ def positive(text: str) -> int:
 
 def seconds(text: str) -> float:
     """A finite number of seconds, zero or more."""
-    number = float(text)
+    number = _float(text)
     if not 0 <= number < math.inf:
         raise argparse.ArgumentTypeError(f"expected a finite number >= 0, got {text}")
     return number
+
+
+def above_zero(text: str) -> float:
+    """A finite number above zero."""
+    number = _float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a finite number above 0, got {text}")
+    return number
+
+
+def some_seconds(text: str) -> float:
+    """A number of seconds above zero, which a call of the system can wait for."""
+    number = _float(text)
+    if not 0 < number <= _YEAR_S:
+        raise argparse.ArgumentTypeError(f"expected seconds above 0, at most {_YEAR_S} (a year), got {text}")
+    return number
+
+
+def _float(text: str) -> float:
+    """The number, or NaN, which no range has."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bagua.checks import install_command
+from bagua.cli.arguments import some_seconds
 from bagua.comm import Beats, connect_beats
 from bagua.observe import latest_of
 
@@ -40,12 +41,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "store", nargs="?", default="127.0.0.1:29500", metavar="HOST:PORT", help="MASTER_ADDR:MASTER_PORT of the job"
     )
-    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two looks; default: 1")
+    parser.add_argument("--interval", type=some_seconds, default=1.0, metavar="S", help="seconds between looks (1)")
     parser.add_argument("--once", action="store_true", help="print the table once, and end")
     parsed = parser.parse_args(arguments)
     host, _, port = parsed.store.rpartition(":")
-    if not host or not port.isdigit() or int(port) > _LAST_PORT or not parsed.interval > 0:
-        parser.error("HOST:PORT, as 10.0.0.1:29500 or [::1]:29500, and an interval above 0 seconds")
+    if not host or not port.isdigit() or int(port) > _LAST_PORT:
+        parser.error(f"expected HOST:PORT, as 10.0.0.1:29500 or [::1]:29500, got {parsed.store}")
     try:
         beats = connect_beats(host.strip("[]"), int(port))
         if not beats.read_within(_ANSWER_S):

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from bagua.advise import MachineFacts
-from bagua.algorithms import Algorithm, ByteGradAlgorithm, GradientAllReduceAlgorithm
+from bagua.algorithms import Algorithm, ByteGradAlgorithm, GradientAllReduceAlgorithm, registry
 from bagua.cli.advise import command, worker
 from bagua.cli.advise.lab import lab_cluster
 from bagua.cli.lab import command as lab_command
 from bagua.cli.lab.network import LabUnavailableError
+from bagua.comm import destroy_process_group
 from bagua.link import parse_link
 
 SCRIPT = """\
@@ -40,7 +41,17 @@ finally:
 """
 
 
-def measured(tmp_path: Path, text: str, *arguments: str) -> worker.Found:
+REGISTERS = """\
+from bagua.algorithms import ByteGradAlgorithm, registry
+
+class Mine(ByteGradAlgorithm):
+    pass
+
+registry.register("mine", Mine)
+"""
+
+
+def measured(tmp_path: Path, text: str, *arguments: str, algorithms: tuple[str, ...] = ("bytegrad",)) -> worker.Found:
     """What the worker finds, in this process."""
     script, file = tmp_path / "train.py", tmp_path / "found"
     script.write_text(text)
@@ -50,7 +61,7 @@ def measured(tmp_path: Path, text: str, *arguments: str) -> worker.Found:
         "module": False,
         "hosts": 2,
         "ranks_per_host": 1,
-        "algorithms": ["bytegrad"],
+        "algorithms": list(algorithms),
         "copies": 1,
     }
     before = list(sys.argv), list(sys.path)
@@ -114,6 +125,32 @@ def test_the_command_says_why_it_measured_nothing(
     assert "there is no model" in capsys.readouterr().err
     assert command.main(["--hosts", "1", "train.py"]) == 1
     assert "one rank sends nothing" in capsys.readouterr().err
+
+
+def test_algorithms_that_the_script_registers_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_declarations", dict(registry._declarations))
+    found = measured(tmp_path, REGISTERS + SCRIPT, "bytegrad", algorithms=("mine", "bytegrad"))
+    assert [one.name for one in found.rehearsals] == ["ddp", "mine", "bytegrad"]
+
+
+def test_a_name_that_nobody_registers_is_refused_before_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    endless = SCRIPT.replace("optimizer.step()", "raise AssertionError('a step')")
+    found = measured(tmp_path, endless, "bytegrad", algorithms=("bytgrad",))
+    destroy_process_group()  # The script ended before it came to that.
+    assert found.facts is None
+    assert "there is no algorithm 'bytgrad'. Did you mean 'bytegrad'?" in found.problem
+    assert "must be registered before the model is wrapped" in found.problem
+    monkeypatch.setattr(command, "_measured", lambda _: found)
+    assert command.main(["--algorithms", "bytgrad", "--", "train.py"]) == 1
+    assert "bagua advise: there is no algorithm 'bytgrad'" in capsys.readouterr().err
+
+
+def test_a_script_among_the_names_is_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--algorithms", "bytegrad", "train.py"])
+    assert "train.py is a script: put -- before it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--out", "--plot"])

@@ -8,7 +8,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from bagua import __version__
 from bagua.algorithms import registry
-from bagua.cli import baguarun, doctor, main
+from bagua.cli import baguarun, doctor, main, top
 from bagua.cli.demo import command
 
 
@@ -27,8 +27,12 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--nproc", "100000"], "--nproc 100000: at most"),
         (["--steps", "-1"], "expected 1 or more, got -1"),
         (["--backend", "nccl", "--nproc", "64"], "--nproc 64"),
-        (["--timeout", "0"], "expected more than 0 seconds"),
-        (["--learning-rate", "-1"], "expected more than 0"),
+        *(
+            (["--timeout", text], f"above 0, at most 31536000 (a year), got {text}")
+            for text in ("0", "nan", "inf", "-1", "1e30", "x")
+        ),
+        *((["--learning-rate", text], f"above 0, got {text}") for text in ("0", "nan", "inf", "-1", "x")),
+        *((["--link", text], f"above 0, got {text}") for text in ("0", "nan", "inf", "-1", "x")),
         (["--plot", "no/such/folder/curve.png"], "there is no such folder"),
         (["--json", "no/such/folder/numbers.json"], "there is no such folder"),
         (["--nprocs=x", "--unknown"], "unrecognized arguments"),
@@ -36,6 +40,22 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 )
 def test_the_demo_says_what_is_wrong_with_an_argument(arguments, said, capsys):
     assert said in refused(arguments, capsys)
+
+
+@pytest.mark.parametrize("text", ["0", "nan", "inf", "-1", "1e30", "x"])
+def test_top_waits_for_a_time_that_can_be_waited_for(text, capsys):
+    with pytest.raises(SystemExit) as caught:
+        top.main(["--once", "--interval", text])
+    assert caught.value.code == 2
+    assert f"--interval: expected seconds above 0, at most 31536000 (a year), got {text}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["localhost", "localhost:70000", ":29500", "localhost:x"])
+def test_top_says_what_an_address_is(text, capsys):
+    with pytest.raises(SystemExit) as caught:
+        top.main([text])
+    assert caught.value.code == 2
+    assert f"expected HOST:PORT, as 10.0.0.1:29500 or [::1]:29500, got {text}" in capsys.readouterr().err
 
 
 def test_an_unknown_algorithm_is_answered_with_all_that_exist(capsys):

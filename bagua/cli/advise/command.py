@@ -16,7 +16,6 @@ from typing import Any
 
 from bagua import env
 from bagua.advise import Cluster, MachineFacts, probe_machine, weigh
-from bagua.algorithms import registry
 from bagua.checks import install_command
 from bagua.cli.advise.lab import lab_cluster, probe_lab, probe_link
 from bagua.cli.advise.picture import draw
@@ -42,6 +41,13 @@ depend on --link, so ask for all links that you think of.
 """
 
 
+def _name(text: str) -> str:
+    """A name that an algorithm may have. Which ones there are is known when the script has registered its own."""
+    if text.endswith(".py"):
+        raise argparse.ArgumentTypeError(f"{text} is a script: put -- before it, to end the names of algorithms")
+    return text
+
+
 def make_parser() -> argparse.ArgumentParser:
     """All options of the command."""
     parser = argparse.ArgumentParser(
@@ -55,7 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--ranks-per-host", type=positive, default=1, metavar="N", help="default 1")
     add("--link", type=link, default=parse_link("1gbit"), metavar="RATE[,DELAY][,LOSS%]", help="default 1gbit")
     add("--seconds", type=seconds, default=15.0, metavar="S", help="how long the script is trained; default 15")
-    add("--algorithms", nargs="+", choices=list(registry), metavar="NAME", help="default: all; end them with --")
+    add("--algorithms", nargs="+", type=_name, metavar="NAME", help="default: all; end them with --")
     add("--may-differ", action="store_true", help="save one with which ranks hold different weights between exchanges")
     add("--in-lab", action="store_true", help="all hosts share this machine, as those of bagua lab do")
     add("--out", type=Path, default=Path("bagua_advice.json"), metavar="FILE", help='for Algorithm.init("auto")')

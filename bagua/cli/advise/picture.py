@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bagua.advise import DDP, Cluster, MachineFacts, predict
+from bagua.link import hosts_in_words
 
 if TYPE_CHECKING:
     from bagua.cli.advise.worker import Found
@@ -50,7 +51,7 @@ def draw(found: Found, cluster: Cluster, machine: MachineFacts, path: Path) -> b
     axes.set_yscale("log")
     axes.set_xlabel("rate of each host's link, Mbit/s")
     axes.set_ylabel("seconds for a step, predicted")
-    axes.set_title(f"{cluster.hosts} hosts, {cluster.ranks_per_host} ranks on each, delay {cluster.link.delay_ms:g} ms")
+    axes.set_title(f"{hosts_in_words(cluster.hosts, cluster.ranks_per_host)}, delay {cluster.link.delay_ms:g} ms")
     axes.legend()
     figure.savefig(path)
     return True

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from bagua.advise import LEAST_STEPS, ModelFacts, Rehearsal, StepMeter, rehearse_all
+from bagua.algorithms import registry
 from bagua.engine import Reducer, start_listeners
-from bagua.errors import BaguaError
+from bagua.errors import BaguaError, UnsupportedAlgorithmException
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Found:
     refusals: dict[str, str] = field(default_factory=dict)
 
 
-class _MeasuredEnough(SystemExit):
+class _EndOfScript(SystemExit):
     """Ends the script in order."""
 
 
@@ -47,24 +48,37 @@ class _Watch:
 
     Args:
         seconds: how long.
+        names: names of algorithms that the script must have registered when it wraps the model.
+
+    Attributes:
+        meter: measures the steps; None before the script wraps a model.
+        problem: why the script was ended without a measurement; empty if it was not.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, names: Sequence[str]) -> None:
         self._seconds = seconds
+        self._names = names
         self._until = 0.0
         self.meter: StepMeter | None = None
+        self.problem = ""
 
     def __call__(self, reducer: Reducer) -> None:
         """Training starts. The first model is the one that is measured."""
         if self.meter is not None or not reducer.optimizers:
             return
+        try:
+            for name in self._names:
+                registry.get(name)
+        except UnsupportedAlgorithmException as error:
+            self.problem = f"{error} An algorithm of your own must be registered before the model is wrapped."
+            raise _EndOfScript(0) from None
         self.meter = StepMeter(reducer.module, reducer.optimizers)
         self._until = time.monotonic() + self._seconds
         reducer.optimizers[0].register_step_post_hook(self._stepped)
 
     def _stepped(self, *_: Any) -> None:
         if self.meter is not None and self.meter.steps >= LEAST_STEPS and time.monotonic() >= self._until:
-            raise _MeasuredEnough(0)
+            raise _EndOfScript(0)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -87,7 +101,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _measure(wanted: dict[str, Any], script: str, others: Sequence[str]) -> Found:
-    watch = _Watch(wanted["seconds"])
+    watch = _Watch(wanted["seconds"], wanted["algorithms"] or ())
     start_listeners.append(watch)
     sys.argv = [script, *others]
     try:
@@ -96,7 +110,7 @@ def _measure(wanted: dict[str, Any], script: str, others: Sequence[str]) -> Foun
         else:
             sys.path[0] = str(Path(script).resolve().parent)
             runpy.run_path(script, run_name="__main__")
-    except _MeasuredEnough:
+    except _EndOfScript:
         pass
     except SystemExit as end:
         if end.code not in (None, 0) and (watch.meter is None or watch.meter.steps < LEAST_STEPS):
@@ -117,6 +131,8 @@ def _why(error: Exception) -> str:
 
 
 def _found(watch: _Watch, copies: int) -> Found:
+    if watch.problem:
+        return Found(watch.problem)
     if watch.meter is None:
         return Found(
             "the script never gave a model to bagua, so there is nothing to measure: call model.with_bagua(...) in it, "

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ import torch
 
 from bagua.algorithms import registry
 from bagua.checks import install_command
-from bagua.cli.arguments import positive
+from bagua.cli.arguments import above_zero, positive, some_seconds
 from bagua.cli.demo.comparison import CONTESTANTS, MOST_STEPS, Contest, compare
 from bagua.cli.demo.report import comparison_table, draw_comparison, draw_losses, show_progress, table
 from bagua.cli.demo.shaping import open_slow_link
@@ -88,14 +87,14 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--nproc", type=positive, default=2, metavar="N", help="processes to start")
     add("--algorithm", type=named, metavar="NAME", help="train with this one only; without it, three are compared")
-    add("--link", type=float, default=100.0, metavar="X", help="Mbit/s of each process when algorithms are compared")
+    add("--link", type=above_zero, default=100.0, metavar="X", help="Mbit/s of each process in a comparison")
     add("--paced", action="store_true", help="slow the link inside the processes also where the kernel could do it")
     add("--backend", metavar="NAME", help="what they communicate through: gloo, nccl, ...; None is the best there is")
     add("--steps", type=positive, metavar="N", help=f"optimizer steps; {defaults.steps}, or what fits into a minute")
     add("--batch-per-rank", type=positive, default=defaults.batch_per_rank, metavar="N", help="windows of text")
-    add("--learning-rate", type=float, default=defaults.learning_rate, metavar="X", help="the highest in the schedule")
+    add("--learning-rate", type=above_zero, default=defaults.learning_rate, metavar="X", help="the highest one")
     add("--seed", type=int, default=defaults.seed, metavar="N", help="of weights and batches")
-    add("--timeout", type=float, default=defaults.timeout_s, metavar="S", help="seconds to wait for another process")
+    add("--timeout", type=some_seconds, default=defaults.timeout_s, metavar="S", help="to wait for another process")
     add("--plot", type=Path, default=Path("bagua-demo-loss.png"), metavar="FILE", help="where the loss curve goes")
     add(
         "--no-plot", action="store_const", const=None, dest="plot", default=argparse.SUPPRESS, help="draw no loss curve"
@@ -111,9 +110,7 @@ def named(text: str) -> str:
     try:
         found = registry.get(text)
     except UnsupportedAlgorithmException as error:
-        raise argparse.ArgumentTypeError(
-            f"invalid choice: {text!r} (choose from {', '.join([*registry, DECENTRALIZED])}). {error.advice}"
-        ) from None
+        raise argparse.ArgumentTypeError(f"{error} Here there is {DECENTRALIZED}, too.") from None
     return next(name for name in registry if registry.get(name) is found)
 
 
@@ -125,12 +122,6 @@ def make_settings(parser: argparse.ArgumentParser, options: argparse.Namespace) 
         parser.error(f"--nproc {options.nproc}: at most {RANKS_PER_CORE * cores}, {RANKS_PER_CORE} for each core here")
     if options.backend == "nccl" and options.nproc > gpus:
         parser.error(f"--backend nccl: --nproc {options.nproc} needs as many GPUs, this machine has {gpus}")
-    if options.timeout <= 0:
-        parser.error(f"--timeout {options.timeout}: expected more than 0 seconds")
-    if not 0 < options.link < math.inf:
-        parser.error(f"--link {options.link}: expected more than 0 Mbit/s")
-    if options.learning_rate <= 0:
-        parser.error(f"--learning-rate {options.learning_rate}: expected more than 0")
     for path in (options.plot, options.json):
         if path is not None and not path.absolute().parent.is_dir():
             parser.error(f"{path}: there is no such folder")

@@ -25,7 +25,7 @@ from bagua.cli.lab.network import (
     sent_bytes,
 )
 from bagua.cli.lab.switch import SwitchReport
-from bagua.link import LinkSettings
+from bagua.link import LinkSettings, hosts_in_words
 
 NOT_AVAILABLE = 3
 INTERRUPTED = 130
@@ -117,7 +117,7 @@ def _sent_by(host: Host) -> int:
 def summary(options: argparse.Namespace, sent: Sequence[int], seconds: float, reports: Sequence[SwitchReport]) -> str:
     """What the hosts sent, and whether the lab could keep up."""
     lines = [
-        f"{options.hosts} hosts, {options.ranks_per_host} ranks on each, links of {options.link}: {seconds:.1f} s",
+        f"{hosts_in_words(options.hosts, options.ranks_per_host)}, links of {options.link}: {seconds:.1f} s",
         "sent, headers included: " + ", ".join(f"host {n} {count / 1e6:.2f} MB" for n, count in enumerate(sent)),
     ]
     for report in reports:
