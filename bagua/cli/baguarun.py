@@ -44,7 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     if given and given[0].partition("=")[0] == _ISLANDS:
         return _serve_islands(given)
+    return _start(given)
 
+
+def _start(given: list[str]) -> int:
+    """Be torchrun, without its tracebacks where these add nothing."""
     from torch.distributed import run  # takes seconds to import
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -58,11 +62,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run.main(_with_short_flags(given, run.get_args_parser()))
     except ChildFailedError as failed:
-        print(failed, file=sys.stderr)  # lists the ranks that failed; torchrun's own traceback adds nothing
-        return 1
+        print(failed, file=sys.stderr)  # lists the ranks that failed
+    except RuntimeError as failed:
+        if "EADDRINUSE" not in str(failed):
+            raise
+        advice = "the port is taken: pass another --master-port, or none on a single machine"
+        print(f"baguarun: {advice} ({failed})", file=sys.stderr)
     except SignalException as stopped:
         return 128 + stopped.sigval
-    return 0
+    else:
+        return 0
+    return 1
 
 
 def _serve_islands(given: list[str]) -> int:

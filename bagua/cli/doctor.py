@@ -136,7 +136,7 @@ def measure(ranks: int) -> list[str]:
     available = [backend for backend in ("shm", "gloo") if backend_refusal(backend) is None]
     chosen = run_ranks(time_backend, ranks, (None, []))[0]
     timings = [run_ranks(time_backend, ranks, (backend, sizes_bytes))[0] for backend in available]
-    choice = f"without backend= it is {chosen.backend}, with hosts of {list(chosen.hosts)} ranks"
+    choice = f"without backend= bagua takes {chosen.backend}; ranks on each host: {', '.join(map(str, chosen.hosts))}"
     return [choice, "", *describe_timings(timings, ranks)]
 
 

@@ -61,6 +61,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     except (RuntimeError, OSError) as error:
         print(f"bagua top: no job answers at {parsed.store}: {str(error).splitlines()[0]}", file=sys.stderr)
+        print("On one machine, a launcher takes any free port unless it gets --master-port.", file=sys.stderr)
         return 1
     return 0
 

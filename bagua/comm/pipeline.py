@@ -329,13 +329,14 @@ class CallPipeline:
         )
 
     def _refusal(self, kind: str) -> CommunicatorClosedError:
-        reason = "it was closed"
+        reason, advice = "it was closed", "Make this call before that, or on a new group."
         if self._broken is not None:
             reason = str(getattr(self._broken, "problem", "") or repr(self._broken))
+            advice = "Call destroy_process_group() and start anew, from a checkpoint if need be."
         refusal = CommunicatorClosedError(
             f"{kind} on {self._label}, which can no longer be used: {reason}",
             rank=self._global_rank,
-            advice="Call destroy_process_group() and start anew, from a checkpoint if need be.",
+            advice=advice,
         )
         refusal.__cause__ = self._broken
         return refusal

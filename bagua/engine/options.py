@@ -12,7 +12,7 @@ import torch
 
 from bagua.algorithms import Algorithm, DistributedAlgorithm, GradientAllReduceAlgorithm, as_algorithm
 from bagua.buckets import check_align_bytes
-from bagua.checks import check_choice, check_flags, check_kind, check_whole, wrong_type
+from bagua.checks import check_choice, check_flags, check_kind, check_whole, did_you_mean, wrong_type
 from bagua.comm import ProcessGroup
 from bagua.engine.autotune.settings import AutotuneSettings, TuningMode, tuning_from
 from bagua.engine.buckets.layout import bucket_lists
@@ -128,7 +128,10 @@ def chosen_algorithm(
 def refuse_unknown(unknown: Mapping[str, object], known: Iterable[str]) -> None:
     """Raise a ``TypeError`` that names what is known, if there is anything unknown."""
     if unknown:
-        raise TypeError(f"unknown keyword arguments: {', '.join(unknown)}; known ones are {', '.join(known)}")
+        known = list(known)
+        meant = " ".join(filter(None, (did_you_mean(name, known) for name in unknown)))
+        text = f"unknown keyword arguments: {', '.join(unknown)}; known ones are {', '.join(known)}"
+        raise TypeError(f"{text}. {meant}" if meant else text)
 
 
 def check_bucket_bytes(bucket_bytes: int, argument: str = "bucket_bytes") -> int:

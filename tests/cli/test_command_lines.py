@@ -124,3 +124,22 @@ def test_a_signal_becomes_the_exit_status_that_shells_use(monkeypatch):
 
     monkeypatch.setattr(torch.distributed.run, "main", end_by_signal)
     assert baguarun.main(["train.py"]) == 128 + signal.SIGTERM
+
+
+def test_a_launcher_whose_port_is_taken_says_so_in_one_line(monkeypatch, capsys):
+    def refuse(_: list[str]) -> None:
+        raise torch.distributed.DistNetworkError("no listening, name: EADDRINUSE")
+
+    monkeypatch.setattr(torch.distributed.run, "main", refuse)
+    assert baguarun.main(["--master-port", "1", "train.py"]) == 1
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("baguarun: the port is taken: pass another --master-port")
+
+
+def test_what_else_a_launcher_raises_stays(monkeypatch):
+    def refuse(_: list[str]) -> None:
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(torch.distributed.run, "main", refuse)
+    with pytest.raises(RuntimeError, match="something else"):
+        baguarun.main(["train.py"])

@@ -35,7 +35,7 @@ def test_measuring(forked_ranks, capsys, monkeypatch):
     monkeypatch.setattr(doctor, "SIZES", ((4, "4 B"), (1000, "1 KB")))
     assert main(["doctor"]) == 0
     written = capsys.readouterr().out
-    assert "hosts of [2]" in written
+    assert "ranks on each host: 2" in written
     assert any(line.startswith("gloo") and "B/s" in line for line in written.splitlines())
 
 

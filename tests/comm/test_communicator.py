@@ -271,7 +271,7 @@ def test_closing_twice_closes_once(comm, transport):
     comm.close()
     assert transport.closed == 1
     assert "closed" in repr(comm)
-    with pytest.raises(CommunicatorClosedError, match="it was closed"):
+    with pytest.raises(CommunicatorClosedError, match=r"it was closed .*before that, or on a new group"):
         comm.allreduce(torch.ones(1))
 
 

@@ -218,6 +218,8 @@ def start_on_a_port_that_is_taken():
         os.environ.update(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         with pytest.raises(ConfigurationError, match=f"127.0.0.1:{port}") as caught:
             bagua.comm.init_process_group(timeout=1.0)
+        assert str(caught.value).startswith(f"port {port} is taken")
+        assert "choose another port" in str(caught.value)
     return caught.value.argument
 
 
@@ -238,6 +240,7 @@ def test_a_taken_port_is_an_error_of_the_one_who_wants_it():
         {"timeout": "soon"},
         {"local_world_size": 2, "rank": 0, "world_size": 1},
         {"backend": "threads"},
+        {"backend": 3},
     ],
     ids=str,
 )
@@ -327,6 +330,20 @@ def test_a_backend_that_cannot_run_here_is_refused_on_all_ranks(backend):
         assert issubclass(kind, (TransportUnavailableError, ConfigurationError))
         assert named
     del store
+
+
+def test_a_backend_that_is_nearly_right_is_answered_with_the_right_one():
+    said = str(bagua.comm.backend_refusal("glo"))
+    assert said.startswith("there is no backend 'glo' here. Did you mean 'gloo'? There are shm, hybrid, gloo, nccl")
+
+
+def start_as_with_torch():
+    bagua.comm.init_process_group("gloo")
+    return total()
+
+
+def test_the_backend_may_come_first_as_in_torch():
+    assert PROCESSES.run(start_as_with_torch, size=1) == [1.0]
 
 
 # Settings.

@@ -55,6 +55,8 @@ def test_options_that_are_nearly_right_are_answered():
         Algorithm.init("qadam", warmup_steps=4)
     with pytest.raises(TypeError, match="Did you mean 'hierarchical'"):
         Algorithm.init("bytegrad", hierarchial=True)
+    with pytest.raises(TypeError, match=r"unknown keyword arguments: bucket_byte; .*Did you mean 'bucket_bytes'\?"):
+        bagua.with_bagua(mlp(), [], bucket_byte=1)
 
 
 def test_a_class_in_the_place_of_an_algorithm_is_named_whole():

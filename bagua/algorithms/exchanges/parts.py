@@ -135,10 +135,11 @@ class Parts:
         parts = self._strided(taken) if self.by == "strided" else self._balanced(taken)
         if not all(parts):
             raise ConfigurationError(
-                "a part would hold no parameter",
+                f"{self.n} parts are too many for this model: one would hold no parameter",
                 argument="parts",
-                expected="at most as many parts as there are layers",
+                expected="at most as many as there are layers",
                 seen=f"{self!r} for {len(taken)} parameters",
+                advice="Where the parts are fragments, take fewer of them: fragments=.",
             )
         return parts
 

@@ -142,7 +142,7 @@ def _world() -> World:
     if world is None:
         raise NotInitializedError(
             "bagua is not initialized",
-            advice="Call bagua.init_process_group() once, before everything else.",
+            advice="Call bagua.init_process_group() before everything else, and destroy_process_group() after it.",
         )
     return world
 

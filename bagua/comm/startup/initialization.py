@@ -6,10 +6,12 @@ import contextlib
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from types import NoneType
 
 import torch.distributed as dist
 
 from bagua import env
+from bagua.checks import check_kind
 from bagua.comm.group import ProcessGroup
 from bagua.comm.operands import as_seconds
 from bagua.comm.records.ledger import Ledger
@@ -34,8 +36,8 @@ DEFAULT_TIMEOUT_S = 1800.0
 
 
 def init_process_group(
-    *,
     backend: str | None = None,
+    *,
     timeout: float | timedelta | None = None,
     store: dist.Store | None = None,
     rank: int = -1,
@@ -81,6 +83,7 @@ def init_process_group(
             "init_process_group() was called before",
             advice="Call it once, or destroy_process_group() in between.",
         )
+    check_kind((str, NoneType), "the name of a backend, or None", backend=backend)
     configure_log()
     backend = unwrapped(backend)
     timeout = env.timeout_s() if timeout is None else timeout

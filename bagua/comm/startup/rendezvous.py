@@ -103,11 +103,15 @@ def _host_store(address: str, port: int, world_size: int, timeout_s: float) -> d
             multi_tenant=True,
         )
     except (RuntimeError, ValueError) as error:
+        taken = "EADDRINUSE" in str(error)
         raise ConfigurationError(
-            f"rank 0 cannot open the store where all ranks meet: {error}",
+            f"port {port} is taken, so rank 0 cannot open the store where all ranks meet"
+            if taken
+            else f"rank 0 cannot open the store where all ranks meet: {error}",
             argument="MASTER_ADDR, MASTER_PORT",
             expected="an address of this host, and a free port",
             seen=f"{address}:{port}",
+            advice="End the process that has it, which may be another rank 0, or choose another port." if taken else "",
         ) from error
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from bagua import env
+from bagua.checks import did_you_mean
 from bagua.comm.lifetime.forks import leak
 from bagua.comm.startup.choice import TORCH_NAME
 from bagua.comm.torch_private import backend_request, nccl_options, plugins
@@ -246,8 +247,11 @@ def group_refusal(name: str) -> TransportUnavailableError | None:
     }.get(name, name.upper() in plugins())
     if available:
         return None
-    registered = ", ".join(sorted(plugin.lower() for plugin in plugins() if plugin.lower() != TORCH_NAME))
+    if name == "nccl":
+        return TransportUnavailableError("nccl needs a CUDA build of torch and a GPU", advice="gloo needs neither.")
+    registered = sorted(plugin.lower() for plugin in plugins() if plugin.lower() != TORCH_NAME)
+    known = list(dict.fromkeys(["shm", "hybrid", "gloo", "nccl", *registered]))
     return TransportUnavailableError(
-        f"torch.distributed has no backend {name!r} here",
-        advice=f"nccl needs a CUDA build of torch and a GPU. Registered beside gloo and nccl: {registered or 'none'}.",
+        f"there is no backend {name!r} here",
+        advice=" ".join(filter(None, [did_you_mean(name, known), f"There are {', '.join(known)}."])),
     )
