@@ -18,6 +18,7 @@ from bagua.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     ConfigurationError,
+    InvalidTypeError,
     NotInitializedError,
     RepeatedInitializationError,
     TransportUnavailableError,
@@ -337,13 +338,10 @@ def test_a_backend_that_is_nearly_right_is_answered_with_the_right_one():
     assert said.startswith("there is no backend 'glo' here. Did you mean 'gloo'? There are shm, hybrid, gloo, nccl")
 
 
-def start_as_with_torch():
-    bagua.comm.init_process_group("gloo")
-    return total()
-
-
-def test_the_backend_may_come_first_as_in_torch():
-    assert PROCESSES.run(start_as_with_torch, size=1) == [1.0]
+def test_an_argument_without_a_name_is_answered_with_the_names():
+    with pytest.raises(InvalidTypeError, match=r"need their names .*seen 'gloo'\)\. .*backend='gloo'"):
+        bagua.comm.init_process_group("gloo")
+    assert not bagua.comm.is_initialized()
 
 
 # Settings.

@@ -9,6 +9,7 @@ from datetime import timedelta
 from types import NoneType
 
 import torch.distributed as dist
+from typing_extensions import Never
 
 from bagua import env
 from bagua.checks import check_kind
@@ -27,6 +28,7 @@ from bagua.errors import (
     CollectiveTimeoutError,
     CommunicationError,
     ConfigurationError,
+    InvalidTypeError,
     RepeatedInitializationError,
     TransportUnavailableError,
 )
@@ -36,8 +38,8 @@ DEFAULT_TIMEOUT_S = 1800.0
 
 
 def init_process_group(
+    *unnamed: Never,
     backend: str | None = None,
-    *,
     timeout: float | timedelta | None = None,
     store: dist.Store | None = None,
     rank: int = -1,
@@ -52,6 +54,7 @@ def init_process_group(
     initialized too; a default group of it that exists already is joined.
 
     Args:
+        unnamed: an error. Torch's first argument is the backend, that of the original Bagua the store.
         backend: ``gloo``, ``nccl``, or any other that ``torch.distributed`` knows; ``shm``
             for processes of one Linux host, ``hybrid`` for several such hosts; ``threads``
             for ranks that are threads of one process. None chooses NCCL for CUDA tensors
@@ -82,6 +85,13 @@ def init_process_group(
         raise RepeatedInitializationError(
             "init_process_group() was called before",
             advice="Call it once, or destroy_process_group() in between.",
+        )
+    if unnamed:
+        raise InvalidTypeError(
+            "the arguments of init_process_group() need their names",
+            expected="backend=, timeout=, store=, rank=, world_size= or local_world_size=",
+            seen=", ".join(map(repr, unnamed)),
+            advice="To choose a backend, write init_process_group(backend='gloo').",
         )
     check_kind((str, NoneType), "the name of a backend, or None", backend=backend)
     configure_log()
