@@ -151,7 +151,7 @@ def test_parts_are_cut_by_layer_by_bytes_and_by_choice():
     assert Parts(1, "bytes", Matrices()).cut(named) == [["0.weight", "2.weight", "4.weight"]]
     assert Parts(1, "bytes", Not(Matrices())).cut(named) == [["0.bias", "2.bias", "4.bias"]]
     assert Parts(1, "bytes", Named("2.*")).cut(named) == [["2.weight", "2.bias"]]
-    with pytest.raises(ConfigurationError, match="at most as many parts as there are layers"):
+    with pytest.raises(ConfigurationError, match="expected at most as many as there are layers"):
         Parts(4, "strided").cut(named)
     with pytest.raises(ConfigurationError, match=r"Named\(pattern='zzz'\) takes no parameter .* 0.weight, 0.bias"):
         Parts(1, "bytes", Named("zzz")).cut(named)
