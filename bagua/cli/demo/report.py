@@ -119,9 +119,10 @@ def comparison_table(contests: Sequence[Contest], world_size: int, link: SlowLin
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     faster = [f"{one.algorithm} in {one.step_s / first.step_s:.0%} of the time" for one in contests[1:]]
+    trained_by = "1 process" if world_size == 1 else f"{world_size} processes"
     return "\n".join(
         [
-            f"the same {len(first.seconds)} steps of {world_size} processes through {link}:",
+            f"the same {len(first.seconds)} steps of {trained_by} through {link}:",
             *(f"  {line}" for line in lines),
             f"{first.algorithm} does what torch DDP does; {', '.join(faster)}",
         ]
