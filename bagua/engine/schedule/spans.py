@@ -27,11 +27,11 @@ def shown(name: str, group: ProcessGroup, start: Callable[[], Wait]) -> Wait:
     if recorder.trace is None and not profiling():
         return start()
     begun = recorder.clock()
-    inner = _in_range(f"exchange {name}", start)
+    inner = _in_range(name, start)
 
     def wait() -> None:
         waiting = recorder.clock()
-        _in_range(f"wait for exchange {name}", inner)
+        _in_range(f"wait for {name}", inner)
         recorder.span(f"wait for {name}", waiting, track="waits")
         recorder.span(name, begun, track="exchanges")
 

@@ -217,7 +217,7 @@ class Course:
             flight.flat.mul_(flight.scale)
         then.start(flight)
         if how is not None and self.lane is not None and (self._ranks > 1 or how.alone):
-            name = f"{self.exchange.label} of bucket {track.bucket.index}"
+            name = " ".join(filter(None, ("exchange", self.exchange.label, f"of bucket {track.bucket.index}")))
             run = functools.partial(self._run, how, flight, self.lane.group, name)
             executor = self.lane.executors[track.bucket.device]
             flight.wait = shown(name, self.lane.group, lambda: executor.run(run))
