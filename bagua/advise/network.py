@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from bagua.advise.facts import CallFacts, MachineFacts, calls_like
@@ -18,6 +20,8 @@ _PAYLOAD = 1448 / 1514
 SMALL_CALL_BYTES = 64
 #: From this size of a share on, Gloo's allgather is made of messages between pairs, all at once.
 _PAIRS_FROM_BYTES = 64 * 1024
+#: Gloo cuts a rank's share of an allreduce into two pieces, or more of at most so many bytes, and has two on their way.
+_PIECES, _PIECE_BYTES = 2, 2**20
 #: A connection that was idle for so long and a round trip begins like a new one: Linux's least retransmission timeout.
 _FORGOTTEN_AFTER_S = 0.2
 
@@ -120,10 +124,12 @@ def _pattern(message: Message) -> _Pattern:
     border = 1.0 if n == message.hosts else message.hosts / n  # of a ring, the ranks that send to another host
     tree = math.ceil(math.log2(n))
     share = (n - 1) / n * size
+    pieces = max(_PIECES, math.ceil(size / n / _PIECE_BYTES))
+    rounds = math.ceil((n - 1) * pieces / _PIECES)
     star = _Pattern(n - 1, 2.0, share, away)
     ring = _Pattern(n - 1, 2.0 * (n - 1), share, border)
     patterns = {
-        "allreduce": _Pattern(2.0 * (n - 1), 4.0 * (n - 1), 2 * share, border),
+        "allreduce": _Pattern(2.0 * (n - 1), 4.0 * rounds, 2 * share, border),
         "reduce": _Pattern(float(n), 2.0 * n, 2 * share, border),
         "allgather": star if size / n >= _PAIRS_FROM_BYTES else ring,
         "alltoall": star,
@@ -184,7 +190,7 @@ def cost_of(message: Message, cluster: Cluster, machine: MachineFacts, idle_s: f
         latency_s += pattern.delays * _beyond_delay_s(
             seen, message, cluster, message_s / cluster.share_of(machine.cores)
         )
-        if math.isfinite(cluster.bytes_per_s):
+        if math.isfinite(cluster.bytes_per_s) and not cluster.delay_s:
             link_bytes *= max(1.0, seen.byte_s(own_bytes) * cluster.bytes_per_s)
     own_rate = 1.0 / byte_s if byte_s else math.inf
     rate = min(cluster.bytes_per_s, own_rate, cluster.connection_bytes_per_s)
@@ -196,7 +202,29 @@ def cost_of(message: Message, cluster: Cluster, machine: MachineFacts, idle_s: f
 
 
 def _beyond_delay_s(seen: CallFacts, message: Message, cluster: Cluster, message_s: float) -> float:
-    """How much longer than the delay and the work of messages each way from host to host took in a small call."""
+    """How much longer than the delay each way from host to host took, beside the work of messages and the link's rate.
+
+    Without a delay, as in a small call. With one, as in calls of this size: connections do not have all on its way.
+    """
+
+    def wait_s(nbytes: float, added_s: float) -> tuple[float, float]:
+        pattern = _pattern(replace(message, nbytes=nbytes))
+        on_link_s = pattern.sent * pattern.leaving * message.ranks / message.hosts / cluster.bytes_per_s
+        known_s = small.messages * message_s + pattern.delays * cluster.delay_s + on_link_s
+        return pattern.sent, max(small.messages * seen.message_s + added_s - known_s, 0.0) / pattern.delays
+
     small = _pattern(replace(message, nbytes=float(SMALL_CALL_BYTES)))
-    known_s = small.messages * message_s + small.delays * cluster.delay_s
-    return max(small.messages * seen.message_s - known_s, 0.0) / small.delays
+    found = [wait_s(float(SMALL_CALL_BYTES), 0.0)]
+    if cluster.delay_s:
+        found += [wait_s(sent / small.sent * SMALL_CALL_BYTES, added_s) for sent, added_s in seen.points]
+    return _between(found, _pattern(message).sent)
+
+
+def _between(points: Sequence[tuple[float, float]], place: float) -> float:
+    """The value at ``place``, on the line between the points next to it, or that of the first or last one."""
+    if place <= points[0][0]:
+        return points[0][1]
+    for (left, low), (right, high) in itertools.pairwise(points):
+        if place <= right:
+            return low + (high - low) * (place - left) / (right - left)
+    return points[-1][1]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -15,17 +16,21 @@ from bagua.advise.facts import CallFacts, MachineFacts
 from bagua.advise.network import SMALL_CALL_BYTES, Cluster, Cost, cost_of, messages_of
 from bagua.advise.others import Others
 from bagua.advise.trace import Message
-from bagua.comm import Communicator, Membership, create_transport, thread_store
+from bagua.comm import Communicator, Membership, ProcessGroup, create_transport, thread_store
 
 #: Kinds that are measured, the first of which stands for those that are not here.
 _KINDS = ("allreduce", "allgather", "alltoall", "sendrecv")
 #: Bytes of the calls that show what bytes cost: within a core's cache, and beyond it.
 _LARGE = (256 * 1024, 1024 * 1024, 4 * 1024 * 1024)
+#: The same on a link. With a delay, it counts from some packets on whether a connection may have them on their way.
+_LARGE_ON_LINK = (32 * 1024, *_LARGE)
 #: Calls of each kind and size.
 _ROUNDS = 40
 #: On a link: so many at least, and seconds that calls of one kind and size may take; none is made that takes longer.
 _LEAST_ROUNDS, _LINK_S = 3, 1.2
 _TIMEOUT_S = 120.0
+
+_Connected = Callable[[], contextlib.AbstractContextManager[Communicator]]
 
 
 class _Step:
@@ -99,7 +104,13 @@ def call_facts(communicator: Communicator) -> tuple[tuple[CallFacts, ...], float
     step = _Step()
     after_s: list[float] = []
     alone_s = [_usual_step_s(step)]
-    found = _measured(communicator, Cluster(communicator.size), lambda: after_s.append(step()), lambda _: _ROUNDS)
+    found = _measured(
+        lambda: contextlib.nullcontext(communicator),
+        Cluster(communicator.size),
+        _LARGE,
+        lambda: after_s.append(step()),
+        lambda _: _ROUNDS,
+    )
     alone_s.append(_usual_step_s(step))
     return found, max(statistics.median(after_s) / min(alone_s), 1.0)
 
@@ -109,49 +120,62 @@ def _usual_step_s(step: Callable[[], float]) -> float:
     return statistics.median([step() for _ in range(2 * _ROUNDS)][_ROUNDS:])
 
 
-def link_facts(communicator: Communicator, cluster: Cluster) -> tuple[CallFacts, ...]:
+def link_facts(group: ProcessGroup, cluster: Cluster) -> tuple[CallFacts, ...]:
     """Measure calls one after the other, so that they wait for the link alone.
 
+    Those of each kind and size have connections of their own, as in training, which makes few kinds of calls: how much
+    a connection has on its way depends on what it carried before.
+
     Args:
-        communicator: one rank of each host, all of which call this.
+        group: one rank of each host, all of which call this.
         cluster: the hosts.
     """
+
+    @contextlib.contextmanager
+    def connected() -> Iterator[Communicator]:
+        made = group.duplicate("probe")
+        try:
+            yield made.global_communicator
+        finally:
+            made.close()
 
     def rounds(cost: Cost) -> int:
         seconds = cost.latency_s + cost.link_bytes / cluster.bytes_per_s
         return min(max(int(_LINK_S / max(seconds, 1e-6)), _LEAST_ROUNDS), _ROUNDS) if seconds <= _LINK_S else 0
 
-    return _measured(communicator, cluster, None, rounds)
+    return _measured(connected, cluster, _LARGE_ON_LINK, None, rounds)
 
 
 def _measured(
-    communicator: Communicator,
+    connected: _Connected,
     cluster: Cluster,
+    large: Sequence[int],
     before: Callable[[], object] | None,
     rounds: Callable[[Cost], int],
 ) -> tuple[CallFacts, ...]:
     """Facts of all kinds of calls.
 
     Args:
-        communicator: all ranks, each of which calls this.
+        connected: see ``_usual_s``.
         cluster: the hosts.
+        large: bytes of the calls that show what bytes cost.
         before: see ``_usual_s``.
         rounds: says how many calls with such a cost are made; some of the smallest are made in any case.
     """
-    ranks = communicator.size
+    ranks = cluster.hosts
     costs = {
         (kind, nbytes): cost_of(Message(kind, float(nbytes), ranks, ranks), cluster, MachineFacts())
         for kind in _KINDS
-        for nbytes in (SMALL_CALL_BYTES, *_LARGE)
+        for nbytes in (SMALL_CALL_BYTES, *large)
     }
     wanted = {key: rounds(cost) or _LEAST_ROUNDS * (key[1] <= _LARGE[0]) for key, cost in costs.items()}
-    usual_s = _usual_s(communicator, wanted, before)
+    usual_s = _usual_s(connected, wanted, before)
     found = []
     for kind in _KINDS:
         small_s = usual_s[kind, SMALL_CALL_BYTES]
         points = tuple(
             (costs[kind, nbytes].own_bytes, max(usual_s[kind, nbytes] - small_s, 0.0))
-            for nbytes in _LARGE
+            for nbytes in large
             if (kind, nbytes) in usual_s
         )
         found.append(CallFacts(kind, small_s / messages_of(Message(kind, SMALL_CALL_BYTES, ranks, ranks)), points))
@@ -159,12 +183,12 @@ def _measured(
 
 
 def _usual_s(
-    communicator: Communicator, wanted: Mapping[tuple[str, int], int], before: Callable[[], object] | None
+    connected: _Connected, wanted: Mapping[tuple[str, int], int], before: Callable[[], object] | None
 ) -> dict[tuple[str, int], float]:
     """Seconds of calls by kind and size, from the moment when the last rank has come.
 
     Args:
-        communicator: all ranks.
+        connected: connects all ranks, once for calls that take turns, and once for those that follow each other.
         wanted: how many calls are made of each kind and size.
         before: called before each call. Calls then take turns, so that what disturbs meets all of them. Without it, all
             calls of one kind and size follow each other, and each begins as the one before it ends.
@@ -172,19 +196,28 @@ def _usual_s(
     turns = [list(wanted)] if before else [[key] for key in wanted]
     found: dict[tuple[str, int], float] = {}
     for keys in turns:
-        calls = {key: _call(communicator, *key) for key in keys if wanted[key]}
-        seconds: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
-        for number in range(-1, max(wanted[key] for key in keys)):  # The first one of each is not timed.
-            for key, act in calls.items():
-                if number < wanted[key]:
-                    if before:
-                        before()
-                    seconds[key].append(_seconds(act))
-        for key, own in seconds.items():
-            of_all = torch.empty(communicator.size * (len(own) - 1))
-            communicator.allgather(of_all, torch.tensor(own[1:]))
-            by_rank = of_all.view(communicator.size, -1)
-            found[key] = float((by_rank.min(0).values if before else by_rank.mean(0)).median())
+        with connected() as communicator:
+            found.update(_usual_of_turn_s(communicator, {key: wanted[key] for key in keys if wanted[key]}, before))
+    return found
+
+
+def _usual_of_turn_s(
+    communicator: Communicator, wanted: Mapping[tuple[str, int], int], before: Callable[[], object] | None
+) -> dict[tuple[str, int], float]:
+    calls = {key: _call(communicator, *key) for key in wanted}
+    seconds: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
+    for number in range(-1, max(wanted.values(), default=0)):  # The first one of each is not timed.
+        for key, act in calls.items():
+            if number < wanted[key]:
+                if before:
+                    before()
+                seconds[key].append(_seconds(act))
+    found = {}
+    for key, own in seconds.items():
+        of_all = torch.empty(communicator.size * (len(own) - 1))
+        communicator.allgather(of_all, torch.tensor(own[1:]))
+        by_rank = of_all.view(communicator.size, -1)
+        found[key] = float((by_rank.min(0).values if before else by_rank.mean(0)).median())
     return found
 
 

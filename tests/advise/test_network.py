@@ -43,6 +43,10 @@ def test_all_to_all_goes_to_ranks_of_other_hosts() -> None:
     ("kind", "nbytes", "of_two", "of_four"),
     [
         ("allreduce", 64, 4, 12),
+        ("allreduce", 4_000_000, 4, 12),
+        ("allreduce", 4_200_000, 8, 12),  # a rank's share in three pieces, of which two are on their way
+        ("allreduce", 8_500_000, 12, 20),
+        ("allreduce", 16_000_000, 16, 24),
         ("allgather", 64, 2, 6),
         ("allgather", 400_000, 2, 2),
         ("alltoall", 64, 2, 2),
@@ -83,14 +87,20 @@ def test_calls_that_were_made_on_the_link_say_what_it_does_to_them() -> None:
     there, known = Cluster(2, 1, link, calls=seen), Cluster(2, 1, link)
     message = Message("sendrecv", 2e6, 2, 2)
     found, formula = (cost_of(message, cluster, MACHINE) for cluster in (there, known))
-    assert found.latency_s == pytest.approx(0.010 + 0.003)
-    assert found.link_bytes == pytest.approx(1.25 * 2e6)
+    # What bytes took longer is waiting, in which other calls may have the link.
+    assert found.latency_s == pytest.approx(0.010 + 0.003 + 0.25 * 2e6 / rate)
+    assert found.link_bytes == pytest.approx(2e6)
     assert (formula.latency_s, formula.link_bytes) == pytest.approx((0.010, 2e6))
     # Four ranks on two cores: messages took twice the work of one on a core of its own, which is no part of the wait.
     slow = (CallFacts("sendrecv", 2e-4 + 0.010 + 0.003, seen[0].points),)
     two_cores = MachineFacts(message_s=1e-4, byte_s=0.0001e-9, cores=2)
     crowded = cost_of(Message("sendrecv", 2e6, 4, 4), Cluster(4, 1, link, shared=True, calls=slow), two_cores)
-    assert crowded.latency_s == pytest.approx(0.010 + 0.003)
+    assert crowded.latency_s == pytest.approx(0.010 + 0.003 + 0.25 * 2e6 / rate)
+    # Without a delay, a call that takes longer has the link for longer.
+    near = cost_of(
+        message, Cluster(2, 1, parse_link("1gbit"), calls=(CallFacts("sendrecv", 1e-4, seen[0].points),)), MACHINE
+    )
+    assert (near.latency_s, near.link_bytes) == pytest.approx((0.0, 1.25 * 2e6))
     # A kind that was not seen follows the formula; no call is faster than the link.
     assert cost_of(Message("alltoall", 2e6, 2, 2), there, MACHINE).link_bytes == pytest.approx(1e6)
     fast = Cluster(2, 1, link, calls=(CallFacts("sendrecv", 0.0, ((1e6, 1e-9),)),))

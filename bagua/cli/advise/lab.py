@@ -66,6 +66,6 @@ def _on_machine(rank: Rank) -> tuple[tuple[CallFacts, ...], float]:
 def _on_link(rank: Rank, link: LinkSettings) -> tuple[CallFacts, ...]:
     rank.join("gloo", _TIMEOUT_S)
     try:
-        return link_facts(get_default_group().global_communicator, lab_cluster(rank.world_size, 1, link))
+        return link_facts(get_default_group(), lab_cluster(rank.world_size, 1, link))
     finally:
         destroy_process_group()
