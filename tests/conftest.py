@@ -124,11 +124,19 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.multiprocessing, "get_context", lambda _: context)
 
 
+@pytest.fixture(scope="session")
+def imported_before() -> tuple[str, ...]:
+    """What forked interpreters have imported besides torch and bagua."""
+    return ()
+
+
 @pytest.fixture
-def forked_python(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> str:
+def forked_python(
+    imported_before: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> str:
     """The interpreter with which torchrun and baguarun start ranks: a forked one. Returns its path."""
     path = tmp_path_factory.mktemp("python") / "python"
-    path.write_text(f'#!/bin/sh\nexec {shlex.join(interpreter())} "$@"\n')
+    path.write_text(f'#!/bin/sh\nexec {shlex.join(interpreter(*imported_before))} "$@"\n')
     path.chmod(0o755)
     monkeypatch.setenv("PYTHON_EXEC", str(path))
     return str(path)

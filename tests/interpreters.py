@@ -5,9 +5,9 @@ arguments, environment, folder and streams, it is ``__main__``, and it ends as a
 exit, the teardown of modules, and C++'s last words. Only the imports were made before. Not for tests of imports, of
 options of ``python``, or of variables that torch reads while it is imported.
 
-Three processes take part. A *server*, one for each test session, imports and forks. A *script* is its grandchild. The
-*process that the test has started* hands its streams to the server, and ends as the script ends; when it is killed,
-the script is killed.
+Three processes take part. A *server*, one for each test session and choice of modules, imports and forks. A *script* is
+its grandchild. The *process that the test has started* hands its streams to the server, and ends as the script ends;
+when it is killed, the script is killed.
 """
 
 from __future__ import annotations
@@ -27,29 +27,33 @@ _LENGTH = struct.Struct("!i")
 _FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
-def interpreter() -> list[str]:
-    """The command that stands for ``sys.executable``: ``-c text``, ``-m module`` or a file follows, and arguments."""
-    return [sys.executable, "-I", "-S", os.path.abspath(__file__), _server_address()]
+def interpreter(*modules: str) -> list[str]:
+    """The command that stands for ``sys.executable``: ``-c text``, ``-m module`` or a file follows, and arguments.
+
+    Args:
+        modules: more modules that were imported before. Each choice has a server of its own.
+    """
+    return [sys.executable, "-I", "-S", os.path.abspath(__file__), _server_address(modules)]
 
 
-def _server_address() -> str:
-    """Where the server of this session listens; it is started the first time, and ends with this process."""
+def _server_address(modules: tuple[str, ...]) -> str:
+    """Where that server of this session listens; it is started the first time, and ends with this process."""
     import subprocess  # Not at the top: the process that only hands its streams over must start fast.
 
-    found: list[str] = vars(_server_address).setdefault("found", [])
-    if not found:
+    found: dict[tuple[str, ...], str] = vars(_server_address).setdefault("found", {})
+    if modules not in found:
         ready, told = os.pipe()
         lifeline, held = os.pipe()  # Whose end that is held here closes with this process, whatever ends it.
         os.set_inheritable(held, False)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _FOLDER}
-        command = [sys.executable, "-m", "tests.interpreters", "serve", str(told)]
+        command = [sys.executable, "-m", "tests.interpreters", "serve", str(told), *modules]
         server = subprocess.Popen(command, stdin=lifeline, pass_fds=[told], env=environment, cwd=_FOLDER)
         server.returncode = 0  # Nobody waits for it.
         os.close(lifeline)
         os.close(told)
         with os.fdopen(ready) as answer:
-            found.append(answer.read())
-    return found[0]
+            found[modules] = answer.read()
+    return found[modules]
 
 
 def spare_the_collector() -> None:
@@ -167,10 +171,14 @@ def _prepare(arguments: list[str]) -> object:
 if __name__ == "__main__":
     if sys.argv[1] != "serve":
         _follow(sys.argv[1], sys.argv[2:])
+    import importlib
+
     import torch._dynamo  # noqa: F401 - every optimizer imports it at its first step, for two seconds
 
     import bagua.torch_api  # noqa: F401 - for the scripts
 
+    for module in sys.argv[3:]:
+        importlib.import_module(module)
     spare_the_collector()  # Collecting garbage would write to all memory that scripts share with the server.
     code = _prepare(_serve(int(sys.argv[2])))
     # At the top of the program, so that an error leaves it as that of any script does.

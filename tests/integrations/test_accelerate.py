@@ -16,15 +16,21 @@ import bagua.comm
 from bagua.errors import ConfigurationError
 from bagua.integrations.ddp_comm_hooks import CodecState
 from bagua.parallel import BaguaModule, with_bagua
-from bagua.testing import ProcessRanks
 from bagua.testing.training import State, assert_same_on_all_ranks, mlp, sgd, snapshot, train_steps
 
 accelerate = pytest.importorskip("accelerate", reason="needs the extra accelerate")
 
 from bagua.integrations._attached import read_own_file, write_own_file  # noqa: E402
 from bagua.integrations.accelerate import CommHookKwargs, attach, use_comm_hook  # noqa: E402
+from tests.integrations.one_pair import run_all  # noqa: E402
 
 pytestmark = pytest.mark.gloo
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, list[Any]]:
+    jobs = dict.fromkeys((_train, _prepare_what_is_wrapped, _forget_to_prepare_the_model), ())
+    return run_all({**jobs, _each: (str(tmp_path_factory.mktemp("accelerate")),)})
 
 
 def _as_torchrun_starts_it() -> None:
@@ -52,8 +58,8 @@ def _train() -> tuple[State, State, bool]:
     return states[0], states[1], prepared.bucket_bytes_cap == 7 * 2**20
 
 
-def test_the_hook_compresses_and_options_are_kept():
-    first, second = ProcessRanks(2).run(_train)
+def test_the_hook_compresses_and_options_are_kept(results):
+    first, second = results[_train]
     for position in (0, 1):
         assert_same_on_all_ranks([first[position], second[position]])
     error = max(float((first[0][name] - first[1][name]).abs().max()) for name in first[0])
@@ -84,8 +90,8 @@ def _prepare_what_is_wrapped() -> tuple[str, State, State, list[str]]:
     return str(refused.value), snapshot(model), snapshot(other), [str(warning.message) for warning in warned]
 
 
-def test_a_wrapped_model_is_not_prepared():
-    for refused, ours, theirs, warned in ProcessRanks(2).run(_prepare_what_is_wrapped):
+def test_a_wrapped_model_is_not_prepared(results):
+    for refused, ours, theirs, warned in results[_prepare_what_is_wrapped]:
         assert "use_comm_hook" in refused
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
         assert len(warned) == 1
@@ -112,8 +118,8 @@ def _forget_to_prepare_the_model() -> list[list[str]]:
     return told
 
 
-def test_a_model_that_was_not_prepared_is_told_once():
-    for forgotten, prepared in ProcessRanks(2).run(_forget_to_prepare_the_model):
+def test_a_model_that_was_not_prepared_is_told_once(results):
+    for forgotten, prepared in results[_forget_to_prepare_the_model]:
         assert len(forgotten) == 1
         assert "no model was prepared" in forgotten[0]
         assert prepared == []
@@ -198,8 +204,8 @@ def _each(folder: str) -> list[tuple[State, State, State, State]]:
     return ends
 
 
-def test_an_algorithm_trains_as_by_hand_and_goes_on_from_a_saved_state(tmp_path: Path):
-    first, second = ProcessRanks(2).run(_each, str(tmp_path))
+def test_an_algorithm_trains_as_by_hand_and_goes_on_from_a_saved_state(results):
+    first, second = results[_each]
     for rank in (first, second):
         for whole, resumed, _, by_hand in rank:
             for name in by_hand:

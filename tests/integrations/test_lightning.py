@@ -1,4 +1,4 @@
-"""The strategy, with the real Trainer on two processes. Lightning takes seconds to import, so few runs test much."""
+"""The strategy, with the real Trainer on two processes. Lightning takes seconds to import, so one run has all jobs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import nn
 import bagua.comm
 from bagua.algorithms import AsyncModelAverageAlgorithm, GradientAllReduceAlgorithm, registry
 from bagua.errors import ConfigurationError, UnsupportedAlgorithmException
-from bagua.testing import ProcessRanks
 from bagua.testing.training import assert_close, assert_same_on_all_ranks
 
 pl = pytest.importorskip("lightning.pytorch", reason="needs the extra lightning")
 
 from bagua.integrations.lightning import BaguaStrategy  # noqa: E402
 from tests.integrations import lightning_runs as runs  # noqa: E402
+from tests.integrations.one_pair import run_all  # noqa: E402
 
 pytestmark = pytest.mark.gloo
 
@@ -31,6 +31,12 @@ def _allreduces() -> int:
     """How many, so far, in all communicators of this rank."""
     found = bagua.comm.stats().get("allreduce")
     return 0 if found is None else found.calls
+
+
+@pytest.fixture(scope="module")
+def results():
+    jobs = (_through_both, _all_verbs, _average_in_the_background, _normalize, _refused)
+    return run_all(dict.fromkeys(jobs, ()))
 
 
 # Equal to Lightning's own strategy.
@@ -64,8 +70,8 @@ def _through_both() -> dict[str, tuple[Any, Any, int]]:
     return found
 
 
-def test_training_equals_ddp():
-    first, second = ProcessRanks(2).run(_through_both)
+def test_training_equals_ddp(results):
+    first, second = results[_through_both]
     for name, (seen, expected, _) in first.items():
         assert_close(seen, expected)
         if name != "normalized":  # Running statistics are a rank's own until the next forward pass.
@@ -106,8 +112,8 @@ def _all_verbs() -> dict[str, Any]:
     return found
 
 
-def test_validation_test_and_prediction():
-    first, second = ProcessRanks(2).run(_all_verbs)
+def test_validation_test_and_prediction(results):
+    first, second = results[_all_verbs]
     metric, seen = first["metric"]
     assert seen != second["metric"][1]
     assert metric == pytest.approx(sum(seen + second["metric"][1]) / (2 * len(seen)), rel=1e-5)
@@ -149,8 +155,8 @@ def _average_in_the_background() -> tuple[list[tuple[str, str, float]], Any]:
     return watch.seen, weights
 
 
-def test_averages_in_the_background_rest_during_validation_and_end_with_training():
-    first, second = ProcessRanks(2).run(_average_in_the_background)
+def test_averages_in_the_background_rest_during_validation_and_end_with_training(results):
+    first, second = results[_average_in_the_background]
     assert_same_on_all_ranks([first[1], second[1]])
     states = {(where, state) for where, state, _ in first[0]}
     assert ("training", "averaging") in states
@@ -201,8 +207,8 @@ def _normalize_in_one_process() -> dict[str, torch.Tensor]:
     return {key: value.detach() for key, value in module.state_dict().items()}
 
 
-def test_synchronized_batch_normalization_is_that_of_the_joined_batches():
-    (weights, during, after), (others, *_) = ProcessRanks(2).run(_normalize)
+def test_synchronized_batch_normalization_is_that_of_the_joined_batches(results):
+    (weights, during, after), (others, *_) = results[_normalize]
     assert (during, after) == ("SynchronizedBatchNorm", "BatchNorm1d")
     assert_same_on_all_ranks([weights, others])
     assert_close(weights, _normalize_in_one_process())
@@ -229,8 +235,8 @@ def _refused() -> None:
     runs.fit(BaguaStrategy(backend="gloo"), epochs=1)
 
 
-def test_what_an_algorithm_cannot_use_and_another_transport_than_there_is_are_refused():
-    ProcessRanks(2).run(_refused)
+def test_what_an_algorithm_cannot_use_and_another_transport_than_there_is_are_refused(results):
+    assert results[_refused] == [None, None]
 
 
 @pytest.mark.filterwarnings("ignore:The .srun. command is available")  # Lightning says so where Slurm is installed.

@@ -11,18 +11,18 @@ import torch
 
 from bagua.algorithms import DiLoCoAlgorithm, registry
 from bagua.errors import ConfigurationError
-from bagua.testing import ProcessRanks
 from bagua.testing.training import State, assert_close, assert_same_on_all_ranks, snapshot
 
 pl = pytest.importorskip("lightning.pytorch", reason="needs the extra lightning")
 
 from bagua.integrations.lightning import BaguaStrategy  # noqa: E402
 from tests.integrations import lightning_runs as runs  # noqa: E402
+from tests.integrations.one_pair import run_all  # noqa: E402
 
-pytestmark = pytest.mark.gloo
-
-#: Long after the last run has ended: this one trains with all algorithms.
+#: Long after the last job has ended: one of them trains with all algorithms.
 DEADLINE_S = 500.0
+pytestmark = [pytest.mark.gloo, pytest.mark.timeout(DEADLINE_S + 60)]
+
 #: Those that remember something, with this model: remainders, weights of each rank, that warm-up has ended. The warm-up
 #: of others lasts longer.
 REMEMBERING = {
@@ -33,6 +33,16 @@ REMEMBERING = {
 
 #: Whose training is resumed: also one with nothing to remember, and one that averages in the background.
 RESUMED = REMEMBERING | {"gradient_allreduce", "async"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def results(folder):
+    return run_all(dict.fromkeys((_stop_and_go_on, _from_elsewhere, _save_in_part), (str(folder),)), DEADLINE_S)
 
 
 class SaveOnce(pl.Callback):
@@ -96,9 +106,8 @@ def _equal(one: State, other: State) -> bool:
     return all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-@pytest.mark.timeout(DEADLINE_S + 60)
-def test_every_algorithm_trains_checkpoints_and_resumes(tmp_path):
-    first, second = ProcessRanks(2, deadline_s=DEADLINE_S).run(_stop_and_go_on, str(tmp_path))
+def test_every_algorithm_trains_checkpoints_and_resumes(results, folder):
+    first, second = results[_stop_and_go_on]
     start = snapshot(runs.Regression())
     for name in registry:
         for (whole, *resumed), (elsewhere, *_) in ((first[name], second[name]), (second[name], first[name])):
@@ -112,7 +121,7 @@ def test_every_algorithm_trains_checkpoints_and_resumes(tmp_path):
             assert not all(_equal(whole, forgetful) for whole, _, forgetful in (first[name], second[name])), name
     assert not _equal(first["decentralized"][0], first["gradient_allreduce"][0])
     assert all(_equal(*of_rank["in flight"]) for of_rank in (first, second))
-    saved = torch.load(tmp_path / "flight.ckpt")["bagua"]["ranks"]
+    saved = torch.load(folder / "flight.ckpt")["bagua"]["ranks"]
     assert all(own["algorithm_state"][f"rank{rank}"]["flights"] for rank, own in enumerate(saved))
 
 
@@ -152,8 +161,8 @@ def _from_elsewhere(folder: str) -> dict[str, Any]:
     return found
 
 
-def test_checkpoints_of_others(tmp_path):
-    first, second = ProcessRanks(2).run(_from_elsewhere, str(tmp_path))
+def test_checkpoints_of_others(results):
+    first, second = results[_from_elsewhere]
     for kind in ("of ddp", "to ddp", "of three ranks"):
         assert_close(first[kind], first["whole"])
         assert_same_on_all_ranks([first[kind], second[kind]])
@@ -187,7 +196,7 @@ def _save_in_part(folder: str) -> tuple[State, State]:
     return save.weights, {name: parameter.detach().clone() for name, parameter in again.named_parameters()}
 
 
-def test_a_module_that_saves_a_part_of_itself_resumes(tmp_path):
-    for trained, resumed in ProcessRanks(2).run(_save_in_part, str(tmp_path)):
+def test_a_module_that_saves_a_part_of_itself_resumes(results):
+    for trained, resumed in results[_save_in_part]:
         assert torch.equal(trained["net.2.weight"], resumed["net.2.weight"])
         assert not torch.equal(trained["net.0.weight"], resumed["net.0.weight"])

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.interpreters import interpreter
 
 pytest.importorskip("lightning.pytorch", reason="needs the extra lightning")
 
@@ -17,10 +18,10 @@ pytestmark = pytest.mark.gloo
 REPOSITORY = Path(__file__).parents[2]
 
 
-def test_the_example_learns_and_saves(tmp_path):
+def test_the_example_learns_and_saves(imported_before, tmp_path):
     script = ["examples/use_lightning.py", "--algorithm", "diloco", "--checkpoint", str(tmp_path)]
     done = subprocess.run(
-        [sys.executable, *script, "--epochs", "2"],
+        [*interpreter(*imported_before), *script, "--epochs", "2"],
         capture_output=True,
         text=True,
         timeout=240,

@@ -19,14 +19,25 @@ from bagua.errors import ConfigurationError, InvalidTypeError
 from bagua.integrations.ddp_comm_hooks import TopKState
 from bagua.integrations.transformers import attach, use_bagua, use_comm_hook
 from bagua.parallel import BaguaModule, with_bagua
-from bagua.testing import ProcessRanks
 from bagua.testing.training import State, assert_same_on_all_ranks, snapshot
+from tests.integrations.one_pair import run_all
 
 transformers = pytest.importorskip("transformers", reason="needs the extra transformers")
 pytest.importorskip("accelerate", reason="needs the extra transformers")
 
 pytestmark = pytest.mark.gloo
 STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("transformers")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[Any, list[Any]]:
+    jobs = (stop_and_go_on, accumulate_and_clip, derived, find_the_batch_size, search, without_bagua)
+    return run_all({job: (str(folder / job.__name__),) for job in jobs})
 
 
 class Model(nn.Module):
@@ -87,13 +98,13 @@ def train(name: str, folder: str, checkpoint: str | None, options: dict[str, Any
     return snapshot(trainer.model), type(trainer.model_wrapped).__name__
 
 
-def stop_and_go_on(names: list[str], folder: str, options: dict[str, Any]) -> list[tuple[State, State, str]]:
+def stop_and_go_on(folder: str) -> list[tuple[State, State, str]]:
     as_torchrun_starts_it()
     results = []
-    for name in names:
+    for name in NAMES:
         own = f"{folder}/{name}"
-        whole, wrapped = train(name, own, None, options)
-        resumed, _ = train(name, own, f"{own}/checkpoint-{STEPS // 2}", options)
+        whole, wrapped = train(name, own, None, {})
+        resumed, _ = train(name, own, f"{own}/checkpoint-{STEPS // 2}", {})
         results.append((whole, resumed, wrapped))
     return results
 
@@ -104,26 +115,26 @@ NAMES = [
 ]
 
 
-def test_training_goes_on_from_a_checkpoint_bit_by_bit(tmp_path: Path) -> None:
-    results = ProcessRanks(2, deadline_s=120).run(stop_and_go_on, NAMES, str(tmp_path), {})
-    for rank in results:
+def test_training_goes_on_from_a_checkpoint_bit_by_bit(results: dict[Any, list[Any]]) -> None:
+    ranks = results[stop_and_go_on]
+    for rank in ranks:
         for name, (whole, resumed, wrapped) in zip(NAMES, rank, strict=True):
             assert all(torch.equal(whole[key], resumed[key]) for key in whole), name
             assert wrapped == ("DistributedDataParallel" if name in {"ddp", "hook"} else "Model")
         ddp, allreduce = rank[0][0], rank[1][0]
         assert all(torch.equal(ddp[key], allreduce[key]) for key in ddp)
     for position in range(len(NAMES)):
-        assert_same_on_all_ranks([rank[position][0] for rank in results])
+        assert_same_on_all_ranks([rank[position][0] for rank in ranks])
 
 
-def test_accumulated_and_clipped_gradients_are_those_of_ddp(tmp_path: Path) -> None:
-    options = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "save_strategy": "epoch"}
-    for ddp, allreduce in ProcessRanks(2).run(_both, str(tmp_path), options):
+def test_accumulated_and_clipped_gradients_are_those_of_ddp(results: dict[Any, list[Any]]) -> None:
+    for ddp, allreduce in results[accumulate_and_clip]:
         assert all(torch.equal(ddp[key], allreduce[key]) for key in ddp)
 
 
-def _both(folder: str, options: dict[str, Any]) -> list[State]:
+def accumulate_and_clip(folder: str) -> list[State]:
     as_torchrun_starts_it()
+    options = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "save_strategy": "epoch"}
     return [train(name, f"{folder}/{name}", None, options)[0] for name in ("ddp", "gradient_allreduce")]
 
 
@@ -151,8 +162,8 @@ def derived(folder: str) -> list[State]:
     return states
 
 
-def test_classes_that_derive_from_trainer_work(tmp_path: Path) -> None:
-    for ddp, allreduce in ProcessRanks(2).run(derived, str(tmp_path)):
+def test_classes_that_derive_from_trainer_work(results: dict[Any, list[Any]]) -> None:
+    for ddp, allreduce in results[derived]:
         assert all(torch.equal(ddp[key], allreduce[key]) for key in ddp)
 
 
@@ -165,8 +176,14 @@ class TooLarge(Model):
 
 def find_the_batch_size(folder: str) -> tuple[list[State], list[str]]:
     as_torchrun_starts_it()
-    states, logged = [], []
-    logging.getLogger("bagua").addFilter(lambda record: logged.append(record.getMessage()) or False)
+    states: list[State] = []
+    logged: list[str] = []
+
+    def hear(record: logging.LogRecord) -> bool:
+        logged.append(record.getMessage())
+        return False
+
+    logging.getLogger("bagua").addFilter(hear)
     for name in ("ddp", "gradient_allreduce"):
         trainer = make_trainer(f"{folder}/{name}", eval_strategy="no", auto_find_batch_size=True)
         trainer.model = trainer.model_wrapped = TooLarge(bagua.comm.get_rank())
@@ -174,13 +191,17 @@ def find_the_batch_size(folder: str) -> tuple[list[State], list[str]]:
             use_bagua(trainer, name)
         trainer.train()
         states.append(snapshot(trainer.model))
+    logging.getLogger("bagua").removeFilter(hear)
     return states, logged
 
 
-def test_a_batch_that_fits_is_found(tmp_path: Path) -> None:
-    for (ddp, allreduce), logged in ProcessRanks(2).run(find_the_batch_size, str(tmp_path)):
+def test_a_batch_that_fits_is_found(results: dict[Any, list[Any]]) -> None:
+    for (ddp, allreduce), logged in results[find_the_batch_size]:
         assert all(torch.equal(ddp[key], allreduce[key]) for key in ddp)
         assert not [text for text in logged if "wrapped" in text]
+
+
+SEARCHED = ("diloco", "hook")
 
 
 def searching_trainer(name: str, folder: str, **options: Any) -> Any:
@@ -193,9 +214,13 @@ def searching_trainer(name: str, folder: str, **options: Any) -> Any:
     return trainer
 
 
-def search(name: str, folder: str) -> list[tuple[State, str]]:
-    """Two trials, as a search for hyperparameters runs them; then the second one by itself."""
+def search(folder: str) -> dict[str, list[tuple[State, str]]]:
     as_torchrun_starts_it()
+    return {name: two_trials(name, f"{folder}/{name}") for name in SEARCHED}
+
+
+def two_trials(name: str, folder: str) -> list[tuple[State, str]]:
+    """As a search for hyperparameters runs them; then the second one by itself."""
     trainer, last = searching_trainer(name, folder), searching_trainer(name, f"{folder}/alone", learning_rate=0.01)
     trainer.hp_search_backend = transformers.trainer_utils.HPSearchBackend.OPTUNA
     trainer.hp_space, trainer.hp_name = (lambda trial: trial.params), None
@@ -209,14 +234,17 @@ def search(name: str, folder: str) -> list[tuple[State, str]]:
     return [*results, (snapshot(last.model), type(last.model_wrapped).__name__)]
 
 
-@pytest.mark.parametrize("name", ["diloco", "hook"])
-def test_each_trial_of_a_search_saves_in_its_folder_and_begins_anew(name: str, tmp_path: Path) -> None:
-    for (first, _), (second, in_trial), (alone, wrapped) in ProcessRanks(2).run(search, name, str(tmp_path)):
+@pytest.mark.parametrize("name", SEARCHED)
+def test_each_trial_of_a_search_saves_in_its_folder_and_begins_anew(
+    name: str, results: dict[Any, list[Any]], folder: Path
+) -> None:
+    for (first, _), (second, in_trial), (alone, wrapped) in (of_rank[name] for of_rank in results[search]):
         assert in_trial == wrapped == ("DistributedDataParallel" if name == "hook" else "Model")
         assert all(torch.equal(second[key], alone[key]) for key in alone)
         assert not all(torch.equal(first[key], alone[key]) for key in alone)
+    saved = folder / search.__name__ / name
     for step in (STEPS // 2, STEPS):
-        files = {file.relative_to(tmp_path) for file in tmp_path.glob(f"**/checkpoint-{step}/bagua-rank?.pt")}
+        files = {file.relative_to(saved) for file in saved.glob(f"**/checkpoint-{step}/bagua-rank?.pt")}
         folders = [Path(f"run-{number}") for number in (0, 1)] + [Path("alone")]
         assert files == {one / f"checkpoint-{step}/bagua-rank{rank}.pt" for one in folders for rank in (0, 1)}
 
@@ -270,8 +298,8 @@ def without_bagua(folder: str) -> tuple[list[str], str, str]:
     return [], "", damaged
 
 
-def test_a_wrapped_model_and_a_checkpoint_without_bagua(tmp_path: Path) -> None:
-    for warned, refused, damaged in ProcessRanks(2).run(without_bagua, str(tmp_path)):
+def test_a_wrapped_model_and_a_checkpoint_without_bagua(results: dict[Any, list[Any]]) -> None:
+    for warned, refused, damaged in results[without_bagua]:
         assert "rank 0: no file; rank 1: a file that cannot be read" in damaged
         assert any("saved without bagua" in text for text in warned)
         assert "use_bagua" in refused
