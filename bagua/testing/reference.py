@@ -6,6 +6,8 @@ the same way for a mistake to pass.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from bagua.comm import ReduceOp
@@ -42,6 +44,12 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tenso
         dtype: dtype of the tensor.
         seed: a whole number >= 0.
     """
+    return _drawn(shape, dtype, seed).clone()
+
+
+@functools.lru_cache(maxsize=64)  # Every rank needs the numbers of all ranks, for each kind of call.
+@torch.inference_mode(mode=False)
+def _drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     if dtype.is_complex:
         return torch.randn(shape, dtype=dtype, generator=generator)

@@ -11,6 +11,8 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -293,31 +295,44 @@ def run_another_program() -> tuple[str, tuple[int, ...]]:
 # Failures.
 
 
-class Killer:
-    """Ends its rank at the given step of the calls that matter."""
+class AtStep:
+    """Does something at the given step of the calls that matter."""
 
-    def __init__(self, at: int, how: signal.Signals = signal.SIGKILL) -> None:
-        self.at, self.how, self.steps, self.armed = at, how, 0, False
+    def __init__(self, at: int, what: Callable[[], object]) -> None:
+        self.at, self.what, self.steps, self.armed = at, what, 0, False
 
     def __call__(self, step: Step) -> None:
         if self.armed:
             self.steps += 1
             if self.steps == self.at:
-                os.kill(os.getpid(), self.how)
+                self.what()
 
 
-def lose_a_rank_at_step(kind: str, numel: int, at: int) -> tuple[str, tuple[int, ...], float]:
-    """How a survivor's calls ended, with the seconds that the last one took."""
-    killer = Killer(at)
-    with inject_fault(killer if communicator().rank == 1 else None):
-        comm = bagua.comm.get_default_group().duplicate().global_communicator
-    Exercise(kind, numel).call(comm)
-    comm.barrier()
-    killer.armed = True
+def lose_a_rank_at_each_step(kind: str, numel: int, steps: int) -> list[tuple[str, tuple[int, ...], float]]:
+    """Rank 1 is killed once it is at the first step of a call on one communicator, at the second on another, and so on.
+
+    How the calls of a survivor ended on each of them, with the seconds that the last one took.
+    """
+    together = threading.Barrier(steps, action=lambda: os.kill(os.getpid(), signal.SIGKILL))
+    hooks = [AtStep(1 + number, together.wait) for number in range(steps)]
+    comms = []
+    for hook in hooks:
+        with inject_fault(hook if communicator().rank == 1 else None):
+            comms.append(bagua.comm.get_default_group().duplicate().global_communicator)
+    exercise = Exercise(kind, numel)
+    for comm, hook in zip(comms, hooks, strict=True):
+        exercise.call(comm)
+        comm.barrier()
+        hook.armed = True
+    with ThreadPoolExecutor(steps) as threads:
+        return list(threads.map(lambda comm: call_until_a_loss(exercise, comm), comms))
+
+
+def call_until_a_loss(exercise: Exercise, comm: Communicator) -> tuple[str, tuple[int, ...], float]:
     try:
         while True:
             started = time.monotonic()
-            seen, wanted = Exercise(kind, numel).call(comm)
+            seen, wanted = exercise.call(comm)
             assert torch.equal(seen, wanted)
             comm.barrier()
     except BaguaError as error:
@@ -411,13 +426,13 @@ def stop_and_wake(numel: int, at: int) -> tuple[str, bool]:
     """Rank 1 is stopped inside a call, and woken when rank 0 has given up and used its tensor."""
     pids = communicator().allgather_object(os.getpid())
     store = bagua.comm.get_default_group().store
-    killer = Killer(at, signal.SIGSTOP)
-    with inject_fault(killer if communicator().rank == 1 else None):
+    stop = AtStep(at, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    with inject_fault(stop if communicator().rank == 1 else None):
         comm = bagua.comm.get_default_group().duplicate().global_communicator
     tensor = comm.empty(numel, dtype=torch.float32).fill_(1.0)
     comm.allreduce(tensor)
     communicator().barrier()
-    killer.armed = True
+    stop.armed = True
     problem: Any = None
     try:
         comm.allreduce(tensor, timeout=1.0)

@@ -37,6 +37,8 @@ pytestmark = pytest.mark.threads
 OFTEN = AsyncModelAverageAlgorithm(sync_interval_ms=0)
 #: A rank that was killed is noticed after this time, in tests.
 PEER_TIMEOUT_S = 6.0
+#: Between two steps of ranks that train until something happens: it takes them little of the processor.
+PACE_S = 0.01
 
 
 def plain_sgd(parameters):
@@ -56,7 +58,7 @@ def train_until_averaged(model, optimizer, rank, rounds=3, limit=5000):
         train_steps(model, optimizer, rank, [step])
         if algorithm.status().rounds >= rounds:
             return step + 1
-        time.sleep(0.001)
+        time.sleep(PACE_S)
     raise AssertionError(f"no averages in {limit} steps: {algorithm.status()}")
 
 
@@ -621,7 +623,7 @@ def _train_until_killed(victim: int, on_peer_loss: str) -> tuple[str, tuple[int,
             _die(model)
         while (victim in model.bagua_algorithm.status().members) or on_peer_loss == "raise":
             train_steps(model, optimizer, rank, [0])
-            time.sleep(0.002)
+            time.sleep(PACE_S)
         model.bagua_algorithm.abort(model)
     except PeerLostError as error:
         assert all(torch.isfinite(parameter).all() for parameter in model.parameters())

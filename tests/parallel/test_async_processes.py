@@ -21,6 +21,8 @@ pytestmark = pytest.mark.timeout(600)
 
 #: Much more than a busy machine delays a thread.
 PEER_TIMEOUT_S = 8.0
+#: Between two steps of ranks that train until something happens: it takes them little of the processor.
+PACE_S = 0.01
 
 
 def _build(mode: str = "all"):
@@ -35,7 +37,7 @@ def _train_and_abort(mode: str) -> State:
     model, optimizer = _build(mode)
     while model.bagua_algorithm.status().rounds < 3:
         train_steps(model, optimizer, rank, [0])
-        time.sleep(0.001)
+        time.sleep(PACE_S)
     assert model.bagua_algorithm.abort(model)
     return snapshot(model)
 
@@ -91,7 +93,7 @@ def _train_until_killed() -> tuple[int, ...]:
     with pytest.raises(PeerLostError) as caught:
         while True:
             train_steps(model, optimizer, rank, [0])
-            time.sleep(0.001)
+            time.sleep(PACE_S)
             if rank == 1 and model.bagua_algorithm.status().rounds >= 2:
                 testing.die()
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
