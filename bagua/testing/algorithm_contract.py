@@ -19,6 +19,7 @@ pytest, and two fixtures: ``algorithm``, a declaration, and ``pool``, thread ran
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pickle
 import threading
@@ -294,7 +295,12 @@ class AlgorithmContract:
 
     def expected(self, algorithm: Algorithm, size: int) -> State:
         """Where one process with the data of all ranks ends."""
-        return reference(mlp(), optimizer_maker(algorithm), size, range(STEPS))
+        return _reference(optimizer_maker(algorithm), size)
+
+
+@functools.lru_cache(maxsize=64)  # Most algorithms take any optimizer, and are compared with the same training.
+def _reference(make_optimizer: OptimizerMaker, size: int) -> State:
+    return reference(mlp(), make_optimizer, size, range(STEPS))
 
 
 # What the ranks run.

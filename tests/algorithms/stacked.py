@@ -6,6 +6,7 @@ Only the layout of flat memory is taken from the run that is checked: what is ch
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -55,8 +56,12 @@ def flatten(tensors: State, numel: int, places: Sequence[tuple[str, int]]) -> to
 
 def only_parameters(flat: torch.Tensor, places: Sequence[tuple[str, int]]) -> torch.Tensor:
     """Nothing gathers in the gaps between parameters."""
-    mask = flatten({name: torch.ones_like(one) for name, one in model_of().state_dict().items()}, len(flat), places)
-    return flat * mask
+    return flat * _mask(len(flat), tuple(places))
+
+
+@functools.lru_cache(maxsize=32)
+def _mask(numel: int, places: tuple[tuple[str, int], ...]) -> torch.Tensor:
+    return flatten({name: torch.ones_like(one) for name, one in model_of().state_dict().items()}, numel, places)
 
 
 def gradients_of(model: torch.nn.Module, rank: int, step: int) -> State:

@@ -64,7 +64,8 @@ def algorithm(request):
 
 @pytest.mark.threads
 class TestRegisteredAlgorithm(AlgorithmContract):
-    pass
+    #: The test of host layouts trains with four ranks.
+    sizes = (1, 2, 3)
 
 
 def of_each(function: Callable[..., Any], calls: list[tuple[Any, ...]]) -> list[Any]:

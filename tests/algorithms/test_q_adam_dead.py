@@ -13,7 +13,7 @@ from bagua.testing.training import seeded
 
 pytestmark = pytest.mark.threads
 
-RANKS, CLASSES, SIDE = 4, 10, 8
+RANKS, CLASSES, SIDE = 2, 10, 8
 WARMUP, STEPS, LR = 40, 160, 1e-3
 
 
