@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import bagua.torch_api as bagua
+from bagua.advise import probe
 from bagua.torch_api.algorithms import Algorithm
 from tests.architecture.source_tree import REPOSITORY
 
@@ -84,6 +85,7 @@ def alone(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("page", RUN)
 def test_fragments_run_in_their_order(page, alone, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(probe, "_ROUNDS", 3)  # How fast this machine is does not matter here.
     names = surroundings(page)
     for number, fragment in enumerate(fragments(page)):
         exec(compile(fragment, f"{page}.md, fragment {number}", "exec"), names)  # it is our own text
