@@ -165,11 +165,10 @@ def in_bytes(flat: torch.Tensor) -> torch.Tensor:
 
 def test_loco_feeds_an_average_of_what_is_lost_back(thread_ranks):
     algorithm = LoCoAlgorithm(block_numel=64, averaging=0.4, reset_every=20, warmup_steps=0)
-    steps = 26
-    results = thread_ranks(SIZE, train, algorithm, sgd, steps)
+    results = thread_ranks(SIZE, train, algorithm, sgd)
     assert_same_on_all_ranks([state for state, _ in results])
     state, layout = results[0]
-    assert_close(state, simulate(layout, LoCo(layout, 0.4, 20), sgd, steps))
+    assert_close(state, simulate(layout, LoCo(layout, 0.4, 20), sgd))
     mutants: dict[str, Combine] = {
         "no average": LoCo(layout, 1.0, 20),
         "never reset": LoCo(layout, 0.4, 1000),
@@ -179,7 +178,7 @@ def test_loco_feeds_an_average_of_what_is_lost_back(thread_ranks):
         "nothing": nothing,
     }
     for name, mutant in mutants.items():
-        assert differs(state, simulate(layout, mutant, sgd, steps)), name
+        assert differs(state, simulate(layout, mutant, sgd)), name
 
 
 # Dion.

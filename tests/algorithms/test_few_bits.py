@@ -148,8 +148,7 @@ def test_the_density_falls_in_stages(thread_ranks):
 
 
 def test_power_sgd_adds_the_momentum_after_decompression(thread_ranks):
-    steps = 20
-    state, layout = thread_ranks(SIZE, train, PowerSGDAlgorithm(matrix_rank=2, momentum=0.8), plain_sgd, steps)[0]
+    state, layout = thread_ranks(SIZE, train, PowerSGDAlgorithm(matrix_rank=2, momentum=0.8), plain_sgd)[0]
 
     def simulated(momentum: float, inner: Callable[[Layout], Combine]) -> State:
         rule, velocity = inner(layout), {}
@@ -159,7 +158,7 @@ def test_power_sgd_adds_the_momentum_after_decompression(thread_ranks):
             velocity[index] = momentum * velocity.get(index, 0) + found
             return found + velocity[index]
 
-        return simulate(layout, combine, plain_sgd, steps)
+        return simulate(layout, combine, plain_sgd)
 
     def low_rank(layout: Layout) -> Combine:
         return lossy_simulation.PowerSgd(layout, 2, torch.float64)
