@@ -105,9 +105,17 @@ def _dense_view(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Te
     """
     start = (flat.storage_offset() + offset) * flat.itemsize
     storage = flat.untyped_storage()[start : start + like.numel() * flat.itemsize]
-    dense = torch.empty_like(like, device="meta", memory_format=torch.preserve_format)
     view = torch.empty(0, dtype=flat.dtype, device=flat.device)
-    return view.set_(storage, 0, like.shape, dense.stride())
+    return view.set_(storage, 0, like.shape, _dense_stride(like))
+
+
+def _dense_stride(like: torch.Tensor) -> tuple[int, ...]:
+    return torch.empty_like(like, device="meta", memory_format=torch.preserve_format).stride()
+
+
+def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    dense = tensor if tensor.stride() == _dense_stride(tensor) else tensor.clone()
+    return dense.as_strided((dense.numel(),), (1,))
 
 
 class Bucket:
@@ -270,6 +278,19 @@ class Bucket:
     def write_weights(self, flat: torch.Tensor) -> None:
         """Copy ``flat``, laid out like this bucket, into the weights."""
         torch._foreach_copy_(list(self.parameters), self.views(flat))
+
+    @torch.no_grad()
+    def sample_weights(self, step: int) -> torch.Tensor:
+        """The weight at each ``step``-th place of flat memory; 0 where none is."""
+        sample = torch.zeros(-(-self.numel // step), dtype=self.dtype, device=self.device)
+        for offset, weights in zip(self.offsets, self.memory(), strict=True):
+            taken = weights[-offset % step :: step]
+            sample[-(-offset // step) :][: taken.numel()] = taken
+        return sample
+
+    def memory(self) -> list[torch.Tensor]:
+        """The elements of each parameter in the order of flat memory, where they lie; copies where they have gaps."""
+        return [_memory_of(parameter.detach()) for parameter in self.parameters]
 
     def __repr__(self) -> str:
         return f"Bucket({self.index}, {list(self.names)}, {self.nbytes} bytes of {self.dtype})"

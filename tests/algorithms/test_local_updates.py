@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import math
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -309,14 +310,54 @@ def test_streaming_keeps_its_schedule_in_every_step(thread_ranks, every, fragmen
     ],
     ids=["plain", "momentum", "nesterov"],
 )
-def test_an_outer_sgd_gets_other_pieces_than_parameters(thread_ranks, monkeypatch, options, line_numel):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_outer_sgd_gets_other_pieces_than_parameters(thread_ranks, monkeypatch, options, line_numel, ranks):
     """It treats each element by itself, so its result is the same bit by bit, in one pass or in several."""
     several = DiLoCoAlgorithm(2, outer=Outer(torch.optim.SGD, foreach=False, **options))
     once = DiLoCoAlgorithm(2, outer=Outer(torch.optim.SGD, **options))
     monkeypatch.setattr(outer, "_PIECE_NUMEL", 7)
     monkeypatch.setattr(outer, "_LINE_NUMEL", line_numel)
-    for state, expected in zip(thread_ranks(2, train, once), thread_ranks(2, train, several), strict=True):
+    for state, expected in zip(thread_ranks(ranks, train, once), thread_ranks(ranks, train, several), strict=True):
         assert all(torch.equal(one, expected[name]) for name, one in state.items())
+
+
+#: The passes over memory of an outer step that subtracts the weights first, and a value of one weight.
+SEVERAL, NESTEROV = {"foreach": False}, {"lr": 0.7, "momentum": 0.6, "nesterov": True}
+
+
+def outer_step_alone(algorithm: Algorithm, value: float) -> tuple[State, dict[str, float]]:
+    """The weights after three outer steps, one weight of which was ``value`` before the second; and the gauges."""
+    torch.manual_seed(0)
+    # A parameter of no elements, one that is not stored row by row, and one with something left over at its end.
+    model = nn.Sequential(nn.Conv2d(3, 8, 2).to(memory_format=torch.channels_last), nn.Flatten(), nn.Linear(8, 9))
+    model.register_parameter("nothing", nn.Parameter(torch.empty(0, 4)))
+    optimizer = optimizer_of(model)
+    wrapped = with_bagua(model, [optimizer], algorithm)
+    for number in range(6):
+        optimizer.zero_grad()
+        wrapped(torch.randn(2, 3, 2, 2)).square().mean().backward()
+        if number == 3:
+            with torch.no_grad():
+                model[2].weight[0, 0] = value
+        optimizer.step()
+    return snapshot(model), bagua.torch_api.metrics()
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("value", [0.5, 1e25, float("inf"), float("nan")])
+def test_one_rank_subtracts_and_steps_in_one_pass(thread_ranks, monkeypatch, value):
+    """With the same result bit by bit, also where squares overflow, and where a result is dropped."""
+    filled = []
+    subtract = bagua.buckets.Bucket.subtract_weights
+    monkeypatch.setattr(
+        bagua.buckets.Bucket, "subtract_weights", lambda *args, **named: filled.append(1) or subtract(*args, **named)
+    )
+    algorithms = [DiLoCoAlgorithm(2, outer=Outer(torch.optim.SGD, **NESTEROV, **more)) for more in ({}, SEVERAL)]
+    ((state, gauges),) = thread_ranks(1, outer_step_alone, algorithms[0], value)
+    assert len(filled) == (0 if value == 0.5 else 1 if not math.isfinite(value) else 2)
+    ((expected, others),) = thread_ranks(1, outer_step_alone, algorithms[1], value)
+    torch.testing.assert_close(state, expected, rtol=0.0, atol=0.0, equal_nan=True)
+    assert gauges["comm/outer_cosine"] == pytest.approx(others["comm/outer_cosine"], rel=1e-4)
 
 
 @pytest.mark.threads

@@ -35,6 +35,7 @@ class What(ABC):
         exchangeable_weights: weights are sent from where they lie, so that is memory which the transport can read
             without a copy.
         learned: it is what a rank has learned alone, so in a mean ranks may count by what they have trained on.
+        from_anchor: it is the anchor minus the weights, as both are.
         in_full: it is weights or the like themselves, of which nothing may be missing, and no change of them.
         max_lag: the largest lag that makes sense; None for any.
         at: point where an exchange of it starts, unless it says otherwise.
@@ -44,6 +45,7 @@ class What(ABC):
     in_place: ClassVar[bool] = False
     exchangeable_weights: ClassVar[bool] = False
     learned: ClassVar[bool] = False
+    from_anchor: ClassVar[bool] = False
     in_full: ClassVar[bool] = False
     max_lag: ClassVar[int | None] = None
     at: ClassVar[Point] = "stepped"
@@ -211,6 +213,10 @@ class Then(ABC):
     def enter(self, buckets: Sequence[Bucket], model: Model) -> None:
         """The buckets were formed, or the exchange has become part of the algorithm."""
         return
+
+    def steps_toward_weights(self, flight: Flight) -> bool:
+        """Whether ``fold`` does without ``flight.flat`` where that would be the anchor minus the weights."""
+        return False
 
     def start(self, flight: Flight) -> None:
         """The flight is about to start, from ``flight.flat``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,7 @@ class Flight:
         reads: names of what the exchange sends; see ``What.reads``.
         model: names, parameters and optimizers.
         flat: values to send, laid out like the bucket; after ``How.run`` the result.
+        unfilled: writes ``flat``, which nobody has done yet; None otherwise. See ``Then.steps_toward_weights``.
         sent: a copy of what was sent, before the factor, if ``Then.keeps_sent``.
         prepared: return value of ``How.prepare``.
         wait: ends ``How.run``.
@@ -52,7 +54,7 @@ class Flight:
             "ranks",
             "reads",
         ),
-        *("rescale", "round", "scale", "sent", "speaker", "step", "t", "wait"),
+        *("rescale", "round", "scale", "sent", "speaker", "step", "t", "unfilled", "wait"),
     )
 
     def __init__(
@@ -85,6 +87,7 @@ class Flight:
         self.memory = memory
         self.model = model
         self.flat = flat
+        self.unfilled: Callable[[Flight], None] | None = None
         self.reads = reads
         self.sent: torch.Tensor | None = None
         self.prepared = prepared
@@ -98,6 +101,12 @@ class Flight:
 
     def is_finite(self) -> bool:
         """Whether ``flat`` has no Inf or NaN; waits for the device."""
+        if self.unfilled is not None:
+            # If even the squares of the weights are finite, so are differences between them and an anchor.
+            if all(math.isfinite(torch.dot(weights, weights)) for weights in self.bucket.memory()):
+                return True
+            self.unfilled(self)
+            self.unfilled = None
         total = self.flat.sum(dtype=torch.promote_types(self.flat.dtype, torch.float32))
         return bool(total.isfinite()) or bool(self.flat.isfinite().all())  # A sum may overflow.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from bagua.algorithms.exchanges.fields import Then, What
 from bagua.algorithms.exchanges.flight import Flight
 from bagua.algorithms.exchanges.values import Add, Blend, Replace
+from bagua.buckets import Bucket
 from bagua.checks import check_kind
 from bagua.errors import ConfigurationError
 from bagua.primitives import State
@@ -102,6 +104,13 @@ class Outer:
         chosen = {name for name, _ in self._value[1]} & {"differentiable", "foreach", "fused"}
         kept = flat.device.type == "cpu" and flat.dtype in (torch.float32, torch.float64)
         return self.is_elementwise and kept and not chosen
+
+    def fuses_subtraction(self, flat: torch.Tensor) -> bool:
+        """Whether the same pass can subtract weights from ``flat``, and step along the difference.
+
+        SGD with ``maximize`` and a decay of 1 adds ``flat`` to minus the gradient first, which rounds as a difference.
+        """
+        return self.fuses(flat) and not {"maximize", "weight_decay"}.intersection(name for name, _ in self._value[1])
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Outer) and other._value == self._value
@@ -223,9 +232,15 @@ class OuterStep(Then):
             with flight.memory.changing():
                 self._follow(flight, flight.state["anchor"])
 
+    def steps_toward_weights(self, flight: Flight) -> bool:
+        """On a CPU, where the optimizer can subtract and step in one pass over memory."""
+        anchor, flat = flight.state["anchor"], flight.flat
+        alike = anchor.dtype == flat.dtype and anchor.device == flat.device
+        return alike and isinstance(self.land, Replace) and self.optimizer.fuses_subtraction(anchor)
+
     def _follow(self, flight: Flight, anchor: torch.Tensor) -> None:
         if isinstance(self.land, Replace):
-            _step(self.optimizer, flight, anchor, flight.flat)
+            _step(self.optimizer, flight, anchor, flight.flat if flight.unfilled is None else None)
             flight.bucket.write_weights(anchor)
             return
         stepped = anchor.clone()
@@ -245,14 +260,28 @@ class OuterStep(Then):
         return now.add(change, alpha=land.gain)
 
 
-def _step(optimizer: Outer, flight: Flight, place: torch.Tensor, difference: torch.Tensor) -> None:
-    """Step ``place`` against ``difference``; what the optimizer remembers is brought up to date."""
-    divide = _division(optimizer, flight, place)
+def _step(optimizer: Outer, flight: Flight, place: torch.Tensor, difference: torch.Tensor | None) -> None:
+    """Step ``place`` against ``difference``; what the optimizer remembers is brought up to date.
+
+    Args:
+        optimizer: optimizer of ``place``.
+        flight: flight whose bucket and memory they are.
+        place: flat tensor to step.
+        difference: flat tensor; None for ``place`` minus the weights, if ``optimizer.fuses_subtraction(place)``.
+    """
+    options: dict[str, Any] = {}
+    if difference is None:
+        divide: _Division = functools.partial(_lines_of_parameters, flight.bucket)
+        gradients = [piece for weights in flight.bucket.memory() for piece in _lines(weights)]
+        options = {"maximize": True, "weight_decay": 1.0}
+    else:
+        divide = _division(optimizer, flight, place)
+        gradients = divide(difference.to(place))
     parameters = [torch.nn.Parameter(piece) for piece in divide(place)]
-    for parameter, gradient in zip(parameters, divide(difference.to(place)), strict=True):
+    for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     fuses = optimizer.fuses(place)
-    made = optimizer.make([_fused(one) for one in parameters] if fuses else parameters)
+    made = optimizer.make([_fused(one) | options for one in parameters] if fuses else parameters)
     remembered = {key: value for key, value in flight.state.items() if key.startswith("outer.")}
     for key, value in remembered.items():
         elementwise = value.shape == place.shape
@@ -270,9 +299,18 @@ def _division(optimizer: Outer, flight: Flight, place: torch.Tensor) -> _Divisio
     """Into what an optimizer gets flat memory: parameters; where that is the same, all of it, or pieces in a cache."""
     if not optimizer.is_elementwise or place.device.type != "cpu":
         return flight.views
-    lines = place.numel() // _LINE_NUMEL
-    numel = max(lines, 1) * _LINE_NUMEL if optimizer.fuses(place) else _PIECE_NUMEL
-    return lambda flat: list(torch.split(flat, numel))
+    return _lines if optimizer.fuses(place) else lambda flat: list(torch.split(flat, _PIECE_NUMEL))
+
+
+def _lines(flat: torch.Tensor) -> list[torch.Tensor]:
+    """What a fused optimizer steps, and what is left over at the end."""
+    return list(torch.split(flat, max(flat.numel() // _LINE_NUMEL, 1) * _LINE_NUMEL))
+
+
+def _lines_of_parameters(bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:
+    """The same of each parameter."""
+    places = zip(bucket.offsets, bucket.parameters, strict=True)
+    return [piece for offset, one in places for piece in _lines(flat[offset : offset + one.numel()])]
 
 
 def _fused(piece: torch.Tensor) -> dict[str, Any]:

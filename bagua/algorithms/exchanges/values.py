@@ -89,6 +89,7 @@ class Difference(What):
 
     reads: ClassVar[frozenset[str]] = frozenset({"weights", "anchor"})
     learned: ClassVar[bool] = True
+    from_anchor: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_choice(("shared", "local"), scope=self.scope)

@@ -67,7 +67,7 @@ class Gauges:
         gauges["comm/staleness_steps"] = float(t - flight.t)
         key = id(flight.memory)
         if self._is_difference:
-            self._turn(key, flight.flat)
+            self._turn(key, _sampled_result(flight))
         now = self._recorder.clock()
         if now >= self._next and flight.round != self._round:
             self._next, self._round = now + _PAUSE_S, flight.round
@@ -80,9 +80,8 @@ class Gauges:
             self._residuals[key] = _squared(_sampled(flight.state["residual"]), flight.flat.numel())
             gauges["comm/residual_norm"] = math.sqrt(sum(self._residuals.values()))
 
-    def _turn(self, key: int, difference: torch.Tensor) -> None:
-        """Compare the direction of a mean difference with that of the one before."""
-        sample = _sampled(difference)
+    def _turn(self, key: int, sample: torch.Tensor) -> None:
+        """Compare the direction of a sampled mean difference with that of the one before."""
         before = self._samples.get(key)
         if before is None and len(self._samples) >= _REMEMBERED:
             return
@@ -117,9 +116,26 @@ def _distance_factor(exchange: Exchange, group: ProcessGroup) -> float:
     return 1.0 / (1.0 - rate) if rate < 1.0 else 0.0
 
 
+def _distance_between(numel: int) -> int:
+    """From one element of a sample to the next. It is odd: even ones might always hit the same column of a matrix."""
+    return max(1, numel // _SAMPLE) | 1
+
+
 def _sampled(flat: torch.Tensor) -> torch.Tensor:
-    """Some elements, at odd distances: even ones might always hit the same column of a matrix."""
-    return flat[:: max(1, flat.numel() // _SAMPLE) | 1].double()
+    """Some elements."""
+    return flat[:: _distance_between(flat.numel())].double()
+
+
+def _sampled_weights(flight: Flight) -> torch.Tensor:
+    """The same elements of the weights."""
+    return flight.bucket.sample_weights(_distance_between(flight.bucket.numel)).double()
+
+
+def _sampled_result(flight: Flight) -> torch.Tensor:
+    """The same elements of what came back."""
+    if flight.unfilled is None:
+        return _sampled(flight.flat)
+    return _sampled(flight.state["anchor"]) - _sampled_weights(flight)
 
 
 def _squared(sample: torch.Tensor, numel: int) -> float:
@@ -130,9 +146,7 @@ def _squared(sample: torch.Tensor, numel: int) -> float:
 
 def _distance_from_mean(flight: Flight) -> torch.Tensor:
     """A sample of the difference between the weights and what the ranks have agreed on."""
-    bucket, flat = flight.bucket, flight.flat
-    weights = bucket.read_weights(torch.zeros_like(flat)) if bucket.weights is None else bucket.weights
-    agreed = _sampled(flat)
+    agreed = _sampled_result(flight)
     if "anchor" in flight.reads:  # What came back is the mean of the anchor minus the weights.
         agreed = _sampled(flight.state["anchor"]) - agreed
-    return _sampled(weights) - agreed
+    return _sampled_weights(flight) - agreed

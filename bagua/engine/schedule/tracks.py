@@ -207,8 +207,13 @@ class Course:
         what, how, then = self.exchange.what, self.exchange.how, self.exchange.then
         if self._gathers:
             _gather(track.bucket, flight.scale)
+        sent_by = how if self.lane is not None and how is not None and (self._ranks > 1 or how.alone) else None
         if what is not None:
-            what.fill(flight)
+            stays = sent_by is None and self.exchange.at_once and what.from_anchor and flight.scale == 1.0
+            if stays and then.steps_toward_weights(flight):
+                flight.unfilled = what.fill
+            else:
+                what.fill(flight)
         if then.keeps_sent:
             flight.sent = track.take_buffer().copy_(flight.flat)
             if what is not None and what.in_place and flight.scale != 1.0:
@@ -216,9 +221,9 @@ class Course:
         if what is not None and not what.in_place and flight.scale != 1.0:
             flight.flat.mul_(flight.scale)
         then.start(flight)
-        if how is not None and self.lane is not None and (self._ranks > 1 or how.alone):
+        if sent_by is not None and self.lane is not None:
             name = " ".join(filter(None, ("exchange", self.exchange.label, f"of bucket {track.bucket.index}")))
-            run = functools.partial(self._run, how, flight, self.lane.group, name)
+            run = functools.partial(self._run, sent_by, flight, self.lane.group, name)
             executor = self.lane.executors[track.bucket.device]
             flight.wait = shown(name, self.lane.group, lambda: executor.run(run))
         track.flights.append(flight)
