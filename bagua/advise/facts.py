@@ -77,7 +77,8 @@ class CallFacts:
     Attributes:
         kind: as ``Message.kind``.
         message_s: seconds of each message of a small call.
-        points: bytes that a rank sends, rising, and the seconds that they add to a small call.
+        points: bytes that a rank sends, rising, and the seconds that they add to a small call; below 0 where large
+            calls take a shorter way.
     """
 
     kind: str

@@ -174,7 +174,7 @@ def _measured(
     for kind in _KINDS:
         small_s = usual_s[kind, SMALL_CALL_BYTES]
         points = tuple(
-            (costs[kind, nbytes].own_bytes, max(usual_s[kind, nbytes] - small_s, 0.0))
+            (costs[kind, nbytes].own_bytes, usual_s[kind, nbytes] - small_s)
             for nbytes in large
             if (kind, nbytes) in usual_s
         )

@@ -107,6 +107,17 @@ def test_calls_that_were_made_on_the_link_say_what_it_does_to_them() -> None:
     assert cost_of(message, fast, MACHINE) == formula
 
 
+def test_large_calls_may_take_a_shorter_way_than_small_ones() -> None:
+    link = parse_link("1gbit,20ms")
+    rate = 1e9 / 8 * 1448 / 1514
+    # Small gathers go around a ring of four hosts, six ways of 20 ms; large ones to all at once, two of 25 ms.
+    sent = 0.75 * 1e6
+    seen = (CallFacts("allgather", 0.04, ((sent, 0.05 + sent / rate - 0.12),)),)
+    there, alone = Cluster(4, 1, link, calls=seen), MachineFacts(message_s=0.0, byte_s=0.0)
+    assert cost_of(Message("allgather", 1e6, 4, 4), there, alone).latency_s == pytest.approx(0.05)
+    assert cost_of(Message("allgather", 64.0, 4, 4), there, alone).latency_s == pytest.approx(0.12)
+
+
 def test_a_long_way_is_filled_step_by_step_after_a_pause() -> None:
     # 10 packets at first, and twice as many after each answer, until 40 ms of 100 Mbit/s are on the way.
     rate = 100e6 / 8 * 1448 / 1514

@@ -59,6 +59,12 @@ def test_a_call_takes_as_long_as_it_took_the_rank_that_came_last(monkeypatch: py
     assert ThreadRanks(2).run(usual, None) == [{("allreduce", 64): 3.5, ("sendrecv", 1024): 3.5}] * 2
 
 
+def test_what_bytes_add_may_be_less_than_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_usual_s", lambda _, wanted, __: {key: 0.1 if key[1] == 64 else 0.03 for key in wanted})
+    for one in ThreadRanks(2).run(on_link, "1gbit")[0]:
+        assert [added_s for _, added_s in one.points] == pytest.approx([-0.07] * 4)
+
+
 def test_a_machine_is_measured_between_two_threads() -> None:
     found = probe_machine(cores=3)
     assert found.cores == 3
