@@ -49,11 +49,12 @@ def broadcast_object(
         yield from _maybe(communicator.broadcast(length, root, async_op=async_op, timeout=timeout))
         data = own if own is not None else _bytes(communicator, int(length))
         yield from _maybe(communicator.broadcast(data, root, async_op=async_op, timeout=timeout))
-        if failure is not None:
-            raise failure
+        return data
+
+    def finish(data: torch.Tensor) -> Any:
         return obj if own is not None else decode(data, allow_pickle=allow_pickle)
 
-    return _object_result(communicator, steps(), async_op)
+    return _object_result(communicator, steps(), async_op, failure, finish)
 
 
 def allgather_object(
@@ -83,11 +84,12 @@ def allgather_object(
         padded = _padded(communicator, own, max(counts))
         data = _bytes(communicator, communicator.size * max(counts))
         yield from _maybe(communicator.allgather(data, padded, async_op=async_op, timeout=timeout))
-        if failure is not None:
-            raise failure
-        return _decode_rows(data, counts, allow_pickle)
+        return data, counts
 
-    return _object_result(communicator, steps(), async_op)
+    def finish(received: tuple[torch.Tensor, list[int]]) -> list[Any]:
+        return _decode_rows(*received, allow_pickle)
+
+    return _object_result(communicator, steps(), async_op, failure, finish)
 
 
 def gather_object(
@@ -120,11 +122,13 @@ def gather_object(
         padded = _padded(communicator, own, max(counts))
         data = _bytes(communicator, communicator.size * max(counts)) if communicator.rank == dst else None
         yield from _maybe(communicator.gather(data, padded, dst, async_op=async_op, timeout=timeout))
-        if failure is not None:
-            raise failure
+        return data, counts
+
+    def finish(received: tuple[torch.Tensor | None, list[int]]) -> list[Any] | None:
+        data, counts = received
         return None if data is None else _decode_rows(data, counts, allow_pickle)
 
-    return _object_result(communicator, steps(), async_op)
+    return _object_result(communicator, steps(), async_op, failure, finish)
 
 
 def scatter_object(
@@ -158,11 +162,12 @@ def scatter_object(
         data = _bytes(communicator, max(counts))
         table = torch.cat([_padded(communicator, part, max(counts)) for part in parts]) if parts else None
         yield from _maybe(communicator.scatter(data, table, root, async_op=async_op, timeout=timeout))
-        if failure is not None:
-            raise failure
-        return decode(data[: counts[communicator.rank]], allow_pickle=allow_pickle)
+        return data[: counts[communicator.rank]]
 
-    return _object_result(communicator, steps(), async_op)
+    def finish(data: torch.Tensor) -> Any:
+        return decode(data, allow_pickle=allow_pickle)
+
+    return _object_result(communicator, steps(), async_op, failure, finish)
 
 
 def send_object(
@@ -190,10 +195,8 @@ def send_object(
         length = torch.tensor([own.numel()], device=communicator.intake.home)
         yield from _maybe(send(communicator, length, dst, async_op=async_op, timeout=timeout))
         yield from _maybe(send(communicator, own, dst, async_op=async_op, timeout=timeout))
-        if failure is not None:
-            raise failure
 
-    return _object_result(communicator, steps(), async_op)
+    return _object_result(communicator, steps(), async_op, failure, lambda _: None)
 
 
 def recv_object(
@@ -214,9 +217,12 @@ def recv_object(
         yield from _maybe(recv(communicator, length, src, async_op=async_op, timeout=timeout))
         data = _bytes(communicator, int(length))
         yield from _maybe(recv(communicator, data, src, async_op=async_op, timeout=timeout))
+        return data
+
+    def finish(data: torch.Tensor) -> Any:
         return decode(data, allow_pickle=allow_pickle)
 
-    return _object_result(communicator, steps(), async_op)
+    return _object_result(communicator, steps(), async_op, None, finish)
 
 
 # What those on objects have in common.
@@ -262,8 +268,21 @@ def _encoded_parts(
     return news if communicator.rank == root else [], failure
 
 
-def _object_result(communicator: Caller, steps: Steps, async_op: bool) -> Any:
-    work = communicator.pipeline.compose(steps, async_op)
+def _object_result(
+    communicator: Caller,
+    steps: Steps,
+    async_op: bool,
+    failure: ConfigurationError | None,
+    finish: Callable[[Any], Any],
+) -> Any:
+    """What ``finish`` makes of what came, or ``failure``, which peers have got in place of an object by then."""
+
+    def conclude(received: Any) -> Any:
+        if failure is not None:
+            raise failure
+        return finish(received)
+
+    work = communicator.pipeline.compose(steps, async_op, conclude)
     return work if async_op else work.result()
 
 

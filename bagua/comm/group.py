@@ -416,6 +416,8 @@ class ProcessGroup:
     def disown(self) -> None:
         """In a forked child: the store is the parent's, too."""
         self._inherited = self.size > 1
+        self._closing = threading.RLock()  # Another thread of the parent may have held it.
+        self._ledger.disown()
         leak([self._store, self._own_store])
 
 

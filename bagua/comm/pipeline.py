@@ -64,8 +64,8 @@ class CallPipeline:
         self._awaited: set[Handle] = set()
         self._broken: BaseException | None = None
         self.closed = False
-        #: By kind the counter of its calls: one for all collectives, one for all calls between two ranks.
-        collectives, others = [0], [0]
+        #: The counter of all collectives, and that of all calls between two ranks.
+        self._counters = collectives, others = [0], [0]
         self._numbers = {kind: collectives if kind in COLLECTIVES else others for kind in KINDS}
         self._composite: Composite | None = None
         #: Started calls that no code has seen complete. Not on CUDA streams: to ask spoils a graph that is captured.
@@ -161,9 +161,7 @@ class CallPipeline:
         Its result is what ``finish`` returns; ``result`` if that is None.
         """
         timeout_s = self.timeout_s if timeout is None else as_seconds(timeout)
-        composite = self._composite  # Another thread may complete it meanwhile.
-        if composite is not None and not composite.driven_here():
-            composite.wait()
+        self._finish_composite()
         started = self._recorder.clock()
         if self._unseen:
             self._look(started)
@@ -299,23 +297,42 @@ class CallPipeline:
             self.statistics.add(record.call, spent)
             self.statistics.end(record, ended, blocked_s)
 
-    def compose(self, steps: Steps, async_op: bool) -> Work:
-        """Run, or start, a collective made of several; see ``Composite``."""
-        composite = self._composite
+    def _finish_composite(self) -> None:
+        """Take the steps that are left of a collective made of several, which come before the next call."""
+        composite = self._composite  # Another thread may complete it meanwhile.
         if composite is not None and not composite.driven_here():
-            composite.wait()
-        outer = self._composite
+            with contextlib.suppress(ConfigurationError):  # Whoever waits for it gets that. The ranks still agree.
+                composite.wait()
+
+    def compose(self, steps: Steps, async_op: bool, finish: Callable[[Any], Any] | None = None) -> Work:
+        """Run, or start, a collective made of several; see ``Composite``.
+
+        Args:
+            steps: its steps. An error between them leaves peers in the middle of it, so it breaks the communicator.
+            async_op: whether to return before they are complete.
+            finish: what its result is made into, when no peer waits any more.
+        """
+        self._finish_composite()
+        outer, begun = self._composite, self._calls()
 
         def released() -> None:
             self._composite = outer
 
-        composite = Composite(steps, released)
+        def broke(error: BaseException) -> None:
+            if self._calls() > begun:
+                self._break_between_calls(error)
+
+        composite = Composite(steps, released, broke)
         if not composite.is_completed():
             if async_op:
                 self._composite = composite
             else:
                 composite.wait()
-        return composite.as_work()
+        return composite.as_work(finish)
+
+    def _calls(self) -> int:
+        """How many calls were started."""
+        return sum(number for (number,) in self._counters)
 
     # Errors.
 
@@ -362,6 +379,13 @@ class CallPipeline:
         self._transport.abort(reason, culprit)
         if isinstance(error, CommunicationError):
             observers.failed(self._recorder, error)
+
+    def _break_between_calls(self, error: BaseException) -> None:
+        """Make this communicator unusable because ``error`` ended a collective made of several between two of them."""
+        if self._broken is None and not self.closed and not isinstance(error, ConfigurationError | ConcurrentUseError):
+            self._broken = error
+            culprit, reason = blame(error, self._global_rank, "a collective made of several calls")
+            self._transport.abort(reason, culprit)
 
     def _complete_facts(self, error: CommunicationError, call: Call, started: float) -> None:
         if error.call is None:

@@ -228,17 +228,24 @@ class Composite(Handle):
     Args:
         steps: yields each started work and returns the result.
         released: called once, when no step is left.
+        broke: called with the error that ended the steps early.
 
     Attributes:
         waiting: lock of the thread that advances the steps.
     """
 
-    __slots__ = ("_current", "_driver", "_error", "_over", "_released", "_result", "_steps", "waiting")
+    __slots__ = ("_broke", "_current", "_driver", "_error", "_over", "_released", "_result", "_steps", "waiting")
 
-    def __init__(self, steps: Steps, released: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        steps: Steps,
+        released: Callable[[], None] | None = None,
+        broke: Callable[[BaseException], None] | None = None,
+    ) -> None:
         self.waiting = threading.RLock()
         self._steps = steps
         self._released = released
+        self._broke = broke
         self._driver: int | None = None
         self._current: Work | None = None
         self._over = False
@@ -246,13 +253,18 @@ class Composite(Handle):
         self._result: Any = None
         try:
             self._advance(None)
-        except BaseException:
-            self._end()
+        except BaseException as error:
+            self._fail(error)
             raise
 
-    def as_work(self) -> Work:
-        """What the user of the collective gets."""
-        return Work(self.complete, self.is_completed, None, self._give_up, self.waiting)
+    def as_work(self, finish: Callable[[Any], Any] | None = None) -> Work:
+        """What the user of the collective gets: the result, or what ``finish`` makes of it."""
+
+        def complete(timeout_s: float | None) -> Any:
+            result = self.complete(timeout_s)
+            return result if finish is None else finish(result)
+
+        return Work(complete, self.is_completed, None, self._give_up, self.waiting)
 
     def driven_here(self) -> bool:
         """Whether the calling thread is the one that advances the steps right now."""
@@ -281,6 +293,8 @@ class Composite(Handle):
 
     def _fail(self, error: BaseException) -> None:
         self._error = error  # raised by those who wait
+        if self._broke is not None:
+            self._broke(error)
         self._end()
 
     def _give_up(self, timeout_s: float) -> CommunicationError | None:

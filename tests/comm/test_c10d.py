@@ -632,3 +632,20 @@ def test_closing_ends_the_call_that_another_thread_waits_for(kind: str, monkeypa
     assert isinstance(error, CommunicatorClosedError)
     assert error.rank == 0
     assert f"{kind}(" in str(error.call)
+
+
+def test_an_open_receive_keeps_no_call_that_came_after_it() -> None:
+    def job(comm: Communicator) -> int:
+        received = comm.recv(torch.ones(1), 1, async_op=True) if comm.rank == 0 else None
+        for _ in range(100):
+            comm.allreduce(torch.ones(4), async_op=True).wait()
+        transport = comm._transport
+        assert isinstance(transport, C10dTransport)
+        kept = len(transport._outstanding)
+        if received is None:
+            comm.send(torch.ones(1), 0)
+        else:
+            received.wait()
+        return kept
+
+    assert max(values(run(2, job))) <= 33

@@ -183,3 +183,18 @@ def test_a_stopped_monitor_has_no_thread(monitor: Monitor, ranks: list[Rank]) ->
     assert thread.is_alive()
     monitor.stop()
     assert not thread.is_alive()
+
+
+def test_a_monitor_that_found_no_thread_looks_for_one_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monitor, works = Monitor(poll_s=0.005), StreamWork()
+    with monkeypatch.context() as short:
+        short.setattr(threading.Thread, "start", none_left)
+        with pytest.raises(RuntimeError, match="thread"):
+            monitor.watch(works)  # type: ignore[arg-type]
+    works.completed = True
+    monitor.watch(works)  # type: ignore[arg-type]
+    until(lambda: not monitor._watched)
+    monitor.stop()

@@ -404,3 +404,15 @@ def test_a_rank_that_never_comes_is_a_timeout(message: bool) -> None:
             assert started(comm) == []
 
     values(run(2, job, transport=checked))
+
+
+def test_closing_ends_calls_that_have_not_started() -> None:
+    def job(comm: Communicator) -> None:
+        if comm.rank == 0:
+            works = [comm.allreduce(torch.ones(2), async_op=True), comm.recv(torch.ones(2), 1, async_op=True)]
+            comm.close()
+            for work in works:
+                with pytest.raises(CommunicatorClosedError):
+                    work.wait(5)
+
+    values(run(2, job, transport=checked))

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bagua.comm import solo_group
 from bagua.comm.communicator import Communicator
 from bagua.comm.lifetime.background import BackgroundThread
 from bagua.comm.lifetime.forks import Family, family
@@ -115,6 +116,32 @@ def test_a_call_under_way_in_another_thread_keeps_no_lock_in_a_child() -> None:
         comm._transport.close()  # There is no parent that would.
 
     values(run(2, in_a_child))
+
+
+def test_a_group_that_another_thread_closes_keeps_no_lock_in_a_child() -> None:
+    group = solo_group()
+    locks = [group._closing, group._ledger.guard, group.recorder._writing]
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with ExitStack() as stack:
+            for lock in locks:
+                stack.enter_context(lock)
+            held.set()
+            over.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    try:
+        assert held.wait(60)
+        group.disown()
+        closing = threading.Thread(target=group.close, daemon=True)
+        closing.start()
+        closing.join(20)
+        assert not closing.is_alive()
+    finally:
+        over.set()
+        holder.join(60)
 
 
 def test_a_task_of_the_parent_raises_in_a_child_and_later_ones_run(monkeypatch: pytest.MonkeyPatch) -> None:

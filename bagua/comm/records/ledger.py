@@ -34,6 +34,11 @@ class Ledger:
                 self.closed = merge([self.closed, entry.snapshot()])
                 self.recorder.retire(entry)
 
+    def disown(self) -> None:
+        """In a forked child: another thread of the parent may have held a lock."""
+        self.guard = threading.RLock()
+        self.recorder.disown()
+
     def totals(self) -> dict[str, KindStatistics]:
         """Sums over all communicators, by kind of call."""
         with self.guard:

@@ -226,6 +226,10 @@ class Recorder:
         #: threads read both at once.
         self._blocked: tuple[float, float | None] = (0.0, None)
 
+    def disown(self) -> None:
+        """In a forked child: another thread of the parent may have held the lock."""
+        self._writing = threading.RLock()
+
     # Standing still.
 
     def blocked_s(self, now: float) -> float:

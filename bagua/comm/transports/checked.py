@@ -142,6 +142,8 @@ class CheckedTransport(Transport):
         _living.discard(self)
         self.data.close()
         self.check.close()
+        for handle in (*self._collectives, *self._others):
+            handle.end(self.check.failures.ended())
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.data.empty(numel, dtype, device)
@@ -226,6 +228,11 @@ class CheckedHandle(Handle):
         except Exception as error:  # noqa: BLE001  # the one who waits raises it
             self._error = error
         return True
+
+    def end(self, error: BaseException) -> None:
+        """The transport was closed, so nothing starts any more."""
+        if self._inner is None and self._error is None:
+            self._error = error
 
     def _left_s(self) -> float:
         return max(self._deadline - time.monotonic(), 0.001)

@@ -62,8 +62,9 @@ class Monitor:
         with self._changed:
             self._watched.append(call)
             if self._thread is None and not self._stopped:
-                self._thread = threading.Thread(target=self._run, name="bagua-monitor", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="bagua-monitor", daemon=True)
+                thread.start()  # It fails where there may be no more threads; the next call tries again.
+                self._thread = thread
             self._changed.notify()
 
     def _run(self) -> None:

@@ -34,6 +34,8 @@ from bagua.comm.transports.failure.finder import FailureFinder
 from bagua.comm.transports.memory.copying import copy_pieces
 from bagua.errors import TransportUnavailableError
 
+#: Calls under way from which on those that are complete are looked for among them.
+_SWEEP_AT = 16
 #: Kinds that move something even if ``call.numel`` is 0.
 _NEVER_EMPTY = frozenset({"barrier", "alltoall_v", *POINT_TO_POINT})
 
@@ -74,6 +76,7 @@ class C10dTransport(Transport):
         self._lock = threading.RLock()
         self._closed = False
         self._outstanding: deque[C10dHandle] = deque()
+        self._sweep_at = _SWEEP_AT
         self._channels: dict[str, _Channel] = {}
         self.failures = FailureFinder(membership, functools.partial(_disconnect, self._channels))
         try:
@@ -174,6 +177,9 @@ class C10dTransport(Transport):
         while outstanding and outstanding[0].is_completed():
             outstanding.popleft()
         outstanding.append(handle)
+        if len(outstanding) > self._sweep_at:  # One that lasts, as an open receive, keeps none of those behind it.
+            self._outstanding = deque(one for one in outstanding if not one.is_completed())
+            self._sweep_at = max(2 * len(self._outstanding), _SWEEP_AT)
         handle.unattended()
 
     def watch(self, works: StreamWatch) -> None:
@@ -200,9 +206,9 @@ class C10dTransport(Transport):
             if self._closed:
                 return
             self._closed = True
-        pending = [handle for handle in self._outstanding if not handle.is_completed()]
+        pending = [handle for handle in list(self._outstanding) if not handle.is_completed()]
         self.failures.end(under_way=bool(pending))
-        for handle in self._outstanding:
+        for handle in list(self._outstanding):
             handle.discard(self.failures.ended())
         self._outstanding.clear()
         self.waiters.stop()
