@@ -180,6 +180,10 @@ def start_without_an_address():
     os.environ.update(RANK="0", WORLD_SIZE="2")
     with pytest.raises(ConfigurationError, match=r"MASTER_ADDR.*baguarun --nproc 2"):
         bagua.comm.init_process_group()
+    for port in ("0", "99999"):
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        with pytest.raises(ConfigurationError, match=f"from 1 to 65535, seen .* MASTER_PORT {port}"):
+            bagua.comm.init_process_group()
     os.environ.pop("RANK")
     with pytest.raises(ConfigurationError, match=r"rank unset, world size 2.*torchrun --nproc_per_node 2"):
         bagua.comm.init_process_group()

@@ -74,11 +74,11 @@ def connect(rank: int, world_size: int, timeout_s: float) -> dist.Store:
         return dist.HashStore()
     found = env.launcher_variables()
     address, port = found.get("MASTER_ADDR"), found.get("MASTER_PORT", "")
-    if address is None or not port.isdigit():
+    if address is None or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigurationError(
             f"a world of {world_size} processes, but no address where they meet",
             argument="MASTER_ADDR, MASTER_PORT",
-            expected="both in the environment, as a launcher sets them",
+            expected="both in the environment, as a launcher sets them; the port from 1 to 65535",
             seen=f"MASTER_ADDR {address or 'unset'}, MASTER_PORT {port or 'unset'}",
             advice=f"Start the script with: {_COMMAND}",
         )
