@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch.distributed import FileStore, HashStore
 from bagua.comm.transports.base import Membership
 from bagua.comm.transports.failure import notices as c10d_notices
 from bagua.comm.transports.failure.errors import ended_error, lost_error, timeout_error
+from bagua.comm.transports.failure.finder import FailureFinder
 from bagua.comm.transports.failure.notices import Cause, Findings, Mailbox, meet
 from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError, PeerLostError, TransportUnavailableError
 
@@ -245,3 +248,67 @@ def test_finding_out_takes_no_longer_than_it_may(boxes: list[Mailbox]) -> None:
     started = time.monotonic()
     assert boxes[0].find_out() == Findings(silent=(5, 6, 7))
     assert time.monotonic() - started < 60.0
+
+
+@pytest.fixture
+def no_descriptor_left() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_too_many_open_files_end_no_rank_with_another_error(
+    boxes: list[Mailbox], request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue("no_descriptor_left")  # After the mailboxes were made.
+    boxes[0].tell(CAUSE)
+    assert boxes[0].look().lost == ()
+
+
+def test_connections_close_though_no_notice_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Mailbox, "tell", no_memory)
+    ended: list[str] = []
+    finder = FailureFinder(membership(HashStore(), 0, 1), lambda: ended.append("disconnected"))
+    with pytest.raises(MemoryError):
+        finder.abort("it had enough")
+    assert ended == ["disconnected"]
+    finder.close()
+
+
+@pytest.mark.parametrize(("listens", "expected"), [("fd00::8", "fd00::8"), ("", "127.0.0.1")])
+def test_a_host_without_ipv4_has_an_address_of_ipv6(
+    listens: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_ipv4(_: str) -> str:
+        raise socket.gaierror
+
+    def listen(host: str) -> socket.socket:
+        if host != listens:
+            raise OSError
+        return socket.socket()
+
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(socket, "gethostbyname", no_ipv4)
+    found = ["::1", "fe80::1%eth0", "fd00::8"]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(10, 1, 6, "", (host, 0, 0, 0)) for host in found])
+    monkeypatch.setattr(c10d_notices, "_listen", listen)
+    assert c10d_notices.own_address() == expected
+
+
+def test_the_addresses_of_a_device_are_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lines = [
+        "00000000000000000000000000000001 01 80 10 80       lo",
+        "fe800000000000000000000000000001 02 40 20 80     eth0",
+        "fd000000000000000000000000000008 02 40 00 80     eth0",
+        "fd000000000000000000000000000009 03 40 00 80     eth1",
+    ]
+    (tmp_path / "if_inet6").write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr(c10d_notices, "Path", lambda _: tmp_path / "if_inet6")
+    assert c10d_notices._addresses_of_ipv6("eth0") == ["fd00::8"]
+    assert c10d_notices._addresses_of_ipv6("lo") == []

@@ -138,10 +138,12 @@ class FailureFinder:
             if self._cause is not None:
                 return False
             self._cause = cause
-        if announce:
-            # Before the connections close: a rank that this wakes looks for the cause.
-            self._mailbox.tell(cause)
-        self._disconnect()
+        try:
+            if announce:
+                # Before the connections close: a rank that this wakes looks for the cause.
+                self._mailbox.tell(cause)
+        finally:
+            self._disconnect()
         return True
 
     # The end.

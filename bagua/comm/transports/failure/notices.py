@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import ipaddress
 import json
 import secrets
 import selectors
@@ -25,6 +26,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 from torch.distributed import Store
@@ -44,6 +46,8 @@ _BATCH = 128
 #: A notice is cut to this; one write of so few bytes never blocks.
 _NOTICE_BYTES = 2048
 _SIOCGIFADDR = 0x8915
+#: Not epoll, which needs a descriptor of its own: notices must leave also where too many files are open.
+_Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
 _LOOPBACK = "127.0.0.1"
 
 
@@ -258,7 +262,7 @@ class _Round:
 
     def run(self, deadline: float) -> dict[int, bool | None]:
         """Connect, write, close; what each rank answered."""
-        with selectors.DefaultSelector() as selector:
+        with _Selector() as selector:
             for rank, address in self._addresses.items():
                 if address is not None:
                     self._begin(selector, rank, address)
@@ -314,20 +318,33 @@ def _own_host(membership: Membership) -> str:
 
 
 def own_address() -> str:
-    """The address of this host that Gloo takes, too; that of the loopback device if it is not one."""
-    try:
-        interface = env.gloo_interface()
-        host = _address_of(interface) if interface else socket.gethostbyname(socket.gethostname())
-        _listen(host).close()
-    except OSError:
-        return _LOOPBACK
-    return host
+    """The address of this host that Gloo takes, too: of IPv4, else of IPv6; that of the loopback device if none is."""
+    interface = env.gloo_interface()
+    for addresses in (_addresses_of_ipv4, _addresses_of_ipv6):
+        with contextlib.suppress(OSError):
+            for host in addresses(interface):
+                _listen(host).close()
+                return host
+    return _LOOPBACK
 
 
-def _address_of(interface: str) -> str:
+def _addresses_of_ipv4(interface: str | None) -> list[str]:
+    if not interface:
+        return [socket.gethostbyname(socket.gethostname())]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("256s", interface.encode()[:15])
-        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+        return [socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])]
+
+
+def _addresses_of_ipv6(interface: str | None) -> list[str]:
+    """Those that other hosts can reach: not of the loopback device, and not of one link only."""
+    if interface:
+        lines = (line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines())
+        found = [ipaddress.IPv6Address(int(line[0], 16)) for line in lines if line[5] == interface]
+    else:
+        answers = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET6, socket.SOCK_STREAM)
+        found = [ipaddress.IPv6Address(str(answer[4][0]).partition("%")[0]) for answer in answers]
+    return [str(one) for one in found if not (one.is_loopback or one.is_link_local)]
 
 
 def _shortened(cause: Cause) -> Cause:
