@@ -301,20 +301,34 @@ def test_what_torch_raises_when_it_is_set_up_is_translated(monkeypatch, comes, k
     assert caught.value.peers == peers
 
 
-@pytest.mark.parametrize("fact", ["world_size", "backend"])
+@pytest.mark.parametrize("fact", ["world_size", "backend", "local_world_size"])
 def test_ranks_that_were_started_differently_all_hear_of_it(fact):
     store = thread_store()
 
     def ask():
-        different = {"world_size": 3, "backend": "gloo"}[fact]
-        usual = {"world_size": 2, "backend": "threads"}[fact]
+        different = {"world_size": 3, "backend": "gloo", "local_world_size": 1}[fact]
+        usual = {"world_size": 2, "backend": "threads", "local_world_size": 2}[fact]
         with pytest.raises((CollectiveMismatchError, CollectiveTimeoutError)) as caught:
             init_thread(store, **{"world_size": 2, fact: different if own_rank() else usual, "timeout": 1.0})
         return type(caught.value) is CollectiveMismatchError and fact in str(caught.value)
 
     outcome = THREADS.run(ask, size=2)
     assert outcome[0] is True
-    assert outcome[1] is (fact == "backend") or outcome[1] is True
+    assert outcome[1] is (fact != "world_size") or outcome[1] is True
+
+
+def start_with_checks_on_one_rank(port):
+    os.environ["BAGUA_DEBUG"] = str(own_rank())
+    store = connect_store(port, 10.0)
+    with pytest.raises(CollectiveMismatchError, match="different values of BAGUA_DEBUG") as caught:
+        bagua.comm.init_process_group(store=store, rank=own_rank(), world_size=2, timeout=10)
+    return caught.value.peers
+
+
+def test_checks_on_one_rank_only_are_refused_on_all():
+    store, port = serve_store()
+    assert PROCESSES.run(start_with_checks_on_one_rank, port, size=2) == [(1,), (0,)]
+    del store
 
 
 def ask_for_a_backend(port, backend):

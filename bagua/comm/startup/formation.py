@@ -120,8 +120,14 @@ def plan(
         TransportUnavailableError: a rank cannot use the backend.
     """
     obstacle = backend_refusal(backend or "gloo") if len(ranks) > 1 else None
-    own = {"backend": backend, "world_size": len(ranks), "host": host_identity(), "refusal": str(obstacle or "")}
-    facts = {**own, **abilities(use_cuda), "job": new_job()}
+    own = {
+        "backend": backend,
+        "world_size": len(ranks),
+        "local_world_size": local_world_size,
+        "BAGUA_DEBUG": env.debug_checks(),
+    }
+    here = {"host": host_identity(), "refusal": str(obstacle or ""), "job": new_job()}
+    facts = {**own, **here, **abilities(use_cuda)}
     answers = gather_values(store, "init_process_group", rank, ranks, facts, timeout_s)
     _compare(answers, own, rank, ranks)
     if nodes is None:
@@ -134,14 +140,14 @@ def plan(
 
 def _compare(answers: list[dict[str, Any]], own: dict[str, Any], rank: int, ranks: Sequence[int]) -> None:
     for member, answer in enumerate(answers):
-        for fact in ("backend", "world_size"):
-            if answer[fact] != own[fact]:
+        for fact, value in own.items():
+            if answer[fact] != value:
                 raise CollectiveMismatchError(
                     f"ranks were started with different values of {fact}",
                     rank=rank,
                     call="init_process_group",
                     peers=(ranks[member],),
-                    expected=own[fact],
+                    expected=value,
                     seen=answer[fact],
                 )
 
