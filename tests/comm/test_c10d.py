@@ -22,6 +22,7 @@ from bagua.comm.call import Call
 from bagua.comm.communicator import Communicator
 from bagua.comm.reduction import ReduceOp
 from bagua.comm.transports.base import Membership
+from bagua.comm.transports.c10d import transport as c10d
 from bagua.comm.transports.c10d.groups import GlooGroup, NcclGroup, OtherGroup, split_name
 from bagua.comm.transports.c10d.handles import HostHandle
 from bagua.comm.transports.c10d.lowering import Abilities, Lowering, as_timedelta
@@ -649,3 +650,26 @@ def test_an_open_receive_keeps_no_call_that_came_after_it() -> None:
         return kept
 
     assert max(values(run(2, job))) <= 33
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_rank_that_dies_while_others_connect_is_named(dies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that could not connect itself is not: all of them may go on with another backend."""
+
+    met = threading.Barrier(3)
+
+    def create(_: str, members: Membership) -> Any:
+        met.wait(60)
+        if dies and members.rank == 2:
+            raise LookupError  # It closes its mailbox, as the kernel does for a process that ended.
+        raise TransportUnavailableError("no connection", rank=members.rank, elapsed_s=1.0)
+
+    monkeypatch.setattr(c10d, "create_group", create)
+    outcomes = run(3, lambda _: None)
+    if not dies:
+        assert [type(outcome) for outcome in outcomes] == [TransportUnavailableError] * 3
+        return
+    for rank, outcome in enumerate(outcomes[:2]):
+        assert isinstance(outcome, PeerLostError)
+        assert (outcome.rank, outcome.peers) == (rank, (2,))
+        assert isinstance(outcome.__cause__, TransportUnavailableError)

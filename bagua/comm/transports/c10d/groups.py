@@ -222,7 +222,7 @@ def create_group(name: str, membership: Membership) -> BackendGroup:
     except Exception as error:
         raise TransportUnavailableError(
             f"backend {name} could not be set up for {membership.label}: {error}",
-            rank=membership.rank,
+            rank=membership.ranks[membership.rank],
             elapsed_s=time.monotonic() - started,
             timeout_s=membership.timeout_s,
             advice="Check that all ranks run, reach each other over the network, and see their device.",

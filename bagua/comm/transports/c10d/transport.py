@@ -65,6 +65,7 @@ class C10dTransport(Transport):
     Raises:
         TransportUnavailableError: the backend does not exist here or cannot connect.
         CollectiveTimeoutError: some ranks never came; ``peers`` names them.
+        PeerLostError: a rank died while the others connected.
     """
 
     def __init__(self, backend: str, membership: Membership) -> None:
@@ -82,7 +83,7 @@ class C10dTransport(Transport):
         try:
             self.failures.meet()
             for device_type, name in split_name(backend).items():
-                self._add_channel(device_type, create_group(name, membership))
+                self._add_channel(device_type, self._create_group(name))
         except BaseException:
             for channel in set(self._channels.values()):
                 channel.group.close()
@@ -91,6 +92,15 @@ class C10dTransport(Transport):
         self._choose()
         _living.add(self)
         family.add(self)
+
+    def _create_group(self, name: str) -> BackendGroup:
+        try:
+            return create_group(name, self.membership)
+        except TransportUnavailableError as error:
+            found = self.failures.not_connected(error)
+            if found is error:
+                raise
+            raise found from error
 
     def _add_channel(self, device_type: str, group: BackendGroup) -> None:
         channel = _Channel(group)

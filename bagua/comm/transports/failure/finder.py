@@ -55,6 +55,19 @@ class FailureFinder:
                 advice="Every member must make the same groups in the same order.",
             )
 
+    def not_connected(self, error: CommunicationError) -> CommunicationError:
+        """What to raise because connections could not be made: who is lost, if that can be known; else ``error``.
+
+        This rank is about to close its mailbox, and says first that it is not lost itself.
+        """
+        self._mailbox.tell(None)
+        found = self._mailbox.find_out()
+        if found.cause is None and not found.lost:
+            return error
+        lost = lost_error(error, found, self._global_rank, error.elapsed_s or 0.0, self._membership.timeout_s)
+        lost.rank, lost.communicator = self._global_rank, self._membership.label
+        return lost
+
     @property
     def broken(self) -> bool:
         """Whether the communicator was broken or closed."""
