@@ -19,7 +19,7 @@ from bagua.comm.non_member import NON_MEMBER, NonMember
 from bagua.comm.operands import check_rank
 from bagua.comm.records.ledger import Ledger
 from bagua.comm.records.recorder import Recorder
-from bagua.comm.store.asking import gather_values, raise_refusals
+from bagua.comm.store.asking import gather_values, meeting, raise_refusals
 from bagua.comm.store.board import Board
 from bagua.comm.transports.base import Membership
 from bagua.comm.transports.registry import backend_refusal, create_transport
@@ -125,7 +125,8 @@ class ProcessGroup:
             timeout_s=timeout_s or self.timeout_s,
             label=self.label + suffix,
         )
-        transport = create_transport(backend or self.backend, membership)
+        with meeting(f"the set-up of {membership.label}", membership.rank, membership.ranks):
+            transport = create_transport(backend or self.backend, membership)
         communicator = Communicator(transport, self.timeout_s, self._ledger.recorder)
         self._made.append(communicator)
         self._ledger.open.append(communicator.statistics)

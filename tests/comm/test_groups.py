@@ -11,8 +11,9 @@ import bagua.comm
 import bagua.parallel as bagua_parallel
 import bagua.torch_api
 from bagua.algorithms import AsyncModelAverageAlgorithmImpl
-from bagua.comm import NON_MEMBER, NonMember, functional
+from bagua.comm import NON_MEMBER, NonMember, ProcessGroup, functional
 from bagua.comm.lifetime.background import BackgroundThread
+from bagua.comm.records.ledger import Ledger
 from bagua.comm.startup.adoption import as_group
 from bagua.errors import (
     CollectiveMismatchError,
@@ -20,6 +21,7 @@ from bagua.errors import (
     InvalidRankError,
     InvalidTypeError,
     NotInitializedError,
+    PeerLostError,
 )
 
 LAYOUTS = [[3], [2, 1], [1, 1, 1], [1, 3, 2], [2, 2]]
@@ -384,3 +386,14 @@ def use_torch_beside():
 @pytest.mark.gloo
 def test_torch_is_initialized_too(process_ranks):
     assert process_ranks(3, use_torch_beside) == [([9.0, 9.0], "gloo")] * 3
+
+
+def test_a_store_that_is_lost_while_a_group_connects_is_an_error_with_a_name(monkeypatch):
+    def lost(*_):
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    monkeypatch.setattr("bagua.comm.group.create_transport", lost)
+    for ranks, peers in (([0, 1], (0,)), ([4, 5], ())):
+        with pytest.raises(PeerLostError, match=f"rank {ranks[1]} lost the store .*the set-up of pair") as caught:
+            ProcessGroup(dist.HashStore(), 1, ranks, [0, 0], "gloo", 5.0, "pair", Ledger())
+        assert caught.value.peers == peers

@@ -21,7 +21,7 @@ from bagua.comm.group import ProcessGroup
 from bagua.comm.records.ledger import Ledger
 from bagua.comm.startup.choice import ASKED_FOR, abilities, candidates
 from bagua.comm.startup.hosts import host_identity, nodes_from_identities, nodes_from_local_size
-from bagua.comm.store.asking import gather_values, raise_refusals
+from bagua.comm.store.asking import gather_values, meeting, raise_refusals
 from bagua.comm.transports.registry import backend_refusal
 from bagua.comm.transports.shm.transport import shm_expected
 from bagua.errors import CollectiveMismatchError, ConfigurationError, TransportUnavailableError
@@ -60,13 +60,14 @@ def _show_from(level: str) -> None:
         _log.addHandler(handler)
 
 
-def fresh(store: dist.Store, rank: int) -> dist.Store:
+def fresh(store: dist.Store, rank: int, ranks: Sequence[int]) -> dist.Store:
     """A part of ``store`` that no earlier initialization has written to.
 
     The generation is counted per rank, so it agrees when all ranks start anew, and a
     single rank that was restarted waits for the others instead of reading old keys.
     """
-    generation = store.add(f"bagua/generation/{rank}", 1)
+    with meeting("init_process_group", rank, ranks):
+        generation = store.add(f"bagua/generation/{rank}", 1)
     return dist.PrefixStore(f"bagua/{generation}", store)
 
 

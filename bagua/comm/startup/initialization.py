@@ -21,6 +21,7 @@ from bagua.comm.startup.choice import unwrapped
 from bagua.comm.startup.default_group import World, destroy_process_group, holder, is_initialized
 from bagua.comm.startup.formation import configure_log, connect_first, fresh, plan
 from bagua.comm.startup.rendezvous import connect, resolve_rank
+from bagua.comm.store.asking import meeting
 from bagua.comm.store.beats import Beats
 from bagua.comm.store.keys import missing_keys
 from bagua.comm.torch_private import default_store
@@ -113,7 +114,8 @@ def init_process_group(
     else:
         rank, world_size = resolve_rank(rank, world_size)
         store = connect(rank, world_size, timeout_s) if store is None else store
-    store, ranks = fresh(store, rank), range(world_size)
+    ranks = range(world_size)
+    store = fresh(store, rank, ranks)
     planned = plan(store, rank, ranks, backend, timeout_s, nodes=_nodes, local_world_size=local_world_size)
     backend = planned.choices[0][0]
     owns_torch = not joined and not dist.is_initialized() and not holder.is_thread(backend)
@@ -144,7 +146,8 @@ def _init_torch(store: dist.Store, rank: int, world_size: int, backend: str, tim
     """Initialize ``torch.distributed`` as well, for everything in torch that needs it."""
     name, started = "cpu:gloo,cuda:nccl" if "nccl" in backend else "gloo", time.monotonic()
     keys = [f"came_to_torch/{other}" for other in range(world_size)]
-    store.set(keys[rank], "")
+    with meeting("init_process_group", rank, range(world_size)):
+        store.set(keys[rank], "")
     try:
         dist.init_process_group(
             name,

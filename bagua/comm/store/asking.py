@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -39,12 +40,10 @@ def gather_values(
     """
     keys = [f"{topic}/{member}" for member in range(len(ranks))]
     started = time.monotonic()
-    try:
+    with meeting(topic, rank, ranks):
         store.set(keys[rank], json.dumps(value))
         _collect(store, topic, rank, ranks, keys, started, timeout_s, look)
         return [json.loads(text) for text in read_all(store, keys)]
-    except dist.DistNetworkError as error:
-        raise _store_lost(topic, rank, ranks) from error
 
 
 def consult(
@@ -76,7 +75,7 @@ def consult(
     keys = [f"{topic}{number}/{member}" for member in range(len(ranks))]
     answer = f"{topic}{number}/answer"
     started = time.monotonic()
-    try:
+    with meeting(topic, rank, ranks):
         store.set(keys[rank], json.dumps(value))
         if rank == 0:
             _collect(store, topic, rank, ranks, keys, started, timeout_s)
@@ -87,8 +86,6 @@ def consult(
             _collect(store, topic, rank, ranks, keys, started, timeout_s)
             raise _not_come(topic, rank, ranks, [ranks[0]], started, timeout_s)
         return json.loads(store.get(answer))
-    except dist.DistNetworkError as error:
-        raise _store_lost(topic, rank, ranks) from error
 
 
 def _collect(
@@ -131,14 +128,28 @@ def _not_come(
     )
 
 
-def _store_lost(topic: str, rank: int, ranks: Sequence[int]) -> PeerLostError:
-    return PeerLostError(
-        f"rank {ranks[rank]} lost the store through which the ranks meet",
-        rank=ranks[rank],
-        call=topic,
-        peers=ranks[:1],
-        advice="It is hosted by rank 0 or by the launcher: look at its output first.",
-    )
+@contextlib.contextmanager
+def meeting(topic: str, rank: int, ranks: Sequence[int]) -> Iterator[None]:
+    """Ranks meet at the store inside: if its host ends, the error says so.
+
+    Args:
+        topic: what they meet for.
+        rank: this member's rank in the group.
+        ranks: global rank of each member.
+
+    Raises:
+        PeerLostError: the store is lost.
+    """
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        raise PeerLostError(
+            f"rank {ranks[rank]} lost the store through which the ranks meet",
+            rank=ranks[rank],
+            call=topic,
+            peers=[first for first in ranks[:1] if first == 0],
+            advice="It is hosted by rank 0 or by the launcher: look at its output first.",
+        ) from error
 
 
 def refuse_together(
