@@ -161,7 +161,8 @@ class CallPipeline:
         Its result is what ``finish`` returns; ``result`` if that is None.
         """
         timeout_s = self.timeout_s if timeout is None else as_seconds(timeout)
-        self._finish_composite()
+        if self._composite is not None:
+            self._finish_composite()
         started = self._recorder.clock()
         if self._unseen:
             self._look(started)
