@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import weakref
 from collections import Counter
 from dataclasses import dataclass
 
@@ -21,11 +22,13 @@ from bagua.optim import DelayedNesterov
 from bagua.parallel import with_bagua
 from bagua.testing import ThreadRanks
 from bagua.testing.ranks import RankDiedError
-from tests.membership.training import RATE, joined, new_store, run, vanish
+from tests.membership.training import joined, new_store, run, vanish
 
 pytestmark = pytest.mark.threads
 
 OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9}
+#: So small that training diverges in no order of the merges: what a member loses by that does not count.
+RATE = 0.01
 
 
 def new_model(seat: int) -> torch.nn.Module:
@@ -269,6 +272,39 @@ def test_each_trains_at_its_own_pace_and_all_end_with_one_model(options):
     tape = check_one_model(run(3, island, new_store()))
     for fragment, (seat, made) in itertools.product(range(2), steps.items()):
         assert counted(tape, seat, fragment) == made
+
+
+def test_what_was_taken_in_is_not_kept():
+    """Each merge of others brings memory of its own. The engine kept one for each, to reuse it, and never did."""
+
+    def island(store):
+        with joined(store, 2) as islands:
+            taken: list[weakref.ref[torch.Tensor]] = []
+            others = islands.merges.others
+
+            def watched(*arguments, **options):
+                found = others(*arguments, **options)
+                taken.extend(map(weakref.ref, found))
+                return found
+
+            islands.merges.others = watched
+            model = wrapped(islands, diloco())
+            merges = 0
+            for _ in range(20):
+                if islands.seat == 1:  # The other one makes no step until it has learned of a merge.
+                    local_step(model, *model.bagua_optimizers, islands.seat)
+                    local_step(model, *model.bagua_optimizers, islands.seat)
+                else:
+                    merges += 1
+                    until(lambda merges=merges: len(islands.tape()) >= merges)
+                    local_step(model, *model.bagua_optimizers, islands.seat)
+            kept = sum(one() is not None for one in taken)
+            finished(islands, model)
+            return len(taken), kept
+
+    (many, kept), _ = sorted(run(2, island, new_store()), reverse=True)
+    assert many > 5
+    assert kept == 0
 
 
 def counted(tape, seat, fragment=0):

@@ -276,8 +276,9 @@ def _take_in_others(islands: Islands, step: OuterStep, flight: Flight, *, before
 
 
 def _take_in(flight: Flight, step: OuterStep, difference: torch.Tensor) -> None:
-    flight.flat = difference.to(flight.bucket.device, flight.bucket.dtype)
+    own, flight.flat = flight.flat, difference.to(flight.bucket.device, flight.bucket.dtype)
     step.fold(flight)
+    flight.flat = own  # The engine keeps it for flights to come.
 
 
 def decoupled(exchange: Exchange, islands: Islands) -> tuple[Exchange, ...]:
