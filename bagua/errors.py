@@ -351,7 +351,13 @@ class ConcurrentUseError(CommunicationError):
 
 
 class TransportUnavailableError(CommunicationError):
-    """The requested transport cannot run here; the message says why."""
+    """The requested transport cannot run here; the message says why.
+
+    Attributes:
+        agreed: ranks that all raise it, and know that: together they may try another transport.
+    """
+
+    agreed: tuple[int, ...] = ()
 
 
 class StoreLostError(CommunicationError, ConnectionError):

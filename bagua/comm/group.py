@@ -21,6 +21,7 @@ from bagua.comm.records.ledger import Ledger
 from bagua.comm.records.recorder import Recorder
 from bagua.comm.store.asking import gather_values, meeting, raise_refusals
 from bagua.comm.store.board import Board
+from bagua.comm.store.bounded import connection_to, with_limit
 from bagua.comm.transports.base import Membership
 from bagua.comm.transports.registry import backend_refusal, create_transport
 from bagua.errors import CollectiveMismatchError, InvalidRankError
@@ -301,7 +302,8 @@ class ProcessGroup:
         """
         self._numbered += 1
         name = f"{label}{self._numbered}"
-        return Board(dist.PrefixStore(name, self._connection()), self.rank, self.ranks, name)
+        store = with_limit(dist.PrefixStore(name, self._connection()), self.timeout_s)
+        return Board(store, self.rank, self.ranks, name)
 
     def connect(
         self, members: Sequence[int], name: str, *, timeout_s: float, backend: str | None = None
@@ -327,10 +329,9 @@ class ProcessGroup:
 
     def _connection(self) -> dist.Store:
         """The store, over a connection that no call of this group keeps busy. One for all: the host has few to give."""
-        store = self.store
         if self._own_store is None:
-            self._own_store = store.clone()  # type: ignore[attr-defined]  # which torch forgot in its hints
-        assert self._own_store is not None
+            with meeting(f"a connection of {self.label}", self.rank, self.ranks):
+                self._own_store = connection_to(self.store, self.timeout_s)
         return self._own_store
 
     def disconnect(self, communicator: Communicator) -> None:
@@ -347,7 +348,7 @@ class ProcessGroup:
     def _agree(self, store: dist.Store, wanted: list[object], obstacle: Exception | None) -> list[str]:
         """Compare what every member asks for, before anyone waits for a connection; their reasons to refuse it."""
         own = [wanted, str(obstacle or "")]
-        answers = gather_values(store, "wanted", self.rank, self.ranks, own, self.timeout_s)
+        answers = gather_values(store, "new_group", self.rank, self.ranks, own, self.timeout_s)
         for member, (answer, _) in enumerate(answers):
             if answer != wanted:
                 raise CollectiveMismatchError(

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 import bagua.comm
-from bagua.comm.startup import initialization
+from bagua.comm.records.ledger import Ledger
+from bagua.comm.startup import formation, initialization
 from bagua.comm.store.serving import connect_store, serve_store, thread_store
 from bagua.errors import (
     BaguaError,
@@ -349,6 +350,24 @@ def test_a_backend_that_cannot_run_here_is_refused_on_all_ranks(backend):
         assert issubclass(kind, (TransportUnavailableError, ConfigurationError))
         assert named
     del store
+
+
+@pytest.mark.parametrize(("agreed", "tried"), [((0, 1), ["hybrid", "gloo"]), ((), ["hybrid"]), ((0,), ["hybrid"])])
+def test_ranks_go_on_to_the_next_backend_together_or_not_at_all(monkeypatch, agreed, tried):
+    seen = []
+
+    class Refusing:
+        def __init__(self, store, rank, ranks, nodes, backend, *_):
+            seen.append(backend)
+            error = TransportUnavailableError(f"no {backend}")
+            error.agreed = agreed
+            raise error
+
+    monkeypatch.setattr(formation, "ProcessGroup", Refusing)
+    planned = formation.StartupPlan((0, 0), [("hybrid", "hosts"), ("gloo", "all can")], "job")
+    with pytest.raises(TransportUnavailableError, match=f"no {tried[-1]}"):
+        formation.connect_first(thread_store(), 0, (0, 1), planned, 1.0, Ledger())
+    assert seen == tried
 
 
 def test_a_backend_that_is_nearly_right_is_answered_with_the_right_one():

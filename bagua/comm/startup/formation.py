@@ -22,6 +22,7 @@ from bagua.comm.records.ledger import Ledger
 from bagua.comm.startup.choice import ASKED_FOR, abilities, candidates
 from bagua.comm.startup.hosts import host_identity, nodes_from_identities, nodes_from_local_size
 from bagua.comm.store.asking import gather_values, meeting, raise_refusals
+from bagua.comm.store.bounded import bounded
 from bagua.comm.transports.registry import backend_refusal
 from bagua.comm.transports.shm.transport import shm_expected
 from bagua.errors import CollectiveMismatchError, ConfigurationError, TransportUnavailableError
@@ -60,14 +61,14 @@ def _show_from(level: str) -> None:
         _log.addHandler(handler)
 
 
-def fresh(store: dist.Store, rank: int, ranks: Sequence[int]) -> dist.Store:
+def fresh(store: dist.Store, rank: int, ranks: Sequence[int], timeout_s: float) -> dist.Store:
     """A part of ``store`` that no earlier initialization has written to.
 
     The generation is counted per rank, so it agrees when all ranks start anew, and a
     single rank that was restarted waits for the others instead of reading old keys.
     """
-    with meeting("init_process_group", rank, ranks):
-        generation = store.add(f"bagua/generation/{rank}", 1)
+    with meeting("init_process_group", rank, ranks), bounded(store, timeout_s) as asked:
+        generation = asked.add(f"bagua/generation/{rank}", 1)
     return dist.PrefixStore(f"bagua/{generation}", store)
 
 
@@ -170,7 +171,8 @@ def connect_first(
 ) -> ProcessGroup:
     """The group on the first backend that all of its members can use.
 
-    A transport that cannot connect says so on every rank, hence all go on to the same next one.
+    If all ranks agree that a transport cannot connect them, all go on to the same next one. What fails on some of them
+    only, is an error there, and the others find that these ranks are gone.
 
     Args:
         store: store that these ranks alone write to.
@@ -188,7 +190,7 @@ def connect_first(
         try:
             group = ProcessGroup(members, rank, ranks, nodes, backend, timeout_s, label, ledger)
         except TransportUnavailableError as error:
-            if number == len(choices) - 1:
+            if number == len(choices) - 1 or error.agreed != tuple(ranks):
                 raise
             _log.info("rank %d of %d: not %s: %s", rank, len(ranks), backend, error)
             refused = str(error)

@@ -115,7 +115,7 @@ def init_process_group(
         rank, world_size = resolve_rank(rank, world_size)
         store = connect(rank, world_size, timeout_s) if store is None else store
     ranks = range(world_size)
-    store = fresh(store, rank, ranks)
+    store = fresh(store, rank, ranks, timeout_s)
     planned = plan(store, rank, ranks, backend, timeout_s, nodes=_nodes, local_world_size=local_world_size)
     backend = planned.choices[0][0]
     owns_torch = not joined and not dist.is_initialized() and not holder.is_thread(backend)

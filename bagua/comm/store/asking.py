@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from bagua.comm.long_wait import LongWait
+from bagua.comm.store.bounded import NoAnswerError, bounded
 from bagua.comm.store.keys import missing_keys, read_all, wait_for_keys
 from bagua.errors import CollectiveTimeoutError, PeerLostError, TransportUnavailableError
 
@@ -40,10 +41,10 @@ def gather_values(
     """
     keys = [f"{topic}/{member}" for member in range(len(ranks))]
     started = time.monotonic()
-    with meeting(topic, rank, ranks):
-        store.set(keys[rank], json.dumps(value))
-        _collect(store, topic, rank, ranks, keys, started, timeout_s, look)
-        return [json.loads(text) for text in read_all(store, keys)]
+    with meeting(topic, rank, ranks), bounded(store, timeout_s) as asked:
+        asked.set(keys[rank], json.dumps(value))
+        _collect(asked, topic, rank, ranks, keys, started, timeout_s, look)
+        return [json.loads(text) for text in read_all(asked, keys)]
 
 
 def consult(
@@ -75,17 +76,17 @@ def consult(
     keys = [f"{topic}{number}/{member}" for member in range(len(ranks))]
     answer = f"{topic}{number}/answer"
     started = time.monotonic()
-    with meeting(topic, rank, ranks):
-        store.set(keys[rank], json.dumps(value))
+    with meeting(topic, rank, ranks), bounded(store, timeout_s) as asked:
+        asked.set(keys[rank], json.dumps(value))
         if rank == 0:
-            _collect(store, topic, rank, ranks, keys, started, timeout_s)
+            _collect(asked, topic, rank, ranks, keys, started, timeout_s)
             for member in (*range(len(ranks)), "answer") if number > 1 else ():
-                store.delete_key(f"{topic}{number - 1}/{member}")  # Who is here has read that.
-            store.set(answer, json.dumps(decide([json.loads(text) for text in read_all(store, keys)])))
-        elif not wait_for_keys(store, [answer], started + timeout_s):
-            _collect(store, topic, rank, ranks, keys, started, timeout_s)
+                asked.delete_key(f"{topic}{number - 1}/{member}")  # Who is here has read that.
+            asked.set(answer, json.dumps(decide([json.loads(text) for text in read_all(asked, keys)])))
+        elif not wait_for_keys(asked, [answer], started + timeout_s):
+            _collect(asked, topic, rank, ranks, keys, started, timeout_s)
             raise _not_come(topic, rank, ranks, [ranks[0]], started, timeout_s)
-        return json.loads(store.get(answer))
+        return json.loads(asked.get(answer))
 
 
 def _collect(
@@ -130,7 +131,7 @@ def _not_come(
 
 @contextlib.contextmanager
 def meeting(topic: str, rank: int, ranks: Sequence[int]) -> Iterator[None]:
-    """Ranks meet at the store inside: if its host ends, the error says so.
+    """Ranks meet at the store inside: if its host ends or is stopped, the error says so.
 
     Args:
         topic: what they meet for.
@@ -139,15 +140,27 @@ def meeting(topic: str, rank: int, ranks: Sequence[int]) -> Iterator[None]:
 
     Raises:
         PeerLostError: the store is lost.
+        CollectiveTimeoutError: the store exists, and does not answer.
     """
+    started = time.monotonic()
+    host = [first for first in ranks[:1] if first == 0]
     try:
         yield
+    except NoAnswerError as error:
+        raise CollectiveTimeoutError(
+            f"the store through which the ranks meet does not answer rank {ranks[rank]}",
+            rank=ranks[rank],
+            call=topic,
+            peers=host,
+            elapsed_s=time.monotonic() - started,
+            advice="It is hosted by rank 0 or by the launcher: was that process stopped, or its machine?",
+        ) from error
     except dist.DistNetworkError as error:
         raise PeerLostError(
             f"rank {ranks[rank]} lost the store through which the ranks meet",
             rank=ranks[rank],
             call=topic,
-            peers=[first for first in ranks[:1] if first == 0],
+            peers=host,
             advice="It is hosted by rank 0 or by the launcher: look at its output first.",
         ) from error
 
@@ -181,12 +194,15 @@ def raise_refusals(reasons: Sequence[str], rank: int, ranks: Sequence[int], refu
     Raises:
         TransportUnavailableError: naming the ranks that refuse and why.
     """
-    if refusal is not None:
-        raise refusal
     refusing = [(ranks[member], reason) for member, reason in enumerate(reasons) if reason]
-    if refusing:
-        raise TransportUnavailableError(
+    error = refusal
+    if error is None and refusing:
+        error = TransportUnavailableError(
             "; ".join(f"rank {member} refused: {reason}" for member, reason in refusing),
             rank=ranks[rank],
             peers=[member for member, _ in refusing],
         )
+    if isinstance(error, TransportUnavailableError):
+        error.agreed = tuple(ranks)
+    if error is not None:
+        raise error

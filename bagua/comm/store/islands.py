@@ -12,8 +12,9 @@ from torch.distributed import Store as KeyStore
 
 from bagua.checks import check_kind
 from bagua.comm.startup.rendezvous import wait_for_listener
+from bagua.comm.store.bounded import BoundedStore
 from bagua.comm.store.etcd import EtcdStore
-from bagua.comm.store.polled import BoundedStore, PolledStore
+from bagua.comm.store.polled import PolledStore
 from bagua.errors import ConfigurationError, StoreLostError
 
 __all__ = ["KeyStore", "close_store", "open_store", "part_of", "serve_store_at"]

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent import futures
 from datetime import timedelta
-from typing import Any, TypeVar
 
-from torch.distributed import DistNetworkError, DistStoreError, Store
+from torch.distributed import DistStoreError, Store
 
-from bagua.comm.lifetime.background import BackgroundThread
 from bagua.comm.store.keys import wait_for_keys
 
-T = TypeVar("T")
 
-
-def _bytes(value: str | bytes) -> bytes:
+def as_bytes(value: str | bytes) -> bytes:
+    """What a store keeps of ``value``."""
     return value.encode() if isinstance(value, str) else bytes(value)
 
 
@@ -65,7 +60,7 @@ class PolledStore(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Replace the value of ``key``."""
-        self.write(key, _bytes(value))
+        self.write(key, as_bytes(value))
 
     def get(self, key: str) -> bytes:
         """The value of ``key``, as soon as there is one."""
@@ -96,7 +91,7 @@ class PolledStore(Store):
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         """Write if the value is the expected one; the value afterwards."""
-        return self.swap(key, _bytes(expected_value), _bytes(desired_value))[1]
+        return self.swap(key, as_bytes(expected_value), as_bytes(desired_value))[1]
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number under ``key``; the sum."""
@@ -104,7 +99,7 @@ class PolledStore(Store):
 
     def append(self, key: str, value: str | bytes) -> None:
         """Append to the value of ``key``."""
-        self._change(key, lambda before: before + _bytes(value))
+        self._change(key, lambda before: before + as_bytes(value))
 
     def _change(self, key: str, change: Callable[[bytes], bytes]) -> bytes:
         while True:
@@ -131,82 +126,3 @@ class PolledStore(Store):
     def has_extended_api(self) -> bool:
         """Whether several keys can be asked for at once."""
         return True
-
-
-class BoundedStore(PolledStore):
-    """A store each of whose calls ends, also when the host of the other store was stopped.
-
-    The clients of torch then ignore their own timeouts. They never connect again, either: a store that was lost once is
-    not asked any more, because each question would only print another warning of torch.
-
-    Args:
-        store: store of torch; used by this object only.
-        timeout_s: how long ``get`` and ``wait`` wait for a key, in seconds.
-        limit_s: seconds that each request may take.
-    """
-
-    def __init__(self, store: Store, timeout_s: float, limit_s: float = 3.0) -> None:
-        super().__init__(timeout_s)
-        self._inner = store
-        self._limit_s = limit_s
-        self._thread = BackgroundThread("bagua-islands-store")
-        self._asking = threading.RLock()
-        self._unanswered: futures.Future[Any] | None = None
-        self._lost = ""
-
-    def read(self, keys: Sequence[str]) -> list[bytes | None]:
-        """See ``PolledStore``."""
-
-        def ask() -> list[bytes | None]:
-            present = [key for key in keys if self._inner.check([key])]
-            found = dict(zip(present, self._inner.multi_get(present) if present else [], strict=True))
-            return [found.get(key) for key in keys]
-
-        return self._bounded(ask)
-
-    def write(self, key: str, value: bytes) -> None:
-        """See ``PolledStore``."""
-        self._bounded(lambda: self._inner.set(key, value))  # type: ignore[arg-type]  # torch takes bytes as well
-
-    def swap(self, key: str, expected: bytes, desired: bytes) -> tuple[bool, bytes]:
-        """See ``PolledStore``; that another wrote the same is not told apart."""
-        found = self._bounded(lambda: self._inner.compare_set(key, expected.decode(), desired.decode()))
-        return found == desired, found
-
-    def remove(self, key: str) -> bool:
-        """See ``PolledStore``."""
-        return self._bounded(lambda: self._inner.delete_key(key))
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to the number under ``key``; the sum."""
-        return self._bounded(lambda: self._inner.add(key, amount))
-
-    def append(self, key: str, value: str | bytes) -> None:
-        """Append to the value of ``key``."""
-        self._bounded(lambda: self._inner.append(key, _bytes(value).decode()))  # type: ignore[attr-defined]  # it has it
-
-    def _bounded(self, ask: Callable[[], T]) -> T:
-        with self._asking:
-            if self._lost:
-                raise DistNetworkError(self._lost)
-            late = self._unanswered
-            if late is not None:  # Asking more would only make the queue longer.
-                if not futures.wait([late], self._limit_s).done:
-                    raise self._no_answer()
-                self._unanswered = None
-            question = self._thread.submit(ask)
-            if not futures.wait([question], self._limit_s).done:
-                self._unanswered = question
-                raise self._no_answer()
-            try:
-                return question.result()
-            except DistNetworkError as error:
-                self._lost = str(error)
-                raise
-
-    def _no_answer(self) -> DistNetworkError:
-        return DistNetworkError(f"the store did not answer within {self._limit_s:g} s")
-
-    def close(self) -> None:
-        """Let the thread end, if it is not stuck."""
-        self._thread.stop(0.5)

@@ -83,12 +83,14 @@ def create_torch_group(
         >>> group.shutdown()
     """
     everyone = list(ranks) or list(range(size))
-    part = fresh(store, rank, everyone)  # Also if an argument is refused: ranks then still count the same groups.
+    timeout_s = as_seconds(timeout)
+    part = fresh(
+        store, rank, everyone, timeout_s
+    )  # Also if an argument is refused: ranks then still count the same groups.
     install_torch_backend()
     require_known_calls(TorchGroup)
     own, of_nccl = _split_options(options)
     configure_log()
-    timeout_s = as_seconds(timeout)
     members = _connect(part, rank, everyone, timeout_s, f"torch/{name}")
     stand_in = CpuStandIn(dist.PrefixStore("gloo", part), rank, size, timedelta(seconds=timeout_s))
     backends = {"cuda": _nccl(part, rank, size, timeout_s, everyone, name, of_nccl)} if _serves_cuda() else {}

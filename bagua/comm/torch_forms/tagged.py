@@ -21,6 +21,8 @@ import torch.distributed as dist
 
 from bagua.comm.communicator import Communicator
 from bagua.comm.objects import as_bytes, decode, encode
+from bagua.comm.store.asking import meeting
+from bagua.comm.store.bounded import NoAnswerError, connection_to, with_limit
 from bagua.comm.transports.memory.copying import copy_pieces
 from bagua.comm.work import Composite, Steps, Work
 from bagua.errors import (
@@ -148,6 +150,14 @@ class Mail:
     def _talk(self, conversation: Callable[[], T]) -> T:
         try:
             return conversation()
+        except NoAnswerError as error:
+            raise CollectiveTimeoutError(
+                "the store through which messages with a tag travel does not answer",
+                rank=self.ranks[self.rank],
+                communicator=self.label,
+                timeout_s=self.timeout_s,
+                advice="It is hosted by rank 0 or by the launcher: was that process stopped, or its machine?",
+            ) from error
         except (RuntimeError, OSError) as error:
             raise PeerLostError(
                 f"rank {self.ranks[self.rank]} lost the store through which messages with a tag travel",
@@ -271,6 +281,8 @@ def mail_of(communicator: Communicator) -> Mail:
     """The tagged messages of ``communicator``, over a connection of their own to the store."""
     found = _mails.get(communicator)
     if found is None:
-        store = communicator.store.clone()  # type: ignore[attr-defined]  # which torch forgot in its hints
-        found = _mails.setdefault(communicator, Mail(communicator, dist.PrefixStore("tagged", store)))
+        rank, limit_s = communicator.rank, communicator.timeout_s
+        with meeting("a message with a tag", rank, communicator.ranks):
+            store = dist.PrefixStore("tagged", connection_to(communicator.store, limit_s))
+        found = _mails.setdefault(communicator, Mail(communicator, with_limit(store, limit_s)))
     return found

@@ -20,12 +20,14 @@ import socket
 import struct
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from bagua.comm.startup.hosts import host_identity
 from bagua.comm.store.asking import gather_values
+from bagua.comm.store.bounded import bounded
 from bagua.comm.transports.base import Membership
 from bagua.comm.transports.shm.line import NONCE_BYTES
 from bagua.comm.transports.shm.memory import SharedMemory, create_memory, map_memory
@@ -78,21 +80,20 @@ def attach(membership: Membership, control_bytes: int, settings: Mapping[str, in
         TransportUnavailableError: on every rank, if one of them cannot.
         CollectiveTimeoutError: some ranks did not come.
     """
-    meeting = _Meeting(membership)
-    try:
-        meeting.prepare(control_bytes, settings)
-        problem = meeting.connect()
-        meeting.await_verdicts(problem)
-        problems = gather_values(
-            membership.store, _VERDICT, membership.rank, membership.ranks, problem, membership.timeout_s
-        )
-        _raise_together(membership, problems)
-    except BaseException:
-        meeting.give_up()
-        raise
-    finally:
-        meeting.end()
-    return meeting.result()
+    with bounded(membership.store, membership.timeout_s) as store:
+        meeting = _Meeting(replace(membership, store=store))
+        try:
+            meeting.prepare(control_bytes, settings)
+            problem = meeting.connect()
+            meeting.await_verdicts(problem)
+            problems = gather_values(store, _VERDICT, membership.rank, membership.ranks, problem, membership.timeout_s)
+            _raise_together(membership, problems)
+        except BaseException:
+            meeting.give_up()
+            raise
+        finally:
+            meeting.end()
+        return meeting.result()
 
 
 def _raise_together(membership: Membership, problems: list[str]) -> None:
@@ -100,12 +101,14 @@ def _raise_together(membership: Membership, problems: list[str]) -> None:
     refusing = [rank for rank, problem in enumerate(problems) if problem]
     if refusing:
         told = "; ".join(f"rank {membership.ranks[rank]}: {problems[rank]}" for rank in refusing)
-        raise TransportUnavailableError(
+        error = TransportUnavailableError(
             f"shared memory cannot connect these ranks: {told}",
             rank=membership.ranks[membership.rank],
             peers=[membership.ranks[rank] for rank in refusing],
             advice="Leave the choice to backend=None, or use backend='gloo'.",
         )
+        error.agreed = membership.ranks
+        raise error
 
 
 class _Meeting:
