@@ -14,8 +14,8 @@ import pytest
 from torch.distributed import DistNetworkError, DistStoreError, HashStore, PrefixStore
 
 from bagua.comm import Cells, group_of_seats, open_store, serve_store_at
-from bagua.comm.store.etcd import EtcdStore
 from bagua.comm.store.bounded import BoundedStore
+from bagua.comm.store.etcd import EtcdStore
 from bagua.comm.store.polled import PolledStore
 from bagua.errors import ConfigurationError, StoreLostError
 from bagua.membership.roster import Deadlines
