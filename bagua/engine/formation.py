@@ -257,8 +257,6 @@ class Formation:
     def _begin_from_weights(self) -> None:
         """Make what starts from the weights, once they are what training begins with. Collective if it is shared."""
         executed = self.execution.courses
-        if not executed.fresh:
-            return
         shared = executed.fresh_and_shared
         if self.group.size > 1 and shared:
             if loads := self.equality.loads.unmet():
@@ -303,7 +301,8 @@ class Formation:
         """Have the exchanges of this step's phase executed, and make what starts from the weights as they are now."""
         if self.phases.is_over:
             self._change_phase()
-        self._begin_from_weights()
+        if self.execution.courses.fresh:
+            self._begin_from_weights()
 
     def _change_phase(self) -> None:
         """The algorithm has changed its ways: other exchanges, in other buckets only if they need such."""

@@ -330,7 +330,7 @@ class Reducer:
             if len(missing) == len(scheduler.slots):
                 return
             raise unused({self.group.rank: [slot.name for slot in missing]})
-        without = {slot.name for slot in scheduler.fill_missing(missing)}
+        without = {slot.name for slot in scheduler.fill_missing(missing)} if missing else set()
         scheduler.complete()
         if find_unused and self.group.size > 1 and sends_gradients(phases.exchanges):
             self.formation.restore_unused(without)
@@ -361,16 +361,16 @@ class Reducer:
             ConfigurationError: none has, and the weights are others than at the end of that pass.
         """
         scheduler, formation = self.execution.scheduler, self.formation
-        if scheduler is None:
+        if not late:
+            formation.model.forget_rates()
+        if scheduler is None or not scheduler.owes:
             return
-        watched = scheduler.owes and not stepped and bool(self.optimizers)
+        watched = not stepped and bool(self.optimizers)
         if watched and self._versions not in ([], formation.registration.versions):
             error = changed_by_others()
             self.give_up(error)
             raise error
         self._versions = []
-        if not late:
-            formation.model.forget_rates()
         with self._giving_up():
             scheduler.after_optimizers()
 

@@ -210,12 +210,12 @@ class Courses:
         """
         for one in exchanges:
             found = self._buckets_of(one, buckets, model, options)
-            tracks = [Track(one.label, part, bucket, self._memory_of(one, bucket)) for part, bucket in found]
+            made = [Track(one.label, part, bucket, self._memory_of(one, bucket)) for part, bucket in found]
             lane = Lane(self._group, {bucket.device: CallerExecutor() for _, bucket in found})
             prepared = None if one.how is None else one.how.prepare(self._group)
-            course = Course(one, tracks, model, lane, prepared, self.shares)
-            for together in course.by_part():
-                course.set_off(together, clock)
+            course = Course(one, made, model, lane, prepared, self.shares)
+            for tracks in course.together:
+                course.set_off(tracks, clock)
             course.cut(clock)
 
     def _course(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -12,6 +12,8 @@ from bagua.buckets import Bucket
 from bagua.engine.buckets.layout import twice, unusable
 from bagua.engine.schedule.executor import nothing
 from bagua.engine.schedule.tracks import Clock, Course, Track
+
+_ALL = slice(None)
 
 
 class Slot:
@@ -119,7 +121,9 @@ class Scheduler:
             for course in courses
             if course.exchange.parts.by == "arrival" and "gradients" in course.exchange.needs
         ]
+        self._scales = [(course, scale) for course in self._gathering if (scale := course.gathering_scale) is not None]
         self._arrivals = [Arrival(bucket, gathers=bool(self._gathering)) for bucket in buckets]
+        self._unfused = [arrival.bucket for arrival in self._arrivals if not arrival.fusion]
         self.slots = {id(slot.parameter): slot for arrival in self._arrivals for slot in arrival.slots}
         self.launched = 0
         self.active = False
@@ -151,7 +155,7 @@ class Scheduler:
         self._begun = not self._agendas["backward begins"]
         for course in self.courses:
             course.begin(clock)
-        factor = next((course.scale for course in self._gathering if course.due and course.scales_gathering), 1.0)
+        factor = next((scale for course, scale in self._scales if course.due), 1.0)
         for arrival in self._arrivals:
             arrival.pending = len(arrival.slots)
             arrival.scale = arrival.factor(factor)
@@ -197,26 +201,22 @@ class Scheduler:
 
     def _bucket_is_ready(self, index: int) -> None:
         for agenda in self._of_buckets:
-            self._go_through(agenda, self.clock, lambda course: [[course.tracks[index]]])
+            self._go_through(agenda, self.clock, slice(index, index + 1))
 
     def _reach(self, point: Point, clock: Clock) -> None:
-        self._go_through(self._agendas[point], clock, Course.by_part)
+        if agenda := self._agendas[point]:
+            self._go_through(agenda, clock, _ALL)
 
-    def _go_through(
-        self,
-        agenda: _Agenda,
-        clock: Clock,
-        parts_of: Callable[[Course], list[list[Track]]],
-    ) -> None:
-        self._fold(agenda, clock, parts_of)
+    def _go_through(self, agenda: _Agenda, clock: Clock, which: slice) -> None:
+        self._fold(agenda, clock, which)
         for course in (*agenda.at_once, *agenda.starts):
-            for tracks in parts_of(course):
+            for tracks in course.together[which]:
                 if course.is_due(tracks[0]):
                     course.set_off(tracks, clock)
 
-    def _fold(self, agenda: _Agenda, clock: Clock, parts_of: Callable[[Course], list[list[Track]]]) -> None:
+    def _fold(self, agenda: _Agenda, clock: Clock, which: slice) -> None:
         for course in agenda.folds:
-            for tracks in parts_of(course):
+            for tracks in course.together[which]:
                 while course.is_back(tracks[0], clock):
                     course.fold(tracks, clock)
 
@@ -251,16 +251,17 @@ class Scheduler:
         self.launch_ready(everything=True)
         self._reach("backward ends", self.clock)
         self._owe()
-        if any(course.due or course.exchange.lag for course in self._gathering):
-            for arrival in self._arrivals:
-                if not arrival.fusion:
-                    arrival.bucket.return_gradients()
+        if self._unfused and any(course.due or course.exchange.lag for course in self._gathering):
+            for bucket in self._unfused:
+                bucket.return_gradients()
 
     # Between backward passes.
 
     def _owe(self) -> None:
         """What is due when the optimizers have stepped stays owed until then, whatever further backward passes do."""
         agenda = self._agendas["stepped"]
+        if not agenda:
+            return
         for course in (*agenda.at_once, *agenda.starts):
             self._owed.update({id(track): self.clock for track in course.tracks if course.is_due(track)})
         back = any(course.is_back(track, self.clock) for course in agenda.folds for track in course.tracks)
@@ -274,9 +275,9 @@ class Scheduler:
             return
         owed, agenda = dict(self._owed), self._agendas["stepped"]
         self.owe_nothing()
-        self._fold(agenda, self.clock, Course.by_part)
+        self._fold(agenda, self.clock, _ALL)
         for course in (*agenda.at_once, *agenda.starts):
-            for tracks in course.by_part():
+            for tracks in course.together:
                 if (due := owed.get(id(tracks[0]))) is not None:  # Backward passes may have followed that one.
                     course.set_off(tracks, due)
 

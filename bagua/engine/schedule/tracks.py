@@ -7,7 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,8 +26,7 @@ from bagua.primitives import MatrixBlock, ReducerMemory
 _log = logging.getLogger("bagua")
 
 
-@dataclass(frozen=True)
-class Clock:
+class Clock(NamedTuple):
     """What time it is in training.
 
     Attributes:
@@ -120,9 +119,12 @@ class Course:
         shares: shares of the ranks in means of what they have learned.
 
     Attributes:
+        together: tracks that are folded together; for buckets by arrival, one list for each bucket.
         due: parts that start in this step.
         at_work: the bucket that is being exchanged, or waited for; None if there is none.
         apart: see ``How.apart``.
+        gathering_scale: factor by which gradients are multiplied when they are gathered; None if it is what is made of
+            them that is multiplied.
     """
 
     def __init__(
@@ -144,7 +146,10 @@ class Course:
         self._ranks = 1 if lane is None else lane.group.size
         parts = exchange.parts
         self._of_arrival = parts.by == "arrival"
+        self.together = _together(self.tracks, of_arrival=self._of_arrival)
         self._shifts = [parts.shift(part, exchange.when.steps) for part in range(parts.n)]
+        self._always = exchange.when.regular and exchange.when.steps == 1
+        self._parts = frozenset(range(parts.n))
         how = exchange.how
         self._contributions = 1.0 if lane is None or how is None else how.ranks(lane.group)
         self._shares = shares
@@ -152,6 +157,8 @@ class Course:
         self._by_share = how is not None and how.by_share and exchange.what is not None and exchange.what.learned
         self._uniform = how is not None and how.uniform
         in_place = exchange.what is not None and exchange.what.in_place
+        gathers = in_place and how is not None and self._of_arrival
+        self.gathering_scale = how.scale(self._contributions) if how is not None and gathers else None
         self._in_place = in_place and exchange.lag == 0
         self._gathers = in_place and not self._of_arrival
         self.apart = how is not None and how.apart
@@ -169,23 +176,13 @@ class Course:
     def begin(self, clock: Clock) -> None:
         """A step begins: find out what is due in it."""
         when = self.exchange.when
-        self.due = frozenset(part for part, shift in enumerate(self._shifts) if when.due(clock.t, shift))
+        self.due = self._parts
+        if not self._always:
+            self.due = frozenset(part for part, shift in enumerate(self._shifts) if when.due(clock.t, shift))
 
     def is_due(self, track: Track) -> bool:
         """Whether ``track`` starts in this step."""
         return (0 if self._of_arrival else track.part) in self.due
-
-    @property
-    def scales_gathering(self) -> bool:
-        """Whether gradients are multiplied by ``scale`` when they are gathered, and not what is made of them."""
-        what, how = self.exchange.what, self.exchange.how
-        return what is not None and what.in_place and how is not None and self._of_arrival
-
-    @property
-    def scale(self) -> float:
-        """Factor on what is sent."""
-        how = self.exchange.how
-        return 1.0 if how is None else how.scale(self._contributions)
 
     def note_rates(self) -> None:
         """Keep the learning rates of this step, if its exchange reads them: it may come after the next schedule."""
@@ -358,20 +355,21 @@ class Course:
     def cut(self, clock: Clock) -> None:
         """Training is interrupted: leave nothing under way."""
         drops = self.exchange.lag > 0 and self.exchange.then.cut(self.exchange.what) == "drop"
-        for tracks in self.by_part():
+        for tracks in self.together:
             for track in tracks if drops else ():
                 self.drop(track)
             while any(track.flights for track in tracks):
                 self.fold([track for track in tracks if track.flights], clock)
 
-    def by_part(self) -> list[list[Track]]:
-        """Tracks that are folded together: those of one part; buckets by arrival each by itself."""
-        if self._of_arrival:
-            return [[track] for track in self.tracks]
-        parts: dict[int, list[Track]] = {}
-        for track in self.tracks:
-            parts.setdefault(track.part, []).append(track)
-        return list(parts.values())
+
+def _together(tracks: Sequence[Track], *, of_arrival: bool) -> list[list[Track]]:
+    """Tracks that are folded together: those of one part; buckets by arrival each by itself."""
+    if of_arrival:
+        return [[track] for track in tracks]
+    parts: dict[int, list[Track]] = {}
+    for track in tracks:
+        parts.setdefault(track.part, []).append(track)
+    return list(parts.values())
 
 
 def _gather(bucket: Bucket, factor: float) -> None:
