@@ -120,7 +120,8 @@ class EngineAccess:
         """In this block, weights and floating-point buffers are their means over all ranks. Collective.
 
         At its end each rank has its own again, and exchanges under way go on. Where all ranks are equal by what
-        they exchange, nothing changes, and nothing is sent.
+        they exchange, nothing changes, and nothing is sent. The ranks are those of the group: other islands, which may
+        come and go, are not in the mean.
 
         Raises:
             ConfigurationError: at the end of the block: the mean was trained on.
