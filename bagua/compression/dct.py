@@ -11,6 +11,7 @@ import torch
 from bagua.checks import check_whole, unusable
 from bagua.compression.base import Codec, Metadata, exact_dtype, store
 from bagua.compression.block_top_k import BlockTopK
+from bagua.compression.packing.blocks import in_pieces
 
 
 def check_side(side: int) -> None:
@@ -48,9 +49,14 @@ def to_coefficients(flat: torch.Tensor, side: int) -> torch.Tensor:
         >>> to_coefficients(torch.ones(4), 2).round(decimals=3)
         tensor([2., 0., 0., 0.])
     """
-    basis = _basis(side, flat.device)
-    filled = torch.nn.functional.pad(flat.double(), (0, -flat.numel() % side**2)).view(-1, side, side)
-    return (basis @ filled @ basis.t()).view(-1).to(exact_dtype(flat.dtype))
+    basis, block = _basis(side, flat.device), side**2
+    missing = -flat.numel() % block
+    coefficients = flat.new_empty(flat.numel() + missing, dtype=exact_dtype(flat.dtype))
+    whole = flat.numel() // block * block
+    _turn(flat[:whole], coefficients[:whole], basis, basis.t())
+    if missing:
+        _turn(torch.nn.functional.pad(flat[whole:], (0, missing)), coefficients[whole:], basis, basis.t())
+    return coefficients
 
 
 def from_coefficients(coefficients: torch.Tensor, side: int, numel: int) -> torch.Tensor:
@@ -61,8 +67,17 @@ def from_coefficients(coefficients: torch.Tensor, side: int, numel: int) -> torc
         tensor([1., 1., 1.])
     """
     basis = _basis(side, coefficients.device)
-    blocks = coefficients.double().view(-1, side, side)
-    return (basis.t() @ blocks @ basis).view(-1)[:numel].to(coefficients.dtype)
+    flat = torch.empty_like(coefficients)
+    _turn(coefficients, flat, basis.t(), basis)
+    return flat[:numel]
+
+
+def _turn(flat: torch.Tensor, out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Multiply each block from both sides, so few at a time that they stay in the cache."""
+    side = len(left)
+    for rows, turned in in_pieces(flat.view(-1, side**2), out.view(-1, side**2)):
+        blocks = rows.double().view(-1, side, side)
+        turned.copy_((left @ blocks @ right).view(-1, side**2))
 
 
 @dataclass(frozen=True)
