@@ -24,8 +24,11 @@ from bagua.compression import (
     MinMaxUInt8,
     Sign,
     TopK,
+    from_coefficients,
     registry,
+    to_coefficients,
 )
+from bagua.compression.packing import blocks
 
 FLOATING = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 dtypes = pytest.mark.parametrize("dtype", FLOATING, ids=str)
@@ -332,6 +335,17 @@ def test_the_transform_is_the_published_one():
         kept = torch.zeros_like(coefficients).index_copy(0, largest, coefficients[largest]).view(side, side)
         expected.append(torch.einsum("kl,ki,lj->ij", kept, waves, waves).flatten())
     torch.testing.assert_close(decoded(codec, values), torch.cat(expected))
+
+
+def test_the_transform_of_a_few_blocks_at_a_time_is_that_of_all(monkeypatch):
+    side = 8
+    values = torch.randn(5 * side**2 + 3, generator=torch.Generator().manual_seed(0))
+    at_once = to_coefficients(values, side)
+    monkeypatch.setattr(blocks, "_CACHED_NUMEL", 2 * side**2)
+    coefficients = to_coefficients(values, side)
+    assert torch.equal(coefficients, at_once)
+    assert len(coefficients) == 6 * side**2
+    torch.testing.assert_close(from_coefficients(coefficients, side, len(values)), values, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("side", [8, 64])

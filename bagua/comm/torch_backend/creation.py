@@ -84,9 +84,8 @@ def create_torch_group(
     """
     everyone = list(ranks) or list(range(size))
     timeout_s = as_seconds(timeout)
-    part = fresh(
-        store, rank, everyone, timeout_s
-    )  # Also if an argument is refused: ranks then still count the same groups.
+    # Also if an argument is refused: ranks then still count the same groups.
+    part = fresh(store, rank, everyone, timeout_s)
     install_torch_backend()
     require_known_calls(TorchGroup)
     own, of_nccl = _split_options(options)

@@ -123,8 +123,8 @@ class Course:
         due: parts that start in this step.
         at_work: the bucket that is being exchanged, or waited for; None if there is none.
         apart: see ``How.apart``.
-        gathering_scale: factor by which gradients are multiplied when they are gathered; None if it is what is made of
-            them that is multiplied.
+        gathering_scale: factor on gradients, by which they are multiplied when they are gathered; None where the factor
+            is on what is made of them.
     """
 
     def __init__(
@@ -157,8 +157,8 @@ class Course:
         self._by_share = how is not None and how.by_share and exchange.what is not None and exchange.what.learned
         self._uniform = how is not None and how.uniform
         in_place = exchange.what is not None and exchange.what.in_place
-        gathers = in_place and how is not None and self._of_arrival
-        self.gathering_scale = how.scale(self._contributions) if how is not None and gathers else None
+        scales = how if in_place and self._of_arrival else None
+        self.gathering_scale = None if scales is None else scales.scale(self._contributions)
         self._in_place = in_place and exchange.lag == 0
         self._gathers = in_place and not self._of_arrival
         self.apart = how is not None and how.apart
