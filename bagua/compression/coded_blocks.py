@@ -30,8 +30,13 @@ class CodedBlocks(Codec):
         """Numbers that are kept of each block."""
         return 1
 
+    def number_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype of these numbers, of elements of ``dtype``."""
+        return exact_dtype(dtype)
+
     def _header_bytes(self, metadata: Metadata) -> int:
-        return -(-metadata.numel // self.block_numel) * self.numbers_per_block * exact_dtype(metadata.dtype).itemsize
+        blocks = -(-metadata.numel // self.block_numel)
+        return blocks * self.numbers_per_block * self.number_dtype(metadata.dtype).itemsize
 
     def _payload_bytes(self, metadata: Metadata) -> int:
         return self._header_bytes(metadata) + -(-metadata.numel * self.bits // 8)
@@ -45,7 +50,7 @@ class CodedBlocks(Codec):
             metadata: facts about ``flat``.
         """
         start = self._header_bytes(metadata)
-        header = data[:start].view(exact_dtype(metadata.dtype)).view(-1, self.numbers_per_block)
+        header = data[:start].view(self.number_dtype(metadata.dtype)).view(-1, self.numbers_per_block)
         packed = data[start : self._payload_bytes(metadata)]
         for blocks, part, length in in_rows(metadata.numel, self.block_numel):
             rows = flat[part].view(-1, length)

@@ -67,8 +67,8 @@ def exact(_: int, flats: list[torch.Tensor]) -> torch.Tensor:
 
 
 def sign(flat: torch.Tensor) -> torch.Tensor:
-    """Signs times the mean magnitude of each 2048 elements."""
-    return torch.cat([torch.where(part < 0, -1, 1) * part.abs().mean() for part in flat.split(2048)])
+    """Signs times the mean magnitude of each 2048 elements, in bfloat16."""
+    return torch.cat([torch.where(part < 0, -1, 1) * part.abs().mean().bfloat16().float() for part in flat.split(2048)])
 
 
 def top_k(flat: torch.Tensor, ratio: float) -> torch.Tensor:

@@ -20,7 +20,7 @@ class OneBitAdamAlgorithm(FrozenAdam):
     What the first ``S`` loses stays in ``e_i``; what the second one does, in that of the rank that summed. The gradient
     of each parameter then becomes the one that leads to ``m'``, as in ``QAdamAlgorithm``.
 
-    A 21st of the bytes of a float32 allreduce; with large blocks a 32nd, which loses more. The second moment is
+    A 26th of the bytes of a float32 allreduce; with large blocks a 32nd, which loses more. The second moment is
     frozen after the warm-up of the optimizer, which should last until it has settled: for 15 to 25 % of all steps, say
     the authors.
 

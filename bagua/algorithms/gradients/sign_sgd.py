@@ -18,7 +18,7 @@ class SignSGDAlgorithm(ReducedGradients):
     times the mean magnitude of each ``block_numel`` elements. Every rank sends one bit for each element, and a number
     for each block, to each of the others.
 
-    With the defaults it keeps the loss of full gradients at their learning rate. Larger blocks send up to a third less,
+    With the defaults it keeps the loss of full gradients at their learning rate. Larger blocks send up to a fifth less,
     and lose more; so does a shorter warm-up.
 
     Args:
