@@ -180,8 +180,8 @@ def through_bagua(
         return Prepared(
             wrapped, optimizer, functools.partial(bound.resume, wrapped), functools.partial(bound.abort, wrapped)
         )
-    # Saving leaves no exchange under way.
-    return Prepared(wrapped, optimizer, pause=wrapped.state_dict, finish=wrapped.bagua_finish)
+    # Saving the algorithm's state waits for exchanges under way, and applies none before its time.
+    return Prepared(wrapped, optimizer, pause=wrapped.bagua_state_dict, finish=wrapped.bagua_finish)
 
 
 def named(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, options: dict[str, object]) -> Prepared:

@@ -7,12 +7,14 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import bagua.comm
 from bagua.cli.lab import network as lab
 from benchmarks.network import __main__ as command
 from benchmarks.network import report
@@ -229,6 +231,35 @@ def test_options_of_an_optimizer_that_an_algorithm_needs():
     assert rate_of(torch.optim.SGD, adam) == pytest.approx(0.0055)
     other = one_like(torch.optim.AdamW(model.parameters(), betas=(0.5, 0.6)), model.parameters(), lr=0.5)
     assert (type(other), other.defaults["lr"], other.defaults["betas"]) == (torch.optim.AdamW, 0.5, (0.5, 0.6))
+
+
+def take_a_step(prepared):
+    prepared.optimizer.zero_grad()
+    prepared.model(torch.ones(1, 4)).sum().backward()
+    prepared.optimizer.step()
+
+
+def pause_while_one_rank_is_late(name, paused, late):
+    """Whether rank 0's pause ended before the step of rank 1 without which no exchange can end."""
+    model = torch.nn.Linear(4, 2)
+    prepared = find_maker(name)(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(4):
+        take_a_step(prepared)
+    if bagua.comm.get_rank() == 1:
+        assert paused.wait(60)
+        time.sleep(0.1)
+        late.set()
+    take_a_step(prepared)
+    paused.set()
+    prepared.pause()
+    return late.is_set()
+
+
+@pytest.mark.threads
+def test_a_pause_waits_for_exchanges_under_way(thread_ranks):
+    """What goes on in the next contender's turn would slow that down."""
+    paused, late = threading.Event(), threading.Event()
+    assert thread_ranks(2, pause_while_one_rank_is_late, "diloco:sync_every=4,overlap=3", paused, late) == [True, True]
 
 
 def test_contenders_as_text():
