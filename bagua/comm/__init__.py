@@ -57,6 +57,27 @@ from bagua.comm.work import Work
 
 # For other packages of bagua.
 # isort: off
+from torch.distributed import (
+    Backend as Backend,
+    DistStoreError as DistStoreError,
+    FileStore as FileStore,
+    HashStore as HashStore,
+    PrefixStore as PrefixStore,
+    QueueEmptyError as QueueEmptyError,
+    Store as Store,
+    TCPStore as TCPStore,
+    get_default_backend_for_device as get_default_backend_for_device,
+    get_node_local_rank as get_node_local_rank,
+    is_available as is_available,
+    is_backend_available as is_backend_available,
+    is_gloo_available as is_gloo_available,
+    is_mpi_available as is_mpi_available,
+    is_nccl_available as is_nccl_available,
+    is_torchelastic_launched as is_torchelastic_launched,
+    is_ucc_available as is_ucc_available,
+    is_xccl_available as is_xccl_available,
+)
+from torch.distributed.constants import default_pg_timeout as default_pg_timeout
 from bagua.comm.lifetime.background import (
     BackgroundThread as BackgroundThread,
     bounded as bounded,
@@ -115,6 +136,7 @@ from bagua.comm.store.islands import (
 )
 from bagua.comm.store.serving import (
     connect_store as connect_store,
+    meet_at as meet_at,
     serve_store as serve_store,
     thread_store as thread_store,
 )
@@ -134,28 +156,6 @@ from bagua.comm.torch_forms.lists import (
     gather_tensors as gather_tensors,
     reduce_scatter_tensors as reduce_scatter_tensors,
     scatter_tensors as scatter_tensors,
-)
-from bagua.comm.torch_forms.names import (
-    Backend as Backend,
-    DistStoreError as DistStoreError,
-    FileStore as FileStore,
-    HashStore as HashStore,
-    PrefixStore as PrefixStore,
-    QueueEmptyError as QueueEmptyError,
-    Store as Store,
-    TCPStore as TCPStore,
-    default_pg_timeout as default_pg_timeout,
-    get_default_backend_for_device as get_default_backend_for_device,
-    get_node_local_rank as get_node_local_rank,
-    is_available as is_available,
-    is_backend_available as is_backend_available,
-    is_gloo_available as is_gloo_available,
-    is_mpi_available as is_mpi_available,
-    is_nccl_available as is_nccl_available,
-    is_torchelastic_launched as is_torchelastic_launched,
-    is_ucc_available as is_ucc_available,
-    is_xccl_available as is_xccl_available,
-    meet_at as meet_at,
 )
 from bagua.comm.torch_forms.tagged import mail_of as mail_of
 from bagua.comm.transports.memory.copying import copy_flat as copy_flat

@@ -1,1 +1,1 @@
-"""What the names of ``torch.distributed`` need beyond our collectives: stores, lists of tensors, tags."""
+"""What the names of ``torch.distributed`` need beyond our collectives: lists of tensors, tags."""
