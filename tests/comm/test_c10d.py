@@ -581,12 +581,12 @@ class LateWork:
 
 
 def test_a_wait_of_several_slices_leaves_nothing_for_the_garbage_collector() -> None:
-    owner: Any = SimpleNamespace(failures=SimpleNamespace(peers_left=lambda: False))
+    failures: Any = SimpleNamespace(peers_left=lambda: False)
     work = LateWork()
     gone = weakref.ref(work)
     gc.disable()
     try:
-        HostHandle(owner, (work,), None, 20.0, None).wait()
+        HostHandle(failures, (work,), None, 20.0, None).wait()
         del work
         assert gone() is None
     finally:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +14,10 @@ import torch
 from torch.distributed import HashStore
 
 from bagua.comm.communicator import Communicator
+from bagua.comm.transports.c10d import handles
 from bagua.comm.transports.c10d import transport as c10d
 from bagua.comm.transports.c10d.groups import BackendGroup, NcclGroup
-from bagua.comm.transports.c10d.handles import StreamWatch
-from bagua.comm.transports.c10d.monitor import Monitor
+from bagua.comm.transports.c10d.monitor import Monitor, StreamWatch
 from bagua.comm.transports.c10d.transport import C10dTransport
 from bagua.comm.transports.failure.notices import Cause
 from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError, PeerLostError
@@ -75,7 +76,7 @@ class Rank:
 @pytest.fixture
 def monitor(monkeypatch: pytest.MonkeyPatch) -> Any:
     quick = Monitor(poll_s=0.005, notice_poll_s=0.02)
-    monkeypatch.setattr(c10d, "monitor", quick)
+    monkeypatch.setattr(handles, "monitor", quick)
     yield quick
     quick.stop()
 
@@ -177,7 +178,7 @@ def test_closing_with_works_under_way_aborts_first(ranks: list[Rank]) -> None:
 
 
 def test_a_stopped_monitor_has_no_thread(monitor: Monitor, ranks: list[Rank]) -> None:
-    monitor.watch(StreamWatch(ranks[0].transport, (StreamWork(),), 20.0))
+    monitor.watch(StreamWatch(ranks[0].transport.failures, (StreamWork(),), 20.0))
     thread = monitor._thread
     assert thread is not None
     assert thread.is_alive()
@@ -189,12 +190,14 @@ def test_a_monitor_that_found_no_thread_looks_for_one_again(monkeypatch: pytest.
     def none_left(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    monitor, works = Monitor(poll_s=0.005), StreamWork()
+    monitor, work = Monitor(poll_s=0.005), StreamWork()
+    failures: Any = SimpleNamespace(broken=False, peers_left=lambda: False)
+    call = StreamWatch(failures, (work,), 20.0)
     with monkeypatch.context() as short:
         short.setattr(threading.Thread, "start", none_left)
         with pytest.raises(RuntimeError, match="thread"):
-            monitor.watch(works)  # type: ignore[arg-type]
-    works.completed = True
-    monitor.watch(works)  # type: ignore[arg-type]
+            monitor.watch(call)
+    work.completed = True
+    monitor.watch(call)
     until(lambda: not monitor._watched)
     monitor.stop()

@@ -123,7 +123,7 @@ class GlooGroup(BackendGroup):
 
 
 class NcclGroup(BackendGroup):
-    """NCCL: CUDA tensors, asynchronous to the host, aborted by ``c10d_monitor``."""
+    """NCCL: CUDA tensors, asynchronous to the host, aborted by ``monitor.py``."""
 
     abilities = Abilities(
         copies=frozenset({*_FLOATS, *_INTEGERS, torch.bool}),

@@ -13,7 +13,7 @@ from abc import abstractmethod
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,6 +22,7 @@ from bagua.comm.lifetime.forks import leak
 from bagua.comm.long_wait import LongWait
 from bagua.comm.transports.base import Handle
 from bagua.comm.transports.c10d.lowering import Finish, as_timedelta
+from bagua.comm.transports.c10d.monitor import StreamWatch, all_completed, monitor
 from bagua.comm.transports.failure.finder import FailureFinder
 from bagua.errors import CommunicationError
 
@@ -33,38 +34,28 @@ _GRACE_S = 1.0
 _POLL_S = 0.001
 
 
-class Owner(Protocol):
-    """What handles need of their transport."""
-
-    waiters: Waiters
-    failures: FailureFinder
-
-    def watch(self, works: StreamWatch) -> None:
-        """Let the monitor enforce the deadline of ``works``."""
-
-
 class C10dHandle(Handle):
     """What all started calls share: their clock, and that they complete once.
 
     Args:
-        transport: transport that started the call.
+        failures: knowledge of the failures of the communicator.
         works: torch's works, which make up the call.
         finish: completes the call after the works.
         timeout_s: its deadline, from now.
         kept: tensors that must live until the call is complete.
     """
 
-    __slots__ = ("_error", "_finish", "_kept", "_started", "_timeout_s", "_transport", "_works")
+    __slots__ = ("_error", "_failures", "_finish", "_kept", "_started", "_timeout_s", "_works")
 
     def __init__(
         self,
-        transport: Owner,
+        failures: FailureFinder,
         works: tuple[Any, ...],
         finish: Finish | None,
         timeout_s: float,
         kept: Any,
     ) -> None:
-        self._transport = transport
+        self._failures = failures
         self._works: tuple[Any, ...] | None = works
         self._finish = finish
         self._timeout_s = timeout_s
@@ -132,7 +123,7 @@ class C10dHandle(Handle):
 
     def _interrupted(self, error: BaseException) -> None:
         """Ctrl-C, say: end the call before the tensors go back to the user."""
-        self._transport.failures.abort(f"it left a call with {type(error).__name__}: {error}")
+        self._failures.abort(f"it left a call with {type(error).__name__}: {error}")
         self.settle()
 
     def elapsed_s(self) -> float:
@@ -160,21 +151,23 @@ class HostHandle(C10dHandle):
     """Works that the host waits for, in slices.
 
     Args:
-        is_message: True for messages of Gloo. Their state is unknown until somebody waits, and waiting has one try.
+        waiters: who waits for messages of Gloo, whose state is unknown until then, and which can be waited for once;
+            None for collectives.
     """
 
-    __slots__ = ("_unknown",)
+    __slots__ = ("_unknown", "_waiters")
 
-    def __init__(self, *arguments: Any, is_message: bool = False) -> None:
+    def __init__(self, *arguments: Any, waiters: Waiters | None = None) -> None:
         super().__init__(*arguments)
+        self._waiters = waiters
         #: Whether nobody has begun to wait for messages, and nobody can tell their state.
-        self._unknown = is_message
+        self._unknown = waiters is not None
 
     def unattended(self) -> None:
         # Somebody must wait, or is_completed would never know.
-        if self._unknown and self._works:
+        if self._unknown and self._waiters is not None and self._works:
             limit = as_timedelta(max(self._left_s(None), 0.0) + _GRACE_S)
-            self._works = (self._transport.waiters.wait_for(self._works, limit),)
+            self._works = (self._waiters.wait_for(self._works, limit),)
             self._unknown = False
 
     def _wait(self, timeout_s: float | None) -> None:
@@ -198,7 +191,7 @@ class HostHandle(C10dHandle):
         wait = LongWait()
         while True:
             if wait.is_over():
-                self._transport.failures.warn_of(wait)
+                self._failures.warn_of(wait)
             if work.is_completed():
                 # The slice may have ended just before the work: only its own word counts.
                 try:
@@ -207,10 +200,10 @@ class HostHandle(C10dHandle):
                     raise self._judge(failure) from failure
                 return
             left = self._left_s(until)
-            if self._transport.failures.peers_left():  # Their notice may come before their connections close.
-                raise self._transport.failures.failed(error, self.elapsed_s(), self._timeout_s)
+            if self._failures.peers_left():  # Their notice may come before their connections close.
+                raise self._failures.failed(error, self.elapsed_s(), self._timeout_s)
             if left <= 0:
-                timed_out = self._transport.failures.timed_out(self.elapsed_s(), self._timeout_s)
+                timed_out = self._failures.timed_out(self.elapsed_s(), self._timeout_s)
                 self.settle()
                 raise timed_out from error
             try:
@@ -224,8 +217,8 @@ class HostHandle(C10dHandle):
         # The backend has the same deadline, and its clock may be a little ahead; perhaps no thread has waited before.
         overdue = self._left_s(None) <= SLICE_S and "timed out" in str(failure).lower()
         if overdue:
-            return self._transport.failures.timed_out(self.elapsed_s(), self._timeout_s)
-        return self._transport.failures.failed(failure, self.elapsed_s(), self._timeout_s)
+            return self._failures.timed_out(self.elapsed_s(), self._timeout_s)
+        return self._failures.failed(failure, self.elapsed_s(), self._timeout_s)
 
     def settle(self, limit_s: float = 1.0) -> None:
         deadline = time.monotonic() + limit_s
@@ -250,75 +243,27 @@ class StreamHandle(C10dHandle):
     def unattended(self) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return  # Nothing runs yet, and asking would spoil the graph.
-        self._transport.watch(StreamWatch(self._transport, self._works or (), self._timeout_s))
+        monitor.watch(StreamWatch(self._failures, self._works or (), self._timeout_s))
 
     def _wait(self, timeout_s: float | None) -> None:
         if timeout_s is not None:
             until = time.monotonic() + timeout_s
             while not self.is_completed():
                 if self._left_s(until) <= 0:
-                    raise self._transport.failures.timed_out(self.elapsed_s(), self._timeout_s)
+                    raise self._failures.timed_out(self.elapsed_s(), self._timeout_s)
                 time.sleep(_POLL_S)
-        self._transport.failures.check_usable()
+        self._failures.check_usable()
         for work in self._works or ():
             try:
                 work.wait()
             except RuntimeError as error:
-                raise self._transport.failures.failed(error, self.elapsed_s(), self._timeout_s) from error
+                raise self._failures.failed(error, self.elapsed_s(), self._timeout_s) from error
 
     def settle(self, limit_s: float = 1.0) -> None:  # noqa: ARG002
         return  # An aborted communicator writes nothing.
 
     def is_completed(self) -> bool:
-        return _all_completed(self._works or ())
-
-
-class StreamWatch:
-    """What the monitor watches: the works themselves, for the host does not wait for their end.
-
-    Args:
-        transport: transport that started the works.
-        works: torch's works of one call.
-        timeout_s: deadline of the call, from now.
-    """
-
-    def __init__(self, transport: Owner, works: tuple[Any, ...], timeout_s: float) -> None:
-        self._transport = transport
-        self._works = works
-        self._timeout_s = timeout_s
-        self._started = time.monotonic()
-
-    def is_completed(self) -> bool:
-        """Whether the device is done with the call, or the transport is broken and nothing waits for it any more."""
-        return self._transport.failures.broken or _all_completed(self._works)
-
-    def overdue(self) -> bool:
-        """Whether the deadline has passed."""
-        return self._elapsed_s() >= self._timeout_s
-
-    def end_overdue(self) -> None:
-        """Break the communicator because of the deadline."""
-        failures = self._transport.failures
-        failures.end_unattended(lambda: failures.timed_out(self._elapsed_s(), self._timeout_s))
-
-    def end_if_peers_left(self) -> bool:
-        """Break the communicator if a peer left it; whether that was so."""
-        failures = self._transport.failures
-        if not failures.peers_left():
-            return False
-        left = ConnectionError("a peer left")
-        failures.end_unattended(lambda: failures.failed(left, self._elapsed_s(), self._timeout_s))
-        return True
-
-    def _elapsed_s(self) -> float:
-        return time.monotonic() - self._started
-
-
-def _all_completed(works: tuple[Any, ...]) -> bool:
-    try:
-        return all(work.is_completed() for work in works)
-    except RuntimeError:
-        return True  # Waiting raises it.
+        return all_completed(self._works or ())
 
 
 class _Awaited:

@@ -10,28 +10,58 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from typing import Protocol
+from typing import Any
 
 from bagua.comm.lifetime.forks import family
+from bagua.comm.transports.failure.finder import FailureFinder
 
 _POLL_S = 0.02
 _NOTICE_POLL_S = 0.5
 
 
-class Watched(Protocol):
-    """What the monitor sees of a started call."""
+def all_completed(works: tuple[Any, ...]) -> bool:
+    """Whether the device is done with all of ``works``, or one of them has failed: waiting raises that."""
+    try:
+        return all(work.is_completed() for work in works)
+    except RuntimeError:
+        return True
 
-    def is_completed(self) -> bool:
-        """Whether it is over. Must not raise."""
 
-    def overdue(self) -> bool:
-        """Whether its deadline has passed."""
+class StreamWatch:
+    """What the monitor watches of a started call: its works themselves, for the host does not wait for their end.
 
-    def end_overdue(self) -> None:
-        """Break its communicator because of the deadline."""
+    Args:
+        failures: knowledge of the failures of the communicator.
+        works: torch's works of the call.
+        timeout_s: deadline of the call, from now.
+    """
 
-    def end_if_peers_left(self) -> bool:
-        """Break its communicator if a peer sent a notice, and say so. May take a moment."""
+    def __init__(self, failures: FailureFinder, works: tuple[Any, ...], timeout_s: float) -> None:
+        self._failures = failures
+        self._works = works
+        self._timeout_s = timeout_s
+        self._started = time.monotonic()
+
+    def is_over(self, ask: bool) -> bool:
+        """Whether nothing is left to watch: the device is done, or the communicator is broken, perhaps here and now.
+
+        Args:
+            ask: look for a notice of a peer, too, which may take a moment.
+        """
+        failures = self._failures
+        if failures.broken or all_completed(self._works):
+            return True
+        if self._elapsed_s() >= self._timeout_s:
+            failures.end_unattended(lambda: failures.timed_out(self._elapsed_s(), self._timeout_s))
+            return True
+        if ask and failures.peers_left():
+            left = ConnectionError("a peer left")
+            failures.end_unattended(lambda: failures.failed(left, self._elapsed_s(), self._timeout_s))
+            return True
+        return False
+
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._started
 
 
 class Monitor:
@@ -45,7 +75,7 @@ class Monitor:
     def __init__(self, poll_s: float = _POLL_S, notice_poll_s: float = _NOTICE_POLL_S) -> None:
         self._poll_s = poll_s
         self._notice_poll_s = notice_poll_s
-        self._watched: list[Watched] = []
+        self._watched: list[StreamWatch] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopped = False
@@ -57,7 +87,7 @@ class Monitor:
         self._watched = []
         self._thread = None
 
-    def watch(self, call: Watched) -> None:
+    def watch(self, call: StreamWatch) -> None:
         """Look after ``call`` until it is complete."""
         with self._changed:
             self._watched.append(call)
@@ -77,22 +107,12 @@ class Monitor:
                     return
                 calls = list(self._watched)
             ask = time.monotonic() - asked >= self._notice_poll_s
-            done = {id(call) for call in calls if self._look_at(call, ask)}
+            done = {id(call) for call in calls if call.is_over(ask)}
             if ask:
                 asked = time.monotonic()
             with self._changed:
                 self._watched = [call for call in self._watched if id(call) not in done]
                 self._changed.wait_for(lambda: self._stopped, self._poll_s)
-
-    @staticmethod
-    def _look_at(call: Watched, ask: bool) -> bool:
-        """Whether ``call`` is over, also because it was ended here."""
-        if call.is_completed():
-            return True
-        if call.overdue():
-            call.end_overdue()
-            return True
-        return ask and call.end_if_peers_left()
 
     def stop(self) -> None:
         """End the thread; nothing is watched any more."""

@@ -21,15 +21,8 @@ from bagua.comm.lifetime.closing import run_all
 from bagua.comm.lifetime.forks import family, forked_error
 from bagua.comm.transports.base import DONE, Handle, Membership, Transport
 from bagua.comm.transports.c10d.groups import BackendGroup, create_group, group_refusal, split_name
-from bagua.comm.transports.c10d.handles import (
-    C10dHandle,
-    HostHandle,
-    StreamHandle,
-    StreamWatch,
-    Waiters,
-)
+from bagua.comm.transports.c10d.handles import C10dHandle, HostHandle, StreamHandle, Waiters
 from bagua.comm.transports.c10d.lowering import Finish, Lowering
-from bagua.comm.transports.c10d.monitor import monitor
 from bagua.comm.transports.failure.finder import FailureFinder
 from bagua.comm.transports.memory.copying import copy_pieces
 from bagua.errors import TransportUnavailableError
@@ -45,13 +38,13 @@ class _Channel:
 
     __slots__ = ("collective", "group", "message", "start", "takes_messages")
 
-    def __init__(self, group: BackendGroup) -> None:
+    def __init__(self, group: BackendGroup, waiters: Waiters) -> None:
         self.group = group
         lowering = Lowering(group.group, group.rank, group.size, group.abilities)
         self.start = lowering.start
         self.takes_messages = lowering.takes_messages
         self.collective: Callable[..., C10dHandle] = StreamHandle if group.on_stream else HostHandle
-        self.message = self.collective if group.on_stream else functools.partial(HostHandle, is_message=True)
+        self.message = self.collective if group.on_stream else functools.partial(HostHandle, waiters=waiters)
 
 
 class C10dTransport(Transport):
@@ -71,7 +64,7 @@ class C10dTransport(Transport):
     def __init__(self, backend: str, membership: Membership) -> None:
         super().__init__(membership)
         self.name = backend
-        self.waiters = Waiters()
+        self._waiters = Waiters()
         self._global_rank = membership.ranks[self.rank]
         #: A signal handler may close in the middle of it.
         self._lock = threading.RLock()
@@ -103,7 +96,7 @@ class C10dTransport(Transport):
             raise found from error
 
     def _add_channel(self, device_type: str, group: BackendGroup) -> None:
-        channel = _Channel(group)
+        channel = _Channel(group, self._waiters)
         for served in [device_type] if device_type else sorted(group.device_types):
             self._channels[served] = channel
 
@@ -155,7 +148,7 @@ class C10dTransport(Transport):
         except RuntimeError as error:
             raise self.failures.failed(error, 0.0, timeout_s) from error
         new_handle = channel.message if channel.takes_messages(call) else channel.collective
-        handle = new_handle(self, works, _where_allowed(finish, target), timeout_s, (source, target))
+        handle = new_handle(self.failures, works, _where_allowed(finish, target), timeout_s, (source, target))
         if asynchronous or channel.group.on_stream:
             self._keep(handle)
         return handle
@@ -192,10 +185,6 @@ class C10dTransport(Transport):
             self._sweep_at = max(2 * len(self._outstanding), _SWEEP_AT)
         handle.unattended()
 
-    def watch(self, works: StreamWatch) -> None:
-        """Let the monitor enforce the deadline of ``works``."""
-        monitor.watch(works)
-
     def _unable(self, call: Call, error: Exception) -> TransportUnavailableError:
         return TransportUnavailableError(
             f"backend {self.name} cannot do {call.kind}: {error}",
@@ -221,7 +210,7 @@ class C10dTransport(Transport):
         for handle in list(self._outstanding):
             handle.discard(self.failures.ended())
         self._outstanding.clear()
-        self.waiters.stop()
+        self._waiters.stop()
         self.failures.close()
         for channel in set(self._channels.values()):
             channel.group.close()
