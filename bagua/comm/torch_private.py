@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from types import FunctionType
 from typing import Any
@@ -26,6 +27,7 @@ __all__ = [
     "end_coalescing",
     "lazy_gloo_options",
     "make_premul_sum",
+    "method_of",
     "nccl_options",
     "plugins",
     "premul_factor",
@@ -116,6 +118,27 @@ def set_default_timeout(backend: Any, timeout: timedelta) -> None:
 def set_sequence_number(backend: Any) -> None:
     """Let the members of a backend agree on the number of its first call, as torch does when it has made one."""
     backend._set_sequence_number_for_group()
+
+
+#: Names of methods before torch 2.13, by their later ones. Backends in C++ still have these.
+_FORMER = {
+    "all_gather_single": "_allgather_base",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
+}
+
+
+def method_of(backend: Any, name: str) -> Callable[..., Any]:
+    """A method of a backend, whichever name it has there; to call one that is missing is a ``NotImplementedError``."""
+    for spelling in (name, _FORMER.get(name, name)):
+        method: Callable[..., Any] | None = getattr(backend, spelling, None)
+        if method is not None:
+            return method
+
+    def missing(*_: object) -> None:
+        raise NotImplementedError(f"this backend has no {name}")
+
+    return missing
 
 
 def start_coalescing(backend: Any) -> None:

@@ -113,7 +113,8 @@ def all_gather(
     communicator = communicator_of(group)
     if not communicator:
         return None
-    return as_in_torch(communicator, allgather_tensors(communicator, tensor_list, tensor, async_op), tensor_list)
+    work = allgather_tensors(communicator, tensor_list, tensor, async_op=async_op)
+    return as_in_torch(communicator, work, tensor_list)
 
 
 @renaming(output="output_tensor", tensor="input_tensor")
@@ -140,7 +141,7 @@ def gather(
         return None
     inside = rank_inside(communicator, dst, group_dst, "dst", 0)
     return as_in_torch(
-        communicator, gather_tensors(communicator, tensor, gather_list, inside, async_op), gather_list or []
+        communicator, gather_tensors(communicator, tensor, gather_list, inside, async_op=async_op), gather_list or []
     )
 
 
@@ -158,7 +159,8 @@ def scatter(
     if not communicator:
         return None
     inside = rank_inside(communicator, src, group_src, "src", 0)
-    return as_in_torch(communicator, scatter_tensors(communicator, tensor, scatter_list, inside, async_op), [tensor])
+    work = scatter_tensors(communicator, tensor, scatter_list, inside, async_op=async_op)
+    return as_in_torch(communicator, work, [tensor])
 
 
 def reduce_scatter(
@@ -173,7 +175,8 @@ def reduce_scatter(
     if not communicator:
         return None
     op, input_list = _of_copies(op, input_list)
-    return as_in_torch(communicator, reduce_scatter_tensors(communicator, output, input_list, op, async_op), [output])
+    work = reduce_scatter_tensors(communicator, output, input_list, op, async_op=async_op)
+    return as_in_torch(communicator, work, [output])
 
 
 @renaming(tensor="input")
@@ -201,7 +204,7 @@ def all_to_all(
     communicator = communicator_of(group)
     if not communicator:
         return None
-    work = alltoall_tensors(communicator, output_tensor_list, input_tensor_list, async_op)
+    work = alltoall_tensors(communicator, output_tensor_list, input_tensor_list, async_op=async_op)
     return as_in_torch(communicator, work, output_tensor_list)
 
 
@@ -218,7 +221,7 @@ def all_to_all_single(
     communicator = communicator_of(group)
     if not communicator:
         return None
-    work = alltoall_rows(communicator, output, input, output_split_sizes, input_split_sizes, async_op)
+    work = alltoall_rows(communicator, output, input, output_split_sizes, input_split_sizes, async_op=async_op)
     return as_in_torch(communicator, work, [output])
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from bagua.comm.torch_private import method_of
 from bagua.errors import InvalidTypeError
 
 _OPERATIONS = (ReduceOp, ReduceOp.RedOpType)
@@ -42,17 +43,22 @@ _DEFAULTS: dict[str, Any] = {"opts": None, "op": None, "timeout": None}
 _FIELDS = {"op": "reduceOp", "rank": "rootRank", "timeout": "timeout"}
 
 
-def takes(options: type, lists: Sequence[str], *forms: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Let a method take its arguments in all forms of torch.
+def takes(
+    options: type, lists: Sequence[str], *forms: str, anywhere: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Let a method of a group take its arguments in all forms of torch, and leave the call to who serves its device.
 
     Args:
         options: class of the last argument.
         lists: kinds of what the method itself takes before the options.
         forms: parameters of each form, ``name:kind`` or only the kind, as in torch.
+        anywhere: True if the method takes tensors of all devices; else the first tensor of a list that is not nested,
+            or of a single one, tells who serves it.
     """
     parsed = [[_parameter(word) for word in form.split()] for form in forms]
     count = len(lists) + 1
     nested = bool(lists) and lists[0] in ("list", "lists")
+    told_by = 1 if lists[:1] == ("lists",) else 0
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -61,6 +67,8 @@ def takes(options: type, lists: Sequence[str], *forms: str) -> Callable[[Callabl
             # Options alone do not tell: torch takes a tensor for a list of its rows.
             if not usual or (nested and type(arguments[0]) is not list):
                 arguments = _usual(method.__name__, options, lists, parsed, arguments, keywords)
+            if not anywhere and (other := self.elsewhere(arguments[told_by])):
+                return method_of(other, method.__name__)(*arguments)
             return method(self, *arguments)
 
         return call

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -24,8 +24,16 @@ from bagua.comm.operands import check_rank
 from bagua.comm.startup.choice import TORCH_NAME
 from bagua.comm.torch_backend.forms import takes
 from bagua.comm.torch_backend.starter import CallStarter
-from bagua.comm.torch_backend.tensors import REDUCE_ROWS, as_one, first, only, require_equal, rows_of, spelled
-from bagua.comm.torch_forms.lists import counts_of_rows, rows_for
+from bagua.comm.torch_backend.tensors import REDUCE_ROWS, as_one, first, only, require_equal, rows_of
+from bagua.comm.torch_forms.lists import (
+    allgather_tensors,
+    alltoall_rows,
+    alltoall_tensors,
+    gather_tensors,
+    reduce_scatter_tensors,
+    rows_for,
+    scatter_tensors,
+)
 from bagua.comm.torch_forms.lists import flat as flat_of
 from bagua.comm.transports.memory.copying import copy_pieces
 from bagua.errors import ConfigurationError, InvalidReduceOpError
@@ -110,6 +118,12 @@ class TorchGroup(dist.ProcessGroup):
         open_groups.discard(self)
         self._starter.shutdown()
 
+    def elsewhere(self, tensors: Any) -> Any:
+        """Who takes calls with the first of ``tensors``, which may be a single one, instead of us, if anybody."""
+        if isinstance(tensors, Tensor):
+            return self._starter.elsewhere(tensors)
+        return self._starter.elsewhere(tensors[0]) if tensors else None
+
     # What C++ calls.
 
     @takes(c10d.AllreduceOptions, ("list",), "tensors:list opts", "tensors:list op timeout", "tensor op timeout")
@@ -117,16 +131,12 @@ class TorchGroup(dist.ProcessGroup):
         """Reduce in place; several tensors of one call with each other, too."""
         if len(tensors) != 1:
             return self._allreduce_together(tensors, opts)
-        if other := self._starter.elsewhere(tensors[0]):
-            return other.allreduce(tensors, opts)
         call = partial(self._starter.collectives.allreduce, tensors[0], opts.reduceOp.op)
         started = self._starter.start(opts, tensors, [call])
         self._starter.raise_in_backward(started)
         return started
 
     def _allreduce_together(self, tensors: list[Tensor], opts: Any) -> Any:
-        if other := self._starter.elsewhere(first(tensors)):
-            return other.allreduce(tensors, opts)
         operation = opts.reduceOp.op
         try:
             reduce_rows = REDUCE_ROWS[operation]
@@ -149,8 +159,6 @@ class TorchGroup(dist.ProcessGroup):
     @takes(c10d.AllreduceCoalescedOptions, ("list",), "tensors:list opts")
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Any:
         """Reduce all tensors in place, with one message for each dtype."""
-        if tensors and (other := self._starter.elsewhere(tensors[0])):
-            return other.allreduce_coalesced(tensors, opts)
         alike: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
             alike.setdefault(tensor.dtype, []).append(tensor)
@@ -167,8 +175,6 @@ class TorchGroup(dist.ProcessGroup):
     @takes(c10d.BroadcastOptions, ("list",), "tensors:list opts", "tensor root:rank timeout")
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
         """Copy the tensor of one rank to all others; of several, one to all of them."""
-        if other := self._starter.elsewhere(first(tensors)):
-            return other.broadcast(tensors, opts)
         if len(tensors) == 1:
             call = partial(self._starter.collectives.broadcast, tensors[0], opts.rootRank)
             return self._starter.start(opts, tensors, [call])
@@ -189,8 +195,7 @@ class TorchGroup(dist.ProcessGroup):
     )
     def allgather(self, output_lists: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> Any:
         """Gather the tensors of all ranks into a list, in rank order; of several, all into each list."""
-        if other := self._starter.elsewhere(first(tensors)):
-            return other.allgather(output_lists, tensors, opts)
+        first(tensors)
         require_equal("output lists, one for each tensor", len(tensors), len(output_lists))
         for outputs in output_lists:
             require_equal("output tensors", len(tensors) * self.members.size, len(outputs))
@@ -204,11 +209,11 @@ class TorchGroup(dist.ProcessGroup):
         outputs = [output for outputs in output_lists for output in outputs]
         return self._starter.start(opts, outputs, [partial(self._starter.collectives.allgather, flat, source)], finish)
 
-    @takes(c10d.AllgatherOptions, ("list", "list"), "outputs:list inputs:list opts")
+    @takes(c10d.AllgatherOptions, ("list", "list"), "outputs:list inputs:list opts", anywhere=True)
     def all_gather_single_coalesced(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> Any:
         """Gather each tensor of all ranks into one output."""
-        if tensors and (other := self._starter.elsewhere(tensors[0])):
-            return as_one(other, spelled(other, "all_gather_single", "_allgather_base"), outputs, tensors, opts)
+        if other := self.elsewhere(tensors):
+            return as_one(other, "all_gather_single", outputs, tensors, opts)
         require_equal("output tensors", len(tensors), len(outputs))
         pairs = zip(outputs, tensors, strict=True)
         calls = [partial(self._starter.collectives.allgather, *pair) for pair in pairs]
@@ -222,20 +227,15 @@ class TorchGroup(dist.ProcessGroup):
     )
     def reduce_scatter(self, outputs: list[Tensor], input_lists: list[list[Tensor]], opts: Any) -> Any:
         """Reduce a list of tensors over all ranks and give each rank its part."""
-        output, parts = only(outputs), only(input_lists)
-        if other := self._starter.elsewhere(output):
-            return other.reduce_scatter(outputs, input_lists, opts)
-        require_equal("input tensors", self.members.size, len(parts))
-        call = partial(self._starter.collectives.reduce_scatter, output, flat_of(parts), opts.reduceOp.op)
+        output, parts, operation = only(outputs), only(input_lists), opts.reduceOp.op
+        call = partial(reduce_scatter_tensors, self._starter.collectives, output, parts, operation)
         return self._starter.start(opts, outputs, [call])
 
-    @takes(c10d.ReduceScatterOptions, ("list", "list"), "outputs:list inputs:list opts")
+    @takes(c10d.ReduceScatterOptions, ("list", "list"), "outputs:list inputs:list opts", anywhere=True)
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> Any:
         """Reduce each tensor over all ranks and give each rank its part."""
-        if outputs and (other := self._starter.elsewhere(outputs[0])):
-            return as_one(
-                other, spelled(other, "reduce_scatter_single", "_reduce_scatter_base"), outputs, tensors, opts
-            )
+        if other := self.elsewhere(outputs):
+            return as_one(other, "reduce_scatter_single", outputs, tensors, opts)
         require_equal("input tensors", len(outputs), len(tensors))
         pairs = zip(outputs, tensors, strict=True)
         calls = [partial(self._starter.collectives.reduce_scatter, *pair, opts.reduceOp.op) for pair in pairs]
@@ -251,17 +251,10 @@ class TorchGroup(dist.ProcessGroup):
         self, output: Tensor, tensor: Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int], opts: Any
     ) -> Any:
         """Send some of the first dimension to each rank; the same to each if no sizes are given."""
-        if other := self._starter.elsewhere(tensor):
-            call = spelled(other, "all_to_all_single", "alltoall_base")
-            return call(output, tensor, list(output_sizes), list(input_sizes), opts)
-        if not output_sizes and not input_sizes:
-            return self._starter.start(opts, [output], [partial(self._starter.collectives.alltoall, output, tensor)])
-        received = counts_of_rows(output, output_sizes, self.members.size)
-        sent = counts_of_rows(tensor, input_sizes, self.members.size)
-        call = partial(self._starter.collectives.alltoall_v, output, tensor, received, sent)
+        call = partial(alltoall_rows, self._starter.collectives, output, tensor, output_sizes, input_sizes)
         return self._starter.start(opts, [output], [call])
 
-    @takes(c10d.BarrierOptions, (), "opts", "timeout")
+    @takes(c10d.BarrierOptions, (), "opts", "timeout", anywhere=True)
     def barrier(self, opts: Any) -> Any:
         """Return when all ranks are here; a barrier of the devices if the caller names them."""
         if opts.device_ids and (other := self._starter.torch_backends.get("cuda")):
@@ -270,30 +263,20 @@ class TorchGroup(dist.ProcessGroup):
 
     def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> Any:  # noqa: N803 - torch's name
         """Send a tensor to one rank."""
-        tensor = only(tensors)
-        if other := self._starter.elsewhere(tensor, tag):
-            return other.send([tensor], dstRank, tag)
-        call = partial(self._starter.messages.send, tensor, dstRank)
-        return self._starter.start(_MESSAGE, [tensor], [call], is_message=True)
+        return self._message("send", self._starter.messages.send, tensors, tag, dstRank)
 
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> Any:  # noqa: N803 - torch's name
         """Receive a tensor from one rank."""
-        tensor = only(tensors)
-        if other := self._starter.elsewhere(tensor, tag):
-            return other.recv([tensor], srcRank, tag)
-        call = partial(self._starter.messages.recv, tensor, srcRank)
-        return self._starter.start(_MESSAGE, [tensor], [call], is_message=True)
+        return self._message("recv", self._starter.messages.recv, tensors, tag, srcRank)
 
     # What Python calls.
 
     @takes(c10d.AllgatherOptions, ("tensor", "tensor"), "output:tensor input:tensor opts")
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
         """Gather a tensor of all ranks into one output."""
-        if other := self._starter.elsewhere(tensor):
-            return spelled(other, "all_gather_single", "_allgather_base")(output, tensor, opts)
         return self._starter.start(opts, [output], [partial(self._starter.collectives.allgather, output, tensor)])
 
-    @takes(c10d.AllgatherOptions, ("lists", "list"), "output_lists:lists input_list:list opts")
+    @takes(c10d.AllgatherOptions, ("lists", "list"), "output_lists:lists input_list:list opts", anywhere=True)
     def allgather_coalesced(self, output_lists: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> Any:
         """Gather several tensors; here ``output_lists`` has one list for each rank."""
         require_equal("output lists, one for each rank", self.members.size, len(output_lists))
@@ -302,30 +285,20 @@ class TorchGroup(dist.ProcessGroup):
         per_tensor = [list(outputs) for outputs in zip(*output_lists, strict=True)]
         if other := self._starter.elsewhere(first(tensors)):
             return other.allgather(per_tensor, tensors, opts)
-        flats = [rows_for(outputs) for outputs in per_tensor]
-        calls = [partial(self._starter.collectives.allgather, *pair) for pair in zip(flats, tensors, strict=True)]
-
-        def finish() -> None:
-            for outputs, flat in zip(per_tensor, flats, strict=True):
-                copy_pieces(outputs, flat.unbind())
-
-        return self._starter.start(opts, [output for outputs in per_tensor for output in outputs], calls, finish)
+        pairs = zip(per_tensor, tensors, strict=True)
+        calls = [partial(allgather_tensors, self._starter.collectives, *pair) for pair in pairs]
+        return self._starter.start(opts, [output for outputs in per_tensor for output in outputs], calls)
 
     @takes(c10d.ReduceScatterOptions, ("tensor", "tensor"), "outputTensor:tensor inputTensor:tensor opts")
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
         """Reduce a tensor over all ranks and give each rank its part."""
-        if other := self._starter.elsewhere(tensor):
-            return spelled(other, "reduce_scatter_single", "_reduce_scatter_base")(output, tensor, opts)
         call = partial(self._starter.collectives.reduce_scatter, output, tensor, opts.reduceOp.op)
         return self._starter.start(opts, [output], [call])
 
     @takes(c10d.ReduceOptions, ("list",), "tensors:list opts", "tensor root:rank op timeout")
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
         """Reduce a tensor into that of one rank."""
-        tensor = only(tensors)
-        if other := self._starter.elsewhere(tensor):
-            return other.reduce(tensors, opts)
-        call = partial(self._starter.collectives.reduce, tensor, opts.rootRank, opts.reduceOp.op)
+        call = partial(self._starter.collectives.reduce, only(tensors), opts.rootRank, opts.reduceOp.op)
         return self._starter.start(opts, tensors, [call])
 
     @takes(
@@ -336,26 +309,13 @@ class TorchGroup(dist.ProcessGroup):
     )
     def gather(self, output_lists: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> Any:
         """Gather a tensor of all ranks into a list on one of them."""
-        tensor = only(tensors)
-        if other := self._starter.elsewhere(tensor):
-            return other.gather(output_lists, tensors, opts)
         outputs = only(output_lists) if output_lists else []
-        at_root = opts.rootRank == self.members.rank
-        require_equal("output tensors", self.members.size if at_root else 0, len(outputs))
-        flat = rows_for(outputs) if outputs else None
-
-        def finish() -> None:
-            if flat is not None:
-                copy_pieces(outputs, flat.unbind())
-
-        call = partial(self._starter.collectives.gather, flat, tensor, opts.rootRank)
-        return self._starter.start(opts, outputs, [call], finish)
+        call = partial(gather_tensors, self._starter.collectives, only(tensors), outputs, opts.rootRank)
+        return self._starter.start(opts, outputs, [call])
 
     @takes(c10d.GatherOptions, ("tensor", "tensor"), "output:tensor input:tensor opts")
     def gather_single(self, output: Tensor, tensor: Tensor, opts: Any) -> Any:
         """Gather a tensor of all ranks into one output on one of them; torch has it from 2.15 on."""
-        if other := self._starter.elsewhere(tensor):
-            return other.gather_single(output, tensor, opts)
         target = output if opts.rootRank == self.members.rank else None
         call = partial(self._starter.collectives.gather, target, tensor, opts.rootRank)
         return self._starter.start(opts, [output], [call])
@@ -368,35 +328,26 @@ class TorchGroup(dist.ProcessGroup):
     )
     def scatter(self, outputs: list[Tensor], input_lists: list[list[Tensor]], opts: Any) -> Any:
         """Give each rank its tensor of the list of one of them."""
-        output = only(outputs)
-        if other := self._starter.elsewhere(output):
-            return other.scatter(outputs, input_lists, opts)
         parts = only(input_lists) if input_lists else []
-        at_root = opts.rootRank == self.members.rank
-        require_equal("input tensors", self.members.size if at_root else 0, len(parts))
-        source = flat_of(parts) if parts else None
-        call = partial(self._starter.collectives.scatter, output, source, opts.rootRank)
+        call = partial(scatter_tensors, self._starter.collectives, only(outputs), parts, opts.rootRank)
         return self._starter.start(opts, outputs, [call])
 
     @takes(c10d.AllToAllOptions, ("list", "list"), "output_tensors:list input_tensors:list opts")
     def alltoall(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> Any:
         """Send one tensor to each rank and receive one from each; sizes may differ."""
-        if other := self._starter.elsewhere(first(tensors)):
-            return other.alltoall(outputs, tensors, opts)
-        require_equal("output tensors", self.members.size, len(outputs))
-        require_equal("input tensors", self.members.size, len(tensors))
-        received, sent = [output.numel() for output in outputs], [tensor.numel() for tensor in tensors]
-        flat = outputs[0].new_empty(sum(received))
-        call = partial(self._starter.collectives.alltoall_v, flat, flat_of(tensors), received, sent)
-        return self._starter.start(opts, outputs, [call], lambda: copy_pieces(outputs, torch.split(flat, received)))
+        call = partial(alltoall_tensors, self._starter.collectives, outputs, tensors)
+        return self._starter.start(opts, outputs, [call])
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
         """Receive the next message of any rank; ``_source_rank()`` of the work says which one sent it."""
+        return self._message("recv_anysource", self._starter.messages.recv_any, tensors, tag)
+
+    def _message(self, name: str, call: Callable[..., Any], tensors: list[Tensor], tag: int, *peer: int) -> Any:
+        """Make ``call``, the method ``name`` of other backends, with the only one of ``tensors``."""
         tensor = only(tensors)
         if other := self._starter.elsewhere(tensor, tag):
-            return other.recv_anysource([tensor], tag)
-        receive: Any = self._starter.messages.recv_any  # It returns a rank, or as here a work.
-        return self._starter.start(_MESSAGE, [tensor], [partial(receive, tensor)], is_message=True)
+            return getattr(other, name)([tensor], *peer, tag)
+        return self._starter.start(_MESSAGE, [tensor], [partial(call, tensor, *peer)], is_message=True)
 
     # Several calls as one work.
 

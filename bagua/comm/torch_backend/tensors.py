@@ -9,18 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bagua.comm.torch_forms.lists import flat, rows_for
-from bagua.comm.torch_private import end_coalescing, start_coalescing
+from bagua.comm.torch_private import end_coalescing, method_of, start_coalescing
 from bagua.errors import InvalidTensorError
 
 
-def spelled(backend: Any, name: str, former: str) -> Callable[..., Any]:
-    """A method that torch has renamed."""
-    method: Callable[..., Any] = getattr(backend, name, None) or getattr(backend, former)
-    return method
-
-
-def as_one(backend: Any, call: Callable[..., Any], outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> Any:
+def as_one(backend: Any, name: str, outputs: list[Tensor], tensors: list[Tensor], opts: Any) -> Any:
     """Several calls of one kind as one work; a backend has no methods for that in Python."""
+    call = method_of(backend, name)
     start_coalescing(backend)
     for output, tensor in zip(outputs, tensors, strict=True):
         call(output, tensor, opts)
@@ -62,5 +57,6 @@ def require_equal(what: str, expected: int, seen: int) -> None:
 
 def rows_of(tensors: Sequence[Tensor]) -> Tensor:
     """A copy of tensors that are alike, one in each row."""
+    first(tensors)
     rows_for(tensors)  # checks that
     return flat(tensors).view(len(tensors), -1)

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from bagua.comm.communicator import Communicator
+from bagua.comm.pipeline import Timeout
 from bagua.comm.reduction import ReduceOp
 from bagua.comm.transports.memory.copying import copy_pieces
 from bagua.comm.work import Work, joined
 from bagua.errors import InvalidTensorError
+
+
+class _How(TypedDict, total=False):
+    """What each call takes: whether to return a ``Work`` at once, and its deadline."""
+
+    async_op: bool
+    timeout: Timeout
 
 
 def flat(parts: Sequence[Tensor]) -> Tensor:
@@ -38,45 +47,45 @@ def rows_for(outputs: Sequence[Tensor]) -> Tensor:
     return outputs[0].new_empty(len(outputs), outputs[0].numel())
 
 
-def counts_of_rows(tensor: Tensor, rows: Sequence[int], size: int) -> list[int]:
+def _counts_of_rows(tensor: Tensor, rows: Sequence[int], size: int) -> list[int]:
     """How many elements are in the given rows for each rank; none given means equal shares."""
     width = math.prod(tensor.shape[1:])
     return [count * width for count in rows or [len(tensor) // size] * size]
 
 
 def allgather_tensors(
-    communicator: Communicator, outputs: Sequence[Tensor], tensor: Tensor, async_op: bool = False
+    communicator: Communicator, outputs: Sequence[Tensor], tensor: Tensor, **how: Unpack[_How]
 ) -> Work | None:
     """Gather ``tensor`` of all ranks into a list of one output for each rank."""
     _check_list("tensor_list", outputs, communicator.size, tensor.dtype)
     rows = rows_for(outputs)
-    work = communicator.allgather(rows, tensor, async_op=async_op)
+    work = communicator.allgather(rows, tensor, **how)
     return _then(work, lambda: copy_pieces(outputs, rows.unbind()))
 
 
 def gather_tensors(
-    communicator: Communicator, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int, async_op: bool = False
+    communicator: Communicator, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int, **how: Unpack[_How]
 ) -> Work | None:
     """Gather ``tensor`` of all ranks into a list on rank ``dst``; None or an empty list elsewhere."""
     if not _only_on(dst, communicator, "gather_list", outputs):
-        return communicator.gather(None, tensor, dst, async_op=async_op)
+        return communicator.gather(None, tensor, dst, **how)
     assert outputs is not None
     _check_list("gather_list", outputs, communicator.size, tensor.dtype)
     rows = rows_for(outputs)
-    work = communicator.gather(rows, tensor, dst, async_op=async_op)
+    work = communicator.gather(rows, tensor, dst, **how)
     return _then(work, lambda: copy_pieces(outputs, rows.unbind()))
 
 
 def scatter_tensors(
-    communicator: Communicator, output: Tensor, tensors: Sequence[Tensor] | None, root: int, async_op: bool = False
+    communicator: Communicator, output: Tensor, tensors: Sequence[Tensor] | None, root: int, **how: Unpack[_How]
 ) -> Work | None:
     """Give each rank its tensor of the list of rank ``root``; None or an empty list elsewhere."""
     if not _only_on(root, communicator, "scatter_list", tensors):
-        return communicator.scatter(output, None, root, async_op=async_op)
+        return communicator.scatter(output, None, root, **how)
     assert tensors is not None
     _check_list("scatter_list", tensors, communicator.size, output.dtype)
     rows_for(tensors)
-    return communicator.scatter(output, flat(tensors), root, async_op=async_op)
+    return communicator.scatter(output, flat(tensors), root, **how)
 
 
 def reduce_scatter_tensors(
@@ -84,23 +93,23 @@ def reduce_scatter_tensors(
     output: Tensor,
     tensors: Sequence[Tensor],
     op: ReduceOp.RedOpType = ReduceOp.SUM,
-    async_op: bool = False,
+    **how: Unpack[_How],
 ) -> Work | None:
     """Reduce lists of tensors over all ranks, and give each rank its part."""
     _check_list("input_list", tensors, communicator.size, output.dtype)
     rows_for(tensors)
-    return communicator.reduce_scatter(output, flat(tensors), op, async_op=async_op)
+    return communicator.reduce_scatter(output, flat(tensors), op, **how)
 
 
 def alltoall_tensors(
-    communicator: Communicator, outputs: Sequence[Tensor], tensors: Sequence[Tensor], async_op: bool = False
+    communicator: Communicator, outputs: Sequence[Tensor], tensors: Sequence[Tensor], **how: Unpack[_How]
 ) -> Work | None:
     """Send one tensor to each rank and receive one from each; sizes may differ."""
     _check_list("input_tensor_list", tensors, communicator.size)
     _check_list("output_tensor_list", outputs, communicator.size, tensors[0].dtype)
     received, sent = [output.numel() for output in outputs], [tensor.numel() for tensor in tensors]
     target = outputs[0].new_empty(sum(received))
-    work = communicator.alltoall_v(target, flat(tensors), received, sent, async_op=async_op)
+    work = communicator.alltoall_v(target, flat(tensors), received, sent, **how)
     return _then(work, lambda: copy_pieces(outputs, torch.split(target, received)))
 
 
@@ -110,14 +119,14 @@ def alltoall_rows(
     tensor: Tensor,
     output_rows: Sequence[int] | None,
     input_rows: Sequence[int] | None,
-    async_op: bool = False,
+    **how: Unpack[_How],
 ) -> Work | None:
     """Send some of the first dimension to each rank; the same to each if no sizes are given."""
     if not output_rows and not input_rows:
-        return communicator.alltoall(output, tensor, async_op=async_op)
-    received = counts_of_rows(output, output_rows or (), communicator.size)
-    sent = counts_of_rows(tensor, input_rows or (), communicator.size)
-    return communicator.alltoall_v(output, tensor, received, sent, async_op=async_op)
+        return communicator.alltoall(output, tensor, **how)
+    received = _counts_of_rows(output, output_rows or (), communicator.size)
+    sent = _counts_of_rows(tensor, input_rows or (), communicator.size)
+    return communicator.alltoall_v(output, tensor, received, sent, **how)
 
 
 def _then(work: Work | None, finish: Callable[[], None]) -> Work | None:

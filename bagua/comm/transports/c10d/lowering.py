@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from bagua.comm.call import KINDS, POINT_TO_POINT, Call
 from bagua.comm.reduction import ReduceOp, divide, fold
-from bagua.comm.torch_private import end_coalescing, source_rank, start_coalescing
+from bagua.comm.torch_private import end_coalescing, method_of, source_rank, start_coalescing
 from bagua.comm.transports.views import as_bytes, flattened
 
 Finish = Callable[[], object]
@@ -94,9 +94,9 @@ class Lowering:
         self._options: dict[tuple[str, str | int, float], Any] = {}
         #: Those of allreduce once more: one look-up says that the backend can do it, and how.
         self._allreduces: dict[tuple[str, torch.dtype, float], Any] = {}
-        self._all_gather = _method(group, "_allgather_base", "all_gather_single")
-        self._reduce_scatter = _method(group, "_reduce_scatter_base", "reduce_scatter_single")
-        self._all_to_all = _method(group, "alltoall_base", "all_to_all_single")
+        self._all_gather = method_of(group, "all_gather_single")
+        self._reduce_scatter = method_of(group, "reduce_scatter_single")
+        self._all_to_all = method_of(group, "all_to_all_single")
 
     def start(self, call: Call, source: torch.Tensor | None, target: torch.Tensor | None, timeout_s: float) -> Started:
         """Start ``call``; see ``bagua.comm.transports.base`` for what the tensors are."""
@@ -322,16 +322,3 @@ _EXCHANGES = frozenset({"allgather", "alltoall"})
 
 #: Not bound methods: a cycle would keep torch's object alive until the next garbage collection.
 _STARTERS: dict[str, Callable[..., Started]] = {kind: getattr(Lowering, kind) for kind in KINDS}
-
-
-def _method(group: Any, *names: str) -> Any:
-    """The first of ``names`` that ``group`` has: torch renames these from release to release."""
-    for name in names:
-        method = getattr(group, name, None)
-        if method is not None:
-            return method
-
-    def missing(*_: object) -> None:
-        raise NotImplementedError(f"this backend has no {names[0].strip('_')}")
-
-    return missing
