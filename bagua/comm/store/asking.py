@@ -15,6 +15,9 @@ from bagua.comm.store.bounded import NoAnswerError, bounded
 from bagua.comm.store.keys import missing_keys, read_all, wait_for_keys
 from bagua.errors import CollectiveTimeoutError, PeerLostError, TransportUnavailableError
 
+#: What to do about ranks that did not come.
+_ADVICE = "Look at the output of those ranks first; did they start at all?"
+
 
 def gather_values(
     store: dist.Store,
@@ -24,6 +27,7 @@ def gather_values(
     value: Any,
     timeout_s: float,
     look: Callable[[], None] | None = None,
+    advice: str = _ADVICE,
 ) -> list[Any]:
     """What every member posted under ``topic``, in rank order. A barrier that names who is missing.
 
@@ -35,15 +39,16 @@ def gather_values(
         value: anything JSON can hold.
         timeout_s: how long to wait for the others, in seconds.
         look: called again and again meanwhile; what it raises ends the wait.
+        advice: what to do about members that do not come.
 
     Raises:
         CollectiveTimeoutError: with the missing ranks as ``peers``.
     """
     keys = [f"{topic}/{member}" for member in range(len(ranks))]
-    started = time.monotonic()
+    waiting = _Waiting(topic, rank, ranks, timeout_s, advice)
     with meeting(topic, rank, ranks), bounded(store, timeout_s) as asked:
         asked.set(keys[rank], json.dumps(value))
-        _collect(asked, topic, rank, ranks, keys, started, timeout_s, look)
+        waiting.for_all(asked, keys, look)
         return [json.loads(text) for text in read_all(asked, keys)]
 
 
@@ -75,58 +80,55 @@ def consult(
     """
     keys = [f"{topic}{number}/{member}" for member in range(len(ranks))]
     answer = f"{topic}{number}/answer"
-    started = time.monotonic()
+    waiting = _Waiting(topic, rank, ranks, timeout_s, _ADVICE)
     with meeting(topic, rank, ranks), bounded(store, timeout_s) as asked:
         asked.set(keys[rank], json.dumps(value))
         if rank == 0:
-            _collect(asked, topic, rank, ranks, keys, started, timeout_s)
+            waiting.for_all(asked, keys)
             for member in (*range(len(ranks)), "answer") if number > 1 else ():
                 asked.delete_key(f"{topic}{number - 1}/{member}")  # Who is here has read that.
             asked.set(answer, json.dumps(decide([json.loads(text) for text in read_all(asked, keys)])))
-        elif not wait_for_keys(asked, [answer], started + timeout_s):
-            _collect(asked, topic, rank, ranks, keys, started, timeout_s)
-            raise _not_come(topic, rank, ranks, [ranks[0]], started, timeout_s)
+        elif not wait_for_keys(asked, [answer], waiting.until):
+            waiting.for_all(asked, keys)
+            raise waiting.in_vain([ranks[0]])
         return json.loads(asked.get(answer))
 
 
-def _collect(
-    store: dist.Store,
-    topic: str,
-    rank: int,
-    ranks: Sequence[int],
-    keys: list[str],
-    started: float,
-    timeout_s: float,
-    look: Callable[[], None] | None = None,
-) -> None:
-    """Wait until every member's key is there."""
-    wait = LongWait()
+class _Waiting:
+    """A member waits for the others to come, from now on."""
 
-    def missing() -> list[int]:
-        return [ranks[member] for member in missing_keys(store, keys)]
+    def __init__(self, topic: str, rank: int, ranks: Sequence[int], timeout_s: float, advice: str) -> None:
+        self._topic, self._rank, self._ranks = topic, ranks[rank], ranks
+        self._timeout_s, self._advice = timeout_s, advice
+        self._wait = LongWait()
+        self.until = time.monotonic() + timeout_s
 
-    def tell() -> None:
-        if look is not None:
-            look()
-        if wait.is_over():
-            wait.warn(ranks[rank], missing(), f"to come to {topic}")
+    def for_all(self, store: dist.Store, keys: list[str], look: Callable[[], None] | None = None) -> None:
+        """Wait until every member's key is there."""
 
-    if not wait_for_keys(store, keys, started + timeout_s, tell):
-        raise _not_come(topic, rank, ranks, missing(), started, timeout_s)
+        def missing() -> list[int]:
+            return [self._ranks[member] for member in missing_keys(store, keys)]
 
+        def tell() -> None:
+            if look is not None:
+                look()
+            if self._wait.is_over():
+                self._wait.warn(self._rank, missing(), f"to come to {self._topic}")
 
-def _not_come(
-    topic: str, rank: int, ranks: Sequence[int], missing: list[int], started: float, timeout_s: float
-) -> CollectiveTimeoutError:
-    return CollectiveTimeoutError(
-        f"{len(missing)} of {len(ranks)} ranks did not come",
-        rank=ranks[rank],
-        call=topic,
-        peers=missing,
-        elapsed_s=time.monotonic() - started,
-        timeout_s=timeout_s,
-        advice="Look at the output of those ranks first; did they start at all?",
-    )
+        if not wait_for_keys(store, keys, self.until, tell):
+            raise self.in_vain(missing())
+
+    def in_vain(self, missing: list[int]) -> CollectiveTimeoutError:
+        """The error to raise because ``missing`` did not come."""
+        return CollectiveTimeoutError(
+            f"{len(missing)} of {len(self._ranks)} ranks did not come",
+            rank=self._rank,
+            call=self._topic,
+            peers=missing,
+            elapsed_s=self._wait.waited_s(),
+            timeout_s=self._timeout_s,
+            advice=self._advice,
+        )
 
 
 @contextlib.contextmanager

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 from bagua.comm.long_wait import LongWait
 from bagua.comm.transports.base import Membership
 from bagua.comm.transports.failure.errors import ENDED, ended_error, lost_error, timeout_error
 from bagua.comm.transports.failure.notices import Cause, Findings, Mailbox
-from bagua.errors import CollectiveTimeoutError, CommunicationError
+from bagua.errors import CommunicationError
 
 
 class FailureFinder:
@@ -42,18 +41,7 @@ class FailureFinder:
         Raises:
             CollectiveTimeoutError: some ranks never came; ``peers`` names them.
         """
-        started = time.monotonic()
-        members = self._membership
-        missing = self._mailbox.meet()
-        if missing:
-            raise CollectiveTimeoutError(
-                f"communicator {members.label} cannot be set up: {len(missing)} of {members.size} ranks did not come",
-                rank=self._global_rank,
-                peers=missing,
-                elapsed_s=time.monotonic() - started,
-                timeout_s=members.timeout_s,
-                advice="Every member must make the same groups in the same order.",
-            )
+        self._mailbox.meet()
 
     def not_connected(self, error: CommunicationError) -> CommunicationError:
         """What to raise because connections could not be made: who is lost, if that can be known; else ``error``.

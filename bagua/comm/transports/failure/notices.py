@@ -29,11 +29,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from torch.distributed import Store
-
 from bagua import env
 from bagua.comm.lifetime.forks import family
-from bagua.comm.store.keys import missing_keys, read_all, wait_for_keys
+from bagua.comm.store.asking import gather_values
 from bagua.comm.transports.base import Membership
 from bagua.errors import TransportUnavailableError
 
@@ -120,25 +118,29 @@ class Mailbox:
 
     # Setting up.
 
-    def meet(self) -> tuple[int, ...]:
+    def meet(self) -> None:
         """Wait for all ranks, and learn where their mailboxes are. Collective.
 
-        Returns:
-            Global ranks that did not come before the membership's timeout.
+        Unlike the connection set-up of backends, this can be interrupted with Ctrl-C.
+
+        Raises:
+            CollectiveTimeoutError: some ranks did not come.
         """
         members = self._membership
         host, port = self._listener.getsockname()[:2]
-        own = _Address(host, port, self._token)
-        missing = meet(members.store, members.rank, members.size, members.timeout_s, json.dumps(own))
-        if missing:
-            return tuple(members.ranks[rank] for rank in missing)
-        keys, store = [f"here/{rank}" for rank in range(members.size)], members.store
-        texts = read_all(store, keys)
-        self._addresses = {rank: _Address(*json.loads(text)) for rank, text in enumerate(texts)}
+        answers = gather_values(
+            members.store,
+            f"the set-up of communicator {members.label}",
+            members.rank,
+            members.ranks,
+            _Address(host, port, self._token),
+            members.timeout_s,
+            advice="Every member must make the same groups in the same order.",
+        )
+        self._addresses = {rank: _Address(*answer) for rank, answer in enumerate(answers)}
         firsts = {members.nodes[rank]: rank for rank in reversed(self._others)}
-        answers = self._reach(firsts.values(), b"")
-        self._reached = {members.nodes[rank] for rank, answered in answers.items() if answered}
-        return ()
+        reached = self._reach(firsts.values(), b"")
+        self._reached = {members.nodes[rank] for rank, answered in reached.items() if answered}
 
     # Notices.
 
@@ -350,15 +352,3 @@ def _addresses_of_ipv6(interface: str | None) -> list[str]:
 def _shortened(cause: Cause) -> Cause:
     encoded = cause.reason.encode(errors="backslashreplace")
     return cause._replace(reason=encoded[: _NOTICE_BYTES // 4].decode(errors="ignore"))
-
-
-def meet(store: Store, rank: int, size: int, timeout_s: float, value: str = "") -> tuple[int, ...]:
-    """Post ``value`` and wait until all ranks are here; the ranks that did not come in time.
-
-    Unlike the connection set-up of backends, this can be interrupted with Ctrl-C.
-    """
-    keys = [f"here/{other}" for other in range(size)]
-    store.set(keys[rank], value)
-    if wait_for_keys(store, keys, time.monotonic() + timeout_s):
-        return ()
-    return tuple(missing_keys(store, keys))
