@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.distributed import ReduceOp
@@ -11,6 +12,7 @@ from bagua.errors import InvalidReduceOpError, InvalidTensorError
 
 __all__ = [
     "COMMUNICABLE",
+    "OPERATIONS",
     "ReduceOp",
     "bytes_reduction",
     "check_communicable",
@@ -45,19 +47,11 @@ _ALLOWED: dict[str, frozenset[torch.dtype]] = {
     "bxor": _INTEGERS | _BOOL,
 }
 
-_OPERATIONS = {
-    ReduceOp.SUM: "sum",
-    ReduceOp.PRODUCT: "product",
-    ReduceOp.MIN: "min",
-    ReduceOp.MAX: "max",
-    ReduceOp.AVG: "avg",
-    ReduceOp.BAND: "band",
-    ReduceOp.BOR: "bor",
-    ReduceOp.BXOR: "bxor",
-}
+#: By name.
+OPERATIONS: dict[str, Any] = {name: getattr(ReduceOp, name.upper()) for name in _ALLOWED}
 
 #: One look-up answers both "is this legal" and "what is it called".
-_LEGAL = {(op, dtype): name for op, name in _OPERATIONS.items() for dtype in _ALLOWED[name]}
+_LEGAL = {(op, dtype): name for name, op in OPERATIONS.items() for dtype in _ALLOWED[name]}
 
 _FOLDS: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
@@ -100,13 +94,13 @@ def reduction_name(op: object, dtype: torch.dtype) -> str:
         'avg'
     """
     try:
-        return _LEGAL[op, dtype]  # type: ignore[index]
+        return _LEGAL[op, dtype]
     except (KeyError, TypeError):
         return _explain(op, dtype)
 
 
 def _explain(op: object, dtype: torch.dtype) -> str:
-    for known, name in _OPERATIONS.items() if isinstance(op, ReduceOp) else ():
+    for name, known in OPERATIONS.items() if isinstance(op, ReduceOp) else ():
         if op == known:  # a ReduceOp object rather than the enum's value
             if dtype in _ALLOWED[name]:
                 return name
@@ -121,7 +115,7 @@ def _explain(op: object, dtype: torch.dtype) -> str:
     raise InvalidReduceOpError(
         "unknown reduction",
         argument="op",
-        expected="one of ReduceOp." + ", ReduceOp.".join(n.upper() for n in _OPERATIONS.values()),
+        expected="one of ReduceOp." + ", ReduceOp.".join(map(str.upper, OPERATIONS)),
         seen=repr(op),
         advice="For PREMUL_SUM, multiply the tensor and use SUM; bagua.distributed does it for you."
         if isinstance(op, ReduceOp)

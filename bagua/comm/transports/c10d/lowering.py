@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from bagua.comm.call import KINDS, POINT_TO_POINT, Call
-from bagua.comm.reduction import ReduceOp, divide, fold
+from bagua.comm.reduction import OPERATIONS, divide, fold
 from bagua.comm.torch_private import end_coalescing, method_of, source_rank, start_coalescing
 from bagua.comm.transports.views import as_bytes, flattened
 
@@ -31,17 +31,6 @@ Started = tuple[tuple[Any, ...], Finish | None]
 MESSAGE_TAG = 0
 #: Of messages that a collective is made of; 1 is that of the poison.
 _EXCHANGE_TAG = 2
-
-_REDUCE_OPS: dict[str, Any] = {
-    "sum": ReduceOp.SUM,
-    "avg": ReduceOp.AVG,
-    "product": ReduceOp.PRODUCT,
-    "min": ReduceOp.MIN,
-    "max": ReduceOp.MAX,
-    "band": ReduceOp.BAND,
-    "bor": ReduceOp.BOR,
-    "bxor": ReduceOp.BXOR,
-}
 
 
 def as_timedelta(seconds: float) -> timedelta:
@@ -91,7 +80,7 @@ class Lowering:
         self._copies = abilities.copies
         self._reductions = abilities.reductions
         # Setting up an options object costs as much as the rest of a call; they are only read.
-        self._options: dict[tuple[str, str | int, float], Any] = {}
+        self._options: dict[tuple[str, str, int, float], Any] = {}
         #: Those of allreduce once more: one look-up says that the backend can do it, and how.
         self._allreduces: dict[tuple[str, torch.dtype, float], Any] = {}
         self._all_gather = method_of(group, "all_gather_single")
@@ -117,7 +106,7 @@ class Lowering:
         """Reduce in place on every rank."""
         options = self._allreduces.get((call[4], target.dtype, timeout_s))
         if options is None and (call.reduction, target.dtype) in self._reductions:
-            options = self._reducing("allreduce", dist.AllreduceOptions, call.reduction, timeout_s)
+            options = self._prepared("allreduce", dist.AllreduceOptions, timeout_s, call.reduction)
             self._allreduces[call.reduction, target.dtype, timeout_s] = options
         if options is not None:
             return (self._group.allreduce([target], options),), None
@@ -146,7 +135,7 @@ class Lowering:
         if (reduction, target.dtype) not in self._reductions:
             return self._reduce_otherwise(call, target, timeout_s)
         scratch = target if at_root else target.clone()
-        options = self._reducing("reduce", dist.ReduceOptions, reduction, timeout_s, call.root)
+        options = self._prepared("reduce", dist.ReduceOptions, timeout_s, reduction, call.root)
         works = (self._group.reduce([scratch], options),)
         if at_root and call.reduction == "avg":
             return works, lambda: divide(target, self._size)
@@ -167,7 +156,7 @@ class Lowering:
         flat, shares = flattened(target), flattened(source)
         if self._abilities.reduce_scatters:
             if (reduction, flat.dtype) in self._reductions:
-                options = self._reducing("reduce_scatter", dist.ReduceScatterOptions, reduction, timeout_s)
+                options = self._prepared("reduce_scatter", dist.ReduceScatterOptions, timeout_s, reduction)
                 return (self._reduce_scatter(flat, shares, options),), None
             if flat.dtype.is_complex and reduction in ("sum", "avg"):
                 reals, real_shares = torch.view_as_real(flat), torch.view_as_real(shares)
@@ -180,9 +169,9 @@ class Lowering:
 
     def broadcast(self, call: Call, _: torch.Tensor | None, target: torch.Tensor, timeout_s: float) -> Started:
         """Copy the root's tensor to all others."""
-        options = self._options.get(("broadcast", call.root, timeout_s))
+        options = self._options.get(("broadcast", "", call.root, timeout_s))
         if options is None:
-            options = self._prepared("broadcast", dist.BroadcastOptions, call.root, timeout_s)
+            options = self._prepared("broadcast", dist.BroadcastOptions, timeout_s, root=call.root)
         tensor = target if target.dtype in self._copies else as_bytes(target)
         return (self._group.broadcast([tensor], options),), None
 
@@ -193,19 +182,19 @@ class Lowering:
         return self._allgather(source, target, timeout_s)
 
     def _allgather(self, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Started:
-        options = self._prepared("allgather", dist.distributed_c10d.AllgatherOptions, -1, timeout_s)
+        options = self._prepared("allgather", dist.distributed_c10d.AllgatherOptions, timeout_s)
         return (self._all_gather(self._movable(target), self._movable(source), options),), None
 
     def gather(self, call: Call, source: torch.Tensor, target: torch.Tensor | None, timeout_s: float) -> Started:
         """Gather everyone's share on the root."""
-        options = self._prepared("gather", dist.GatherOptions, call.root, timeout_s)
+        options = self._prepared("gather", dist.GatherOptions, timeout_s, root=call.root)
         share = self._movable(source)
         rows = [] if target is None else [self._rows(target)]
         return (self._group.gather(rows, [share], options),), None
 
     def scatter(self, call: Call, source: torch.Tensor | None, target: torch.Tensor, timeout_s: float) -> Started:
         """Give everyone a share of the root's tensor."""
-        options = self._prepared("scatter", dist.ScatterOptions, call.root, timeout_s)
+        options = self._prepared("scatter", dist.ScatterOptions, timeout_s, root=call.root)
         rows = [] if source is None else [self._rows(source)]
         return (self._group.scatter([self._movable(target)], rows, options),), None
 
@@ -216,13 +205,13 @@ class Lowering:
         return self._alltoall(source, target, timeout_s)
 
     def _alltoall(self, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Started:
-        options = self._prepared("alltoall", dist.AllToAllOptions, -1, timeout_s)
+        options = self._prepared("alltoall", dist.AllToAllOptions, timeout_s)
         work = self._all_to_all(self._movable(target), self._movable(source), [], [], options)
         return (work,), None
 
     def alltoall_v(self, call: Call, source: torch.Tensor, target: torch.Tensor, timeout_s: float) -> Started:
         """Exchange shares of different sizes."""
-        options = self._prepared("alltoall", dist.AllToAllOptions, -1, timeout_s)
+        options = self._prepared("alltoall", dist.AllToAllOptions, timeout_s)
         unit = 1 if source.dtype in self._copies else source.element_size()
         receive = [count * unit for count in call.recv_counts]
         send = [count * unit for count in call.send_counts]
@@ -275,7 +264,7 @@ class Lowering:
 
     def barrier(self, _: Call, __: object, ___: object, timeout_s: float) -> Started:
         """Wait for everyone."""
-        options = self._prepared("barrier", dist.BarrierOptions, -1, timeout_s)
+        options = self._prepared("barrier", dist.BarrierOptions, timeout_s)
         if self._abilities.device_type != "cpu":
             # Left to itself NCCL takes the device with the number of the rank.
             options.device = torch.device(self._abilities.device_type, torch.accelerator.current_device_index())
@@ -290,31 +279,21 @@ class Lowering:
     def _rows(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         return list(self._movable(tensor).view(self._size, -1).unbind())
 
-    def _reducing(self, kind: str, options_class: Any, reduction: str, timeout_s: float, root: int = -1) -> Any:
-        key = (kind, reduction if root < 0 else f"{reduction} {root}", timeout_s)
+    def _prepared(self, kind: str, options_class: Any, timeout_s: float, reduction: str = "", root: int = -1) -> Any:
+        key = (kind, reduction, root, timeout_s)
         options = self._options.get(key)
         if options is None:
             options = options_class()
-            options.reduceOp = _REDUCE_OPS[reduction]
-            self._remember(key, options, root)
+            options.timeout = as_timedelta(timeout_s)
+            if reduction:
+                options.reduceOp = OPERATIONS[reduction]
+            if root >= 0:
+                options.rootRank = root
+            if len(self._options) > 1000:  # Somebody passes another timeout every time.
+                self._options.clear()
+                self._allreduces.clear()
+            self._options[key] = options
         return options
-
-    def _prepared(self, kind: str, options_class: Any, root: int, timeout_s: float) -> Any:
-        key = (kind, root, timeout_s)
-        options = self._options.get(key)
-        if options is None:
-            options = options_class()
-            self._remember(key, options, root)
-        return options
-
-    def _remember(self, key: tuple[str, str | int, float], options: Any, root: int) -> None:
-        options.timeout = as_timedelta(key[2])
-        if root >= 0:
-            options.rootRank = root
-        if len(self._options) > 1000:  # Somebody passes another timeout every time.
-            self._options.clear()
-            self._allreduces.clear()
-        self._options[key] = options
 
 
 #: What ``Abilities.messages_from_bytes`` is about.
