@@ -30,7 +30,7 @@ from bagua.comm.transports.links import LinkMessages, MessageLink
 from bagua.comm.transports.memory.lanes import COLLECTIVE, Lane, LaneHandle, Lanes
 from bagua.comm.transports.memory.line import Deadline
 from bagua.comm.transports.memory.wildcards import Wildcards
-from bagua.comm.transports.views import as_bytes, flattened
+from bagua.comm.transports.views import as_bytes, flattened, where_allowed
 from bagua.errors import CommunicationError, CommunicatorClosedError, ConcurrentUseError, blame
 
 #: Up to here an allreduce is one swap, in which each rank sends all it has to all others.
@@ -141,7 +141,7 @@ class LoweredTransport(Transport):
             assert target is not None
             peer = call.source if call.kind == "sendrecv" else call.root
             receive = partial(self._messages.receive, call, peer, target, deadline, self._wildcards.earlier())
-            tasks["recv", peer] = _where_allowed(receive, target)
+            tasks["recv", peer] = where_allowed(receive, target)
         if len(tasks) == 1:
             ((lane, task),) = tasks.items()
             return self._start_in(lane, task, deadline, asynchronous)
@@ -160,7 +160,7 @@ class LoweredTransport(Transport):
         wildcard = self._wildcards.start()
         receive = partial(self._messages.receive_any, call, wildcard, self._peers, sender, target, deadline)
         try:
-            return self._start_in(("recv", call.root), _where_allowed(receive, target), deadline, asynchronous)
+            return self._start_in(("recv", call.root), where_allowed(receive, target), deadline, asynchronous)
         except ConcurrentUseError:
             wildcard.close()
             raise
@@ -171,7 +171,7 @@ class LoweredTransport(Transport):
         self, call: Call, source: torch.Tensor | None, target: torch.Tensor | None, deadline: Deadline
     ) -> None:
         run: Callable[..., None] = getattr(self, f"_{call.kind.removesuffix('_v')}")
-        _where_allowed(partial(run, call, source, target, deadline), target)()
+        where_allowed(partial(run, call, source, target, deadline), target)()
         self._link.require_all(deadline)
         if target is not None and not target.is_inference():
             increment_version(target)  # so that autograd notices, as after ``copy_``
@@ -322,8 +322,3 @@ class LoweredTransport(Transport):
 def _disconnect(below: list[Transport]) -> None:
     for transport in below:
         transport.abort("its communicator broke")
-
-
-def _where_allowed(task: Callable[[], None], target: torch.Tensor | None) -> Callable[[], None]:
-    """``task``, in inference mode if the target was made in that, in any thread."""
-    return task if target is None or not target.is_inference() else torch.inference_mode()(task)

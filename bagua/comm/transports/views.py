@@ -1,8 +1,13 @@
-"""Plain tensors as transports move them: flat, and as bytes."""
+"""Plain tensors as transports move them: flat, as bytes, and in the mode in which they may be written."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
+
+Action = TypeVar("Action", bound=Callable[[], Any] | None)
 
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
@@ -18,3 +23,11 @@ def flattened(tensor: torch.Tensor) -> torch.Tensor:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as a flat tensor of uint8."""
     return flattened(tensor).view(torch.uint8)
+
+
+def where_allowed(action: Action, target: torch.Tensor | None) -> Action:
+    """``action``, if there is one, in inference mode if the target was made in that, in any thread."""
+    if action is None or target is None or not target.is_inference():
+        return action
+    allowed: Action = torch.inference_mode()(action)
+    return allowed

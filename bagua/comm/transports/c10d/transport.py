@@ -22,9 +22,10 @@ from bagua.comm.lifetime.forks import family, forked_error
 from bagua.comm.transports.base import DONE, Handle, Membership, Transport
 from bagua.comm.transports.c10d.groups import BackendGroup, create_group, group_refusal, split_name
 from bagua.comm.transports.c10d.handles import C10dHandle, HostHandle, StreamHandle, Waiters
-from bagua.comm.transports.c10d.lowering import Finish, Lowering
+from bagua.comm.transports.c10d.lowering import Lowering
 from bagua.comm.transports.failure.finder import FailureFinder
 from bagua.comm.transports.memory.copying import copy_pieces
+from bagua.comm.transports.views import where_allowed
 from bagua.errors import TransportUnavailableError
 
 #: Calls under way from which on those that are complete are looked for among them.
@@ -148,7 +149,7 @@ class C10dTransport(Transport):
         except RuntimeError as error:
             raise self.failures.failed(error, 0.0, timeout_s) from error
         new_handle = channel.message if channel.takes_messages(call) else channel.collective
-        handle = new_handle(self.failures, works, _where_allowed(finish, target), timeout_s, (source, target))
+        handle = new_handle(self.failures, works, where_allowed(finish, target), timeout_s, (source, target))
         if asynchronous or channel.group.on_stream:
             self._keep(handle)
         return handle
@@ -234,13 +235,6 @@ def _disconnect(channels: dict[str, _Channel]) -> None:
     """Not a bound method: a cycle would keep torch's objects alive until the next garbage collection."""
     for channel in set(channels.values()):
         channel.group.break_connections()
-
-
-def _where_allowed(finish: Finish | None, target: torch.Tensor | None) -> Finish | None:
-    """``finish``, in inference mode if the target was made in that, in any thread."""
-    if finish is None or target is None or not target.is_inference():
-        return finish
-    return torch.inference_mode()(finish)
 
 
 def c10d_refusal(backend: str) -> TransportUnavailableError | None:
