@@ -16,7 +16,7 @@ from bagua.comm.communicator import Communicator
 from bagua.comm.reduction import ReduceOp
 from bagua.comm.transports.base import DONE, Handle, Membership, Transport
 from bagua.comm.transports.c10d.transport import C10dTransport
-from bagua.comm.transports.checked import CheckedTransport, check_membership
+from bagua.comm.transports.checked import CheckedTransport
 from bagua.comm.transports.fingerprints import fingerprint_of
 from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicatorClosedError, PeerLostError
 from tests.comm.c10d_ranks import run, values
@@ -37,7 +37,7 @@ class SpyTransport(C10dTransport):
 
 
 def checked(member: Membership) -> Transport:
-    return CheckedTransport(SpyTransport("gloo", member), C10dTransport("gloo", check_membership(member)))
+    return CheckedTransport(SpyTransport("gloo", member), C10dTransport("gloo", member.part("check")))
 
 
 def started(comm: Communicator) -> list[str]:

@@ -41,12 +41,12 @@ from __future__ import annotations
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
 
 from bagua.comm.call import Call
 from bagua.comm.long_wait import Activity
@@ -174,6 +174,23 @@ class Membership:
     def size(self) -> int:
         """Number of members."""
         return len(self.ranks)
+
+    def part(self, name: str, members: Sequence[int] | None = None) -> Membership:
+        """Some of the ranks, this one among them, with a part of the store for themselves.
+
+        Args:
+            name: name of the part, in the store and behind the label.
+            members: their ranks here; None means all.
+        """
+        members = range(self.size) if members is None else members
+        return Membership(
+            store=PrefixStore(name, self.store),
+            rank=members.index(self.rank),
+            ranks=tuple(self.ranks[member] for member in members),
+            nodes=tuple(self.nodes[member] for member in members),
+            timeout_s=self.timeout_s,
+            label=f"{self.label}/{name}",
+        )
 
 
 class Arrivals:

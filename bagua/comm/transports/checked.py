@@ -16,10 +16,9 @@ from collections import deque
 from collections.abc import Set as AbstractSet
 
 import torch
-from torch.distributed import PrefixStore
 
 from bagua.comm.call import POINT_TO_POINT, Call
-from bagua.comm.transports.base import Handle, Joined, Membership, Transport
+from bagua.comm.transports.base import Handle, Joined, Transport
 from bagua.comm.transports.c10d.transport import C10dTransport
 from bagua.comm.transports.fingerprints import CollectiveFingerprints, FingerprintExchange, MessageFingerprints
 from bagua.errors import CollectiveTimeoutError
@@ -28,18 +27,6 @@ _POLL_S = 0.0002
 #: Time between two looks for the rank that sends to a receive from any.
 _LOOK_S = 0.002
 _RECEIVES = "recv"
-
-
-def check_membership(membership: Membership) -> Membership:
-    """The same ranks with a part of their store for the transport of the fingerprints."""
-    return Membership(
-        store=PrefixStore("check", membership.store),
-        rank=membership.rank,
-        ranks=membership.ranks,
-        nodes=membership.nodes,
-        timeout_s=membership.timeout_s,
-        label=f"{membership.label}/check",
-    )
 
 
 class CheckedTransport(Transport):

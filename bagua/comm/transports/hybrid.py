@@ -21,7 +21,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch.distributed import PrefixStore
 
 from bagua.comm.call import Call
 from bagua.comm.reduction import divide
@@ -249,7 +248,7 @@ class HybridTransport(Transport):
         failure = None
         try:
             for name in ("host", "gather"):
-                part = self._membership_of(members, f"{name}{members[0]}")
+                part = self.membership.part(f"{name}{members[0]}", members)
                 self._parts.append(_Part(ShmTransport(part) if part.size > 1 else SoloTransport(part)))
         except CommunicationError as error:
             failure = error
@@ -258,19 +257,8 @@ class HybridTransport(Transport):
         return self._parts[-2:]
 
     def _connect(self, members: tuple[int, ...], name: str) -> _Part:
-        self._parts.append(_Part(C10dTransport("gloo", self._membership_of(members, name))))
+        self._parts.append(_Part(C10dTransport("gloo", self.membership.part(name, members))))
         return self._parts[-1]
-
-    def _membership_of(self, members: tuple[int, ...], name: str) -> Membership:
-        whole = self.membership
-        return Membership(
-            store=PrefixStore(name, whole.store),
-            rank=members.index(self.rank),
-            ranks=tuple(whole.ranks[member] for member in members),
-            nodes=tuple(whole.nodes[member] for member in members),
-            timeout_s=whole.timeout_s,
-            label=f"{whole.label}/{name}",
-        )
 
     # Calls.
 

@@ -10,7 +10,7 @@ from bagua.comm.startup.choice import TORCH_NAME
 from bagua.comm.transports.base import Membership, Transport
 from bagua.comm.transports.c10d.groups import knows
 from bagua.comm.transports.c10d.transport import C10dTransport, c10d_refusal
-from bagua.comm.transports.checked import CheckedTransport, check_membership
+from bagua.comm.transports.checked import CheckedTransport
 from bagua.comm.transports.hybrid import HybridTransport
 from bagua.comm.transports.shm.transport import ShmTransport, shm_refusal
 from bagua.comm.transports.solo import SoloTransport
@@ -94,7 +94,7 @@ def create_transport(backend: str, membership: Membership) -> Transport:
 def _beside(transport: Transport, membership: Membership) -> C10dTransport:
     """The transport of the fingerprints; if it cannot be connected, ``transport`` is given back, too."""
     try:
-        return C10dTransport("gloo", check_membership(membership))
+        return C10dTransport("gloo", membership.part("check"))
     except BaseException:
         transport.close()
         raise
