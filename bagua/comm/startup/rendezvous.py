@@ -13,6 +13,7 @@ import torch.distributed as dist
 from bagua import env
 from bagua.comm.lifetime.background import BackgroundThread
 from bagua.comm.lifetime.forks import family, leak
+from bagua.comm.store.serving import connect_store
 from bagua.errors import CollectiveTimeoutError, ConfigurationError
 
 _COMMAND = "baguarun --nproc 2 train.py (or: torchrun --nproc_per_node 2 train.py)"
@@ -86,7 +87,7 @@ def connect(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     if rank == 0 and not agent_hosts:
         store = _hosted.stores[os.getpid(), port] = _host_store(address, int(port), world_size, timeout_s)
     else:
-        store = _join_store(address, int(port), rank, world_size, timeout_s, by_agent=agent_hosts)
+        store = _join_store(address, int(port), rank, timeout_s, by_agent=agent_hosts)
     # A restarted job must not read what the failed attempt left in the agent's store.
     return dist.PrefixStore(f"attempt{found.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
@@ -115,10 +116,10 @@ def _host_store(address: str, port: int, world_size: int, timeout_s: float) -> d
         ) from error
 
 
-def _join_store(address: str, port: int, rank: int, world_size: int, timeout_s: float, *, by_agent: bool) -> dist.Store:
+def _join_store(address: str, port: int, rank: int, timeout_s: float, *, by_agent: bool) -> dist.Store:
     started = time.monotonic()
     try:
-        return _client(address, port, world_size, wait_for_listener(address, port, timeout_s))
+        return _client(address, port, wait_for_listener(address, port, timeout_s))
     except (OSError, RuntimeError, FutureTimeoutError) as error:
         host = "the launcher's agent" if by_agent else "rank 0"
         raise CollectiveTimeoutError(
@@ -132,15 +133,11 @@ def _join_store(address: str, port: int, rank: int, world_size: int, timeout_s: 
         ) from error
 
 
-def _client(address: str, port: int, world_size: int, timeout_s: float) -> dist.Store:
+def _client(address: str, port: int, timeout_s: float) -> dist.Store:
     """A store that another process hosts. Torch waits without end for the answer of a server that is no store."""
     thread = BackgroundThread("bagua-store")
     try:
-        return thread.submit(
-            lambda: dist.TCPStore(
-                address, port, world_size, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
-            )
-        ).result(timeout_s)
+        return thread.submit(lambda: connect_store(port, timeout_s, address)).result(timeout_s)
     finally:
         thread.stop(timeout_s=0.0)
 

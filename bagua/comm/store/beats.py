@@ -8,14 +8,14 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-from collections.abc import Callable, Iterable
-from datetime import timedelta
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store
 
 from bagua.comm.lifetime.background import beside, bounded
-from bagua.comm.store.keys import read_all
+from bagua.comm.store.keys import read_present
+from bagua.comm.store.serving import connect_store
 
 #: How long a server may take to answer somebody who only looks.
 _CONNECT_TIMEOUT_S = 10.0
@@ -104,11 +104,9 @@ class Beats:
             raise found
         return found
 
-    def _read_some(self, store: Store, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
-        # Asking for a key that is not there would block until it is.
-        there = [rank for rank in ranks if store.check([f"bagua/beat/{rank}"])]
-        texts = read_all(store, [f"bagua/beat/{rank}" for rank in there]) if there else []
-        return {rank: json.loads(text) for rank, text in zip(there, texts, strict=True)}
+    def _read_some(self, store: Store, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
+        texts = read_present(store, [f"bagua/beat/{rank}" for rank in ranks])
+        return {rank: json.loads(text) for rank, text in zip(ranks, texts, strict=True) if text is not None}
 
     def _connection(self) -> Store:
         """A connection that no call of the job keeps busy, made when it is needed first."""
@@ -136,5 +134,4 @@ def connect_beats(host: str, port: int) -> Beats:
         RuntimeError: who answers is no store.
     """
     socket.create_connection((host, port), _CONNECT_TIMEOUT_S).close()  # Torch would print a page before it gives up.
-    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT_TIMEOUT_S))
-    return Beats(store, -1)
+    return Beats(connect_store(port, _CONNECT_TIMEOUT_S, host), -1)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore
 
 from bagua.comm.lifetime.background import BackgroundThread
-from bagua.comm.store.keys import read_all
+from bagua.comm.store.keys import read_all, read_present
 from bagua.comm.store.polled import PolledStore, as_bytes
 
 T = TypeVar("T")
@@ -49,13 +49,7 @@ class BoundedStore(PolledStore):
 
     def read(self, keys: Sequence[str]) -> list[bytes | None]:
         """See ``PolledStore``."""
-
-        def ask() -> list[bytes | None]:
-            present = [key for key in keys if self._inner.check([key])]
-            found = dict(zip(present, read_all(self._inner, present) if present else [], strict=True))
-            return [found.get(key) for key in keys]
-
-        return self._bounded(ask)
+        return self._bounded(lambda: read_present(self._inner, keys))
 
     def check(self, keys: list[str]) -> bool:
         """Whether all ``keys`` are there."""

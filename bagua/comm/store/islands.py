@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import socket
 import time
-from datetime import timedelta
 
 from torch.distributed import DistNetworkError, PrefixStore, TCPStore
 from torch.distributed import Store as KeyStore
@@ -15,6 +14,7 @@ from bagua.comm.startup.rendezvous import wait_for_listener
 from bagua.comm.store.bounded import BoundedStore
 from bagua.comm.store.etcd import EtcdStore
 from bagua.comm.store.polled import PolledStore
+from bagua.comm.store.serving import connect_store
 from bagua.errors import ConfigurationError, StoreLostError
 
 __all__ = ["KeyStore", "close_store", "open_store", "part_of", "serve_store_at"]
@@ -82,7 +82,7 @@ def _connected(where: str, host: str, port: int, timeout_s: float) -> KeyStore:
     started = time.monotonic()
     try:
         left_s = wait_for_listener(host, port, timeout_s)
-        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=left_s))
+        return connect_store(port, left_s, host)
     except (OSError, RuntimeError) as error:
         raise StoreLostError(
             f"no store answers at {where}",

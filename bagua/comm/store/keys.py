@@ -62,3 +62,18 @@ def read_all(store: Store, keys: Sequence[str]) -> list[bytes]:
     at_once = store.has_extended_api()  # type: ignore[attr-defined]
     found: list[bytes] = store.multi_get(list(keys)) if at_once else [store.get(key) for key in keys]
     return found
+
+
+def read_present(store: Store, keys: Sequence[str]) -> list[bytes | None]:
+    """The values of ``keys``; None for those that are not there, for which a store would wait.
+
+    Example:
+        >>> from torch.distributed import HashStore
+        >>> store = HashStore()
+        >>> store.set("first", "one")
+        >>> read_present(store, ["first", "second"])
+        [b'one', None]
+    """
+    present = [key for key in keys if store.check([key])]
+    found = dict(zip(present, read_all(store, present) if present else [], strict=True))
+    return [found.get(key) for key in keys]
