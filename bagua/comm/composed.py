@@ -42,19 +42,17 @@ def broadcast_object(
         ConfigurationError: on all ranks, if the object has no safe encoding.
     """
     root = check_rank(root, communicator.size, "root")
-    own, failure = _encoded(communicator, obj, allow_pickle) if communicator.rank == root else (None, None)
+    calls = _ObjectCalls(communicator, async_op, timeout, allow_pickle)
+    own, failure = calls.encoded(obj) if communicator.rank == root else (None, None)
 
     def steps() -> Steps:
-        length = torch.tensor([0 if own is None else own.numel()], device=communicator.intake.home)
-        yield from _maybe(communicator.broadcast(length, root, async_op=async_op, timeout=timeout))
-        data = own if own is not None else _bytes(communicator, int(length))
-        yield from _maybe(communicator.broadcast(data, root, async_op=async_op, timeout=timeout))
+        length = calls.lengths([0 if own is None else own.numel()])
+        yield from calls.make(communicator.broadcast, length, root)
+        data = own if own is not None else calls.room(int(length))
+        yield from calls.make(communicator.broadcast, data, root)
         return data
 
-    def finish(data: torch.Tensor) -> Any:
-        return obj if own is not None else decode(data, allow_pickle=allow_pickle)
-
-    return _object_result(communicator, steps(), async_op, failure, finish)
+    return calls.result(steps(), failure, lambda data: obj if own is not None else calls.decoded(data))
 
 
 def allgather_object(
@@ -74,22 +72,7 @@ def allgather_object(
         timeout: deadline of each message.
         allow_pickle: see ``broadcast_object``.
     """
-    own, failure = _encoded(communicator, obj, allow_pickle)
-
-    def steps() -> Steps:
-        lengths = torch.zeros(communicator.size, dtype=torch.int64, device=communicator.intake.home)
-        mine = torch.tensor([own.numel()], device=communicator.intake.home)
-        yield from _maybe(communicator.allgather(lengths, mine, async_op=async_op, timeout=timeout))
-        counts = lengths.tolist()
-        padded = _padded(communicator, own, max(counts))
-        data = _bytes(communicator, communicator.size * max(counts))
-        yield from _maybe(communicator.allgather(data, padded, async_op=async_op, timeout=timeout))
-        return data, counts
-
-    def finish(received: tuple[torch.Tensor, list[int]]) -> list[Any]:
-        return _decode_rows(*received, allow_pickle)
-
-    return _object_result(communicator, steps(), async_op, failure, finish)
+    return _collect(_ObjectCalls(communicator, async_op, timeout, allow_pickle), obj, None)
 
 
 def gather_object(
@@ -112,23 +95,34 @@ def gather_object(
         allow_pickle: see ``broadcast_object``.
     """
     dst = check_rank(dst, communicator.size, "dst")
-    own, failure = _encoded(communicator, obj, allow_pickle)
+    return _collect(_ObjectCalls(communicator, async_op, timeout, allow_pickle), obj, dst)
+
+
+def _collect(calls: _ObjectCalls, obj: object, dst: int | None) -> Any:
+    """The objects of all ranks on rank ``dst``; on every rank if that is None."""
+    communicator = calls.communicator
+    own, failure = calls.encoded(obj)
 
     def steps() -> Steps:
-        lengths = torch.zeros(communicator.size, dtype=torch.int64, device=communicator.intake.home)
-        mine = torch.tensor([own.numel()], device=communicator.intake.home)
-        yield from _maybe(communicator.allgather(lengths, mine, async_op=async_op, timeout=timeout))
+        lengths = calls.lengths([0] * communicator.size)
+        yield from calls.make(communicator.allgather, lengths, calls.lengths([own.numel()]))
         counts = lengths.tolist()
-        padded = _padded(communicator, own, max(counts))
-        data = _bytes(communicator, communicator.size * max(counts)) if communicator.rank == dst else None
-        yield from _maybe(communicator.gather(data, padded, dst, async_op=async_op, timeout=timeout))
+        padded = calls.padded(own, max(counts))
+        data = calls.room(communicator.size * max(counts)) if dst in (None, communicator.rank) else None
+        if dst is None:
+            yield from calls.make(communicator.allgather, data, padded)
+        else:
+            yield from calls.make(communicator.gather, data, padded, dst)
         return data, counts
 
     def finish(received: tuple[torch.Tensor | None, list[int]]) -> list[Any] | None:
         data, counts = received
-        return None if data is None else _decode_rows(data, counts, allow_pickle)
+        if data is None:
+            return None
+        rows = data.view(len(counts), -1)
+        return [calls.decoded(row[:count]) for row, count in zip(rows, counts, strict=True)]
 
-    return _object_result(communicator, steps(), async_op, failure, finish)
+    return calls.result(steps(), failure, finish)
 
 
 def scatter_object(
@@ -151,23 +145,19 @@ def scatter_object(
         allow_pickle: see ``broadcast_object``.
     """
     root = check_rank(root, communicator.size, "root")
-    parts, failure = _encoded_parts(communicator, objs, root, allow_pickle)
+    calls = _ObjectCalls(communicator, async_op, timeout, allow_pickle)
+    parts, failure = calls.encoded_parts(objs, root)
 
     def steps() -> Steps:
-        lengths = torch.zeros(communicator.size, dtype=torch.int64, device=communicator.intake.home)
-        for rank, part in enumerate(parts):
-            lengths[rank] = part.numel()
-        yield from _maybe(communicator.broadcast(lengths, root, async_op=async_op, timeout=timeout))
+        lengths = calls.lengths([part.numel() for part in parts] or [0] * communicator.size)
+        yield from calls.make(communicator.broadcast, lengths, root)
         counts = lengths.tolist()
-        data = _bytes(communicator, max(counts))
-        table = torch.cat([_padded(communicator, part, max(counts)) for part in parts]) if parts else None
-        yield from _maybe(communicator.scatter(data, table, root, async_op=async_op, timeout=timeout))
+        data = calls.room(max(counts))
+        table = torch.cat([calls.padded(part, max(counts)) for part in parts]) if parts else None
+        yield from calls.make(communicator.scatter, data, table, root)
         return data[: counts[communicator.rank]]
 
-    def finish(data: torch.Tensor) -> Any:
-        return decode(data, allow_pickle=allow_pickle)
-
-    return _object_result(communicator, steps(), async_op, failure, finish)
+    return calls.result(steps(), failure, calls.decoded)
 
 
 def send_object(
@@ -189,14 +179,14 @@ def send_object(
         timeout: deadline of each message.
         allow_pickle: see ``broadcast_object``.
     """
-    own, failure = _encoded(communicator, obj, allow_pickle)
+    calls = _ObjectCalls(communicator, async_op, timeout, allow_pickle)
+    own, failure = calls.encoded(obj)
 
     def steps() -> Steps:
-        length = torch.tensor([own.numel()], device=communicator.intake.home)
-        yield from _maybe(send(communicator, length, dst, async_op=async_op, timeout=timeout))
-        yield from _maybe(send(communicator, own, dst, async_op=async_op, timeout=timeout))
+        yield from calls.make(send, communicator, calls.lengths([own.numel()]), dst)
+        yield from calls.make(send, communicator, own, dst)
 
-    return _object_result(communicator, steps(), async_op, failure, lambda _: None)
+    return calls.result(steps(), failure, lambda _: None)
 
 
 def recv_object(
@@ -211,79 +201,85 @@ def recv_object(
         timeout: deadline of each message.
         allow_pickle: see ``broadcast_object``.
     """
+    calls = _ObjectCalls(communicator, async_op, timeout, allow_pickle)
 
     def steps() -> Steps:
-        length = torch.zeros(1, dtype=torch.int64, device=communicator.intake.home)
-        yield from _maybe(recv(communicator, length, src, async_op=async_op, timeout=timeout))
-        data = _bytes(communicator, int(length))
-        yield from _maybe(recv(communicator, data, src, async_op=async_op, timeout=timeout))
+        length = calls.lengths([0])
+        yield from calls.make(recv, communicator, length, src)
+        data = calls.room(int(length))
+        yield from calls.make(recv, communicator, data, src)
         return data
 
-    def finish(data: torch.Tensor) -> Any:
-        return decode(data, allow_pickle=allow_pickle)
-
-    return _object_result(communicator, steps(), async_op, None, finish)
+    return calls.result(steps(), None, calls.decoded)
 
 
-# What those on objects have in common.
+class _ObjectCalls:
+    """What calls on objects have in common: several calls of one communicator, made in one way, with bytes."""
 
+    def __init__(self, communicator: Caller, async_op: bool, timeout: Timeout, allow_pickle: bool) -> None:
+        self.communicator = communicator
+        self._home = communicator.intake.home
+        self._async_op, self._timeout, self._allow_pickle = async_op, timeout, allow_pickle
 
-def _bytes(communicator: Caller, length: int) -> torch.Tensor:
-    return torch.zeros(length, dtype=torch.uint8, device=communicator.intake.home)
+    def make(self, call: Callable[..., Work | None], *arguments: Any) -> Steps:
+        """Start ``call``, and yield its work unless it was complete at once."""
+        work = call(*arguments, async_op=self._async_op, timeout=self._timeout)
+        if work is not None:
+            yield work
 
+    def lengths(self, lengths: list[int]) -> torch.Tensor:
+        return torch.tensor(lengths, device=self._home)
 
-def _padded(communicator: Caller, data: torch.Tensor, length: int) -> torch.Tensor:
-    padded = _bytes(communicator, length)
-    padded[: data.numel()] = data
-    return padded
+    def room(self, length: int) -> torch.Tensor:
+        return torch.zeros(length, dtype=torch.uint8, device=self._home)
 
+    def padded(self, data: torch.Tensor, length: int) -> torch.Tensor:
+        padded = self.room(length)
+        padded[: data.numel()] = data
+        return padded
 
-def _encoded(communicator: Caller, obj: object, allow_pickle: bool) -> tuple[torch.Tensor, ConfigurationError | None]:
-    """``obj`` as bytes; if it has no encoding, the news of that, so that no peer waits."""
-    try:
-        return encode(obj, allow_pickle=allow_pickle).to(communicator.intake.home), None
-    except Exception as error:  # noqa: BLE001 - whatever it is, peers wait for this rank
-        failure = error if isinstance(error, ConfigurationError) else _not_encoded(obj, error)
-        return encode_failure(str(failure)).to(communicator.intake.home), failure
+    def encoded(self, obj: object) -> tuple[torch.Tensor, ConfigurationError | None]:
+        """``obj`` as bytes; if it has no encoding, the news of that, so that no peer waits."""
+        try:
+            return encode(obj, allow_pickle=self._allow_pickle).to(self._home), None
+        except Exception as error:  # noqa: BLE001 - whatever it is, peers wait for this rank
+            failure = error if isinstance(error, ConfigurationError) else _not_encoded(obj, error)
+            return encode_failure(str(failure)).to(self._home), failure
 
+    def encoded_parts(
+        self, objs: Sequence[object] | None, root: int
+    ) -> tuple[list[torch.Tensor], ConfigurationError | None]:
+        """What ``root`` sends to each rank, and what is wrong with ``objs``: raised when no peer waits any more."""
+        rank, size = self.communicator.rank, self.communicator.size
+        if rank != root and objs is None:
+            return [], None
+        count = len(objs) if isinstance(objs, Sequence) and not isinstance(objs, str | bytes) else None
+        if rank == root and objs is not None and count == size:
+            encoded = [self.encoded(obj) for obj in objs]
+            failures = [failure for _, failure in encoded if failure is not None]
+            return [part for part, _ in encoded], failures[0] if failures else None
+        failure = ConfigurationError(
+            "one rank has the objects, one for each rank",
+            argument="objs",
+            expected=f"a list of {size} objects on rank {root}, None on other ranks",
+            seen=f"{type(objs).__name__ if count is None else f'{count} objects'} on rank {rank}",
+        )
+        news = [encode_failure(str(failure)).to(self._home)] * size
+        return news if rank == root else [], failure
 
-def _encoded_parts(
-    communicator: Caller, objs: Sequence[object] | None, root: int, allow_pickle: bool
-) -> tuple[list[torch.Tensor], ConfigurationError | None]:
-    """What ``root`` sends to each rank, and what is wrong with ``objs``: raised when no peer waits any more."""
-    if communicator.rank != root and objs is None:
-        return [], None
-    count = len(objs) if isinstance(objs, Sequence) and not isinstance(objs, str | bytes) else None
-    if communicator.rank == root and objs is not None and count == communicator.size:
-        encoded = [_encoded(communicator, obj, allow_pickle) for obj in objs]
-        failures = [failure for _, failure in encoded if failure is not None]
-        return [part for part, _ in encoded], failures[0] if failures else None
-    failure = ConfigurationError(
-        "one rank has the objects, one for each rank",
-        argument="objs",
-        expected=f"a list of {communicator.size} objects on rank {root}, None on other ranks",
-        seen=f"{type(objs).__name__ if count is None else f'{count} objects'} on rank {communicator.rank}",
-    )
-    news = [encode_failure(str(failure)).to(communicator.intake.home)] * communicator.size
-    return news if communicator.rank == root else [], failure
+    def decoded(self, data: torch.Tensor) -> Any:
+        return decode(data, allow_pickle=self._allow_pickle)
 
+    def result(self, steps: Steps, failure: ConfigurationError | None, finish: Callable[[Any], Any]) -> Any:
+        """What ``finish`` makes of what came, or ``failure``, which peers have got in place of an object by then."""
 
-def _object_result(
-    communicator: Caller,
-    steps: Steps,
-    async_op: bool,
-    failure: ConfigurationError | None,
-    finish: Callable[[Any], Any],
-) -> Any:
-    """What ``finish`` makes of what came, or ``failure``, which peers have got in place of an object by then."""
+        def conclude(received: Any) -> Any:
+            if failure is not None:
+                raise failure
+            return finish(received)
 
-    def conclude(received: Any) -> Any:
-        if failure is not None:
-            raise failure
-        return finish(received)
-
-    work = communicator.pipeline.compose(steps, async_op, conclude)
-    return work if async_op else work.result()
+        work = self.communicator.pipeline.compose(steps, self._async_op, conclude)
+        return work if self._async_op else work.result()
 
 
 def _not_encoded(obj: object, error: Exception) -> ConfigurationError:
@@ -292,16 +288,6 @@ def _not_encoded(obj: object, error: Exception) -> ConfigurationError:
     )
     failure.__cause__ = error
     return failure
-
-
-def _maybe(work: Work | None) -> Steps:
-    if work is not None:
-        yield work
-
-
-def _decode_rows(data: torch.Tensor, counts: list[int], allow_pickle: bool) -> list[Any]:
-    rows = data.view(len(counts), -1)
-    return [decode(row[:count], allow_pickle=allow_pickle) for row, count in zip(rows, counts, strict=True)]
 
 
 # Several tensors in few messages.
