@@ -184,14 +184,24 @@ def refuse_together(
     raise_refusals(answers, rank, ranks, refusal)
 
 
-def raise_refusals(reasons: Sequence[str], rank: int, ranks: Sequence[int], refusal: Exception | None) -> None:
-    """Raise if a member has a reason not to go on.
+def raise_refusals(
+    reasons: Sequence[str],
+    rank: int,
+    ranks: Sequence[int],
+    refusal: Exception | None = None,
+    *,
+    problem: str = "",
+    advice: str = "",
+) -> None:
+    """Raise on every member, which knows the reasons of all, if one of them has a reason not to go on.
 
     Args:
         reasons: reason of each member, empty where there is none.
         rank: this member's rank in the group.
         ranks: global rank of each member, for messages.
-        refusal: error of this member, behind its own reason.
+        refusal: error of this member, behind its own reason; None for that of the others.
+        problem: what they cannot do, for messages.
+        advice: what to do next.
 
     Raises:
         TransportUnavailableError: naming the ranks that refuse and why.
@@ -199,10 +209,12 @@ def raise_refusals(reasons: Sequence[str], rank: int, ranks: Sequence[int], refu
     refusing = [(ranks[member], reason) for member, reason in enumerate(reasons) if reason]
     error = refusal
     if error is None and refusing:
+        told = "; ".join(f"rank {member} refused: {reason}" for member, reason in refusing)
         error = TransportUnavailableError(
-            "; ".join(f"rank {member} refused: {reason}" for member, reason in refusing),
+            f"{problem}: {told}" if problem else told,
             rank=ranks[rank],
             peers=[member for member, _ in refusing],
+            advice=advice,
         )
     if isinstance(error, TransportUnavailableError):
         error.agreed = tuple(ranks)

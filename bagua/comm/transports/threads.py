@@ -14,13 +14,12 @@ from typing import ClassVar
 import torch
 
 from bagua.comm.call import Call
-from bagua.comm.store.asking import gather_values
+from bagua.comm.store.asking import gather_values, raise_refusals
 from bagua.comm.transports.base import Handle, Membership
 from bagua.comm.transports.memory.lanes import Lanes
 from bagua.comm.transports.memory.line import FaultHook, Line, Notice, RankKilled, Slots, Step, Words
 from bagua.comm.transports.memory.peers import Peers
 from bagua.comm.transports.memory.transport import MemoryTransport
-from bagua.errors import TransportUnavailableError
 
 __all__ = ["FaultHook", "RankKilled", "Step", "ThreadPeers", "ThreadsTransport", "current_fault", "inject_fault"]
 
@@ -199,15 +198,15 @@ def _attach(membership: Membership) -> _World:
         _worlds[key] = world
     key = _ask(membership, "threads/world", key)[0]
     world = world or _worlds.get(key)
-    own = "" if world is not None else f"rank {membership.rank} is in process {os.getpid()}"
-    refusals = _ask(membership, "threads/refusal", own)
-    if world is None or any(refusals):
-        raise TransportUnavailableError(
-            f"threads needs all ranks in one process, but {'; '.join(filter(None, refusals))}",
-            rank=membership.ranks[membership.rank],
-            peers=[rank for rank, text in zip(membership.ranks, refusals, strict=True) if text],
-            advice="Use backend='gloo' for ranks that are processes.",
-        )
+    own = "" if world is not None else f"it is in process {os.getpid()}"
+    raise_refusals(
+        _ask(membership, "threads/refusal", own),
+        membership.rank,
+        membership.ranks,
+        problem="threads needs all ranks in one process",
+        advice="Use backend='gloo' for ranks that are processes.",
+    )
+    assert world is not None
     return world
 
 

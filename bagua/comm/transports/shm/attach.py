@@ -26,12 +26,12 @@ from typing import Any, NamedTuple
 import torch
 
 from bagua.comm.startup.hosts import host_identity
-from bagua.comm.store.asking import gather_values
+from bagua.comm.store.asking import gather_values, raise_refusals
 from bagua.comm.store.bounded import bounded
 from bagua.comm.transports.base import Membership
 from bagua.comm.transports.shm.line import NONCE_BYTES
 from bagua.comm.transports.shm.memory import SharedMemory, create_memory, map_memory
-from bagua.errors import CollectiveTimeoutError, CommunicationError, TransportUnavailableError
+from bagua.errors import CollectiveTimeoutError, CommunicationError
 
 #: By now every rank is there; only a stopped process takes longer to connect.
 _LIMIT_S = 60.0
@@ -97,18 +97,13 @@ def attach(membership: Membership, control_bytes: int, settings: Mapping[str, in
 
 
 def _raise_together(membership: Membership, problems: list[str]) -> None:
-    """Raise if any rank has a problem; all ranks know all of them."""
-    refusing = [rank for rank, problem in enumerate(problems) if problem]
-    if refusing:
-        told = "; ".join(f"rank {membership.ranks[rank]}: {problems[rank]}" for rank in refusing)
-        error = TransportUnavailableError(
-            f"shared memory cannot connect these ranks: {told}",
-            rank=membership.ranks[membership.rank],
-            peers=[membership.ranks[rank] for rank in refusing],
-            advice="Leave the choice to backend=None, or use backend='gloo'.",
-        )
-        error.agreed = membership.ranks
-        raise error
+    raise_refusals(
+        problems,
+        membership.rank,
+        membership.ranks,
+        problem="shared memory cannot connect these ranks",
+        advice="Leave the choice to backend=None, or use backend='gloo'.",
+    )
 
 
 class _Meeting:
