@@ -18,6 +18,8 @@ from bagua.errors import ConfigurationError, InvalidRankError, InvalidTensorErro
 _STRIDED = torch.strided
 #: What clocks, locks, and torch can all wait for.
 _LONGEST_S = 365 * 24 * 3600.0
+#: Brings a result from where the transport wrote it to where the user wants it; None if that is the same place.
+Finish = Callable[[], None] | None
 
 
 def as_seconds(timeout: object, argument: str = "timeout") -> float:
@@ -95,8 +97,8 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def writable(tensor: torch.Tensor, argument: str, *, keep: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A plain tensor to write to, and where to copy it afterwards (None: nowhere).
+def writable(tensor: torch.Tensor, argument: str, *, keep: bool) -> tuple[torch.Tensor, Finish]:
+    """A plain tensor to write to, and how the result gets to ``tensor``.
 
     Args:
         tensor: the user's tensor.
@@ -120,7 +122,7 @@ def writable(tensor: torch.Tensor, argument: str, *, keep: bool) -> tuple[torch.
             advice="Pass tensor.clone().",
         )
     stage = readable(bare) if keep else torch.empty(bare.shape, dtype=bare.dtype, device=bare.device)
-    return stage, bare
+    return stage, lambda: copy_pieces([bare], [stage.view(bare.dtype)])
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
@@ -177,10 +179,6 @@ def check_counts(counts: Sequence[object], size: int, numel: int, argument: str)
     return checked
 
 
-#: Brings a result from where the transport wrote it to where the user wants it; None if that is the same place.
-Finish = Callable[[], None] | None
-
-
 class Intake:
     """Turns the user's tensors into those that a transport works on.
 
@@ -216,15 +214,7 @@ class Intake:
     def in_place(self, tensor: torch.Tensor, argument: str, *, keep: bool = True) -> tuple[torch.Tensor, Finish]:
         """What the transport works on instead of ``tensor``, and how the result gets back."""
         self.check(tensor, argument)
-        return self._written(tensor, argument, keep=keep)
-
-    def _written(self, tensor: torch.Tensor, argument: str, *, keep: bool) -> tuple[torch.Tensor, Finish]:
-        if is_plain(tensor):
-            return tensor, None
-        stage, destination = writable(tensor, argument, keep=keep)
-        if destination is None:
-            return stage, None
-        return stage, lambda: _copy(destination, stage)
+        return writable(tensor, argument, keep=keep)
 
     def share(self, tensor: torch.Tensor, argument: str) -> torch.Tensor:
         """``tensor`` in the form that transports read."""
@@ -243,7 +233,7 @@ class Intake:
         """What the transport writes instead of ``tensor``, which must fit ``like``, and how the result gets there."""
         self.check(tensor, argument)
         _check_fits(tensor, argument, like, numel)
-        return self._written(tensor, argument, keep=False)
+        return writable(tensor, argument, keep=False)
 
     def only_on(
         self,
@@ -287,10 +277,6 @@ class Intake:
                 seen=rank,
             )
         return rank
-
-
-def _copy(destination: torch.Tensor, stage: torch.Tensor) -> None:
-    copy_pieces([destination], [stage.view(destination.dtype)])
 
 
 def _check_fits(tensor: torch.Tensor, argument: str, like: torch.Tensor, numel: int) -> None:

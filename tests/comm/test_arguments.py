@@ -96,8 +96,8 @@ def test_other_tensors_are_made_plain(odd):
 
 def test_a_leaf_is_written_in_place():
     leaf = torch.ones(2, requires_grad=True)
-    plain, destination = writable(leaf, "tensor", keep=True)
-    assert destination is None
+    plain, finish = writable(leaf, "tensor", keep=True)
+    assert finish is None
     assert plain.data_ptr() == leaf.data_ptr()
 
 
