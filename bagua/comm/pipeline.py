@@ -80,31 +80,20 @@ class CallPipeline:
 
     @property
     def lost(self) -> tuple[int, str] | None:
-        """The global rank whose loss broke the communicator, and what it did; None if that is not what happened."""
+        """See ``Communicator``, also for the next ones."""
         error = self._broken
         return (error.peers[0], error.reason) if isinstance(error, PeerLostError) and error.reason else None
 
     @property
     def usable(self) -> bool:
-        """Whether calls are still possible: neither closed nor broken."""
         return self._broken is None and not self.closed
 
     def share(self) -> None:
-        """Let several threads use this communicator: they start calls in turn, and wait side by side."""
         self.in_use = Turns()
         self._shared = True
         self._transport.share()
 
     def abort(self, reason: str = "aborted by the user", culprit: int | None = None) -> None:
-        """Break the communicator at once, from any thread.
-
-        Calls under way end with an error, here and on the other ranks, whose
-        ``PeerLostError`` names the culprit and says why.
-
-        Args:
-            reason: why; of another culprit what it did, beginning with "it".
-            culprit: global rank to blame, which need not be a member; None means this one.
-        """
         if self._broken is None:
             why = reason if culprit is None else f"rank {culprit}: {reason}"
             self._broken = CommunicatorClosedError(f"the communicator was aborted: {why}", rank=self._global_rank)
@@ -113,12 +102,10 @@ class CallPipeline:
         self._transport.abort(reason, culprit)
 
     def idle(self) -> bool:
-        """Whether all calls are complete; those that consist of several are brought on. Never blocks, never raises."""
         composite = self._composite
         return (composite is None or composite.is_completed()) and self._transport.idle()
 
     def close(self) -> None:
-        """Give back threads, sockets and memory. Later calls raise ``CommunicatorClosedError``."""
         if not self.closed:
             self.closed = True
             # A synchronous call is under way, in another thread or below a signal handler.

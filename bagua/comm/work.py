@@ -186,7 +186,6 @@ class Work(Handle):
             threading.Thread(target=after_waiting, name="bagua-future", daemon=True).start()
 
     def notify(self, callback: Callable[[], None]) -> bool:
-        """See ``Handle.notify``."""
         return self._notify is not None and self._notify(callback)
 
 

@@ -48,7 +48,6 @@ class BoundedStore(PolledStore):
         self._lost = ""
 
     def read(self, keys: Sequence[str]) -> list[bytes | None]:
-        """See ``PolledStore``."""
         return self._bounded(lambda: read_present(self._inner, keys))
 
     def check(self, keys: list[str]) -> bool:
@@ -62,7 +61,6 @@ class BoundedStore(PolledStore):
         return self._bounded(lambda: read_all(self._inner, keys))
 
     def write(self, key: str, value: bytes) -> None:
-        """See ``PolledStore``."""
         self._bounded(lambda: self._inner.set(key, value))  # type: ignore[arg-type]  # torch takes bytes as well
 
     def swap(self, key: str, expected: bytes, desired: bytes) -> tuple[bool, bytes]:
@@ -71,7 +69,6 @@ class BoundedStore(PolledStore):
         return found == desired, found
 
     def remove(self, key: str) -> bool:
-        """See ``PolledStore``."""
         return self._bounded(lambda: self._inner.delete_key(key))
 
     def add(self, key: str, amount: int) -> int:

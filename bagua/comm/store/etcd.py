@@ -45,7 +45,6 @@ class EtcdStore(PolledStore):
         family.add(self)
 
     def read(self, keys: Sequence[str]) -> list[bytes | None]:
-        """See ``PolledStore``."""
         found: list[bytes | None] = []
         for start in range(0, len(keys), _BATCH):
             wanted = [{"requestRange": {"key": _key(key)}} for key in keys[start : start + _BATCH]]
@@ -54,11 +53,9 @@ class EtcdStore(PolledStore):
         return found
 
     def write(self, key: str, value: bytes) -> None:
-        """See ``PolledStore``."""
         self._ask("put", {"key": _key(key), "value": _encoded(value)})
 
     def swap(self, key: str, expected: bytes, desired: bytes) -> tuple[bool, bytes]:
-        """See ``PolledStore``."""
         name = _key(key)
         unchanged: dict[str, Any] = {"key": name, "result": "EQUAL"}
         if expected:
@@ -73,7 +70,6 @@ class EtcdStore(PolledStore):
         return False, _value(answer["responses"][0]["response_range"]) or expected
 
     def remove(self, key: str) -> bool:
-        """See ``PolledStore``."""
         return int(self._ask("deleterange", {"key": _key(key)}).get("deleted", 0)) > 0
 
     def _ask(self, what: str, question: dict[str, Any]) -> dict[str, Any]:

@@ -179,7 +179,6 @@ class ControlLine(Line):
         return self._inline.get(dtype, self._inline_starts[slot], numel)
 
     def address(self, slot: int, start: int, stop: int) -> int:
-        """See ``Line.address``."""
         place = self._places[slot]
         if start == stop:
             return 0
@@ -190,7 +189,6 @@ class ControlLine(Line):
         return shown.address + self._offset(slot, place, start)
 
     def published(self, slot: int) -> Call | None:
-        """See ``Line.published``."""
         record = _RECORD.unpack_from(self._bytes, self._record(slot))
         if not record[_SEQUENCE]:
             return None
@@ -336,12 +334,10 @@ class OwnLine(ControlLine):
         return _new_notice((self._calls[slot], self._agreements[slot], place.where == Where.WHOLE, place.piece))
 
     def view(self, slot: int, start: int, stop: int) -> torch.Tensor:
-        """See ``Line.view``."""
         lent = self._lent[slot]
         return super().view(slot, start, stop) if lent is None else lent[start:stop]
 
     def address(self, slot: int, start: int, stop: int) -> int:
-        """See ``Line.address``."""
         lent = self._lent[slot]
         if lent is None:
             return super().address(slot, start, stop)
@@ -353,7 +349,6 @@ class OwnLine(ControlLine):
         return self.view(slot, start, stop) if area is None else area.source(start, stop)
 
     def source_address(self, slot: int, start: int, stop: int) -> int:
-        """See ``Line.source_address``."""
         area = self._areas[slot]
         return self.address(slot, start, stop) if area is None else area.source_address(start)
 

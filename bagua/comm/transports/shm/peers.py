@@ -146,7 +146,6 @@ class ShmPeers(Peers):
         return [own] * self.size
 
     def all_copied(self, slot: int) -> bool:
-        """See ``Peers.all_copied``."""
         return self._line.place(slot).where == Where.INLINE and self._alike(slot)
 
     def _alike(self, slot: int) -> bool:
@@ -262,7 +261,6 @@ class ShmPeers(Peers):
         self._ring(rank)
 
     def wake_others(self) -> None:
-        """See ``Peers.wake_others``."""
         word = self._sleepers_word
         for rank in self._others:
             if self._words[rank][word]:
