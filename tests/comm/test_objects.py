@@ -33,14 +33,14 @@ def test_an_error_between_two_messages_breaks_the_communicator(
     run: Callable[..., list[Any]], error: type[BaseException], asynchronous: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the next message would be taken for the rest of the object."""
-    real = composed._bytes
+    real = composed._ObjectCalls.room
 
-    def fails(communicator: Communicator, length: int) -> torch.Tensor:
-        if communicator.rank == 1:
+    def fails(calls: composed._ObjectCalls, length: int) -> torch.Tensor:
+        if calls.communicator.rank == 1:
             raise error("in the middle")
-        return real(communicator, length)
+        return real(calls, length)
 
-    monkeypatch.setattr(composed, "_bytes", fails)
+    monkeypatch.setattr(composed._ObjectCalls, "room", fails)
 
     def job(comm: Communicator) -> tuple[bool, str]:
         if comm.rank == 1:
