@@ -17,8 +17,7 @@ from torch.distributed import FileStore, HashStore
 
 from bagua.comm.transports.base import Membership
 from bagua.comm.transports.failure import notices as c10d_notices
-from bagua.comm.transports.failure.errors import ended_error, lost_error, timeout_error
-from bagua.comm.transports.failure.finder import FailureFinder
+from bagua.comm.transports.failure.finder import FailureFinder, ended_error, lost_error, timeout_error
 from bagua.comm.transports.failure.notices import Cause, Findings, Mailbox
 from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError, PeerLostError, TransportUnavailableError
 

@@ -11,14 +11,15 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from bagua.comm.communicator import Communicator
 from bagua.comm.group import ProcessGroup
+from bagua.comm.operands import as_seconds
 from bagua.comm.torch_backend.futures import CallbackThread, PlainFutures, in_callback
-from bagua.comm.torch_backend.stand_in import CpuStandIn
 from bagua.comm.torch_backend.work import BackwardWatch, TorchWork
-from bagua.comm.torch_private import end_coalescing, set_default_timeout, start_coalescing
+from bagua.comm.torch_private import end_coalescing, lazy_gloo_options, set_default_timeout, start_coalescing
 from bagua.comm.work import Work, joined
 from bagua.errors import InvalidTensorError
 
@@ -41,6 +42,29 @@ class TorchBackendOptions:
 
     raise_in_backward: bool = True
     ordered_callbacks: bool = True
+
+
+class CpuStandIn(dist.ProcessGroupGloo):
+    """What torch finds registered for CPU tensors, because it asks groups for that.
+
+    It also does what our transports do not: sparse tensors, and messages with a tag. It
+    connects when it is first used, so it costs nothing until then.
+
+    Args:
+        store: key-value store of its group alone.
+        rank: number of this process.
+        size: number of ranks.
+        timeout: default deadline of the calls of its group.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(store, rank, size, lazy_gloo_options(timeout))
+        self.timeout_s = timeout.total_seconds()
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        """Where torch leaves a new timeout for the group."""
+        self.timeout_s = as_seconds(timeout)
+        super()._set_default_timeout(timeout)
 
 
 class Options(Protocol):
