@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 import re
 import threading
 import time
@@ -114,29 +115,15 @@ class CallTimes(NamedTuple):
 
     def plus(self, other: CallTimes) -> CallTimes:
         """The sums of both."""
-        return CallTimes(
-            self.time_s + other.time_s,
-            self.exposed_s + other.exposed_s,
-            self.waiting_s + other.waiting_s,
-            self.of_collectives_s + other.of_collectives_s,
-            self.calls + other.calls,
-        )
+        return CallTimes._make(map(operator.add, self, other))
 
 
 class Counters(Protocol):
-    """What one communicator did.
-
-    Attributes:
-        times: seconds that its calls took.
-        waits: seconds that this rank has waited for each other one that came last, by global rank.
-        lasts: how often each of them came last, and late; those that come together share a call.
-        recent: its last calls.
-        gauges: latest values of what is measured on it and changes slowly, by the name of the metric.
-    """
+    """What one communicator did; see ``Statistics``."""
 
     @property
     def place(self) -> Place:
-        """Where its calls are made."""
+        """Communicator and rank that make the calls."""
 
     @property
     def times(self) -> CallTimes:
@@ -218,7 +205,7 @@ class Recorder:
         self.job = ""
         self.trace: TraceSink | None = None
         self.beat_at = float("inf")
-        self.beat: Callable[[], None] = _nothing
+        self.beat: Callable[[], None] = lambda: None
         self.numbers = itertools.count()
         self._books = Books((), (), Sums(CallTimes(), {}, {}, 0))
         self._writing = threading.RLock()
@@ -318,10 +305,6 @@ def _added(*tables: dict[int, float]) -> dict[int, float]:
         for rank, amount in dict(table).items():  # A copy: another thread may add a rank.
             total[rank] = total.get(rank, 0.0) + amount
     return total
-
-
-def _nothing() -> None:
-    return
 
 
 class _Here(threading.local):

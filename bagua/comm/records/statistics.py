@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from typing import NamedTuple
 
@@ -81,7 +82,7 @@ class Statistics:
         recent: the last calls, oldest first.
         times: seconds that its calls took.
         waits: seconds that this rank has waited for each other one that came last, by global rank.
-        lasts: how often each of them came last, and late.
+        lasts: how often each of them came last, and late; those that come together share a call.
         gauges: latest values of what is measured on it and changes slowly, by the name of the metric.
     """
 
@@ -212,11 +213,5 @@ def merge(tables: list[dict[str, KindStatistics]]) -> dict[str, KindStatistics]:
     totals: dict[str, KindStatistics] = {}
     for table in tables:
         for kind, more in table.items():
-            have = totals.get(kind, KindStatistics())
-            totals[kind] = KindStatistics(
-                have.calls + more.calls,
-                have.bytes + more.bytes,
-                have.sent_bytes + more.sent_bytes,
-                have.seconds + more.seconds,
-            )
+            totals[kind] = KindStatistics._make(map(operator.add, totals.get(kind, KindStatistics()), more))
     return totals
