@@ -150,7 +150,7 @@ def bounded(function: Callable[[], T], limit_s: float) -> T | None:
         finally:
             ended.set()
 
-    if beside(run):
+    if _beside.start(run):
         ended.wait(limit_s)
     return results[0] if results else None
 
@@ -167,7 +167,11 @@ class _Beside:
         self._running = set()
 
     def start(self, function: Callable[[], None]) -> bool:
-        """Run ``function``; False if no thread can start."""
+        """Run ``function`` beside what the caller does; False if no thread can start, and it will not run.
+
+        The end of the process waits a little for it. A thread that comes back from torch into an interpreter that has
+        ended takes the process down (SIGABRT).
+        """
         running, ended = self._running, threading.Event()
 
         def run() -> None:
@@ -196,15 +200,7 @@ class _Beside:
 
 
 _beside = _Beside()
-
-
-def beside(function: Callable[[], None]) -> bool:
-    """Run ``function`` beside what the caller does; False if no thread can start, and it will not run.
-
-    The end of the process waits a little for it. A thread that comes back from torch into an interpreter that has ended
-    takes the process down (SIGABRT).
-    """
-    return _beside.start(function)
+beside = _beside.start
 
 
 def _stop_all() -> None:

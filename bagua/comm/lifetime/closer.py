@@ -35,19 +35,6 @@ class Closable(Protocol):
         """Give everything back. Idempotent."""
 
 
-def close_with(owner: object, belongings: Closable) -> Callable[[], None]:
-    """Close ``belongings`` soon after ``owner`` is garbage, as soon as they are idle.
-
-    Args:
-        owner: an object that ``belongings`` do not keep alive.
-        belongings: closed in a background thread.
-
-    Returns:
-        A function that has them closed before that, as soon as they are idle. It never blocks.
-    """
-    return _closer.watch(owner, belongings)
-
-
 class _Closer:
     """The one thread of this process that closes; it runs as long as there is an owner."""
 
@@ -67,7 +54,15 @@ class _Closer:
         self._guard = threading.Lock()
 
     def watch(self, owner: object, belongings: Closable) -> Callable[[], None]:
-        """See ``close_with``."""
+        """Close ``belongings`` soon after ``owner`` is garbage, as soon as they are idle.
+
+        Args:
+            owner: an object that ``belongings`` do not keep alive.
+            belongings: closed in a background thread.
+
+        Returns:
+            A function that has them closed before that, as soon as they are idle. It never blocks.
+        """
         with self._guard:
             if self._thread is None:  # A finalizer could not start it.
                 thread = threading.Thread(target=self._run, name="bagua-closer", daemon=True)
@@ -139,3 +134,4 @@ def _closed(belongings: Closable) -> bool:
 
 
 _closer = _Closer()
+close_with = _closer.watch
