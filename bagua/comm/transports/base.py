@@ -96,6 +96,17 @@ class Handle(ABC):
         return False
 
 
+def after(count: int, callback: Callable[[], None]) -> Callable[..., None]:
+    """A function that runs ``callback`` when it is called for the ``count``-th time, in any threads."""
+    calls = itertools.count(1)
+
+    def one_more(*_: object) -> None:
+        if next(calls) == count:  # counting is atomic
+            callback()
+
+    return one_more
+
+
 def countdown(timeout_s: float | None) -> Callable[[], float | None]:
     """A function that says how much of ``timeout_s`` is left for the next of several waits."""
     if timeout_s is None:
@@ -135,12 +146,7 @@ class Joined(Handle):
         """See ``Handle.notify``; if one of the calls cannot tell, ``callback`` never runs."""
         if not self._handles:
             callback()
-        completed = itertools.count(1)
-
-        def one_more() -> None:
-            if next(completed) == len(self._handles):  # counting is atomic
-                callback()
-
+        one_more = after(len(self._handles), callback)
         return all(handle.notify(one_more) for handle in self._handles)
 
 

@@ -14,7 +14,6 @@ All other calls go to all ranks through Gloo.
 from __future__ import annotations
 
 import queue
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -89,11 +88,11 @@ class _Part:
         self, call: Call, source: torch.Tensor | None, target: torch.Tensor, deadline: Deadline, asynchronous: bool
     ) -> Callable[[], None]:
         with self._naming(deadline):
-            handle = self.transport.start(call, source, target, _remaining_s(deadline), asynchronous)
+            handle = self.transport.start(call, source, target, max(deadline.left_s, 0.001), asynchronous)
 
         def wait() -> None:
             with self._naming(deadline):
-                handle.wait(_remaining_s(deadline))
+                handle.wait(max(deadline.left_s, 0.001))
 
         return wait
 
@@ -105,10 +104,6 @@ class _Part:
         except CommunicationError as error:
             error.communicator, error.timeout_s = self.transport.membership.label, deadline.timeout_s
             raise
-
-
-def _remaining_s(deadline: Deadline) -> float:
-    return max(deadline.at - time.perf_counter(), 0.001)
 
 
 class _SentPiece(NamedTuple):
@@ -274,7 +269,7 @@ class HybridTransport(Transport):
         if call.kind != "allreduce" or call.numel == 0:
             return self._flat.start(call, source, target, timeout_s, asynchronous)
         assert target is not None
-        flat, deadline = target.view(-1), Deadline(time.perf_counter() + timeout_s, timeout_s)
+        flat, deadline = target.view(-1), Deadline.after(timeout_s)
         if flat.nbytes <= SMALL_BYTES:
             task = partial(self._through_leaders, call, flat, deadline)
             return self._lanes.start(COLLECTIVE, task, deadline, self.abort, asynchronous=asynchronous)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import struct
 import threading
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Literal
@@ -53,7 +52,7 @@ class MessageLink:
         self._move("recv", peer, data, deadline)
 
     def _move(self, kind: Literal["send", "recv"], peer: int, data: torch.Tensor, deadline: Deadline) -> None:
-        left_s = deadline.at - time.perf_counter()
+        left_s = deadline.left_s
         try:
             if left_s <= 0:
                 raise TimeoutError("the deadline passed before")
@@ -76,7 +75,7 @@ class MessageLink:
 
     def translated(self, error: BaseException, deadline: Deadline) -> CommunicationError:
         """End the communicator because of ``error``; the error to raise."""
-        elapsed_s = deadline.timeout_s - (deadline.at - time.perf_counter())
+        elapsed_s = deadline.timeout_s - deadline.left_s
         # The clock of the transport may be a little ahead; a TimeoutError long before means a connection, not the call.
         if isinstance(error, TimeoutError) and elapsed_s >= deadline.timeout_s - _EARLY_S:
             return self.failures.timed_out(elapsed_s, deadline.timeout_s)
@@ -175,7 +174,7 @@ class LinkMessages:
 
     def _pause(self, bell: threading.Event, deadline: Deadline) -> None:
         """Wait for ``bell``, or a moment; raise if the deadline has passed, or the communicator has ended."""
-        failures, left_s = self._link.failures, deadline.at - time.perf_counter()
+        failures, left_s = self._link.failures, deadline.left_s
         failures.check_usable()
         if left_s <= 0:
             raise failures.timed_out(deadline.timeout_s, deadline.timeout_s)

@@ -11,7 +11,6 @@ What the transport raises is translated here: a rank that died, left or gave up 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -103,7 +102,7 @@ class LoweredTransport(Transport):
     ) -> Handle:
         """Run ``call`` here, or behind the calls of its lane that are under way."""
         self._failures.check_usable()
-        deadline = Deadline(time.perf_counter() + timeout_s, timeout_s)
+        deadline = Deadline.after(timeout_s)
         if call.kind in POINT_TO_POINT:
             return self._start_messages(call, source, target, deadline, asynchronous)
         if call.numel == 0 and call.kind not in ("barrier", "alltoall_v"):
@@ -193,7 +192,7 @@ class LoweredTransport(Transport):
             culprit, reason = blame(error, self.membership.ranks[self.rank], str(call))
             self.abort(reason, culprit)
             with contextlib.suppress(CommunicationError):  # The tensors are not read any more.
-                LaneHandle([part], Deadline(time.perf_counter(), 0.0), self.abort, _FAREWELL_S).wait()
+                LaneHandle([part], Deadline.after(0.0), self.abort, _FAREWELL_S).wait()
             if isinstance(error, CommunicatorClosedError) and part.error is not None:
                 raise part.error from error  # It was met first, and says more.
             raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +11,7 @@ from functools import partial
 
 from bagua.comm.lifetime.background import BackgroundThread
 from bagua.comm.lifetime.turns import handlers_may_call
-from bagua.comm.transports.base import DONE, Handle
+from bagua.comm.transports.base import DONE, Handle, after
 from bagua.comm.transports.memory.line import Deadline
 from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError, ConcurrentUseError
 
@@ -256,7 +255,7 @@ class LaneHandle(Handle):
             return
         if not self._settled():
             # At its own deadline the lane raises an error that knows more: let it.
-            remaining = self._deadline.at - time.perf_counter() + self._grace_s
+            remaining = self._deadline.left_s + self._grace_s
             self._sleep(max(remaining if timeout_s is None else min(timeout_s, remaining), 0.0))
         completed = self.is_completed()  # Before the errors: a part that fails from here on must not look complete.
         for part in parts:
@@ -303,12 +302,7 @@ class LaneHandle(Handle):
 
     def notify(self, callback: Callable[[], None]) -> bool:
         """Run ``callback`` in the lane whose part is the last to complete."""
-        completed = itertools.count(1)
-
-        def one_more(_: LaneTask) -> None:
-            if next(completed) == len(self._parts):  # counting is atomic
-                callback()
-
+        one_more = after(len(self._parts), callback)
         for part in self._parts:
             part.when_done(one_more)
         return True

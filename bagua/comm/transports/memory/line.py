@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, MutableSequence
 from itertools import accumulate
@@ -47,6 +48,16 @@ class Deadline(NamedTuple):
 
     at: float
     timeout_s: float
+
+    @classmethod
+    def after(cls, timeout_s: float) -> Deadline:
+        """So many seconds from now."""
+        return cls(time.perf_counter() + timeout_s, timeout_s)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until then; negative if it has passed."""
+        return self.at - time.perf_counter()
 
 
 class LineState:
