@@ -93,6 +93,7 @@ from bagua.comm.objects import (
     encoded_later as encoded_later,
 )
 from bagua.comm.operands import as_seconds as as_seconds, check_rank as check_rank, check_tensor as check_tensor
+from bagua.comm.pipeline import CallOptions as CallOptions
 from bagua.comm.pieces.phase_deadline import PhaseDeadline as PhaseDeadline
 from bagua.comm.pieces.fetching import Fetch as Fetch, ask_now as ask_now
 from bagua.comm.pieces.server import PieceServer as PieceServer, Source as Source

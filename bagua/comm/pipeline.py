@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -32,6 +32,15 @@ from bagua.errors import (
 from bagua.torch_private import profiler_range, profiling
 
 Timeout = float | timedelta | None
+
+
+class CallOptions(TypedDict, total=False):
+    """What every call takes after its own arguments."""
+
+    async_op: bool
+    timeout: Timeout
+
+
 #: ``Call`` of all its fields in their order, in a third of the time.
 _new_call = partial(tuple.__new__, Call)
 

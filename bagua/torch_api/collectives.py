@@ -10,7 +10,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from typing_extensions import Unpack
 from bagua import comm as of
 from bagua.checks import check_kind, renaming
 from bagua.comm import (
+    CallOptions,
     Communicator,
     Group,
     NonMember,
@@ -50,14 +51,6 @@ __all__ = [
     "scatter",
     "scatter_inplace",
 ]
-
-
-class CallOptions(TypedDict, total=False):
-    """What every collective takes after its own arguments."""
-
-    async_op: bool
-    timeout: float | timedelta | None
-
 
 _SENT_FIRST = {"tensor": "send_tensor", "output": "recv_tensor"}
 

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from bagua.comm.communicator import Communicator
-from bagua.comm.pipeline import Timeout
+from bagua.comm.pipeline import CallOptions
 from bagua.comm.reduction import ReduceOp
 from bagua.comm.transports.memory.copying import copy_pieces
 from bagua.comm.work import Work, joined
 from bagua.errors import InvalidTensorError
-
-
-class _How(TypedDict, total=False):
-    """What each call takes: whether to return a ``Work`` at once, and its deadline."""
-
-    async_op: bool
-    timeout: Timeout
 
 
 def flat(parts: Sequence[Tensor]) -> Tensor:
@@ -54,7 +47,7 @@ def _counts_of_rows(tensor: Tensor, rows: Sequence[int], size: int) -> list[int]
 
 
 def allgather_tensors(
-    communicator: Communicator, outputs: Sequence[Tensor], tensor: Tensor, **how: Unpack[_How]
+    communicator: Communicator, outputs: Sequence[Tensor], tensor: Tensor, **how: Unpack[CallOptions]
 ) -> Work | None:
     """Gather ``tensor`` of all ranks into a list of one output for each rank."""
     _check_list("tensor_list", outputs, communicator.size, tensor.dtype)
@@ -64,7 +57,7 @@ def allgather_tensors(
 
 
 def gather_tensors(
-    communicator: Communicator, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int, **how: Unpack[_How]
+    communicator: Communicator, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int, **how: Unpack[CallOptions]
 ) -> Work | None:
     """Gather ``tensor`` of all ranks into a list on rank ``dst``; None or an empty list elsewhere."""
     if not _only_on(dst, communicator, "gather_list", outputs):
@@ -77,7 +70,7 @@ def gather_tensors(
 
 
 def scatter_tensors(
-    communicator: Communicator, output: Tensor, tensors: Sequence[Tensor] | None, root: int, **how: Unpack[_How]
+    communicator: Communicator, output: Tensor, tensors: Sequence[Tensor] | None, root: int, **how: Unpack[CallOptions]
 ) -> Work | None:
     """Give each rank its tensor of the list of rank ``root``; None or an empty list elsewhere."""
     if not _only_on(root, communicator, "scatter_list", tensors):
@@ -93,7 +86,7 @@ def reduce_scatter_tensors(
     output: Tensor,
     tensors: Sequence[Tensor],
     op: ReduceOp.RedOpType = ReduceOp.SUM,
-    **how: Unpack[_How],
+    **how: Unpack[CallOptions],
 ) -> Work | None:
     """Reduce lists of tensors over all ranks, and give each rank its part."""
     _check_list("input_list", tensors, communicator.size, output.dtype)
@@ -102,7 +95,7 @@ def reduce_scatter_tensors(
 
 
 def alltoall_tensors(
-    communicator: Communicator, outputs: Sequence[Tensor], tensors: Sequence[Tensor], **how: Unpack[_How]
+    communicator: Communicator, outputs: Sequence[Tensor], tensors: Sequence[Tensor], **how: Unpack[CallOptions]
 ) -> Work | None:
     """Send one tensor to each rank and receive one from each; sizes may differ."""
     _check_list("input_tensor_list", tensors, communicator.size)
@@ -119,7 +112,7 @@ def alltoall_rows(
     tensor: Tensor,
     output_rows: Sequence[int] | None,
     input_rows: Sequence[int] | None,
-    **how: Unpack[_How],
+    **how: Unpack[CallOptions],
 ) -> Work | None:
     """Send some of the first dimension to each rank; the same to each if no sizes are given."""
     if not output_rows and not input_rows:
