@@ -30,7 +30,7 @@ def test_a_rank_in_another_process_is_refused_by_itself() -> None:
     store = HashStore()
     store.set("threads/world/0", '"a world of another process"')
     store.set("threads/refusal/0", '""')
-    with pytest.raises(TransportUnavailableError, match="rank 1 is in process") as caught:
+    with pytest.raises(TransportUnavailableError, match="rank 1: it is in process") as caught:
         ThreadsTransport(membership(store, 1, 2))
     assert caught.value.peers == (1,)
 
@@ -38,8 +38,8 @@ def test_a_rank_in_another_process_is_refused_by_itself() -> None:
 def test_a_rank_in_another_process_is_refused_by_the_others() -> None:
     store = HashStore()
     store.set("threads/world/1", '""')
-    store.set("threads/refusal/1", '"rank 1 is in process 5"')
-    with pytest.raises(TransportUnavailableError, match="rank 1 is in process 5"):
+    store.set("threads/refusal/1", '"rank 1: it is in process 5"')
+    with pytest.raises(TransportUnavailableError, match="rank 1: it is in process 5"):
         ThreadsTransport(membership(store, 0, 2))
 
 

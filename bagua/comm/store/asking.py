@@ -209,7 +209,8 @@ def raise_refusals(
     refusing = [(ranks[member], reason) for member, reason in enumerate(reasons) if reason]
     error = refusal
     if error is None and refusing:
-        told = "; ".join(f"rank {member} refused: {reason}" for member, reason in refusing)
+        refused = "" if problem else " refused"
+        told = "; ".join(f"rank {member}{refused}: {reason}" for member, reason in refusing)
         error = TransportUnavailableError(
             f"{problem}: {told}" if problem else told,
             rank=ranks[rank],
