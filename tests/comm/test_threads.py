@@ -38,7 +38,7 @@ def test_a_rank_in_another_process_is_refused_by_itself() -> None:
 def test_a_rank_in_another_process_is_refused_by_the_others() -> None:
     store = HashStore()
     store.set("threads/world/1", '""')
-    store.set("threads/refusal/1", '"rank 1: it is in process 5"')
+    store.set("threads/refusal/1", '"it is in process 5"')
     with pytest.raises(TransportUnavailableError, match="rank 1: it is in process 5"):
         ThreadsTransport(membership(store, 0, 2))
 
