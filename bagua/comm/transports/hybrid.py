@@ -13,11 +13,11 @@ All other calls go to all ranks through Gloo.
 
 from __future__ import annotations
 
+import itertools
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -60,7 +60,7 @@ class _Part:
         self.transport = transport
         self.size = transport.size
         self.rank = transport.rank
-        self._calls = 0
+        self._numbers = itertools.count(1)
 
     def run(
         self,
@@ -73,16 +73,13 @@ class _Part:
         root: int = -1,
     ) -> None:
         """Make one call and wait for it."""
-        self._start(Call(kind, self._number(), target.dtype, numel, reduction, root), source, target, deadline, False)()
+        call = Call(kind, next(self._numbers), target.dtype, numel, reduction, root)
+        self._start(call, source, target, deadline, False)()
 
     def start_allreduce(self, reduction: str, tensor: torch.Tensor, deadline: Deadline) -> Callable[[], None]:
         """Start to reduce ``tensor`` in place; what is returned waits for it."""
-        call = Call("allreduce", self._number(), tensor.dtype, tensor.numel(), reduction)
+        call = Call("allreduce", next(self._numbers), tensor.dtype, tensor.numel(), reduction)
         return self._start(call, tensor, tensor, deadline, True)
-
-    def _number(self) -> int:
-        self._calls += 1
-        return self._calls
 
     def _start(
         self, call: Call, source: torch.Tensor | None, target: torch.Tensor, deadline: Deadline, asynchronous: bool
@@ -104,18 +101,6 @@ class _Part:
         except CommunicationError as error:
             error.communicator, error.timeout_s = self.transport.membership.label, deadline.timeout_s
             raise
-
-
-class _SentPiece(NamedTuple):
-    """A piece that is on its way between the hosts.
-
-    Attributes:
-        gather: waits for it, and gathers the result.
-        turn: number of its memory.
-    """
-
-    gather: Callable[[], None]
-    turn: int
 
 
 class _Slices:
@@ -143,7 +128,9 @@ class _Slices:
         self._turns = turns
         self._give_up = give_up
         self._inference = inference
-        self._sent: queue.SimpleQueue[_SentPiece | None] = queue.SimpleQueue()
+        #: For each piece that is on its way between the hosts what waits for it and gathers the result, and the number
+        #: of its memory.
+        self._sent: queue.SimpleQueue[tuple[Callable[[], None], int] | None] = queue.SimpleQueue()
         #: What went wrong, the cause first.
         self._errors: list[BaseException] = []
 
@@ -154,7 +141,7 @@ class _Slices:
                 for piece in self._pieces:
                     turn = self._turns.get()
                     try:
-                        sent = None if self._errors else _SentPiece(self._reduce(piece, turn), turn)
+                        sent = None if self._errors else (self._reduce(piece, turn), turn)
                     except BaseException:
                         self._turns.put(turn)
                         raise
@@ -176,14 +163,15 @@ class _Slices:
 
         It ends, and raises the first error of both threads, when neither of them touches the tensor any more.
         """
-        while (piece := self._sent.get()) is not None:
+        while (sent := self._sent.get()) is not None:
+            gather, turn = sent
             try:
                 if not self._errors:
                     with torch.inference_mode(self._inference):
-                        piece.gather()
+                        gather()
             except BaseException as error:  # noqa: BLE001 - raised below
                 self._fail(error)
-            self._turns.put(piece.turn)
+            self._turns.put(turn)
         if self._errors:
             first = self._errors[0]
             self._errors = []
