@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import os
 import weakref
 from collections.abc import Callable
@@ -29,23 +30,17 @@ _SEALS = 0x1 | 0x2 | 0x4 | 0x10
 _FAILED = ctypes.c_void_p(-1).value
 
 
-class _CLibrary:
+@functools.cache
+def _c_library() -> ctypes.CDLL:
     """The calls that Python does not offer; loaded when they are first needed."""
-
-    _loaded: ctypes.CDLL | None = None
-
-    @classmethod
-    def load(cls) -> ctypes.CDLL:
-        if cls._loaded is None:
-            library = ctypes.CDLL(None, use_errno=True)
-            address, size, flags = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-            library.mmap.restype = address
-            library.mmap.argtypes = [address, size, flags, flags, flags, ctypes.c_long]
-            library.munmap.argtypes = [address, size]
-            library.madvise.argtypes = [address, size, flags]
-            library.mprotect.argtypes = [address, size, flags]
-            cls._loaded = library
-        return cls._loaded
+    library = ctypes.CDLL(None, use_errno=True)
+    address, size, flags = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    library.mmap.restype = address
+    library.mmap.argtypes = [address, size, flags, flags, flags, ctypes.c_long]
+    library.munmap.argtypes = [address, size]
+    library.madvise.argtypes = [address, size, flags]
+    library.mprotect.argtypes = [address, size, flags]
+    return library
 
 
 class SharedMemory:
@@ -132,7 +127,7 @@ def make_private(address: int, nbytes: int, descriptor: int) -> None:
         nbytes: its length.
         descriptor: file descriptor of the same memory.
     """
-    library = _CLibrary.load()
+    library = _c_library()
     flags = _MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
     if library.mmap(address, nbytes, _PROT_READ | _PROT_WRITE, flags, descriptor, 0) != address:
         # Better a child that ends when it writes than a parent with wrong gradients.
@@ -140,7 +135,7 @@ def make_private(address: int, nbytes: int, descriptor: int) -> None:
 
 
 def _map(descriptor: int, nbytes: int, writable: bool, in_children: bool) -> SharedMemory:
-    library = _CLibrary.load()
+    library = _c_library()
     protection = _PROT_READ | _PROT_WRITE if writable else _PROT_READ
     address = library.mmap(None, nbytes, protection, _MAP_SHARED, descriptor, 0)
     if address is None or address == _FAILED:
@@ -160,4 +155,4 @@ def _end(farewells: list[Callable[[], None]], address: int, nbytes: int, only_in
         farewell()
     # A forked child that does not have this mapping may have something else there.
     if only_in is None or only_in == os.getpid():
-        _CLibrary.load().munmap(address, nbytes)
+        _c_library().munmap(address, nbytes)
