@@ -111,7 +111,7 @@ class Fetch:
                 with self._changed:
                     self._connections[source] = connection
                 # Digests are taken when they are asked for first, which takes longer than any piece.
-                self._hear(source, json.loads(self._answer(connection, source, [source.number], None)))
+                self._hear(source, json.loads(_asked(connection, source, [source.number], None)))
                 while (task := self._next_task(source)) is not None:
                     self._take(connection, source, *task)
         except (OSError, ValueError, KeyError) as error:
@@ -152,7 +152,7 @@ class Fetch:
 
     def _take(self, connection: socket.socket, source: Source, digest: str, place: _Place) -> None:
         started = time.monotonic()
-        piece = self._answer(connection, source, [source.number, *place], self._deadline.seconds)
+        piece = _asked(connection, source, [source.number, *place], self._deadline.seconds)
         if digest_of(memoryview(piece)) != digest:
             raise ValueError("what it sent has another digest than it said")
         with self._changed:
@@ -161,12 +161,6 @@ class Fetch:
             self._under_way.pop(digest, None)
             self.received_bytes[source] = self.received_bytes.get(source, 0) + len(piece)
             self._changed.notify_all()
-
-    def _answer(
-        self, connection: socket.socket, source: Source, question: list[Any], limit_s: float | None
-    ) -> bytearray:
-        connection.settimeout(limit_s)
-        return _asked(connection, [source.key, *question])
 
     def _give_up(self, source: Source, why: str) -> None:
         """Others may fetch what it was about to give. The caller holds the lock."""
@@ -182,7 +176,7 @@ def ask_now(source: Source, timeout_s: float) -> list[int] | None:
     """What a source says of itself at this moment; None if it does not answer."""
     try:
         with _connected(source, timeout_s) as connection:
-            return list(json.loads(_asked(connection, [source.key, "now"])))
+            return list(json.loads(_asked(connection, source, ["now"], timeout_s)))
     except (OSError, ValueError):
         return None
 
@@ -198,14 +192,15 @@ def _shut(connection: socket.socket) -> None:
         connection.close()
 
 
-def _asked(connection: socket.socket, question: list[Any]) -> bytearray:
-    """What the other end answers.
+def _asked(connection: socket.socket, source: Source, question: list[Any], limit_s: float | None) -> bytearray:
+    """What the other end answers within ``limit_s``.
 
     Raises:
         OSError: it has gone, or is late.
         ValueError: it has nothing like that.
     """
-    connection.sendall(json.dumps(question).encode() + b"\n")
+    connection.settimeout(limit_s)
+    connection.sendall(json.dumps([source.key, *question]).encode() + b"\n")
     (length,) = LENGTH.unpack(_received(connection, LENGTH.size))
     if length < 0:
         raise ValueError("it offers that no longer")
