@@ -11,10 +11,10 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import Store
 
 from bagua.comm.lifetime.background import beside, bounded
-from bagua.comm.store.keys import read_present
+from bagua.comm.store.keys import bottom_of, read_present
 from bagua.comm.store.serving import connect_store
 
 #: How long a server may take to answer somebody who only looks.
@@ -39,7 +39,7 @@ class Beats:
     """
 
     def __init__(self, store: Store, rank: int) -> None:
-        self._store = _bottom_of(store)
+        self._store = bottom_of(store)
         self._rank = rank
         self._own: Store | None = None
         self._busy = False
@@ -114,12 +114,6 @@ class Beats:
             with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
                 self._own = self._store.clone()  # type: ignore[attr-defined]  # which torch forgot in its hints
         return self._own or self._store
-
-
-def _bottom_of(store: Store) -> Store:
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store
 
 
 def connect_beats(host: str, port: int) -> Beats:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Any, TypeVar
 
-from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore
+from torch.distributed import DistNetworkError, Store, TCPStore
 
 from bagua.comm.lifetime.background import BackgroundThread
-from bagua.comm.store.keys import read_all, read_present
+from bagua.comm.store.keys import bottom_of, read_all, read_present
 from bagua.comm.store.polled import PolledStore, as_bytes
 
 T = TypeVar("T")
@@ -129,17 +129,11 @@ def bounded(store: Store, limit_s: float) -> Iterator[Store]:
 def with_limit(store: Store, limit_s: float) -> Store:
     """As ``bounded``, for as long as somebody keeps a reference to it."""
     limit_s = max(limit_s, _LEAST_S)
-    return BoundedStore(store, limit_s, limit_s) if _is_hosted(store) else store
+    is_hosted = isinstance(bottom_of(store), TCPStore)  # By a process, which may be stopped.
+    return BoundedStore(store, limit_s, limit_s) if is_hosted else store
 
 
 def connection_to(store: Store, limit_s: float) -> Store:
     """A connection of its own to where ``store`` is. See ``bounded``."""
     with bounded(store, limit_s) as asked:
         return asked.clone()  # type: ignore[attr-defined,no-any-return]  # torch has no hint for it
-
-
-def _is_hosted(store: Store) -> bool:
-    """Whether a process answers, which may be stopped."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return isinstance(store, TCPStore)

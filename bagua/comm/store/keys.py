@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
 
 _FIRST_PAUSE_S = 0.0005
 _LONGEST_PAUSE_S = 0.02
@@ -77,3 +77,10 @@ def read_present(store: Store, keys: Sequence[str]) -> list[bytes | None]:
     present = [key for key in keys if store.check([key])]
     found = dict(zip(present, read_all(store, present) if present else [], strict=True))
     return [found.get(key) for key in keys]
+
+
+def bottom_of(store: Store) -> Store:
+    """The store without its prefixes."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
