@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -21,24 +20,19 @@ class Caller(Protocol):
     intake: Intake
     pipeline: CallPipeline
 
-    @property
-    def allreduce(self) -> Callable[..., Work | None]:
+    def allreduce(self, *_: Any, **__: Any) -> Work | None:
         """See ``Communicator.allreduce``."""
 
-    @property
-    def broadcast(self) -> Callable[..., Work | None]:
+    def broadcast(self, *_: Any, **__: Any) -> Work | None:
         """See ``Communicator.broadcast``."""
 
-    @property
-    def allgather(self) -> Callable[..., Work | None]:
+    def allgather(self, *_: Any, **__: Any) -> Work | None:
         """See ``Communicator.allgather``."""
 
-    @property
-    def gather(self) -> Callable[..., Work | None]:
+    def gather(self, *_: Any, **__: Any) -> Work | None:
         """See ``Communicator.gather``."""
 
-    @property
-    def scatter(self) -> Callable[..., Work | None]:
+    def scatter(self, *_: Any, **__: Any) -> Work | None:
         """See ``Communicator.scatter``."""
 
 

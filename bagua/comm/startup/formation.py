@@ -133,7 +133,9 @@ def plan(
     answers = gather_values(store, "init_process_group", rank, ranks, facts, timeout_s)
     _compare(answers, own, rank, ranks)
     if nodes is None:
-        nodes = _nodes_of(answers, local_world_size)
+        by_size = local_world_size >= 0
+        hosts = [answer["host"] for answer in answers]
+        nodes = nodes_from_local_size(len(ranks), local_world_size) if by_size else nodes_from_identities(hosts)
     choices = candidates(answers, nodes) if backend is None else [(backend, ASKED_FOR)]
     if backend is not None or "gloo" in choices[0][0]:
         raise_refusals([answer["refusal"] for answer in answers], rank, ranks, obstacle)
@@ -152,12 +154,6 @@ def _compare(answers: list[dict[str, Any]], own: dict[str, Any], rank: int, rank
                     expected=value,
                     seen=answer[fact],
                 )
-
-
-def _nodes_of(answers: list[dict[str, Any]], local_world_size: int) -> tuple[int, ...]:
-    if local_world_size >= 0:
-        return nodes_from_local_size(len(answers), local_world_size)
-    return nodes_from_identities([answer["host"] for answer in answers])
 
 
 def connect_first(

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from bagua.comm.group import ProcessGroup
 from bagua.comm.lifetime.closer import close_with
 from bagua.comm.lifetime.forks import family
 from bagua.comm.operands import as_seconds
@@ -89,7 +88,8 @@ def create_torch_group(
     require_known_calls(TorchGroup)
     own, of_nccl = _split_options(options)
     configure_log()
-    members = _connect(part, rank, everyone, timeout_s, f"torch/{name}")
+    planned = plan(part, rank, everyone, None, timeout_s, use_cuda=False)  # Ours serve CPU tensors.
+    members = connect_first(part, rank, everyone, planned, timeout_s, Ledger(), f"torch/{name}")
     stand_in = CpuStandIn(dist.PrefixStore("gloo", part), rank, size, timedelta(seconds=timeout_s))
     backends = {"cuda": _nccl(part, rank, size, timeout_s, everyone, name, of_nccl)} if _serves_cuda() else {}
     starter = CallStarter(members, stand_in, backends, own)
@@ -151,12 +151,6 @@ def _split_options(options: Any) -> tuple[TorchBackendOptions, Any]:
         expected="bagua.torch_api.TorchBackendOptions, or options of NCCL where there is CUDA",
         seen=type(options).__name__,
     )
-
-
-def _connect(store: dist.Store, rank: int, ranks: list[int], timeout_s: float, label: str) -> ProcessGroup:
-    """Our group of these ranks, on the best transport for CPU tensors."""
-    planned = plan(store, rank, ranks, None, timeout_s, use_cuda=False)
-    return connect_first(store, rank, ranks, planned, timeout_s, Ledger(), label)
 
 
 def _serves_cuda() -> bool:
