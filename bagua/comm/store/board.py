@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from bagua.comm.store.cells import Cells
+from bagua.comm.store.keys import read_present
 from bagua.errors import PeerLostError
 
 T = TypeVar("T")
@@ -40,11 +42,11 @@ class Board:
 
     def __init__(self, store: dist.Store, rank: int, ranks: Sequence[int], name: str = "board") -> None:
         self._store = store
+        self._cells = Cells(store)
         self.name = name
         self.rank = rank
         self.ranks = tuple(ranks)
         self._keys = [f"record/{member}" for member in range(len(self.ranks))]
-        self._present: set[int] = set()
 
     def post(self, record: dict[str, Any]) -> None:
         """Replace this member's record.
@@ -55,8 +57,7 @@ class Board:
         Raises:
             PeerLostError: the store is gone. It may be noticed only when something is read.
         """
-        text = json.dumps(record)
-        self._talk(lambda: self._store.set(self._keys[self.rank], text))
+        self._talk(lambda: self._cells.post(self._keys[self.rank], record))
 
     def read(self) -> list[dict[str, Any] | None]:
         """The latest record of each member; None for one that has not posted yet.
@@ -64,19 +65,7 @@ class Board:
         Raises:
             PeerLostError: the store is gone.
         """
-        return self._talk(self._read)
-
-    def _read(self) -> list[dict[str, Any] | None]:
-        # Asking for a key that is not there would block until it is.
-        self._present |= {
-            member for member, key in enumerate(self._keys) if member not in self._present and self._store.check([key])
-        }
-        found = sorted(self._present)
-        texts = self._store.multi_get([self._keys[member] for member in found]) if found else []
-        records: list[dict[str, Any] | None] = [None] * len(self._keys)
-        for member, text in zip(found, texts, strict=True):
-            records[member] = json.loads(text)
-        return records
+        return self._talk(lambda: self._cells.read(self._keys))
 
     def decide(self, topic: str, proposal: Any) -> Any:
         """What is decided about ``topic``: ``proposal``, unless another member was first.
@@ -88,8 +77,7 @@ class Board:
         Raises:
             PeerLostError: the store is gone.
         """
-        text = json.dumps(proposal)
-        return json.loads(self._talk(lambda: self._store.compare_set(f"decision/{topic}", "", text)))
+        return self._talk(lambda: self._cells.claim(f"decision/{topic}", proposal))
 
     def decided(self, topic: str) -> Any:
         """What was decided about ``topic``, or None.
@@ -97,8 +85,8 @@ class Board:
         Raises:
             PeerLostError: the store is gone.
         """
-        key = f"decision/{topic}"
-        return self._talk(lambda: json.loads(self._store.get(key)) if self._store.check([key]) else None)
+        (text,) = self._talk(lambda: read_present(self._store, [f"decision/{topic}"]))  # It may be forgotten.
+        return None if text is None else json.loads(text)
 
     def forget(self, topic: str) -> None:
         """Delete a decision that no rank needs any more.
