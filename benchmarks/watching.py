@@ -96,7 +96,8 @@ def direct_cost(rank: Rank, hidden: int) -> tuple[float, float, float, float]:
     before = bagua.metrics()["comm/calls"]
     step_s = min(timeit.repeat(step, number=1, repeat=20))
     calls = (bagua.metrics()["comm/calls"] - before) / 20
-    statistics, call = Statistics(rank.rank, 2), Call("allreduce", 1, torch.float32, 1000, "sum")
+    place = Place("world", "shm", rank.rank, (0, 1))
+    statistics, call = Statistics(place), Call("allreduce", 1, torch.float32, 1000, "sum")
 
     def note() -> None:
         record = statistics.begin(call, 0.0)

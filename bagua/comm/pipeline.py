@@ -83,7 +83,7 @@ class CallPipeline:
         self._label = membership.label
         self._global_rank = membership.ranks[transport.rank]
         place = Place(membership.label, transport.name, transport.rank, membership.ranks)
-        self.statistics = Statistics(transport.rank, transport.size, place, recorder)
+        self.statistics = Statistics(place, recorder)
         self._recorder = self.statistics.recorder
         family.add(self)
 

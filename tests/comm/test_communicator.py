@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from bagua.comm import Communicator, Membership
+from bagua.comm import Communicator, Membership, Place
 from bagua.comm.call import COLLECTIVES, POINT_TO_POINT, Call
 from bagua.comm.pipeline import CallPipeline
 from bagua.comm.records.statistics import HISTORY_LENGTH, Statistics, merge
@@ -324,7 +324,7 @@ def test_a_failed_call_is_not_counted(comm, transport):
     ids=str,
 )
 def test_bytes_that_a_rank_must_send(call, bytes_sent):
-    statistics = Statistics(rank=1, size=4)
+    statistics = Statistics(Place("world", "threads", 1, (0, 1, 2, 3)))
     statistics.add(call, 0.5)
     assert statistics.snapshot()[call.kind].sent_bytes == bytes_sent
     statistics.add(call, 0.5)

@@ -133,7 +133,7 @@ def test_a_rank_without_a_record_is_named(folder, caplog):
 def test_calls_that_were_refused_or_that_nobody_has_waited_for_confuse_nobody(folder, tmp_path):
     recorder = bagua.comm.Recorder()
     place = bagua.comm.Place("world", "threads", 0, (0,))
-    statistics = Statistics(0, 1, place, recorder)
+    statistics = Statistics(place, recorder)
     for number in (1, 2, 3):
         statistics.begin(bagua.comm.Call("barrier", number, torch.uint8), recorder.clock())
     refused, done, _ = statistics.recent
@@ -166,7 +166,7 @@ def one_call(tmp_path: Path) -> tuple[bagua.comm.Recorder, Statistics, FlightRec
     """A rank that has made one call."""
     recorder = bagua.comm.Recorder()
     place = bagua.comm.Place("world", "threads", 0, (0, 1))
-    statistics = Statistics(0, 2, place, recorder)
+    statistics = Statistics(place, recorder)
     begin_barrier(statistics, 1)
     return recorder, statistics, FlightRecord(recorder, place, str(tmp_path), listens=False)
 
@@ -255,7 +255,7 @@ def test_a_record_from_before_says_nothing_of_later_calls(tmp_path):
     for rank, calls in ((1, 1), (0, 2)):
         recorder = bagua.comm.Recorder()
         place = bagua.comm.Place("world", "threads", rank, (0, 1))
-        statistics = Statistics(rank, 2, place, recorder)
+        statistics = Statistics(place, recorder)
         for number in range(1, calls + 1):
             begin_barrier(statistics, number)
         statistics.recent[0].ended = recorder.clock()
@@ -266,7 +266,7 @@ def test_a_record_from_before_says_nothing_of_later_calls(tmp_path):
 def test_a_rank_that_signs_with_the_number_of_an_earlier_epoch_is_told_all_the_same(tmp_path):
     """It was member 4 of the epoch in which its record began, and is member 1 of two now."""
     recorder = bagua.comm.Recorder()
-    statistics = Statistics(1, 2, bagua.comm.Place("islands", "gloo", 1, (0, 1)), recorder)
+    statistics = Statistics(bagua.comm.Place("islands", "gloo", 1, (0, 1)), recorder)
     begin_barrier(statistics, 7)
     earlier = bagua.comm.Place("islands", "gloo", 2, (0, 1, 4))
     FlightRecord(recorder, earlier, str(tmp_path), listens=False).write("a test")

@@ -32,7 +32,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def statistics(clock: Clock) -> Statistics:
-    return Statistics(0, 3, Place("world", "threads", 0, (0, 1, 2)), Recorder(clock))
+    return Statistics(Place("world", "threads", 0, (0, 1, 2)), Recorder(clock))
 
 
 def call(number: int, kind: str = "allreduce") -> Call:
@@ -193,7 +193,7 @@ def test_what_is_read_while_a_communicator_is_closed_counts_it_once(clock, stati
             return Statistics.times.fget(self)
 
     for number in range(40):
-        asking, count = Asking(0, 3, statistics.place, recorder), number + 1
+        asking, count = Asking(statistics.place, recorder), number + 1
         asking.end(asking.begin(call(count), clock()), clock() + 1.0, blocked_s=1.0)
         retiring.append(True)
         recorder.retire(asking)

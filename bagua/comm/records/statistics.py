@@ -73,8 +73,6 @@ class Statistics:
     """What one communicator did. Written by one thread at a time, read by any.
 
     Args:
-        rank: rank of this process in the communicator.
-        size: number of ranks.
         place: communicator and rank that make the calls.
         recorder: record of the calls of the rank; None for one of its own.
 
@@ -86,27 +84,13 @@ class Statistics:
         gauges: latest values of what is measured on it and changes slowly, by the name of the metric.
     """
 
-    __slots__ = (
-        "_busy_until",
-        "_rank",
-        "_size",
-        "_sums",
-        "_totals",
-        "gauges",
-        "lasts",
-        "place",
-        "recent",
-        "recorder",
-        "waits",
-    )
+    __slots__ = ("_busy_until", "_sums", "_totals", "gauges", "lasts", "place", "recent", "recorder", "waits")
 
-    def __init__(self, rank: int, size: int, place: Place | None = None, recorder: Recorder | None = None) -> None:
-        self._rank = rank
-        self._size = size
+    def __init__(self, place: Place, recorder: Recorder | None = None) -> None:
         #: Calls, seconds, bytes, and bytes sent; the last one stays 0 for even kinds, where it follows from the bytes.
         self._totals: dict[str, list[float]] = {}
         self._busy_until = 0.0
-        self.place = place or Place("", "", rank, tuple(range(size)))
+        self.place = place
         self.recorder = recorder or Recorder()
         self.recent: deque[CallRecord] = deque(maxlen=RECORDS_LENGTH)
         #: Fields of ``times``. One plain value: threads read all at once, and each call makes one.
@@ -185,7 +169,7 @@ class Statistics:
             total[2] += call[3] * call[2].itemsize
         else:
             total[2] += call.nbytes
-            total[3] += _sent_by(call, self._rank, self._size)
+            total[3] += _sent_by(call, self.place.rank, len(self.place.ranks))
 
     def snapshot(self) -> dict[str, KindStatistics]:
         """Totals by kind."""
@@ -193,7 +177,7 @@ class Statistics:
             kind: KindStatistics(
                 int(calls),
                 int(volume),
-                _sent_evenly(kind, int(volume), self._size) if kind in _EVEN else int(sent),
+                _sent_evenly(kind, int(volume), len(self.place.ranks)) if kind in _EVEN else int(sent),
                 seconds,
             )
             for kind, (calls, seconds, volume, sent) in list(self._totals.items())
