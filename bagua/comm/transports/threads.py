@@ -102,7 +102,7 @@ class ThreadPeers(Peers):
     """Peers in the same interpreter: everything is visible at once, in one piece."""
 
     def __init__(self, world: _World, membership: Membership, fault: FaultHook | None) -> None:
-        super().__init__(world.lines, membership.rank, membership.ranks, membership.label, fault)
+        super().__init__(world.lines, membership, fault)
         self._world = world
         self.line = world.lines[membership.rank]
         self.line.builder = self.line.caller = threading.current_thread()

@@ -11,7 +11,8 @@ from functools import partial
 import torch
 
 from bagua.comm.call import Call
-from bagua.comm.long_wait import Activity, LongWait
+from bagua.comm.long_wait import LongWait
+from bagua.comm.transports.base import Membership
 from bagua.comm.transports.memory.lanes import Lanes
 from bagua.comm.transports.memory.line import (
     Deadline,
@@ -49,9 +50,7 @@ class Peers(ABC):
 
     Args:
         lines: one per rank; the own one is written.
-        rank: number of the rank whose view this is.
-        ranks: global rank of each member, for errors.
-        label: name of the communicator in messages.
+        membership: the ranks, as the one sees them whose view this is.
         fault: called at every step.
     """
 
@@ -62,21 +61,19 @@ class Peers(ABC):
     #: same size: a rank that slept would wake late, and make the others sleep in turn.
     spin_inline_s: float = 0.0
 
-    def __init__(
-        self, lines: Sequence[Line], rank: int, ranks: Sequence[int], label: str, fault: FaultHook | None
-    ) -> None:
+    def __init__(self, lines: Sequence[Line], membership: Membership, fault: FaultHook | None) -> None:
         self.lines = lines
-        self.rank = rank
-        self.ranks = tuple(ranks)
+        self.rank = rank = membership.rank
+        self.ranks = membership.ranks
         self.global_rank = self.ranks[rank]
         self.size = len(lines)
-        self.label = label
+        self.label = membership.label
         self.own = lines[rank]
         self.slots = Slots(self.size)
         self.places = Words(self.size)
-        self.lanes = Lanes(f"bagua-{label}-{rank}")
+        self.lanes = Lanes(f"bagua-{self.label}-{rank}")
         self.fault = fault
-        self.activity = Activity()
+        self.activity = membership.activity
         self._left: dict[str, tuple[int, int, str]] = {}
         self._steps = itertools.count(1)
         self._words = [line.words for line in lines]

@@ -69,7 +69,6 @@ class MemoryTransport(Transport):
     def __init__(self, membership: Membership, peers: Peers) -> None:
         super().__init__(membership)
         self._peers = peers
-        peers.activity = membership.activity
         self._lanes = peers.lanes
         self._messages = Messages(peers)
         self._wildcards = Wildcards(peers.lanes, (other for other in range(self.size) if other != self.rank))

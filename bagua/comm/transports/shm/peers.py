@@ -49,7 +49,7 @@ class ShmPeers(Peers):
             rank: DescriptorChannel(peer.connection, membership.ranks[rank]) for rank, peer in attached.peers.items()
         }
         lines = self._lines_of(attached, membership)
-        super().__init__(lines, membership.rank, membership.ranks, membership.label, fault)
+        super().__init__(lines, membership, fault)
         self._control_lines = lines
         self._peer_lines = [line for line in self.lines if isinstance(line, PeerLine)]
         self._staging_bytes = staging_bytes
