@@ -77,7 +77,6 @@ class LoweredTransport(Transport):
         self._below: list[Transport] = []
         self._failures = FailureFinder(membership, partial(_disconnect, self._below))
         try:
-            self._failures.meet()
             for name in ("collectives", "messages"):
                 self._below.append(connect(replace(membership, store=PrefixStore(name, membership.store))))
         except BaseException:

@@ -75,7 +75,6 @@ class C10dTransport(Transport):
         self._channels: dict[str, _Channel] = {}
         self.failures = FailureFinder(membership, functools.partial(_disconnect, self._channels))
         try:
-            self.failures.meet()
             for device_type, name in split_name(backend).items():
                 self._add_channel(device_type, self._create_group(name))
         except BaseException:

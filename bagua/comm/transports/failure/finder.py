@@ -19,12 +19,13 @@ class FailureFinder:
     """Finds out which rank ended a communicator, for transports that only see broken connections.
 
     Args:
-        membership: the ranks.
+        membership: the ranks. Building this is collective among them.
         disconnect: closes all connections of the transport, so that calls under way end here and on the peers; runs
             once, in any thread, and raises nothing.
 
     Raises:
         TransportUnavailableError: the system gives no socket.
+        CollectiveTimeoutError: some ranks never came; ``peers`` names them.
     """
 
     def __init__(self, membership: Membership, disconnect: Callable[[], None]) -> None:
@@ -37,14 +38,11 @@ class FailureFinder:
         self._cause: Cause | None = None
         self._error: CommunicationError | None = None
         self._mailbox = Mailbox(membership)
-
-    def meet(self) -> None:
-        """Wait for all ranks, and learn how to reach them. Collective.
-
-        Raises:
-            CollectiveTimeoutError: some ranks never came; ``peers`` names them.
-        """
-        self._mailbox.meet()
+        try:
+            self._mailbox.meet()
+        except BaseException:
+            self._mailbox.close()
+            raise
 
     def not_connected(self, error: CommunicationError) -> CommunicationError:
         """What to raise because connections could not be made: who is lost, if that can be known; else ``error``.

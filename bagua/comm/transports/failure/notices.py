@@ -107,7 +107,7 @@ class Mailbox:
         self._reading = threading.Lock()
         self._letters: list[tuple[socket.socket, bytearray]] = []
         try:
-            self._listener = _listen(_own_host(membership))
+            self._listener = _listen(_LOOPBACK if len(set(membership.nodes)) == 1 else own_address())
         except OSError as error:
             raise TransportUnavailableError(
                 f"no socket for {membership.label}: {error}",
@@ -313,10 +313,6 @@ def _listen(host: str) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def _own_host(membership: Membership) -> str:
-    return _LOOPBACK if len(set(membership.nodes)) == 1 else own_address()
 
 
 def own_address() -> str:
