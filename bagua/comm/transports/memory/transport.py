@@ -37,7 +37,7 @@ from bagua.comm.call import POINT_TO_POINT, Call
 from bagua.comm.lifetime.turns import handlers_may_call
 from bagua.comm.transports.base import DONE, Arrivals, Handle, Membership, Transport
 from bagua.comm.transports.memory.exchange import MemoryExchange, compare, reduce_copies, small_bytes
-from bagua.comm.transports.memory.lanes import COLLECTIVE, Lane, LaneHandle, LaneTask
+from bagua.comm.transports.memory.lanes import COLLECTIVE, Lane, LaneHandle
 from bagua.comm.transports.memory.line import Deadline, LineState, Words
 from bagua.comm.transports.memory.messages import Messages
 from bagua.comm.transports.memory.peers import Peers
@@ -101,7 +101,8 @@ class MemoryTransport(Transport):
                 task = partial(self._run, call, source, target, deadline, lanes)
                 return self._lanes.inline(lanes, task, deadline, self.abort)
         try:
-            parts = [self._submit(lane, call, source, target, deadline, order) for lane in lanes]
+            run = partial(self._run, call, source, target, deadline, inline=False, order=order)
+            parts = [self._lanes.submit(lane, partial(run, (lane,))) for lane in lanes]
         except ConcurrentUseError:
             if call.kind == "recv" and call.root < 0:
                 order[-1].close()
@@ -181,18 +182,6 @@ class MemoryTransport(Transport):
             self._peers.release()
 
     # Running one call, in the calling thread or in a lane.
-
-    def _submit(
-        self,
-        lane: Lane,
-        call: Call,
-        source: torch.Tensor | None,
-        target: torch.Tensor | None,
-        deadline: Deadline,
-        order: Sequence[Wildcard],
-    ) -> LaneTask:
-        task = partial(self._run, call, source, target, deadline, (lane,), inline=False, order=order)
-        return self._lanes.submit(lane, task)
 
     def _run(
         self,
