@@ -16,44 +16,12 @@ from bagua.errors import (
     InvalidReduceOpError,
     InvalidTensorError,
 )
-from bagua.testing.contract.base import ContractBase
+from bagua.testing.contract.base import ContractBase, on_every_size, on_most_ranks
 from bagua.testing.contract.exercises import CallSetting, communicator, home, perform
-from bagua.testing.ranks import RankPool
 from bagua.testing.reference import LEGAL, REDUCED, assert_same, values
 
 #: A call, the error it gets, and the argument that the error names.
 Refused = tuple[Callable[[Communicator], Any], type[BaguaError], str]
-
-
-class ArgumentsContract(ContractBase):
-    """What a collective refuses."""
-
-    def test_reductions_without_a_meaning(self, pool: RankPool) -> None:
-        self.on_every_size(pool, try_meaningless_reductions)
-
-    def test_tensors_that_cannot_be_communicated(self, pool: RankPool) -> None:
-        self.on_every_size(pool, try_wrong_tensors)
-
-    def test_ranks_that_do_not_exist(self, pool: RankPool) -> None:
-        self.on_every_size(pool, try_wrong_ranks)
-
-    def test_tensors_that_do_not_fit_together(self, pool: RankPool) -> None:
-        self.on_every_size(pool, try_wrong_sizes)
-
-    def test_a_root_that_was_refused_calls_again(self, pool: RankPool) -> None:
-        pool.run(refuse_the_root, size=self.size)
-
-    def test_timeouts_that_are_none(self, pool: RankPool) -> None:
-        self.on_every_size(pool, try_wrong_timeouts)
-
-    def test_timeouts_without_end(self, pool: RankPool) -> None:
-        self.on_every_size(pool, use_endless_timeouts)
-
-    def test_unknown_options(self, pool: RankPool) -> None:
-        pool.run(try_unknown_options, size=self.size)
-
-    def test_a_timedelta_is_a_timeout(self, pool: RankPool) -> None:
-        pool.run(use_timedelta, size=self.size)
 
 
 def expect(call: Callable[[Communicator], Any], kind: type[BaguaError], argument: str) -> None:
@@ -310,3 +278,17 @@ def try_unknown_options() -> None:
 def use_timedelta() -> None:
     perform("allreduce", communicator(), CallSetting(options={"timeout": timedelta(minutes=1)}))
     perform("allreduce", communicator(), CallSetting(options={"timeout": 60}))
+
+
+class ArgumentsContract(ContractBase):
+    """What a collective refuses."""
+
+    test_reductions_without_a_meaning = on_every_size(try_meaningless_reductions)
+    test_tensors_that_cannot_be_communicated = on_every_size(try_wrong_tensors)
+    test_ranks_that_do_not_exist = on_every_size(try_wrong_ranks)
+    test_tensors_that_do_not_fit_together = on_every_size(try_wrong_sizes)
+    test_a_root_that_was_refused_calls_again = on_most_ranks(refuse_the_root)
+    test_timeouts_that_are_none = on_every_size(try_wrong_timeouts)
+    test_timeouts_without_end = on_every_size(use_endless_timeouts)
+    test_unknown_options = on_most_ranks(try_unknown_options)
+    test_a_timedelta_is_a_timeout = on_most_ranks(use_timedelta)

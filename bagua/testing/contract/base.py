@@ -9,6 +9,20 @@ import pytest
 
 from bagua.testing.ranks import Outcome, RankPool
 
+#: What is true of a transport without a capability.
+_WITHOUT = {
+    "compares_calls": "calls are not compared",
+    "can_lose_ranks": "there is no other rank",
+    "adds_in_float32": "a foreign library adds",
+    "keeps_apart": "communicators are used in one order, and share their fate",
+    "receives_from_any": "ranks to receive from are named",
+    "matches_in_order": "a foreign library matches receives",
+    "blocks_host": "waiting does not block",
+}
+
+
+ContractTest = Callable[["ContractBase", RankPool], None]
+
 
 class ContractBase:
     """Declarations of a transport under test. The suite asks these, never its name.
@@ -46,16 +60,11 @@ class ContractBase:
         """The largest number of ranks."""
         return max(self.sizes)
 
-    def on_every_size(self, pool: RankPool, function: Callable[..., Any], *arguments: Any) -> None:
-        """Run ``function`` with each of the numbers of ranks."""
-        __tracebackhide__ = True
-        for size in self.sizes:
-            pool.run(function, *arguments, size=size)
-
-    def need(self, capability: bool, what: str) -> None:
+    def need(self, *capabilities: str) -> None:
         """Skip, visibly, a test that this transport declares not to be for it."""
-        if not capability:
-            pytest.skip(f"{type(self).__name__} declares: {what}")
+        for name in capabilities:
+            if not getattr(self, name):
+                pytest.skip(f"{type(self).__name__} declares: {_WITHOUT[name]}")
 
     def survivors(self, outcomes: list[Outcome], lost: int) -> list[Outcome]:
         """The outcomes of all ranks but ``lost``, after a check that only that one was lost."""
@@ -65,3 +74,25 @@ class ContractBase:
             if outcome.error is not None:
                 raise outcome.error
         return rest
+
+
+def on_every_size(function: Callable[..., Any], *arguments: Any) -> ContractTest:
+    """A test that runs ``function`` with each of the numbers of ranks."""
+
+    def test(self: ContractBase, pool: RankPool) -> None:
+        __tracebackhide__ = True
+        for size in self.sizes:
+            pool.run(function, *arguments, size=size)
+
+    return test
+
+
+def on_most_ranks(function: Callable[..., Any], *needs: str) -> ContractTest:
+    """A test that runs ``function`` with the largest number of ranks, on transports with the capabilities ``needs``."""
+
+    def test(self: ContractBase, pool: RankPool) -> None:
+        __tracebackhide__ = True
+        self.need(*needs)
+        pool.run(function, size=self.size)
+
+    return test

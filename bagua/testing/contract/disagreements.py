@@ -26,8 +26,7 @@ class DisagreementsContract(ContractBase):
 
     @pytest.mark.parametrize("disagreement", DISAGREEMENTS)
     def test_ranks_that_disagree(self, pool: RankPool, disagreement: str) -> None:
-        self.need(self.can_lose_ranks, "there is no rank to disagree with")
-        self.need(self.compares_calls, "calls are not compared")
+        self.need("can_lose_ranks", "compares_calls")
         results = pool.run(disagree, disagreement, size=self.size)
         for rank, (error, others) in enumerate(results):
             assert isinstance(error, CollectiveMismatchError), f"rank {rank} got {error!r}"
@@ -40,8 +39,7 @@ class DisagreementsContract(ContractBase):
 
     @pytest.mark.parametrize("way", ["counts", "message", "message_type", "message_against_collective"])
     def test_pairs_that_disagree(self, pool: RankPool, way: str) -> None:
-        self.need(self.can_lose_ranks, "there is no rank to disagree with")
-        self.need(self.compares_calls, "calls are not compared")
+        self.need("can_lose_ranks", "compares_calls")
         seen_at_once = way != "message_against_collective"
         deadline_s = CALM_S if seen_at_once else self.deadline_s
         errors = pool.run(disagree_in_pairs, way, deadline_s, size=self.size)

@@ -7,7 +7,7 @@ import torch
 import bagua.comm
 from bagua.comm import Communicator
 from bagua.errors import CollectiveTimeoutError, CommunicationError, InvalidRankError, TransportUnavailableError
-from bagua.testing.contract.base import ContractBase
+from bagua.testing.contract.base import ContractBase, on_every_size, on_most_ranks
 from bagua.testing.contract.exercises import CallSetting, communicator, home, perform
 from bagua.testing.contract.failures import GRACE_S, caught, say, wait_until_said
 from bagua.testing.ranks import RankPool
@@ -16,32 +16,6 @@ from bagua.testing.reference import assert_same
 #: Several pieces on a transport that moves messages in pieces.
 LARGE = 300_007
 DTYPES = (torch.float32, torch.int16, torch.bool, torch.complex64, torch.float8_e5m2)
-
-
-class MessagesContract(ContractBase):
-    """What ``recv_any`` receives, and in which order."""
-
-    def test_a_message_from_any_rank(self, pool: RankPool) -> None:
-        self.on_every_size(pool, receive_from_all if self.receives_from_any else be_refused)
-
-    def test_messages_from_any_rank_of_every_kind(self, pool: RankPool) -> None:
-        self.need(self.can_lose_ranks, "there is no rank that sends")
-        self.need(self.receives_from_any, "ranks to receive from are named")
-        pool.run(receive_every_kind, size=self.size)
-
-    def test_the_receive_that_was_started_first_gets_the_message(self, pool: RankPool) -> None:
-        self.need(self.receives_from_any, "ranks to receive from are named")
-        self.need(self.can_lose_ranks, "there is no rank that sends")
-        self.need(self.matches_in_order, "a foreign library matches receives")
-        pool.run(receive_in_order, size=self.size)
-
-    def test_nobody_sends(self, pool: RankPool) -> None:
-        self.need(self.receives_from_any, "ranks to receive from are named")
-        self.need(self.can_lose_ranks, "there is no rank that could send")
-        results = pool.run(wait_for_nobody, self.deadline_s, size=self.size)
-        error, seconds = results[0]
-        assert isinstance(error, CollectiveTimeoutError), f"{error!r}"
-        assert seconds < self.deadline_s + GRACE_S, f"it took {seconds:.1f} s"
 
 
 def receive_from_all() -> None:
@@ -133,3 +107,22 @@ def be_refused() -> None:
     comm = communicator()
     error = caught(lambda: comm.recv_any(torch.zeros(1, device=home(comm)))).error
     assert isinstance(error, TransportUnavailableError | InvalidRankError), f"{error!r}"
+
+
+class MessagesContract(ContractBase):
+    """What ``recv_any`` receives, and in which order."""
+
+    def test_a_message_from_any_rank(self, pool: RankPool) -> None:
+        on_every_size(receive_from_all if self.receives_from_any else be_refused)(self, pool)
+
+    test_messages_from_any_rank_of_every_kind = on_most_ranks(receive_every_kind, "can_lose_ranks", "receives_from_any")
+    test_the_receive_that_was_started_first_gets_the_message = on_most_ranks(
+        receive_in_order, "receives_from_any", "can_lose_ranks", "matches_in_order"
+    )
+
+    def test_nobody_sends(self, pool: RankPool) -> None:
+        self.need("receives_from_any", "can_lose_ranks")
+        results = pool.run(wait_for_nobody, self.deadline_s, size=self.size)
+        error, seconds = results[0]
+        assert isinstance(error, CollectiveTimeoutError), f"{error!r}"
+        assert seconds < self.deadline_s + GRACE_S, f"it took {seconds:.1f} s"
