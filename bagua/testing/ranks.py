@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from typing import Any, NamedTuple
 
+import bagua.comm
+from bagua.comm import KeyStore
 from bagua.errors import (
     CommunicationError,
     CommunicatorClosedError,
@@ -63,24 +67,35 @@ class Job:
     nodes: tuple[int, ...] | None
     timeout_s: float
 
+    def join(self, rank: int, store: KeyStore) -> None:
+        """Initialize the default group of a rank."""
+        layout: dict[str, Any] = {} if self.nodes is None else {"_nodes": self.nodes}
+        bagua.comm.init_process_group(
+            backend=self.backend,
+            timeout=timedelta(seconds=self.timeout_s),
+            store=store,
+            rank=rank,
+            world_size=self.size,
+            **layout,
+        )
 
-class ThisRank(ABC):
-    """What the function running on a rank can do to its own rank.
 
-    Args:
-        rank: its number.
-    """
+def leave(rank: int) -> Outcome | None:
+    """Leave the default group; what went wrong, if anything."""
+    try:
+        if bagua.comm.is_initialized():
+            bagua.comm.destroy_process_group()
+    except BaseException as error:  # noqa: BLE001  # it goes to the pool, whatever it is
+        return Outcome(rank, None, error, traceback.format_exc())
+    return None
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
 
-    @abstractmethod
-    def die(self) -> None:
-        """End this rank at once, without a word to the others."""
+class ThisRank(NamedTuple):
+    """What the function running on a rank can do to its own rank: end it at once, or have it stay without a word."""
 
-    @abstractmethod
-    def fall_silent(self) -> None:
-        """Stop answering, but stay there, until the run is over."""
+    rank: int
+    die: Callable[[], None]
+    fall_silent: Callable[[], None]
 
 
 this_rank: ContextVar[ThisRank] = ContextVar("bagua.testing.this_rank")

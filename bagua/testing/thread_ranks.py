@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextvars import Context
-from datetime import timedelta
-from typing import Any
 
 import bagua.comm
 from bagua.comm import FaultHook, RankKilled, become_rank, inject_fault, thread_store
@@ -20,6 +19,7 @@ from bagua.testing.ranks import (
     RankHangsError,
     RankPool,
     ThisRank,
+    leave,
     this_rank,
 )
 
@@ -114,13 +114,14 @@ class _ThreadRun:
     # On the threads.
 
     def _rank(self, rank: int) -> None:
-        this_rank.set(_ThisThread(self, rank))
+        this_rank.set(ThisRank(rank, _die, functools.partial(self._fall_silent, rank)))
         become_rank()
         job, started = self._job, time.monotonic()
         try:
             if job.backend is not None:
                 with inject_fault(self._fault):
-                    self._initialize(rank)
+                    job.join(rank, self._store)
+                self._abort[rank] = bagua.comm.get_default_group().abort
             started = time.monotonic()
             value = job.function(*job.arguments)
         except RankKilled:
@@ -131,27 +132,8 @@ class _ThreadRun:
         else:
             self.report(Outcome(rank, value, seconds=time.monotonic() - started))
             self._over.wait()  # No rank leaves a group that others still use.
-        self._end(rank)
-
-    def _initialize(self, rank: int) -> None:
-        job = self._job
-        layout: dict[str, Any] = {} if job.nodes is None else {"_nodes": job.nodes}
-        bagua.comm.init_process_group(
-            backend=job.backend,
-            timeout=timedelta(seconds=job.timeout_s),
-            store=self._store,
-            rank=rank,
-            world_size=job.size,
-            **layout,
-        )
-        self._abort[rank] = bagua.comm.get_default_group().abort
-
-    def _end(self, rank: int) -> None:
-        try:
-            if bagua.comm.is_initialized():
-                bagua.comm.destroy_process_group()
-        except BaseException as error:  # noqa: BLE001  # it goes to the pool, whatever it is
-            self.report(Outcome(rank, None, error, traceback.format_exc()))
+        if failure := leave(rank):
+            self.report(failure)
 
     def report(self, outcome: Outcome) -> None:
         with self._changed:
@@ -160,22 +142,14 @@ class _ThreadRun:
                 self._outcomes[outcome.rank] = outcome
             self._changed.notify_all()
 
-    def wait_until_over(self) -> None:
+    def _fall_silent(self, rank: int) -> None:
+        self.report(Outcome(rank, error=RankHangsError(f"rank {rank} fell silent")))
         self._over.wait()
+        _die()
 
 
-class _ThisThread(ThisRank):
-    def __init__(self, run: _ThreadRun, rank: int) -> None:
-        super().__init__(rank)
-        self._run = run
-
-    def die(self) -> None:
-        raise RankKilled
-
-    def fall_silent(self) -> None:
-        self._run.report(Outcome(self.rank, error=RankHangsError(f"rank {self.rank} fell silent")))
-        self._run.wait_until_over()
-        raise RankKilled
+def _die() -> None:
+    raise RankKilled
 
 
 def _hangs(rank: int, stack: str) -> Outcome:

@@ -16,16 +16,14 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
-import bagua.comm
 from bagua import env
 from bagua.comm import connect_store
-from bagua.testing.ranks import Job, Outcome, ThisRank, this_rank
+from bagua.testing.ranks import Job, Outcome, ThisRank, leave, this_rank
 
 # The fork server imports this module, and then has all that a rank needs. Tests name the
 # first two at their top, every optimizer of torch imports the third at its first step, and
@@ -65,9 +63,8 @@ class RankAddress:
 class _Line:
     """The connection to the pool. Its end is the end of this process."""
 
-    def __init__(self, connection: Connection, rank: int) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._rank = rank
         self._main = threading.get_ident()
         self._sending = threading.Lock()
         self.commands: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -89,6 +86,10 @@ class _Line:
         with self._sending, contextlib.suppress(OSError):
             self._connection.send_bytes(pickle.dumps(message))
 
+    def fall_silent(self) -> None:
+        self.send(Silent())
+        os.kill(os.getpid(), signal.SIGSTOP)
+
     def report(self, outcome: Outcome) -> None:
         """Send ``outcome``; what does not survive pickling travels as text."""
         try:
@@ -99,17 +100,8 @@ class _Line:
         self.send(outcome)
 
 
-class _ThisProcess(ThisRank):
-    def __init__(self, rank: int, line: _Line) -> None:
-        super().__init__(rank)
-        self._line = line
-
-    def die(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def fall_silent(self) -> None:
-        self._line.send(Silent())
-        os.kill(os.getpid(), signal.SIGSTOP)
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _stacks(main: int) -> str:
@@ -129,10 +121,10 @@ def rank_main(connection: Connection, place: RankAddress) -> None:
         place: address of this rank.
     """
     gc.freeze()  # Walking through all that was imported, a collection would copy the fork server's memory.
-    line = _Line(connection, place.rank)
+    line = _Line(connection)
     job_bytes = connection.recv_bytes()
     line.listen()
-    this_rank.set(_ThisProcess(place.rank, line))
+    this_rank.set(ThisRank(place.rank, _die, line.fall_silent))
     torch.set_num_threads(1)
     env.overlay(place.environment)
     warnings.simplefilter("error")
@@ -142,7 +134,7 @@ def rank_main(connection: Connection, place: RankAddress) -> None:
             importlib.import_module(module)
         job: Job = pickle.loads(job_bytes)
         if job.backend is not None:
-            _initialize(job, place)
+            job.join(place.rank, connect_store(place.port, max(job.timeout_s, _CONNECT_S)))
         started = time.monotonic()
         value = job.function(*job.arguments)
     except BaseException as error:  # noqa: BLE001  # it goes to the pool, whatever it is
@@ -151,26 +143,4 @@ def rank_main(connection: Connection, place: RankAddress) -> None:
     else:
         line.report(Outcome(place.rank, value, seconds=time.monotonic() - started))
         line.commands.get()  # No rank leaves a group that others still use.
-    line.send(_end(place.rank))
-
-
-def _initialize(job: Job, place: RankAddress) -> None:
-    layout: dict[str, Any] = {} if job.nodes is None else {"_nodes": job.nodes}
-    bagua.comm.init_process_group(
-        backend=job.backend,
-        timeout=timedelta(seconds=job.timeout_s),
-        store=connect_store(place.port, max(job.timeout_s, _CONNECT_S)),
-        rank=place.rank,
-        world_size=job.size,
-        **layout,
-    )
-
-
-def _end(rank: int) -> Outcome | None:
-    """Leave the group; what went wrong, if anything."""
-    try:
-        if bagua.comm.is_initialized():
-            bagua.comm.destroy_process_group()
-    except BaseException as error:  # noqa: BLE001  # it goes to the pool, whatever it is
-        return Outcome(rank, None, error, traceback.format_exc())
-    return None
+    line.send(leave(place.rank))
