@@ -13,8 +13,52 @@ from bagua.optim.moments import begin_at_zero, denominators
 from bagua.optim.options import check_betas, check_not_negative
 
 
-class CommittingAdam(TogetherOptimizer):
-    """What both forms of Adam with delayed moments have in common; see ``AccumAdam``."""
+class AccumAdam(TogetherOptimizer):
+    r"""Adam that updates in every step, but commits its moment estimates every ``accum_iter`` steps.
+
+    Where ranks train on small batches and only mix their weights, the square of a
+    gradient is mostly noise, and an Adam that averages such squares takes steps that are
+    too small. Here the moments are those of mean gradients. In the :math:`j`-th step of the
+    :math:`t`-th period of :math:`s` steps, with the gradient :math:`g_j`,
+
+    .. math::
+
+        \hat m &= \beta_1 m_{t-1} + (1 - \beta_1) g_j, \qquad
+        \hat v = \beta_2 v_{t-1} + (1 - \beta_2) g_j^2, \\
+        x &\leftarrow x - \gamma \, \frac{\hat m / (1 - \beta_1^t)}{\sqrt{\hat v / (1 - \beta_2^t)} + \epsilon},
+
+    and after the last step of the period, with the mean gradient
+    :math:`\bar g = \frac{1}{s} \sum_j g_j`,
+
+    .. math::
+
+        m_t = \beta_1 m_{t-1} + (1 - \beta_1) \bar g, \qquad
+        v_t = \beta_2 v_{t-1} + (1 - \beta_2) \bar g^2.
+
+    With ``accum_iter=1`` this is Adam. Weight decay is added to the gradient.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate :math:`\gamma`.
+        betas: :math:`\beta_1, \beta_2`, of a period of ``accum_iter`` steps.
+        eps: added to the denominator.
+        weight_decay: factor on the weights that are added to the gradient.
+        accum_iter: steps in a period, :math:`s`; the number of ranks is a good start.
+
+    Raises:
+        ConfigurationError: a number out of its range.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> optimizer = AccumAdam([weight], lr=0.1, accum_iter=4)
+        >>> weight.square().sum().backward()
+        >>> optimizer.step()
+        >>> weight.detach()
+        tensor([0.9000, 0.9000])
+
+    Wang et al., "From Promise to Practice: Realizing High-performance Decentralized
+    Training", ICLR 2025.
+    """
 
     #: Whether weights decay by themselves instead of through the gradient.
     decoupled: ClassVar[bool] = False
@@ -69,55 +113,7 @@ class CommittingAdam(TogetherOptimizer):
             torch._foreach_zero_(total)
 
 
-class AccumAdam(CommittingAdam):
-    r"""Adam that updates in every step, but commits its moment estimates every ``accum_iter`` steps.
-
-    Where ranks train on small batches and only mix their weights, the square of a
-    gradient is mostly noise, and an Adam that averages such squares takes steps that are
-    too small. Here the moments are those of mean gradients. In the :math:`j`-th step of the
-    :math:`t`-th period of :math:`s` steps, with the gradient :math:`g_j`,
-
-    .. math::
-
-        \hat m &= \beta_1 m_{t-1} + (1 - \beta_1) g_j, \qquad
-        \hat v = \beta_2 v_{t-1} + (1 - \beta_2) g_j^2, \\
-        x &\leftarrow x - \gamma \, \frac{\hat m / (1 - \beta_1^t)}{\sqrt{\hat v / (1 - \beta_2^t)} + \epsilon},
-
-    and after the last step of the period, with the mean gradient
-    :math:`\bar g = \frac{1}{s} \sum_j g_j`,
-
-    .. math::
-
-        m_t = \beta_1 m_{t-1} + (1 - \beta_1) \bar g, \qquad
-        v_t = \beta_2 v_{t-1} + (1 - \beta_2) \bar g^2.
-
-    With ``accum_iter=1`` this is Adam. Weight decay is added to the gradient.
-
-    Args:
-        params: parameters, or groups of them.
-        lr: learning rate :math:`\gamma`.
-        betas: :math:`\beta_1, \beta_2`, of a period of ``accum_iter`` steps.
-        eps: added to the denominator.
-        weight_decay: factor on the weights that are added to the gradient.
-        accum_iter: steps in a period, :math:`s`; the number of ranks is a good start.
-
-    Raises:
-        ConfigurationError: a number out of its range.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.ones(2))
-        >>> optimizer = AccumAdam([weight], lr=0.1, accum_iter=4)
-        >>> weight.square().sum().backward()
-        >>> optimizer.step()
-        >>> weight.detach()
-        tensor([0.9000, 0.9000])
-
-    Wang et al., "From Promise to Practice: Realizing High-performance Decentralized
-    Training", ICLR 2025.
-    """
-
-
-class AccumAdamW(CommittingAdam):
+class AccumAdamW(AccumAdam):
     r"""``AccumAdam`` with decoupled weight decay: before each update, :math:`x \leftarrow (1 - \gamma \lambda) x`.
 
     Args:

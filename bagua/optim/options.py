@@ -11,11 +11,7 @@ def check_not_negative(**numbers: float | torch.Tensor) -> None:
     """Raise ``ConfigurationError`` for the first of ``numbers`` that is below zero, or no number."""
     for name, number in numbers.items():
         value: object = number.item() if isinstance(number, torch.Tensor) and number.numel() == 1 else number
-        check_numbers(_is_not_negative, "a number >= 0", **{name: value})
-
-
-def _is_not_negative(number: float) -> bool:
-    return number >= 0
+        check_numbers(lambda number: number >= 0, "a number >= 0", **{name: value})
 
 
 def check_betas(betas: tuple[float, float]) -> None:
