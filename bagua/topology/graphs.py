@@ -37,10 +37,7 @@ def metropolis(neighbours: Sequence[set[int]]) -> Round:
 
 
 class _Graph(Topology):
-    @property
-    def static(self) -> bool:
-        """All rounds are equal."""
-        return True
+    static = True
 
     @abstractmethod
     def _neighbours(self, size: int) -> list[set[int]]: ...
@@ -58,10 +55,7 @@ class Complete(Topology):
         [[0.5, 0.5], [0.5, 0.5]]
     """
 
-    @property
-    def static(self) -> bool:
-        """All rounds are equal."""
-        return True
+    static = True
 
     def _round(self, size: int, step: int, nodes: tuple[int, ...]) -> Round:
         return Round.from_edges(size, [Edge(tuple(range(size)), 1.0 / size)])
@@ -160,15 +154,8 @@ class Exponential(Topology):
     Paper: Ying et al., Exponential graph is provably efficient for decentralized deep training, 2021.
     """
 
-    @property
-    def symmetric(self) -> bool:
-        """False: values flow in one direction only."""
-        return False
-
-    @property
-    def static(self) -> bool:
-        """All rounds are equal."""
-        return True
+    symmetric = False  # Values flow in one direction only.
+    static = True
 
     def _round(self, size: int, step: int, nodes: tuple[int, ...]) -> Round:
         distances = [1 << power for power in range((size - 1).bit_length())]
@@ -256,15 +243,12 @@ class WeightedGraph(Topology):
 
     weights: tuple[tuple[float, ...], ...]
 
+    static = True
+
     @property
     def symmetric(self) -> bool:
         """Whether the matrix is."""
         return Round.from_matrix(self.weights).symmetric
-
-    @property
-    def static(self) -> bool:
-        """All rounds are equal."""
-        return True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", tuple(tuple(float(weight) for weight in row) for row in self.weights))

@@ -33,9 +33,9 @@ def weighted_by_size(between_hosts: Round, sizes: Sequence[int]) -> Round:
     """
     if len(set(sizes)) == 1:
         return between_hosts
-    if between_hosts.edges is not None and all(edge.is_mean for edge in between_hosts.edges):
+    if means := _edges_that_are_means(between_hosts):
         rows: list[dict[int, float]] = [{} for _ in sizes]
-        for edge in between_hosts.edges:
+        for edge in means:
             ranks = sum(sizes[host] for host in edge.ranks)
             for host in edge.ranks:
                 rows[host] = {other: sizes[other] / ranks for other in edge.ranks}
@@ -62,8 +62,8 @@ def over_ranks(between_hosts: Round, nodes: Nodes) -> Round:
         (Edge(ranks=(0, 1, 2, 3), weight=0.25),)
     """
     hosts = ranks_by_node(nodes)
-    if between_hosts.edges is not None and all(edge.is_mean for edge in between_hosts.edges):
-        return Round.from_edges(len(nodes), [_union(hosts, edge.ranks) for edge in between_hosts.edges])
+    if means := _edges_that_are_means(between_hosts):
+        return Round.from_edges(len(nodes), [_union(hosts, edge.ranks) for edge in means])
     rows: list[dict[int, float]] = [{} for _ in nodes]
     for host, members in enumerate(hosts):
         around = between_hosts[host]
@@ -109,10 +109,9 @@ class Hierarchical(Topology):
     def _round(self, size: int, step: int, nodes: tuple[int, ...]) -> Round:
         hosts = ranks_by_node(nodes)
         mixing = self.between_hosts.round(len(hosts), step)
-        sizes = [len(members) for members in hosts]
-        if mixing.edges is not None and all(edge.is_mean for edge in mixing.edges):
+        if _edges_that_are_means(mixing):
             return over_ranks(mixing, nodes)
-        return over_ranks(weighted_by_size(mixing, sizes), nodes)
+        return over_ranks(weighted_by_size(mixing, [len(members) for members in hosts]), nodes)
 
 
 @dataclass(frozen=True)
@@ -165,6 +164,11 @@ def ranks_by_node(nodes: Nodes) -> list[list[int]]:
     for rank, node in enumerate(nodes):
         members.setdefault(node, []).append(rank)
     return list(members.values())
+
+
+def _edges_that_are_means(round_: Round) -> tuple[Edge, ...]:
+    """All edges of a round, if the hosts of each end with their common mean; none otherwise."""
+    return round_.edges if round_.edges is not None and all(edge.is_mean for edge in round_.edges) else ()
 
 
 def _union(hosts: Sequence[Sequence[int]], which: Sequence[int]) -> Edge:

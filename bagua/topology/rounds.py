@@ -116,7 +116,8 @@ class Round:
         Raises:
             ConfigurationError: a rank is in two edges, in none, or unknown, or a weight is not from 0 to 1.
         """
-        ordered = tuple(sorted((_sorted(edge) for edge in edges), key=lambda edge: edge.ranks))
+        found = [Edge(tuple(sorted(edge.ranks)), float(edge.weight)) for edge in edges]
+        ordered = tuple(sorted(found, key=lambda edge: edge.ranks))
         members = sorted(rank for edge in ordered for rank in edge.ranks)
         if members != list(range(size)):
             raise ConfigurationError(
@@ -297,7 +298,3 @@ def _invalid(problem: str, expected: object, seen: object) -> ConfigurationError
 def _check_weight(weight: float, ranks: Sequence[int]) -> None:
     if not (math.isfinite(weight) and -TOLERANCE <= weight <= 1.0 + TOLERANCE):
         raise _invalid(f"a weight between ranks {list(ranks)} cannot be used", "a number from 0 to 1", weight)
-
-
-def _sorted(edge: Edge) -> Edge:
-    return Edge(tuple(sorted(edge.ranks)), float(edge.weight))
