@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bagua.averaging.handoff import HandoffBuffer, Part, Stage
-from bagua.averaging.link import GroupDataLink
+from bagua.averaging.link import DataLink
 from bagua.averaging.membership import Departures, Patience
 from bagua.averaging.round_protocol import Member
 from bagua.averaging.rounds import AveragingStatus, Schedule
@@ -262,7 +262,7 @@ class Averager:
             self._parts = []  # A thread that hangs may still write into its buffers.
         board = group.board("averaging")
         handoff = HandoffBuffer()
-        link = GroupDataLink(
+        link = DataLink(
             group,
             board.name,
             connect_timeout_s=self._connect_timeout_s,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +13,8 @@ from bagua.comm import Communicator, ProcessGroup, ReduceOp, Work
 MOST_OPEN = 8
 
 Members = tuple[int, ...]
+#: Whether an exchange that is under way is complete.
+IsComplete = Callable[[], bool]
 
 
 @dataclass(frozen=True)
@@ -29,48 +30,8 @@ class Connection:
     members: tuple[int, ...]
 
 
-class Transfer(ABC):
-    """An exchange under way, in which every contribution's ``average`` becomes the mean of all snapshots."""
-
-    @abstractmethod
-    def poll(self) -> bool:
-        """Whether it is complete. Never blocks.
-
-        Raises:
-            CommunicationError: the exchange failed; ``peers`` are global ranks.
-        """
-
-
-class DataLink(ABC):
-    """Opens connections and moves contributions over them."""
-
-    @abstractmethod
-    def open(self, connection: Connection) -> None:
-        """Connect the members. All of them do it, soon.
-
-        Raises:
-            CommunicationError: it cannot be done.
-        """
-
-    @abstractmethod
-    def start(self, connection: Connection, contributions: Sequence[Contribution]) -> Transfer:
-        """Begin an exchange on an open connection.
-
-        Raises:
-            CommunicationError: it cannot be done.
-        """
-
-    @abstractmethod
-    def close(self, connection: Connection) -> None:
-        """Give the connection up; an exchange on it ends with an error for all. Idempotent."""
-
-    @abstractmethod
-    def interrupt(self, reason: str) -> None:
-        """End whatever exchange is under way, from any thread."""
-
-
-class GroupDataLink(DataLink):
-    """A link over communicators of a process group, in host memory.
+class DataLink:
+    """Opens connections over communicators of a process group, and moves contributions over them, in host memory.
 
     Each connection has a communicator of its own: calls of the user, of the engine and of
     other models never meet those made here.
@@ -95,7 +56,11 @@ class GroupDataLink(DataLink):
         self._interrupted = ""
 
     def open(self, connection: Connection) -> None:
-        """See ``DataLink.open``."""
+        """Connect the members. All of them do it, soon.
+
+        Raises:
+            CommunicationError: it cannot be done.
+        """
         communicator = self._group.connect(
             connection.members,
             f"{self._label}/{connection.name}",
@@ -108,45 +73,48 @@ class GroupDataLink(DataLink):
         if reason:
             communicator.abort(reason)
 
-    def start(self, connection: Connection, contributions: Sequence[Contribution]) -> Transfer:
-        """See ``DataLink.start``."""
+    def start(self, connection: Connection, contributions: Sequence[Contribution]) -> IsComplete:
+        """Begin an exchange on an open connection: every contribution's ``average`` becomes the mean of all snapshots.
+
+        Returns:
+            What says whether it is complete. It never blocks; a ``CommunicationError`` of it says that the exchange
+            failed, with global ranks as ``peers``.
+
+        Raises:
+            CommunicationError: it cannot be done.
+        """
         communicator = self._open[connection]
         timeout_s = self._transfer_timeout_s(sum(contribution.nbytes for contribution in contributions))
-        works = []
+        works: list[Work] = []
         for contribution in contributions:
             if not contribution.filled:  # An exchange that broke off has spoiled it.
                 contribution.fill()
             contribution.filled = False
-            works.append(communicator.allreduce(contribution.average, ReduceOp.AVG, async_op=True, timeout=timeout_s))
-        return _Works([work for work in works if work is not None])
+            work = communicator.allreduce(contribution.average, ReduceOp.AVG, async_op=True, timeout=timeout_s)
+            assert work is not None
+            works.append(work)
+
+        def is_complete() -> bool:
+            while works and works[0].is_completed():
+                works.pop(0).wait()
+            return not works
+
+        return is_complete
 
     def close(self, connection: Connection) -> None:
-        """See ``DataLink.close``."""
+        """Give the connection up; an exchange on it ends with an error for all. Idempotent."""
         with self._guard:
             communicator = self._open.pop(connection, None)
         if communicator is not None:
             self._group.disconnect(communicator)
 
     def interrupt(self, reason: str) -> None:
-        """See ``DataLink.interrupt``."""
+        """End whatever exchange is under way, from any thread."""
         with self._guard:
             self._interrupted = reason
             communicators = list(self._open.values())
         for communicator in communicators:
             communicator.abort(reason)
-
-
-class _Works(Transfer):
-    """Several calls on one communicator."""
-
-    def __init__(self, works: list[Work]) -> None:
-        self._works = works
-
-    def poll(self) -> bool:
-        """See ``Transfer.poll``."""
-        while self._works and self._works[0].is_completed():
-            self._works.pop(0).wait()
-        return not self._works
 
 
 class Connections:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bagua.averaging.handoff import HandoffBuffer, Stage
-from bagua.averaging.link import Connection, Connections, DataLink, Transfer
+from bagua.averaging.link import Connection, Connections, DataLink, IsComplete
 from bagua.averaging.membership import Departures, MembershipView, MemberState, Patience, Record
 from bagua.averaging.rounds import AveragingStatus, Decisions, Looks, Schedule
 from bagua.comm import Board
@@ -100,7 +100,7 @@ class Member:
         self._round = 0
         self._meeting = schedule.members(0)
         self._ready = False
-        self._transfer: tuple[Transfer, Connection, float] | None = None
+        self._transfer: tuple[IsComplete, Connection, float] | None = None
         self._failures = 0
         self._abandoned = False
         self._broke = -1
@@ -304,18 +304,18 @@ class Member:
             self._publish(self._clock(), at_once=True, connecting=True)
         try:
             connection = self._connections.require(self._meeting, members, name)
-            transfer = self._link.start(connection, self._handoff.contributions)
+            is_complete = self._link.start(connection, self._handoff.contributions)
         except CommunicationError as error:
             self._broke_off(error, connection)
             return
-        self._transfer = (transfer, connection, self._clock())
+        self._transfer = (is_complete, connection, self._clock())
 
     def _attend(self) -> None:
         assert self._transfer is not None
-        transfer, connection, started = self._transfer
+        is_complete, connection, started = self._transfer
         gone = [rank for rank in connection.members if rank != self.rank and self._will_not_come(rank)]
         try:
-            complete = transfer.poll()
+            complete = is_complete()
             if not complete and gone:
                 raise PeerLostError(
                     f"rank {self._view.names[gone[0]]} left in the middle of an exchange",

@@ -12,7 +12,7 @@ import torch
 
 from bagua.averaging import Schedule, topology_of
 from bagua.averaging.handoff import Contribution, HandoffBuffer, Stage
-from bagua.averaging.link import Connection, DataLink, Transfer
+from bagua.averaging.link import Connection, IsComplete
 from bagua.averaging.membership import Departures, Patience
 from bagua.averaging.round_protocol import Member
 from bagua.comm.store.board import Board
@@ -32,8 +32,8 @@ class Wire:
         self.cut = False
 
 
-class Wires(DataLink):
-    """The link of one rank."""
+class Wires:
+    """The data link of one rank."""
 
     def __init__(self, world: World, rank: int) -> None:
         self.world = world
@@ -49,7 +49,7 @@ class Wires(DataLink):
         assert wire.members == connection.members, "two ranks mean different members by one connection"
         assert self.rank in connection.members
 
-    def start(self, connection, contributions) -> Transfer:
+    def start(self, connection, contributions) -> IsComplete:
         wire = self.world.wires[connection.name]
         turn = self.turns.get(connection.name, 0)
         self.turns[connection.name] = turn + 1
@@ -58,7 +58,7 @@ class Wires(DataLink):
         exchange = wire.exchanges[turn]
         assert self.rank not in exchange
         exchange[self.rank] = contributions[0].snapshot.clone()
-        return UnderWay(self.world, wire, exchange, contributions[0])
+        return UnderWay(self.world, wire, exchange, contributions[0]).is_complete
 
     def close(self, connection: Connection) -> None:
         self.interrupt("closed", connection.name)
@@ -69,11 +69,11 @@ class Wires(DataLink):
                 self.world.wires[wire_name].broken = self.world.wires[wire_name].broken or reason
 
 
-class UnderWay(Transfer):
+class UnderWay:
     def __init__(self, world, wire, exchange, contribution) -> None:
         self.world, self.wire, self.exchange, self.contribution = world, wire, exchange, contribution
 
-    def poll(self) -> bool:
+    def is_complete(self) -> bool:
         if self.wire.cut:  # Whoever has not looked yet gets nothing.
             raise PeerLostError("the connection was cut")
         if len(self.exchange) == len(self.wire.members):  # Who had come has come, even if it is gone by now.
