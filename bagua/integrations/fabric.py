@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from bagua.algorithms import AsyncModelAverageAlgorithmImpl
 from bagua.checks import install_command
 from bagua.comm import get_default_group
 from bagua.errors import ConfigurationError
 from bagua.integrations._lightning import KEY, RanksMixin, register
+from bagua.integrations._pauses import finish, go_on, pause
 from bagua.parallel import DistributedDataParallel
 
 try:
@@ -92,10 +92,7 @@ class FabricStrategy(RanksMixin, DDPStrategy):
         Args:
             model: model that ``fabric.setup`` returned.
         """
-        wrapped = _wrapper_of(model)
-        wrapped.reducer.after_optimizers()
-        if isinstance(wrapped.bagua_algorithm, AsyncModelAverageAlgorithmImpl):
-            wrapped.bagua_algorithm.abort(wrapped)
+        pause(_wrapper_of(model))
 
     def resume(self, model: torch.nn.Module) -> None:
         """Let averages in the background go on, after ``settle``. Collective.
@@ -103,9 +100,7 @@ class FabricStrategy(RanksMixin, DDPStrategy):
         Args:
             model: model that ``fabric.setup`` returned.
         """
-        wrapped = _wrapper_of(model)
-        if isinstance(wrapped.bagua_algorithm, AsyncModelAverageAlgorithmImpl):
-            wrapped.bagua_algorithm.resume(wrapped)
+        go_on(_wrapper_of(model))
 
     def finish(self, model: torch.nn.Module) -> None:
         """Make one model of those of all ranks: the last call of training. Collective.
@@ -115,10 +110,7 @@ class FabricStrategy(RanksMixin, DDPStrategy):
         Args:
             model: model that ``fabric.setup`` returned.
         """
-        self.settle(model)
-        wrapped = _wrapper_of(model)
-        if wrapped.bagua_algorithm.plane is None:
-            wrapped.bagua_finish()
+        finish(_wrapper_of(model))
 
     # Checkpoints.
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from bagua import observe
-from bagua.algorithms import Algorithm, AsyncModelAverageAlgorithmImpl, DistributedAlgorithm, as_algorithm
+from bagua.algorithms import Algorithm, DistributedAlgorithm, as_algorithm
 from bagua.checks import install_command
 from bagua.comm import is_initialized
 from bagua.errors import ConfigurationError, InvalidTypeError
@@ -26,6 +26,7 @@ from bagua.integrations._attached import (
     write_own_file,
 )
 from bagua.integrations._hooks import HookState
+from bagua.integrations._pauses import finish, go_on, pause
 from bagua.integrations.accelerate import check_takes_hooks
 from bagua.integrations.ddp_comm_hooks import codec_hook
 from bagua.parallel import BaguaModule
@@ -270,14 +271,15 @@ class _Engine(_Exchange):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Averaging in the background goes on."""
-        if self._paused and (averaging := self._averaging()):
-            averaging.resume(self._model)
+        if self._paused:
+            go_on(self._model)
         self._paused = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Before anything looks at the weights on some ranks only, all end what they owe each other."""
         if control.should_save or control.should_evaluate or control.should_training_stop:
-            self._settle()
+            pause(self._model)
+            self._paused = True
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """As at the end of a step."""
@@ -285,20 +287,8 @@ class _Engine(_Exchange):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
         """Take the engine off the model, which stays, with equal weights on all ranks."""
-        self._settle()
-        if self._averaging() is None:
-            self._model.bagua_finish()
+        finish(self._model)
         self._model.bagua_close()
-
-    def _averaging(self) -> AsyncModelAverageAlgorithmImpl | None:
-        bound = self._model.bagua_algorithm
-        return bound if isinstance(bound, AsyncModelAverageAlgorithmImpl) else None
-
-    def _settle(self) -> None:
-        self._model._bagua_engine.reducer.after_optimizers()  # noqa: SLF001 - ours
-        if not self._paused and (averaging := self._averaging()):
-            averaging.abort(self._model)
-        self._paused = True
 
     def collect(self) -> dict[str, Any]:
         """What the algorithm remembers; with weights and optimizer where ranks differ."""

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from bagua import observe
-from bagua.algorithms import AsyncModelAverageAlgorithmImpl
 from bagua.comm import get_default_group
 from bagua.integrations._lightning.batch_norm import SynchronizedBatchNorms
 from bagua.integrations._lightning.ranks import KEY, RanksMixin
+from bagua.integrations._pauses import finish, go_on, pause
 from bagua.parallel import DistributedDataParallel
 
 
@@ -71,48 +71,37 @@ class StrategyMixin(RanksMixin):
 
     # Training with averages in the background.
 
-    def _averaging(self) -> AsyncModelAverageAlgorithmImpl | None:
-        bound = self.model.bagua_algorithm if isinstance(self.model, DistributedDataParallel) else None
-        return bound if isinstance(bound, AsyncModelAverageAlgorithmImpl) else None
-
     # Lightning evaluates in inference mode, where no tensor may be made that training needs later.
 
     @torch.inference_mode(False)
     def on_validation_start(self) -> None:
         """Ranks end what they owe each other before they evaluate their weights."""
-        self._settle()
-        if averaging := self._averaging():
-            averaging.abort(self.model)
+        if isinstance(self.model, DistributedDataParallel):
+            pause(self.model)
 
     @torch.inference_mode(False)
     def on_validation_end(self) -> None:
         """Averaging goes on."""
-        if averaging := self._averaging():
-            averaging.resume(self.model)
+        if isinstance(self.model, DistributedDataParallel):
+            go_on(self.model)
 
     def on_train_end(self) -> None:
         """Ranks end with equal weights, whatever the algorithm."""
-        self._settle()
-        if averaging := self._averaging():
-            averaging.abort(self.model)
-        elif isinstance(self.model, DistributedDataParallel):
-            self.model.bagua_finish()
-
-    def _settle(self) -> None:
         if isinstance(self.model, DistributedDataParallel):
-            self.model.reducer.after_optimizers()
+            finish(self.model)
 
     # Checkpoints.
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The state of the plain module, after everything that is owed to it was exchanged."""
-        self._settle()
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.reducer.after_optimizers()
         state: dict[str, Any] = super().lightning_module_state_dict()  # type: ignore[misc]
         return state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save, with what the algorithm remembers on each rank; and each rank's weights where they differ."""
-        if isinstance(self.model, DistributedDataParallel) and not self._weights_only(checkpoint):
+        if isinstance(self.model, DistributedDataParallel) and "optimizer_states" in checkpoint:  # not weights alone
             own: dict[str, Any] = {"algorithm_state": self.model.bagua_state_dict()}
             if self._differs_between_ranks():
                 own["weights"] = self.lightning_module.state_dict()
@@ -121,10 +110,6 @@ class StrategyMixin(RanksMixin):
             everyone = communicator.gather_object(own, allow_pickle=True)
             checkpoint = {**checkpoint, KEY: {"algorithm": repr(self._algorithm), "ranks": everyone}}
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)  # type: ignore[misc]
-
-    @staticmethod
-    def _weights_only(checkpoint: Mapping[str, Any]) -> bool:
-        return "optimizer_states" not in checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights. What was a rank's own waits for ``setup``: the engine needs the buckets for it."""
