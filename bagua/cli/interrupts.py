@@ -25,13 +25,20 @@ def terminated_like_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
-def undisturbed(close: Callable[[], object]) -> None:
-    """Call ``close``, and let another Ctrl-C wait until it is done."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+@contextlib.contextmanager
+def held_back(*numbers: signal.Signals) -> Iterator[None]:
+    """Let signals come after this block. Processes that are started in it inherit that, and never see them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
-        close()
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def undisturbed(close: Callable[[], object]) -> None:
+    """Call ``close``, and let another Ctrl-C wait until it is done."""
+    with held_back(signal.SIGINT, signal.SIGTERM):
+        close()
 
 
 @contextlib.contextmanager

@@ -1,23 +1,23 @@
 """Run one function on a few processes of this machine, and leave none of them behind."""
 
-import contextlib
 import multiprocessing
 import os
 import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from bagua import comm, env
+from bagua.cli.interrupts import held_back
 from bagua.cli.lab.network import INTERFACE, Host, Network, enter
 from bagua.comm import connect_store, serve_store
 from bagua.errors import CommunicationError, how_it_ended
@@ -107,8 +107,9 @@ class RanksFailedError(RuntimeError):
     """
 
     def __init__(self, failures: list[Failure]) -> None:
-        super().__init__("; ".join(str(failure) for failure in sorted(failures, key=is_consequence)))
-        self.failures = sorted(failures, key=is_consequence)
+        # A failure of communication only says that another rank failed.
+        self.failures = sorted(failures, key=lambda failure: isinstance(failure.error, CommunicationError))
+        super().__init__("; ".join(map(str, self.failures)))
 
 
 @dataclass(frozen=True)
@@ -118,15 +119,12 @@ class Returned:
     value: Any
 
 
-@dataclass
-class Started:
+class Started(NamedTuple):
     """A running process, as the launching process sees it."""
 
     rank: int
     process: BaseProcess
     messages: Connection
-    returned: Returned | None = None
-    failure: Failure | None = None
 
     def receive(self) -> object:
         """The next message, or the failure if the process ended without a last one."""
@@ -137,39 +135,28 @@ class Started:
             return Failure(self.rank, exit_code=self.process.exitcode)
 
 
-@dataclass
-class Gathering:
-    """Messages of all ranks until each has returned or failed."""
-
-    ranks: list[Started]
-    on_report: Callable[[object], None]
-    failures: list[Failure] = field(default_factory=list)
-    give_up_at_s: float = float("inf")
-
-    def run(self) -> list[Any]:
-        """Wait for everybody; return what they returned, or raise with how they failed."""
-        while True:
-            open_ranks = {rank.messages: rank for rank in self.ranks if not (rank.returned or rank.failure)}
-            left_s = self.give_up_at_s - time.monotonic()
-            if not open_ranks or left_s <= 0:
-                break
-            for messages in wait(list(open_ranks), timeout=min(left_s, 60.0)):
-                self.take(open_ranks[messages])  # type: ignore[index]  # wait returns what it was given
-        if self.failures:
-            raise RanksFailedError(self.failures)
-        return [rank.returned.value for rank in self.ranks if rank.returned]
-
-    def take(self, rank: Started) -> None:
-        """Act on one message."""
-        message = rank.receive()
-        if isinstance(message, Returned):
-            rank.returned = message
-        elif isinstance(message, Failure):
-            rank.failure = message
-            self.failures.append(message)
-            self.give_up_at_s = min(self.give_up_at_s, time.monotonic() + GRACE_S)
-        else:
-            self.on_report(message)
+def gather(ranks: Sequence[Started], on_report: Callable[[object], None]) -> list[Any]:
+    """Take the messages of all ranks until each has returned or failed; what they returned."""
+    values: dict[int, Any] = {}
+    failures: list[Failure] = []
+    waiting: dict[Any, Started] = {rank.messages: rank for rank in ranks}
+    give_up_at_s = float("inf")
+    while waiting and (left_s := give_up_at_s - time.monotonic()) > 0:
+        for messages in wait(list(waiting), timeout=min(left_s, 60.0)):
+            rank = waiting[messages]
+            message = rank.receive()
+            if isinstance(message, Returned):
+                values[rank.rank] = message.value
+            elif isinstance(message, Failure):
+                failures.append(message)
+                give_up_at_s = min(give_up_at_s, time.monotonic() + GRACE_S)
+            else:
+                on_report(message)
+                continue
+            del waiting[messages]
+    if failures:
+        raise RanksFailedError(failures)
+    return [values[rank.rank] for rank in ranks]
 
 
 def run_ranks(
@@ -200,13 +187,14 @@ def run_ranks(
     ranks: list[Started] = []
     patience_s = 0.0
     try:
-        with interrupt_held_back(), env.defaults_for_children(NAMELESS if network is not None else {}):
+        # Ranks inherit this and never see Ctrl-C: a terminal sends it to all, and only this process must answer.
+        with held_back(signal.SIGINT), env.defaults_for_children(NAMELESS if network is not None else {}):
             for rank in range(world_size):
                 ranks.append(start(function, rank, world_size, port, arguments, network))  # noqa: PERF401  # seen by finally
-        values = Gathering(ranks, on_report).run()
+        values = gather(ranks, on_report)
         patience_s = STOP_S
     finally:
-        with interrupt_held_back():
+        with held_back(signal.SIGINT):
             stop([rank.process for rank in ranks], patience_s)
         del store  # the ranks needed it until now
     return values
@@ -245,7 +233,7 @@ def start(
 
 def run_one(function: Callable[..., Any], rank: Rank, arguments: tuple[Any, ...]) -> None:
     """What a started process does from its first line to its last."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # threads of libraries may have lifted what interrupt_held_back did
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # threads of libraries may have lifted what held_back did
     threading.Thread(target=end_with_parent, name="bagua end with parent", daemon=True).start()
     torch.set_num_threads(1)
     try:
@@ -274,20 +262,6 @@ def end_with_parent() -> NoReturn:
     os._exit(1)
 
 
-@contextlib.contextmanager
-def interrupt_held_back() -> Iterator[None]:
-    """Hold Ctrl-C back until the end of the block.
-
-    Processes started inside inherit this and never see Ctrl-C: a terminal sends it to all, and only the launching
-    process must answer.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def stop(processes: list[BaseProcess], patience_s: float) -> None:
     """End all processes: wait for a while, then politely, then not."""
     end_s = time.monotonic() + patience_s
@@ -299,8 +273,3 @@ def stop(processes: list[BaseProcess], patience_s: float) -> None:
                 end(process)
         for process in processes:
             process.join(STOP_S)
-
-
-def is_consequence(failure: Failure) -> bool:
-    """Whether this failure only says that another rank failed."""
-    return isinstance(failure.error, CommunicationError)
