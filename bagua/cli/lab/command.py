@@ -183,14 +183,11 @@ class Ranks:
                     errors="replace",
                 )
             self._processes.append(process)
-            self._read(rank, process)
-
-    def _read(self, rank: int, process: subprocess.Popen[str]) -> None:
-        name = f"[host {rank // self._per_host}, rank {rank}]"
-        # What a rank has left behind may keep its output open; nobody waits for that.
-        reader = threading.Thread(target=self._pass_on, args=(process.stdout, name), daemon=True)
-        reader.start()
-        self._readers.append(reader)
+            name = f"[host {host.number}, rank {rank}]"
+            # What a rank has left behind may keep its output open; nobody waits for that.
+            reader = threading.Thread(target=self._pass_on, args=(process.stdout, name), daemon=True)
+            reader.start()
+            self._readers.append(reader)
 
     def _pass_on(self, output: IO[str], name: str) -> None:
         with output:

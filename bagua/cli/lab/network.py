@@ -19,7 +19,7 @@ import shutil
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,20 +82,8 @@ class Network:
         Raises:
             LabUnavailableError: the kernel refuses; it may lack the token bucket filter.
         """
-        self.limit_sending(rate_mbit_s)
-        self.limit_receiving(rate_mbit_s)
-
-    def limit_sending(self, rate_mbit_s: float | None) -> None:
-        """As ``set_rate``, but only what every host sends."""
         for host in self.hosts:
-            with inside(host.namespace):
-                limit(INTERFACE, rate_mbit_s)
-
-    def limit_receiving(self, rate_mbit_s: float | None) -> None:
-        """As ``set_rate``, but only what every host receives."""
-        with inside(self.switch):
-            for host in self.hosts:
-                limit(port_of(host), rate_mbit_s)
+            self.set_link(host.number, LinkSettings(rate_mbit_s, rate_mbit_s))
 
     def cut(self, number: int) -> None:
         """Let nothing pass to or from a host, without a word to those who talk with it. Not with delay or loss."""
@@ -166,15 +154,15 @@ def open_network(
             descriptors.enter_context(switched(network, link, on_report))
         else:
             connect(network)
-            network.limit_receiving(link.receive_mbit_s)
-        network.limit_sending(link.send_mbit_s)
+            for host in network.hosts:
+                network.set_link(host.number, link)
         yield network
 
 
 @contextlib.contextmanager
 def switched(network: Network, link: LinkSettings, on_report: Callable[[SwitchReport], object]) -> Iterator[None]:
     """Join the hosts by a process that delays and drops what they send."""
-    devices = [tap_of(host, whole=link.loss == 0) for host in network.hosts]
+    devices = [tap_of(host, link) for host in network.hosts]
     rate = link.receive_mbit_s
     settings = {
         "devices": devices,
@@ -189,7 +177,8 @@ def switched(network: Network, link: LinkSettings, on_report: Callable[[SwitchRe
             command, pass_fds=devices, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
     finally:
-        close_all(devices)
+        for device in devices:
+            os.close(device)
     try:
         yield
     finally:
@@ -203,32 +192,22 @@ def switched(network: Network, link: LinkSettings, on_report: Callable[[SwitchRe
             on_report(SwitchReport(**json.loads(written)))
 
 
-def tap_of(host: Host, *, whole: bool) -> int:
-    """A descriptor of a new TAP device, which is the interface of ``host``.
-
-    Args:
-        host: the host.
-        whole: packets of TCP arrive at the descriptor before they are cut into frames: fewer of them to carry.
-    """
+def tap_of(host: Host, link: LinkSettings) -> int:
+    """A descriptor of a new TAP device, which is the interface of ``host``, and sends as fast as ``link``."""
     with inside(host.namespace):
         try:
             device = os.open("/dev/net/tun", os.O_RDWR)
             fcntl.ioctl(
                 device, TUNSETIFF, struct.pack("16sH22x", INTERFACE.encode(), IFF_TAP | IFF_NO_PI | IFF_VNET_HDR)
             )
-            if whole:
+            if link.loss == 0:  # Packets of TCP arrive before they are cut into frames: fewer of them to carry.
                 fcntl.ioctl(device, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4)
         except OSError as error:
             raise LabUnavailableError(f"delay and loss need TAP devices (/dev/net/tun): {error.strerror}") from error
         run(f"ip link set {INTERFACE} address 02:00:00:00:00:{host.number:02x}")
         set_up(host)
+        limit(INTERFACE, link.send_mbit_s)
     return device
-
-
-def close_all(descriptors: Sequence[int]) -> None:
-    """Close them."""
-    for descriptor in descriptors:
-        os.close(descriptor)
 
 
 def connect(network: Network) -> None:
