@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bagua.cli.chaos.progress import MemberProgress, MetricFiles, ProgressReader
-from bagua.cli.chaos.referee import MOST_FRUITLESS, Ended, Referee, RefereeOptions
+from bagua.cli.chaos.referee import MOST_FRUITLESS, Ended, Referee
 from bagua.cli.chaos.report import describe, verdict
 from bagua.cli.chaos.schedule import (
     Fault,
@@ -191,7 +191,7 @@ class FakeMembers:
 
 
 def referee(crew: FakeMembers, schedule: FaultSchedule, **options) -> Referee:
-    return Referee(schedule, crew, RefereeOptions(**options), clock=lambda: crew.now, sleep=crew.sleep)
+    return Referee(schedule, crew, clock=lambda: crew.now, sleep=crew.sleep, **options)
 
 
 def schedule_of(*faults: Fault, members: int = 3, duration_s: float = 40.0) -> FaultSchedule:
@@ -270,7 +270,7 @@ def test_faults_that_are_upon_members_are_lifted_when_the_run_is_interrupted() -
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Referee(schedule_of(fault, members=2), crew, RefereeOptions(), clock=lambda: crew.now, sleep=sleep).run()
+        Referee(schedule_of(fault, members=2), crew, clock=lambda: crew.now, sleep=sleep).run()
     assert crew.done[-1] == "lift 0"
 
 

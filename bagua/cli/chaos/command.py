@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import shlex
 import shutil
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from bagua.cli.arguments import above_zero, argument, link, positive, seconds
 from bagua.cli.chaos.places import FaultFunctions, Home, disks, links, open_places
 from bagua.cli.chaos.processes import Processes
 from bagua.cli.chaos.progress import STEP, MetricFiles, ProgressReader
-from bagua.cli.chaos.referee import Referee, RefereeOptions
+from bagua.cli.chaos.referee import Referee
 from bagua.cli.chaos.report import describe, plan, verdict
 from bagua.cli.chaos.schedule import FaultSchedule, draw_schedule, parse_lasting, parse_mix, parse_rate
 from bagua.cli.chaos.score import score
@@ -198,19 +199,16 @@ def _run(options: argparse.Namespace, schedule: FaultSchedule) -> int:
         stack.callback(undisturbed, processes.close)
         began = time.monotonic()
         processes.clock = lambda: time.monotonic() - began
-        alone = schedule.members == 1
         referee = Referee(
             schedule,
             processes,
-            RefereeOptions(
-                keep=int(not alone) if options.keep is None else options.keep,
-                restart_s=options.restart_after,
-                warm_up_s=options.warm_up,
-                hang_s=options.hang,
-            ),
             clock=processes.clock,
             sleep=time.sleep,
             tell=lambda what: print(f"[{processes.clock():.1f} s] {what}", file=sys.stderr, flush=True),
+            keep=int(schedule.members > 1) if options.keep is None else options.keep,
+            restart_s=options.restart_after,
+            warm_up_s=options.warm_up,
+            hang_s=options.hang,
         )
         found = score(referee.run(), options.pace)
     print(describe(schedule, found), file=sys.stderr)
@@ -233,8 +231,8 @@ def _open(options: argparse.Namespace, schedule: FaultSchedule, stack: contextli
         functions |= disks(
             [options.disk.replace("{member}", str(member)) for member in range(members)], options.disk_mb
         )
-    echo = (lambda _member, _line: None) if options.quiet else _echo
-    variables = _variables(options, beside, run, stack)
+    echo: Callable[[Any, str], object] = (lambda _who, _line: None) if options.quiet else _echo
+    variables = _variables(options, beside, run, functools.partial(echo, "service"), stack)
     return Processes(
         command=options.command,
         places=homes,
@@ -256,13 +254,10 @@ def _files(options: argparse.Namespace) -> MetricFiles | None:
     return MetricFiles({member: options.metrics.replace("{member}", str(member)) for member in range(options.members)})
 
 
-def _variables(options: argparse.Namespace, place: Home, run: str, stack: contextlib.ExitStack) -> dict[str, str]:
+def _variables(
+    options: argparse.Namespace, place: Home, run: str, echo: Callable[[str], object], stack: contextlib.ExitStack
+) -> dict[str, str]:
     """What members are told of the program beside them, which is started."""
-
-    def echo(line: str) -> None:
-        if not options.quiet:
-            _echo("service", line)
-
     if options.service:
         stack.enter_context(open_service(options.service, place, f"{run}/service", echo, is_store=False))
         return {}

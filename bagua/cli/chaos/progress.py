@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import glob
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,12 +32,6 @@ class MemberProgress:
     alive: float | None = None
     in_epoch: float | None = None
     contributed: float | None = None
-
-
-def _progress(member: int, at_s: float, step: int, digest: str, counts: Mapping[str, float]) -> MemberProgress:
-    return MemberProgress(
-        member, at_s, step, digest, counts.get("alive"), counts.get("in_epoch"), counts.get("contributed")
-    )
 
 
 class ProgressReader:
@@ -74,7 +67,7 @@ class ProgressReader:
         digest = self._digest.search(line)
         counts = {name: pattern.search(line) for name, pattern in self._counts.items()}
         known = {name: float(count[1]) for name, count in counts.items() if count is not None}
-        return _progress(member, at_s, int(found[self._group]), "" if digest is None else digest[1], known)
+        return MemberProgress(member, at_s, int(found[self._group]), "" if digest is None else digest[1], **known)
 
 
 class MetricFiles:
@@ -98,7 +91,7 @@ class MetricFiles:
                 by_step.setdefault(step, {})[name] = value
             for step, values in sorted(by_step.items()):
                 known = {_ALIVE[name]: value for name, value in values.items() if name in _ALIVE}
-                found.append(_progress(member, at_s, step, "", known))
+                found.append(MemberProgress(member, at_s, step, "", **known))
         return found
 
     def _new_rows(self, path: str) -> list[tuple[int, str, float]]:

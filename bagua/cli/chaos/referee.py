@@ -50,81 +50,63 @@ class Crew(Protocol):
         """End a fault that lasts."""
 
 
-@dataclass(frozen=True)
-class RefereeOptions:
-    """What a referee is patient with.
-
-    Attributes:
-        keep: members that are always left well.
-        restart_s: seconds from the end of a member to its next start.
-        warm_up_s: the schedule begins when all members make progress, or after so many seconds. Its end waits as long
-            for those that are not back yet.
-        hang_s: seconds without progress of any member that count as a hang.
-    """
-
-    keep: int = 1
-    restart_s: float = 1.0
-    warm_up_s: float = 120.0
-    hang_s: float = 60.0
-
-
+@dataclass
 class Referee:
     """Runs a schedule once.
 
     Args:
         schedule: faults.
         crew: members.
-        options: its patience.
         clock: seconds.
         sleep: waits for so many seconds.
         tell: told what happens, in words.
+        keep: members that are always left well.
+        restart_s: seconds from the end of a member to its next start.
+        warm_up_s: the schedule begins when all members make progress, or after so many seconds. Its end waits as long
+            for those that are not back yet.
+        hang_s: seconds without progress of any member that count as a hang.
 
     Attributes:
         history: events so far; times count from the start of the members.
     """
 
-    def __init__(
-        self,
-        schedule: FaultSchedule,
-        crew: Crew,
-        options: RefereeOptions,
-        *,
-        clock: Callable[[], float],
-        sleep: Callable[[float], object],
-        tell: Callable[[str], object] = lambda _: None,
-    ) -> None:
-        self._schedule = schedule
-        self._crew = crew
-        self._options = options
-        self._clock = clock
-        self._sleep = sleep
-        self._tell = tell
-        self.history = History([[] for _ in range(schedule.members)])
+    schedule: FaultSchedule
+    crew: Crew
+    clock: Callable[[], float]
+    sleep: Callable[[float], object]
+    tell: Callable[[str], object] = lambda _: None
+    keep: int = 1
+    restart_s: float = 1.0
+    warm_up_s: float = 120.0
+    hang_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        self.history = History([[] for _ in range(self.schedule.members)])
         self._begun = False
         self._open: dict[int, Strike] = {}
         self._starts: dict[int, float] = {}
         self._finished: set[int] = set()
-        self._fruitless = [0] * schedule.members
+        self._fruitless = [0] * self.schedule.members
         self._heard_s = 0.0
-        self._to_come = list(schedule.faults)
+        self._to_come = list(self.schedule.faults)
 
     def run(self) -> History:
         """Run to the end of the schedule, or until all members have finished or one cannot start."""
-        began = self._clock()
-        self._starts = dict.fromkeys(range(self._schedule.members), 0.0)
+        began = self.clock()
+        self._starts = dict.fromkeys(range(self.schedule.members), 0.0)
         try:
-            while not self._step(self._clock() - began):
-                self._sleep(POLL_S)
+            while not self._step(self.clock() - began):
+                self.sleep(POLL_S)
         finally:
             for member in list(self._open):
-                self._lift(member, self._clock() - began)
+                self._lift(member, self.clock() - began)
         return self.history
 
     def _step(self, now: float) -> bool:
         """Do what is due; whether the run is over."""
         for member in [one for one, due_s in self._starts.items() if due_s <= now]:
             self._start(member, now)
-        for event in self._crew.poll():
+        for event in self.crew.poll():
             self._take(event, now)
         self._begin(now)
         for member in [one for one, strike in self._open.items() if now >= strike.at_s + strike.fault.lasting_s]:
@@ -133,16 +115,16 @@ class Referee:
         since_s = now - self.history.begun_s
         while self._begun and self._to_come and since_s >= self._to_come[0].at_s:
             self._strike(self._to_come.pop(0), now)
-        return self._is_over(now) or bool(self.history.problems) or len(self._finished) == self._schedule.members
+        return self._is_over(now) or bool(self.history.problems) or len(self._finished) == self.schedule.members
 
     def _is_over(self, now: float) -> bool:
         """Whether the schedule is over and all members are back, or will not come."""
-        over_s = now - self.history.begun_s - self._schedule.duration_s
+        over_s = now - self.history.begun_s - self.schedule.duration_s
         if not self._begun or over_s < 0 or self._open:
             return False
         return (
             self._silent()
-            or over_s >= self._options.warm_up_s
+            or over_s >= self.warm_up_s
             or all(self._is_back(one, now) for one in range(len(self._fruitless)))
         )
 
@@ -161,7 +143,7 @@ class Referee:
         if strikes and strikes[-1].fault.kind == "kill" and strikes[-1].over_s is None:
             strikes[-1].over_s = now
         self.history.lives[member].append(Life(now))
-        self._crew.start(member)
+        self.crew.start(member)
 
     def _take(self, event: Ended | MemberProgress, now: float) -> None:
         life = self.history.lives[event.member][-1]
@@ -173,13 +155,13 @@ class Referee:
         life.ended_s, life.status = event.at_s, event.status
         if event.status == 0:
             self._finished.add(event.member)
-            self._tell(f"member {event.member} has finished")
+            self.tell(f"member {event.member} has finished")
             return
-        self._starts[event.member] = now + self._options.restart_s
+        self._starts[event.member] = now + self.restart_s
         struck = any(strike.at_s >= life.started_s for strike in self.history.struck(event.member))
         if not life.said and not struck and event.at_s - life.started_s < SOON_S:
             self._fruitless[event.member] += 1
-        self._tell(f"member {event.member} {how_it_ended(event.status)}; it starts again")
+        self.tell(f"member {event.member} {how_it_ended(event.status)}; it starts again")
         if self._fruitless[event.member] >= MOST_FRUITLESS:
             self.history.problems.append(
                 f"member {event.member} ended {MOST_FRUITLESS} times in a row without progress, "
@@ -187,9 +169,9 @@ class Referee:
             )
 
     def _begin(self, now: float) -> None:
-        if not self._begun and (self._all_train() or now >= self._options.warm_up_s):
+        if not self._begun and (self._all_train() or now >= self.warm_up_s):
             self._begun, self.history.begun_s, self._heard_s = True, now, now
-            self._tell(f"the schedule begins; {'all members train' if self._all_train() else 'not all members train'}")
+            self.tell(f"the schedule begins; {'all members train' if self._all_train() else 'not all members train'}")
 
     def _all_train(self) -> bool:
         return all(lives and lives[-1].said for lives in self.history.lives)
@@ -207,26 +189,26 @@ class Referee:
     def _strike(self, fault: Fault, now: float) -> None:
         well = self._well()
         victim = next((member for member in fault.members if member in well), None)
-        if victim is None or len(well) - 1 < self._options.keep:
+        if victim is None or len(well) - 1 < self.keep:
             self.history.skipped.append((fault, f"of the members only {well} were well"))
-            self._tell(f"no {fault.kind}: of the members only {well} are well")
+            self.tell(f"no {fault.kind}: of the members only {well} are well")
             return
-        strike = Strike(fault, victim, now, self._crew.hit(fault, victim))
+        strike = Strike(fault, victim, now, self.crew.hit(fault, victim))
         self.history.strikes.append(strike)
-        self._tell(f"{fault.kind} of member {victim}: {strike.what}")
+        self.tell(f"{fault.kind} of member {victim}: {strike.what}")
         if fault.kind != "kill":
             self._open[victim] = strike
 
     def _lift(self, member: int, now: float) -> None:
         strike = self._open.pop(member)
-        self._crew.lift(strike.fault, member)
+        self.crew.lift(strike.fault, member)
         strike.over_s = now
-        self._tell(f"the {strike.fault.kind} of member {member} is over")
+        self.tell(f"the {strike.fault.kind} of member {member} is over")
 
     def _watch(self, now: float) -> None:
         """Note a hang, once for each."""
-        training = not self._silent() and len(self._finished) < self._schedule.members
-        if training and now - self._heard_s > self._options.hang_s:
+        training = not self._silent() and len(self._finished) < self.schedule.members
+        if training and now - self._heard_s > self.hang_s:
             self.history.hangs.append(f"no member made progress from second {self._heard_s:.1f} to {now:.1f}")
-            self._tell(f"hang: {self.history.hangs[-1]}")
+            self.tell(f"hang: {self.history.hangs[-1]}")
             self._heard_s = now
