@@ -5,7 +5,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -53,8 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def show_training(settings: Settings, options: argparse.Namespace) -> None:
     """Train with one algorithm."""
     with show_progress(settings.steps) as show:
-        results: list[Result] = run_ranks(train, options.nproc, (settings,), show)
-    conclude(results[0], settings, options)
+        result: Result = run_ranks(train, options.nproc, (settings,), show)[0]
+    print(table(result, options.nproc, settings.algorithm))
+    found = dataclasses.asdict(result)
+    conclude("loss curve", lambda path: draw_losses(result, path), found, settings, options)
 
 
 def show_comparison(settings: Settings, options: argparse.Namespace) -> None:
@@ -65,15 +67,13 @@ def show_comparison(settings: Settings, options: argparse.Namespace) -> None:
         arguments = (settings, link, options.steps)
         with show_progress(options.steps or MOST_STEPS) as show:
             contests: list[Contest] = run_ranks(compare, options.nproc, arguments, show, link.network)[0]
+    found = {
+        "link_mbit_per_s": options.link,
+        "link_made_by": link.made_by,
+        "contests": [dataclasses.asdict(contest) for contest in contests],
+    }
     print(comparison_table(contests, options.nproc, link))
-    if options.plot is not None:
-        drawn = draw_comparison(contests, options.link, options.plot)
-        print(f"picture: {options.plot}" if drawn else f"picture: not drawn; {install_command('plot')} adds it")
-    if options.json is not None:
-        found = [dataclasses.asdict(contest) for contest in contests]
-        numbers = {**dataclasses.asdict(settings), "world_size": options.nproc, "link_mbit_per_s": options.link}
-        numbers["link_made_by"] = link.made_by
-        options.json.write_text(json.dumps({**numbers, "contests": found}, indent=2) + "\n")
+    conclude("picture", lambda path: draw_comparison(contests, options.link, path), found, settings, options)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -148,12 +148,17 @@ def explain(failed: RanksFailedError) -> str:
     return "\n".join([*lines, "all processes have ended"])
 
 
-def conclude(result: Result, settings: Settings, options: argparse.Namespace) -> None:
-    """Print the table, draw the curve, write the numbers."""
-    print(table(result, options.nproc, settings.algorithm))
+def conclude(
+    picture: str,
+    draw: Callable[[Path], bool],
+    found: dict[str, object],
+    settings: Settings,
+    options: argparse.Namespace,
+) -> None:
+    """Draw the picture, write the numbers."""
     if options.plot is not None:
-        drawn = draw_losses(result, options.plot)
-        print(f"loss curve: {options.plot}" if drawn else f"loss curve: not drawn; {install_command('plot')} adds it")
+        drawn = draw(options.plot)
+        print(f"{picture}: {options.plot}" if drawn else f"{picture}: not drawn; {install_command('plot')} adds it")
     if options.json is not None:
-        numbers = {**dataclasses.asdict(settings), **dataclasses.asdict(result), "world_size": options.nproc}
+        numbers = {**dataclasses.asdict(settings), "world_size": options.nproc, **found}
         options.json.write_text(json.dumps(numbers, indent=2) + "\n")

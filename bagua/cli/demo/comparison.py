@@ -10,15 +10,7 @@ import bagua.torch_api as bagua
 from bagua import comm
 from bagua.cli.demo.shaping import SlowLink
 from bagua.cli.demo.text import Text, read_standard_library
-from bagua.cli.demo.training import (
-    Phase,
-    Result,
-    Settings,
-    all_sent_bytes,
-    evaluate,
-    train_together,
-    trainer_class,
-)
+from bagua.cli.demo.training import Phase, Result, Settings, evaluate, train_together, trainer_class
 from bagua.cli.launch import Rank
 from bagua.parallel import BaguaModule
 
@@ -96,12 +88,10 @@ def _train(rank: Rank, settings: Settings, text: Text) -> Contest:
     trainer.distribute()
     if rank.rank == 0:
         rank.report(Phase(settings.algorithm))
-    before = all_sent_bytes()
-    losses, seconds, _ = train_together(rank, trainer)
-    sent = all_sent_bytes() - before
+    steps = train_together(rank, trainer)
     trainer.finish()
-    result = evaluate(rank, trainer, text, losses, seconds, [], sent)
+    result = evaluate(rank, trainer, text, steps)
     assert isinstance(trainer.model, BaguaModule)
     trainer.model.bagua_close()
     comm.barrier()
-    return Contest(settings.algorithm, result, seconds)
+    return Contest(settings.algorithm, result, steps.seconds)

@@ -4,9 +4,10 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -134,7 +135,7 @@ class Trainer:
         torch.manual_seed(settings.seed)
         self.model: torch.nn.Module = ByteTransformer(settings.shape).to(self.device)
         self.optimizer = self.make_optimizer()
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.learning_rate_at)
+        self.schedule = self.make_schedule(self.optimizer)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """AdamW, unless the algorithm needs another."""
@@ -147,6 +148,10 @@ class Trainer:
     def adamw(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """The optimizer of these parameters."""
         return torch.optim.AdamW(parameters, lr=self.settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+
+    def make_schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        """The learning rates of an optimizer."""
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, self.learning_rate_at)
 
     def distribute(self) -> None:
         """From now on, train together with the other ranks. Collective."""
@@ -200,13 +205,9 @@ class DecentralizedTrainer(Trainer):
         self.model = DecentralizedDataParallel(
             self.model,
             optim_fn=lambda named: self.adamw([parameter for _, parameter in named]),
-            lr_scheduler_fn=self.scheduled,
+            lr_scheduler_fn=self.make_schedule,
             topology="one-peer-exp",
         )
-
-    def scheduled(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        """The schedule of one bucket."""
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, self.learning_rate_at)
 
     def evaluating(self) -> AbstractContextManager[object]:
         """The mean of all ranks, for the length of a block. Collective."""
@@ -267,11 +268,11 @@ def train(rank: Rank, settings: Settings) -> Result:
     solo_seconds = measure_alone(rank, solo)
     trainer = trainer_class(settings.algorithm)(settings, text.training, rank.rank)
     trainer.distribute()
-    losses, seconds, sent_bytes = train_together(rank, trainer)
+    steps = train_together(rank, trainer)
     trainer.finish()
     solo_seconds += measure_alone(rank, solo)
 
-    result = evaluate(rank, trainer, text, losses, seconds, solo_seconds, sent_bytes)
+    result = evaluate(rank, trainer, text, steps, solo_seconds)
     bagua.destroy_process_group()
     return result
 
@@ -286,8 +287,16 @@ def measure_alone(rank: Rank, trainer: Trainer) -> list[float]:
     return seconds
 
 
-def train_together(rank: Rank, trainer: Trainer) -> tuple[list[float], list[float], int]:
-    """The training itself: each step's loss, each step's seconds, and the bytes that this rank sent."""
+class Steps(NamedTuple):
+    """The steps of a training: each one's loss and seconds, and the bytes that this rank sent in all of them."""
+
+    losses: list[float]
+    seconds: list[float]
+    sent_bytes: int
+
+
+def train_together(rank: Rank, trainer: Trainer) -> Steps:
+    """The training itself."""
     settings = trainer.settings
     tokens = rank.world_size * settings.batch_per_rank * settings.shape.context
     losses: list[float] = []
@@ -305,7 +314,7 @@ def train_together(rank: Rank, trainer: Trainer) -> tuple[list[float], list[floa
         if rank.rank == 0:
             exposed = (stood - stood_before) / seconds[-1]
             rank.report(TrainingProgress(step, losses[-1], tokens / seconds[-1], sent - before, exposed))
-    return losses, seconds, sent - first_bytes
+    return Steps(losses, seconds, sent - first_bytes)
 
 
 def all_sent_bytes() -> int:
@@ -319,23 +328,15 @@ def standing_s() -> float:
     return now["comm/time_exposed"] + now["comm/time_waiting"]
 
 
-def evaluate(
-    rank: Rank,
-    trainer: Trainer,
-    text: Text,
-    losses: list[float],
-    seconds: list[float],
-    solo_seconds: list[float],
-    sent_bytes: int,
-) -> Result:
+def evaluate(rank: Rank, trainer: Trainer, text: Text, steps: Steps, solo_seconds: Sequence[float] = ()) -> Result:
     """Put the numbers of all ranks together."""
     settings = trainer.settings
     if rank.rank == 0:
         rank.report(Phase("held-out files"))
-    last = losses[-LAST_STEPS:]
+    last = steps.losses[-LAST_STEPS:]
     with trainer.evaluating():
         on_held_out = held_out_loss(trainer, text.held_out)
-    own = torch.tensor([losses[0], sum(last) / len(last), on_held_out])
+    own = torch.tensor([steps.losses[0], sum(last) / len(last), on_held_out])
     mean = own.to(trainer.device)
     bagua.allreduce(mean, op=comm.ReduceOp.SUM)
     first_loss, last_loss, loss_on_held_out = (mean / rank.world_size).tolist()
@@ -344,13 +345,13 @@ def evaluate(
         backend=comm.get_default_group().global_communicator.backend,
         parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),
         files=text.files,
-        losses=losses,
+        losses=steps.losses,
         first_loss=first_loss,
         last_loss=last_loss,
         held_out_loss=loss_on_held_out,
-        tokens_per_s=rank.world_size * tokens / statistics.median(seconds),
+        tokens_per_s=rank.world_size * tokens / statistics.median(steps.seconds),
         solo_tokens_per_s=tokens / statistics.median(solo_seconds) if solo_seconds else 0.0,
-        sent_bytes_per_step=sent_bytes / settings.steps,
+        sent_bytes_per_step=steps.sent_bytes / settings.steps,
         disagreement=disagreement(trainer),
     )
 
