@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from bagua.comm import CallRecord, Place, Recorder
-from bagua.observe.folders import usable_folder
+from bagua.observe.folders import usable_folder, write_whole
 
 #: The name of a record without the rank. No other file may contain it: the analyzer takes them all.
 PREFIX = "flight_rank_"
@@ -67,7 +67,6 @@ class FlightRecord:
         self._folder = usable_folder(folder, "BAGUA_FLIGHT_DIR") / recorder.job
         self._epoch_s = time.time() - recorder.clock()
         self._process = os.getpid()
-        self._numbers = itertools.count()
         self._failures = itertools.count()
         self._failed = False
         self._handles = listens and self._listen()
@@ -129,20 +128,12 @@ class FlightRecord:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if first:
-                self._put(f"{PREFIX}{rank}", pickle.dumps(self._dump(recorder, records, reason, stacks)))
-            self._put(f"calls_{rank}.txt" if first else later_name(rank), text)
+                write_whole(
+                    self._folder / f"{PREFIX}{rank}", pickle.dumps(self._dump(recorder, records, reason, stacks))
+                )
+            write_whole(self._folder / (f"calls_{rank}.txt" if first else later_name(rank)), text)
         except OSError as error:
             _log.warning("flight record: rank %d cannot write to %s: %s", rank, self._folder, error)
-
-    def _put(self, name: str, content: bytes) -> None:
-        """Write a file whole: a reader never sees half of it, nor does a signal in the middle of it spoil it."""
-        draft = self._folder / f"draft-{os.getpid()}-{threading.get_ident()}-{next(self._numbers)}.tmp"
-        try:
-            draft.write_bytes(content)
-            draft.replace(self._folder / name)
-        except BaseException:  # A full disk, say: half of a draft would make it no better.
-            draft.unlink(missing_ok=True)
-            raise
 
     def _dump(
         self, recorder: Recorder, records: list[CallRecord], reason: str, stacks: dict[str, list[str]]

@@ -1,8 +1,9 @@
-"""Where flight records and traces lie: those of each job in a folder of its own, below the one that the user named."""
+"""Where files lie: those of each job in a folder of its own, below the one that the user named."""
 
 from __future__ import annotations
 
 import os
+import uuid
 from pathlib import Path
 
 from bagua.errors import ConfigurationError
@@ -38,6 +39,17 @@ def usable_folder(folder: str, variable: str) -> Path:
     return path
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a whole file, or none: who reads never sees half of it, nor does a signal in the middle of it spoil it."""
+    draft = path.with_name(f"{uuid.uuid4().hex}.tmp")
+    try:
+        draft.write_bytes(content)
+        draft.replace(path)
+    except BaseException:  # A full disk, say. Each draft has a name of its own, so no later one would replace it.
+        draft.unlink(missing_ok=True)
+        raise
+
+
 def folder_of_latest_job(folder: str | os.PathLike[str], pattern: str) -> Path:
     """The folder with the files of one job: ``folder`` itself, or that of the job below it that has written last.
 
@@ -48,14 +60,10 @@ def folder_of_latest_job(folder: str | os.PathLike[str], pattern: str) -> Path:
     path = Path(folder)
     if any(path.glob(pattern)):
         return path
-    written = {found.parent: found.stat().st_mtime for found in sorted(path.glob(f"*/{pattern}"), key=_written)}
-    return max(written, key=lambda one: (written[one], one.name), default=path)
+    files = list(path.glob(f"*/{pattern}"))
+    return max(files, key=lambda file: (file.stat().st_mtime, file.parent.name)).parent if files else path
 
 
 def other_jobs(folder: Path, latest: Path, pattern: str) -> list[str]:
     """Names of the folders of other jobs below ``folder``, the oldest first."""
     return sorted({found.parent.name for found in folder.glob(f"*/{pattern}")} - {latest.name})
-
-
-def _written(path: Path) -> float:
-    return path.stat().st_mtime

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from bagua.checks import install_command
 from bagua.errors import ConfigurationError
+from bagua.observe.folders import write_whole
 
 #: Bytes in which the end of the last whole row is looked for at once.
 _TAIL_BYTES = 4096
@@ -105,13 +106,7 @@ class PrometheusWriter:
             plain, of = found.groups() if found else (name, "")
             labels = f'rank="{self._rank}"' + (f',of="{of}"' if of else "")
             lines.append(f"bagua_{re.sub(r'[^a-zA-Z0-9_]', '_', plain)}{{{labels}}} {float(value)!r}")
-        draft = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
-        try:
-            draft.write_text("\n".join(lines) + "\n", encoding="utf-8")
-            draft.replace(self._path)  # Who reads never sees half of it.
-        except BaseException:  # Each start has a draft of its own, which no later one would replace.
-            draft.unlink(missing_ok=True)
-            raise
+        write_whole(self._path, ("\n".join(lines) + "\n").encode())
 
     def close(self) -> None:
         """Leave the last values where they are."""

@@ -204,7 +204,7 @@ def test_a_record_that_cannot_be_written_leaves_no_draft(tmp_path):
 def test_threads_that_fail_at_once_leave_one_cause(tmp_path):
     _recorder, _statistics, flight = one_call(tmp_path)
     written = []
-    with mock.patch.object(flight, "_put", lambda name, content: written.append(name)):
+    with mock.patch("bagua.observe.flight.write_whole", lambda path, content: written.append(path.name)):
         threads = [threading.Thread(target=flight.fail, args=(CommunicationError(str(i)),)) for i in range(8)]
         for thread in threads:
             thread.start()

@@ -48,7 +48,7 @@ def test_prometheus_leaves_no_draft_on_a_full_disk(tmp_path, monkeypatch):
         draft.touch()
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match="No space left"):
         PrometheusWriter(tmp_path / "bagua.prom", rank=0).write(1, VALUES)
     assert list(tmp_path.iterdir()) == []
