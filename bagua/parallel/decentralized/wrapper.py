@@ -292,10 +292,6 @@ class DecentralizedDataParallel(OverlappingWrapper):
         self.reducer.load_state_dict(state_dict)
         self._stepping.mixing_factor = state_dict.get("adaptive_factor", 1.0)
 
-    def bagua_state_dict(self) -> dict[str, Any]:
-        """Another name of ``communication_state_dict``."""
-        return self.communication_state_dict()
-
-    def load_bagua_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Another name of ``load_communication_state_dict``."""
-        self.load_communication_state_dict(state_dict)
+    # Under the names that they have on other models.
+    bagua_state_dict = communication_state_dict
+    load_bagua_state_dict = load_communication_state_dict
