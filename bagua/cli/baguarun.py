@@ -14,6 +14,7 @@ from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Sequence
 
 from bagua import __version__
+from bagua.cli.interrupts import handled
 
 USAGE = """\
 baguarun starts a training script on several processes. It is torchrun: all of its flags work here.
@@ -84,12 +85,8 @@ def _serve_islands(given: list[str]) -> int:
         return 2
     ended = threading.Event()
     # Before the address is known: who reads it may end this process.
-    before = {one: signal.signal(one, lambda *_: ended.set()) for one in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handled(lambda *_: ended.set(), signal.SIGINT, signal.SIGTERM):
         return _keep_store(host.strip("[]"), int(port), ended)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _keep_store(host: str, port: int, ended: threading.Event) -> int:

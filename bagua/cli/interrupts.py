@@ -9,20 +9,26 @@ from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
+def handled(handler: Callable[[int, object], object], *numbers: signal.Signals) -> Iterator[None]:
+    """Let ``handler`` handle signals until the end of the block. Only the main thread has handlers."""
+    in_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in numbers if in_main}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, signal.SIG_DFL if former is None else former)
+
+
+@contextlib.contextmanager
 def terminated_like_interrupted() -> Iterator[None]:
     """End as after Ctrl-C when this process is terminated: nothing may be left behind."""
-    if threading.current_thread() is not threading.main_thread():  # Handlers run in the main thread only.
-        yield
-        return
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
+    with handled(interrupt, signal.SIGTERM):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 @contextlib.contextmanager
@@ -47,16 +53,10 @@ def signals_deferred() -> Iterator[None]:
 
     Handlers do that, and no mask: a new process would inherit a mask.
     """
-    if threading.current_thread() is not threading.main_thread():  # Handlers run in the main thread only.
-        yield
-        return
     came: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda came_now, _: came.append(came_now)) for number in numbers}
     try:
-        yield
+        with handled(lambda number, _: came.append(number), signal.SIGINT, signal.SIGTERM):
+            yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         for one in came:
             signal.raise_signal(signal.Signals(one))

@@ -139,7 +139,7 @@ def _check(algorithm: Algorithm) -> None:
 
 @dataclass(frozen=True, repr=False)
 class _ForAllShards(How):
-    """Another exchange, whose result counts for all shards of the model, or for none.
+    """Another exchange, whose result counts for all shards of the model, or for none. It is as of a whole model.
 
     Args:
         inner: the exchange of the ranks that hold the same shard.
@@ -151,28 +151,22 @@ class _ForAllShards(How):
 
     @property
     def alone(self) -> bool:
-        """As of a whole model."""
         return self.inner.alone
 
     @property
     def exact(self) -> bool:
-        """As of a whole model."""
         return self.inner.exact
 
     def state(self) -> tuple[State, ...]:
-        """As of a whole model."""
         return self.inner.state()
 
     def check_dtype(self, dtype: torch.dtype) -> None:
-        """As of a whole model."""
         self.inner.check_dtype(dtype)
 
     def ranks(self, group: ProcessGroup) -> float:
-        """As of a whole model."""
         return self.inner.ranks(group)
 
     def scale(self, ranks: float) -> float:
-        """As of a whole model."""
         return self.inner.scale(ranks)
 
     def run(self, flight: Flight, group: ProcessGroup) -> None:

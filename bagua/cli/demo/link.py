@@ -89,27 +89,21 @@ class PacedTransport(Transport):
         return Work(complete, handle.is_completed)
 
     def share(self) -> None:
-        """See ``Transport.share``."""
         self._inner.share()
 
     def abort(self, reason: str, culprit: int | None = None) -> None:
-        """See ``Transport.abort``."""
         self._inner.abort(reason, culprit)
 
     def close(self) -> None:
-        """See ``Transport.close``."""
         self._inner.close()
 
     def idle(self) -> bool:
-        """See ``Transport.idle``."""
         return self._inner.idle()
 
     def awaited_by(self) -> tuple[int, ...]:
-        """See ``Transport.awaited_by``."""
         return self._inner.awaited_by()
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """See ``Transport.empty``."""
         return self._inner.empty(numel, dtype, device)
 
 
