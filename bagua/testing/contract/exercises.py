@@ -63,6 +63,10 @@ class CallSetting:
         shape = self.shape if shares is None else (shares, *self.shape)
         return values(shape, self.dtype, 1000 * self.seed + rank)
 
+    def of_all(self, comm: Communicator) -> torch.Tensor:
+        """The shares of all ranks, in their order."""
+        return torch.stack([self.own(rank) for rank in range(comm.size)])
+
     def place(self, numbers: torch.Tensor, comm: Communicator) -> torch.Tensor:
         """A new tensor with these numbers, where and how the exercise wants it."""
         return self.present(numbers.to(home(comm), copy=True))
@@ -154,47 +158,48 @@ def _broadcast(comm: Communicator, s: CallSetting) -> Exercise:
     return Exercise([work], check, [tensor], [tensor])
 
 
-def _allgather(comm: Communicator, s: CallSetting) -> Exercise:
-    output = s.room((comm.size, *s.shape), comm)
-    tensor = s.place(s.own(comm.rank), comm)
-    work = comm.allgather(output, tensor, **s.options)
+def _copied(
+    kind: str,
+    comm: Communicator,
+    s: CallSetting,
+    work: Work | None,
+    output: tuple[torch.Tensor | None, Callable[[], torch.Tensor]],
+    source: tuple[torch.Tensor | None, torch.Tensor],
+) -> Exercise:
+    """A started call that copies: ``output`` with what it must hold then, and ``source`` with what it must keep."""
 
     def check() -> None:
-        what = _describe("allgather", comm, s)
-        assert_same(output, torch.stack([s.own(rank) for rank in range(comm.size)]), what)
-        assert_same(tensor, s.own(comm.rank), f"input of {what}")
+        what = _describe(kind, comm, s)
+        if output[0] is not None:
+            assert_same(output[0], output[1](), what)
+        if source[0] is not None:
+            assert_same(source[0], source[1], f"input of {what}")
 
-    return Exercise([work], check, [output], [output, tensor])
+    touched = [one for one in (output[0], source[0]) if one is not None]
+    return Exercise([work], check, touched[:1] if kind == "allgather" else [], touched)
+
+
+def _allgather(comm: Communicator, s: CallSetting) -> Exercise:
+    own = s.own(comm.rank)
+    output, tensor = s.room((comm.size, *s.shape), comm), s.place(own, comm)
+    work = comm.allgather(output, tensor, **s.options)
+    return _copied("allgather", comm, s, work, (output, lambda: s.of_all(comm)), (tensor, own))
 
 
 def _gather(comm: Communicator, s: CallSetting) -> Exercise:
-    receives = comm.rank == s.root
-    output = s.room((comm.size, *s.shape), comm) if receives else None
-    tensor = s.place(s.own(comm.rank), comm)
+    own = s.own(comm.rank)
+    output = s.room((comm.size, *s.shape), comm) if comm.rank == s.root else None
+    tensor = s.place(own, comm)
     work = comm.gather(output, tensor, s.root, **s.options)
-
-    def check() -> None:
-        what = _describe("gather", comm, s)
-        if output is not None:
-            assert_same(output, torch.stack([s.own(rank) for rank in range(comm.size)]), what)
-        assert_same(tensor, s.own(comm.rank), f"input of {what}")
-
-    return Exercise([work], check, [], [tensor] if output is None else [output, tensor])
+    return _copied("gather", comm, s, work, (output, lambda: s.of_all(comm)), (tensor, own))
 
 
 def _scatter(comm: Communicator, s: CallSetting) -> Exercise:
+    sent = s.own(s.root, comm.size)
     output = s.room(s.shape, comm)
-    sends = comm.rank == s.root
-    tensor = s.place(s.own(s.root, comm.size), comm) if sends else None
+    tensor = s.place(sent, comm) if comm.rank == s.root else None
     work = comm.scatter(output, tensor, s.root, **s.options)
-
-    def check() -> None:
-        what = _describe("scatter", comm, s)
-        assert_same(output, s.own(s.root, comm.size)[comm.rank], what)
-        if tensor is not None:
-            assert_same(tensor, s.own(s.root, comm.size), f"input of {what}")
-
-    return Exercise([work], check, [], [output] if tensor is None else [output, tensor])
+    return _copied("scatter", comm, s, work, (output, lambda: sent[comm.rank]), (tensor, sent))
 
 
 def _reduce_scatter(comm: Communicator, s: CallSetting) -> Exercise:
@@ -213,49 +218,33 @@ def _reduce_scatter(comm: Communicator, s: CallSetting) -> Exercise:
 
 def _alltoall(comm: Communicator, s: CallSetting) -> Exercise:
     inputs = [s.own(rank, comm.size) for rank in range(comm.size)]
-    output = s.room((comm.size, *s.shape), comm)
-    tensor = s.place(inputs[comm.rank], comm)
+    output, tensor = s.room((comm.size, *s.shape), comm), s.place(inputs[comm.rank], comm)
     work = comm.alltoall(output, tensor, **s.options)
-
-    def check() -> None:
-        what = _describe("alltoall", comm, s)
-        assert_same(output, torch.stack([sent[comm.rank] for sent in inputs]), what)
-        assert_same(tensor, inputs[comm.rank], f"input of {what}")
-
-    return Exercise([work], check, [], [output, tensor])
+    received = (output, lambda: torch.stack([sent[comm.rank] for sent in inputs]))
+    return _copied("alltoall", comm, s, work, received, (tensor, inputs[comm.rank]))
 
 
 def _alltoall_v(comm: Communicator, s: CallSetting) -> Exercise:
     """Shares of 0 to 3 elements, so that some ranks send nothing to some."""
     counts = [[(i + 2 * j + s.seed) % 4 if s.shape != (0,) else 0 for j in range(comm.size)] for i in range(comm.size)]
     inputs = [replace(s, shape=(sum(row),)).own(rank) for rank, row in enumerate(counts)]
-    received = [row[comm.rank] for row in counts]
-    output = s.room((sum(received),), comm)
-    tensor = s.place(inputs[comm.rank], comm)
-    work = comm.alltoall_v(output, tensor, received, counts[comm.rank], **s.options)
+    from_each = [row[comm.rank] for row in counts]
+    output, tensor = s.room((sum(from_each),), comm), s.place(inputs[comm.rank], comm)
+    work = comm.alltoall_v(output, tensor, from_each, counts[comm.rank], **s.options)
 
-    def check() -> None:
-        what = _describe("alltoall_v", comm, s)
-        parts = [torch.split(numbers, row)[comm.rank] for numbers, row in zip(inputs, counts, strict=True)]
-        assert_same(output, torch.cat(parts), what)
-        assert_same(tensor, inputs[comm.rank], f"input of {what}")
+    def expected() -> torch.Tensor:
+        return torch.cat([torch.split(sent, row)[comm.rank] for sent, row in zip(inputs, counts, strict=True)])
 
-    return Exercise([work], check, [], [output, tensor])
+    return _copied("alltoall_v", comm, s, work, (output, expected), (tensor, inputs[comm.rank]))
 
 
 def _sendrecv(comm: Communicator, s: CallSetting) -> Exercise:
     """Around a ring."""
     before, after = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
-    output = s.room(s.shape, comm)
-    tensor = s.place(s.own(comm.rank), comm)
+    own = s.own(comm.rank)
+    output, tensor = s.room(s.shape, comm), s.place(own, comm)
     work = comm.sendrecv(output, tensor, before, after, **s.options)
-
-    def check() -> None:
-        what = _describe("sendrecv", comm, s)
-        assert_same(output, s.own(before), what)
-        assert_same(tensor, s.own(comm.rank), f"input of {what}")
-
-    return Exercise([work], check, [], [output, tensor])
+    return _copied("sendrecv", comm, s, work, (output, lambda: s.own(before)), (tensor, own))
 
 
 def _send_and_recv(comm: Communicator, s: CallSetting) -> Exercise:

@@ -77,11 +77,11 @@ def wait_until_said(what: str, ranks: int) -> None:
         time.sleep(0.01)
 
 
-def die_last(victim: bool, others: int) -> None:
+def die_last(victim: bool, others: int, end: Callable[[], None] = die) -> None:
     """Kill this rank, if it is the victim, when so many others are here: they have what they got from it before."""
     if victim:
         wait_until_said("has what came before", others)
-        die()
+        end()
     say("has what came before")
 
 
@@ -95,10 +95,7 @@ def lose_a_rank(kind: str, way: str, deadline_s: float) -> tuple[Caught, Caught]
     perform("allreduce", comm, setting)
     perform(kind, comm, setting)
     comm.barrier()
-    if comm.rank == CULPRIT:
-        wait_until_said("left the barrier", comm.size - 1)
-        (die if way == "die" else fall_silent)()
-    say("left the barrier")
+    die_last(comm.rank == CULPRIT, comm.size - 1, die if way == "die" else fall_silent)
     try:
         first = caught(lambda: EXERCISES[kind](comm, setting.with_options(timeout=deadline_s)))
     except AssertionError:
@@ -111,10 +108,7 @@ def lose_a_rank(kind: str, way: str, deadline_s: float) -> tuple[Caught, Caught]
 def lose_a_rank_asynchronously(deadline_s: float) -> None:
     comm = communicator()
     comm.barrier()
-    if comm.rank == CULPRIT:
-        wait_until_said("left the barrier", comm.size - 1)
-        die()
-    say("left the barrier")
+    die_last(comm.rank == CULPRIT, comm.size - 1)
     work = comm.allreduce(torch.ones(10, device=home(comm)), async_op=True, timeout=deadline_s)
     assert work is not None
     until = time.monotonic() + PATIENT_S
