@@ -261,10 +261,6 @@ class MembershipView:
             self._posted = now
             self._board.post(self._last.to_json())
 
-    def members_of(self, ranks: Sequence[int]) -> list[int]:
-        """The members with these global ranks; others are left out."""
-        return [self.names.index(rank) for rank in ranks if rank in self.names]
-
     # Questions about others.
 
     def record(self, rank: int) -> Record:
@@ -300,8 +296,8 @@ class MembershipView:
         return [rank for rank in self.present() if self.record(rank).warming and self.record(rank).begun > steps]
 
     def suspect(self, ranks: Collection[int]) -> None:
-        """A transfer with ``ranks`` failed: their silence is believed sooner."""
-        self._detector.suspect(ranks)
+        """A transfer with these global ranks failed: the silence of those that are members is believed sooner."""
+        self._detector.suspect([self.names.index(rank) for rank in ranks if rank in self.names])
 
     # What is wrong, as errors.
 

@@ -17,7 +17,7 @@ from typing import Any
 from bagua.averaging.handoff import HandoffBuffer, Stage
 from bagua.averaging.link import Connection, Connections, DataLink, IsComplete
 from bagua.averaging.membership import Departures, MembershipView, MemberState, Patience, Record
-from bagua.averaging.rounds import AveragingStatus, Decisions, Looks, Schedule
+from bagua.averaging.rounds import AveragingStatus, Decisions, Schedule
 from bagua.comm import Board
 from bagua.errors import CommunicationError, PeerLostError
 
@@ -27,6 +27,8 @@ _log = logging.getLogger("bagua")
 FINAL = 1 << 40
 _FINAL_ATTEMPTS = 2
 _FAILURES_IN_A_ROW = 3
+#: Pauses between looks at the board. Each look interrupts the training thread, and a transfer may last for seconds.
+_SHORTEST_S, _LONGEST_S = 0.001, 0.05
 #: Rounds without anybody to meet that are passed at a time.
 _MOST_RESTS = 64
 
@@ -104,7 +106,7 @@ class Member:
         self._failures = 0
         self._abandoned = False
         self._broke = -1
-        self._looks = Looks(patience.beat_s)
+        self._pause_s = _SHORTEST_S
         self._name = self._view.names[self.rank]
 
     # One look.
@@ -131,9 +133,15 @@ class Member:
         return self._pause(moved=before != (self._ready, self._transfer is None, self.state))
 
     def _pause(self, *, moved: bool) -> float:
+        """Seconds until the next look: few after something has happened, then ever more.
+
+        While something is waited for, it is about a third of the time that was waited already.
+        """
         rests = len(self._meeting) == 1 and not self.pausing
         meets = (self._ready and not rests) or self._transfer is not None
-        return self._looks.pause_s(waiting=meets or self.pausing or self.state.gone or bool(self.leaving), moved=moved)
+        waiting = meets or self.pausing or self.state.gone or bool(self.leaving)
+        self._pause_s = min(1.5 * self._pause_s, _LONGEST_S) if waiting and not moved else _SHORTEST_S
+        return min(self._pause_s, self._patience.beat_s) if waiting else self._patience.beat_s
 
     def _look(self, now: float) -> None:
         self._view.look(now)
@@ -364,7 +372,7 @@ class Member:
     def _broke_off(self, error: CommunicationError, connection: Connection) -> None:
         """An exchange failed: this member's weights are as they were; try again with who is left, in the next round."""
         self._connections.drop(self._meeting)
-        self._view.suspect(self._view.members_of(error.peers))
+        self._view.suspect(error.peers)
         self.progress = dataclasses.replace(self.progress, failed=self.progress.failed + 1)
         self._failures += 1
         self._broke = self._round

@@ -84,35 +84,6 @@ def _pairs_of_neighbours(graph: Round, number: int) -> Round:
     return Round.matching(graph.size, chosen)
 
 
-class Looks:
-    """How soon to look at the board again: after something has happened, then ever later.
-
-    Each look interrupts the training thread, and a transfer may last for seconds.
-
-    Args:
-        beat_s: the longest pause, where nothing is waited for.
-    """
-
-    _SHORTEST_S, _LONGEST_S = 0.001, 0.05
-
-    def __init__(self, beat_s: float) -> None:
-        self._beat_s = beat_s
-        self._pause_s = self._SHORTEST_S
-
-    def pause_s(self, *, waiting: bool, moved: bool) -> float:
-        """Seconds until the next look; while waiting, about a third of the time that was waited already.
-
-        Args:
-            waiting: True while something is waited for.
-            moved: True if something has happened in this look.
-        """
-        if moved or not waiting:
-            self._pause_s = self._SHORTEST_S
-        else:
-            self._pause_s = min(1.5 * self._pause_s, self._LONGEST_S)
-        return min(self._pause_s if waiting else self._beat_s, self._beat_s)
-
-
 class Decisions:
     """Cells of the board, one for each round and those who meet in it.
 
