@@ -14,7 +14,6 @@ from bagua.cli.lab.network import (
     LabUnavailableError,
     Network,
     call_kernel,
-    inside,
     open_network,
 )
 from bagua.link import LinkSettings
@@ -40,13 +39,6 @@ class Home:
     address: str = LOOPBACK
     namespace: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
-
-
-@contextlib.contextmanager
-def in_place(place: Home) -> Iterator[None]:
-    """Start processes there until the end of the block."""
-    with inside(place.namespace) if place.namespace else contextlib.nullcontext():
-        yield
 
 
 @contextlib.contextmanager

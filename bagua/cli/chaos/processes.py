@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import IO
 
 from bagua import env
-from bagua.cli.chaos.places import Home, in_place
+from bagua.cli.chaos.places import Home
 from bagua.cli.chaos.progress import MemberProgress, MetricFiles, ProgressReader
 from bagua.cli.chaos.referee import Ended
 from bagua.cli.chaos.schedule import Fault
 from bagua.cli.interrupts import signals_deferred
+from bagua.cli.lab.network import inside
 
 #: Each process that a member starts inherits it.
 MARK = "CHAOS_MEMBER"
@@ -98,7 +99,7 @@ def start_marked(
         defaults: variables that it gets where this process has none of that name.
     """
     told = {**variables, **place.variables, MARK: mark, "PYTHONUNBUFFERED": "1"}
-    with in_place(place):
+    with inside(place.namespace) if place.namespace else contextlib.nullcontext():
         return subprocess.Popen(
             command,
             env=env.for_child(told, defaults),

@@ -72,8 +72,5 @@ def open_slow_link(ranks: int, mbit_per_s: float, backend: str | None, paced: bo
             else:
                 yield SlowLink(mbit_per_s, _THROUGH_DEVICE, network)
                 return
-        yield SlowLink(mbit_per_s, backend or _best_here(), None, reason)
-
-
-def _best_here() -> str:
-    return "shm" if backend_refusal("shm") is None else "gloo"
+        best_here = "shm" if backend_refusal("shm") is None else "gloo"
+        yield SlowLink(mbit_per_s, backend or best_here, None, reason)

@@ -87,15 +87,13 @@ class Network:
 
     def cut(self, number: int) -> None:
         """Let nothing pass to or from a host, without a word to those who talk with it. Not with delay or loss."""
-        self._attach(number, "nomaster")
+        with inside(self.switch):
+            run(f"ip link set {port_of(self.hosts[number])} nomaster")
 
     def mend(self, number: int) -> None:
         """Undo ``cut``."""
-        self._attach(number, "master bridge")
-
-    def _attach(self, number: int, where: str) -> None:
         with inside(self.switch):
-            run(f"ip link set {port_of(self.hosts[number])} {where}")
+            run(f"ip link set {port_of(self.hosts[number])} master bridge")
 
     def set_link(self, number: int, link: LinkSettings) -> None:
         """Limit what one host sends and receives; see ``set_rate``."""

@@ -40,15 +40,13 @@ class SwitchReport:
         frames: number of frames that were handed on.
         lost: number of frames that were dropped on purpose.
         overflowed: number of frames that were dropped because the receiver's queue was full.
-        late_s: seconds between due and written, summed over all frames.
-        latest_s: the longest of these.
+        latest_s: the most seconds between due and written of a frame.
         late_frames: number of frames that left more than a millisecond after they were due.
     """
 
     frames: int = 0
     lost: int = 0
     overflowed: int = 0
-    late_s: float = 0.0
     latest_s: float = 0.0
     late_frames: int = 0
 
@@ -124,7 +122,6 @@ class FrameSchedule:
             due, _, receiver, frame = heapq.heappop(self._due)
             late_s, frames = now - due, wire_size(frame)[0]
             report.frames += frames
-            report.late_s += late_s * frames
             report.latest_s = max(report.latest_s, late_s)
             report.late_frames += frames * (late_s > 1e-3)
             yield receiver, frame
