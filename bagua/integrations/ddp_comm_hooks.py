@@ -22,6 +22,7 @@ from bagua.algorithms import (
     Sum,
     as_algorithm,
 )
+from bagua.checks import check_kind, check_whole
 from bagua.comm import GradBucket
 from bagua.compression import Codec, TopK
 from bagua.errors import ConfigurationError
@@ -79,14 +80,8 @@ class ReducerState(HookState):
         warmup_steps: int = 0,
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        if not isinstance(reducer, SumReducer):
-            raise ConfigurationError(
-                "not a reducer", argument="reducer", expected="a SumReducer of bagua.primitives", seen=repr(reducer)
-            )
-        if type(warmup_steps) is not int or warmup_steps < 0:
-            raise ConfigurationError(
-                "not a number of steps", argument="warmup_steps", expected="an integer >= 0", seen=warmup_steps
-            )
+        check_kind(SumReducer, "a SumReducer of bagua.primitives", reducer=reducer)
+        check_whole(0, warmup_steps=warmup_steps)
         super().__init__(process_group, grad_scaler)
         kind = Mean if average else Sum
         self.reducer = reducer

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bagua.checks import check_flags, wrong_type
+from bagua.checks import check_flags, check_whole, wrong_type
 from bagua.errors import ConfigurationError
 from bagua.topology.rounds import Edge, Round, check_round
 
@@ -44,14 +44,7 @@ class Topology(ABC):
         Raises:
             ConfigurationError: the topology does not exist for this size or these hosts.
         """
-        if type(size) is not int or size < 1:
-            raise ConfigurationError(
-                "a topology needs ranks", argument="size", expected="a whole number, at least 1", seen=size
-            )
-        if type(step) is not int or step < 1:
-            raise ConfigurationError(
-                "rounds are counted from 1", argument="step", expected="a whole number, at least 1", seen=step
-            )
+        check_whole(1, size=size, step=step)
         hosts = tuple(range(size)) if nodes is None else tuple(nodes)
         if len(hosts) != size:
             raise ConfigurationError(

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch.utils.data import Dataset, Sampler
 
-from bagua.checks import check_flags
+from bagua.checks import check_flags, check_numbers
 from bagua.comm import rank_among_all, size_of_all
 from bagua.errors import ConfigurationError, InvalidRankError
 
@@ -69,10 +69,7 @@ class LoadBalancingDistributedSampler(Sampler[int]):
         random_level: float = 0.0,
     ) -> None:
         check_flags(shuffle=shuffle, drop_last=drop_last)
-        if not 0.0 <= random_level <= 1.0:
-            raise ConfigurationError(
-                "not a level", argument="random_level", expected="a number from 0 to 1", seen=random_level
-            )
+        check_numbers(lambda level: 0 <= level <= 1, "a number from 0 to 1", random_level=random_level)
         self.num_replicas = size_of_all() if num_replicas is None else num_replicas
         self.rank = rank_among_all() if rank is None else rank
         if not 0 <= self.rank < self.num_replicas:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from bagua import env
+from bagua.checks import wrong_type
 from bagua.comm import Communicator, ReduceOp, as_communicator, available, init_process_group, is_initialized
 from bagua.errors import ConfigurationError, InvalidReduceOpError, InvalidTensorError
 from bagua.utilities.rank_zero import (
@@ -340,9 +341,7 @@ def register_ddp_comm_hook(
         return
     for argument, value in (("ddp_comm_hook", ddp_comm_hook), ("ddp_comm_wrapper", ddp_comm_wrapper)):
         if value is not None and not callable(value):
-            raise ConfigurationError(
-                "this cannot be called", argument=argument, expected="a function (state, bucket)", seen=repr(value)
-            )
+            raise wrong_type(argument, "a function (state, bucket)", value)
     if not callable(getattr(model, "register_comm_hook", None)):
         raise ConfigurationError(
             "communication hooks belong to torch's DistributedDataParallel",
