@@ -7,33 +7,30 @@ from collections.abc import Sequence
 
 from bagua import __version__
 
-COMMANDS = """\
+#: Of each command, where its function ``main`` is, and what it does.
+_COMMANDS = {
+    "advise": (
+        "bagua.cli.advise.command",
+        "predict which algorithm is the fastest for a script, on a network of any speed",
+    ),
+    "chaos": ("bagua.cli.chaos.command", "run a training command under faults, and say what became of it"),
+    "demo": ("bagua.cli.demo.command", "train a small language model on this machine, on a few processes"),
+    "doctor": ("bagua.cli.doctor", "say what this machine offers, how fast it is, and what to set"),
+    "explain": (
+        "bagua.cli.explain",
+        "say what the flight records of a job tell: who did something else, who did not come",
+    ),
+    "lab": ("bagua.cli.lab.command", "run a script on hosts with slow links, all of them on this machine"),
+    "timeline": ("bagua.cli.timeline", "put the traces of all ranks of a job together, for Perfetto"),
+    "top": ("bagua.cli.top", "show the ranks of a running job"),
+}
+_EPILOG = """\
 commands:
-  advise      predict which algorithm is the fastest for a script, on a network of any speed
-  chaos       run a training command under faults, and say what became of it
-  demo        train a small language model on this machine, on a few processes
-  doctor      say what this machine offers, how fast it is, and what to set
-  explain     say what the flight records of a job tell: who did something else, who did not come
-  lab         run a script on hosts with slow links, all of them on this machine
-  timeline    put the traces of all ranks of a job together, for Perfetto
-  top         show the ranks of a running job
+{}
 
 "bagua COMMAND --help" describes one of them. Your own script starts with
 "baguarun --nproc 2 train.py".
 """
-
-
-#: Where the function ``main`` of each command is.
-_COMMANDS = {
-    "advise": "bagua.cli.advise.command",
-    "chaos": "bagua.cli.chaos.command",
-    "demo": "bagua.cli.demo.command",
-    "doctor": "bagua.cli.doctor",
-    "explain": "bagua.cli.explain",
-    "lab": "bagua.cli.lab.command",
-    "timeline": "bagua.cli.timeline",
-    "top": "bagua.cli.top",
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="bagua",
         description="Train PyTorch models on many processes while communicating less.",
-        epilog=COMMANDS,
+        epilog=_EPILOG.format("\n".join(f"  {name:<11} {does}" for name, (_, does) in _COMMANDS.items())),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"bagua {__version__}")
@@ -61,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(given)
 
     # These import torch, which takes seconds and --help does not need.
-    status: int = importlib.import_module(_COMMANDS[parsed.command]).main(parsed.arguments)
+    status: int = importlib.import_module(_COMMANDS[parsed.command][0]).main(parsed.arguments)
     return status
 
 

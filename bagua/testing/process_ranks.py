@@ -96,7 +96,6 @@ class _Rank:
         self.process = process
         self.messages = messages
         self.outcome: Outcome | None = None
-        self.silent = False
         self.ended = False
 
     @property
@@ -118,9 +117,6 @@ class _Rank:
             return ""
         if isinstance(message, str):
             return message
-        if isinstance(message, worker.Silent):
-            self.silent = True
-            message = Outcome(self.rank, error=RankHangsError(f"rank {self.rank} fell silent"))
         if self.outcome is None or (self.outcome.error is None and message is not None):
             self.outcome = message
         return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import os
@@ -23,7 +24,7 @@ import torch
 
 from bagua import env
 from bagua.comm import connect_store
-from bagua.testing.ranks import Job, Outcome, ThisRank, leave, this_rank
+from bagua.testing.ranks import Job, Outcome, RankHangsError, ThisRank, leave, this_rank
 
 # The fork server imports this module, and then has all that a rank needs. Tests name the
 # first two at their top, every optimizer of torch imports the third at its first step, and
@@ -36,11 +37,6 @@ for _name in ("hypothesis", "pytest", "torch._dynamo", "bagua.parallel", "bagua.
 END, STACKS = b"end", b"stacks"
 #: A busy machine may take so long to connect to the pool's store; collectives have deadlines of their own.
 _CONNECT_S = 30.0
-
-
-@dataclass(frozen=True)
-class Silent:
-    """A rank's word that nothing more will come from it."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +82,8 @@ class _Line:
         with self._sending, contextlib.suppress(OSError):
             self._connection.send_bytes(pickle.dumps(message))
 
-    def fall_silent(self) -> None:
-        self.send(Silent())
+    def fall_silent(self, rank: int) -> None:
+        self.send(Outcome(rank, error=RankHangsError(f"rank {rank} fell silent")))
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def report(self, outcome: Outcome) -> None:
@@ -124,7 +120,7 @@ def rank_main(connection: Connection, place: RankAddress) -> None:
     line = _Line(connection)
     job_bytes = connection.recv_bytes()
     line.listen()
-    this_rank.set(ThisRank(place.rank, _die, line.fall_silent))
+    this_rank.set(ThisRank(place.rank, _die, functools.partial(line.fall_silent, place.rank)))
     torch.set_num_threads(1)
     env.overlay(place.environment)
     warnings.simplefilter("error")
