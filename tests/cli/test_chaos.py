@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bagua.cli.chaos.progress import MemberProgress, MetricFiles, ProgressReader
-from bagua.cli.chaos.referee import MOST_FRUITLESS, Ended, Referee
+from bagua.cli.chaos.progress import Ended, MemberProgress, MetricFiles, ProgressReader
+from bagua.cli.chaos.referee import MOST_FRUITLESS, Referee
 from bagua.cli.chaos.report import describe, verdict
 from bagua.cli.chaos.schedule import (
     Fault,

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import IO
 
 from bagua import env
-from bagua.cli.chaos.places import Home
-from bagua.cli.chaos.progress import MemberProgress, MetricFiles, ProgressReader
-from bagua.cli.chaos.referee import Ended
+from bagua.cli.chaos.places import FaultFunctions, Home
+from bagua.cli.chaos.progress import Ended, MemberProgress, MetricFiles, ProgressReader
 from bagua.cli.chaos.schedule import Fault
 from bagua.cli.interrupts import signals_deferred
 from bagua.cli.lab.network import inside
@@ -143,7 +142,7 @@ class Processes:
     variables: Mapping[str, str]
     reader: ProgressReader
     files: MetricFiles | None
-    faults: Mapping[str, tuple[Callable[[Fault, int], str], Callable[[Fault, int], None]]]
+    faults: Mapping[str, FaultFunctions]
     hits_ranks: bool
     clock: Callable[[], float]
     echo: Callable[[int, str], object] = lambda _member, _line: None
@@ -151,7 +150,7 @@ class Processes:
     _said: queue.SimpleQueue[MemberProgress] = field(default_factory=queue.SimpleQueue)
 
     def start(self, member: int) -> None:
-        """See ``Crew``."""
+        """Start a member, also again."""
         command = [self.fill_in(word, member) for word in self.command]
         place, defaults = self.places[member], {"OMP_NUM_THREADS": "1"}
         with signals_deferred():
@@ -178,7 +177,7 @@ class Processes:
                     self._said.put(found)
 
     def poll(self) -> list[Ended | MemberProgress]:
-        """See ``Crew``."""
+        """What has happened since the last call, in order."""
         ended = []
         for member, running in list(self._running.items()):
             status = running.process.poll()
@@ -194,7 +193,7 @@ class Processes:
         return [*events, *ended]
 
     def hit(self, fault: Fault, member: int) -> str:
-        """See ``Crew``."""
+        """Let a fault happen; what was done, in words."""
         if fault.kind in self.faults:
             return self.faults[fault.kind][0](fault, member)
         number = signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP
@@ -208,7 +207,7 @@ class Processes:
         return f"{count} process{'es' if count != 1 else ''} {done}"
 
     def lift(self, fault: Fault, member: int) -> None:
-        """See ``Crew``."""
+        """End a fault that lasts."""
         if fault.kind in self.faults:
             self.faults[fault.kind][1](fault, member)
         else:

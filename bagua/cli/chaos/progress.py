@@ -1,4 +1,4 @@
-"""What members say of their progress: in lines of their output, and in files of metrics."""
+"""What is heard of members: that they end; and their progress, in lines of output and in files of metrics."""
 
 from __future__ import annotations
 
@@ -32,6 +32,21 @@ class MemberProgress:
     alive: float | None = None
     in_epoch: float | None = None
     contributed: float | None = None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A member ended.
+
+    Attributes:
+        member: number of the member.
+        at_s: when.
+        status: exit status; negative for a signal.
+    """
+
+    member: int
+    at_s: float
+    status: int
 
 
 class ProgressReader:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
-from bagua.cli.chaos.progress import MemberProgress
+from bagua.cli.chaos.processes import Processes
+from bagua.cli.chaos.progress import Ended, MemberProgress
 from bagua.cli.chaos.schedule import Fault, FaultSchedule
 from bagua.cli.chaos.score import History, Life, Strike
 from bagua.errors import how_it_ended
@@ -17,37 +17,6 @@ SETTLED_S = 1.0
 #: A member that ends by itself so often, soon and without a word of progress in between, never will make any.
 MOST_FRUITLESS = 5
 SOON_S = 60.0
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A member ended.
-
-    Attributes:
-        member: number of the member.
-        at_s: when.
-        status: exit status; negative for a signal.
-    """
-
-    member: int
-    at_s: float
-    status: int
-
-
-class Crew(Protocol):
-    """The members, as a referee sees them."""
-
-    def start(self, member: int) -> None:
-        """Start a member, also again."""
-
-    def poll(self) -> Sequence[Ended | MemberProgress]:
-        """What has happened since the last call, in order."""
-
-    def hit(self, fault: Fault, member: int) -> str:
-        """Let a fault happen; what was done, in words."""
-
-    def lift(self, fault: Fault, member: int) -> None:
-        """End a fault that lasts."""
 
 
 @dataclass
@@ -71,7 +40,7 @@ class Referee:
     """
 
     schedule: FaultSchedule
-    crew: Crew
+    crew: Processes
     clock: Callable[[], float]
     sleep: Callable[[float], object]
     tell: Callable[[str], object] = lambda _: None
