@@ -307,6 +307,41 @@ def test_what_was_taken_in_is_not_kept():
     assert kept == 0
 
 
+def test_weights_are_not_loaded_while_members_merge():
+    """The merge would go on without what this member makes of it, and from then on its anchor would be its own."""
+    is_there = threading.Event()
+
+    def island(store):
+        with joined(store, 2) as islands:
+            model = wrapped(islands, diloco(quorum=2, overlap=1))
+            (optimizer,) = model.bagua_optimizers
+            model.load_state_dict(new_model(7).state_dict())  # On all of them, before the first step.
+            assert islands.seat == 0 or is_there.wait(60)
+            local_step(model, optimizer, islands.seat)
+            if islands.seat == 0:  # Its difference is on its way, and the other one has none yet.
+                kept = {name: value.clone() for name, value in model.state_dict().items()}
+                model.load_state_dict(new_model(8).state_dict())
+                for _ in range(2):
+                    with pytest.raises(ConfigurationError, match=r"weights were loaded.*bagua_finish"):
+                        model(batch(0))
+                with pytest.raises(ConfigurationError, match="weights were loaded"):
+                    model.bagua_state_dict()
+                model.load_state_dict(kept)
+                with pytest.raises(ConfigurationError, match="weights were loaded"):
+                    model.load_bagua_state_dict(model.bagua_state_dict())
+                is_there.set()
+            for _ in range(5):
+                local_step(model, optimizer, islands.seat)
+            ends = [finished(islands, model)]
+            model.load_state_dict(new_model(9).state_dict())  # Again on all, when all have ended.
+            for _ in range(5):
+                local_step(model, optimizer, islands.seat)
+            return [*ends, finished(islands, model)]
+
+    for found in zip(*run(2, island, new_store()), strict=True):
+        check_one_model(found)
+
+
 def counted(tape, seat, fragment=0):
     """The steps behind all that a member has contributed: each step counts once."""
     return sum(

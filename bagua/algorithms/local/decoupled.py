@@ -99,6 +99,11 @@ class ByQuorum(How):
                 seen=self.quorum,
             )
 
+    def check_loads(self) -> None:
+        """Refuse what would give this member an anchor of its own."""
+        assert self.islands is not None
+        self.islands.merges.check_loads()
+
     def blocking(self, group: ProcessGroup, prepared: object) -> bool:
         """It leaves waiting to who folds."""
         return False

@@ -39,18 +39,23 @@ class Loads:
         """It has ended."""
         self._calls += 1
 
-    def settle(self, step: int, weights: Callable[[], Iterable[torch.Tensor]]) -> bool:
+    def settle(
+        self, step: int, weights: Callable[[], Iterable[torch.Tensor]], check: Callable[[], None] = lambda: None
+    ) -> bool:
         """Training goes on with ``step``: whether weights were loaded before it, and not put back.
 
         Args:
             step: number of the step that comes next.
             weights: gives those of the model as they are now.
+            check: refuses a load, at each call until it is put back.
         """
         if not self._before:
             return False
-        calls, before = self._calls, self._before
+        loaded = self._calls == 1 or (self._calls > 1 and quick_digest(weights()) != self._before)
+        if loaded:
+            check()
         self._calls, self._before = 0, b""
-        if calls == 0 or (calls > 1 and quick_digest(weights()) == before):
+        if not loaded:
             return False
         self.count += 1
         self.step = step

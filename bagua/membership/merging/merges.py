@@ -72,6 +72,8 @@ class Merges:
         #: Fragment whose merge the training waits for.
         self._awaited: int | None = None
         self._started = self._ended = self._together = False
+        #: The anchor here is what merges, or another member, have made of it.
+        self._shares = False
         self._number = 0
         #: Number of the last merge that may be taken in in this step, on all ranks of the island.
         self._bound: float = math.inf if self._island.size == 1 else 0
@@ -188,6 +190,7 @@ class Merges:
             self._check()
             if fragment in self._sent:
                 raise _on_its_way("a state was loaded")
+            self._shares = True
             weight = self._pace.weight(fragment, equal=equal, void=void)
             # Flights that were dropped, because weights were loaded, take nothing in.
             self._arrived[fragment] = deque(one._replace(own=False) for one in self._arrived.get(fragment, ()))
@@ -223,6 +226,7 @@ class Merges:
             found = []
             while arrived and not arrived[0].own and arrived[0].number <= bound:
                 found.append(arrived.popleft().difference)
+            self._shares = self._shares or bool(found)
         return [one for one in found if one is not None]
 
     def own(self, name: str) -> torch.Tensor | None:
@@ -234,6 +238,18 @@ class Merges:
             one = self._of(name).popleft()
         assert one.own
         return one.difference
+
+    def check_loads(self) -> None:
+        """Weights are loaded here: refuse it but before this member has shared anything, and where all have ended.
+
+        Its anchor would be another than that of the others, who go on to merge what it has contributed.
+
+        Raises:
+            ConfigurationError: it is too late, or too early.
+        """
+        with self._changed:
+            if self._shares and not self._together:
+                raise _on_its_way("weights were loaded")
 
     def come_together(self) -> None:
         """Training ends here, and everything has been contributed: wait until it has ended on all members.
@@ -312,6 +328,7 @@ class Merges:
         def replace(given: Mapping[str, Any], step: int) -> None:
             take(given["state"], step)
             self._number = given["number"]
+            self._shares = self._number > 0
             self._arrived.clear()
             for number, difference in given["pending"]:
                 self._arrived.setdefault(number, deque()).append(Arrived(difference, own=False))
@@ -424,9 +441,9 @@ class Merges:
 
 def _on_its_way(why: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{why} while differences were on their way to be merged",
+        f"{why} while members merge by a quorum what they learn",
         argument="model",
         expected="no such change between two steps",
         seen=why,
-        advice="Call bagua_finish() on all members first.",
+        advice="Call bagua_finish() on all members first, and make the same change on all of them; or undo it here.",
     )
