@@ -16,6 +16,7 @@ from bagua.engine.average import GlobalAverage
 from bagua.engine.hooks import BackwardHooks
 from bagua.engine.joining import check_joinable, join_block
 from bagua.engine.schedule.shares import SampleCount
+from bagua.errors import ConfigurationError
 
 
 class EngineAccess:
@@ -111,7 +112,11 @@ class EngineAccess:
 
         Exchanges under way come in early. Then weights and floating-point buffers become their means, where the
         algorithm lets ranks differ; elsewhere nothing changes. Training can go on from there: what starts from
-        weights begins anew, unless all ranks were equal already.
+        weights begins anew, unless all ranks were equal already. Between islands it goes on as it is, and the means are
+        those over all ranks of all members, which call this after equally many steps.
+
+        Raises:
+            CollectiveMismatchError: another island exchanges something else now.
         """
         self._bagua_engine.reducer.finish()
 
@@ -120,11 +125,13 @@ class EngineAccess:
         """In this block, weights and floating-point buffers are their means over all ranks. Collective.
 
         At its end each rank has its own again, and exchanges under way go on. Where all ranks are equal by what
-        they exchange, nothing changes, and nothing is sent. The ranks are those of the group: other islands, which may
-        come and go, are not in the mean.
+        they exchange, nothing changes, and nothing is sent. Between islands the mean is that of all ranks of all
+        members of the epoch, which call this after equally many steps.
 
         Raises:
-            ConfigurationError: at the end of the block: the mean was trained on.
+            ConfigurationError: members merge by a quorum, each at its own pace; or, at the end of the block: the mean
+                was trained on.
+            CollectiveMismatchError: another island exchanges something else now.
 
         Example:
             >>> import bagua.comm
@@ -137,10 +144,21 @@ class EngineAccess:
         """
         reducer = self._bagua_engine.reducer
         reducer.after_optimizers()
-        if reducer.group.size == 1 or not reducer.formation.declaration.ranks_differ:
+        closing = reducer.phases.made(reducer.formation.declaration.closing())
+        if not closing:
             yield
             return
-        with GlobalAverage(reducer, buffers=True):
+        if reducer.execution.courses.apart:
+            raise ConfigurationError(
+                "members that merge by a quorum never come to one point together",
+                argument="global_average",
+                expected="an algorithm whose ranks exchange at the same step",
+                seen=repr(reducer.formation.declaration),
+                advice="Evaluate the weights of this member, or call bagua_finish() on all members: they have one "
+                "model then, and can train on.",
+            )
+        beyond = [one for one in closing if one.alone]
+        with GlobalAverage(reducer, buffers=True, beyond=beyond):
             yield
 
     def bagua_close(self) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 
 import torch
 from typing_extensions import Self
 
+from bagua.algorithms import Exchange
 from bagua.buckets import form_buckets
 from bagua.comm import ReduceOp
 from bagua.engine.reducer import Reducer
@@ -27,13 +29,14 @@ class GlobalAverage:
         reducer: reducer of the model.
         buffers: average float16, float32 and float64 buffers, too.
         keep: the weights of this rank, for ``restore``.
+        beyond: exchanges that make the means, where others than the ranks of the group take part; none otherwise.
 
     Attributes:
         distance: the Euclidean distance of this rank's trainable parameters from the mean;
             also ``float(average)``.
     """
 
-    def __init__(self, reducer: Reducer, *, buffers: bool, keep: bool = True) -> None:
+    def __init__(self, reducer: Reducer, *, buffers: bool, keep: bool = True, beyond: Sequence[Exchange] = ()) -> None:
         self._reducer = reducer
         self._step = reducer.step
         reducer.formation.failure.check()
@@ -42,7 +45,7 @@ class GlobalAverage:
         trained = list(reducer.formation.registration.parameters)
         held = [buffer for buffer in reducer.module.buffers() if buffer.dtype in FLOAT_BUFFERS] if buffers else []
         self._tensors: list[torch.Tensor] = [*trained, *held]
-        self._others = self._means()
+        self._others = self._means_beyond(beyond) if beyond else self._means()
         self.distance = _distance(self._tensors[: len(trained)], self._others[: len(trained)])
         self._swap()
         if not keep:
@@ -66,6 +69,19 @@ class GlobalAverage:
         for chunk in chunks:
             self._reducer.formation.communicator.allreduce_coalesced(chunk, ReduceOp.AVG)
         return means
+
+    @torch.no_grad()
+    def _means_beyond(self, exchanges: Sequence[Exchange]) -> list[torch.Tensor]:
+        """What ``exchanges`` leave in the model, which then has its own again, also after an error."""
+        formation, own = self._reducer.formation, [tensor.detach().clone() for tensor in self._tensors]
+        try:
+            formation.execution.courses.once(
+                exchanges, self._reducer.buckets, formation.model, formation.options, formation.clock
+            )
+            return [tensor.detach().clone() for tensor in self._tensors]
+        finally:
+            for tensor, kept in zip(self._tensors, own, strict=True):
+                tensor.copy_(kept)
 
     @torch.no_grad()
     def _swap(self) -> None:

@@ -190,12 +190,16 @@ class _OfShards(WithInner):
 
     def exchanges(self, phase: Hashable = 0) -> tuple[Exchange, ...]:
         """Those of the inner algorithm, agreed on by the ranks that hold the other shards."""
-        return tuple(
-            dataclasses.replace(one, how=_ForAllShards(one.how, self.mates))
-            if isinstance(one.how, Sum | BetweenIslands) and "weights" in one.needs
-            else one
-            for one in self.inner.exchanges(phase)
-        )
+        return tuple(map(self._of_shards, self.inner.exchanges(phase)))
+
+    def closing(self) -> tuple[Exchange, ...]:
+        """As those of the inner algorithm."""
+        return tuple(map(self._of_shards, self.inner.closing()))
+
+    def _of_shards(self, exchange: Exchange) -> Exchange:
+        if not isinstance(exchange.how, Sum | BetweenIslands) or "weights" not in exchange.needs:
+            return exchange
+        return dataclasses.replace(exchange, how=_ForAllShards(exchange.how, self.mates))
 
     def __repr__(self) -> str:
         return repr(self.inner)

@@ -30,6 +30,7 @@ from bagua.testing.ranks import RankDiedError
 from tests.membership.training import (
     ALGORITHMS,
     PERIOD,
+    RATE,
     Unsteady,
     check_rows,
     fall_silent,
@@ -37,6 +38,8 @@ from tests.membership.training import (
     new_model,
     new_store,
     run,
+    run_islands,
+    together,
     train,
     vanish,
     wrapped,
@@ -500,3 +503,93 @@ def test_who_can_make_no_merges_has_left():
                 return other._presence.roster.left()
 
     assert run(1, island, new_store()) == [{0}]
+
+
+def samples(number):
+    return torch.randn(8, 3, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+
+
+def normalized(seat):
+    layers = torch.nn.Sequential(torch.nn.Linear(3, 1, bias=False), torch.nn.BatchNorm1d(1, affine=False)).double()
+    with torch.no_grad():
+        layers[0].weight.copy_(new_model(seat).weight)
+    return layers
+
+
+def tensors_of(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+
+
+@pytest.mark.parametrize("algorithm", ["diloco", "local_sgd", "slowmo"])
+@pytest.mark.parametrize("several", [False, True], ids=["processes", "of two ranks"])
+def test_the_mean_is_that_of_all_members(algorithm, several):
+    """Lent by ``global_average``, which changes nothing; or for good, by ``bagua_finish``."""
+    store = new_store()
+
+    def island(look):
+        with together(store, 2) if several else joined(store, 2) as islands:
+            model = normalized(islands.seat)
+            optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+            model = with_bagua(model, optimizer, Algorithm.init(algorithm, **ALGORITHMS[algorithm]), between=islands)
+
+            data = samples(islands.seat + 2 * islands.place[0])
+
+            def steps(count):
+                for _ in range(count):
+                    optimizer.zero_grad()
+                    (model(data) - data.sum(1, keepdim=True)).square().mean().backward()
+                    optimizer.step()
+
+            lent = []
+            for _ in range(3):
+                steps(1)
+                if look:
+                    own = tensors_of(model)
+                    with model.global_average():
+                        lent.append(tensors_of(model))
+                    assert all(torch.equal(one, own[name]) for name, one in tensors_of(model).items())
+            before = tensors_of(model)
+            model.bagua_finish()
+            ends = [tensors_of(model)]
+            steps(1)  # It ends a period: all are equal again.
+            ends.append(tensors_of(model))
+            return (islands.seat, *islands.place), before, lent, ends
+
+    def all_islands(look):
+        nonlocal store
+        store = new_store()
+        if several:
+            found = [one for ends in run_islands(2, lambda _: island(look)) for one in ends]
+        else:
+            found = run(2, island, look)
+        return [one for _, *one in sorted(found, key=lambda end: end[0])]
+
+    looked, plain = all_islands(look=True), all_islands(look=False)
+    for (before, lent, ends), (unlooked, _, plain_ends) in zip(looked, plain, strict=True):
+        for name, tensor in before.items():
+            mean = torch.stack([one[0][name] for one in looked]).mean(0)
+            torch.testing.assert_close(ends[0][name], mean)
+            torch.testing.assert_close(lent[-1][name], mean)
+            assert several or not torch.allclose(tensor, mean)
+            assert torch.equal(unlooked[name], tensor)
+            assert torch.equal(plain_ends[1][name], ends[1][name])
+        assert torch.equal(ends[1]["0.weight"], looked[0][2][1]["0.weight"])
+        assert not torch.allclose(ends[0]["0.weight"], ends[1]["0.weight"])
+
+
+def test_members_that_are_not_at_one_point_mix_nothing():
+    """One comes to the end of its training, while the other takes an outer step."""
+    store = new_store()
+
+    def island():
+        with joined(store, 2) as islands:
+            model = wrapped(islands, "local_sgd")
+            train(islands, model, 1)
+            before = model.weight.detach().clone()
+            with pytest.raises(CollectiveMismatchError, match="islands exchange different things") as caught:
+                model.bagua_finish() if islands.seat == 0 else train(islands, model, 2)
+            assert caught.value.peers == (1 - islands.seat,)
+            assert islands.seat == 1 or torch.equal(before, model.weight)
+            return "refused"
+
+    assert run(2, island) == ["refused", "refused"]

@@ -327,6 +327,8 @@ def test_weights_are_not_loaded_while_members_merge():
                 with pytest.raises(ConfigurationError, match="weights were loaded"):
                     model.bagua_state_dict()
                 model.load_state_dict(kept)
+                with pytest.raises(ConfigurationError, match=r"never come to one point.*bagua_finish"):
+                    model.global_average().__enter__()
                 with pytest.raises(ConfigurationError, match="weights were loaded"):
                     model.load_bagua_state_dict(model.bagua_state_dict())
                 is_there.set()

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
 
 import bagua.comm
-from bagua.algorithms import Algorithm, AsyncModelAverageAlgorithm, LocalUpdates, registry
+from bagua.algorithms import (
+    Algorithm,
+    AsyncModelAverageAlgorithm,
+    Difference,
+    Every,
+    Exchange,
+    LocalUpdates,
+    Mean,
+    Outer,
+    OuterStep,
+    Parts,
+    Replace,
+    Weights,
+    registry,
+)
 from bagua.errors import CollectiveMismatchError, ConfigurationError, PeerLostError
 from bagua.parallel import BaguaModule, DistributedDataParallel, with_bagua
 from bagua.testing.algorithm_contract import optimizer_maker
@@ -169,6 +184,72 @@ def test_ranks_that_train_alone_count_by_what_they_have_trained_on(thread_ranks,
     for row in rows:
         for mine, wanted in zip(row, expected_alone(sizes, outer if options else None), strict=True):
             torch.testing.assert_close(mine, wanted)
+
+
+STEP_AT_ONCE = OuterStep(Outer(torch.optim.SGD, lr=1.0), Replace())
+
+
+@pytest.mark.parametrize("batches", list(itertools.product((3, 4, 5, 6), (8,))))
+@pytest.mark.parametrize(
+    ("exchange", "lag"),
+    [
+        (Exchange(Difference(), Every(3, offset=-1), Mean(), STEP_AT_ONCE, lag=1, parts=Parts(1, "strided")), 1),
+        (Exchange(Weights(), Every(3), Mean(), Replace(), at="safe", parts=Parts(1, "strided")), 0),
+    ],
+    ids=["undone while the mean was on its way", "before the optimizers step"],
+)
+def test_a_rank_counts_by_what_is_left_of_its_training(thread_ranks, exchange, lag, batches):
+    """Steps that a result undoes teach nobody, and those that come after a start are not in what was sent."""
+
+    def rank_trains():
+        model, optimizer, rank = wrapped(Algorithm.of(exchange))
+        with model.join():
+            train(model, optimizer, rank, batches)
+        return weights_of(model)
+
+    models = trained_alone(exchange, lag, batches)
+    for row, model in zip(thread_ranks(2, rank_trains), models, strict=True):
+        for mine, wanted in zip(row, model.parameters(), strict=True):
+            torch.testing.assert_close(mine, wanted.detach())
+
+
+def trained_alone(exchange, lag, batches):
+    """In plain torch: the models of ranks whose means land at once, or a step later."""
+    models = [mlp() for _ in batches]
+    optimizers = [sgd(model.parameters()) for model in models]
+    begins, counts, result = exchange.at == "safe", [0] * len(batches), None
+    for step in range(max(batches)):
+        due = exchange.when.due(step + 1)
+        for turn in (not begins, begins):  # The exchange, or the step of the optimizers, comes first.
+            if turn:
+                for rank in (rank for rank, count in enumerate(batches) if step < count):
+                    optimizers[rank].zero_grad()
+                    loss_of(models[rank], rank, step).backward()
+                    optimizers[rank].step()
+                    counts[rank] += 1
+                continue
+            if result is not None:
+                land(models, result)
+                result, counts = None, [0] * len(batches)
+            if due:
+                result = mean_by(models, counts)
+                counts = [0] * len(batches)
+                if not lag:
+                    land(models, result)
+                    result = None
+    return models
+
+
+def mean_by(models, counts):
+    shares = torch.tensor(counts).div(sum(counts))
+    found = zip(*(model.parameters() for model in models), strict=True)
+    return [sum(share * one.detach() for share, one in zip(shares, ones, strict=True)) for ones in found]
+
+
+def land(models, result):
+    for model in models:
+        for one, mean in zip(model.parameters(), result, strict=True):
+            one.data.copy_(mean)
 
 
 def test_a_number_of_samples_that_is_none_is_refused(thread_ranks):

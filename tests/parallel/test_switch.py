@@ -64,6 +64,38 @@ def test_a_no_sync_block_goes_on_after_a_switch(thread_ranks, wrap):
     assert_same_on_all_ranks(thread_ranks(2, train))
 
 
+@pytest.mark.parametrize("first", ["gradient_allreduce", "low_precision_decentralized", LocalSgd(2)])
+@pytest.mark.parametrize("warm_up", [0, 2])
+def test_what_a_no_sync_block_has_accumulated_survives_a_switch(thread_ranks, first, warm_up):
+    """As in plain torch, nothing but ``zero_grad`` takes gradients away."""
+
+    def train() -> list[dict[str, torch.Tensor]]:
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = sgd(model.parameters())
+        wrapped = bagua_init(model, optimizer, first)[0]
+        train_steps(wrapped, optimizer, rank, range(warm_up))
+        optimizer.zero_grad()
+        with wrapped.no_sync():
+            loss_of(wrapped, rank, 5).backward()
+            own = {name: one.grad.clone() for name, one in model.named_parameters()}
+            wrapped.switch_to("gradient_allreduce")
+            loss_of(wrapped, rank, 6).backward()
+        loss_of(wrapped, rank, 7).backward()
+        together = {name: one.grad.clone() for name, one in model.named_parameters()}
+        optimizer.zero_grad()
+        with wrapped.no_sync():  # The same weights: what came after the switch, by itself.
+            for step in (6, 7):
+                loss_of(wrapped, rank, step).backward()
+        return [own, together, {name: one.grad.clone() for name, one in model.named_parameters()}]
+
+    ends = thread_ranks(2, train)
+    for _, together, _ in ends:
+        for name, gradient in together.items():
+            mean = torch.stack([own[name] + later[name] for own, _, later in ends]).mean(0)
+            torch.testing.assert_close(gradient, mean)
+
+
 @pytest.mark.parametrize("wrap", ["bagua_init", "with_bagua"])
 def test_a_switch_in_a_join_block_is_refused_and_nobody_waits(thread_ranks, wrap):
     """Ranks that are at the end of the block make the steps of the engine with which it began."""

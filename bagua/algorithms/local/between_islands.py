@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,8 +19,8 @@ from bagua.algorithms.exchanges.values import WHOLE, Sum
 from bagua.algorithms.gradients.gradient_allreduce import GradientAllReduceAlgorithm
 from bagua.algorithms.local.decoupled import ByQuorum, decoupled, ending
 from bagua.checks import check_flags, check_kind
-from bagua.comm import ProcessGroup
-from bagua.errors import ConfigurationError
+from bagua.comm import Communicator, ProcessGroup
+from bagua.errors import CollectiveMismatchError, ConfigurationError
 from bagua.membership import Islands
 from bagua.primitives import State
 
@@ -36,6 +37,7 @@ class BetweenIslands(How):
         inner: how they communicate.
         islands: who may take part.
         of_ranks: the ranks of an island hold different things, whose sum or mean it contributes.
+        purpose: purpose in words, which members compare before each exchange; empty where all exchanges have the same.
 
     Raises:
         ConfigurationError: islands cannot communicate like that.
@@ -44,6 +46,7 @@ class BetweenIslands(How):
     inner: Sum
     islands: Islands
     of_ranks: bool = False
+    purpose: str = ""
 
     def __post_init__(self) -> None:
         check_kind(Islands, "what join_islands returned", islands=self.islands)
@@ -91,6 +94,8 @@ class BetweenIslands(How):
             flight.memory.forget_proposals()
             if not flight.flat.numel():
                 return
+            if self.purpose:
+                _require_same(self.purpose, members.global_communicator)
             scale = self.inner.scale(members.size)
             if scale != 1.0:
                 flight.flat.mul_(scale)
@@ -187,11 +192,15 @@ class OverIslands(WithInner):
         return (*inside, *found, let_in.labelled("newcomers"))
 
     def closing(self) -> tuple[Exchange, ...]:
-        """With a quorum, what members have yet to merge."""
-        if not self._by_quorum:
-            return super().closing()
-        (outer,) = self.inner.exchanges()
-        return ending(outer, self.islands)
+        """With a quorum, what members have yet to merge; else the means over all ranks of all members."""
+        if self._by_quorum:
+            (outer,) = self.inner.exchanges()
+            return ending(outer, self.islands)
+        return tuple(
+            dataclasses.replace(one, how=BetweenIslands(one.how, self.islands, True, f"the mean of all {one.label}"))
+            for one in self.inner.closing()
+            if isinstance(one.how, Sum)
+        )
 
     @property
     def _by_quorum(self) -> bool:
@@ -199,10 +208,11 @@ class OverIslands(WithInner):
 
     def _between(self, exchange: Exchange, how: How) -> Exchange:
         assert isinstance(how, Sum)
+        purpose = exchange.label or "an outer step" if self.inner.ranks_differ else ""
         if "gradients" not in exchange.needs:
-            return dataclasses.replace(exchange, how=BetweenIslands(how, self.islands))
+            return dataclasses.replace(exchange, how=BetweenIslands(how, self.islands, purpose=purpose))
         # One barrier for each step, when nothing else is on its way.
-        between = BetweenIslands(how, self.islands, of_ranks=True)
+        between = BetweenIslands(how, self.islands, of_ranks=True, purpose=purpose)
         return dataclasses.replace(exchange, how=between, at="backward ends", until="backward ends", parts=WHOLE)
 
     def __repr__(self) -> str:
@@ -234,6 +244,24 @@ def _check_quorum(how: ByQuorum, islands: Islands, *, sharded: bool) -> None:
             expected=f"at most size, which is {islands.size}",
             seen=how.quorum,
             advice="Pass size= to join_islands, or a smaller quorum.",
+        )
+
+
+def _require_same(purpose: str, communicator: Communicator) -> None:
+    """Refuse to mix what islands exchange for different reasons, before anything is sent. Collective."""
+    own = torch.tensor([zlib.crc32(purpose.encode())])
+    told = torch.empty(communicator.size, dtype=own.dtype)
+    communicator.allgather(told, own)
+    others = [seat for seat, one in zip(communicator.ranks, told.tolist(), strict=True) if one != own.item()]
+    if others:
+        raise CollectiveMismatchError(
+            "islands exchange different things",
+            rank=communicator.ranks[communicator.rank],
+            peers=others,
+            expected=purpose,
+            seen=f"something else from seats {others}",
+            advice="Make equally many steps on all islands before bagua_finish() and global_average(): see "
+            "model.bagua_step.",
         )
 
 

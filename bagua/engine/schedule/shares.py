@@ -60,7 +60,7 @@ class SampleShares:
         return bool(self._samples)
 
     def contributions(self, steps: range, ranks: Sequence[int]) -> float:
-        """How many contributions like that of ``ranks`` make one mean; ``inf`` if they have trained on nothing.
+        """How many contributions like that of ``ranks`` make one mean; ``inf`` if only others have trained.
 
         Args:
             steps: steps in which ranks have learned what they contribute. In those before the block all count alike.
@@ -68,7 +68,10 @@ class SampleShares:
         """
         found = self._of(steps)
         own = sum(samples[rank] for samples in found for rank in ranks)
-        return sum(map(sum, found)) / own if own else float("inf")
+        total = sum(map(sum, found))
+        if not total:
+            return self._size / len(ranks)
+        return total / own if own else float("inf")
 
     def longest(self, steps: range, ranks: Sequence[int]) -> int:
         """The first one of ``ranks`` that had data in most of ``steps``: who has none left gets none again."""
@@ -76,5 +79,8 @@ class SampleShares:
         return max(ranks, key=lambda rank: sum(samples[rank] > 0 for samples in found))
 
     def _of(self, steps: range) -> list[Sequence[int]]:
-        size = len(next(iter(self._samples.values())))
-        return [self._samples.get(step, [self._before] * size) for step in steps]
+        return [self._samples.get(step, [self._before] * self._size) for step in steps]
+
+    @property
+    def _size(self) -> int:
+        return len(next(iter(self._samples.values())))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bagua.algorithms import Exchange, Flight, How, Model
+from bagua.algorithms import Exchange, Flight, How, Model, Point
 from bagua.buckets import Bucket
 from bagua.comm import Communicator, ProcessGroup, Work
 from bagua.engine.buckets.layout import unusable
@@ -24,6 +24,9 @@ from bagua.errors import BaguaError
 from bagua.primitives import MatrixBlock, ReducerMemory
 
 _log = logging.getLogger("bagua")
+
+#: Points at which weights have the update of the step.
+_AFTER_UPDATES: tuple[Point, ...] = ("bucket stepped", "stepped")
 
 
 class Clock(NamedTuple):
@@ -267,10 +270,17 @@ class Course:
         )
 
     def _steps_until(self, clock: Clock, shift: int) -> range:
-        """The steps since the part started last, in which was learned what starts now."""
-        when = self.exchange.when
-        before = next((t for t in range(clock.t - 1, 0, -1) if when.due(t, shift)), 0)
-        return range(clock.step - clock.t + before + 1, clock.step + 1)
+        """The steps since the part started last, in which was learned what starts now.
+
+        What was learned while the last result was on its way does not count, if that has taken the place of it.
+        """
+        one = self.exchange
+        before = next((t for t in range(clock.t - 1, 0, -1) if one.when.due(t, shift)), 0)
+        late, undone = one.starts_at not in _AFTER_UPDATES, 0
+        if before and one.then.overwrites and "weights" in one.writes:
+            undone = one.lag + late - (one.folds_at not in _AFTER_UPDATES)
+        begun = clock.step - clock.t + 1
+        return range(begun + (before - late if before else 0) + undone, clock.step + 1 - late)
 
     def returned(self, track: Track, saved: Mapping[str, Any]) -> Flight:
         """A flight that was saved when its result was there."""

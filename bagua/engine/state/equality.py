@@ -91,9 +91,7 @@ class EqualityCheck:
         if self._looks:
             self._begins = self._next = step
 
-    def note_load(
-        self, step: int, group: ProcessGroup, registration: Registration, check: Callable[[], None]
-    ) -> bool:
+    def note_load(self, step: int, group: ProcessGroup, registration: Registration, check: Callable[[], None]) -> bool:
         """Training goes on with ``step``: whether weights were loaded before it, and not put back; see ``settle``."""
         if not self.loads.settle(step, registration.trained_now, check):
             return False
