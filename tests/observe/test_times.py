@@ -11,8 +11,10 @@ import torch
 
 import bagua.comm
 from bagua.comm import Call, CallTimes, Place, Recorder, in_background
+from bagua.comm.records import statistics as records
+from bagua.comm.records.ledger import Ledger
 from bagua.comm.records.recorder import LATEST_LENGTH
-from bagua.comm.records.statistics import Statistics
+from bagua.comm.records.statistics import KindStatistics, Statistics
 from bagua.engine.schedule.executor import ThreadExecutor
 from bagua.errors import CommunicationError
 
@@ -175,6 +177,33 @@ def test_a_call_that_ends_while_its_communicator_is_closed_is_counted(clock, sta
     assert recorder.times() == CallTimes(5.0, 2.0, 3.0, 5.0, 1)
     assert (recorder.waits(), recorder.lasts()) == ({2: 3.0}, {2: 1.0})
     assert recorder.sent_bytes() == statistics.sent_bytes() > 0
+
+
+def test_the_totals_count_a_call_that_ends_after_its_communicator_was_closed(clock):
+    ledger = Ledger(recorder=Recorder(clock))
+    closed = [Statistics(0, 3, recorder=ledger.recorder) for _ in range(LATEST_LENGTH + 2)]
+    ledger.open += closed
+    for number, statistics in enumerate(closed):
+        record = statistics.begin(call(1), clock())
+        ledger.retire(statistics)
+        statistics.add(record.call, 1.0)
+        assert ledger.totals()[record.call.kind].calls == number + 1
+    assert len(ledger.latest) == LATEST_LENGTH, "what was closed long ago is kept as sums only"
+
+
+def test_totals_that_are_read_while_a_call_is_counted_have_all_of_it_or_nothing(statistics, monkeypatch):
+    sent, readings = records._sent_by, []
+
+    def asking(*arguments):
+        readings.append(statistics.snapshot())
+        return sent(*arguments)
+
+    monkeypatch.setattr(records, "_sent_by", asking)
+    message = Call("send", 0, torch.float32, 5, root=1)
+    for count in (1, 2):
+        statistics.add(message, 1.0)
+        assert statistics.snapshot() == {"send": KindStatistics(count, 20 * count, 20 * count, float(count))}
+    assert readings == [{}, {"send": KindStatistics(1, 20, 20, 1.0)}]
 
 
 def test_what_is_read_while_a_communicator_is_closed_counts_it_once(clock, statistics):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from bagua.comm.records.recorder import Recorder
+from bagua.comm.records.recorder import LATEST_LENGTH, Recorder
 from bagua.comm.records.statistics import KindStatistics, Statistics, merge
 
 
@@ -15,12 +15,14 @@ class Ledger:
 
     Attributes:
         open: counters of those that are open.
+        latest: counters of those that were closed last; a call that another thread makes may end a little later.
         closed: sums of the counters of all others.
         lost: global rank of the first peer that was lost, and what it did; None if none was.
         recorder: record of the calls of the rank.
     """
 
     open: list[Statistics] = field(default_factory=list)
+    latest: list[Statistics] = field(default_factory=list)
     closed: dict[str, KindStatistics] = field(default_factory=dict)
     lost: tuple[int, str] | None = None
     guard: threading.RLock = field(default_factory=threading.RLock)
@@ -31,7 +33,9 @@ class Ledger:
         with self.guard:
             if entry in self.open:
                 self.open.remove(entry)
-                self.closed = merge([self.closed, entry.snapshot()])
+                self.latest.append(entry)
+                if len(self.latest) > LATEST_LENGTH:
+                    self.closed = merge([self.closed, self.latest.pop(0).snapshot()])
                 self.recorder.retire(entry)
 
     def disown(self) -> None:
@@ -42,4 +46,4 @@ class Ledger:
     def totals(self) -> dict[str, KindStatistics]:
         """Sums over all communicators, by kind of call."""
         with self.guard:
-            return merge([self.closed, *(entry.snapshot() for entry in list(self.open))])
+            return merge([self.closed, *(entry.snapshot() for entry in (*self.latest, *self.open))])

@@ -14,6 +14,7 @@ RECORDS_LENGTH = 64
 HISTORY_LENGTH = 16
 #: Who comes last is late if it is waited for so large a part of the time from the end of one call to that of the next.
 LATE_SHARE = 0.02
+_NOTHING = (0, 0.0, 0, 0)
 
 
 class KindStatistics(NamedTuple):
@@ -88,7 +89,8 @@ class Statistics:
 
     def __init__(self, place: Place, recorder: Recorder | None = None) -> None:
         #: Calls, seconds, bytes, and bytes sent; the last one stays 0 for even kinds, where it follows from the bytes.
-        self._totals: dict[str, list[float]] = {}
+        #: Threads read all at once.
+        self._totals: dict[str, tuple[int, float, int, int]] = {}
         self._busy_until = 0.0
         self.place = place
         self.recorder = recorder or Recorder()
@@ -160,24 +162,21 @@ class Statistics:
     def add(self, call: Call, seconds: float) -> None:
         """Count one completed call."""
         kind = call[0]
-        total = self._totals.get(kind)
-        if total is None:
-            total = self._totals.setdefault(kind, [0, 0.0, 0, 0])
-        total[0] += 1
-        total[1] += seconds
+        calls, before, volume, sent = self._totals.get(kind, _NOTHING)
         if kind in _EVEN:
-            total[2] += call[3] * call[2].itemsize
+            volume += call[3] * call[2].itemsize
         else:
-            total[2] += call.nbytes
-            total[3] += _sent_by(call, self.place.rank, len(self.place.ranks))
+            volume += call.nbytes
+            sent += _sent_by(call, self.place.rank, len(self.place.ranks))
+        self._totals[kind] = (calls + 1, before + seconds, volume, sent)
 
     def snapshot(self) -> dict[str, KindStatistics]:
         """Totals by kind."""
         return {
             kind: KindStatistics(
-                int(calls),
-                int(volume),
-                _sent_evenly(kind, int(volume), len(self.place.ranks)) if kind in _EVEN else int(sent),
+                calls,
+                volume,
+                _sent_evenly(kind, volume, len(self.place.ranks)) if kind in _EVEN else sent,
                 seconds,
             )
             for kind, (calls, seconds, volume, sent) in list(self._totals.items())
