@@ -186,7 +186,7 @@ def grounds_of(options: argparse.Namespace) -> Grounds:
 
     def measure_ground(hosts: int) -> Ground:
         facts, rehearsals = run_ranks(find_out, hosts, (task_of(options), hosts, options.contenders))[0]
-        machine = probe_lab()
+        machine = probe_lab(hosts)
         print(f"{hosts} hosts: step alone {facts.step_s * 1e3:.1f} ms; {machine}", file=sys.stderr)
         return Ground(facts, tuple(rehearsals), machine)
 

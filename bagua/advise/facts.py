@@ -79,11 +79,15 @@ class CallFacts:
         message_s: seconds of each message of a small call.
         points: bytes that a rank sends, rising, and the seconds that they add to a small call; below 0 where large
             calls take a shorter way.
+        busy: part of the time of a small call for which a rank keeps a core busy.
+        busy_bytes: part of the time that bytes add for which a rank keeps a core busy.
     """
 
     kind: str
     message_s: float
     points: tuple[tuple[float, float], ...]
+    busy: float = 1.0
+    busy_bytes: float = 1.0
 
     def byte_s(self, sent: float) -> float:
         """Seconds for each of ``sent`` bytes: on the line between the points next to them.
@@ -133,6 +137,7 @@ class MachineFacts:
         calls: the first two by kind of call, where they were measured.
         after_calls: factor on the time of what is computed after a call, while caches are cold.
         others: part of the cores that other processes had while all this was measured.
+        ranks: ranks that made these calls together, on the cores of one machine.
     """
 
     message_s: float = 60e-6
@@ -143,8 +148,13 @@ class MachineFacts:
     calls: tuple[CallFacts, ...] = ()
     after_calls: float = 1.0
     others: float = 0.0
+    ranks: int = 2
 
-    def cost_of(self, kind: str, sent: float) -> tuple[float, float]:
-        """Seconds of one message, and of each byte, of a call in which a rank sends ``sent`` bytes."""
-        one = calls_like(self.calls, kind)
-        return (self.message_s, self.byte_s) if one is None else (one.message_s, one.byte_s(sent))
+    def call_of(self, kind: str) -> CallFacts:
+        """What calls of ``kind`` cost, or any call where that was not measured."""
+        return calls_like(self.calls, kind) or CallFacts(kind, self.message_s, ((1.0, self.byte_s),))
+
+    def waiting_s(self, call: CallFacts) -> float:
+        """Seconds of each message of ``call`` in which the rank's share of the cores had nothing to do."""
+        share = min(1.0, self.cores / self.ranks)
+        return max(call.message_s * (1.0 - call.busy / share), 0.0)

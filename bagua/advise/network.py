@@ -90,7 +90,9 @@ class Cost:
         link_bytes: bytes that go through the link of each host, one way.
         own_bytes: bytes that this rank sends or receives, whichever is more.
         work_s: seconds for which this rank's processor is busy with messages, whatever their size.
-        byte_s: seconds for which it is busy with each of ``own_bytes``.
+        byte_s: least seconds that each of ``own_bytes`` takes.
+        byte_work_s: seconds for which this rank's processor is busy with each of them.
+        rounds: messages that wait for each other: each takes its part of ``latency_s`` and of the bytes.
     """
 
     latency_s: float
@@ -98,6 +100,8 @@ class Cost:
     own_bytes: float
     work_s: float = 0.0
     byte_s: float = 0.0
+    byte_work_s: float = 0.0
+    rounds: int = 1
 
 
 @dataclass(frozen=True)
@@ -183,13 +187,13 @@ def cost_of(message: Message, cluster: Cluster, machine: MachineFacts, idle_s: f
     pattern = _pattern(message)
     own_bytes = pattern.sent
     link_bytes = own_bytes * pattern.leaving * message.ranks / message.hosts
-    message_s, byte_s = machine.cost_of(message.kind, own_bytes)
-    latency_s = pattern.delays * cluster.delay_s
+    call = machine.call_of(message.kind)
+    work_s, waiting_s, byte_s = call.message_s * call.busy, machine.waiting_s(call), call.byte_s(own_bytes)
+    latency_s = pattern.messages * waiting_s + pattern.delays * cluster.delay_s
     seen = calls_like(cluster.calls, message.kind)
     if seen is not None:
-        latency_s += pattern.delays * _beyond_delay_s(
-            seen, message, cluster, message_s / cluster.share_of(machine.cores)
-        )
+        known_s = work_s / cluster.share_of(machine.cores) + waiting_s
+        latency_s += pattern.delays * _beyond_delay_s(seen, message, cluster, known_s)
         if math.isfinite(cluster.bytes_per_s) and not cluster.delay_s:
             link_bytes *= max(1.0, seen.byte_s(own_bytes) * cluster.bytes_per_s)
     own_rate = 1.0 / byte_s if byte_s else math.inf
@@ -198,7 +202,8 @@ def cost_of(message: Message, cluster: Cluster, machine: MachineFacts, idle_s: f
         latency_s += slow_start_s(own_bytes, rate, cluster.delay_s)
     if seen is None and cluster.connection_bytes_per_s < cluster.bytes_per_s:
         latency_s += own_bytes * (1 / cluster.connection_bytes_per_s - 1 / cluster.bytes_per_s)
-    return Cost(latency_s, link_bytes, own_bytes, pattern.messages * message_s, byte_s)
+    rounds = round(pattern.delays / 2)  # a message is asked for before it is sent
+    return Cost(latency_s, link_bytes, own_bytes, pattern.messages * work_s, byte_s, byte_s * call.busy_bytes, rounds)
 
 
 def _beyond_delay_s(seen: CallFacts, message: Message, cluster: Cluster, message_s: float) -> float:

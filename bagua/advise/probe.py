@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,8 +24,11 @@ _KINDS = ("allreduce", "allgather", "alltoall", "sendrecv")
 _LARGE = (256 * 1024, 1024 * 1024, 4 * 1024 * 1024)
 #: The same on a link. With a delay, it counts from some packets on whether a connection may have them on their way.
 _LARGE_ON_LINK = (32 * 1024, *_LARGE)
-#: Calls of each kind and size.
-_ROUNDS = 40
+#: Calls of each kind and size, and of the smallest size. Some of those take ten times as long as the others: Gloo's
+#: thread that reads connections asks again and again for a message, and keeps the core from the thread that takes it.
+_ROUNDS, _SMALL_ROUNDS = 40, 160
+#: Parts of all calls of a kind and size; of their means, the middle one counts.
+_PARTS = 3
 #: On a link: so many at least, and seconds that calls of one kind and size may take; none is made that takes longer.
 _LEAST_ROUNDS, _LINK_S = 3, 1.2
 #: All of them are made so often there: what disturbs the first calls of a process is over when they come again.
@@ -33,6 +36,22 @@ _PASSES = 2
 _TIMEOUT_S = 120.0
 
 _Connected = Callable[[], contextlib.AbstractContextManager[Communicator]]
+_Key = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class _Usual:
+    """What calls of one kind and size took.
+
+    Attributes:
+        mean_s: seconds on an average, which is what they add to steps.
+        median_s: seconds of the one in the middle: chance has less of a say in what bytes add to it.
+        busy_s: seconds for which each rank kept a core busy, on an average.
+    """
+
+    mean_s: float
+    median_s: float
+    busy_s: float
 
 
 class _Step:
@@ -68,21 +87,36 @@ def probe_machine(cores: int | None = None) -> MachineFacts:
     return replace(machine_facts(*ranks[0].result(), cores), others=others.share())
 
 
-def machine_facts(calls: tuple[CallFacts, ...], after_calls: float, cores: int | None = None) -> MachineFacts:
+def machine_facts(
+    calls: tuple[CallFacts, ...], after_calls: float, cores: int | None = None, ranks: int = 2
+) -> MachineFacts:
     """Facts of this machine.
 
     Args:
-        calls: calls that two ranks have measured.
+        calls: calls that ranks have measured together.
         after_calls: factor on the time of what is computed after a call.
         cores: processor cores of a host; None for those that this process may use.
+        ranks: how many ranks.
     """
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     large = _LARGE[1]
     copied = torch.empty(large // 4)
     source = torch.ones_like(copied)
     local_s = statistics.median(_seconds(lambda: copied.copy_(source)) for _ in range(_ROUNDS))
     message_s, byte_s = calls[0].message_s, calls[0].byte_s(large)
-    return MachineFacts(message_s, byte_s, min(20e-6, message_s), local_s / large, cores or usable, calls, after_calls)
+    return MachineFacts(
+        message_s,
+        byte_s,
+        min(20e-6, message_s),
+        local_s / large,
+        cores or _usable_cores(),
+        calls,
+        after_calls,
+        ranks=ranks,
+    )
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _rank(store: object, rank: int) -> tuple[tuple[CallFacts, ...], float]:
@@ -94,11 +128,15 @@ def _rank(store: object, rank: int) -> tuple[tuple[CallFacts, ...], float]:
         communicator.close()
 
 
-def call_facts(communicator: Communicator) -> tuple[tuple[CallFacts, ...], float]:
+def call_facts(
+    communicator: Communicator, busy_clock: Callable[[], float] | None = None
+) -> tuple[tuple[CallFacts, ...], float]:
     """Measure calls as steps make them, after computing: then caches are cold, and other threads sleep.
 
     Args:
-        communicator: two ranks, both of which call this.
+        communicator: ranks on this machine, all of which call this.
+        busy_clock: clock of the seconds for which this rank, and nothing else, keeps cores busy; without one, it is
+            taken to be busy while a call lasts.
 
     Returns:
         Facts of the calls, and how much longer computing takes that comes after a call.
@@ -112,14 +150,15 @@ def call_facts(communicator: Communicator) -> tuple[tuple[CallFacts, ...], float
         _LARGE,
         lambda: after_s.append(step()),
         lambda _: _ROUNDS,
+        busy_clock,
     )
     alone_s.append(_usual_step_s(step))
-    return found, max(statistics.median(after_s) / min(alone_s), 1.0)
+    return found, max(statistics.fmean(after_s) / min(alone_s), 1.0)
 
 
 def _usual_step_s(step: Callable[[], float]) -> float:
     """Seconds of a step that follows others at once."""
-    return statistics.median([step() for _ in range(2 * _ROUNDS)][_ROUNDS:])
+    return statistics.fmean([step() for _ in range(2 * _ROUNDS)][_ROUNDS:])
 
 
 def link_facts(group: ProcessGroup, cluster: Cluster) -> tuple[CallFacts, ...]:
@@ -156,15 +195,17 @@ def _measured(
     large: Sequence[int],
     before: Callable[[], object] | None,
     rounds: Callable[[Cost], int],
+    busy_clock: Callable[[], float] | None = None,
 ) -> tuple[CallFacts, ...]:
     """Facts of all kinds of calls.
 
     Args:
-        connected: see ``_usual_s``.
+        connected: see ``_usual``.
         cluster: the hosts.
         large: bytes of the calls that show what bytes cost.
-        before: see ``_usual_s``.
+        before: see ``_usual``.
         rounds: says how many calls with such a cost are made; some of the smallest are made in any case.
+        busy_clock: see ``call_facts``.
     """
     ranks = cluster.hosts
     costs = {
@@ -173,23 +214,33 @@ def _measured(
         for nbytes in (SMALL_CALL_BYTES, *large)
     }
     wanted = {key: rounds(cost) or _LEAST_ROUNDS * (key[1] <= _LARGE[0]) for key, cost in costs.items()}
-    usual_s = _usual_s(connected, wanted, before)
+    if before:
+        wanted |= {(kind, SMALL_CALL_BYTES): _SMALL_ROUNDS for kind in _KINDS}
+    usual = _usual(connected, wanted, before, busy_clock)
+    most = min(1.0, _usable_cores() / ranks)  # more of a core than that is not there for each
     found = []
     for kind in _KINDS:
-        small_s = usual_s[kind, SMALL_CALL_BYTES]
-        points = tuple(
-            (costs[kind, nbytes].own_bytes, usual_s[kind, nbytes] - small_s)
-            for nbytes in large
-            if (kind, nbytes) in usual_s
-        )
-        found.append(CallFacts(kind, small_s / messages_of(Message(kind, SMALL_CALL_BYTES, ranks, ranks)), points))
+        small = usual[kind, SMALL_CALL_BYTES]
+        sizes = [nbytes for nbytes in large if (kind, nbytes) in usual]
+        points = tuple((costs[kind, one].own_bytes, usual[kind, one].median_s - small.median_s) for one in sizes)
+        message_s = small.mean_s / messages_of(Message(kind, SMALL_CALL_BYTES, ranks, ranks))
+        busy, busy_bytes = most, most
+        if busy_clock:
+            busy = min(small.busy_s / small.mean_s, most)
+            added_s = points[-1][1]
+            busy_s = usual[kind, sizes[-1]].busy_s - small.busy_s
+            busy_bytes = min(max(busy_s, 0.0) / added_s, most) if added_s > 0 else most
+        found.append(CallFacts(kind, message_s, points, busy, busy_bytes))
     return tuple(found)
 
 
-def _usual_s(
-    connected: _Connected, wanted: Mapping[tuple[str, int], int], before: Callable[[], object] | None
-) -> dict[tuple[str, int], float]:
-    """Seconds of calls by kind and size, from the moment when the last rank has come.
+def _usual(
+    connected: _Connected,
+    wanted: Mapping[_Key, int],
+    before: Callable[[], object] | None,
+    busy_clock: Callable[[], float] | None = None,
+) -> dict[_Key, _Usual]:
+    """What calls take by kind and size, from the moment when the last rank has come.
 
     Args:
         connected: connects all ranks, once for calls that take turns, and once for those that follow each other.
@@ -197,33 +248,44 @@ def _usual_s(
         before: called before each call. Calls then take turns, so that what disturbs meets all of them. Without it, all
             calls of one kind and size follow each other, and each begins as the one before it ends; all that is made
             twice, and the lower figure counts.
+        busy_clock: see ``call_facts``.
     """
     turns = [list(wanted)] if before else [[key] for key in wanted] * _PASSES
-    found: dict[tuple[str, int], float] = {}
+    found: dict[_Key, _Usual] = {}
     for keys in turns:
         with connected() as communicator:
-            usual_s = _usual_of_turn_s(communicator, {key: wanted[key] for key in keys if wanted[key]}, before)
-        found |= {key: min(seconds, found.get(key, seconds)) for key, seconds in usual_s.items()}
+            usual = _usual_of_turn(communicator, {key: wanted[key] for key in keys if wanted[key]}, before, busy_clock)
+        found |= {key: min(one, found.get(key, one), key=lambda usual: usual.mean_s) for key, one in usual.items()}
     return found
 
 
-def _usual_of_turn_s(
-    communicator: Communicator, wanted: Mapping[tuple[str, int], int], before: Callable[[], object] | None
-) -> dict[tuple[str, int], float]:
+def _usual_of_turn(
+    communicator: Communicator,
+    wanted: Mapping[_Key, int],
+    before: Callable[[], object] | None,
+    busy_clock: Callable[[], float] | None,
+) -> dict[_Key, _Usual]:
     calls = {key: _call(communicator, *key) for key in wanted}
-    seconds: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
+    seconds: dict[_Key, list[float]] = {key: [] for key in calls}
+    busy_s = dict.fromkeys(calls, 0.0)
+    look = busy_clock or (lambda: 0.0)
     for number in range(-1, max(wanted.values(), default=0)):  # The first one of each is not timed.
         for key, act in calls.items():
             if number < wanted[key]:
                 if before:
                     before()
+                begun = look()
                 seconds[key].append(_seconds(act))
+                busy_s[key] += (look() - begun) * (number >= 0)
     found = {}
     for key, own in seconds.items():
-        of_all = torch.empty(communicator.size * (len(own) - 1))
-        communicator.allgather(of_all, torch.tensor(own[1:]))
+        numbers = len(own) - 1
+        of_all = torch.empty(communicator.size * (numbers + 1))
+        communicator.allgather(of_all, torch.tensor([*own[1:], busy_s[key] / numbers]))
         by_rank = of_all.view(communicator.size, -1)
-        found[key] = float((by_rank.min(0).values if before else by_rank.mean(0)).median())
+        times = by_rank[:, :-1].min(0).values if before else by_rank[:, :-1].mean(0)
+        middle_s = statistics.median(float(part.mean()) for part in times.chunk(_PARTS))
+        found[key] = _Usual(middle_s, float(times.median()), float(by_rank[:, -1].mean()))
     return found
 
 

@@ -211,11 +211,13 @@ class _Rank:
         yield lambda: self.calls < _GLOO_CALLS
         self.calls += 1
         yield _Activity(cost.work_s / self.had, "work")
-        yield _Activity(cost.latency_s, "seconds")
-        if cost.link_bytes > 0:
-            per_link_byte = cost.byte_s * cost.own_bytes / cost.link_bytes
-            limit = 1.0 / per_link_byte if per_link_byte else math.inf
-            yield _Activity(cost.link_bytes, "bytes", load=per_link_byte / self.had, limit=limit)
+        own = cost.own_bytes / cost.link_bytes if cost.link_bytes else 0.0
+        limit = 1.0 / (cost.byte_s * own) if cost.byte_s * own else math.inf
+        for _ in range(cost.rounds):  # While one call waits for its next message, others have the link.
+            yield _Activity(cost.latency_s / cost.rounds, "seconds")
+            if own:
+                load = cost.byte_work_s * own / self.had
+                yield _Activity(cost.link_bytes / cost.rounds, "bytes", load=load, limit=limit)
         self.calls -= 1
 
 

@@ -79,6 +79,18 @@ def test_kinds_of_calls_cost_what_was_measured_of_them() -> None:
     assert (pair.work_s, pair.byte_s) == pytest.approx((1e-4, 5e-9))
 
 
+def test_what_keeps_no_core_busy_is_waiting() -> None:
+    # A byte takes a microsecond, for a quarter of which a core is busy; a message takes 4 ms, and 1 of them on a core.
+    calls = (CallFacts("allreduce", 4e-3, ((1e6, 1.0),), busy=0.25, busy_bytes=0.25),)
+    message, cluster = Message("allreduce", 1e6, 4, 4), Cluster(4, shared=True)
+    alone = cost_of(message, cluster, MachineFacts(cores=4, calls=calls, ranks=4))
+    assert (alone.work_s, alone.latency_s) == pytest.approx((6 * 1e-3, 6 * 3e-3))
+    assert (alone.byte_s, alone.byte_work_s) == pytest.approx((1e-6, 0.25e-6))
+    # Four ranks that shared two cores then took 2 ms for that work, and waited for 2.
+    crowded = cost_of(message, cluster, MachineFacts(cores=2, calls=calls, ranks=4))
+    assert (crowded.work_s, crowded.latency_s) == pytest.approx((6 * 1e-3, 6 * 2e-3))
+
+
 def test_calls_that_were_made_on_the_link_say_what_it_does_to_them() -> None:
     link = parse_link("1gbit,5ms")
     rate = 1e9 / 8 * 1448 / 1514

@@ -19,6 +19,7 @@ MEGA = 1024.0 * 1024
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "_ROUNDS", 3)
+    monkeypatch.setattr(probe, "_SMALL_ROUNDS", 3)
 
 
 def on_link(link: str) -> tuple[CallFacts, ...]:
@@ -42,25 +43,77 @@ def test_a_slow_link_is_measured_with_few_bytes() -> None:
     ]  # fmt: skip
 
 
+def usual(before: Callable[[], object] | None) -> dict[tuple[str, int], float]:
+    """Mean seconds of three calls of one kind, one of another, and none of a third."""
+    wanted = {("allreduce", 64): 3, ("sendrecv", 1024): 1, ("alltoall", 64): 0}
+    communicator = get_default_group().global_communicator
+    found = probe._usual(lambda: contextlib.nullcontext(communicator), wanted, before)
+    return {key: one.mean_s for key, one in found.items()}
+
+
 def test_a_call_takes_as_long_as_it_took_the_rank_that_came_last(monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds(act: Callable[[], object]) -> float:
         act()
         return 1.0 if get_rank() == 1 else 6.0  # Rank 0 has waited for 5 seconds.
 
     monkeypatch.setattr(probe, "_seconds", seconds)
-
-    def usual(before: Callable[[], object] | None) -> dict[tuple[str, int], float]:
-        wanted = {("allreduce", 64): 3, ("sendrecv", 1024): 1, ("alltoall", 64): 0}
-        communicator = get_default_group().global_communicator
-        return probe._usual_s(lambda: contextlib.nullcontext(communicator), wanted, before)
-
     assert ThreadRanks(2).run(usual, lambda: None) == [{("allreduce", 64): 1.0, ("sendrecv", 1024): 1.0}] * 2
     # Calls that follow each other at once: over all of them, no rank waits longer than another one.
     assert ThreadRanks(2).run(usual, None) == [{("allreduce", 64): 3.5, ("sendrecv", 1024): 3.5}] * 2
 
 
+def in_turn(*seconds: float) -> Callable[[Callable[[], object]], float]:
+    """Takes the place of the clock of calls: each rank sees ``seconds``, the first of them as it warms up."""
+    left = {rank: list(seconds) for rank in range(2)}
+
+    def measure(act: Callable[[], object]) -> float:
+        act()
+        return left[get_rank()].pop(0)
+
+    return measure
+
+
+def calls_of_nine() -> tuple[float, float]:
+    communicator = get_default_group().global_communicator
+    key = ("allreduce", 64)
+    found = probe._usual(lambda: contextlib.nullcontext(communicator), {key: 9}, lambda: None)[key]
+    return found.mean_s, found.median_s
+
+
+def test_the_few_calls_that_take_long_count_as_steps_count_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    # One call in three takes 4 s; in the last part one took a minute, while something else had the machine.
+    monkeypatch.setattr(probe, "_seconds", in_turn(99.0, 1.0, 1.0, 4.0, 1.0, 4.0, 1.0, 60.0, 1.0, 1.0))
+    assert ThreadRanks(2).run(calls_of_nine) == [(2.0, 1.0)] * 2
+
+
+def test_a_call_keeps_a_core_busy_for_a_part_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def usual(
+        _: object, wanted: dict[tuple[str, int], int], before: Callable[[], object], __: object
+    ) -> dict[tuple[str, int], probe._Usual]:
+        before()
+        # Without a byte 4 s, 1 of which on a core; those of the largest call add 4 s, 2 of them on a core.
+        small, large = probe._Usual(4.0, 3.0, 1.0), probe._Usual(9.0, 7.0, 3.0)
+        return {key: small if key[1] == 64 else large for key in wanted}
+
+    monkeypatch.setattr(probe, "_usual", usual)
+    monkeypatch.setattr(probe, "_usable_cores", lambda: 2)
+
+    def facts(clock: Callable[[], float] | None) -> CallFacts:
+        return probe.call_facts(get_default_group().global_communicator, clock)[0][0]
+
+    seen = ThreadRanks(2).run(facts, lambda: 0.0)[0]
+    assert (seen.message_s, seen.busy, seen.busy_bytes) == (2.0, 0.25, 0.5)
+    assert [added_s for _, added_s in seen.points] == [4.0] * 3
+    # Four ranks on two cores: none can have had more than a half. Without a clock, it had that.
+    crowded = ThreadRanks(4).run(facts, None)[0]
+    assert (crowded.busy, crowded.busy_bytes) == (0.5, 0.5)
+
+
 def test_what_bytes_add_may_be_less_than_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_usual_s", lambda _, wanted, __: {key: 0.1 if key[1] == 64 else 0.03 for key in wanted})
+    def usual(_: object, wanted: dict[tuple[str, int], int], *__: object) -> dict[tuple[str, int], probe._Usual]:
+        return {key: probe._Usual(0.5, 0.1 if key[1] == 64 else 0.03, 0.0) for key in wanted}
+
+    monkeypatch.setattr(probe, "_usual", usual)
     for one in ThreadRanks(2).run(on_link, "1gbit")[0]:
         assert [added_s for _, added_s in one.points] == pytest.approx([-0.07] * 4)
 
@@ -71,3 +124,4 @@ def test_a_machine_is_measured_between_two_threads() -> None:
     assert found.after_calls >= 1.0
     assert [one.kind for one in found.calls] == KINDS
     assert all(one.message_s > 0 and len(one.points) == 3 for one in found.calls)
+    assert found.ranks == 2

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bagua.advise import Cluster, MachineFacts, Message, Moment, Rehearsal, Run, max_min_shares, step_seconds
+from bagua.advise import CallFacts, Cluster, MachineFacts, Message, Moment, Rehearsal, Run, max_min_shares, step_seconds
 from bagua.link import parse_link
 
 MACHINE = MachineFacts(message_s=0.0, byte_s=0.0, cores=8)
@@ -53,6 +53,36 @@ def test_two_exchanges_share_the_link() -> None:
     both = (moments("a0 s0 a1 s1 w0 w1 t"),)
     # The first has the link for 0.5 s, they share it for 0.4 s, and 0.1 s are left of the second.
     assert seconds(Rehearsal("two", both, (sending(700_000), sending(300_000)))) == pytest.approx(STEP_S + 0.5)
+
+
+def test_a_call_that_waits_for_its_next_message_leaves_the_link_to_others() -> None:
+    # A way takes 0.6 s. An allreduce between two waits for two of them, sends a half, waits for two, sends the rest.
+    far = Cluster(2, 1, parse_link(f"{8 * 1514 / 1448}mbit,600ms"))
+    small, large = (Run((Message("allreduce", nbytes, 2, 2), 0.0)) for nbytes in (200_000, 800_000))
+    one = Rehearsal("one", (moments("a0 a1 s0 w0 t"),), (large,))
+    both = Rehearsal("two", (moments("a0 a1 s0 s1 w0 w1 t"),), (small, large))
+    found = [step_seconds(each, ARRIVALS, STEP_S, far, MACHINE, [1.0] * 3) - STEP_S for each in (one, both)]
+    # From 1.2 s on both share the link, until the small one has sent its half, 0.1 s, at 1.4. The large one has 0.3 s
+    # left then, waits from 1.7 to 2.9, and sends 0.4 s. The small one has ended in that wait, from 2.6 to 2.7.
+    assert found == pytest.approx([2 * 1.2 + 0.8, 3.3])
+
+
+def test_a_call_that_waits_leaves_the_core_to_what_is_computed() -> None:
+    # A message takes 0.2 s, for half of which it keeps the only core busy: then what is computed takes twice as long.
+    steps = (moments("a0 s0 a1 w0 t"),)
+    found = Rehearsal("beside", steps, (Run((Message("sendrecv", 0.0, 2, 2), 0.0), "lane"),))
+    for busy, added_s in ((1.0, 0.2), (0.5, 0.1), (0.0, 0.0)):
+        calls = (CallFacts("sendrecv", 0.2, ((1.0, 0.0),), busy=busy),)
+        assert seconds(found, MachineFacts(cores=1, calls=calls, ranks=1)) == pytest.approx(STEP_S + added_s)
+
+
+def test_bytes_load_a_core_as_much_as_was_measured() -> None:
+    # 300 KB take 0.3 s of the link, and a core for a part of that: what is computed beside them takes longer.
+    steps = (moments("a0 s0 a1 w0 t"),)
+    found = Rehearsal("beside", steps, (sending(300_000),))
+    for busy, added_s in ((0.5, 0.15), (0.1, 0.03)):
+        calls = (CallFacts("sendrecv", 0.0, ((1e6, 1.0),), busy_bytes=busy),)
+        assert seconds(found, MachineFacts(cores=1, calls=calls, ranks=1)) == pytest.approx(STEP_S + added_s)
 
 
 def test_what_a_background_thread_runs_goes_one_after_the_other() -> None:

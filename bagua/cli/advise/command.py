@@ -122,7 +122,7 @@ def _place(options: argparse.Namespace) -> tuple[Cluster, MachineFacts]:
     place = options.hosts, options.ranks_per_host, options.link
     try:
         calls = probe_link(options.hosts, options.link) if options.hosts > 1 else ()
-        return lab_cluster(*place, calls), probe_lab()
+        return lab_cluster(*place, calls), probe_lab(max(options.hosts, 2))
     except LabUnavailableError as error:
         print(f"bagua advise: calls are measured without the lab's links, which cost more: {error}", file=sys.stderr)
         return lab_cluster(*place), probe_machine()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 from bagua.advise import CallFacts, Cluster, MachineFacts, Others, call_facts, link_facts, machine_facts
@@ -28,16 +29,19 @@ def lab_cluster(hosts: int, ranks_per_host: int, link: LinkSettings, calls: tupl
     return Cluster(hosts, ranks_per_host, link, shared=True, burst_bytes=burst, calls=calls)
 
 
-def probe_lab() -> MachineFacts:
-    """Measure what calls cost between two hosts of the lab, whose links have no limit.
+def probe_lab(hosts: int) -> MachineFacts:
+    """Measure what calls cost among hosts of the lab whose links have no limit, and of which each has one rank.
+
+    Args:
+        hosts: how many.
 
     Raises:
         LabUnavailableError: there cannot be a lab here.
     """
     others = Others()
-    with open_network(2) as network:
-        found: list[tuple[tuple[CallFacts, ...], float]] = run_ranks(_on_machine, 2, network=network)
-    return replace(machine_facts(*found[0]), others=others.share())
+    with open_network(hosts) as network:
+        found: list[tuple[tuple[CallFacts, ...], float]] = run_ranks(_on_machine, hosts, network=network)
+    return replace(machine_facts(*found[0], ranks=hosts), others=others.share())
 
 
 def probe_link(hosts: int, link: LinkSettings) -> tuple[CallFacts, ...]:
@@ -58,7 +62,7 @@ def probe_link(hosts: int, link: LinkSettings) -> tuple[CallFacts, ...]:
 def _on_machine(rank: Rank) -> tuple[tuple[CallFacts, ...], float]:
     rank.join("gloo", _TIMEOUT_S)
     try:
-        return call_facts(get_default_group().global_communicator)
+        return call_facts(get_default_group().global_communicator, time.process_time)
     finally:
         destroy_process_group()
 
