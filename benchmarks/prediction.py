@@ -6,7 +6,7 @@ times. Needs Linux and root.
 
 ``python -m benchmarks.prediction --hosts 2 --links 100mbit 1gbit 50mbit,20ms``
 
-The whole grid has 16 pieces, a number of hosts and a link each. A piece that is in the file is not measured again:
+The whole grid has 16 pieces, a number of hosts and a link each. A cell that is in the file is not measured again:
 
 ``for n in $(seq 16); do python -m benchmarks.prediction --grid --pieces 1 --json cells.json --facts facts.json; done``
 
@@ -200,22 +200,23 @@ def predictions(hosts: int, link: LinkSettings, grounds: Grounds) -> dict[str, P
     return {one.name: predict(one, ground.facts, cluster, ground.machine) for one in ground.rehearsals}
 
 
-def cells_of(hosts: int, link: LinkSettings, options: argparse.Namespace, grounds: Grounds) -> list[Cell]:
-    """Predict first, and measure then."""
+def cells_of(
+    hosts: int, link: LinkSettings, options: argparse.Namespace, grounds: Grounds, contenders: Sequence[str]
+) -> Iterator[list[Cell]]:
+    """Predict first, and measure then: all together, or one by one behind a switch."""
     task = task_of(options)
     predicted = predictions(hosts, link, grounds)
-    rehearsals = grounds.of(hosts, link)[0].rehearsals
+    rehearsals = [one for one in grounds.of(hosts, link)[0].rehearsals if one.name in contenders]
     calls = {one.name: steps_of_turn(one, predicted[one.name].step_s) for one in rehearsals}
     one_by_one = [{name: number} for name, number in calls.items()] if link.needs_switch else [calls]
-    found = []
     for some in one_by_one:
         others = Others()
         measured, late = measure(hosts, link, task, some, options.rounds)
         share = others.share()
-        for name, seconds in measured.items():
-            one = predicted[name]
-            found.append(Cell(name, hosts, str(link), one.step_s, seconds, late, share, one.keeps_equal))
-    return found
+        yield [
+            Cell(name, hosts, str(link), predicted[name].step_s, seconds, late, share, predicted[name].keeps_equal)
+            for name, seconds in measured.items()
+        ]
 
 
 def predicted_again(cells: Sequence[Cell], grounds: Grounds) -> list[Cell]:
@@ -235,12 +236,15 @@ def prepare(options: argparse.Namespace, grounds: Grounds) -> None:
         print(f"{hosts} hosts, {link}: measured", flush=True)
 
 
-def pieces(options: argparse.Namespace, known: Sequence[Cell]) -> list[tuple[int, LinkSettings]]:
-    """What is to be measured now."""
+def pieces(options: argparse.Namespace, known: Sequence[Cell]) -> list[tuple[int, LinkSettings, list[str]]]:
+    """What is to be measured now: hosts, link, and contenders whose cell is not there."""
     wanted = GRID if options.grid else [(options.hosts, link) for link in options.links]
-    there = {(cell.hosts, cell.link) for cell in known}
-    missing = [(hosts, link) for hosts, link in wanted if (hosts, str(link)) not in there]
-    return missing[: options.pieces]
+    there = {(cell.hosts, cell.link, cell.contender) for cell in known}
+    missing = [
+        (hosts, link, [one for one in options.contenders if (hosts, str(link), one) not in there])
+        for hosts, link in wanted
+    ]
+    return [one for one in missing if one[2]][: options.pieces]
 
 
 def groups_of(cells: Sequence[Cell]) -> dict[tuple[int, str], list[Cell]]:
@@ -358,11 +362,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def new_cells(options: argparse.Namespace, known: Sequence[Cell], grounds: Grounds) -> Iterator[list[Cell]]:
-    """Cells of one network after the other, each written as soon as it is there."""
-    for hosts, link in pieces(options, known):
-        found = cells_of(hosts, link, options, grounds)
-        add_to(options.json, found)
-        yield found
+    """Cells of one network after the other, written as soon as they are there."""
+    for hosts, link, contenders in pieces(options, known):
+        for found in cells_of(hosts, link, options, grounds, contenders):
+            add_to(options.json, found)
+            yield found
 
 
 def cells_in(path: Path | None) -> list[Cell]:

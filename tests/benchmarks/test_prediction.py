@@ -12,7 +12,7 @@ from bagua.cli.lab.network import LabUnavailableError
 from bagua.link import parse_link
 from benchmarks import prediction
 from benchmarks.grounds import Ground, Grounds
-from benchmarks.prediction import GRID, Cell, add_to, main, make_parser, pieces, summary, tables
+from benchmarks.prediction import CONTENDERS, GRID, Cell, add_to, main, make_parser, pieces, summary, tables
 
 
 def test_cells_are_collected_and_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,10 +79,13 @@ def refuse(*_: object) -> Ground:
 
 def test_the_grid_goes_on_where_it_ended() -> None:
     options = make_parser().parse_args(["--grid", "--pieces", "2"])
-    known = [Cell("ddp", hosts, str(link), 1.0, 1.0) for hosts, link in GRID[:3]]
+    known = [Cell(who, hosts, str(link), 1.0, 1.0) for hosts, link in GRID[:3] for who in CONTENDERS]
     assert len(GRID) == 16
-    assert pieces(options, known) == list(GRID[3:5])
-    assert pieces(make_parser().parse_args(["--grid"]), []) == list(GRID)
+    # Of the third network, the last algorithm is missing.
+    assert pieces(options, known[:-1]) == [(*GRID[2], [CONTENDERS[-1]]), (*GRID[3], list(CONTENDERS))]
+    assert pieces(make_parser().parse_args(["--grid"]), []) == [(*one, list(CONTENDERS)) for one in GRID]
+    some = make_parser().parse_args(["--grid", "--contenders", "ddp", "power_sgd"])
+    assert pieces(some, known)[0] == (*GRID[3], ["ddp", "power_sgd"])
 
 
 def test_a_machine_without_a_lab_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
