@@ -15,6 +15,8 @@ from bagua.comm.store import bounded
 from bagua.comm.store.asking import consult, gather_values
 from bagua.comm.store.serving import connect_store
 from bagua.comm.torch_forms import tagged
+from bagua.comm.transports.base import Membership
+from bagua.comm.transports.failure.finder import FailureFinder
 from bagua.errors import CollectiveTimeoutError, PeerLostError
 from tests.interpreters import interpreter
 
@@ -64,8 +66,9 @@ def host(monkeypatch):
         lambda store: gather_values(store, "subject", 1, (0, 1), "here", 0.05),
         lambda store: consult(store, "subject", 1, 1, (0, 1), "here", sum, 0.05),
         lambda store: fresh(store, 1, (0, 1), 0.05),
+        lambda store: FailureFinder(Membership(store, 1, (0, 1), (0, 0), 0.05), lambda: None),
     ],
-    ids=["gather_values", "consult", "fresh"],
+    ids=["gather_values", "consult", "fresh", "failure finder"],
 )
 def test_ranks_that_meet_name_the_host_that_is_stopped(host, ask):
     host.stop()
