@@ -46,29 +46,316 @@ To hold a transport to it, derive a class and give it a pool of ranks on that tr
 
 A transport that connects processes uses ``ProcessRanks(3, backend="queues", modules=["my_package.transport"])``,
 where importing the module registers it. What a transport cannot do it says with the class attributes of
-``ContractBase``; the tests that need it are skipped, with that declaration as the reason.
+``TransportContract``; the tests that need it are skipped, with that declaration as the reason.
 """
 
 from __future__ import annotations
 
-from bagua.testing.contract.arguments import ArgumentsContract
-from bagua.testing.contract.asynchronous import AsynchronousContract
-from bagua.testing.contract.disagreements import DisagreementsContract
-from bagua.testing.contract.failures import FailuresContract
-from bagua.testing.contract.messages import MessagesContract
-from bagua.testing.contract.records import RecordsContract
-from bagua.testing.contract.results import ResultsContract
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from bagua.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicationError,
+    CommunicatorClosedError,
+    PeerLostError,
+)
+from bagua.testing.contract import arguments, asynchronous, disagreements, failures, messages, records, results
+from bagua.testing.contract.exercises import CallSetting
+from bagua.testing.ranks import Outcome, RankPool
+from bagua.testing.reference import assert_same
 
 __all__ = ["TransportContract"]
 
+#: What is true of a transport without a capability.
+_WITHOUT = {
+    "compares_calls": "calls are not compared",
+    "can_lose_ranks": "there is no other rank",
+    "adds_in_float32": "a foreign library adds",
+    "keeps_apart": "communicators are used in one order, and share their fate",
+    "receives_from_any": "ranks to receive from are named",
+    "matches_in_order": "a foreign library matches receives",
+    "blocks_host": "waiting does not block",
+}
 
-class TransportContract(
-    ResultsContract,
-    ArgumentsContract,
-    AsynchronousContract,
-    FailuresContract,
-    DisagreementsContract,
-    RecordsContract,
-    MessagesContract,
-):
-    """All chapters. The attributes of ``ContractBase`` say what the transport declares about itself."""
+_Test = Callable[["TransportContract", RankPool], None]
+
+
+def _on_every_size(function: Callable[..., Any], *arguments: Any) -> _Test:
+    """A test that runs ``function`` with each of the numbers of ranks."""
+
+    def test(self: TransportContract, pool: RankPool) -> None:
+        for size in self.sizes:
+            pool.run(function, *arguments, size=size)
+
+    return test
+
+
+def _on_most_ranks(function: Callable[..., Any], *needs: str) -> _Test:
+    """A test that runs ``function`` with the largest number of ranks, on transports with the capabilities ``needs``."""
+
+    def test(self: TransportContract, pool: RankPool) -> None:
+        self.need(*needs)
+        pool.run(function, size=self.size)
+
+    return test
+
+
+class TransportContract:
+    """Every promise of a transport; what a transport declares about itself decides which of them are tested.
+
+    Attributes:
+        sizes: numbers of ranks with which every promise is checked.
+        compares_calls: ranks that disagree get ``CollectiveMismatchError``.
+        can_lose_ranks: ranks can die, be late, or call something else; not where there is only one.
+        adds_in_float32: sums of 16-bit floats are accumulated in float32 by this project.
+        keeps_apart: calls on two communicators may be issued in different orders on
+            different ranks.
+        receives_from_any: ``recv_any`` works.
+        matches_in_order: a message goes to the receive that was started first, also where one takes any sender.
+        blocks_host: ``wait`` returns when the result is there, not when a stream will see it.
+        deadline_s: timeout that the tests of late and silent ranks use, in seconds.
+    """
+
+    sizes: ClassVar[tuple[int, ...]] = (2, 3)
+    compares_calls: ClassVar[bool] = True
+    can_lose_ranks: ClassVar[bool] = True
+    adds_in_float32: ClassVar[bool] = True
+    keeps_apart: ClassVar[bool] = True
+    receives_from_any: ClassVar[bool] = True
+    matches_in_order: ClassVar[bool] = True
+    blocks_host: ClassVar[bool] = True
+    deadline_s: ClassVar[float] = 0.6
+
+    @pytest.fixture
+    def pool(self) -> RankPool:
+        """The ranks, on the transport under test. Every transport supplies its own."""
+        raise NotImplementedError("give the class a fixture `pool` that returns a RankPool")
+
+    @property
+    def size(self) -> int:
+        """The largest number of ranks."""
+        return max(self.sizes)
+
+    def need(self, *capabilities: str) -> None:
+        """Skip, visibly, a test that this transport declares not to be for it."""
+        for name in capabilities:
+            if not getattr(self, name):
+                pytest.skip(f"{type(self).__name__} declares: {_WITHOUT[name]}")
+
+    def survivors(self, outcomes: list[Outcome], lost: int) -> list[Outcome]:
+        """The outcomes of all ranks but ``lost``, after a check that only that one was lost."""
+        assert outcomes[lost].error is not None, f"rank {lost} should have been lost"
+        rest = [outcome for outcome in outcomes if outcome.rank != lost]
+        for outcome in rest:
+            if outcome.error is not None:
+                raise outcome.error
+        return rest
+
+    # What comes out of a collective.
+
+    test_every_reduction_of_every_dtype = _on_every_size(results.reduce_everything)
+    test_every_dtype_is_carried = _on_every_size(results.carry_everything)
+    test_every_root = _on_every_size(results.use_every_root)
+    test_large_tensors = _on_every_size(results.exercise_all, CallSetting(shape=(results.LARGE,)))
+    test_scalars = _on_every_size(results.exercise_all, CallSetting(shape=()))
+    test_empty_tensors = _on_every_size(results.exercise_all, CallSetting(shape=(0,)))
+    test_every_layout = _on_every_size(results.use_every_layout)
+    test_tensors_that_require_gradients = _on_every_size(results.use_tensors_with_history)
+    test_inference_mode = _on_every_size(results.exercise_in_inference_mode)
+    test_tensors_made_in_inference_mode = _on_every_size(results.exercise_on_inference_tensors)
+    test_output_and_input_may_overlap = _on_every_size(results.overlap_output_and_input)
+    test_shapes_may_differ_where_sizes_agree = _on_every_size(results.use_other_shapes)
+
+    def test_results_are_bitwise_identical(self, pool: RankPool) -> None:
+        for size in self.sizes:
+            per_rank = pool.run(results.return_results, size=size)
+            for rank, found in enumerate(per_rank):
+                for mine, first in zip(found, per_rank[0], strict=True):
+                    assert_same(mine, first, f"rank {rank} of {size} against rank 0")
+
+    test_sums_of_16_bit_floats_accumulate_in_float32 = _on_most_ranks(results.add_small_to_large, "adds_in_float32")
+    test_memory_of_the_communicator_is_ordinary_memory = _on_every_size(results.reduce_own_memory)
+    test_communicators_of_some_ranks = _on_most_ranks(results.exercise_in_subgroups)
+
+    # What a collective refuses.
+
+    test_reductions_without_a_meaning = _on_every_size(arguments.try_meaningless_reductions)
+    test_tensors_that_cannot_be_communicated = _on_every_size(arguments.try_wrong_tensors)
+    test_ranks_that_do_not_exist = _on_every_size(arguments.try_wrong_ranks)
+    test_tensors_that_do_not_fit_together = _on_every_size(arguments.try_wrong_sizes)
+    test_a_root_that_was_refused_calls_again = _on_most_ranks(arguments.refuse_the_root)
+    test_timeouts_that_are_none = _on_every_size(arguments.try_wrong_timeouts)
+    test_timeouts_without_end = _on_every_size(arguments.use_endless_timeouts)
+    test_unknown_options = _on_most_ranks(arguments.try_unknown_options)
+    test_a_timedelta_is_a_timeout = _on_most_ranks(arguments.use_timedelta)
+
+    # What ``async_op=True`` gives.
+
+    test_every_collective_can_be_waited_for = _on_every_size(asynchronous.exercise_asynchronously)
+    test_several_in_flight_waited_for_in_any_order = _on_every_size(asynchronous.wait_backwards)
+    test_a_synchronous_call_comes_after_what_was_started = _on_every_size(asynchronous.mix_with_synchronous)
+    test_everything_that_a_work_offers = _on_every_size(asynchronous.use_all_of_work)
+    test_synchronous_calls_return_nothing = _on_most_ranks(asynchronous.return_values_of_calls)
+    test_a_work_keeps_its_tensors_alive = _on_every_size(asynchronous.forget_tensors)
+    test_closing_lets_started_calls_end = _on_most_ranks(asynchronous.forget_works)
+
+    def test_closing_gives_everything_back(self, pool: RankPool) -> None:
+        if not Path("/proc/self/fd").exists():
+            pytest.skip("the system does not list open files")
+        _on_every_size(asynchronous.open_and_close)(self, pool)
+
+    test_two_communicators_do_not_interfere = _on_most_ranks(asynchronous.cross_two_communicators, "keeps_apart")
+
+    # How collectives fail: all of them, in time, with the facts.
+
+    @pytest.mark.parametrize("kind", [*failures.NEEDS_EVERYONE, *failures.NEEDS_SOME])
+    def test_a_rank_that_died(self, pool: RankPool, kind: str) -> None:
+        self.need("can_lose_ranks")
+        outcomes = pool.outcomes(failures.lose_a_rank, kind, "die", self.deadline_s, size=self.size)
+        for outcome in self.survivors(outcomes, failures.CULPRIT):
+            self.check_loss(outcome.rank, outcome.value)
+
+    @pytest.mark.parametrize("kind", ["allreduce", "barrier", "broadcast"])
+    def test_a_silent_rank(self, pool: RankPool, kind: str) -> None:
+        self.need("can_lose_ranks")
+        outcomes = pool.outcomes(failures.lose_a_rank, kind, "fall_silent", self.deadline_s, size=self.size)
+        survivors = self.survivors(outcomes, failures.CULPRIT)
+        for outcome in survivors:
+            self.check_loss(outcome.rank, outcome.value)
+        errors = [outcome.value[0].error for outcome in survivors]
+        assert any(isinstance(error, CollectiveTimeoutError) for error in errors), errors
+
+    def check_loss(self, rank: int, value: tuple[failures.Caught, failures.Caught]) -> None:
+        """In time, of the right kind, with facts; then refused at once."""
+        (error, seconds), (again, seconds_again) = value
+        assert isinstance(error, PeerLostError | CollectiveTimeoutError), f"rank {rank} got {error!r}"
+        assert seconds < self.deadline_s + failures.GRACE_S, f"rank {rank} waited {seconds:.1f} s for {error}"
+        assert isinstance(again, CommunicatorClosedError), f"rank {rank} got {again!r} from the next call"
+        assert seconds_again < failures.SOON_S, f"rank {rank} waited {seconds_again:.1f} s to be refused"
+
+    @pytest.mark.parametrize("kind", ["allreduce", "recv", "allgather_object", "broadcast_coalesced"])
+    def test_a_late_rank(self, pool: RankPool, kind: str) -> None:
+        self.need("can_lose_ranks")
+        found = pool.run(failures.come_late, kind, self.deadline_s, size=self.size)
+        errors = [error for error, _ in found]
+        for rank, (error, seconds) in enumerate(found):
+            assert isinstance(error, CommunicationError), f"rank {rank} got {error!r}"
+            assert seconds < self.deadline_s + failures.GRACE_S, f"rank {rank} waited {seconds:.1f} s for {error}"
+        assert any(isinstance(error, CollectiveTimeoutError) for error in errors), errors
+
+    test_a_rank_just_in_time = _on_most_ranks(failures.come_just_in_time, "can_lose_ranks")
+
+    def test_the_facts_of_a_timeout(self, pool: RankPool) -> None:
+        self.need("can_lose_ranks")
+        errors = pool.run(failures.time_out_with_facts, self.deadline_s, size=self.size)
+        timeouts = [error for error in errors if isinstance(error, CollectiveTimeoutError)]
+        assert timeouts
+        # Ranks start their calls at different moments; the rank that began first waits the whole deadline.
+        assert max(error.elapsed_s or 0.0 for error in timeouts) >= self.deadline_s - 0.1
+        for error in timeouts:
+            assert error.sequence == 4, "three calls came before"
+            assert "allreduce(3 x float64, sum)" in str(error.call)
+            assert error.rank in range(self.size)
+            assert error.timeout_s == self.deadline_s
+            assert error.elapsed_s is not None
+            assert "broadcast" in error.history[0]
+            for fact in ("#4", "allreduce", "broadcast", "barrier", f"{self.deadline_s}"):
+                assert fact in str(error), str(error)
+
+    def test_waiting_with_a_timeout(self, pool: RankPool) -> None:
+        self.need("can_lose_ranks", "blocks_host")
+        found = pool.run(failures.wait_with_timeout, size=self.size)
+        for rank, (error, seconds) in enumerate(found):
+            assert isinstance(error, CommunicationError), f"rank {rank} got {error!r}"
+            assert seconds < failures.SOON_S, f"rank {rank} waited {seconds:.1f} s"
+        assert isinstance(found[0][0], CollectiveTimeoutError)
+        told = [error for error, _ in found[1:] if isinstance(error, PeerLostError)]
+        assert told, f"no rank lost a peer: {found}"
+        assert any(0 in error.peers and "rank 0" in str(error) for error in told), told
+
+    def test_abort_from_another_thread(self, pool: RankPool) -> None:
+        self.need("can_lose_ranks")
+        found = pool.run(failures.abort_from_thread, size=self.size)
+        for rank, (error, seconds) in enumerate(found):
+            assert isinstance(error, CommunicationError), f"rank {rank} got {error!r}"
+            assert seconds < failures.SOON_S, f"rank {rank} waited {seconds:.1f} s"
+        others = [error for rank, (error, _) in enumerate(found) if rank not in (0, failures.CULPRIT)]
+        for error in others:
+            assert isinstance(error, PeerLostError), f"{error!r}"
+            assert "because of this test" in str(error), str(error)
+
+    def test_errors_of_works(self, pool: RankPool) -> None:
+        self.need("can_lose_ranks")
+        outcomes = pool.outcomes(failures.lose_a_rank_asynchronously, self.deadline_s, size=self.size)
+        self.survivors(outcomes, failures.CULPRIT)
+
+    test_use_by_two_threads = _on_most_ranks(failures.use_from_two_threads, "can_lose_ranks")
+    test_closing = _on_every_size(failures.close_twice)
+    test_a_broken_communicator_leaves_others_alone = _on_most_ranks(failures.break_one_of_two, "keeps_apart")
+
+    def test_errors_survive_pickling(self, pool: RankPool) -> None:
+        self.need("can_lose_ranks")
+        pool.run(failures.pickle_an_error, self.deadline_s, size=self.size)
+
+    # What a transport that compares calls sees.
+
+    @pytest.mark.parametrize("disagreement", disagreements.DISAGREEMENTS)
+    def test_ranks_that_disagree(self, pool: RankPool, disagreement: str) -> None:
+        self.need("can_lose_ranks", "compares_calls")
+        found = pool.run(disagreements.disagree, disagreement, size=self.size)
+        for rank, (error, others) in enumerate(found):
+            assert isinstance(error, CollectiveMismatchError), f"rank {rank} got {error!r}"
+            expected, seen = str(error.expected), str(error.seen)
+            theirs = found[failures.CULPRIT if rank != failures.CULPRIT else 0][1]
+            assert others in expected, f"rank {rank} does not know what it asked for: {error}"
+            assert theirs in seen, f"rank {rank} does not name the other side: {error}"
+            assert error.peers, f"rank {rank} names no rank: {error}"
+            assert rank not in error.peers
+
+    @pytest.mark.parametrize("way", ["counts", "message", "message_type", "message_against_collective"])
+    def test_pairs_that_disagree(self, pool: RankPool, way: str) -> None:
+        self.need("can_lose_ranks", "compares_calls")
+        seen_at_once = way != "message_against_collective"
+        deadline_s = disagreements.CALM_S if seen_at_once else self.deadline_s
+        errors = pool.run(disagreements.disagree_in_pairs, way, deadline_s, size=self.size)
+        for rank in (0, failures.CULPRIT):
+            assert isinstance(errors[rank], CommunicationError), f"rank {rank} got {errors[rank]!r}"
+        if seen_at_once:
+            assert any(isinstance(error, CollectiveMismatchError) for error in errors[:2]), errors
+
+    # Objects from rank to rank, and what a communicator remembers of its calls.
+
+    test_objects_arrive = _on_every_size(records.send_objects)
+    test_tensors_in_objects_arrive = _on_every_size(records.send_tensors_in_objects)
+    test_objects_without_a_safe_encoding_are_refused_everywhere = _on_every_size(records.send_unsafe_objects)
+    test_pickle_is_used_when_all_ask_for_it = _on_every_size(records.send_pickled_objects)
+    test_pickle_is_refused_by_a_rank_that_did_not_ask = _on_most_ranks(records.refuse_pickle, "can_lose_ranks")
+    test_misplaced_objects_keep_nobody_waiting = _on_most_ranks(records.misplace_objects, "can_lose_ranks")
+    test_empty_lists_of_tensors = _on_every_size(records.coalesce_nothing)
+    test_counters = _on_every_size(records.count_calls)
+    test_history_is_bounded_and_in_order = _on_every_size(records.fill_history)
+    test_facts_about_the_communicator = _on_every_size(records.read_facts)
+
+    # What ``recv_any`` receives, and in which order.
+
+    def test_a_message_from_any_rank(self, pool: RankPool) -> None:
+        _on_every_size(messages.receive_from_all if self.receives_from_any else messages.be_refused)(self, pool)
+
+    test_messages_from_any_rank_of_every_kind = _on_most_ranks(
+        messages.receive_every_kind, "can_lose_ranks", "receives_from_any"
+    )
+    test_the_receive_that_was_started_first_gets_the_message = _on_most_ranks(
+        messages.receive_in_order, "receives_from_any", "can_lose_ranks", "matches_in_order"
+    )
+
+    def test_nobody_sends(self, pool: RankPool) -> None:
+        self.need("receives_from_any", "can_lose_ranks")
+        found = pool.run(messages.wait_for_nobody, self.deadline_s, size=self.size)
+        error, seconds = found[0]
+        assert isinstance(error, CollectiveTimeoutError), f"{error!r}"
+        assert seconds < self.deadline_s + failures.GRACE_S, f"it took {seconds:.1f} s"

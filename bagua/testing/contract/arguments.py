@@ -16,7 +16,6 @@ from bagua.errors import (
     InvalidReduceOpError,
     InvalidTensorError,
 )
-from bagua.testing.contract.base import ContractBase, on_every_size, on_most_ranks
 from bagua.testing.contract.exercises import CallSetting, communicator, home, perform
 from bagua.testing.reference import LEGAL, REDUCED, assert_same, values
 
@@ -278,17 +277,3 @@ def try_unknown_options() -> None:
 def use_timedelta() -> None:
     perform("allreduce", communicator(), CallSetting(options={"timeout": timedelta(minutes=1)}))
     perform("allreduce", communicator(), CallSetting(options={"timeout": 60}))
-
-
-class ArgumentsContract(ContractBase):
-    """What a collective refuses."""
-
-    test_reductions_without_a_meaning = on_every_size(try_meaningless_reductions)
-    test_tensors_that_cannot_be_communicated = on_every_size(try_wrong_tensors)
-    test_ranks_that_do_not_exist = on_every_size(try_wrong_ranks)
-    test_tensors_that_do_not_fit_together = on_every_size(try_wrong_sizes)
-    test_a_root_that_was_refused_calls_again = on_most_ranks(refuse_the_root)
-    test_timeouts_that_are_none = on_every_size(try_wrong_timeouts)
-    test_timeouts_without_end = on_every_size(use_endless_timeouts)
-    test_unknown_options = on_most_ranks(try_unknown_options)
-    test_a_timedelta_is_a_timeout = on_most_ranks(use_timedelta)

@@ -8,14 +8,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import pytest
 import torch
 
 import bagua.comm
 from bagua.comm import Work
-from bagua.testing.contract.base import ContractBase, on_every_size, on_most_ranks
 from bagua.testing.contract.exercises import EXERCISES, CallSetting, Exercise, communicator, home, perform
-from bagua.testing.ranks import RankPool
 
 #: How long something that must happen may take, in seconds. An upper bound, never reached.
 PATIENCE_S = 60.0
@@ -173,22 +170,3 @@ def cross_two_communicators() -> None:
     assert other.stats()["allreduce"].calls == 5
     other.close()
     perform("allreduce", one, CallSetting())
-
-
-class AsynchronousContract(ContractBase):
-    """What ``async_op=True`` gives."""
-
-    test_every_collective_can_be_waited_for = on_every_size(exercise_asynchronously)
-    test_several_in_flight_waited_for_in_any_order = on_every_size(wait_backwards)
-    test_a_synchronous_call_comes_after_what_was_started = on_every_size(mix_with_synchronous)
-    test_everything_that_a_work_offers = on_every_size(use_all_of_work)
-    test_synchronous_calls_return_nothing = on_most_ranks(return_values_of_calls)
-    test_a_work_keeps_its_tensors_alive = on_every_size(forget_tensors)
-    test_closing_lets_started_calls_end = on_most_ranks(forget_works)
-
-    def test_closing_gives_everything_back(self, pool: RankPool) -> None:
-        if not Path("/proc/self/fd").exists():
-            pytest.skip("the system does not list open files")
-        on_every_size(open_and_close)(self, pool)
-
-    test_two_communicators_do_not_interfere = on_most_ranks(cross_two_communicators, "keeps_apart")

@@ -6,47 +6,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 
 from bagua.comm import Communicator, ReduceOp
-from bagua.errors import BaguaError, CollectiveMismatchError, CommunicationError, CommunicatorClosedError
-from bagua.testing.contract.base import ContractBase
+from bagua.errors import BaguaError, CommunicatorClosedError
 from bagua.testing.contract.exercises import CallSetting, communicator, home, perform
 from bagua.testing.contract.failures import CULPRIT, GRACE_S, SOON_S, caught
-from bagua.testing.ranks import RankPool
 
 DISAGREEMENTS = ("kind", "size", "dtype", "reduction", "root", "root_again", "empty", "coalesced", "asynchronous")
 #: Deadline where no rank is late on purpose; a busy machine may delay one.
 CALM_S = 30.0
-
-
-class DisagreementsContract(ContractBase):
-    """What a transport that compares calls sees."""
-
-    @pytest.mark.parametrize("disagreement", DISAGREEMENTS)
-    def test_ranks_that_disagree(self, pool: RankPool, disagreement: str) -> None:
-        self.need("can_lose_ranks", "compares_calls")
-        results = pool.run(disagree, disagreement, size=self.size)
-        for rank, (error, others) in enumerate(results):
-            assert isinstance(error, CollectiveMismatchError), f"rank {rank} got {error!r}"
-            expected, seen = str(error.expected), str(error.seen)
-            theirs = results[CULPRIT if rank != CULPRIT else 0][1]
-            assert others in expected, f"rank {rank} does not know what it asked for: {error}"
-            assert theirs in seen, f"rank {rank} does not name the other side: {error}"
-            assert error.peers, f"rank {rank} names no rank: {error}"
-            assert rank not in error.peers
-
-    @pytest.mark.parametrize("way", ["counts", "message", "message_type", "message_against_collective"])
-    def test_pairs_that_disagree(self, pool: RankPool, way: str) -> None:
-        self.need("can_lose_ranks", "compares_calls")
-        seen_at_once = way != "message_against_collective"
-        deadline_s = CALM_S if seen_at_once else self.deadline_s
-        errors = pool.run(disagree_in_pairs, way, deadline_s, size=self.size)
-        for rank in (0, CULPRIT):
-            assert isinstance(errors[rank], CommunicationError), f"rank {rank} got {errors[rank]!r}"
-        if seen_at_once:
-            assert any(isinstance(error, CollectiveMismatchError) for error in errors[:2]), errors
 
 
 def other_call(comm: Communicator, disagreement: str) -> tuple[Callable[[], Any], str, torch.Tensor]:

@@ -16,14 +16,12 @@ import bagua.comm
 from bagua.errors import (
     BaguaError,
     CollectiveTimeoutError,
-    CommunicationError,
     CommunicatorClosedError,
     ConcurrentUseError,
     PeerLostError,
 )
-from bagua.testing.contract.base import ContractBase, on_every_size, on_most_ranks
 from bagua.testing.contract.exercises import EXERCISES, CallSetting, communicator, home, perform
-from bagua.testing.ranks import RankPool, die, fall_silent
+from bagua.testing.ranks import die, fall_silent
 
 #: Every error must be there one second after the deadline at the latest. The other seconds are for a machine
 #: that has more to do than to run this suite, and may leave any thread alone for that long.
@@ -263,96 +261,3 @@ def pickle_an_error(deadline_s: float) -> None:
     assert type(copy) is type(error)
     assert str(copy) == str(error)
     assert vars(copy) == vars(error)
-
-
-class FailuresContract(ContractBase):
-    """How collectives fail: all of them, in time, with the facts."""
-
-    @pytest.mark.parametrize("kind", [*NEEDS_EVERYONE, *NEEDS_SOME])
-    def test_a_rank_that_died(self, pool: RankPool, kind: str) -> None:
-        self.need("can_lose_ranks")
-        outcomes = pool.outcomes(lose_a_rank, kind, "die", self.deadline_s, size=self.size)
-        for outcome in self.survivors(outcomes, CULPRIT):
-            self.check_loss(outcome.rank, outcome.value, (PeerLostError, CollectiveTimeoutError))
-
-    @pytest.mark.parametrize("kind", ["allreduce", "barrier", "broadcast"])
-    def test_a_silent_rank(self, pool: RankPool, kind: str) -> None:
-        self.need("can_lose_ranks")
-        outcomes = pool.outcomes(lose_a_rank, kind, "fall_silent", self.deadline_s, size=self.size)
-        survivors = self.survivors(outcomes, CULPRIT)
-        for outcome in survivors:
-            self.check_loss(outcome.rank, outcome.value, (PeerLostError, CollectiveTimeoutError))
-        errors = [outcome.value[0].error for outcome in survivors]
-        assert any(isinstance(error, CollectiveTimeoutError) for error in errors), errors
-
-    def check_loss(self, rank: int, value: tuple[Caught, Caught], kinds: tuple[type[BaguaError], ...]) -> None:
-        """In time, of the right kind, with facts; then refused at once."""
-        (error, seconds), (again, seconds_again) = value
-        assert isinstance(error, kinds), f"rank {rank} got {error!r}"
-        assert seconds < self.deadline_s + GRACE_S, f"rank {rank} waited {seconds:.1f} s for {error}"
-        assert isinstance(again, CommunicatorClosedError), f"rank {rank} got {again!r} from the next call"
-        assert seconds_again < SOON_S, f"rank {rank} waited {seconds_again:.1f} s to be refused"
-
-    @pytest.mark.parametrize("kind", ["allreduce", "recv", "allgather_object", "broadcast_coalesced"])
-    def test_a_late_rank(self, pool: RankPool, kind: str) -> None:
-        self.need("can_lose_ranks")
-        results = pool.run(come_late, kind, self.deadline_s, size=self.size)
-        errors = [error for error, _ in results]
-        for rank, (error, seconds) in enumerate(results):
-            assert isinstance(error, CommunicationError), f"rank {rank} got {error!r}"
-            assert seconds < self.deadline_s + GRACE_S, f"rank {rank} waited {seconds:.1f} s for {error}"
-        assert any(isinstance(error, CollectiveTimeoutError) for error in errors), errors
-
-    test_a_rank_just_in_time = on_most_ranks(come_just_in_time, "can_lose_ranks")
-
-    def test_the_facts_of_a_timeout(self, pool: RankPool) -> None:
-        self.need("can_lose_ranks")
-        errors = pool.run(time_out_with_facts, self.deadline_s, size=self.size)
-        timeouts = [error for error in errors if isinstance(error, CollectiveTimeoutError)]
-        assert timeouts
-        # Ranks start their calls at different moments; the rank that began first waits the whole deadline.
-        assert max(error.elapsed_s or 0.0 for error in timeouts) >= self.deadline_s - 0.1
-        for error in timeouts:
-            assert error.sequence == 4, "three calls came before"
-            assert "allreduce(3 x float64, sum)" in str(error.call)
-            assert error.rank in range(self.size)
-            assert error.timeout_s == self.deadline_s
-            assert error.elapsed_s is not None
-            assert "broadcast" in error.history[0]
-            for fact in ("#4", "allreduce", "broadcast", "barrier", f"{self.deadline_s}"):
-                assert fact in str(error), str(error)
-
-    def test_waiting_with_a_timeout(self, pool: RankPool) -> None:
-        self.need("can_lose_ranks", "blocks_host")
-        results = pool.run(wait_with_timeout, size=self.size)
-        for rank, (error, seconds) in enumerate(results):
-            assert isinstance(error, CommunicationError), f"rank {rank} got {error!r}"
-            assert seconds < SOON_S, f"rank {rank} waited {seconds:.1f} s"
-        assert isinstance(results[0][0], CollectiveTimeoutError)
-        told = [error for error, _ in results[1:] if isinstance(error, PeerLostError)]
-        assert told, f"no rank lost a peer: {results}"
-        assert any(0 in error.peers and "rank 0" in str(error) for error in told), told
-
-    def test_abort_from_another_thread(self, pool: RankPool) -> None:
-        self.need("can_lose_ranks")
-        results = pool.run(abort_from_thread, size=self.size)
-        for rank, (error, seconds) in enumerate(results):
-            assert isinstance(error, CommunicationError), f"rank {rank} got {error!r}"
-            assert seconds < SOON_S, f"rank {rank} waited {seconds:.1f} s"
-        others = [error for rank, (error, _) in enumerate(results) if rank not in (0, CULPRIT)]
-        for error in others:
-            assert isinstance(error, PeerLostError), f"{error!r}"
-            assert "because of this test" in str(error), str(error)
-
-    def test_errors_of_works(self, pool: RankPool) -> None:
-        self.need("can_lose_ranks")
-        outcomes = pool.outcomes(lose_a_rank_asynchronously, self.deadline_s, size=self.size)
-        self.survivors(outcomes, CULPRIT)
-
-    test_use_by_two_threads = on_most_ranks(use_from_two_threads, "can_lose_ranks")
-    test_closing = on_every_size(close_twice)
-    test_a_broken_communicator_leaves_others_alone = on_most_ranks(break_one_of_two, "keeps_apart")
-
-    def test_errors_survive_pickling(self, pool: RankPool) -> None:
-        self.need("can_lose_ranks")
-        pool.run(pickle_an_error, self.deadline_s, size=self.size)

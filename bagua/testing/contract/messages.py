@@ -6,11 +6,9 @@ import torch
 
 import bagua.comm
 from bagua.comm import Communicator
-from bagua.errors import CollectiveTimeoutError, CommunicationError, InvalidRankError, TransportUnavailableError
-from bagua.testing.contract.base import ContractBase, on_every_size, on_most_ranks
+from bagua.errors import CommunicationError, InvalidRankError, TransportUnavailableError
 from bagua.testing.contract.exercises import CallSetting, communicator, home, perform
-from bagua.testing.contract.failures import GRACE_S, caught, say, wait_until_said
-from bagua.testing.ranks import RankPool
+from bagua.testing.contract.failures import caught, say, wait_until_said
 from bagua.testing.reference import assert_same
 
 #: Several pieces on a transport that moves messages in pieces.
@@ -107,22 +105,3 @@ def be_refused() -> None:
     comm = communicator()
     error = caught(lambda: comm.recv_any(torch.zeros(1, device=home(comm)))).error
     assert isinstance(error, TransportUnavailableError | InvalidRankError), f"{error!r}"
-
-
-class MessagesContract(ContractBase):
-    """What ``recv_any`` receives, and in which order."""
-
-    def test_a_message_from_any_rank(self, pool: RankPool) -> None:
-        on_every_size(receive_from_all if self.receives_from_any else be_refused)(self, pool)
-
-    test_messages_from_any_rank_of_every_kind = on_most_ranks(receive_every_kind, "can_lose_ranks", "receives_from_any")
-    test_the_receive_that_was_started_first_gets_the_message = on_most_ranks(
-        receive_in_order, "receives_from_any", "can_lose_ranks", "matches_in_order"
-    )
-
-    def test_nobody_sends(self, pool: RankPool) -> None:
-        self.need("receives_from_any", "can_lose_ranks")
-        results = pool.run(wait_for_nobody, self.deadline_s, size=self.size)
-        error, seconds = results[0]
-        assert isinstance(error, CollectiveTimeoutError), f"{error!r}"
-        assert seconds < self.deadline_s + GRACE_S, f"it took {seconds:.1f} s"

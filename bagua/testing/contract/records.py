@@ -12,7 +12,6 @@ import torch
 
 from bagua.comm import Communicator
 from bagua.errors import ConfigurationError
-from bagua.testing.contract.base import ContractBase, on_every_size, on_most_ranks
 from bagua.testing.contract.exercises import CallSetting, communicator, home, perform
 from bagua.testing.contract.failures import caught
 from bagua.testing.reference import assert_same
@@ -210,18 +209,3 @@ def read_facts() -> None:
     assert comm.executor in ("caller", "thread", "stream")
     assert comm.timeout_s == 20.0, "the pool's"
     assert f"rank {comm.rank} of {comm.size}" in repr(comm)
-
-
-class RecordsContract(ContractBase):
-    """Objects from rank to rank, and what a communicator remembers of its calls."""
-
-    test_objects_arrive = on_every_size(send_objects)
-    test_tensors_in_objects_arrive = on_every_size(send_tensors_in_objects)
-    test_objects_without_a_safe_encoding_are_refused_everywhere = on_every_size(send_unsafe_objects)
-    test_pickle_is_used_when_all_ask_for_it = on_every_size(send_pickled_objects)
-    test_pickle_is_refused_by_a_rank_that_did_not_ask = on_most_ranks(refuse_pickle, "can_lose_ranks")
-    test_misplaced_objects_keep_nobody_waiting = on_most_ranks(misplace_objects, "can_lose_ranks")
-    test_empty_lists_of_tensors = on_every_size(coalesce_nothing)
-    test_counters = on_every_size(count_calls)
-    test_history_is_bounded_and_in_order = on_every_size(fill_history)
-    test_facts_about_the_communicator = on_every_size(read_facts)

@@ -8,9 +8,7 @@ import torch
 
 import bagua.comm
 from bagua.comm import ReduceOp
-from bagua.testing.contract.base import ContractBase, on_every_size, on_most_ranks
 from bagua.testing.contract.exercises import TENSOR_KINDS, CallSetting, communicator, home, perform
-from bagua.testing.ranks import RankPool
 from bagua.testing.reference import COPIED, FLOATS, LEGAL, assert_same, values
 
 REDUCING = ("allreduce", "reduce", "reduce_scatter")
@@ -253,31 +251,3 @@ def exercise_in_subgroups() -> None:
         for kind in TENSOR_KINDS:
             perform(kind, comm, replace(CallSetting(seed=number + 1), root=comm.size - 1))
     perform("allreduce", communicator(), CallSetting())
-
-
-class ResultsContract(ContractBase):
-    """What comes out of a collective."""
-
-    test_every_reduction_of_every_dtype = on_every_size(reduce_everything)
-    test_every_dtype_is_carried = on_every_size(carry_everything)
-    test_every_root = on_every_size(use_every_root)
-    test_large_tensors = on_every_size(exercise_all, CallSetting(shape=(LARGE,)))
-    test_scalars = on_every_size(exercise_all, CallSetting(shape=()))
-    test_empty_tensors = on_every_size(exercise_all, CallSetting(shape=(0,)))
-    test_every_layout = on_every_size(use_every_layout)
-    test_tensors_that_require_gradients = on_every_size(use_tensors_with_history)
-    test_inference_mode = on_every_size(exercise_in_inference_mode)
-    test_tensors_made_in_inference_mode = on_every_size(exercise_on_inference_tensors)
-    test_output_and_input_may_overlap = on_every_size(overlap_output_and_input)
-    test_shapes_may_differ_where_sizes_agree = on_every_size(use_other_shapes)
-
-    def test_results_are_bitwise_identical(self, pool: RankPool) -> None:
-        for size in self.sizes:
-            per_rank = pool.run(return_results, size=size)
-            for rank, results in enumerate(per_rank):
-                for mine, first in zip(results, per_rank[0], strict=True):
-                    assert_same(mine, first, f"rank {rank} of {size} against rank 0")
-
-    test_sums_of_16_bit_floats_accumulate_in_float32 = on_most_ranks(add_small_to_large, "adds_in_float32")
-    test_memory_of_the_communicator_is_ordinary_memory = on_every_size(reduce_own_memory)
-    test_communicators_of_some_ranks = on_most_ranks(exercise_in_subgroups)
