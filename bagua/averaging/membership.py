@@ -271,6 +271,14 @@ class MembershipView:
         """Whether no other member need wait for ``rank``."""
         return rank in self._detector.lost or self.record(rank).state.gone
 
+    def is_ready(self, rank: int, number: int) -> bool:
+        """Whether the weights of ``rank`` for round ``number`` are there."""
+        return self.record(rank).ready and self.record(rank).round == number
+
+    def gave_up(self, rank: int, number: int) -> bool:
+        """Whether ``rank`` will not come to the exchange of round ``number``, or not any more."""
+        return self.gone(rank) or self.record(rank).broke == number
+
     def _others(self, test: Callable[[int], bool]) -> list[int]:
         """Ranks other than this one that pass ``test``."""
         return [rank for rank in range(len(self.names)) if rank != self.rank and test(rank)]

@@ -250,7 +250,7 @@ class Member:
             trained = not (self.fresh or self.warming) or view.have_trained()
             return {"kind": "stop", "average": trained}
         alive = tuple(rank for rank in self._meeting if rank == self.rank or not view.gone(rank))
-        if not self._ready or not all(rank == self.rank or self._is_ready(rank) for rank in alive):
+        if not self._ready or not all(rank == self.rank or view.is_ready(rank, self._round) for rank in alive):
             return None
         if alive == (self.rank,) and self._round < FINAL and not view.present():
             return None  # No member is left: there will be no more rounds.
@@ -262,10 +262,6 @@ class Member:
             "members": list(alive),
             "connection": self._connections.common(self._meeting, alive, names, fresh),
         }
-
-    def _is_ready(self, rank: int) -> bool:
-        record = self._view.record(rank)
-        return record.ready and record.round == self._round
 
     def _follow(self, decision: dict[str, Any]) -> None:
         """Do what was decided about the round that this member is in."""
@@ -321,7 +317,7 @@ class Member:
     def _attend(self) -> None:
         assert self._transfer is not None
         is_complete, connection, started = self._transfer
-        gone = [rank for rank in connection.members if rank != self.rank and self._will_not_come(rank)]
+        gone = [rank for rank in connection.members if rank != self.rank and self._view.gave_up(rank, self._round)]
         try:
             complete = is_complete()
             if not complete and gone:
@@ -337,10 +333,6 @@ class Member:
         if complete:
             self._transfer = None
             self._deliver(connection, self._clock() - started)
-
-    def _will_not_come(self, rank: int) -> bool:
-        """Whether ``rank`` has given up the exchange that is under way here."""
-        return self._view.gone(rank) or self._view.record(rank).broke == self._round
 
     def _deliver(self, connection: Connection, seconds: float) -> None:
         handoff, before, final = self._handoff, self.progress, self._round >= FINAL
