@@ -287,7 +287,7 @@ def measure_alone(rank: Rank, trainer: Trainer) -> list[float]:
     return seconds
 
 
-class Steps(NamedTuple):
+class TrainedSteps(NamedTuple):
     """The steps of a training: each one's loss and seconds, and the bytes that this rank sent in all of them."""
 
     losses: list[float]
@@ -295,7 +295,7 @@ class Steps(NamedTuple):
     sent_bytes: int
 
 
-def train_together(rank: Rank, trainer: Trainer) -> Steps:
+def train_together(rank: Rank, trainer: Trainer) -> TrainedSteps:
     """The training itself."""
     settings = trainer.settings
     tokens = rank.world_size * settings.batch_per_rank * settings.shape.context
@@ -314,7 +314,7 @@ def train_together(rank: Rank, trainer: Trainer) -> Steps:
         if rank.rank == 0:
             exposed = (stood - stood_before) / seconds[-1]
             rank.report(TrainingProgress(step, losses[-1], tokens / seconds[-1], sent - before, exposed))
-    return Steps(losses, seconds, sent - first_bytes)
+    return TrainedSteps(losses, seconds, sent - first_bytes)
 
 
 def all_sent_bytes() -> int:
@@ -328,7 +328,9 @@ def standing_s() -> float:
     return now["comm/time_exposed"] + now["comm/time_waiting"]
 
 
-def evaluate(rank: Rank, trainer: Trainer, text: Text, steps: Steps, solo_seconds: Sequence[float] = ()) -> Result:
+def evaluate(
+    rank: Rank, trainer: Trainer, text: Text, steps: TrainedSteps, solo_seconds: Sequence[float] = ()
+) -> Result:
     """Put the numbers of all ranks together."""
     settings = trainer.settings
     if rank.rank == 0:
