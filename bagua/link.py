@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 _BIT_S = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _MS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
+_MOST_DELAY_MS = 60_000.0
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,8 @@ def parse_link(text: str) -> LinkSettings:
             loss = _number(other[:-1], other) / 100
         else:
             delay_ms = _scaled(other, _MS)
+    if delay_ms > _MOST_DELAY_MS:
+        raise ValueError(f"a delay of {delay_ms / 1e3:g} s; expected at most {_MOST_DELAY_MS / 1e3:g} s")
     if not 0 <= loss < 1:
         raise ValueError(f"a loss of {100 * loss:g} %; expected 0 % or more, and less than 100 %")
     return LinkSettings(receive_mbit_s, send_mbit_s, delay_ms, loss)

@@ -16,7 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from bagua import env
-from bagua.cli.arguments import above_zero, argument, link, positive, seconds
+from bagua.cli.arguments import (
+    above_zero,
+    argument,
+    link,
+    natural,
+    positive,
+    seconds,
+    some_minutes,
+    some_seconds,
+)
 from bagua.cli.chaos.places import FaultFunctions, Home, disks, links, open_places
 from bagua.cli.chaos.processes import Processes
 from bagua.cli.chaos.progress import STEP, MetricFiles, ProgressReader
@@ -61,16 +70,16 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="KIND:WEIGHT,...",
         help="kill, stop (and continue), partition, slow (links; root), disk (full; root); default kill:28,stop:8",
     )
-    add("--minutes", type=above_zero, default=5.0, help="from when all members train; default 5")
+    add("--minutes", type=some_minutes, default=5.0, help="from when all members train; default 5")
     add("--seed", type=int, default=0, help="of the schedule; default 0")
     add("--lasting", type=argument(parse_lasting), default="5-15", metavar="SECONDS", help="of a fault; default 5-15")
     add("--schedule", type=Path, metavar="FILE", help="replay this one, which --print-schedule json has printed")
     add("--print-schedule", choices=("text", "json"), help="print the schedule, and run nothing")
     add("--hit", choices=("member", "rank"), help="what is killed or stopped; default: rank if --members is 1")
-    add("--keep", type=int, help="members that are always left well; default 1, or 0 if --members is 1")
+    add("--keep", type=natural, help="members that are always left well; default 1, or 0 if --members is 1")
     add("--restart-after", type=seconds, default=1.0, metavar="SECONDS", help="default 1")
     add("--warm-up", type=seconds, default=120.0, metavar="SECONDS", help="begin then at the latest")
-    add("--hang", type=above_zero, default=60.0, metavar="SECONDS", help="silence of all; default 60")
+    add("--hang", type=some_seconds, default=60.0, metavar="SECONDS", help="silence of all; default 60")
     add("--progress", type=argument(ProgressReader), default=STEP, metavar="REGEX", help='default: "step 12" and so on')
     add("--metrics", metavar="PATH", help="file of bagua's CsvWriter, with {member} in its name")
     add("--pace", type=above_zero, help="steps in a second of one member alone; default: as measured")
