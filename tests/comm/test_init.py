@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import textwrap
+import threading
 import time
 
 import pytest
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import bagua.comm
 from bagua.comm.records.ledger import Ledger
 from bagua.comm.startup import formation, initialization
+from bagua.comm.store.asking import come_together
 from bagua.comm.store.serving import connect_store, serve_store, thread_store
 from bagua.errors import (
     BaguaError,
@@ -282,6 +284,56 @@ def test_missing_ranks_are_named_after_the_timeout_and_one_can_try_again():
         return caught.value.peers, total()
 
     assert THREADS.run(ask, size=2) == [((2, 3), 3.0)] * 2
+
+
+def test_a_rank_that_tries_again_meets_those_who_try_for_the_first_time():
+    """What it had said in its first attempt was taken for its presence, and ranks waited at different places."""
+    store, gave_up = thread_store(), threading.Event()
+
+    def ask():
+        if own_rank() == 0:
+            with pytest.raises(CollectiveTimeoutError, match="did not come"):
+                init_thread(store, 2, timeout=0.2)
+            gave_up.set()
+        assert gave_up.wait(60)
+        init_thread(store, 2, timeout=60)
+        return total()
+
+    assert THREADS.run(ask, size=2) == [3.0] * 2
+
+
+def test_a_rank_that_was_started_anew_is_followed_by_those_who_wait_for_it():
+    store = thread_store()
+    store.add("bagua/generation/1", 3)  # It has died three times before it could meet anybody.
+
+    def ask():
+        init_thread(store, 2, timeout=60)
+        return total()
+
+    assert THREADS.run(ask, size=2) == [3.0] * 2
+
+
+def test_a_world_grows_and_shrinks_on_one_store():
+    store, barrier = thread_store(), threading.Barrier(3)
+
+    def ask():
+        found = []
+        for size in (2, 3, 1, 3):
+            if own_rank() < size:
+                init_thread(store, size, timeout=60)
+                found.append(total())
+                bagua.comm.destroy_process_group()
+            barrier.wait(60)
+        return found
+
+    assert THREADS.run(ask, size=3) == [[3.0, 6.0, 1.0, 6.0], [3.0, 6.0, 6.0], [6.0, 6.0]]
+
+
+def test_who_gives_up_when_all_have_come_meets_them():
+    """The last one has said so already, and waits for this one."""
+    store = thread_store()
+    store.set("bagua/1/outcome", "2")
+    assert come_together(store, "subject", 0, (0, 1), -1.0) == 1
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from bagua.comm.group import ProcessGroup
 from bagua.comm.records.ledger import Ledger
 from bagua.comm.startup.choice import ASKED_FOR, abilities, candidates
 from bagua.comm.startup.hosts import host_identity, nodes_from_identities, nodes_from_local_size
-from bagua.comm.store.asking import gather_values, meeting, raise_refusals
+from bagua.comm.store.asking import come_together, gather_values, meeting, raise_refusals
 from bagua.comm.store.bounded import bounded
 from bagua.comm.transports.registry import backend_refusal
 from bagua.comm.transports.shm.transport import shm_expected
@@ -62,14 +62,14 @@ def _show_from(level: str) -> None:
 
 
 def fresh(store: dist.Store, rank: int, ranks: Sequence[int], timeout_s: float) -> dist.Store:
-    """A part of ``store`` that no earlier initialization has written to.
+    """A part of ``store`` that no earlier initialization has written to, once all ranks have come.
 
-    The generation is counted per rank, so it agrees when all ranks start anew, and a
-    single rank that was restarted waits for the others instead of reading old keys.
+    Raises:
+        CollectiveTimeoutError: some ranks did not come; ``peers`` names them.
     """
     with meeting("init_process_group", rank, ranks), bounded(store, timeout_s) as asked:
-        generation = asked.add(f"bagua/generation/{rank}", 1)
-    return dist.PrefixStore(f"bagua/{generation}", store)
+        attempt = come_together(asked, "init_process_group", rank, ranks, timeout_s)
+    return dist.PrefixStore(f"bagua/{attempt}", store)
 
 
 def new_job() -> str:

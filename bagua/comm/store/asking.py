@@ -13,10 +13,13 @@ import torch.distributed as dist
 from bagua.comm.long_wait import LongWait
 from bagua.comm.store.bounded import NoAnswerError, bounded
 from bagua.comm.store.keys import missing_keys, read_all, wait_for_keys
+from bagua.comm.store.polled import as_bytes
 from bagua.errors import CollectiveTimeoutError, PeerLostError, TransportUnavailableError
 
 #: What to do about ranks that did not come.
 _ADVICE = "Look at the output of those ranks first; did they start at all?"
+#: Outcome of an attempt that a rank has left; otherwise it is the number of ranks that met.
+_LEFT = "0"
 
 
 def gather_values(
@@ -50,6 +53,64 @@ def gather_values(
         asked.set(keys[rank], json.dumps(value))
         waiting.for_all(asked, keys, look)
         return [json.loads(text) for text in read_all(asked, keys)]
+
+
+def come_together(store: dist.Store, topic: str, rank: int, ranks: Sequence[int], timeout_s: float) -> int:
+    """Wait until all ranks have come to one attempt, and return its number: no earlier one has written to its keys.
+
+    Each rank counts its attempts. One that was started anew, or tries again, counts others than those that wait. So
+    each attempt has an outcome, which is written once: that all ranks met, or that one of them has left. Who finds that
+    it was left goes on to the next attempt, where that rank is, or will be.
+
+    Args:
+        store: key-value store, as ``bounded`` gives it.
+        topic: what they meet for.
+        rank: this member's rank in the group.
+        ranks: global rank of each member, for messages.
+        timeout_s: how long to wait for the others, in seconds.
+
+    Raises:
+        CollectiveTimeoutError: with the missing ranks as ``peers``.
+    """
+    waiting = _Waiting(topic, rank, ranks, timeout_s, _ADVICE)
+    while True:
+        attempt = store.add(f"bagua/generation/{rank}", 1)
+        earlier = attempt - 1
+        while earlier and not store.check([_outcome_of(earlier)]):  # Others may wait for this rank there.
+            store.compare_set(_outcome_of(earlier), "", _LEFT)
+            earlier -= 1
+        keys = [f"bagua/{attempt}/here/{member}" for member in range(len(ranks))]
+        store.set(keys[rank], "")
+        size = int(_meet_in(store, _outcome_of(attempt), keys, waiting))
+        if rank < size:  # This rank was there: no other one writes its key.
+            return attempt
+
+
+class _IsWrittenError(Exception):
+    """The outcome of an attempt is known."""
+
+
+def _outcome_of(attempt: int) -> str:
+    return f"bagua/{attempt}/outcome"
+
+
+def _meet_in(store: dist.Store, outcome: str, keys: list[str], waiting: _Waiting) -> bytes | str:
+    """What is written as the outcome of an attempt, in the end."""
+
+    def look() -> None:
+        if store.check([outcome]):
+            raise _IsWrittenError
+
+    try:
+        waiting.for_all(store, keys, look)
+    except _IsWrittenError:
+        return store.get(outcome)
+    except CollectiveTimeoutError:
+        written = store.compare_set(outcome, "", _LEFT)
+        if as_bytes(written) == _LEFT.encode():
+            raise
+        return written
+    return store.compare_set(outcome, "", str(len(keys)))
 
 
 def consult(
