@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from bagua.comm import LongWait, ProcessGroup, gather_values
-from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError
+from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
 
 _SLICE_S = 0.2
 _ADVICE = "Change the model on every rank before the same step: load_state_dict and requires_grad_ on all of them."
@@ -25,9 +25,11 @@ def meet(group: ProcessGroup, topic: str, change: str) -> None:
     """
     try:
         _meet(group, topic, change)
-    except BaseException:
+    except BaseException as error:
         told = f"it waited for a change of the model that other ranks did not make: {change}"
         group.abort(told, group.ranks[group.rank])
+        if isinstance(error, CollectiveTimeoutError | PeerLostError):
+            error.problem = f"{error.problem}, after the model was changed on this one: {change}"
         raise
 
 

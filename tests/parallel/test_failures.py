@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 import bagua.comm
 from bagua import testing
 from bagua.algorithms import Mean
-from bagua.errors import BaguaError, CommunicationError
-from bagua.testing.training import State, assert_same_on_all_ranks, mlp, sgd, snapshot, train_steps
+from bagua.errors import BaguaError, CollectiveTimeoutError, CommunicationError
+from bagua.parallel import with_bagua
+from bagua.testing.training import State, assert_same_on_all_ranks, loss_of, mlp, sgd, snapshot, train_steps
 from tests.parallel.wrapping import WRAPS, by_bagua_init, wrapped_for_rank
 
 
@@ -247,3 +249,27 @@ def _train_on_after_a_mishap() -> State:
 @pytest.mark.gloo
 def test_processes_train_on_after_they_wrapped_anew(process_ranks):
     assert_same_on_all_ranks(process_ranks(3, _train_on_after_a_mishap, timeout_s=20.0))
+
+
+@pytest.mark.threads
+def test_a_change_that_no_other_rank_makes_is_named_after_the_timeout():
+    """The other one makes no step in which it would be seen to wait."""
+    gave_up = threading.Event()
+
+    def train() -> str:
+        group = bagua.comm.new_group([0, 1], timeout=1.0)
+        rank, model = bagua.comm.get_rank(), mlp()
+        wrapped = with_bagua(model, [sgd(model.parameters())], process_group=group)
+        if rank == 1:
+            assert gave_up.wait(60)
+            return "rested"
+        next(model.parameters()).requires_grad_(False)
+        with pytest.raises(
+            CollectiveTimeoutError, match=r"did not come, after .* on this one: .*weight was frozen"
+        ) as caught:
+            loss_of(wrapped, rank, 0)
+        gave_up.set()
+        assert caught.value.peers == (1,)
+        return "refused"
+
+    assert testing.ThreadRanks(2).run(train) == ["refused", "rested"]
