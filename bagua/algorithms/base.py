@@ -16,7 +16,7 @@ from bagua.algorithms.declarations import DistributedAlgorithm, Registry
 from bagua.algorithms.exchanges.exchange import Exchange
 from bagua.algorithms.exchanges.fields import Every
 from bagua.algorithms.exchanges.model import Model
-from bagua.algorithms.exchanges.tuples import Promise, check_exchanges, differ_between_ranks, promise_of
+from bagua.algorithms.exchanges.tuples import Promise, check_exchanges, check_phases, differ_between_ranks, promise_of
 from bagua.algorithms.exchanges.values import WHOLE, Buffers, Mean, Replace, Weights
 from bagua.buckets import Bucket
 from bagua.checks import check_kind, did_you_mean, wrong_type
@@ -278,6 +278,7 @@ class AlgorithmImpl:
     def __init__(self, process_group: Group | None, *arguments: Any, **options: Any) -> None:
         self.process_group = as_group(process_group, "process_group")
         self.options: Any = self.declaration(*arguments, **options)
+        check_phases([self.options.exchanges(phase) for phase in self.options.phases])
         for phase in self.options.phases:
             exchanges = self.options.exchanges(phase)
             check_exchanges(exchanges)

@@ -644,6 +644,35 @@ def test_weights_that_are_loaded_are_what_the_next_outer_step_starts_from(thread
 
 
 @dataclass(frozen=True)
+class Regrouped(Algorithm):
+    """Sends differences in other parts from the third step on."""
+
+    label: str = "outer"
+    parts: int = 2
+
+    @property
+    def phases(self) -> tuple[Hashable, ...]:
+        return (0, 1)
+
+    def phase(self, step: int, model: Model) -> Hashable:
+        return int(step >= 2)
+
+    def exchanges(self, phase: Hashable = 0) -> tuple[Exchange, ...]:
+        label, parts = (self.label, Parts(self.parts, "strided")) if phase else ("outer", Parts(1, "strided"))
+        step = OuterStep(Outer(torch.optim.SGD, lr=1.0))
+        return (Exchange(Difference(), Every(2), Mean(), step, parts=parts, label=label),)
+
+
+def test_parts_of_what_remembers_do_not_change_from_phase_to_phase():
+    """The anchor of a label lies in its parts: others began with a new one, and nothing was said."""
+    with pytest.raises(ConfigurationError, match=r"anchor.* would begin anew where the parts change") as caught:
+        Regrouped().reify(bagua.comm.solo_group())
+    assert "another label" in str(caught.value)
+    Regrouped(label="later").reify(bagua.comm.solo_group())
+    Regrouped(parts=1).reify(bagua.comm.solo_group())
+
+
+@dataclass(frozen=True)
 class LateDiLoCo(Algorithm):
     """Gradient allreduce for five steps, and outer steps after that."""
 

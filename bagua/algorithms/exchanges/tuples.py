@@ -41,6 +41,24 @@ def check_exchanges(exchanges: Sequence[Exchange]) -> None:
             )
 
 
+def check_phases(phases: Sequence[Sequence[Exchange]]) -> None:
+    """Refuse exchanges of other phases that would not find what was remembered under their label.
+
+    Raises:
+        ConfigurationError: naming both.
+    """
+    for one, other in itertools.combinations(itertools.chain.from_iterable(phases), 2):
+        common = {state.name for state in one.states()} & {state.name for state in other.states()}
+        if one.label == other.label and common and one.parts != other.parts:
+            names = ", ".join(sorted(common))
+            raise _contradiction(
+                f"{names} would begin anew where the parts change from phase to phase",
+                one,
+                other,
+                "the same parts in all phases, or another label in each",
+            )
+
+
 def _have_nothing_in_common(one: Parts, other: Parts) -> bool:
     """Whether one takes the parameters that the other leaves out, by what they say."""
     pairs = ((one.select, other.select), (other.select, one.select))
