@@ -14,7 +14,7 @@ from bagua.advise.trace import Message, Moment, Rehearsal, Run
 from bagua.errors import ConfigurationError
 
 #: Nine in ten predictions of docs/advise.md are off by less than this part of the measured time.
-_ERROR = 0.25
+_ERROR = 0.2
 #: What was measured there.
 _RATES_MBIT_S, _DELAYS_MS, _HOSTS = (10.0, 10_000.0), (0.0, 20.0), (2, 4)
 _DRAWS = 5
