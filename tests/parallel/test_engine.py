@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import bagua.comm
-from bagua.algorithms import Algorithm, Every, Exchange, Flight, Gradients, How, Then, Weights
+from bagua.algorithms import Algorithm, Every, Exchange, Flight, Gradients, How, Replace, Then, Weights
 from bagua.comm import ProcessGroup
 from bagua.engine.buckets.registration import Registration
 from bagua.errors import BaguaError, CommunicationError, ConfigurationError, InvalidTensorError
@@ -249,5 +249,48 @@ def test_a_reducer_can_be_driven_by_hand_as_documented(thread_ranks):
             assert model.weight.grad.tolist() == [[0.5 + step, 0.5 + step]] * 3
             assert model.weight.grad is reducer.fill_slot(model.weight)
         assert reducer.step == 3
+
+    thread_ranks(2, check)
+
+
+#: Exchanges of gradients, and by what they multiply the sum of those of two ranks.
+SUMS = [("gradient_allreduce", 0.5), (Algorithm.of(Exchange(Gradients(), Every(), ManySums(), Replace())), 2.0**19)]
+
+
+@pytest.mark.parametrize(("algorithm", "factor"), SUMS, ids=["scaled", "as they are"])
+def test_gradients_are_put_into_their_bucket_together_and_before_they_take_much_memory(thread_ranks, algorithm, factor):
+    """The large one brings all that came before it into the bucket; those after it wait for the last one."""
+
+    def made() -> nn.Sequential:
+        with seeded():
+            return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5000), nn.Linear(5000, 2))
+
+    def backward(model: nn.Module, rank: int, step: int) -> None:
+        model.zero_grad()
+        model(torch.full((1, 4), 1.0 + rank + step)).square().sum().backward()
+
+    def check() -> None:
+        rank = bagua.comm.get_rank()
+        model = made()
+        wrapped = OverlappingWrapper(model, sgd(model.parameters()), algorithm=algorithm)
+        backward(wrapped, rank, 0)
+        (bucket,) = wrapped.bagua_buckets
+        views = dict(zip(bucket.names, bucket.gradient_views, strict=True))
+        gathered = []
+
+        def look(_: nn.Parameter) -> None:
+            gathered.append([name for name, one in model.named_parameters() if one.grad is views[name]])
+
+        model[0].bias.register_post_accumulate_grad_hook(look)
+        for step in (1, 2):
+            backward(wrapped, rank, step)
+            alone = [made(), made()]
+            for other, one in enumerate(alone):
+                backward(one, other, step)
+            for name, parameter in model.named_parameters():
+                local = [one.get_parameter(name).grad for one in alone]
+                torch.testing.assert_close(parameter.grad, factor * (local[0] + local[1]))
+                assert parameter.grad is views[name]
+        assert gathered == [["1.weight", "1.bias", "2.weight", "2.bias"]] * 2
 
     thread_ranks(2, check)

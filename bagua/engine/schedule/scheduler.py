@@ -14,6 +14,9 @@ from bagua.engine.schedule.executor import nothing
 from bagua.engine.schedule.tracks import Clock, Course, Track
 
 _ALL = slice(None)
+#: Gradients are put into a bucket together when they are so many bytes: from autograd's code to a copy and back costs
+#: microseconds. They are still in the processor's cache then, and take little memory beside the bucket.
+_TOGETHER_BYTES = 64 * 1024
 
 
 class Slot:
@@ -22,16 +25,18 @@ class Slot:
     Attributes:
         arrival: arrival of the gradients of the bucket.
         view: the parameter's part of the flat gradients; None if they are not gathered.
+        nbytes: bytes of ``view``.
         ready: number of the last backward pass that brought its gradient.
     """
 
-    __slots__ = ("arrival", "name", "parameter", "ready", "view")
+    __slots__ = ("arrival", "name", "nbytes", "parameter", "ready", "view")
 
     def __init__(self, name: str, parameter: torch.nn.Parameter, arrival: Arrival, view: torch.Tensor | None) -> None:
         self.name = name
         self.parameter = parameter
         self.arrival = arrival
         self.view = view
+        self.nbytes = 0 if view is None else view.nbytes
         self.ready = -1
 
 
@@ -44,9 +49,21 @@ class Arrival:
         pending: gradients that are still missing in this backward pass.
         fusion: True if parameters get their part of the flat gradients.
         scale: factor on gradients that are gathered in this step; None for 1.
+        waiting: slots whose gradients are there, and not yet in the bucket.
+        waiting_bytes: bytes of these gradients.
     """
 
-    __slots__ = ("_factor", "_factor_tensor", "bucket", "fusion", "pending", "scale", "slots")
+    __slots__ = (
+        "_factor",
+        "_factor_tensor",
+        "bucket",
+        "fusion",
+        "pending",
+        "scale",
+        "slots",
+        "waiting",
+        "waiting_bytes",
+    )
 
     def __init__(self, bucket: Bucket, *, gathers: bool) -> None:
         gathers = gathers and bucket.gradients is not None
@@ -61,8 +78,40 @@ class Arrival:
         self.scale: torch.Tensor | None = None
         self._factor = 1.0
         self._factor_tensor: torch.Tensor | None = None
+        self.waiting: list[Slot] = []
+        self.waiting_bytes = 0
 
-    def factor(self, factor: float) -> torch.Tensor | None:
+    def begin(self, factor: float) -> None:
+        """A backward pass starts, whose gradients are multiplied by ``factor``."""
+        self.pending = len(self.slots)
+        self.scale = self._as_tensor(factor)
+        self.waiting, self.waiting_bytes = [], 0
+
+    def gather(self) -> None:
+        """Put the gradients that are waiting into the bucket."""
+        waiting, self.waiting, self.waiting_bytes = self.waiting, [], 0
+        parameters, gradients, views = [], [], []
+        for slot in waiting:
+            gradient, view = slot.parameter.grad, slot.view
+            assert view is not None
+            if gradient is not view:
+                if gradient is None or gradient.layout is not torch.strided:
+                    raise unusable(slot.name, gradient)
+                parameters.append(slot.parameter)
+                gradients.append(gradient)
+                views.append(view)
+            elif self.scale is not None:
+                view.mul_(self.scale)
+        if self.scale is not None:
+            for gradient, view in zip(gradients, views, strict=True):
+                torch.mul(gradient, self.scale, out=view)
+        elif views:
+            torch._foreach_copy_(views, gradients)
+        if self.fusion:
+            for parameter, view in zip(parameters, views, strict=True):
+                parameter.grad = view
+
+    def _as_tensor(self, factor: float) -> torch.Tensor | None:
         """``factor`` as a tensor, which multiplies in a third of the time that a Python number takes."""
         if factor != self._factor:
             exact = self.bucket.dtype in (torch.float32, torch.float64)
@@ -157,8 +206,7 @@ class Scheduler:
             course.begin(clock)
         factor = next((scale for course, scale in self._scales if course.due), 1.0)
         for arrival in self._arrivals:
-            arrival.pending = len(arrival.slots)
-            arrival.scale = arrival.factor(factor)
+            arrival.begin(factor)
 
     def take(self, parameter: torch.Tensor) -> None:
         """Take the gradient of ``parameter``; if it was the last one of its bucket, the bucket is ready.
@@ -169,21 +217,13 @@ class Scheduler:
         if slot.ready == self._backward:
             raise twice(slot.name)
         slot.ready = self._backward
-        arrival, view = slot.arrival, slot.view
-        if view is not None:
-            gradient = parameter.grad
-            if gradient is not view:
-                if gradient is None or gradient.layout is not torch.strided:
-                    raise unusable(slot.name, gradient)
-                if arrival.scale is None:
-                    view.copy_(gradient)
-                else:
-                    torch.mul(gradient, arrival.scale, out=view)
-                if arrival.fusion:
-                    parameter.grad = view
-            elif arrival.scale is not None:
-                view.mul_(arrival.scale)
+        arrival = slot.arrival
         arrival.pending -= 1
+        if slot.view is not None:
+            arrival.waiting.append(slot)
+            arrival.waiting_bytes += slot.nbytes
+            if arrival.pending == 0 or arrival.waiting_bytes > _TOGETHER_BYTES:
+                arrival.gather()
         if arrival.pending == 0 or not self._begun:
             self.launch_ready()
 
@@ -243,6 +283,8 @@ class Scheduler:
                 slot.view.zero_()
                 if slot.arrival.fusion:
                     slot.parameter.grad = slot.view
+        for arrival in self._arrivals:
+            arrival.gather()
         return without
 
     def complete(self) -> None:
