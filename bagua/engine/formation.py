@@ -26,7 +26,6 @@ from bagua.engine.schedule.belongings import Belongings
 from bagua.engine.schedule.execution import Execution
 from bagua.engine.schedule.phases import Phases
 from bagua.engine.schedule.tracks import Clock
-from bagua.engine.schedule.whereabouts import whereabouts
 from bagua.engine.state.agreement import compare_or_refuse
 from bagua.engine.state.digests import digest_of_gradients
 from bagua.engine.state.equality import Belief, EqualityCheck, warn_of_equal_gradients
@@ -78,7 +77,7 @@ class Formation:
         self.phases = Phases(user_group.size)
         refusal = self._register()
         self.group = user_group.duplicate("model", leader=leader)
-        courses.describe(self.group, partial(whereabouts, weakref.ref(self)))
+        courses.describe(self.group, partial(_whereabouts, weakref.ref(self)))
         self.belongings = Belongings(self.group)
         longest = courses.longest_period(declaration.every_exchange())
         self.execution = Execution(courses.Courses(self.group, self.belongings, longest))
@@ -410,3 +409,14 @@ class Formation:
         options = dataclasses.replace(self.options, buckets=wanted, bucket_bytes=size)
         self._take(declaration, self._bound(declaration), options)
         self._agree()
+
+
+def _whereabouts(reference: weakref.ref[Formation]) -> str:
+    """The step that is under way, and the bucket that is waited for: for messages."""
+    formation = reference()
+    if formation is None:
+        return ""
+    scheduler = formation.execution.scheduler
+    bucket = None if scheduler is None else scheduler.waits_for
+    names = "" if bucket is None else f", bucket {bucket.index} ({bucket.names[0]} to {bucket.names[-1]})"
+    return f"step {formation.phases.step}{names}"
