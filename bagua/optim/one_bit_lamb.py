@@ -127,8 +127,8 @@ class OneBitLambOptimizer(QAdamOptimizer):
         state, (_, beta2), eps = self.state[parameter], group["betas"], group["eps"]
         fresh = state.setdefault("fresh_sq", state["exp_avg_sq"].clone())
         fresh.mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
-        [frozen] = denominators([state["exp_avg_sq"]], beta2, self.warmup_steps, eps)
-        return frozen.div_(*denominators([fresh], beta2, step, eps)).max()
+        [frozen], [current] = self._denominators(group, step, [parameter]), denominators([fresh], beta2, step, eps)
+        return torch.div(frozen, current, out=current).max()
 
     def _later_ratio(self, parameter: torch.Tensor, factor: float) -> float:
         state = self.state[parameter]

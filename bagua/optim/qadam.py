@@ -87,6 +87,8 @@ class QAdamOptimizer(TogetherOptimizer):
         check_betas(betas)
         check_whole(1, warmup_steps=warmup_steps)
         self.warmup_steps = warmup_steps
+        #: By parameter: the second moment, what else its denominator was made of, and the denominator.
+        self._frozen: dict[torch.Tensor, tuple[torch.Tensor, tuple[float | None, ...], torch.Tensor]] = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def momentum(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -133,9 +135,22 @@ class QAdamOptimizer(TogetherOptimizer):
         torch._foreach_addcmul_(second, list(gradients), list(gradients), value=1 - beta2)
 
     def _denominators(self, group: dict[str, Any], step: int, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What the momenta of step ``step`` are divided by."""
-        updates = min(step, self.warmup_steps)
-        return denominators(self._all("exp_avg_sq", parameters), group["betas"][1], updates, group["eps"])
+        """What the momenta of step ``step`` are divided by; not to be changed."""
+        beta2, eps = group["betas"][1], group["eps"]
+        if step <= self.warmup_steps:
+            return denominators(self._all("exp_avg_sq", parameters), beta2, step, eps)
+        return [self._frozen_denominator(parameter, beta2, eps) for parameter in parameters]
+
+    def _frozen_denominator(self, parameter: torch.Tensor, beta2: float, eps: float) -> torch.Tensor:
+        """The denominator of a second moment that does not change. To make it takes longer than the rest of a step."""
+        second: torch.Tensor = self.state[parameter]["exp_avg_sq"]
+        # Who changes or replaces the second moment, as a checkpoint does, changes its version, or its identity.
+        made_of = (self.warmup_steps, beta2, eps, None if second.is_inference() else second._version)  # noqa: SLF001
+        known = self._frozen.get(parameter)
+        if known is None or known[0] is not second or known[1] != made_of or second.is_inference():
+            [made] = denominators([second], beta2, self.warmup_steps, eps)
+            known = self._frozen[parameter] = (second, made_of, made)
+        return known[2]
 
     def _move(self, group: dict[str, Any], step: int, parameters: Sequence[torch.Tensor]) -> None:
         """Step the weights."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bagua.errors import ConfigurationError
-from bagua.optim import QAdamOptimizer
+from bagua.optim import QAdamOptimizer, qadam
 from bagua.testing.training import assert_close, loss_of, mlp, snapshot, train_steps
 
 
@@ -52,6 +52,47 @@ def test_after_the_warm_up_the_second_moment_and_its_correction_are_frozen_and_w
         )
     )
     assert_close(ours, formula(12, 4, 0.01, 0.8, 0.9, 0.01, 0.1))
+
+
+def _after_warm_up() -> tuple[torch.nn.Parameter, QAdamOptimizer]:
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = QAdamOptimizer([weight], lr=0.1, warmup_steps=1)
+    for _ in range(2):
+        weight.grad = torch.arange(1.0, 5.0)
+        optimizer.step()
+    return weight, optimizer
+
+
+def test_a_frozen_denominator_is_made_once(monkeypatch):
+    weight, optimizer = _after_warm_up()
+    monkeypatch.setattr(qadam, "denominators", None)
+    before = weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(weight, before)
+
+
+@pytest.mark.parametrize("change", ["in place", "loaded", "eps", "beta2", "warm-up"])
+def test_a_frozen_denominator_follows_what_it_was_made_of(change):
+    weight, optimizer = _after_warm_up()
+    state, group = optimizer.state[weight], optimizer.param_groups[0]
+    if change == "in place":
+        state["exp_avg_sq"].mul_(4)
+    elif change == "loaded":
+        saved = copy.deepcopy(optimizer.state_dict())
+        saved["state"][0]["exp_avg_sq"].fill_(9.0)
+        optimizer.load_state_dict(saved)
+    elif change == "eps":
+        group["eps"] = 1.0
+    elif change == "beta2":
+        group["betas"] = (0.9, 0.5)
+    else:
+        optimizer.warmup_steps = 2
+    optimizer.step()
+    state, (beta1, beta2) = optimizer.state[weight], group["betas"] if change == "beta2" else (0.9, 0.999)
+    scale = (state["exp_avg_sq"] / (1 - beta2**optimizer.warmup_steps)).sqrt() + (1.0 if change == "eps" else 1e-8)
+    expected = weight.detach() - 0.1 / (1 - beta1**4) * state["exp_avg"].lerp(weight.grad, 1 - beta1) / scale
+    optimizer.step()
+    torch.testing.assert_close(weight.detach(), expected)
 
 
 def test_no_gradient_of_the_warm_up_is_lost():
