@@ -45,6 +45,7 @@ class Communicator:
         activity: purpose of its calls, for messages.
         device_types: types of the devices whose tensors can be communicated.
         executor: place in which background exchanges run best, by measurement; see ``Transport``.
+        overlaps: True if it pays to compute for one exchange while another one waits; see ``Transport``.
         statistics: counters, and the latest calls.
         pipeline: path of the calls to the transport.
         intake: checks of the arguments.
@@ -70,6 +71,7 @@ class Communicator:
         self.activity = membership.activity
         self.device_types: frozenset[str] = transport.device_types
         self.executor: Literal["caller", "thread", "stream"] = transport.executor
+        self.overlaps: bool = transport.overlaps
         self.pipeline = CallPipeline(transport, timeout_s, recorder)
         self.intake = Intake(transport.device_types, transport.rank, transport.size)
         self.statistics = self.pipeline.statistics

@@ -44,6 +44,7 @@ from bagua.algorithms import (
     around,
 )
 from bagua.comm import ProcessGroup, Work
+from bagua.comm.transports.memory.transport import MemoryTransport
 from bagua.compression import Codec, MinMaxUInt8, TopK, registry
 from bagua.engine import Setting
 from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTypeError
@@ -992,6 +993,62 @@ def test_what_goes_on_beside_other_exchanges_does_not_hold_them_up(thread_ranks,
 @dataclass(frozen=True)
 class Slow(Mean):
     """A mean that takes its time."""
+
+
+@dataclass(frozen=True)
+class InTurn(Mean):
+    """A mean of which the exchange of the first bucket ends when that of the second one has begun."""
+
+    begun: ClassVar[list[threading.Event]]
+
+    def blocking(self, group: ProcessGroup, prepared: object) -> bool:
+        return True
+
+    def run(self, flight: Flight, group: ProcessGroup) -> None:
+        if flight.bucket.index == 1:
+            self.begun[group.rank].set()
+        elif flight.bucket.index == 0:
+            assert self.begun[group.rank].wait(60), "the second bucket waits for the first one"
+        group.global_communicator.allreduce(flight.flat)
+
+
+@pytest.mark.threads
+def test_over_a_network_buckets_take_turns_on_two_lanes(thread_ranks, monkeypatch):
+    monkeypatch.setattr(MemoryTransport, "overlaps", True)
+    monkeypatch.setattr(InTurn, "begun", [threading.Event(), threading.Event()], raising=False)
+    states = thread_ranks(2, train_for, Algorithm.of(Exchange(Gradients(), Every(), InTurn(), Replace())), 3)
+    assert_same_on_all_ranks(states)
+    monkeypatch.undo()
+    assert_same_on_all_ranks([states[0], *thread_ranks(2, train_for, "gradient_allreduce", 3)])
+
+
+class OnItsOwn(InTurn):
+    """The same, on connections that it keeps to itself."""
+
+    side_by_side: ClassVar[bool] = False
+
+    def run(self, flight: Flight, group: ProcessGroup) -> None:
+        group.global_communicator.allreduce(flight.flat)
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    ("how", "overlaps", "bucket_bytes", "more"),
+    [(InTurn(), True, 1000, 1), (InTurn(), False, 1000, 0), (InTurn(), True, 10**6, 0), (OnItsOwn(), True, 1000, 0)],
+)
+def test_a_second_lane_is_there_only_where_it_saves_time(thread_ranks, monkeypatch, how, overlaps, bucket_bytes, more):
+    monkeypatch.setattr(MemoryTransport, "overlaps", overlaps)
+    monkeypatch.setattr(InTurn, "run", OnItsOwn.run)
+
+    def train() -> int:
+        model = mlp()
+        optimizer = plain_sgd(model.parameters())
+        algorithm = Algorithm.of(Exchange(Gradients(), Every(), how, Replace()))
+        wrapped = with_bagua(model, [optimizer], algorithm, bucket_bytes=bucket_bytes)
+        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(2))
+        return len(model._bagua_engine.reducer.execution.courses.groups)
+
+    assert thread_ranks(2, train) == [more, more]
 
 
 @pytest.mark.threads

@@ -74,11 +74,14 @@ class How(ABC):
         chunked: buckets are padded so that they split evenly over the ranks.
         apart: results come when they come, over connections that nothing else uses: only folds wait for them. Until a
             flight is folded, the weights have what it sent, so checkpoints leave it out.
+        side_by_side: flights of several buckets may run at a time, each on a group of its own: each needs only its
+            bucket, its memory, and the group that ``run`` is given.
     """
 
     lockstep: ClassVar[bool] = True
     chunked: ClassVar[bool] = False
     apart: ClassVar[bool] = False
+    side_by_side: ClassVar[bool] = False
 
     @property
     def alone(self) -> bool:

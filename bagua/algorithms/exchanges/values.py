@@ -142,6 +142,8 @@ class Sum(How):
     hierarchical: bool = False
     over: Over = "ranks"
 
+    side_by_side: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         check_kind((SumReducer, type(None)), "a SumReducer of bagua.primitives, or None", reducer=self.reducer)
         check_flags(hierarchical=self.hierarchical)

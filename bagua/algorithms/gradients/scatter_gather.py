@@ -29,6 +29,7 @@ class ScatterGatherSum(How):
     average: bool = True
 
     chunked: ClassVar[bool] = True
+    side_by_side: ClassVar[bool] = True
 
     def scale(self, ranks: float) -> float:
         """Dividing before the sum keeps 16-bit values in range."""

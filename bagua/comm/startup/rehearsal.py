@@ -26,6 +26,7 @@ class RehearsalTransport(Transport):
     compares_calls = True
     #: As on Gloo, whose place it takes.
     executor = "caller"
+    overlaps = True
 
     def start(
         self,

@@ -231,6 +231,8 @@ class Transport(ABC):
         executor: place in which the engine should run an exchange on this transport, by
             measurement: started in the calling thread, because calls go on by themselves;
             in one background thread, in order; or on a communication stream.
+        overlaps: True if calls go on by themselves, over a network, so that it pays to compute for one exchange while
+            another one waits.
         arrivals: for which peers the last collectives waited; None where the transport cannot see who comes when.
     """
 
@@ -238,6 +240,7 @@ class Transport(ABC):
     device_types: frozenset[str] = frozenset({"cpu"})
     compares_calls: bool = False
     executor: Literal["caller", "thread", "stream"] = "thread"
+    overlaps: bool = False
     arrivals: Arrivals | None = None
 
     def __init__(self, membership: Membership) -> None:

@@ -44,6 +44,7 @@ class CheckedTransport(Transport):
         self.name = data.name
         self.device_types = data.device_types
         self.executor = data.executor
+        self.overlaps = data.overlaps
         self.data = data
         self.check = check
         self.messages = FingerprintExchange(check)

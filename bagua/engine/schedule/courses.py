@@ -12,7 +12,7 @@ from bagua.buckets import Bucket, form_buckets
 from bagua.comm import Communicator, ProcessGroup
 from bagua.engine.options import EngineOptions
 from bagua.engine.schedule.belongings import Belongings
-from bagua.engine.schedule.executor import CallerExecutor, create_executor
+from bagua.engine.schedule.executor import CallerExecutor, ThreadExecutor, create_executor
 from bagua.engine.schedule.gauges import forget_gauges
 from bagua.engine.schedule.shares import SampleShares
 from bagua.engine.schedule.tracks import Clock, Course, Lane, Track, memory_for
@@ -195,9 +195,9 @@ class Courses:
         self.fresh = {place: names for place, names in self.fresh.items() if place[0].label in labels}
         for group in (self._group, *self.groups):
             forget_gauges(group)
-        lanes = self._lanes(executed, {bucket.device for bucket in buckets})
+        lanes = self._lanes(executed, buckets)
         self.courses = [
-            self._course(one, self._buckets_of(one, buckets, model, options), model, lanes.get(one.label))
+            self._course(one, self._buckets_of(one, buckets, model, options), model, lanes.get(one.label, ()))
             for one in executed
         ]
         return self.courses
@@ -219,22 +219,22 @@ class Courses:
             made = [Track(one.label, part, bucket, self._memory_of(one, bucket)) for part, bucket in found]
             lane = Lane(self._group, {bucket.device: CallerExecutor() for _, bucket in found})
             prepared = None if one.how is None else one.how.prepare(self._group)
-            course = Course(one, made, model, lane, prepared, self.shares)
+            course = Course(one, made, model, (lane,), prepared, self.shares)
             for tracks in course.together:
                 course.set_off(tracks, clock)
             course.cut(clock)
 
     def _course(
-        self, exchange: Exchange, buckets: Sequence[tuple[int, Bucket]], model: Model, lane: Lane | None
+        self, exchange: Exchange, buckets: Sequence[tuple[int, Bucket]], model: Model, lanes: Sequence[Lane]
     ) -> Course:
         tracks = [self._track(exchange, part, bucket) for part, bucket in buckets]
-        lane = lane if exchange.how is not None else None
-        if lane is not None and exchange.how is not None and exchange.how.apart:
+        lanes = () if exchange.how is None else lanes
+        if lanes and exchange.how is not None and exchange.how.apart:
             # The thread that trains waits itself: what it does meanwhile it does between two steps.
-            lane = Lane(lane.group, {bucket.device: CallerExecutor() for _, bucket in buckets})
-        prepared = None if lane is None or exchange.how is None else self._prepare(exchange, exchange.how, lane)
+            lanes = (Lane(lanes[0].group, {bucket.device: CallerExecutor() for _, bucket in buckets}),)
+        prepared = None if not lanes or exchange.how is None else self._prepare(exchange, exchange.how, lanes[0])
         exchange.then.enter([bucket for _, bucket in buckets], model)
-        return Course(exchange, tracks, model, lane, prepared, self.shares)
+        return Course(exchange, tracks, model, lanes, prepared, self.shares)
 
     def _track(self, exchange: Exchange, part: int, bucket: Bucket) -> Track:
         track = Track(exchange.label, part, bucket, self._memory_of(exchange, bucket))
@@ -299,18 +299,32 @@ class Courses:
 
     # Lanes.
 
-    def _lanes(self, exchanges: Sequence[Exchange], devices: set[torch.device]) -> dict[str, Lane]:
+    def _lanes(self, exchanges: Sequence[Exchange], buckets: Sequence[Bucket]) -> dict[str, list[Lane]]:
         """By label. What goes on beside other exchanges has connections and threads of its own; the others share."""
+        devices = {bucket.device for bucket in buckets}
         sent = [one for one in exchanges if one.how is not None]
         apart = [one for one in sent if one.lag > 0] if len(sent) > 1 else []
         together = [one for one in sent if one not in apart]
-        lanes = {one.label: self._lane(self._group_of(one.label), [one], devices) for one in apart}
+        lanes = {one.label: [self._lane(self._group_of(one.label), [one], devices)] for one in apart}
         if together:
-            shared = self._lane(self._group, together, devices)
+            shared = [self._lane(self._group, together, devices)]
+            if len(together) == 1 and self._takes_turns(together[0], shared[0], buckets):
+                shared.append(self._lane(self._group_of("in turn"), together, devices))
             lanes.update({one.label: shared for one in together})
-        distinct = {id(lane): lane for lane in lanes.values()}.values()
+        distinct = {id(lane): lane for several in lanes.values() for lane in several}.values()
         self._belongings.executors = [executor for lane in distinct for executor in lane.executors.values()]
         return lanes
+
+    def _takes_turns(self, exchange: Exchange, lane: Lane, buckets: Sequence[Bucket]) -> bool:
+        """Whether buckets take turns on two lanes: one is compressed, or added up, while another is on its way.
+
+        Not where calls are work for the processor themselves.
+        """
+        several = exchange.parts.by == "arrival" and len(buckets) > 1
+        if not several or exchange.how is None or not exchange.how.side_by_side:
+            return False
+        waits = any(isinstance(executor, ThreadExecutor) for executor in lane.executors.values())
+        return waits and lane.group.global_communicator.overlaps
 
     def _group_of(self, label: str) -> ProcessGroup:
         if label not in self._groups:

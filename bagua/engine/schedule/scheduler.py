@@ -377,8 +377,8 @@ class Scheduler:
     def dissolve(self) -> None:
         """Give back threads, and the buckets now: arrivals and slots know each other, and their memory is large."""
         for course in self.courses:
-            if course.lane is not None:
-                for executor in course.lane.executors.values():
+            for lane in course.lanes:
+                for executor in lane.executors.values():
                     executor.close()
         for arrival in self._arrivals:
             arrival.slots.clear()

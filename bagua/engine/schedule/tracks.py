@@ -117,7 +117,7 @@ class Course:
         exchange: the exchange.
         tracks: one for each bucket.
         model: model whose parameters they are.
-        lane: who runs it; None for local actions.
+        lanes: who runs it, its tracks in turn; none for local actions.
         prepared: return value of ``How.prepare``.
         shares: shares of the ranks in means of what they have learned.
 
@@ -135,17 +135,19 @@ class Course:
         exchange: Exchange,
         tracks: Sequence[Track],
         model: Model,
-        lane: Lane | None,
+        lanes: Sequence[Lane],
         prepared: Any,
         shares: SampleShares,
     ) -> None:
         self.exchange = exchange
         self.tracks = list(tracks)
-        self.lane = lane
+        self.lanes = tuple(lanes)
         self.due: frozenset[int] = frozenset()
         self.at_work: Bucket | None = None
         self._model = model
         self._prepared = prepared
+        lane = lanes[0] if lanes else None  # All have groups of the same ranks.
+        self._lane = lane
         self._ranks = 1 if lane is None else lane.group.size
         parts = exchange.parts
         self._of_arrival = parts.by == "arrival"
@@ -207,7 +209,7 @@ class Course:
         what, how, then = self.exchange.what, self.exchange.how, self.exchange.then
         if self._gathers:
             _gather(track.bucket, flight.scale)
-        sent_by = how if self.lane is not None and how is not None and (self._ranks > 1 or how.alone) else None
+        sent_by = how if self._lane is not None and how is not None and (self._ranks > 1 or how.alone) else None
         if what is not None:
             stays = sent_by is None and self.exchange.at_once and what.from_anchor and flight.scale == 1.0
             if stays and then.steps_toward_weights(flight):
@@ -221,11 +223,12 @@ class Course:
         if what is not None and not what.in_place and flight.scale != 1.0:
             flight.flat.mul_(flight.scale)
         then.start(flight)
-        if sent_by is not None and self.lane is not None:
+        if sent_by is not None:
             name = " ".join(filter(None, ("exchange", self.exchange.label, f"of bucket {track.bucket.index}")))
-            run = functools.partial(self._run, sent_by, flight, self.lane.group, name)
-            executor = self.lane.executors[track.bucket.device]
-            flight.wait = shown(name, self.lane.group, lambda: executor.run(run))
+            lane = self.lanes[track.part % len(self.lanes)]
+            run = functools.partial(self._run, sent_by, flight, lane.group, name)
+            executor = lane.executors[track.bucket.device]
+            flight.wait = shown(name, lane.group, lambda: executor.run(run))
         track.flights.append(flight)
 
     def _run(self, how: How, flight: Flight, group: ProcessGroup, name: str) -> Work | None:
@@ -247,7 +250,7 @@ class Course:
         local = self.exchange.how is None
         ranks = self._contributions
         speaker: int | None = None
-        if self._shares and self.lane is not None and self._by_share:
+        if self._shares and self._lane is not None and self._by_share:
             steps = self._steps_until(clock, shift)
             ranks = self._shares.contributions(steps, self._contributors)
             if len(self._contributors) > 1:
@@ -341,12 +344,12 @@ class Course:
         """No rank takes in a result that is not finite, and all say whose weights are to blame. Collective."""
         own = [one.weights(torch.zeros_like(one.flat)) if one.sent is None else one.sent for one in flights]
         spoilt = [not all(bool(torch.isfinite(weights).all()) for weights in own)]
-        group = None if self.lane is None else self.lane.group
+        group = None if self._lane is None else self._lane.group
         ranks: Sequence[int] = [0 if group is None else group.ranks[group.rank]]
-        if self._uniform and self.lane is not None and self._ranks > 1:  # Then all ranks are here.
-            ranks = self.lane.group.ranks
-            run = functools.partial(_ask, self.lane.group.global_communicator, spoilt)
-            self.lane.executors[flights[0].bucket.device].run(run)()
+        if self._uniform and self._lane is not None and self._ranks > 1:  # Then all ranks are here.
+            ranks = self._lane.group.ranks
+            run = functools.partial(_ask, self._lane.group.global_communicator, spoilt)
+            self._lane.executors[flights[0].bucket.device].run(run)()
         guilty = ", ".join(str(rank) for rank, flag in zip(ranks, spoilt, strict=True) if flag)
         reason = f"weights that are not finite on rank {guilty}" if guilty else "what was sent overflowed"
         advice = "" if self.exchange.then.whole else ". Go on from a checkpoint"

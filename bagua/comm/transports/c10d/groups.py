@@ -38,12 +38,14 @@ class BackendGroup(ABC):
         abilities: operations and dtypes that the backend serves without help.
         device_types: types of the devices whose tensors it takes.
         executor: see ``Transport``.
+        overlaps: see ``Transport``.
         on_stream: works complete on the device's stream instead of in a host thread.
     """
 
     abilities: Abilities
     device_types: frozenset[str] = frozenset({"cpu"})
     executor: Literal["caller", "thread", "stream"] = "thread"
+    overlaps = False
     on_stream = False
 
     def __init__(self, name: str, store: Store, membership: Membership) -> None:
@@ -84,6 +86,7 @@ class GlooGroup(BackendGroup):
     )
     # Gloo's own threads work on a started call. Handing it to a Python thread first costs 2 to 10 % of a step.
     executor = "caller"
+    overlaps = True
     #: Users' messages have tag 0.
     _POISON_TAG = 1
     _POISON_S = 0.001

@@ -101,7 +101,7 @@ class C10dTransport(Transport):
             self._channels[served] = channel
 
     def _choose(self) -> None:
-        """What follows from the backends: devices, executor, and where barriers run."""
+        """What follows from the backends: devices, where exchanges and barriers run, and whether they overlap."""
         self._cpu = self._channels.get("cpu")
         self._default = self._cpu or next(iter(self._channels.values()))
         served = set(self._channels)
@@ -110,7 +110,8 @@ class C10dTransport(Transport):
         self.device_types = frozenset(served)
         groups = [channel.group for channel in self._channels.values()]
         streams = [group for group in groups if group.executor == "stream"]
-        self.executor = (streams or groups)[0].executor
+        chosen = (streams or groups)[0]
+        self.executor, self.overlaps = chosen.executor, chosen.overlaps
 
     # Calls.
 
