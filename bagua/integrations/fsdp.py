@@ -157,6 +157,11 @@ class _ForAllShards(How):
     def exact(self) -> bool:
         return self.inner.exact
 
+    @property
+    def tells_lost(self) -> bool:
+        """As of a whole model."""
+        return self.inner.tells_lost
+
     def state(self) -> tuple[State, ...]:
         return self.inner.state()
 

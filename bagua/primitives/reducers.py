@@ -28,6 +28,7 @@ class SumReducer(ABC):
 
     Attributes:
         alone: does something on one rank, too, as a momentum does.
+        feeds_back: keeps what is lost for later calls, so nothing of it is left for a ``remainder``.
 
     Example:
         >>> from bagua.comm import solo_group
@@ -41,6 +42,7 @@ class SumReducer(ABC):
     """
 
     alone: ClassVar[bool] = False
+    feeds_back: ClassVar[bool] = False
 
     def memory(
         self,
@@ -128,6 +130,8 @@ class FeedbackReducer(SumReducer):
     """
 
     reducer: SumReducer
+
+    feeds_back: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         reducer: object = self.reducer

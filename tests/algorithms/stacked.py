@@ -106,8 +106,17 @@ def whole_layout(names: Sequence[str] | None = None) -> tuple[int, list[tuple[st
 OuterRule = Callable[[Flats], torch.Tensor]
 
 
-def simulate_local(rule: OuterRule | None, every: int, make: OptimizerMaker, steps: int = STEPS) -> list[State]:
-    """Every rank trains alone; every so often a rule makes one step of all their differences from the anchor."""
+def simulate_local(
+    rule: OuterRule | None,
+    every: int,
+    make: OptimizerMaker,
+    steps: int = STEPS,
+    left: Callable[[], Flats] | None = None,
+) -> list[State]:
+    """Every rank trains alone; every so often a rule makes one step of all their differences from the anchor.
+
+    What is ``left`` after it is the difference of each rank from the new anchor; nothing, if that is None.
+    """
     models = [model_of() for _ in range(SIZE)]
     optimizers = [make(model.parameters()) for model in models]
     anchor = copy.deepcopy(models[0])
@@ -120,8 +129,9 @@ def simulate_local(rule: OuterRule | None, every: int, make: OptimizerMaker, ste
         if rule is not None and (step + 1) % every == 0:
             start = flatten(snapshot(anchor), numel, places)
             end = start - rule([start - flatten(snapshot(model), numel, places) for model in models])
-            for model in [*models, anchor]:
-                write(model, end, places)
+            write(anchor, end, places)
+            for model, lost in zip(models, left() if left else [torch.zeros_like(end)] * SIZE, strict=True):
+                write(model, end - lost, places)
     return [snapshot(model) for model in models]
 
 

@@ -577,8 +577,9 @@ def _stop_and_go_on(algorithm: Algorithm, stops: list[int], steps: int) -> list[
         around("decentralized", Exchange(Difference(), Every(6), Mean(), NESTEROV, lag=4, label="outer")),
         Algorithm.of(Exchange(Difference(), Every(4), Mean(ErrorFeedback(BYTES)), NESTEROV, lag=2)),
         Algorithm.of(Exchange(Difference(), Every(4), Mean(ErrorFeedback(PowerSGDReducer(1))), NESTEROV, lag=2)),
+        Algorithm.init("sparse_loco", sync_every=4, start_after=0, error_feedback="weights", hierarchical=False),
     ],
-    ids=["streaming", "late gradients", "around gossip", "residuals", "residuals and factors"],
+    ids=["streaming", "late gradients", "around gossip", "residuals", "residuals and factors", "residuals in weights"],
 )
 def test_training_goes_on_in_the_middle_of_flights(thread_ranks, algorithm):
     for ends in thread_ranks(2, _stop_and_go_on, algorithm, [2, 5, 6, 9, 11], 16):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+import bagua.comm
 from bagua.algorithms import (
     Algorithm,
     ChocoAlgorithm,
@@ -25,7 +28,9 @@ from bagua.algorithms import (
 from bagua.compression import BlockTopK, Int2, Int4, Sign, TopK
 from bagua.errors import ConfigurationError
 from bagua.optim import QAdamOptimizer
+from bagua.parallel import with_bagua
 from bagua.primitives import AllGatherReducer, MomentumCorrection
+from bagua.testing import ThreadRanks
 from bagua.testing.training import State, assert_close, assert_same_on_all_ranks, sgd
 from tests.algorithms import lossy_simulation
 from tests.algorithms.lossy_simulation import Layout
@@ -46,6 +51,7 @@ from tests.algorithms.stacked import (
     simulate_local,
     snapshot,
     train,
+    whole_layout,
     write,
 )
 
@@ -259,6 +265,87 @@ def test_sparse_loco_steps_along_the_largest_elements(thread_ranks, average):
         assert differs(states[0], simulate_local(mutant, 5, sgd)[0]), name
 
 
+IN_WEIGHTS = SparseLoCoAlgorithm(
+    5,
+    outer_lr=0.5,
+    error_feedback="weights",
+    block_numel=64,
+    kept=8,
+    average="all",
+    start_after=0,
+    hierarchical=False,
+)
+
+
+def test_what_sparse_loco_does_not_send_stays_in_the_weights_of_its_rank(thread_ranks):
+    """The next difference has it: nothing is added to that from elsewhere."""
+
+    def simulated(part: float = SIZE, **options: Any) -> list[State]:
+        rule = SparseOuter(**{"decay": 0.0, **options})
+        return simulate_local(rule, 5, sgd, left=lambda: [part * one for one in rule.residuals])
+
+    states = [state for state, _ in thread_ranks(SIZE, train, IN_WEIGHTS, sgd)]
+    for state, expected in zip(states, simulated(), strict=True):
+        assert_close(state, expected)
+    assert differs(states[0], states[1])
+    mutants = {
+        "added to the next one as well": simulated(decay=0.9),
+        "the other mean": simulated(contributors=True),
+        "as small as it was sent": simulated(1.0),
+        "undone": simulated(0.0),
+        "nothing is sent": simulate_local(None, 5, sgd),
+    }
+    for name, mutant in mutants.items():
+        assert differs(states[0], mutant[0]), name
+
+
+@pytest.mark.parametrize("size", [4, 9], ids=["everyone receives all", "by ranges"])
+def test_an_exchange_of_few_elements_leaves_the_mean_of_weights_alone(size):
+    """What all have learned is moved between them, and none of it is lost: also by who adds up for others."""
+    algorithm, pool = dataclasses.replace(IN_WEIGHTS, outer_lr=1.0), ThreadRanks(size)
+    after = [state for state, _ in pool.run(train, algorithm, sgd, 5)]
+    before = [state for state, _ in pool.run(train, dataclasses.replace(algorithm, sync_every=6), sgd, 5)]
+    for name in after[0]:
+        means = [torch.stack([state[name] for state in states]).mean(dim=0) for states in (before, after)]
+        torch.testing.assert_close(*means, rtol=0, atol=1e-12)
+    assert differs(before[0], after[0])
+
+
+def learn_while_there_is_data(batches: tuple[int, ...]) -> State:
+    rank, model = bagua.comm.get_rank(), model_of()
+    optimizer = sgd(model.parameters())
+    wrapped = with_bagua(model, [optimizer], dataclasses.replace(IN_WEIGHTS, outer_lr=1.0))
+    with wrapped.join():
+        for step in range(batches[rank]):
+            optimizer.zero_grad()
+            loss_of(wrapped, rank, step).backward()
+            optimizer.step()
+    return snapshot(model)
+
+
+def test_a_rank_without_data_keeps_what_it_has_not_sent(thread_ranks):
+    """In plain torch: the second exchange has nothing of it, and takes it as far as the anchor goes."""
+    models = [model_of() for _ in range(2)]
+    optimizers = [sgd(model.parameters()) for model in models]
+    numel, places = whole_layout()
+    anchor = flatten(snapshot(models[0]), numel, places)
+    for parts, steps in (((0.5, 0.5), range(5)), ((0.0, 1.0), range(5, 10))):
+        for rank, (model, optimizer, part) in enumerate(zip(models, optimizers, parts, strict=True)):
+            for step in steps if part else ():
+                optimizer.zero_grad()
+                loss_of(model, rank, step).backward()
+                optimizer.step()
+        weights = [flatten(snapshot(model), numel, places) for model in models]
+        sent = [
+            largest_of_blocks(part * (anchor - one), 64, 8, bits=2) for part, one in zip(parts, weights, strict=True)
+        ]
+        for model, one, own, part in zip(models, weights, sent, parts, strict=True):
+            write(model, one + (own / part if part else 0.0) - sum(sent), places)
+        anchor = anchor - sum(sent)
+    for state, model in zip(thread_ranks(2, learn_while_there_is_data, (5, 10)), models, strict=True):
+        assert_close(state, snapshot(model))
+
+
 @pytest.mark.parametrize("codec", ["int4", "int2", "e3m0", "sign", "block_topk", "dct_topk", "minmax_uint8"])
 def test_diloco_takes_every_codec_by_its_name(thread_ranks, codec):
     """Ranks end alike, and elsewhere than with all bits."""
@@ -338,6 +425,7 @@ def test_gossip_whose_weights_become_what_was_sent_refuses_what_choco_takes():
         lambda: OneBitAdamAlgorithm(block_numel=12),
         lambda: SparseLoCoAlgorithm(outer_lr=0.0),
         lambda: SparseLoCoAlgorithm(error_feedback=0.0),
+        lambda: SparseLoCoAlgorithm(error_feedback="buffer", hierarchical=False),
         lambda: SparseLoCoAlgorithm(average="some"),
         lambda: SparseLoCoAlgorithm(kept=0),
         lambda: ChocoAlgorithm(codec="nothing"),

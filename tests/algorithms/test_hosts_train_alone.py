@@ -297,6 +297,8 @@ def test_the_end_makes_one_model_of_all_hosts(thread_pool):
         (lambda: LocalSGDAlgorithm(4, inner="qadam"), "sums gradients in each step"),
         (lambda: LocalSGDAlgorithm(4, inner=LocalSGDAlgorithm(2, inner=INNER)), "sums gradients in each step"),
         (lambda: SparseLoCoAlgorithm(4, inner=INNER, hierarchical=False), "hosts exchange in place of ranks"),
+        (lambda: SparseLoCoAlgorithm(4, inner=INNER, error_feedback="weights"), "each rank exchanges for itself"),
+        (lambda: SparseLoCoAlgorithm(4, error_feedback="weights"), "argument hierarchical, expected False"),
         (lambda: SlowMoAlgorithm(4, inner=3), "inner"),
         (lambda: Sum(hierarchical=True, over="inside"), "hierarchical"),
         (lambda: Sum(over="hosts"), "over"),

@@ -988,10 +988,11 @@ def test_eager_steps_telescope(thread_ranks):
         LocalSGDAlgorithm(4),
         DiLoCoAlgorithm(4, fragments=2, overlap=3),
         DiLoCoAlgorithm(4, eager=True),
+        SparseLoCoAlgorithm(4, start_after=0, error_feedback="weights", hierarchical=False),
         Algorithm.init("decentralized", peer_selection_mode="shift_one"),
         Algorithm.init("gradient_allreduce"),
     ],
-    ids=["local_sgd", "diloco", "eager", "decentralized", "gradient_allreduce"],
+    ids=["local_sgd", "diloco", "eager", "sparse_loco", "decentralized", "gradient_allreduce"],
 )
 def test_finish_makes_one_model_with_which_training_goes_on(thread_ranks, algorithm):
     before, after, later = zip(*thread_ranks(2, finish_and_go_on, algorithm), strict=True)

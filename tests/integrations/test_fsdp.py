@@ -11,7 +11,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import bagua.comm
-from bagua.algorithms import Algorithm, ChocoAlgorithm, DiLoCoAlgorithm, LocalSGDAlgorithm, SlowMoAlgorithm
+from bagua.algorithms import (
+    Algorithm,
+    ChocoAlgorithm,
+    DiLoCoAlgorithm,
+    LocalSGDAlgorithm,
+    SlowMoAlgorithm,
+    SparseLoCoAlgorithm,
+)
 from bagua.compression import Identity
 from bagua.errors import ConfigurationError
 from bagua.integrations.fsdp import ShardExchange, exchange_shards
@@ -123,7 +130,11 @@ def assert_near(state: State, expected: State) -> None:
 
 def test_shards_are_exchanged_as_whole_models_would_be(process_ranks):
     streaming = DiLoCoAlgorithm(4, fragments=2, overlap=1, outer_momentum=0.5)
-    algorithms = [streaming, SlowMoAlgorithm(4), LocalSGDAlgorithm(4), ChocoAlgorithm(codec=Identity())]
+    # All is sent: what is chosen of a shard is not what would be chosen of the whole.
+    sparse = SparseLoCoAlgorithm(
+        4, start_after=0, kept=4096, value_bits=None, error_feedback="weights", average="all", hierarchical=False
+    )
+    algorithms = [streaming, SlowMoAlgorithm(4), LocalSGDAlgorithm(4), ChocoAlgorithm(codec=Identity()), sparse]
     of_whole = process_ranks(2, train_whole, algorithms)
     of_shards = process_ranks(4, train_sharded, algorithms)
     for rank, by_algorithm in enumerate(of_shards):

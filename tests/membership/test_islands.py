@@ -346,6 +346,10 @@ def outer_with(reducer, *, hierarchical=False):
         (Algorithm.init("diloco", overlap=1), "newcomers come in when nothing is on its way"),
         (outer_with(EF21(AllGatherReducer(Float16()))), "a sum over those who took part before: total"),
         (outer_with(EF21(PowerSGDReducer(2)), hierarchical=True), "who took part before: total"),
+        (
+            Algorithm.init("sparse_loco", start_after=0, error_feedback="weights", hierarchical=False),
+            "leaves in the weights of each rank",
+        ),
         (Algorithm.init("decentralized"), "only sums and means"),
         (Algorithm.init("async"), "only sums and means"),
     ],

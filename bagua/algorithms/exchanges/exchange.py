@@ -78,6 +78,7 @@ class Exchange:
         _check_gradients(self)
         _check_states(self)
         _check_contraction(self)
+        _check_lost(self)
         _check_lag(self)
 
     def _settle_points(self) -> None:
@@ -201,6 +202,17 @@ def _check_contraction(exchange: Exchange) -> None:
             expected=f"one that keeps at least {LEAST_CONTRACTION:.0%}, as Mean(ScatterGatherReducer(MinMaxUInt8()))",
             seen=repr(what),
             advice="Send Difference() and take an OuterStep, or use ChocoAlgorithm: both keep weights whole.",
+        )
+
+
+def _check_lost(exchange: Exchange) -> None:
+    if exchange.then.keeps_lost and not (exchange.how is not None and exchange.how.tells_lost and exchange.at_once):
+        raise ConfigurationError(
+            f"{exchange.then!r} leaves in the weights of each rank what is lost of its part",
+            argument="how",
+            expected="a mean to which each rank sends for itself, without error feedback and at once",
+            seen=repr(exchange),
+            advice="Use hierarchical=False, and no islands or hosts that train as one.",
         )
 
 

@@ -99,6 +99,11 @@ class How(ABC):
         return True
 
     @property
+    def tells_lost(self) -> bool:
+        """Whether it writes to ``flight.lost`` what is lost of what this rank sends, and feeds none of it back."""
+        return False
+
+    @property
     def contraction(self) -> float | None:
         """Which part of the square of any block reaches the others at least; None if unknown."""
         return 1.0 if self.exact else None
@@ -173,6 +178,7 @@ class Then(ABC):
 
     Attributes:
         keeps_sent: ``flight.sent`` is needed.
+        keeps_lost: ``flight.lost`` is needed.
         alone: does something on a group of one rank, too.
         whole: needs to know whether the results of a whole part are finite.
         replaces: True if the values that were there before are lost.
@@ -182,6 +188,7 @@ class Then(ABC):
     """
 
     keeps_sent: ClassVar[bool] = False
+    keeps_lost: ClassVar[bool] = False
     alone: ClassVar[bool] = False
     whole: ClassVar[bool] = False
     replaces: ClassVar[bool] = False

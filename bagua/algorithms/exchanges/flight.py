@@ -36,6 +36,7 @@ class Flight:
         flat: values to send, laid out like the bucket; after ``How.run`` the result.
         unfilled: writes ``flat``, which nobody has done yet; None otherwise. See ``Then.steps_toward_weights``.
         sent: a copy of what was sent, before the factor, if ``Then.keeps_sent``.
+        lost: after ``How.run`` what was lost of what this rank sent, with the factor, if ``Then.keeps_lost``.
         prepared: return value of ``How.prepare``.
         wait: ends ``How.run``.
     """
@@ -48,6 +49,7 @@ class Flight:
             "finite",
             "flat",
             "loss_scale",
+            "lost",
             "memory",
             "model",
             "prepared",
@@ -90,6 +92,7 @@ class Flight:
         self.unfilled: Callable[[Flight], None] | None = None
         self.reads = reads
         self.sent: torch.Tensor | None = None
+        self.lost: torch.Tensor | None = None
         self.prepared = prepared
         self.speaker = speaker
         self.wait = wait

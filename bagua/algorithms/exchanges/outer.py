@@ -151,6 +151,16 @@ def _can_be_kept(values: Sequence[Any], parameters: Sequence[torch.Tensor]) -> b
 
 
 @dataclass(frozen=True)
+class Retain:
+    """Weights become the anchor, less what was lost of this rank's difference: only what was sent is taken from them.
+
+    Needs no memory for residuals: the next difference has them.
+
+    Paper: Xie et al., "CSER: Communication-efficient SGD with Error Reset", NeurIPS 2020.
+    """
+
+
+@dataclass(frozen=True)
 class OuterStep(Then):
     """The outer optimizer steps the anchor with the mean difference as its gradient; the weights follow.
 
@@ -161,6 +171,7 @@ class OuterStep(Then):
         optimizer: optimizer of the anchor.
         land: how the weights follow: ``Replace()``: they become the anchor. ``Blend(keep)``: they keep a part of what
             was learned meanwhile. ``Add()``: they become the anchor, and what was learned meanwhile is added.
+            ``Retain()``: they keep what was lost of this rank's difference.
 
     Raises:
         ConfigurationError: another way to land.
@@ -169,24 +180,29 @@ class OuterStep(Then):
     """
 
     optimizer: Outer
-    land: Replace | Blend | Add = _REPLACE
+    land: Replace | Blend | Add | Retain = _REPLACE
 
     alone: ClassVar[bool] = True
     whole: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_kind(Outer, "as Outer(torch.optim.SGD, lr=0.7)", optimizer=self.optimizer)
-        check_kind((Replace, Blend, Add), "Replace(), Blend(...) or Add()", land=self.land)
+        check_kind((Replace, Blend, Add, Retain), "Replace(), Blend(...), Add() or Retain()", land=self.land)
 
     @property
     def overwrites(self) -> bool:
         """As the weights follow."""
-        return self.land.overwrites
+        return isinstance(self.land, Retain) or self.land.overwrites
 
     @property
     def keeps_sent(self) -> bool:  # type: ignore[override]
         """Weights that keep what was learned meanwhile must not keep what was sent: it would be sent again."""
         return isinstance(self.land, Add)
+
+    @property
+    def keeps_lost(self) -> bool:  # type: ignore[override]
+        """Where weights keep it."""
+        return isinstance(self.land, Retain)
 
     def check(self, what: What | None) -> None:
         """Refuse what has no anchor."""
@@ -249,12 +265,19 @@ class OuterStep(Then):
         anchor.copy_(stepped)
 
     @staticmethod
-    def _landed(flight: Flight, anchor: torch.Tensor, stepped: torch.Tensor, land: Blend | Add) -> torch.Tensor:
+    def _landed(
+        flight: Flight, anchor: torch.Tensor, stepped: torch.Tensor, land: Blend | Add | Retain
+    ) -> torch.Tensor:
         """What the weights become when the anchor becomes ``stepped``."""
+        if isinstance(land, Retain) and flight.scale:
+            assert flight.lost is not None
+            return stepped.sub(flight.lost.to(stepped), alpha=1.0 / flight.scale)
         now = flight.weights(torch.empty_like(flight.flat)).to(stepped)
         if isinstance(land, Blend):
             return torch.lerp(stepped, now, land.keep)
         change = stepped - anchor
+        if isinstance(land, Retain):  # A rank that has learned nothing has sent nothing.
+            return now.add_(change)
         if flight.sent is not None:
             change.add_(flight.sent.to(change))
         return now.add(change, alpha=land.gain)

@@ -164,6 +164,12 @@ class Sum(How):
         return self.reducer is None or self.reducer.exact
 
     @property
+    def tells_lost(self) -> bool:
+        """Where each rank sends for itself, through a reducer without error feedback."""
+        feeds_back = self.reducer is not None and self.reducer.feeds_back
+        return self.over == "ranks" and not self.hierarchical and not feeds_back
+
+    @property
     def contraction(self) -> float | None:
         """That of the reducer."""
         return 1.0 if self.reducer is None else self.reducer.contraction
@@ -213,7 +219,10 @@ class Sum(How):
         if self.reducer is None:
             return allreduce_sum(flight.flat, group, hierarchical=self.hierarchical, async_op=True)
         self._begin(flight)
-        reducer_sum(flight.flat, group, self.reducer, flight.memory, hierarchical=self.hierarchical)
+        if flight.lost is not None:
+            self.reducer.reduce(flight.flat, group.global_communicator, flight.memory, flight.lost)
+        else:
+            reducer_sum(flight.flat, group, self.reducer, flight.memory, hierarchical=self.hierarchical)
         flight.memory.clear_padding(flight.flat)
         return None
 

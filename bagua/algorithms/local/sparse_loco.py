@@ -10,14 +10,16 @@ import torch
 from bagua.algorithms.base import bound_form
 from bagua.algorithms.exchanges.exchange import Exchange
 from bagua.algorithms.exchanges.fields import Every
-from bagua.algorithms.exchanges.outer import Outer, OuterStep
+from bagua.algorithms.exchanges.outer import Outer, OuterStep, Retain
 from bagua.algorithms.exchanges.values import WHOLE, Difference
 from bagua.algorithms.local.local_updates import LocalUpdates
 from bagua.checks import check_choice, check_numbers
 from bagua.compression import BlockTopK
+from bagua.errors import ConfigurationError
 from bagua.primitives import ErrorFeedback, SparseReducer, SumReducer
 
 Average = Literal["all", "contributors"]
+Residual = Literal["weights"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,9 @@ class SparseLoCoAlgorithm(LocalUpdates):
     Args:
         sync_every: steps from one exchange to the next.
         outer_lr: the learning rate of the anchor, above 0.
-        error_feedback: part of a residual that is kept until the next exchange, above 0 and at most 1.
+        error_feedback: part of a residual that is kept until the next exchange, above 0 and at most 1. ``weights``:
+            what a rank does not send stays in its weights instead, so that nothing it has learned is undone, and all of
+            it is in the mean that ``bagua_finish()`` makes. Needs ``hierarchical=False``, and takes no ``inner``.
         block_numel: elements among which the largest are chosen, a multiple of 8.
         kept: how many of them.
         value_bits: bits of each kept value: 8, 2, or None for the values as they are.
@@ -62,7 +66,7 @@ class SparseLoCoAlgorithm(LocalUpdates):
     _: KW_ONLY
     start_after: int = 100
     outer_lr: float = 1.0
-    error_feedback: float = 0.95
+    error_feedback: float | Residual = 0.95
     block_numel: int = 4096
     kept: int = 256
     value_bits: int | None = 2
@@ -70,16 +74,34 @@ class SparseLoCoAlgorithm(LocalUpdates):
 
     def __post_init__(self) -> None:
         check_numbers(lambda rate: rate > 0, "a number above 0", outer_lr=self.outer_lr)
-        check_numbers(lambda part: 0 < part <= 1, "a number above 0 and at most 1", error_feedback=self.error_feedback)
+        if self.error_feedback != "weights":
+            expected = "a number above 0 and at most 1, or 'weights'"
+            check_numbers(lambda part: 0 < part <= 1, expected, error_feedback=self.error_feedback)
+        elif self.hierarchical or self.inner is not None:
+            name, expected = ("inner", "None") if self.inner is not None else ("hierarchical", "False")
+            raise ConfigurationError(
+                "with error_feedback='weights' each rank exchanges for itself",
+                argument=name,
+                expected=expected,
+                seen=getattr(self, name),
+            )
         check_choice(get_args(Average), average=self.average)
         super().__post_init__()
 
     @property
     def outer_exchange(self) -> Exchange:
         """The largest elements of the difference, and a step of the anchor."""
-        step = OuterStep(Outer(torch.optim.SGD, lr=self.outer_lr))
-        how = self.mean(ErrorFeedback(self._reducer, self.error_feedback))
+        optimizer = Outer(torch.optim.SGD, lr=self.outer_lr)
+        if self.error_feedback == "weights":
+            how, step = self.mean(self._reducer), OuterStep(optimizer, Retain())
+        else:
+            how, step = self.mean(ErrorFeedback(self._reducer, self.error_feedback)), OuterStep(optimizer)
         return Exchange(Difference(), Every(self.sync_every), how, step, parts=WHOLE)
+
+    @property
+    def is_hierarchical(self) -> bool | None:
+        """Not where each rank keeps what it has not sent."""
+        return None if self.error_feedback == "weights" else super().is_hierarchical
 
     @property
     def _reducer(self) -> SumReducer:

@@ -98,7 +98,7 @@ class Track:
         On a host, to map a new page costs several times what it takes to write it.
         """
         if self.bucket.by_arrival or self.bucket.device.type == "cpu":
-            for flat in (flight.flat, flight.sent):
+            for flat in (flight.flat, flight.sent, flight.lost):
                 if flat is not None and flat is not self.bucket.gradients and flat is not _NOTHING:
                     self._buffers.append(flat)
 
@@ -220,6 +220,8 @@ class Course:
             flight.sent = track.take_buffer().copy_(flight.flat)
             if what is not None and what.in_place and flight.scale != 1.0:
                 flight.sent.div_(flight.scale)
+        if then.keeps_lost:
+            flight.lost = track.take_buffer().zero_()
         if what is not None and not what.in_place and flight.scale != 1.0:
             flight.flat.mul_(flight.scale)
         then.start(flight)
