@@ -22,6 +22,8 @@ SMALL_CALL_BYTES = 64
 _PAIRS_FROM_BYTES = 64 * 1024
 #: Gloo cuts a rank's share of an allreduce into two pieces, or more of at most so many bytes, and has two on their way.
 _PIECES, _PIECE_BYTES = 2, 2**20
+#: More turns of latency and bytes only make a simulation longer: an allreduce of 10,000 ranks would have 20,000.
+_MOST_ROUNDS = 64
 #: A connection that was idle for so long and a round trip begins like a new one: Linux's least retransmission timeout.
 _FORGOTTEN_AFTER_S = 0.2
 
@@ -92,7 +94,8 @@ class Cost:
         work_s: seconds for which this rank's processor is busy with messages, whatever their size.
         byte_s: least seconds that each of ``own_bytes`` takes.
         byte_work_s: seconds for which this rank's processor is busy with each of them.
-        rounds: messages that wait for each other: each takes its part of ``latency_s`` and of the bytes.
+        rounds: messages that wait for each other: each takes its part of ``latency_s`` and of the bytes. Of very many,
+            several count as one: each is an event of the simulation.
     """
 
     latency_s: float
@@ -202,7 +205,7 @@ def cost_of(message: Message, cluster: Cluster, machine: MachineFacts, idle_s: f
         latency_s += slow_start_s(own_bytes, rate, cluster.delay_s)
     if seen is None and cluster.connection_bytes_per_s < cluster.bytes_per_s:
         latency_s += own_bytes * (1 / cluster.connection_bytes_per_s - 1 / cluster.bytes_per_s)
-    rounds = round(pattern.delays / 2)  # a message is asked for before it is sent
+    rounds = min(round(pattern.delays / 2), _MOST_ROUNDS)  # a message is asked for before it is sent
     return Cost(latency_s, link_bytes, own_bytes, pattern.messages * work_s, byte_s, byte_s * call.busy_bytes, rounds)
 
 
