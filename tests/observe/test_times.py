@@ -181,7 +181,8 @@ def test_a_call_that_ends_while_its_communicator_is_closed_is_counted(clock, sta
 
 def test_the_totals_count_a_call_that_ends_after_its_communicator_was_closed(clock):
     ledger = Ledger(recorder=Recorder(clock))
-    closed = [Statistics(0, 3, recorder=ledger.recorder) for _ in range(LATEST_LENGTH + 2)]
+    place = Place("world", "threads", 0, (0, 1, 2))
+    closed = [Statistics(place, ledger.recorder) for _ in range(LATEST_LENGTH + 2)]
     ledger.open += closed
     for number, statistics in enumerate(closed):
         record = statistics.begin(call(1), clock())

@@ -55,9 +55,9 @@ def _among_all(name: str, place: int | None) -> Mutant:
 def _backwards(name: str, place: int) -> Mutant:
     """A list of one tensor for each rank is taken from its end."""
 
-    def call(true: Any, *arguments: Any) -> Any:
+    def call(true: Any, *arguments: Any, **options: Any) -> Any:
         turned = arguments[place][::-1] if arguments[place] else arguments[place]
-        return true(*arguments[:place], turned, *arguments[place + 1 :])
+        return true(*arguments[:place], turned, *arguments[place + 1 :], **options)
 
     return around(collectives, name, call)
 
@@ -83,8 +83,8 @@ def _as_global_rank(communicator: Any, rank: Any, group_rank: Any, *rest: Any) -
     return communicator.ranks.index(wanted) if wanted in communicator.ranks else wanted % communicator.size
 
 
-def _swaps_sizes(true: Any, communicator: Any, output: Any, tensor: Any, out: Any, given: Any, later: bool) -> Any:
-    return true(communicator, output, tensor, given, out, later)
+def _swaps_sizes(true: Any, communicator: Any, output: Any, tensor: Any, out: Any, given: Any, **options: Any) -> Any:
+    return true(communicator, output, tensor, given, out, **options)
 
 
 def _all_but_first_row(true: Any, output: Any, *arguments: Any) -> Any:
