@@ -41,7 +41,8 @@ LIMITS = (
     Limit(2, 100, "ddp", "sign_sgd:warmup_steps=0", sent_bytes=0.055),
     Limit(2, 100, "ddp", "top_k:warmup_steps=0,density_steps=0", sent_bytes=0.06),
     Limit(2, 100, "ddp", "power_sgd", sent_bytes=0.01),
-    Limit(4, 1000, "ddp", "bytegrad", step_time=0.6),
+    Limit(2, 100, "ddp", "one_bit_adam:warmup_steps=3", step_time=0.08),
+    Limit(4, 1000, "ddp", "bytegrad", step_time=0.58),
     Limit(4, 1000, "ddp", "decentralized:peer_selection_mode='shift_one'", step_time=0.75),
     Limit(4, 1000, "ddp", "decentralized_data_parallel", step_time=0.8),
 )
