@@ -17,10 +17,12 @@ class CodedBlocks(Codec):
     Attributes:
         block_numel: elements of a block, a multiple of 8, so that the codes of each block begin with a byte.
         bits: bits of a code.
+        times_cached: elements that a CPU compresses together, over those that stay in its cache.
     """
 
     block_numel: int
     bits: ClassVar[int]
+    times_cached: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         check_block_numel(self.block_numel, multiple_of=8)
@@ -55,4 +57,4 @@ class CodedBlocks(Codec):
         for blocks, part, length in in_rows(metadata.numel, self.block_numel):
             rows = flat[part].view(-1, length)
             codes = packed[part.start * self.bits // 8 : -(-part.stop * self.bits // 8)].view(len(rows), -1)
-            yield from in_pieces(rows, header[blocks], codes)
+            yield from in_pieces(rows, header[blocks], codes, times=self.times_cached)

@@ -28,6 +28,9 @@ class _Levels(CodedBlocks):
     block_numel: int = 4096
     seed: int | None = None
 
+    #: Some forty operations work on each piece: to start them costs more than what no longer fits in the cache.
+    times_cached: ClassVar[int] = 2
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_kind((int, type(None)), "a whole number, or None", seed=self.seed)
@@ -61,10 +64,10 @@ class _Levels(CodedBlocks):
     def _encode(self, flat: torch.Tensor, out: torch.Tensor) -> None:
         scratch = _Scratch(flat.device)
         for number, (rows, tables, packed) in enumerate(self._groups(flat, out, Metadata.of(flat))):
-            values = scratch.like("values", rows, tables.dtype).copy_(rows)
             if self.seed is None:
-                codes = _classify(values, tables, scratch)
+                codes = _classify(rows, tables, scratch)
             else:
+                values = scratch.like("values", rows, tables.dtype).copy_(rows)
                 codes = _draw(values, tables, mixed_seed(self.seed, number))
             packed.copy_(pack_codes(codes, self.bits))
 
@@ -147,10 +150,10 @@ class _Scratch:
 
 
 def _classify(rows: torch.Tensor, tables: torch.Tensor, scratch: _Scratch) -> torch.Tensor:
-    """The bin of each element, and the mean of each bin in ``tables``. ``rows`` is overwritten."""
+    """The bin of each element, and the mean of each bin in ``tables``."""
     count, levels = rows.shape[1], tables.shape[1]
-    means = rows.sum(dim=1, keepdim=True).div_(count)
-    rows.sub_(means)
+    means = rows.sum(dim=1, keepdim=True, dtype=tables.dtype).div_(count)
+    rows = torch.sub(rows, means, out=scratch.like("values", rows, tables.dtype))
     # Scaled before it is squared, because squares overflow.
     largest = torch.maximum(rows.amax(dim=1, keepdim=True), rows.amin(dim=1, keepdim=True).neg_())
     finite = largest < torch.inf  # A NaN fails every comparison.

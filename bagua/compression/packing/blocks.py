@@ -34,8 +34,8 @@ def in_rows(numel: int, block_numel: int) -> Iterator[tuple[slice, slice, int]]:
         yield slice(whole, whole + 1), slice(cut, numel), numel - cut
 
 
-def in_pieces(rows: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """A few rows at a time, with the same rows of ``others``."""
+def in_pieces(rows: torch.Tensor, *others: torch.Tensor, times: int = 1) -> Iterator[tuple[torch.Tensor, ...]]:
+    """A few rows at a time, with the same rows of ``others``; ``times`` as many as stay in the cache."""
     # Other devices have other caches, and each operation costs its start.
-    few = max(_CACHED_NUMEL // rows.shape[1], 1) if rows.device.type == "cpu" else len(rows)
+    few = max(times * _CACHED_NUMEL // rows.shape[1], 1) if rows.device.type == "cpu" else len(rows)
     return zip(*(torch.split(tensor, few) for tensor in (rows, *others)), strict=True)
