@@ -28,7 +28,7 @@ class SumReducer(ABC):
 
     Attributes:
         alone: does something on one rank, too, as a momentum does.
-        feeds_back: keeps what is lost for later calls, so nothing of it is left for a ``remainder``.
+        feeds_back: True if it keeps what is lost for later calls, so that nothing of it is left for a ``remainder``.
 
     Example:
         >>> from bagua.comm import solo_group

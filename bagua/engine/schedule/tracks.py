@@ -117,7 +117,7 @@ class Course:
         exchange: the exchange.
         tracks: one for each bucket.
         model: model whose parameters they are.
-        lanes: who runs it, its tracks in turn; none for local actions.
+        lanes: lanes that run it, its tracks in turn; none for local actions.
         prepared: return value of ``How.prepare``.
         shares: shares of the ranks in means of what they have learned.
 
