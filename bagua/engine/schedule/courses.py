@@ -309,7 +309,8 @@ class Courses:
         if together:
             shared = [self._lane(self._group, together, devices)]
             if len(together) == 1 and self._takes_turns(together[0], shared[0], buckets):
-                shared.append(self._lane(self._group_of("in turn"), together, devices))
+                # Labels are unique, so no other lane has connections under this one.
+                shared.append(self._lane(self._group_of(together[0].label), together, devices))
             lanes.update({one.label: shared for one in together})
         distinct = {id(lane): lane for several in lanes.values() for lane in several}.values()
         self._belongings.executors = [executor for lane in distinct for executor in lane.executors.values()]
