@@ -17,6 +17,10 @@ from bagua.compression.packing.noise import mixed_seed, noise_like
 
 #: The values are spread over so many standard deviations.
 _REACH = 6.0
+#: Norms up to this, and down to one over this, have squares of which float32 loses nothing.
+_ORDINARY = 1e15
+#: The sum and the count of a bin fit in one double, with 16 bits for parts of a step, in blocks of up to this length.
+_TOGETHER = 8192
 #: So few bins are summed one after the other: additions to one place wait for each other.
 _FEW = 4
 
@@ -153,23 +157,36 @@ def _classify(rows: torch.Tensor, tables: torch.Tensor, scratch: _Scratch) -> to
     """The bin of each element, and the mean of each bin in ``tables``."""
     count, levels = rows.shape[1], tables.shape[1]
     means = rows.sum(dim=1, keepdim=True, dtype=tables.dtype).div_(count)
-    rows = torch.sub(rows, means, out=scratch.like("values", rows, tables.dtype))
-    # Scaled before it is squared, because squares overflow.
-    largest = torch.maximum(rows.amax(dim=1, keepdim=True), rows.amin(dim=1, keepdim=True).neg_())
-    finite = largest < torch.inf  # A NaN fails every comparison.
-    largest = largest.where(finite & (largest > 0), 1)
-    rows.div_(largest)
-    deviation = torch.linalg.vector_norm(rows, dim=1, keepdim=True).div_(math.sqrt(max(count - 1, 1)))
-    steps = deviation.mul_(_REACH / levels)
-    steps = steps.where(steps > 0, 1)
-    numbers = torch.mul(rows, steps.reciprocal_(), out=scratch.like("numbers", rows, rows.dtype))
-    numbers.add_(levels / 2).round_().clamp_(0, levels - 1)
-    if rows.device.type != "cpu" or not finite.all():  # Elsewhere a look at the values would wait for them.
+    values = torch.sub(rows, means, out=scratch.like("values", rows, tables.dtype))
+    norms = torch.linalg.vector_norm(values, dim=1, keepdim=True)
+    finite = scales = None
+    if rows.device.type != "cpu" or not _are_ordinary(norms):  # Elsewhere a look at the values would wait for them.
+        # Scaled before they are squared, because squares overflow.
+        scales = torch.maximum(values.amax(dim=1, keepdim=True), values.amin(dim=1, keepdim=True).neg_())
+        finite = scales < torch.inf  # A NaN fails every comparison.
+        scales = scales.where(finite & (scales > 0), 1)
+        norms = torch.linalg.vector_norm(values.div_(scales), dim=1, keepdim=True)
+        norms = norms.where(norms > 0, 1)
+    steps = norms.mul_(_REACH / levels / math.sqrt(max(count - 1, 1)))
+    values.mul_(steps.reciprocal())
+    numbers = torch.add(values, levels / 2 + 0.5, out=scratch.like("numbers", rows, values.dtype))
+    numbers.clamp_(0, levels - 0.5)
+    if finite is not None:
         numbers.nan_to_num_(0.0)
-    codes = scratch.like("codes", rows, torch.int32).copy_(numbers)
-    sums, counts = _sums_of_bins(rows, numbers, codes, levels, scratch)
-    tables.copy_(sums.div_(counts.clamp_(min=1)).mul_(largest).add_(means).where(finite, torch.nan))
+    codes = scratch.like("codes", rows, torch.int16).copy_(numbers)  # which rounds down
+    sums, counts = _sums_of_bins(values, numbers, codes, levels, scratch)
+    averages = sums.div_(counts.clamp_(min=1)).mul_(steps)
+    if scales is not None:
+        averages.mul_(scales)
+    averages.add_(means)
+    tables.copy_(averages if finite is None else averages.where(finite, torch.nan))
     return scratch.like("bytes", rows, torch.uint8).copy_(codes)
+
+
+def _are_ordinary(norms: torch.Tensor) -> bool:
+    """Whether no norm is so small or so large, or no number at all, that squares may have lost something."""
+    low, high = norms.aminmax()
+    return low.item() > 1.0 / _ORDINARY and high.item() < _ORDINARY
 
 
 def _sums_of_bins(
@@ -178,6 +195,7 @@ def _sums_of_bins(
     """The sum, and the count, of the elements of each row in each bin. ``numbers`` and ``codes`` tell their bins."""
     if levels > _FEW and rows.device.type == "cpu":
         return _scattered_sums(rows, codes, levels, scratch)
+    numbers.floor_()
     sums, counts = torch.zeros(2, len(rows), levels, dtype=rows.dtype, device=rows.device)
     chosen = scratch.like("chosen", rows, rows.dtype)  # Elsewhere a scattered sum may come out another way each time.
     for level in range(levels):
@@ -190,16 +208,19 @@ def _sums_of_bins(
 def _scattered_sums(
     rows: torch.Tensor, codes: torch.Tensor, levels: int, scratch: _Scratch
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``_sums_of_bins``, of values from -1 to 1."""
+    """As ``_sums_of_bins``, of values in steps."""
+    count = rows.shape[1]
     places = scratch.like("places", rows, torch.int64).copy_(codes)
+    wide = rows if rows.dtype == torch.float64 else scratch.like("wide", rows, torch.float64).copy_(rows)
     totals = torch.zeros(len(rows), levels, dtype=torch.float64)
-    if rows.dtype == torch.float64:
+    if rows.dtype == torch.float64 or count > _TOGETHER:
         ones = torch.ones(len(rows), 1, dtype=torch.float64).expand_as(rows)
         counts = torch.zeros_like(totals).scatter_add_(1, places, ones)
-        return totals.scatter_add_(1, places, rows), counts
+        return totals.scatter_add_(1, places, wide).to(rows.dtype), counts.to(rows.dtype)
     # One addition for both: with each element comes more than any sum reaches. Both fit in the 53 bits of a double.
-    beyond = 2.0 ** (rows.shape[1].bit_length() + 1)
-    totals.scatter_add_(1, places, scratch.like("wide", rows, torch.float64).copy_(rows).add_(beyond))
+    longest = math.ceil(levels / _REACH * math.sqrt(count))
+    beyond = 2.0 ** (count.bit_length() + longest.bit_length() + 1)
+    totals.scatter_add_(1, places, wide.add_(beyond))
     counts = totals.div(beyond).round_()
     return totals.sub_(counts, alpha=beyond).float(), counts.float()
 

@@ -276,6 +276,26 @@ def test_few_bits_are_the_means_of_bins(codec, bits):
     torch.testing.assert_close(decoded(codec, values), expected)
 
 
+@pytest.mark.parametrize("numel", [8192, 16384, 65536])
+def test_sums_of_long_blocks_keep_their_precision(numel):
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(1))
+    expected = statistical(values.double(), 4).float()
+    difference = (decoded(Int4(numel), values) - expected).abs()
+    assert (difference > 1e-5).sum() <= 4  # of elements at an edge, which float32 puts in the next bin
+
+
+@pytest.mark.parametrize("scale", [2.0**-100, 2.0**-60, 2.0**60, 2.0**100])
+@pytest.mark.parametrize("codec", [Int4(64), Int2(64)], ids=repr)
+def test_a_scale_changes_no_code_and_no_other_block(codec, scale):
+    """Also where squares of elements overflow, or vanish: blocks beside such a block are as they are alone."""
+    values = torch.randn(256, generator=torch.Generator().manual_seed(1))
+    mixed = values.clone()
+    mixed[64:128] *= scale
+    result = decoded(codec, mixed)
+    result[64:128] /= scale
+    torch.testing.assert_close(result, decoded(codec, values), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", [MinMaxUInt8, Int4, Int2])
 def test_rounding_at_random_is_right_on_average_and_another_on_each_rank(kind):
     codec, draws = kind(block_numel=64, seed=5), 400
