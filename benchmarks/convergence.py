@@ -4,7 +4,8 @@ Each contender trains a small language model of bytes (``--task text``), or a co
 images of which each rank sees other classes (``--task images``), from the same weights on the same batches, and so does
 gradient allreduce. Reported is the held-out loss over that of gradient allreduce from the same seed (for those that
 need an optimizer of their own: over that of gradient allreduce with it, or with Adam, at the rate that suits it best;
-for DiLoCo with a codec or in fragments: over that of DiLoCo without), for each seed and on an average.
+for DiLoCo with a codec or in fragments: over that of DiLoCo without; for ``sparse_loco`` whose density is named: over
+that of DiLoCo with the same schedule), for each seed and on an average.
 Two lines say how much that means: ``perturbed`` is gradient allreduce whose first weights differ by one per cent, so
 its distance from 1 is chance; ``silent`` is the mutant that drops the exchange, and a limit that it kept would prove
 nothing.
@@ -104,6 +105,8 @@ LIMITS_OF_FORMS: dict[str, Callable[[object], float]] = {
     "codec": lambda codec: 1.01 if codec == "int2" else 1.005,
     "fragments": lambda _: 1.01,
 }
+#: Of sparse outer gradients over DiLoCo.
+LIMIT_OF_SPARSE = 1.01
 #: Options that DiLoCo is compared without.
 OF_FORMS = ("codec", "error_feedback", "fragments", "fragment_order", "overlap", "blend", "mix")
 TASKS: dict[str, Callable[[int, int, int], Task]] = {
@@ -223,6 +226,11 @@ def with_recipe(name: str, task: str, steps: int) -> str:
 def baseline_of(contender: str, task: str) -> str:
     """What a contender is compared with: at its own best rate."""
     name, _, rest = contender.partition(":")
+    if is_of_density(contender):
+        options, of_optimizer = split_options(name, read_options(rest))
+        declared = Algorithm.init(name, **options)
+        schedule = {key: getattr(declared, key) for key in ("sync_every", "start_after")}
+        return "diloco:" + ",".join(f"{key}={value!r}" for key, value in {**schedule, **of_optimizer}.items())
     options = read_options(rest) if name == "diloco" else {}
     if not options.keys().isdisjoint(OF_FORMS):
         kept = ",".join(f"{key}={value!r}" for key, value in options.items() if key not in OF_FORMS)
@@ -230,10 +238,18 @@ def baseline_of(contender: str, task: str) -> str:
     return with_recipe(BASELINES.get(name, BASELINE), task, 0)
 
 
+def is_of_density(contender: str) -> bool:
+    """Whether a contender is ``sparse_loco`` with a density of its own choice, not the recipe."""
+    name, _, rest = contender.partition(":")
+    return name == "sparse_loco" and "kept" in read_options(rest)
+
+
 def limit_of(contender: str) -> float | None:
     """What is promised of a contender; None where nothing is."""
     if contender == MUTANT:
         return MUTANT_LIMIT
+    if is_of_density(contender):
+        return LIMIT_OF_SPARSE
     name, _, rest = contender.partition(":")
     if name not in LOCAL:
         return LIMITS.get(name)
