@@ -56,6 +56,17 @@ def test_both_ends_of_every_link_are_limited_until_they_are_not(network):
     assert not any("tbf" in queueing(*end) for end in ends)
 
 
+def test_hosts_control_congestion_as_linux_does_unless_told_otherwise(network):
+    available = lab.CONGESTION_CONTROL.with_name("tcp_available_congestion_control").read_text().split()
+    if lab.OF_LINUX not in available:
+        pytest.skip(f"this kernel has no {lab.OF_LINUX}")
+    before = lab.CONGESTION_CONTROL.read_text()
+    for host in network.hosts:
+        with lab.inside(host.namespace):
+            assert lab.CONGESTION_CONTROL.read_text().strip() == lab.OF_LINUX
+    assert lab.CONGESTION_CONTROL.read_text() == before
+
+
 def test_what_a_host_sends_is_counted(network):
     listening, counted = threading.Event(), []
 

@@ -40,6 +40,8 @@ TUNSETIFF, IFF_TAP, IFF_NO_PI, IFF_VNET_HDR = 0x400454CA, 0x0002, 0x1000, 0x4000
 #: With it, the device takes and gives packets of TCP before they are cut into frames, and without their checksums.
 TUNSETOFFLOAD, TUN_F_CSUM, TUN_F_TSO4 = 0x400454D0, 0x01, 0x02
 SWITCH_ENDS_S = 5.0
+#: Of the current namespace. A new one has that of the machine, and results would differ from machine to machine.
+CONGESTION_CONTROL, OF_LINUX = Path("/proc/sys/net/ipv4/tcp_congestion_control"), "cubic"
 
 
 class LabUnavailableError(RuntimeError):
@@ -223,7 +225,9 @@ def connect(network: Network) -> None:
 
 
 def set_up(host: Host) -> None:
-    """Give the interface of ``host``, whose namespace this thread is in, its address."""
+    """Give the interface of ``host``, whose namespace this thread is in, its address, and TCP as Linux has it."""
+    with contextlib.suppress(OSError):  # A kernel may lack it.
+        CONGESTION_CONTROL.write_text(OF_LINUX)
     run("ip link set lo up")
     run(f"ip link set {INTERFACE} mtu {MTU_BYTES} addrgenmode none up")
     run(f"ip address add {host.address}/24 dev {INTERFACE}")
