@@ -104,7 +104,13 @@ def make_parser() -> argparse.ArgumentParser:
         "--batch", type=at_least(1), default=PerceptronTask.batch, metavar="N", help="rows in a batch of the perceptron"
     )
     add("--rounds", type=at_least(1), default=LEAST_ROUNDS, metavar="N", help="turns of everyone; at least 20 to judge")
-    add("--calls", type=at_least(1), default=1, metavar="N", help="timed steps in a turn")
+    add(
+        "--calls",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="timed steps in a turn; where exchanges are rare, a multiple of their period",
+    )
     add("--at-once", type=at_least(1), default=4, metavar="N", help="contenders in memory beside the baseline")
     add("--steps", type=at_least(0), default=0, metavar="N", help="train so many steps for the losses; default none")
     add("--json", type=Path, metavar="FILE", help="write all numbers to this file")

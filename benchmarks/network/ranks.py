@@ -137,17 +137,22 @@ class Training:
         return [self.trainer.step() for _ in range(steps)]
 
     def turn(self, rank: Rank, place: Place, calls: int) -> Sample:
-        """One step that is not timed, and ``calls`` that are, with the network to itself."""
+        """As many steps that are not timed as steps that are, with the network to itself.
+
+        A contender that exchanges every ``calls`` steps is so timed from the end of one exchange to the end of the
+        next: the time holds all steps of a period, and the waiting at its end. What other contenders left of the
+        caches, and what an exchange costs that begins after a pause, is over by then.
+        """
         torch.distributed.barrier()
         before = place.sent_bytes(rank)
         self.prepared.resume()
-        self.take_steps(1)
+        self.take_steps(calls)
         start_s = time.perf_counter()
         self.take_steps(calls)
         step_s = (time.perf_counter() - start_s) / calls
         self.prepared.pause()
         torch.distributed.barrier()
-        return Sample(step_s, (place.sent_bytes(rank) - before) / (calls + 1))
+        return Sample(step_s, (place.sent_bytes(rank) - before) / (2 * calls))
 
     def held_out_loss(self) -> float:
         """Of all ranks' models, the mean. Training has to be resumed after it."""
@@ -175,13 +180,14 @@ def time_contenders(
         contenders: who takes part; one that is named twice has one model and two turns.
         rates: of the links, in Mbit/s; None is unlimited.
         rounds: turns of each contender at each rate.
-        calls: timed steps in a turn.
+        calls: timed steps in a turn; for those that do not exchange in each step, a multiple of their period.
 
     Returns:
         The samples, without those of contenders that cannot run with these ranks.
     """
     place.join(rank)
-    trainings, refusals = warm_up(rank, task, contenders)
+    # Rounded up, so that turns begin where periods of so many steps do.
+    trainings, refusals = warm_up(rank, task, contenders, -(-WARM_UP_STEPS // calls) * calls)
     present = [trainings[contender] for contender in contenders if contender in trainings]
     by_rate = []
     for rate in rates:
@@ -197,8 +203,10 @@ def time_contenders(
     return Timed(by_rate, refusals)
 
 
-def warm_up(rank: Rank, task: Task, contenders: Sequence[str]) -> tuple[dict[str, Training], dict[str, str]]:
-    """Prepare each contender once, and let it take its first steps; also why some cannot."""
+def warm_up(
+    rank: Rank, task: Task, contenders: Sequence[str], steps: int
+) -> tuple[dict[str, Training], dict[str, str]]:
+    """Prepare each contender once, and let it take its first ``steps``; also why some cannot."""
     trainings: dict[str, Training] = {}
     refusals: dict[str, str] = {}
     for contender in dict.fromkeys(contenders):
@@ -207,7 +215,7 @@ def warm_up(rank: Rank, task: Task, contenders: Sequence[str]) -> tuple[dict[str
         except ConfigurationError as error:  # which every rank finds alike
             refusals[contender] = str(error)
             continue
-        training.take_steps(WARM_UP_STEPS)
+        training.take_steps(steps)
         training.prepared.pause()
         trainings[contender] = training
         report(rank, f"{contender} is ready")
