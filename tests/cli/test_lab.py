@@ -99,12 +99,28 @@ def test_a_packet_that_is_not_cut_yet_takes_the_time_of_its_frames() -> None:
     assert schedule.report.frames == 3
 
 
+def test_frames_that_are_almost_due_may_leave_and_are_not_late() -> None:
+    schedule = FrameSchedule(2, delay_s=0.05)
+    schedule.take(0, frame(1, 1000), 0.0)
+    assert not list(schedule.ready(0.049, 0.0005))
+    assert list(schedule.ready(0.0496, 0.0005))
+    assert schedule.report.late_frames == 0
+
+
 def test_a_queue_has_an_end() -> None:
     schedule = FrameSchedule(2, receive_bytes_per_s=100_000.0)
     for _ in range(20):
         schedule.take(0, frame(1, 1000), 0.0)
     assert schedule.report.overflowed == 14  # 50 ms hold 5 of 10 ms, and the one that is sent
     assert len(due(schedule, 1.0)) == 6
+
+
+def test_a_queue_holds_a_round_trip() -> None:
+    """What TCP has under way, so that a link stays busy while a window that was halved grows again."""
+    schedule = FrameSchedule(2, delay_s=0.05, receive_bytes_per_s=100_000.0)
+    for _ in range(20):
+        schedule.take(0, frame(1, 1000), 0.0)
+    assert schedule.report.overflowed == 9  # 100 ms hold 10 of 10 ms, and the one that is sent
 
 
 def test_losses_have_the_share_that_was_asked_for() -> None:

@@ -32,16 +32,19 @@ MOST_HOSTS = 250
 #: What may leave at once: a millisecond's worth, but never less than two of the largest packets the kernel makes.
 BURST_S = 1e-3
 LEAST_BURST_BYTES = 128 * 1024
-#: How long a packet may queue before it is dropped.
-LONGEST_QUEUE_MS = 50
+#: How long a packet may queue before it is dropped, or a round trip, if that takes longer: less than that leaves a link
+#: idle when TCP has halved its window.
+LONGEST_QUEUE_MS = 50.0
 CLONE_NEWNET = 0x40000000
 #: Of Linux, to make a TAP device whose frames begin with the header of virtio_net.
 TUNSETIFF, IFF_TAP, IFF_NO_PI, IFF_VNET_HDR = 0x400454CA, 0x0002, 0x1000, 0x4000
 #: With it, the device takes and gives packets of TCP before they are cut into frames, and without their checksums.
 TUNSETOFFLOAD, TUN_F_CSUM, TUN_F_TSO4 = 0x400454D0, 0x01, 0x02
 SWITCH_ENDS_S = 5.0
-#: Of the current namespace. A new one has that of the machine, and results would differ from machine to machine.
-CONGESTION_CONTROL, OF_LINUX = Path("/proc/sys/net/ipv4/tcp_congestion_control"), "cubic"
+#: Of the current namespace. A new one has what the machine has, and results would differ from machine to machine.
+CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+#: The default of Linux; and, behind the switch, what does not take it for congestion that a busy process is late.
+OF_LINUX, BEHIND_SWITCH = "cubic", "bbr"
 
 
 class LabUnavailableError(RuntimeError):
@@ -205,8 +208,8 @@ def tap_of(host: Host, link: LinkSettings) -> int:
         except OSError as error:
             raise LabUnavailableError(f"delay and loss need TAP devices (/dev/net/tun): {error.strerror}") from error
         run(f"ip link set {INTERFACE} address 02:00:00:00:00:{host.number:02x}")
-        set_up(host)
-        limit(INTERFACE, link.send_mbit_s)
+        set_up(host, BEHIND_SWITCH)
+        limit(INTERFACE, link.send_mbit_s, max(LONGEST_QUEUE_MS, 2 * link.delay_ms))
     return device
 
 
@@ -221,13 +224,13 @@ def connect(network: Network) -> None:
             run(f"ip link set {port} master bridge addrgenmode none up")
     for host in network.hosts:
         with inside(host.namespace):
-            set_up(host)
+            set_up(host, OF_LINUX)
 
 
-def set_up(host: Host) -> None:
-    """Give the interface of ``host``, whose namespace this thread is in, its address, and TCP as Linux has it."""
+def set_up(host: Host, congestion_control: str) -> None:
+    """Give the interface of ``host``, whose namespace this thread is in, its address, and choose how TCP behaves."""
     with contextlib.suppress(OSError):  # A kernel may lack it.
-        CONGESTION_CONTROL.write_text(OF_LINUX)
+        CONGESTION_CONTROL.write_text(congestion_control)
     run("ip link set lo up")
     run(f"ip link set {INTERFACE} mtu {MTU_BYTES} addrgenmode none up")
     run(f"ip address add {host.address}/24 dev {INTERFACE}")
@@ -238,7 +241,7 @@ def port_of(host: Host) -> str:
     return f"port{host.number}"
 
 
-def limit(interface: str, rate_mbit_s: float | None) -> None:
+def limit(interface: str, rate_mbit_s: float | None, longest_queue_ms: float = LONGEST_QUEUE_MS) -> None:
     """Set or remove the rate at which ``interface`` of the current namespace sends."""
     if rate_mbit_s is None:  # and maybe there is none
         subprocess.run(["tc", "qdisc", "del", "dev", interface, "root"], check=False, capture_output=True)
@@ -246,7 +249,7 @@ def limit(interface: str, rate_mbit_s: float | None) -> None:
     bits_per_s = round(rate_mbit_s * 1e6)
     run(
         f"tc qdisc replace dev {interface} root tbf rate {bits_per_s}bit burst {burst_bytes(rate_mbit_s)} "
-        f"latency {LONGEST_QUEUE_MS}ms"
+        f"latency {longest_queue_ms:g}ms"
     )
 
 

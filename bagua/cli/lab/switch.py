@@ -22,13 +22,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
-#: The longest time for which frames wait for a receiver's rate, as in the kernel's queues of the lab.
+#: The longest time for which frames wait for a receiver's rate, or a round trip, as in the kernel's queues of the lab.
 LONGEST_QUEUE_S = 0.05
 #: What a device gives at most: a packet of TCP that is not cut into frames yet, and the header of virtio_net before it.
 LONGEST_FRAME_BYTES = 65536 + 64
 HEADER_BYTES = 10
 #: Frames that are taken from one device before the others have a turn.
 _BATCH = 64
+#: Where delays are at least ``_LONG_S``, frames are carried in turns of this length: a process that is woken for each
+#: of them takes the processor from the hosts, which share it. A frame leaves up to half a turn early, or late.
+TURN_S, _LONG_S = 1e-3, 0.01
 _BROADCAST = b"\xff" * 6
 
 
@@ -102,7 +105,7 @@ class FrameSchedule:
             due = now + self.delay_s
             if self.receive_bytes_per_s is not None:
                 free = max(self._free[receiver], due)
-                if free - due > LONGEST_QUEUE_S:
+                if free - due > max(LONGEST_QUEUE_S, 2 * self.delay_s):
                     self.report.overflowed += wire_size(frame)[0]
                     continue
                 due = self._free[receiver] = free + wire_size(frame)[1] / self.receive_bytes_per_s
@@ -115,10 +118,10 @@ class FrameSchedule:
         host = address[5]
         return (host,) if address[0] == 2 and host < self.hosts and host != sender else ()
 
-    def ready(self, now: float) -> Iterator[tuple[int, bytes]]:
-        """The frames that are due, with their receivers, in order."""
+    def ready(self, now: float, ahead_s: float = 0.0) -> Iterator[tuple[int, bytes]]:
+        """The frames that are due, or will be ``ahead_s`` from now, with their receivers, in order."""
         report = self.report
-        while self._due and self._due[0][0] <= now:
+        while self._due and self._due[0][0] <= now + ahead_s:
             due, _, receiver, frame = heapq.heappop(self._due)
             late_s, frames = now - due, wire_size(frame)[0]
             report.frames += frames
@@ -160,12 +163,16 @@ def serve(devices: Sequence[int], schedule: FrameSchedule, over: Callable[[], bo
         over: asked after each wait.
     """
     clock = time.monotonic
+    turn_s = TURN_S if schedule.delay_s >= _LONG_S else 0.0
     while not over():
         wait_s = schedule.wait_s(clock())
+        if turn_s and wait_s is not None:
+            time.sleep(turn_s)
+            wait_s = 0.0
         readable, _, _ = select.select(devices, [], [], 0.1 if wait_s is None else min(wait_s, 0.1))
         for device in readable:
             _take_from(device, devices.index(device), schedule, clock())
-        for receiver, frame in schedule.ready(clock()):
+        for receiver, frame in schedule.ready(clock(), turn_s / 2):
             try:
                 os.write(devices[receiver], frame)
             except OSError as error:
