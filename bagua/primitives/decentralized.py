@@ -192,6 +192,7 @@ class DifferenceExchange:
         self._codec = codec
         self._consensus_step = consensus_step
         self._mark = zlib.crc32(repr(mixing).encode()) + 1
+        self._buffers: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
 
     @staticmethod
     def state() -> tuple[State, ...]:
@@ -214,40 +215,51 @@ class DifferenceExchange:
             return
         estimate, neighbours = state["estimate"], state["neighbours"]
         pull = self._mixing[communicator.rank].own_weight - 1.0
+        metadata = Metadata.of(estimate)
+        nbytes = self._codec.compressed_bytes(metadata)
+        difference = self._buffer("difference", communicator, estimate)
         if self._consensus_step is None:
-            difference = neighbours.add(estimate, alpha=pull - 1.0).add_(tensor)
+            torch.add(neighbours, estimate, alpha=pull - 1.0, out=difference).add_(tensor)
         else:
-            difference = tensor - estimate
-        metadata = Metadata.of(difference)
-        sent = communicator.empty(self._codec.compressed_bytes(metadata), dtype=torch.uint8, device=tensor.device)
+            torch.sub(tensor, estimate, out=difference)
+        sent = self._buffer("sent", communicator, estimate, nbytes, torch.uint8)
         self._codec.for_draw(communicator.rank, step).compress(difference, out=sent)
         own = self._codec.decompress(sent, metadata, out=difference)
-        gathered = self._gather(sent, metadata, communicator)
-        if gathered is not None:
-            neighbours.add_(gathered)
+        received = self._receive(sent, communicator)
+        for weight, row in received:
+            decoded = self._codec.decompress(row, metadata, out=self._buffer("decoded", communicator, estimate))
+            if _is_finite(decoded):
+                neighbours.add_(decoded, alpha=weight)
         if not _is_finite(own):
             return
         estimate.add_(own)
         if self._consensus_step is None:
             tensor.copy_(estimate)
         else:
-            tensor.add_(neighbours.add(estimate, alpha=pull), alpha=self._consensus_step)
+            tensor.add_(torch.add(neighbours, estimate, alpha=pull, out=difference), alpha=self._consensus_step)
 
-    def _gather(self, sent: torch.Tensor, metadata: Metadata, communicator: Communicator) -> torch.Tensor | None:
-        """The weighted sum of the neighbours' differences; None if there are no neighbours."""
+    def _receive(self, sent: torch.Tensor, communicator: Communicator) -> list[tuple[float, torch.Tensor]]:
+        """The neighbours' compressed differences, with their weights."""
         turns = self._mixing.turns(communicator.rank)
-        if not turns:
-            return None
-        received = communicator.empty(sent.numel(), dtype=torch.uint8, device=sent.device)
-        gathered = torch.zeros(metadata.numel, dtype=metadata.dtype, device=sent.device)
-        decoded = torch.empty_like(gathered)
-        for turn in turns:
-            _take_turn(turn, received, sent, communicator)
-            if turn.source is not None:
-                self._codec.decompress(received, metadata, out=decoded)
-                if _is_finite(decoded):
-                    gathered.add_(decoded, alpha=turn.weight)
-        return gathered
+        rows = self._buffer("received", communicator, sent, len(turns) * sent.numel()).view(len(turns), sent.numel())
+        for turn, row in zip(turns, rows, strict=True):
+            _take_turn(turn, row, sent, communicator)
+        return [(turn.weight, row) for turn, row in zip(turns, rows, strict=True) if turn.source is not None]
+
+    def _buffer(
+        self,
+        name: str,
+        communicator: Communicator,
+        like: torch.Tensor,
+        numel: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Memory for one call, which the next call uses again: to map new pages takes longer than to write them."""
+        numel, dtype = like.numel() if numel is None else numel, dtype or like.dtype
+        found = self._buffers.get((name, dtype, like.device))
+        if found is None or found.numel() < numel:
+            found = self._buffers[name, dtype, like.device] = communicator.empty(numel, dtype=dtype, device=like.device)
+        return found[:numel]
 
     def _start(self, tensor: torch.Tensor, communicator: Communicator, state: dict[str, torch.Tensor]) -> None:
         """The first exchange: everyone's weights in full precision."""
