@@ -204,7 +204,7 @@ def time_contenders(
 
 
 def warm_up(
-    rank: Rank, task: Task, contenders: Sequence[str], steps: int
+    rank: Rank, task: Task, contenders: Sequence[str], steps: int = WARM_UP_STEPS
 ) -> tuple[dict[str, Training], dict[str, str]]:
     """Prepare each contender once, and let it take its first ``steps``; also why some cannot."""
     trainings: dict[str, Training] = {}
