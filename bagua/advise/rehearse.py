@@ -319,6 +319,11 @@ def _usual(*runs: Run) -> Run:
     return Run(tuple(items), last.lane)
 
 
+def _is_of(group: str, record: CallRecord) -> bool:
+    """Whether a call was made in a group, or between or inside its hosts. A lane's label begins with the group's."""
+    return record.place.label.removesuffix("/intra").removesuffix("/inter") == group
+
+
 class _Reading:
     """What a journal says of the last period, whose flights have all been started in it or in the one before.
 
@@ -392,7 +397,7 @@ class _Reading:
         items: list[Message | float] = []
         at = journal.busy_before(work)
         for record, busy_s in journal.calls:
-            if work.begun <= record.begun <= work.ended and record.place.label.startswith(work.label):
+            if work.begun <= record.begun <= work.ended and _is_of(work.label, record):
                 # The call itself takes no time among real ranks that would not be theirs.
                 items += [max(busy_s - (record.ended - record.begun) - at, 0.0), self._message(record)]
                 at = busy_s

@@ -59,6 +59,12 @@ def test_gradients_are_sent_whole_or_as_the_exchange_says() -> None:
         assert BYTES / 4 < message.nbytes < BYTES / 4 * 1.1
 
 
+def test_what_another_lane_sends_meanwhile_is_its_own() -> None:
+    found = rehearse(Algorithm.init("bytegrad"), FACTS, [1, 1], bucket_bytes=8192)
+    assert len({run.lane for run in found.runs}) == 2
+    assert kinds(found) == [["alltoall", "allgather"]] * len(found.runs)
+
+
 def test_hosts_are_told_apart() -> None:
     found = rehearsed("gradient_allreduce", hosts=3, per_host=2, hierarchical=True)
     assert {(one.ranks, one.hosts) for run in found.runs for one in run.messages} >= {(2, 1), (3, 3)}
