@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,34 @@ class Ground:
     rehearsals: tuple[Rehearsal, ...]
     machine: MachineFacts
     links: dict[str, tuple[CallFacts, ...]] = field(default_factory=dict)
+
+    def at_pace(self, factor: float) -> Ground:
+        """The same on a machine that takes ``factor`` times as long for what its processor does."""
+        facts = replace(
+            self.facts,
+            parameters=tuple(replace(one, arrival_s=one.arrival_s * factor) for one in self.facts.parameters),
+            steps_s=tuple(step * factor for step in self.facts.steps_s),
+        )
+        rehearsals = tuple(_at_pace(one, factor) for one in self.rehearsals)
+        calls = tuple(
+            replace(
+                one,
+                message_s=one.message_s * factor,
+                points=tuple((sent, seconds * factor) for sent, seconds in one.points),
+            )
+            for one in self.machine.calls
+        )
+        machine = self.machine
+        machine = replace(machine, message_s=machine.message_s * factor, byte_s=machine.byte_s * factor, calls=calls)
+        return Ground(facts, rehearsals, machine, self.links)
+
+
+def _at_pace(rehearsal: Rehearsal, factor: float) -> Rehearsal:
+    runs = (
+        replace(run, items=tuple(item if isinstance(item, Message) else item * factor for item in run.items))
+        for run in rehearsal.runs
+    )
+    return replace(rehearsal, runs=tuple(runs), extra_s=rehearsal.extra_s * factor)
 
 
 class Grounds:

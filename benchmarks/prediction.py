@@ -2,7 +2,8 @@
 
 Measures the steps of a perceptron on as many processes as there are hosts, without a network, rehearses algorithms, and
 measures calls on links without a limit; then times the same algorithms on links of the lab. Nothing is fitted to those
-times. Needs Linux and root.
+times. A shared machine is faster in one minute than in the next, so steps without an exchange are timed in turn with
+the algorithms, and say by how much its processor is slower than when it was measured first. Needs Linux and root.
 
 ``python -m benchmarks.prediction --hosts 2 --links 100mbit 1gbit 50mbit,20ms``
 
@@ -22,6 +23,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+import torch
+from torch import nn
 
 from bagua.advise import (
     ALONE,
@@ -43,7 +47,7 @@ from bagua.cli.launch import Rank, run_ranks
 from bagua.comm import destroy_process_group
 from bagua.link import LinkSettings, parse_link
 from benchmarks.grounds import Ground, Grounds
-from benchmarks.network.contenders import read_options
+from benchmarks.network.contenders import Prepared, read_options
 from benchmarks.network.experiment import show
 from benchmarks.network.ranks import Place, limit_together, report, warm_up
 from benchmarks.network.tasks import PerceptronTask, Task
@@ -66,6 +70,8 @@ GRID = tuple(
     for rate in ("10gbit", "1gbit", "100mbit", "10mbit")
 )
 DDP_BUCKET_BYTES = 25 * 1024 * 1024
+#: Steps of each rank alone, which tell the pace of the machine.
+PLAIN = "benchmarks.prediction:plain"
 MEASURED_S = 4.0
 #: A turn is about so long, but at least a period of the algorithm, and at least two steps.
 TURN_S = 1.0
@@ -86,6 +92,7 @@ class Cell:
         late: part of the frames that left the switch more than a millisecond late; 0 without a switch.
         others: part of the machine's cores that other processes had meanwhile.
         keeps_equal: whether ranks hold equal weights after each step.
+        pace: how many times as long the machine took for a step without an exchange as when it was measured first.
     """
 
     contender: str
@@ -96,6 +103,7 @@ class Cell:
     late: float = 0.0
     others: float = 0.0
     keeps_equal: bool = True
+    pace: float = 1.0
 
     @property
     def name(self) -> str:
@@ -111,6 +119,11 @@ class Cell:
     def counts(self) -> bool:
         """Whether the lab could carry what was sent, and had the machine for itself."""
         return self.late <= CARRIED and self.others <= ALONE
+
+
+def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Prepared:
+    """A contender that trains alone."""
+    return Prepared(model, optimizer)
 
 
 def find_out(rank: Rank, task: Task, hosts: int, contenders: Sequence[str]) -> tuple[ModelFacts, list[Rehearsal]]:
@@ -193,11 +206,17 @@ def grounds_of(options: argparse.Namespace) -> Grounds:
     return Grounds(options.facts, measure_ground)
 
 
-def predictions(hosts: int, link: LinkSettings, grounds: Grounds) -> dict[str, Prediction]:
+def predictions(hosts: int, link: LinkSettings, grounds: Grounds, pace: float = 1.0) -> dict[str, Prediction]:
     """Predictions of all contenders, by name."""
     ground, calls = grounds.of(hosts, link)
-    cluster = lab_cluster(hosts, 1, link, calls)
+    cluster, ground = lab_cluster(hosts, 1, link, calls), ground.at_pace(pace)
     return {one.name: predict(one, ground.facts, cluster, ground.machine) for one in ground.rehearsals}
+
+
+def plain_step_s(ground: Ground, hosts: int) -> float:
+    """Seconds of a step without an exchange, as it was measured first, with the turns of ranks that share a core."""
+    facts = ground.facts
+    return facts.step_s if facts.copies > 1 else facts.step_s * max(1.0, hosts / ground.machine.cores)
 
 
 def cells_of(
@@ -205,16 +224,23 @@ def cells_of(
 ) -> Iterator[list[Cell]]:
     """Predict first, and measure then: all together, or one by one behind a switch."""
     task = task_of(options)
-    predicted = predictions(hosts, link, grounds)
-    rehearsals = [one for one in grounds.of(hosts, link)[0].rehearsals if one.name in contenders]
-    calls = {one.name: steps_of_turn(one, predicted[one.name].step_s) for one in rehearsals}
+    expected = predictions(hosts, link, grounds)
+    ground, _ = grounds.of(hosts, link)
+    calls = {
+        one.name: steps_of_turn(one, expected[one.name].step_s) for one in ground.rehearsals if one.name in contenders
+    }
     one_by_one = [{name: number} for name, number in calls.items()] if link.needs_switch else [calls]
     for some in one_by_one:
         others = Others()
-        measured, late = measure(hosts, link, task, some, options.rounds)
-        share = others.share()
+        measured, late = measure(
+            hosts, link, task, {PLAIN: round(TURN_S / ground.facts.step_s), **some}, options.rounds
+        )
+        share, pace = others.share(), measured.pop(PLAIN) / plain_step_s(ground, hosts)
+        predicted = predictions(hosts, link, grounds, pace)
         yield [
-            Cell(name, hosts, str(link), predicted[name].step_s, seconds, late, share, predicted[name].keeps_equal)
+            Cell(
+                name, hosts, str(link), predicted[name].step_s, seconds, late, share, predicted[name].keeps_equal, pace
+            )
             for name, seconds in measured.items()
         ]
 
@@ -223,8 +249,8 @@ def predicted_again(cells: Sequence[Cell], grounds: Grounds) -> list[Cell]:
     """The same measured times, beside predictions of today's model."""
     found: list[Cell] = []
     for (hosts, link), group in groups_of(cells).items():
-        anew = predictions(hosts, parse_link(link), grounds)
-        found += [replace(cell, predicted_s=anew[cell.contender].step_s) for cell in group]
+        anew = {pace: predictions(hosts, parse_link(link), grounds, pace) for pace in {cell.pace for cell in group}}
+        found += [replace(cell, predicted_s=anew[cell.pace][cell.contender].step_s) for cell in group]
     return found
 
 

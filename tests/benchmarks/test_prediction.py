@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,18 @@ from bagua.cli.lab.network import LabUnavailableError
 from bagua.link import parse_link
 from benchmarks import prediction
 from benchmarks.grounds import Ground, Grounds
-from benchmarks.prediction import CONTENDERS, GRID, Cell, add_to, main, make_parser, pieces, summary, tables
+from benchmarks.prediction import (
+    CONTENDERS,
+    GRID,
+    Cell,
+    add_to,
+    main,
+    make_parser,
+    pieces,
+    plain_step_s,
+    summary,
+    tables,
+)
 
 
 def test_cells_are_collected_and_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,6 +83,34 @@ def test_old_cells_are_predicted_again_from_what_was_kept(tmp_path: Path, capsys
     assert main(["--read", str(cells), "--facts", str(file)]) == 0
     # 0.1 s of computing, and the call: 0.5 s that 1 MB took on the link, and four delays of two messages.
     assert "| `ddp` | 604.0 / 604.0 ms" in capsys.readouterr().out
+    cells.unlink()
+    add_to(cells, [Cell("ddp", 2, str(link), 9.0, 0.704, pace=2.0)])
+    assert main(["--read", str(cells), "--facts", str(file)]) == 0
+    # A machine that is half as fast computes for twice as long, and its links are the same.
+    assert "| `ddp` | 704.0 / 704.0 ms" in capsys.readouterr().out
+
+
+def test_ranks_that_share_cores_take_turns_without_a_network_as_well() -> None:
+    facts = ModelFacts((ParameterFacts("weight", (4, 4), "float32", 0.05),), (0.1,))
+    assert plain_step_s(Ground(facts, (), MachineFacts(cores=2)), 2) == 0.1
+    assert plain_step_s(Ground(facts, (), MachineFacts(cores=2)), 4) == 0.2
+    assert plain_step_s(Ground(replace(facts, copies=4), (), MachineFacts(cores=2)), 4) == 0.1
+
+
+def test_a_pace_changes_all_that_a_processor_does() -> None:
+    parameters = (ParameterFacts("weight", (4, 4), "float32", 0.05),)
+    run = Run((1.0, Message("allreduce", 1e6, 2, 2), 0.5))
+    calls = (CallFacts("allreduce", 2e-3, ((1e6, 0.5),)),)
+    machine = MachineFacts(message_s=1.0, byte_s=0.5, calls=calls)
+    ground = Ground(ModelFacts(parameters, (0.1,)), (Rehearsal("ddp", (), (run,), 0.25),), machine, {"x": calls})
+    slower = ground.at_pace(2.0)
+    assert slower.facts.steps_s == (0.2,)
+    assert slower.facts.parameters[0].arrival_s == 0.1
+    assert slower.rehearsals[0].extra_s == 0.5
+    assert slower.rehearsals[0].runs[0].items == (2.0, run.items[1], 1.0)
+    assert (slower.machine.message_s, slower.machine.byte_s) == (2.0, 1.0)
+    assert slower.machine.calls == (CallFacts("allreduce", 4e-3, ((1e6, 1.0),)),)
+    assert slower.links == ground.links
 
 
 def refuse(*_: object) -> Ground:
