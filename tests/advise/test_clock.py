@@ -80,7 +80,7 @@ def test_work_of_a_rehearsal_is_what_kept_its_thread_busy() -> None:
     def come(at: float, busy_s: float) -> None:
         now[0], busy[0] = at, busy_s
 
-    place = Place("model0/world", "rehearsal", 0, (0, 1))
+    place = Place("model0", "rehearsal", 0, (0, 1))
     record = CallRecord(Call("alltoall", 1, torch.uint8, 500), place, 0, 4.0)
     come(0.0, 10.0)
     journal.mark("begins")

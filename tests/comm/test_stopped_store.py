@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,6 +43,13 @@ class Host:
 
     def stop(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 20
+        while not all(task.read_text().rpartition(") ")[2][0] == "T" for task in self.tasks()):  # One may still answer.
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def tasks(self) -> list[Path]:
+        return list(Path(f"/proc/{self.pid}/task").glob("*/stat"))
 
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
