@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +18,16 @@ import torch
 import bagua.comm
 from bagua.cli.lab import network as lab
 from benchmarks.network import __main__ as command
-from benchmarks.network import report
-from benchmarks.network.contenders import adam_learning_rate, find_maker, one_like, rate_of, read_options, split_options
+from benchmarks.network import ranks, report
+from benchmarks.network.contenders import (
+    Prepared,
+    adam_learning_rate,
+    find_maker,
+    one_like,
+    rate_of,
+    read_options,
+    split_options,
+)
 from benchmarks.network.experiment import Experiment, Plan
 from benchmarks.network.ranks import Sample
 from benchmarks.network.results import Limit, Run, make_line, pays_up_to
@@ -65,6 +74,23 @@ def test_hosts_control_congestion_as_linux_does_unless_told_otherwise(network):
         with lab.inside(host.namespace):
             assert lab.CONGESTION_CONTROL.read_text().strip() == lab.OF_LINUX
     assert lab.CONGESTION_CONTROL.read_text() == before
+
+
+def test_a_turn_is_timed_from_the_end_of_one_period_to_the_end_of_the_next(monkeypatch):
+    steps, looks = [], []
+
+    def look():
+        looks.append(len(steps))
+        return 0.5 * len(steps)
+
+    training = object.__new__(ranks.Training)
+    training.trainer = SimpleNamespace(step=lambda: steps.append("step"))
+    training.prepared = Prepared(None, None)
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(perf_counter=look))
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    place = SimpleNamespace(sent_bytes=lambda _: 100 * len(steps))
+    assert [training.turn(None, place, 4) for _ in range(2)] == [Sample(0.5, 100.0)] * 2
+    assert looks == [4, 8, 12, 16]
 
 
 def test_what_a_host_sends_is_counted(network):

@@ -276,12 +276,13 @@ def test_few_bits_are_the_means_of_bins(codec, bits):
     torch.testing.assert_close(decoded(codec, values), expected)
 
 
-@pytest.mark.parametrize("numel", [8192, 16384, 65536])
+@pytest.mark.parametrize("numel", [8192, 16384, 2**20])
 def test_sums_of_long_blocks_keep_their_precision(numel):
     values = torch.randn(numel, generator=torch.Generator().manual_seed(1))
     expected = statistical(values.double(), 4).float()
     difference = (decoded(Int4(numel), values) - expected).abs()
-    assert (difference > 1e-5).sum() <= 4  # of elements at an edge, which float32 puts in the next bin
+    # But for elements at an edge, which the norm in float32 puts in the next bin.
+    assert (difference > 1e-4).sum() <= 4 + numel // 10_000
 
 
 @pytest.mark.parametrize("scale", [2.0**-100, 2.0**-60, 2.0**60, 2.0**100])
