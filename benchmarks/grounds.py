@@ -51,8 +51,8 @@ class Ground:
             )
             for one in self.machine.calls
         )
-        machine = self.machine
-        machine = replace(machine, message_s=machine.message_s * factor, byte_s=machine.byte_s * factor, calls=calls)
+        seconds = ("message_s", "byte_s", "local_message_s", "local_byte_s")
+        machine = replace(self.machine, calls=calls, **{name: getattr(self.machine, name) * factor for name in seconds})
         return Ground(facts, rehearsals, machine, self.links)
 
 

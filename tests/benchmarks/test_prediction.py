@@ -101,7 +101,7 @@ def test_a_pace_changes_all_that_a_processor_does() -> None:
     parameters = (ParameterFacts("weight", (4, 4), "float32", 0.05),)
     run = Run((1.0, Message("allreduce", 1e6, 2, 2), 0.5))
     calls = (CallFacts("allreduce", 2e-3, ((1e6, 0.5),)),)
-    machine = MachineFacts(message_s=1.0, byte_s=0.5, calls=calls)
+    machine = MachineFacts(message_s=1.0, byte_s=0.5, local_message_s=3.0, local_byte_s=4.0, calls=calls)
     ground = Ground(ModelFacts(parameters, (0.1,)), (Rehearsal("ddp", (), (run,), 0.25),), machine, {"x": calls})
     slower = ground.at_pace(2.0)
     assert slower.facts.steps_s == (0.2,)
@@ -109,6 +109,7 @@ def test_a_pace_changes_all_that_a_processor_does() -> None:
     assert slower.rehearsals[0].extra_s == 0.5
     assert slower.rehearsals[0].runs[0].items == (2.0, run.items[1], 1.0)
     assert (slower.machine.message_s, slower.machine.byte_s) == (2.0, 1.0)
+    assert (slower.machine.local_message_s, slower.machine.local_byte_s) == (6.0, 8.0)
     assert slower.machine.calls == (CallFacts("allreduce", 4e-3, ((1e6, 1.0),)),)
     assert slower.links == ground.links
 
