@@ -158,6 +158,8 @@ class DifferenceExchange:
     checkpoint of more ranks, says nothing about these neighbours, so then, too, estimates
     start anew.
 
+    Calls share the memory that they work in, so they come one after the other.
+
     With a ``consensus_step`` weights stay apart from estimates (CHOCO-SGD), which then may follow them from afar, so
     that the codec may lose most of each difference::
 
