@@ -51,7 +51,6 @@ from bagua.comm.startup.initialization import init_process_group
 from bagua.comm.torch_backend.creation import create_torch_group
 from bagua.comm.torch_backend.starter import TorchBackendOptions
 from bagua.comm.transports.base import DONE, Handle, Membership, Transport
-from bagua.comm.transports.lowering import LoweredTransport
 from bagua.comm.transports.registry import register_transport
 from bagua.comm.work import Work
 
@@ -173,7 +172,6 @@ __all__ = [
     "Group",
     "Handle",
     "KindStatistics",
-    "LoweredTransport",
     "Membership",
     "NonMember",
     "ProcessGroup",

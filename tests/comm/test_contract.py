@@ -5,7 +5,6 @@ import torch
 
 from bagua.testing import ProcessRanks, ThreadRanks
 from bagua.testing.transport_contract import TransportContract
-from tests.comm.socket_transport import SocketTransport
 
 
 @pytest.mark.threads
@@ -55,16 +54,6 @@ class TestGlooWithDebugChecks(TransportContract):
     @pytest.fixture
     def pool(self):
         return ProcessRanks(3, backend="gloo", environment={"BAGUA_DEBUG": "1"})
-
-
-class TestTransportFromOutside(TransportContract):
-    """It only sends and receives; see ``socket_transport.py``."""
-
-    compares_calls = False
-
-    @pytest.fixture
-    def pool(self):
-        return ThreadRanks(3, backend=SocketTransport.name)
 
 
 @pytest.mark.nccl

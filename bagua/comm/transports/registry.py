@@ -36,8 +36,7 @@ def register_transport(
 ) -> None:
     """Make ``init_process_group(backend=name)`` use a transport from outside of this package.
 
-    Called on every rank, before ``init_process_group``. A transport that can only send and receive becomes one
-    with ``LoweredTransport``. ``bagua.testing.transport_contract`` holds it to what a transport promises.
+    Called on every rank, before ``init_process_group``. ``tests/contract`` holds a transport to what it promises.
 
     Args:
         name: name of the backend; neither one of ours nor one that ``torch.distributed`` knows.

@@ -1,0 +1,126 @@
+"""Transports from outside of the package: how they are registered, and what becomes of them when start-up fails."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+import bagua.comm
+from bagua.comm import Membership, register_transport
+from bagua.comm.transports import registry
+from bagua.comm.transports.threads import ThreadsTransport
+from bagua.errors import CollectiveMismatchError, ConfigurationError, TransportUnavailableError
+from bagua.parallel import DistributedDataParallel
+from bagua.testing import ThreadRanks
+
+
+class Outside(ThreadsTransport):
+    """A transport of somebody else, for whom calls are not compared."""
+
+    compares_calls = False
+
+
+register_transport("outside", Outside)
+
+
+@pytest.mark.parametrize("name", ["shm", "gloo", "nccl", "bagua", "two words", "", "cpu:mine"])
+def test_names_that_are_taken_or_none_are_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match="name"):
+        register_transport(name, Outside)
+
+
+def test_a_name_belongs_to_one_factory() -> None:
+    register_transport("twice", Outside)
+    register_transport("twice", Outside)
+    with pytest.raises(ConfigurationError, match="twice"):
+        register_transport("twice", ThreadsTransport)
+
+
+def test_the_refusal_of_a_transport_is_an_error_on_all_ranks() -> None:
+    reason = TransportUnavailableError("there is no cable")
+    register_transport("unplugged", Outside, refusal=lambda: reason)
+    outcomes = ThreadRanks(2, backend="unplugged").outcomes(bagua.comm.get_rank)
+    for outcome in outcomes:
+        assert isinstance(outcome.error, TransportUnavailableError)
+        assert "no cable" in str(outcome.error)
+
+
+def train() -> torch.Tensor:
+    """Two steps of the engine."""
+    layer = torch.nn.Linear(4, 3)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape) / 10)
+    model = DistributedDataParallel(layer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(10 * step + bagua.comm.get_rank())
+        model(torch.randn(5, 4, generator=generator)).square().sum().backward()
+        optimizer.step()
+    return torch.cat([parameter.detach().view(-1) for parameter in model.parameters()])
+
+
+def test_models_train_on_it() -> None:
+    started = []
+
+    class Watched(Outside):
+        def __init__(self, membership: Membership) -> None:
+            super().__init__(membership)
+            started.append(self.rank)
+
+    register_transport("watched", Watched)
+    on_threads, outside = ThreadRanks(2).run(train), ThreadRanks(2, backend="watched").run(train)
+    assert {0, 1} <= set(started)
+    assert torch.equal(outside[0], outside[1])
+    assert torch.equal(outside[0], on_threads[0])
+
+
+def compare() -> BaseException:
+    comm = bagua.comm.get_default_group().global_communicator
+    comm.allreduce(torch.ones(2))
+    with pytest.raises(CollectiveMismatchError, match=r".") as caught:
+        comm.allreduce(torch.ones(2 + comm.rank))
+    return caught.value
+
+
+def test_calls_are_compared_with_debug_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BAGUA_DEBUG", "1")
+    compared = []
+
+    class Checked(registry.CheckedTransport):
+        def __init__(self, *arguments: object) -> None:
+            compared.append(True)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(registry, "CheckedTransport", Checked)
+    ThreadRanks(2, backend="outside").run(compare)
+    assert compared
+
+
+def test_what_was_connected_is_closed_if_calls_cannot_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+
+    class Closing(Outside):
+        def close(self) -> None:
+            closed.append(self.rank)
+            super().close()
+
+    def unable(*_: object) -> None:
+        raise TransportUnavailableError("no place beside it")
+
+    register_transport("alone", Closing)
+    monkeypatch.setenv("BAGUA_DEBUG", "1")
+    monkeypatch.setattr(registry, "C10dTransport", unable)
+    for outcome in ThreadRanks(2, backend="alone").outcomes(bagua.comm.get_rank):
+        assert "no place beside it" in str(outcome.error)
+    assert set(closed) == {0, 1}
+
+
+def test_one_rank_needs_no_connection() -> None:
+    bagua.comm.init_process_group(backend="outside", store=HashStore(), rank=0, world_size=1)
+    try:
+        assert bagua.comm.get_default_group().global_communicator.backend == "solo"
+    finally:
+        bagua.comm.destroy_process_group()
