@@ -16,6 +16,7 @@ import json
 import math
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -29,9 +30,10 @@ from bagua.algorithms import Algorithm, DiLoCoAlgorithm, Outer
 from bagua.cli.demo.text import Text, read_standard_library
 from bagua.parallel import with_bagua
 from bagua.testing import ThreadRanks
-from bagua.testing.training import seeded
 from benchmarks.network.text import CONTEXT, NextByte, loss_at
 
+#: Torch has one global generator, and ranks are threads.
+_seeding = threading.Lock()
 BASELINE = "gradient_allreduce"
 GUARDED = "guarded"
 #: The largest way along a difference, over that of a plain mean, that the guard allows.
@@ -98,7 +100,8 @@ def gain_below(limit: float, rate: float, momentum: float, cosine: float) -> tup
 
 def train(text: Text, algorithm: Algorithm, steps: int, rate: float, seed: int) -> float:
     """The held-out loss of the model that all ranks end with, on one rank of several."""
-    with seeded(seed):
+    with _seeding, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
         model = NextByte()
     optimizer = torch.optim.Adam(model.parameters(), lr=rate, fused=True)
     wrapped: Any = with_bagua(model, [optimizer], algorithm)

@@ -1,8 +1,6 @@
-"""Pools of ranks and contract suites, shipped so that other people's transports and algorithms can use them.
+"""Pools of ranks, for tests: ``ThreadRanks`` and ``ProcessRanks`` run one function on n ranks.
 
-``ThreadRanks`` and ``ProcessRanks`` run one function on n ranks and hand back what each
-rank returned. ``bagua.testing.transport_contract`` (which needs pytest) holds every
-promise that a transport makes.
+They hand back what each rank returned.
 """
 
 from bagua.testing.process_ranks import ProcessRanks

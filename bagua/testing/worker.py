@@ -28,8 +28,8 @@ from bagua.testing.ranks import Job, Outcome, RankHangsError, ThisRank, leave, t
 
 # The fork server imports this module, and then has all that a rank needs. Tests name the
 # first two at their top, every optimizer of torch imports the third at its first step, and
-# models are trained with the others; without them a rank takes up to three seconds longer.
-for _name in ("hypothesis", "pytest", "torch._dynamo", "bagua.parallel", "bagua.testing.training"):
+# models are trained with the last; without them a rank takes up to three seconds longer.
+for _name in ("hypothesis", "pytest", "torch._dynamo", "bagua.parallel"):
     with contextlib.suppress(ImportError):
         importlib.import_module(_name)
 

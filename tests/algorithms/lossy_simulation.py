@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from bagua.compression import Metadata, MinMaxUInt8
-from bagua.testing.training import State, loss_of, mlp, sgd, snapshot
+from tests.harness import State, loss_of, mlp, sgd, snapshot
 
 #: For each bucket its size, and name and offset of each parameter.
 Layout = list[tuple[int, list[tuple[str, int]]]]

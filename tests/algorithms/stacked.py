@@ -14,8 +14,8 @@ import torch
 import bagua.comm
 from bagua.algorithms import Algorithm
 from bagua.parallel import with_bagua
-from bagua.testing.training import OptimizerMaker, State, assert_close, batch, mlp, snapshot
 from tests.algorithms.lossy_simulation import Layout
+from tests.harness import OptimizerMaker, State, assert_close, batch, mlp, snapshot
 
 Flats = list[torch.Tensor]
 #: What the gradients of everyone become: (index of the bucket, flat gradient of each rank) -> gradient for all.

@@ -12,11 +12,11 @@ import torch
 from torch.nn import functional
 
 from bagua.compression import Codec, Metadata
-from bagua.testing.training import State, batch
 from bagua.topology import create
 from tests.algorithms.lossy_simulation import Layout
 from tests.algorithms.pairs import CONSENSUS_STEP, Case
 from tests.algorithms.stacked import model_of
+from tests.harness import State, batch
 
 SIZE, HOSTS = 4, ((0, 1), (2, 3))
 RATE = 0.1

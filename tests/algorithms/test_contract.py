@@ -10,13 +10,6 @@ import pytest
 import torch
 
 from bagua.algorithms import Algorithm, LocalUpdates, LoCoAlgorithm, SignSGDAlgorithm, TopKAlgorithm, registry
-from bagua.testing.algorithm_contract import (
-    ONE_BUCKET_BYTES,
-    AlgorithmContract,
-    resume_and_train,
-    train,
-    train_and_save,
-)
 from tests.algorithms.toys import (
     DelayedGossip,
     LocalSgd,
@@ -26,6 +19,13 @@ from tests.algorithms.toys import (
     QuickZeroOneAdam,
     Rounded,
     WarmsUp,
+)
+from tests.contract.algorithms import (
+    ONE_BUCKET_BYTES,
+    AlgorithmContract,
+    resume_and_train,
+    train,
+    train_and_save,
 )
 
 

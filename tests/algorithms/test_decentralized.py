@@ -14,9 +14,9 @@ from bagua.algorithms import Algorithm, DecentralizedAlgorithm, Flight, LowPreci
 from bagua.compression import BySize, Identity, Metadata, MinMaxUInt8, Sign, TopK
 from bagua.errors import ConfigurationError
 from bagua.parallel import bagua_init, with_bagua
-from bagua.testing.algorithm_contract import AlgorithmContract
-from bagua.testing.training import State, adam, assert_close, batch, mlp, seeded, sgd, snapshot, train_steps
 from bagua.topology import Cycle, Exponential, FunctionTopology, Hierarchical, RandomMatching, Ring, WeightedGraph
+from tests.contract.algorithms import AlgorithmContract
+from tests.harness import State, adam, assert_close, batch, mlp, seeded, sgd, snapshot, train_steps
 
 pytestmark = pytest.mark.threads
 

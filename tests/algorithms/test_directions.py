@@ -13,10 +13,7 @@ from bagua.compression import Metadata, MinMaxUInt8
 from bagua.errors import ConfigurationError
 from bagua.optim import DionOptimizer
 from bagua.parallel import with_bagua
-from bagua.testing import training
-from bagua.testing.algorithm_contract import AlgorithmContract, exchange_exact_mean, replace_exchanges, spread
-from bagua.testing.algorithm_contract import train as train_small
-from bagua.testing.training import State, assert_close, assert_same_on_all_ranks, mlp, sgd, snapshot
+from tests import harness
 from tests.algorithms.lossy_simulation import Layout
 from tests.algorithms.stacked import (
     SIZE,
@@ -32,6 +29,9 @@ from tests.algorithms.stacked import (
     simulate,
     train,
 )
+from tests.contract.algorithms import AlgorithmContract, exchange_exact_mean, replace_exchanges, spread
+from tests.contract.algorithms import train as train_small
+from tests.harness import State, assert_close, assert_same_on_all_ranks, mlp, sgd, snapshot
 
 pytestmark = pytest.mark.threads
 
@@ -114,7 +114,7 @@ def test_demo_weights_gradients_by_their_learning_rates(thread_ranks):
         for step in range(idle + 1):
             optimizer.param_groups[0]["lr"] = LR if step == idle else 0.0
             optimizer.zero_grad()
-            training.loss_of(wrapped, bagua.comm.get_rank(), step if step < idle else 7).backward()
+            harness.loss_of(wrapped, bagua.comm.get_rank(), step if step < idle else 7).backward()
             optimizer.step()
         return snapshot(model)
 
@@ -254,7 +254,7 @@ def test_alone_dion_is_its_optimizer(thread_ranks):
             called = with_bagua(model, [optimizer], DionAlgorithm(matrix_rank=RANK, momentum=MU))
         for step in range(10):
             optimizer.zero_grad()
-            inputs, targets = training.batch(0, step)
+            inputs, targets = harness.batch(0, step)
             torch.nn.functional.mse_loss(called(inputs.double()), inputs.double() - targets.double().sum()).backward()
             optimizer.step()
         return snapshot(model)
@@ -263,7 +263,7 @@ def test_alone_dion_is_its_optimizer(thread_ranks):
 
 
 def seeded_layer() -> torch.nn.Module:
-    with training.seeded():
+    with harness.seeded():
         return torch.nn.Linear(8, 8).double()
 
 

@@ -50,9 +50,9 @@ from bagua.engine import Setting
 from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTypeError
 from bagua.parallel import DistributedDataParallel, bagua_init, with_bagua
 from bagua.primitives import AllGatherReducer, ErrorFeedback, PowerSGDReducer, RandomKReducer, ScatterGatherReducer
-from bagua.testing.algorithm_contract import AlgorithmContract
-from bagua.testing.training import State as Snapshot
-from bagua.testing.training import (
+from tests.contract.algorithms import AlgorithmContract
+from tests.harness import State as Snapshot
+from tests.harness import (
     assert_close,
     assert_same_on_all_ranks,
     loss_of,

@@ -31,7 +31,6 @@ from bagua.optim import QAdamOptimizer
 from bagua.parallel import with_bagua
 from bagua.primitives import AllGatherReducer, MomentumCorrection
 from bagua.testing import ThreadRanks
-from bagua.testing.training import State, assert_close, assert_same_on_all_ranks, sgd
 from tests.algorithms import lossy_simulation
 from tests.algorithms.lossy_simulation import Layout
 from tests.algorithms.stacked import (
@@ -54,6 +53,7 @@ from tests.algorithms.stacked import (
     whole_layout,
     write,
 )
+from tests.harness import State, assert_close, assert_same_on_all_ranks, sgd
 
 pytestmark = pytest.mark.threads
 

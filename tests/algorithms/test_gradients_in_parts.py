@@ -14,8 +14,8 @@ import bagua.comm
 from bagua.algorithms import Algorithm, Every, Exchange, Flight, Gradients, Matrices, Mean, Not, Parts, Replace, Sum
 from bagua.errors import ConfigurationError
 from bagua.parallel import with_bagua
-from bagua.testing.algorithm_contract import AlgorithmContract
-from bagua.testing.training import (
+from tests.contract.algorithms import AlgorithmContract
+from tests.harness import (
     State,
     assert_close,
     assert_same_on_all_ranks,

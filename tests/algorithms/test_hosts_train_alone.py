@@ -31,7 +31,7 @@ from bagua.algorithms import (
 )
 from bagua.errors import ConfigurationError
 from bagua.parallel import with_bagua
-from bagua.testing.training import State, assert_same_on_all_ranks, batch, loss_of, mlp, snapshot
+from tests.harness import State, assert_same_on_all_ranks, batch, loss_of, mlp, snapshot
 
 pytestmark = pytest.mark.threads
 

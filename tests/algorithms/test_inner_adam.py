@@ -12,7 +12,7 @@ from torch import nn
 import bagua.comm
 from bagua.algorithms import DiLoCoAlgorithm
 from bagua.parallel import with_bagua
-from bagua.testing.training import batch, mlp, snapshot
+from tests.harness import batch, mlp, snapshot
 
 RANKS, STEPS, TOGETHER = 3, 31, 7
 

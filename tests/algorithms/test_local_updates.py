@@ -39,8 +39,8 @@ from bagua.algorithms.exchanges import outer
 from bagua.compression import Float16, MinMaxUInt8
 from bagua.errors import CommunicatorClosedError, ConfigurationError
 from bagua.parallel import with_bagua
-from bagua.testing.algorithm_contract import AlgorithmContract, spread
-from bagua.testing.training import (
+from tests.contract.algorithms import AlgorithmContract, spread
+from tests.harness import (
     State,
     assert_close,
     assert_same_on_all_ranks,

@@ -24,8 +24,6 @@ from bagua.engine.schedule.tracks import memory_for
 from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTensorError
 from bagua.parallel import with_bagua
 from bagua.primitives import ErrorFeedback, RandomKReducer
-from bagua.testing.algorithm_contract import INF_STEP, STEPS, AlgorithmContract, train_with_an_inf
-from bagua.testing.training import State, assert_close, assert_same_on_all_ranks, mlp, sgd, snapshot, train_steps
 from tests.algorithms.lossy_simulation import (
     Combine,
     Layout,
@@ -37,6 +35,8 @@ from tests.algorithms.lossy_simulation import (
     simulate,
     top_k,
 )
+from tests.contract.algorithms import INF_STEP, STEPS, AlgorithmContract, train_with_an_inf
+from tests.harness import State, assert_close, assert_same_on_all_ranks, mlp, sgd, snapshot, train_steps
 
 pytestmark = pytest.mark.threads
 

@@ -12,8 +12,7 @@ from bagua.algorithms.gradients.zero_one_adam import Doubling, Thinning
 from bagua.errors import ConfigurationError
 from bagua.optim import OneBitLambOptimizer, QAdamOptimizer, ZeroOneAdamOptimizer
 from bagua.parallel import with_bagua
-from bagua.testing import training
-from bagua.testing.training import State, assert_close, assert_same_on_all_ranks, mlp, snapshot, train_steps
+from tests import harness
 from tests.algorithms.lossy_simulation import Layout
 from tests.algorithms.stacked import (
     SIZE,
@@ -31,6 +30,7 @@ from tests.algorithms.stacked import (
     whole_layout,
     write,
 )
+from tests.harness import State, assert_close, assert_same_on_all_ranks, mlp, snapshot, train_steps
 
 pytestmark = pytest.mark.threads
 
@@ -306,7 +306,7 @@ def test_skipped_updates_leave_the_second_moments_equal(thread_ranks):
         wrapped = with_bagua(model, [optimizer], ZeroOneAdamAlgorithm(period_steps=2, longest_period=2))
         for step in range(12):
             optimizer.zero_grad()
-            training.loss_of(wrapped, rank, step).backward()
+            harness.loss_of(wrapped, rank, step).backward()
             if step != 2:
                 optimizer.step()
         return [optimizer.state[one]["exp_avg_sq"].clone() for one in model.parameters()]
@@ -325,7 +325,7 @@ def test_a_tensor_without_gradients_in_the_warm_up_moves_alike_on_all_ranks(thre
         wrapped = with_bagua(model, [optimizer], ZeroOneAdamAlgorithm(longest_period=1), find_unused_parameters=True)
         for step in range(8):
             optimizer.zero_grad()
-            training.loss_of(wrapped, rank, step).backward()
+            harness.loss_of(wrapped, rank, step).backward()
             if step < 3:
                 late.grad.zero_()
             optimizer.step()

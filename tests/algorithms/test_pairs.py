@@ -12,11 +12,11 @@ import bagua.comm
 from bagua.algorithms import Algorithm, Parts
 from bagua.errors import ConfigurationError
 from bagua.parallel import with_bagua
-from bagua.testing.training import State, snapshot
 from tests.algorithms.lossy_simulation import Layout
 from tests.algorithms.pairs import Case, all_pairs, cases_of, cover, legal_case, pairs_of
 from tests.algorithms.stacked import loss_of, model_of, whole_layout
 from tests.algorithms.stacked_exchanges import EARLIER, LONGEST, RATE, SCALE, SIZE, Simulation, exact_mean, nothing
+from tests.harness import State, snapshot
 
 #: Rank 1 leaves this update out, where ranks may differ.
 SKIPPED = frozenset({(1, 2)})

@@ -14,7 +14,8 @@ from bagua.comm import solo_group
 from bagua.errors import ConfigurationError
 from bagua.optim import QAdamOptimizer
 from bagua.parallel import with_bagua
-from bagua.testing.training import (
+from bagua.torch_api.algorithms import q_adam
+from tests.harness import (
     State,
     assert_same_on_all_ranks,
     loss_of,
@@ -22,7 +23,6 @@ from bagua.testing.training import (
     snapshot,
     train_steps,
 )
-from bagua.torch_api.algorithms import q_adam
 
 pytestmark = pytest.mark.threads
 

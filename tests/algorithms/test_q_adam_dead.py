@@ -9,7 +9,7 @@ from torch import nn
 import bagua.comm
 from bagua.optim import QAdamOptimizer
 from bagua.parallel import with_bagua
-from bagua.testing.training import seeded
+from tests.harness import seeded
 
 pytestmark = pytest.mark.threads
 

@@ -8,7 +8,9 @@ import torch
 import bagua.comm
 from bagua.algorithms import Algorithm, registry
 from bagua.optim import QAdamOptimizer
-from bagua.testing.training import (
+from bagua.torch_api.distributed import ModelSwitchWrapper
+from tests.algorithms.toys import QuickToWarmUp
+from tests.harness import (
     OptimizerMaker,
     State,
     adam,
@@ -19,8 +21,6 @@ from bagua.testing.training import (
     snapshot,
     train_steps,
 )
-from bagua.torch_api.distributed import ModelSwitchWrapper
-from tests.algorithms.toys import QuickToWarmUp
 
 pytestmark = pytest.mark.threads
 

@@ -8,8 +8,9 @@ import torch
 import bagua.comm
 from bagua.algorithms import Algorithm, Every, GradientAllReduceAlgorithm
 from bagua.parallel import with_bagua
-from bagua.testing.algorithm_contract import AlgorithmContract
-from bagua.testing.training import (
+from tests.algorithms.toys import DelayedGossip, LocalSgd, MeetNeighbour, OwnSgd, Rounded, WarmsUp
+from tests.contract.algorithms import AlgorithmContract
+from tests.harness import (
     State,
     assert_close,
     assert_same_on_all_ranks,
@@ -20,7 +21,6 @@ from bagua.testing.training import (
     snapshot,
     train_steps,
 )
-from tests.algorithms.toys import DelayedGossip, LocalSgd, MeetNeighbour, OwnSgd, Rounded, WarmsUp
 
 pytestmark = pytest.mark.threads
 

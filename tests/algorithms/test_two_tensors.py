@@ -15,9 +15,9 @@ from bagua.comm import ProcessGroup
 from bagua.errors import ConfigurationError
 from bagua.parallel import with_bagua
 from bagua.primitives import ReducerMemory, State
-from bagua.testing.algorithm_contract import AlgorithmContract
 from bagua.topology import RandomMatching
 from tests.algorithms.stacked import loss_of, model_of
+from tests.contract.algorithms import AlgorithmContract
 
 pytestmark = pytest.mark.threads
 SIZE, RATE = 4, 0.1

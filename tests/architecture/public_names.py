@@ -32,8 +32,6 @@ DOORS = (
     "bagua.parallel.decentralized",
     "bagua.primitives",
     "bagua.testing",
-    "bagua.testing.algorithm_contract",
-    "bagua.testing.transport_contract",
     "bagua.topology",
 )
 

@@ -51,7 +51,6 @@ EXTRA_PACKAGES = {
     "bagua.compression": {"triton"},  # if PyTorch brought it along
     "bagua.cli": {"rich", "matplotlib"},
     "bagua.observe": {"wandb"},
-    "bagua.testing": {"pytest", "hypothesis", "numpy"},
 }
 
 # Packages that users enter by each of their modules.

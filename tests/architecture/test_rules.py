@@ -81,7 +81,7 @@ ALLOWED = {
     "comm/transports/c10d/groups.py": "import torch.distributed as dist\nfrom bagua.env import a\nfrom os import path",
     "cli/main.py": "import torch.distributed.run\nimport rich\nfrom bagua.torch_api import x\nprint('hello')",
     "torch_api/__init__.py": "from bagua import comm",
-    "testing/pool.py": "import pytest\nfrom bagua import torch_api",
+    "testing/pool.py": "from bagua import torch_api",
     "integrations/lightning.py": "import lightning\nfrom torch.distributed.elastic import events",
     "integrations/checkpoint.py": "from torch.distributed import checkpoint as dcp\ndcp.save({})",
 }

@@ -34,8 +34,8 @@ from bagua.errors import (
     PeerLostError,
     TransportUnavailableError,
 )
-from bagua.testing.reference import LEGAL, reduced
 from tests.comm.c10d_ranks import membership, run, values
+from tests.contract.reference import LEGAL, reduced
 from tests.versions import TORCH, needs
 
 pytestmark = pytest.mark.gloo

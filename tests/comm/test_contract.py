@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bagua.testing import ProcessRanks, ThreadRanks
-from bagua.testing.transport_contract import TransportContract
+from tests.contract.transports import TransportContract
 
 
 @pytest.mark.threads

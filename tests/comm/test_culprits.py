@@ -12,8 +12,8 @@ import bagua.comm
 from bagua.comm import ReduceOp
 from bagua.errors import BaguaError, PeerLostError
 from bagua.testing import ProcessRanks, RankPool, ThreadRanks
-from bagua.testing.contract.failures import die_last
 from tests.comm.c10d_ranks import Processes
+from tests.contract.failures import die_last
 
 SIZE = 4
 #: Backend, and how many ranks believe to be on each host.

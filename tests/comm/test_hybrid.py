@@ -22,8 +22,8 @@ from bagua.comm.transports.shm import attach as shm_attach
 from bagua.errors import CommunicationError, PeerLostError, TransportUnavailableError
 from bagua.testing import ProcessRanks
 from bagua.testing.ranks import this_rank
-from bagua.testing.transport_contract import TransportContract
 from tests.comm.memory_ranks import KINDS, Exercise, ramp
+from tests.contract.transports import TransportContract
 
 pytestmark = pytest.mark.hybrid
 

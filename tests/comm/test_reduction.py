@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from bagua.comm import ReduceOp
 from bagua.comm.reduction import bytes_reduction, check_communicable, divide, fold, reduction_name
 from bagua.errors import InvalidReduceOpError, InvalidTensorError
-from bagua.testing.reference import COPIED, LEGAL, REDUCED, assert_same, reduced, values
+from tests.contract.reference import COPIED, LEGAL, REDUCED, assert_same, reduced, values
 
 NAMES = {
     ReduceOp.SUM: "sum",

@@ -18,7 +18,7 @@ import bagua.integrations.lightning  # for the names of strategies
 from bagua.cli.demo.model import ByteTransformer, Shape
 from bagua.cli.demo.text import windows
 from bagua.testing.ranks import this_rank
-from bagua.testing.training import State, snapshot
+from tests.harness import State, snapshot
 
 SAMPLES, BATCH = 24, 3
 

@@ -16,7 +16,7 @@ import bagua.comm
 from bagua.errors import ConfigurationError
 from bagua.integrations.ddp_comm_hooks import CodecState
 from bagua.parallel import BaguaModule, with_bagua
-from bagua.testing.training import State, assert_same_on_all_ranks, mlp, sgd, snapshot, train_steps
+from tests.harness import State, assert_same_on_all_ranks, mlp, sgd, snapshot, train_steps
 
 accelerate = pytest.importorskip("accelerate", reason="needs the extra accelerate")
 

@@ -12,7 +12,7 @@ from bagua.algorithms import Algorithm, registry
 from bagua.errors import ConfigurationError, UnsupportedAlgorithmException
 from bagua.integrations.ddp_comm_hooks import AlgorithmState, codec_hook
 from bagua.parallel import with_bagua
-from bagua.testing.training import State, assert_close, assert_same_on_all_ranks, snapshot
+from tests.harness import State, assert_close, assert_same_on_all_ranks, snapshot
 
 pytestmark = pytest.mark.gloo
 

@@ -17,7 +17,7 @@ from bagua.errors import ConfigurationError
 from bagua.integrations.checkpoint import load_training_state, training_state
 from bagua.integrations.fsdp import exchange_shards
 from bagua.parallel import with_bagua
-from bagua.testing.training import State, adam, loss_of, mlp, snapshot, train_steps
+from tests.harness import State, adam, loss_of, mlp, snapshot, train_steps
 from tests.versions import TORCH, needs
 
 SAVES = needs("torch.distributed.checkpoint that saves without a warning", TORCH >= (2, 13))

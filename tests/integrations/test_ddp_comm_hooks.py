@@ -36,8 +36,9 @@ from bagua.primitives import (
     SumReducer,
 )
 from bagua.testing import ProcessRanks
-from bagua.testing.contract.failures import die_last
-from bagua.testing.training import (
+from bagua.utilities.distributed import register_ddp_comm_hook
+from tests.contract.failures import die_last
+from tests.harness import (
     State,
     assert_close,
     assert_same_on_all_ranks,
@@ -47,7 +48,6 @@ from bagua.testing.training import (
     snapshot,
     train_steps,
 )
-from bagua.utilities.distributed import register_ddp_comm_hook
 
 pytestmark = pytest.mark.gloo
 

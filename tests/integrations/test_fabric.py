@@ -13,7 +13,7 @@ import bagua.comm
 from bagua.algorithms import DiLoCoAlgorithm
 from bagua.errors import ConfigurationError, UnsupportedAlgorithmException
 from bagua.testing import ProcessRanks
-from bagua.testing.training import State, assert_same_on_all_ranks, snapshot
+from tests.harness import State, assert_same_on_all_ranks, snapshot
 
 pytest.importorskip("lightning.fabric", reason="needs the extra lightning")
 

@@ -23,7 +23,7 @@ from bagua.compression import Identity
 from bagua.errors import ConfigurationError
 from bagua.integrations.fsdp import ShardExchange, exchange_shards
 from bagua.parallel import with_bagua
-from bagua.testing.training import State, batch, seeded
+from tests.harness import State, batch, seeded
 from tests.versions import TORCH
 
 pytestmark = pytest.mark.gloo

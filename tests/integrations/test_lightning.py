@@ -14,7 +14,7 @@ from torch import nn
 import bagua.comm
 from bagua.algorithms import AsyncModelAverageAlgorithm, GradientAllReduceAlgorithm, registry
 from bagua.errors import ConfigurationError, UnsupportedAlgorithmException
-from bagua.testing.training import assert_close, assert_same_on_all_ranks
+from tests.harness import assert_close, assert_same_on_all_ranks
 
 pl = pytest.importorskip("lightning.pytorch", reason="needs the extra lightning")
 

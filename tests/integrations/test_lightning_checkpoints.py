@@ -11,7 +11,7 @@ import torch
 
 from bagua.algorithms import DiLoCoAlgorithm, registry
 from bagua.errors import ConfigurationError
-from bagua.testing.training import State, assert_close, assert_same_on_all_ranks, snapshot
+from tests.harness import State, assert_close, assert_same_on_all_ranks, snapshot
 
 pl = pytest.importorskip("lightning.pytorch", reason="needs the extra lightning")
 

@@ -19,7 +19,7 @@ from bagua.errors import CollectiveMismatchError, ConfigurationError
 from bagua.integrations.fsdp import exchange_shards
 from bagua.membership import Islands
 from bagua.membership.roster import Deadlines
-from bagua.testing.training import State, seeded
+from tests.harness import State, seeded
 from tests.integrations.test_fsdp import (
     SHARDS,
     assert_near,

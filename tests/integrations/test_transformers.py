@@ -19,7 +19,7 @@ from bagua.errors import ConfigurationError, InvalidTypeError
 from bagua.integrations.ddp_comm_hooks import TopKState
 from bagua.integrations.transformers import attach, use_bagua, use_comm_hook
 from bagua.parallel import BaguaModule, with_bagua
-from bagua.testing.training import State, assert_same_on_all_ranks, snapshot
+from tests.harness import State, assert_same_on_all_ranks, snapshot
 from tests.integrations.one_pair import run_all
 
 transformers = pytest.importorskip("transformers", reason="needs the extra transformers")

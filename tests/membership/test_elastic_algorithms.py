@@ -20,9 +20,9 @@ from bagua.algorithms import (
 from bagua.errors import ConfigurationError
 from bagua.optim import DionOptimizer
 from bagua.parallel import with_bagua
-from bagua.testing.algorithm_contract import optimizer_maker, spread
-from bagua.testing.training import loss_of, mean_gradients, mlp, snapshot
 from tests.algorithms.toys import QuickOneBitAdam, QuickOneBitLamb, QuickQAdam, QuickZeroOneAdam
+from tests.contract.algorithms import optimizer_maker, spread
+from tests.harness import loss_of, mean_gradients, mlp, snapshot
 from tests.membership.training import joined, new_store, run
 
 pytestmark = pytest.mark.threads

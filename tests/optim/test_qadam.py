@@ -9,7 +9,7 @@ import torch
 
 from bagua.errors import ConfigurationError
 from bagua.optim import QAdamOptimizer, qadam
-from bagua.testing.training import assert_close, loss_of, mlp, snapshot, train_steps
+from tests.harness import assert_close, loss_of, mlp, snapshot, train_steps
 
 
 def trained(make_optimizer, steps: int = 12):

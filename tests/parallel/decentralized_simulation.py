@@ -12,7 +12,7 @@ from torch import nn
 import bagua.comm
 from bagua.optim import optim_fn_accum_adamw, optim_fn_adamw
 from bagua.parallel.decentralized import DecentralizedDataParallel
-from bagua.testing.training import State, loss_of, mlp, snapshot
+from tests.harness import State, loss_of, mlp, snapshot
 
 #: Makes three buckets of the small model.
 BUCKET_MB = 1000 / 2**20

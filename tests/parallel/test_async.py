@@ -19,7 +19,7 @@ from bagua.averaging.handoff import Stage
 from bagua.comm import solo_group
 from bagua.errors import CommunicationError, ConfigurationError, NonFiniteError, PeerLostError
 from bagua.parallel import DistributedDataParallel, bagua_init, with_bagua
-from bagua.testing.training import (
+from tests.harness import (
     State,
     assert_close,
     assert_same_on_all_ranks,

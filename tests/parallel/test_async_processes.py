@@ -14,7 +14,7 @@ from bagua.algorithms import AsyncModelAverageAlgorithm
 from bagua.comm.store.serving import serve_store
 from bagua.errors import PeerLostError
 from bagua.parallel import with_bagua
-from bagua.testing.training import State, assert_same_on_all_ranks, mlp, snapshot, train_steps
+from tests.harness import State, assert_same_on_all_ranks, mlp, snapshot, train_steps
 from tests.parallel.scripts import start_scripts
 
 pytestmark = pytest.mark.timeout(600)

@@ -15,7 +15,9 @@ from bagua.algorithms import GradientAllReduceAlgorithm
 from bagua.engine.autotune.tuner import Autotuner, ladders_of
 from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError, ConfigurationError
 from bagua.parallel import AutotuneSettings, Setting
-from bagua.testing.training import (
+from bagua.torch_api import bagua_init
+from tests.algorithms.toys import LocalSgd, Rounded, WarmsUp
+from tests.harness import (
     adam,
     assert_close,
     assert_same_on_all_ranks,
@@ -26,8 +28,6 @@ from bagua.testing.training import (
     snapshot,
     train_steps,
 )
-from bagua.torch_api import bagua_init
-from tests.algorithms.toys import LocalSgd, Rounded, WarmsUp
 from tests.parallel.wrapping import WRAPS
 
 pytestmark = pytest.mark.threads

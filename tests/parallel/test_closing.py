@@ -22,8 +22,8 @@ from bagua.errors import PeerLostError
 from bagua.parallel import ModelSwitchWrapper, with_bagua
 from bagua.parallel.decentralized import DecentralizedDataParallel
 from bagua.parallel.overlapping import OverlappingWrapper
-from bagua.testing.algorithm_contract import optimizer_maker
-from bagua.testing.training import (
+from tests.contract.algorithms import optimizer_maker
+from tests.harness import (
     State,
     assert_same_on_all_ranks,
     loss_of,

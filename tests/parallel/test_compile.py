@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import bagua.comm
-from bagua.testing.training import (
+from tests.harness import (
     State,
     assert_close,
     assert_same_on_all_ranks,

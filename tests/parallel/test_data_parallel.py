@@ -11,8 +11,8 @@ from torch import nn
 import bagua.comm
 from bagua.errors import BaguaError, ConfigurationError
 from bagua.parallel import with_bagua
-from bagua.testing.training import assert_same_on_all_ranks, batch, loss_of, mlp, sgd, snapshot, train_steps
 from bagua.torch_api.data_parallel import DistributedDataParallel
+from tests.harness import assert_same_on_all_ranks, batch, loss_of, mlp, sgd, snapshot, train_steps
 
 pytestmark = pytest.mark.threads
 

@@ -13,8 +13,8 @@ import bagua.comm
 from bagua.errors import ConfigurationError, InvalidTypeError
 from bagua.optim import optim_fn_adam
 from bagua.parallel.decentralized import DecentralizedDataParallel
-from bagua.testing.training import State, assert_close, assert_same_on_all_ranks, snapshot
 from bagua.topology import FunctionTopology, Topology, create
+from tests.harness import State, assert_close, assert_same_on_all_ranks, snapshot
 from tests.parallel.decentralized_simulation import Simulation, halving, train, wrap
 from tests.parallel.test_decentralized import one_way, uneven_edges
 

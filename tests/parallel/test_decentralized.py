@@ -7,8 +7,8 @@ import torch
 
 import bagua.comm
 from bagua import topology
-from bagua.testing.training import assert_close, assert_same_on_all_ranks, loss_of, snapshot
 from bagua.topology import Edge
+from tests.harness import assert_close, assert_same_on_all_ranks, loss_of, snapshot
 from tests.parallel.decentralized_simulation import OPTIMIZERS, Simulation, halving, momentum, train, wrap
 
 pytestmark = pytest.mark.threads

@@ -13,7 +13,7 @@ from bagua.parallel.decentralized import DecentralizedDataParallel
 from bagua.parallel.decentralized.rounds import RankRounds, nodes_for, resolve_topology
 from bagua.testing import ProcessRanks
 from bagua.testing.ranks import this_rank
-from bagua.testing.training import loss_of, mlp, snapshot
+from tests.harness import loss_of, mlp, snapshot
 from tests.parallel.decentralized_simulation import plain_sgd, wrap
 
 

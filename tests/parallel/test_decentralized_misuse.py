@@ -15,7 +15,7 @@ from bagua.errors import (
     ConfigurationError,
 )
 from bagua.parallel.decentralized import DecentralizedDataParallel
-from bagua.testing.training import loss_of, mlp
+from tests.harness import loss_of, mlp
 from tests.parallel.decentralized_simulation import momentum, plain_sgd, train, wrap
 
 pytestmark = pytest.mark.threads

@@ -10,7 +10,7 @@ import torch
 
 import bagua.comm
 from bagua.parallel.decentralized import DecentralizedDataParallel
-from bagua.testing.training import State, loss_of, mlp, snapshot
+from tests.harness import State, loss_of, mlp, snapshot
 from tests.parallel.decentralized_simulation import BUCKET_MB, plain_sgd
 
 pytestmark = [

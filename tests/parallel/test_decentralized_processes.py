@@ -12,7 +12,7 @@ from bagua import testing, topology
 from bagua.errors import BaguaError, PeerLostError
 from bagua.parallel.decentralized import DecentralizedDataParallel
 from bagua.testing import ProcessRanks
-from bagua.testing.training import State, assert_close, loss_of, snapshot
+from tests.harness import State, assert_close, loss_of, snapshot
 from tests.parallel.decentralized_simulation import Simulation, plain_sgd, train, wrap
 
 #: Buckets that are large enough for memory of their own on every transport.

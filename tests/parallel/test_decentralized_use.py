@@ -13,9 +13,9 @@ from torch import nn
 import bagua.comm
 from bagua.errors import ConfigurationError
 from bagua.parallel.decentralized import DecentralizedDataParallel
-from bagua.testing.training import State, assert_same_on_all_ranks, batch, loss_of, mlp, snapshot
 from bagua.topology import Edge, Round
 from bagua.torch_api.data_parallel import DecentralizedDataParallel as DocumentedPath
+from tests.harness import State, assert_same_on_all_ranks, batch, loss_of, mlp, snapshot
 from tests.parallel.decentralized_simulation import BUCKET_MB, accum_adamw, halving, momentum, plain_sgd, train, wrap
 
 pytestmark = pytest.mark.threads

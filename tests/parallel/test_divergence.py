@@ -20,7 +20,7 @@ from bagua.errors import BaguaError, CollectiveMismatchError, ConfigurationError
 from bagua.optim import QAdamOptimizer
 from bagua.parallel import OverlappingWrapper, bagua_init
 from bagua.parallel.module import with_bagua
-from bagua.testing.training import assert_same_on_all_ranks, mlp, seeded, sgd, snapshot, train_steps
+from tests.harness import assert_same_on_all_ranks, mlp, seeded, sgd, snapshot, train_steps
 
 pytestmark = pytest.mark.threads
 

@@ -14,7 +14,7 @@ from bagua.comm import ProcessGroup
 from bagua.engine.buckets.registration import Registration
 from bagua.errors import BaguaError, CommunicationError, ConfigurationError, InvalidTensorError
 from bagua.parallel import BucketType, OverlappingWrapper, Reducer
-from bagua.testing.training import assert_same_on_all_ranks, mlp, seeded, sgd, snapshot, train_steps
+from tests.harness import assert_same_on_all_ranks, mlp, seeded, sgd, snapshot, train_steps
 
 pytestmark = pytest.mark.threads
 

@@ -9,7 +9,7 @@ import torch
 
 import bagua.comm
 from bagua.algorithms import Mean
-from bagua.testing.training import (
+from tests.harness import (
     adam,
     assert_close,
     assert_same_on_all_ranks,

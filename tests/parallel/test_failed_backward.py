@@ -27,9 +27,9 @@ from bagua.algorithms import (
 from bagua.algorithms.async_model_average import AsyncModelAverageAlgorithmImpl
 from bagua.errors import CommunicatorClosedError, PeerLostError
 from bagua.parallel import with_bagua
-from bagua.testing.algorithm_contract import optimizer_maker
-from bagua.testing.training import State, assert_same_on_all_ranks, loss_of, mlp, sgd, snapshot, train_steps
 from tests.algorithms.toys import WarmsUp
+from tests.contract.algorithms import optimizer_maker
+from tests.harness import State, assert_same_on_all_ranks, loss_of, mlp, sgd, snapshot, train_steps
 from tests.parallel.decentralized_simulation import train as train_decentralized
 from tests.parallel.decentralized_simulation import wrap as wrap_decentralized
 from tests.parallel.wrapping import WRAPS, wrapped_for_rank

@@ -13,7 +13,7 @@ from bagua import testing
 from bagua.algorithms import Mean
 from bagua.errors import BaguaError, CollectiveTimeoutError, CommunicationError
 from bagua.parallel import with_bagua
-from bagua.testing.training import State, assert_same_on_all_ranks, loss_of, mlp, sgd, snapshot, train_steps
+from tests.harness import State, assert_same_on_all_ranks, loss_of, mlp, sgd, snapshot, train_steps
 from tests.parallel.wrapping import WRAPS, by_bagua_init, wrapped_for_rank
 
 

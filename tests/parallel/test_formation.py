@@ -31,7 +31,7 @@ from bagua.engine.schedule.tracks import Clock, Course, Track
 from bagua.engine.state import checkpoints
 from bagua.errors import CollectiveMismatchError, CommunicatorClosedError, ConfigurationError, PeerLostError
 from bagua.parallel import with_bagua
-from bagua.testing.training import mlp, seeded
+from tests.harness import mlp, seeded
 
 pytestmark = pytest.mark.threads
 

@@ -10,7 +10,7 @@ import bagua.comm
 from bagua.algorithms import TopKAlgorithm
 from bagua.errors import BaguaError
 from bagua.parallel import with_bagua
-from bagua.testing.training import (
+from tests.harness import (
     assert_close,
     assert_same_on_all_ranks,
     batch,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import bagua.comm
-from bagua.testing.training import assert_close, assert_same_on_all_ranks, mlp, reference, sgd, snapshot, train_steps
+from tests.harness import assert_close, assert_same_on_all_ranks, mlp, reference, sgd, snapshot, train_steps
 from tests.parallel.wrapping import by_bagua_init
 
 pytestmark = pytest.mark.threads

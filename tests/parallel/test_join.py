@@ -26,8 +26,8 @@ from bagua.algorithms import (
 )
 from bagua.errors import CollectiveMismatchError, ConfigurationError, PeerLostError
 from bagua.parallel import BaguaModule, DistributedDataParallel, with_bagua
-from bagua.testing.algorithm_contract import optimizer_maker
-from bagua.testing.training import loss_of, mlp, sgd
+from tests.contract.algorithms import optimizer_maker
+from tests.harness import loss_of, mlp, sgd
 
 pytestmark = pytest.mark.threads
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import bagua.comm
 from bagua.errors import ConfigurationError
-from bagua.testing.training import (
+from tests.harness import (
     Losses,
     OptimizerMaker,
     State,

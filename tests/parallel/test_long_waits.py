@@ -13,7 +13,7 @@ from bagua.comm import long_wait
 from bagua.comm.long_wait import LongWait
 from bagua.errors import CollectiveTimeoutError, PeerLostError
 from bagua.parallel.module import with_bagua
-from bagua.testing.training import loss_of, mlp, sgd, train_steps
+from tests.harness import loss_of, mlp, sgd, train_steps
 
 
 @pytest.mark.threads

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import bagua.comm
-from bagua.testing.training import mlp, sgd, train_steps
+from tests.harness import mlp, sgd, train_steps
 from tests.parallel.wrapping import WRAPS
 
 pytestmark = pytest.mark.gloo

@@ -11,7 +11,7 @@ from torch import nn
 import bagua.comm
 import bagua.torch_api
 from bagua.errors import BaguaError, CollectiveMismatchError
-from bagua.testing.training import (
+from tests.harness import (
     assert_close,
     assert_same_on_all_ranks,
     batch,

@@ -9,7 +9,7 @@ import bagua.torch_api as bagua
 from bagua.algorithms import Algorithm, GradientAllReduceAlgorithm
 from bagua.comm import get_rank, solo_group
 from bagua.errors import InvalidTypeError, UnsupportedAlgorithmException
-from bagua.testing.training import assert_same_on_all_ranks, mlp, sgd, snapshot, train_steps
+from tests.harness import assert_same_on_all_ranks, mlp, sgd, snapshot, train_steps
 
 pytestmark = pytest.mark.threads
 

@@ -15,7 +15,8 @@ from torch import nn
 import bagua.comm
 import bagua.torch_api
 from bagua.algorithms import GradientAllReduceAlgorithm
-from bagua.testing.training import (
+from bagua.torch_api.data_parallel import DistributedDataParallel
+from tests.harness import (
     State,
     assert_close,
     assert_same_on_all_ranks,
@@ -27,7 +28,6 @@ from bagua.testing.training import (
     snapshot,
     train_steps,
 )
-from bagua.torch_api.data_parallel import DistributedDataParallel
 from tests.parallel.wrapping import WRAPS, by_bagua_init, by_with_bagua
 
 pytestmark = pytest.mark.threads

@@ -14,7 +14,7 @@ from torch import nn
 import bagua.comm
 from bagua.algorithms import Algorithm
 from bagua.errors import ConfigurationError
-from bagua.testing.training import (
+from tests.harness import (
     State,
     assert_close,
     assert_same_on_all_ranks,

@@ -9,7 +9,8 @@ import bagua.comm
 import bagua.torch_api
 from bagua.algorithms import DecentralizedAlgorithm, ScatterGatherAllReduceAlgorithm
 from bagua.errors import ConfigurationError
-from bagua.testing.training import (
+from bagua.torch_api.distributed import BucketType, DistributedModule, OverlappingWrapper, Reducer
+from tests.harness import (
     State,
     assert_close,
     assert_same_on_all_ranks,
@@ -22,7 +23,6 @@ from bagua.testing.training import (
     snapshot,
     train_steps,
 )
-from bagua.torch_api.distributed import BucketType, DistributedModule, OverlappingWrapper, Reducer
 
 pytestmark = pytest.mark.threads
 

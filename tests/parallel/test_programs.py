@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import bagua.comm
-from bagua.testing.training import (
+from tests.harness import (
     State,
     assert_close,
     assert_same_on_all_ranks,

@@ -19,7 +19,7 @@ from bagua.engine.state.saving import collect, restore
 from bagua.errors import CollectiveMismatchError, ConfigurationError
 from bagua.parallel import with_bagua
 from bagua.primitives import ReducerMemory, State
-from bagua.testing.training import mlp, sgd, train_steps
+from tests.harness import mlp, sgd, train_steps
 
 #: Remembers residuals from the first step on.
 SIGNS = Algorithm.init("sign_sgd", warmup_steps=0)

@@ -12,7 +12,7 @@ import bagua.comm
 from bagua.comm.transports.shm.segments import find
 from bagua.errors import PeerLostError
 from bagua.testing.ranks import RankDiedError
-from bagua.testing.training import assert_close, assert_same_on_all_ranks
+from tests.harness import assert_close, assert_same_on_all_ranks
 from tests.parallel.test_equality import _train_both_every_way
 from tests.parallel.wrapping import WRAPS
 

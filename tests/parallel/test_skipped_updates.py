@@ -15,7 +15,7 @@ from bagua.comm import ProcessGroup
 from bagua.engine.gradients import has_finite_gradients
 from bagua.errors import ConfigurationError
 from bagua.parallel import with_bagua
-from bagua.testing.training import State, batch, loss_of, mlp, sgd, snapshot
+from tests.harness import State, batch, loss_of, mlp, sgd, snapshot
 
 pytestmark = pytest.mark.threads
 

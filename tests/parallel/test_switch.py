@@ -9,7 +9,10 @@ import bagua.comm
 import bagua.torch_api
 from bagua.algorithms import GradientAllReduceAlgorithm
 from bagua.errors import CommunicationError, ConfigurationError, UnsupportedAlgorithmException
-from bagua.testing.training import (
+from bagua.torch_api import DistributedAlgorithm, bagua_init
+from bagua.torch_api.distributed import ModelSwitchWrapper, allreduce_parameters, broadcast_parameters
+from tests.algorithms.toys import LocalSgd
+from tests.harness import (
     adam,
     assert_close,
     assert_same_on_all_ranks,
@@ -20,9 +23,6 @@ from bagua.testing.training import (
     snapshot,
     train_steps,
 )
-from bagua.torch_api import DistributedAlgorithm, bagua_init
-from bagua.torch_api.distributed import ModelSwitchWrapper, allreduce_parameters, broadcast_parameters
-from tests.algorithms.toys import LocalSgd
 from tests.parallel.wrapping import WRAPS, assert_trained
 
 pytestmark = pytest.mark.threads

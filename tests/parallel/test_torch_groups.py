@@ -6,7 +6,8 @@ import pytest
 import torch.distributed as dist
 
 import bagua.comm
-from bagua.testing.training import (
+from bagua.torch_api.data_parallel import DistributedDataParallel
+from tests.harness import (
     State,
     assert_close,
     assert_same_on_all_ranks,
@@ -16,7 +17,6 @@ from bagua.testing.training import (
     snapshot,
     train_steps,
 )
-from bagua.torch_api.data_parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.gloo
 

@@ -14,7 +14,7 @@ import bagua.torch_api as bagua
 from bagua.algorithms import Algorithm
 from bagua.comm import get_rank, solo_group
 from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTypeError
-from bagua.testing.training import assert_close, loss_of, mlp, sgd, snapshot
+from tests.harness import assert_close, loss_of, mlp, sgd, snapshot
 
 pytestmark = pytest.mark.threads
 

@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn, optim
 
 import bagua.torch_api as bagua
-from bagua.testing.training import (
+from bagua.torch_api.data_parallel import DistributedDataParallel
+from tests.harness import (
     Losses,
     OptimizerMaker,
     State,
@@ -22,7 +23,6 @@ from bagua.testing.training import (
     sgd,
     snapshot,
 )
-from bagua.torch_api.data_parallel import DistributedDataParallel
 
 #: Makes several buckets out of the small models of the tests.
 SMALL_BUCKET_BYTES = 1000

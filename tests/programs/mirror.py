@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from bagua.testing.contract.exercises import CallSetting, Exercise, several
-from bagua.testing.reference import assert_same
+from tests.contract.exercises import CallSetting, Exercise, several
+from tests.contract.reference import assert_same
 from tests.programs.native import assert_same_object, own_object
 from tests.programs.places import Place
 from tests.versions import renamed

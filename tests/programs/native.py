@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from bagua.comm import Communicator
-from bagua.testing.contract.exercises import EXERCISES, Begin, CallSetting, Exercise
-from bagua.testing.reference import REDUCED, assert_same, values
+from tests.contract.exercises import EXERCISES, Begin, CallSetting, Exercise
+from tests.contract.reference import REDUCED, assert_same, values
 
 
 def own_object(s: CallSetting, rank: int) -> dict[str, Any]:

@@ -19,8 +19,9 @@ import torch
 
 import bagua.comm
 from bagua.comm.objects import as_bytes
-from bagua.testing.contract.exercises import CallSetting, Exercise, as_it_is
-from bagua.testing.contract.results import (
+from tests.contract.exercises import CallSetting, Exercise, as_it_is
+from tests.contract.reference import COPIED, LEGAL, REDUCED, assert_same
+from tests.contract.results import (
     as_leaf,
     conjugated,
     negated,
@@ -29,7 +30,6 @@ from bagua.testing.contract.results import (
     with_history,
     with_offset,
 )
-from bagua.testing.reference import COPIED, LEGAL, REDUCED, assert_same
 from tests.programs import mirror, native
 from tests.programs.places import Description, Place, places_of_bagua, places_of_torch
 

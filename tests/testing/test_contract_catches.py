@@ -9,8 +9,8 @@ from bagua.comm.transports import registry as backends
 from bagua.comm.transports.base import DONE, Handle
 from bagua.comm.transports.threads import ThreadsTransport
 from bagua.testing import ThreadRanks
-from bagua.testing.contract import asynchronous, failures
-from bagua.testing.transport_contract import TransportContract
+from tests.contract import asynchronous, failures
+from tests.contract.transports import TransportContract
 
 pytestmark = pytest.mark.threads
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bagua.comm import ReduceOp
-from bagua.testing.reference import COPIED, LEGAL, REDUCED, assert_same, garbage, reduced, values
+from tests.contract.reference import COPIED, LEGAL, REDUCED, assert_same, garbage, reduced, values
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ from bagua.comm import ProcessGroup, ReduceOp, Work
 from bagua.errors import CollectiveMismatchError, ConfigurationError
 from bagua.parallel import BaguaModule, with_bagua
 from bagua.testing.ranks import RankPool
-from bagua.testing.training import (
+from tests.harness import (
     OptimizerMaker,
     State,
     assert_close,

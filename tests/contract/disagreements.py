@@ -10,8 +10,8 @@ import torch
 
 from bagua.comm import Communicator, ReduceOp
 from bagua.errors import BaguaError, CommunicatorClosedError
-from bagua.testing.contract.exercises import CallSetting, communicator, home, perform
-from bagua.testing.contract.failures import CULPRIT, GRACE_S, SOON_S, caught
+from tests.contract.exercises import CallSetting, communicator, home, perform
+from tests.contract.failures import CULPRIT, GRACE_S, SOON_S, caught
 
 DISAGREEMENTS = ("kind", "size", "dtype", "reduction", "root", "root_again", "empty", "coalesced", "asynchronous")
 #: Deadline where no rank is late on purpose; a busy machine may delay one.

@@ -14,7 +14,7 @@ import torch
 
 import bagua.comm
 from bagua.comm import Communicator, ReduceOp, Work
-from bagua.testing.reference import LEGAL, assert_rounded_once, assert_same, garbage, reduced, values
+from tests.contract.reference import LEGAL, assert_rounded_once, assert_same, garbage, reduced, values
 
 
 def communicator() -> Communicator:

@@ -20,8 +20,8 @@ from bagua.errors import (
     ConcurrentUseError,
     PeerLostError,
 )
-from bagua.testing.contract.exercises import EXERCISES, CallSetting, communicator, home, perform
 from bagua.testing.ranks import die, fall_silent
+from tests.contract.exercises import EXERCISES, CallSetting, communicator, home, perform
 
 #: Every error must be there one second after the deadline at the latest. The other seconds are for a machine
 #: that has more to do than to run this suite, and may leave any thread alone for that long.

@@ -12,7 +12,7 @@ import torch
 
 import bagua.comm
 from bagua.comm import Work
-from bagua.testing.contract.exercises import EXERCISES, CallSetting, Exercise, communicator, home, perform
+from tests.contract.exercises import EXERCISES, CallSetting, Exercise, communicator, home, perform
 
 #: How long something that must happen may take, in seconds. An upper bound, never reached.
 PATIENCE_S = 60.0

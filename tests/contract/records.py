@@ -12,9 +12,9 @@ import torch
 
 from bagua.comm import Communicator
 from bagua.errors import ConfigurationError
-from bagua.testing.contract.exercises import CallSetting, communicator, home, perform
-from bagua.testing.contract.failures import caught
-from bagua.testing.reference import assert_same
+from tests.contract.exercises import CallSetting, communicator, home, perform
+from tests.contract.failures import caught
+from tests.contract.reference import assert_same
 
 
 def value_of(rank: int) -> Any:

@@ -16,8 +16,8 @@ from bagua.errors import (
     InvalidReduceOpError,
     InvalidTensorError,
 )
-from bagua.testing.contract.exercises import CallSetting, communicator, home, perform
-from bagua.testing.reference import LEGAL, REDUCED, assert_same, values
+from tests.contract.exercises import CallSetting, communicator, home, perform
+from tests.contract.reference import LEGAL, REDUCED, assert_same, values
 
 #: A call, the error it gets, and the argument that the error names.
 Refused = tuple[Callable[[Communicator], Any], type[BaguaError], str]

@@ -8,8 +8,8 @@ import torch
 
 import bagua.comm
 from bagua.comm import ReduceOp
-from bagua.testing.contract.exercises import TENSOR_KINDS, CallSetting, communicator, home, perform
-from bagua.testing.reference import COPIED, FLOATS, LEGAL, assert_same, values
+from tests.contract.exercises import TENSOR_KINDS, CallSetting, communicator, home, perform
+from tests.contract.reference import COPIED, FLOATS, LEGAL, assert_same, values
 
 REDUCING = ("allreduce", "reduce", "reduce_scatter")
 COPYING = tuple(kind for kind in TENSOR_KINDS if kind not in REDUCING)
@@ -91,7 +91,7 @@ def use_every_layout() -> None:
             for dtype in (torch.float32, torch.int16, torch.bool, torch.complex64):
                 exercise = perform(kind, comm, CallSetting(shape=shape, dtype=dtype, present=strided))
                 for tensor in exercise.touched:
-                    between = tensor._base[..., 1]  # type: ignore[index]  # noqa: SLF001
+                    between = tensor._base[..., 1]  # type: ignore[index]
                     assert not between.any(), f"{kind} wrote between the elements of its tensor"
 
 

@@ -7,9 +7,9 @@ import torch
 import bagua.comm
 from bagua.comm import Communicator
 from bagua.errors import CommunicationError, InvalidRankError, TransportUnavailableError
-from bagua.testing.contract.exercises import CallSetting, communicator, home, perform
-from bagua.testing.contract.failures import caught, say, wait_until_said
-from bagua.testing.reference import assert_same
+from tests.contract.exercises import CallSetting, communicator, home, perform
+from tests.contract.failures import caught, say, wait_until_said
+from tests.contract.reference import assert_same
 
 #: Several pieces on a transport that moves messages in pieces.
 LARGE = 300_007

@@ -36,10 +36,10 @@ from bagua.errors import (
     CommunicatorClosedError,
     PeerLostError,
 )
-from bagua.testing.contract import arguments, asynchronous, disagreements, failures, messages, records, results
-from bagua.testing.contract.exercises import CallSetting
 from bagua.testing.ranks import Outcome, RankPool
-from bagua.testing.reference import assert_same
+from tests.contract import arguments, asynchronous, disagreements, failures, messages, records, results
+from tests.contract.exercises import CallSetting
+from tests.contract.reference import assert_same
 
 __all__ = ["TransportContract"]
 

@@ -1,0 +1,1 @@
+"""The chapters of the transport contract; ``tests.contract.transports`` joins them."""
