@@ -52,7 +52,6 @@ BASELINES = {
     "qadam": "adam",
     "one_bit_adam": "adam",
     "zero_one_adam": "adam",
-    "demo": "adam",
     "one_bit_lamb": "lamb",
     "dion": "dion_optimizer",
 }
@@ -68,7 +67,6 @@ RECIPES: dict[str, dict[str, str]] = {
         "zero_one_adam": "lr=0.03,warmup_steps={fifth}",
         "one_bit_lamb": "lr=0.02,warmup_steps={fifth}",
         "dion": "lr=0.05",
-        "demo": "lr=0.03",
         "sign_sgd": "lr=0.03,warmup_steps={fifth}",
         "top_k": "lr=0.03,warmup_steps={fifth}",
         "sparse_loco": "lr=0.03,start_after={three_fifths}",
@@ -85,7 +83,6 @@ RECIPES: dict[str, dict[str, str]] = {
         "zero_one_adam": "lr=0.006,warmup_steps={fifth}",
         "one_bit_lamb": "lr=0.01,warmup_steps={fifth}",
         "dion": "lr=0.02",
-        "demo": "lr=0.005,decay=0.95",
         "sign_sgd": "lr=0.05,warmup_steps={fifth}",
         "top_k": "warmup_steps={fifth}",
     },
@@ -93,7 +90,7 @@ RECIPES: dict[str, dict[str, str]] = {
 #: The largest loss over the baseline's that is promised.
 LIMITS = {
     "bytegrad": 1.005,
-    **dict.fromkeys(("qadam", "one_bit_adam", "one_bit_lamb", "zero_one_adam", "demo", "dion", "loco"), 1.02),
+    **dict.fromkeys(("qadam", "one_bit_adam", "one_bit_lamb", "zero_one_adam", "dion", "loco"), 1.02),
     **dict.fromkeys(("power_sgd", "sign_sgd", "top_k", "sparse_loco"), 1.02),
     **dict.fromkeys(("decentralized", "low_precision_decentralized", "choco"), 1.03),
 }

@@ -20,7 +20,6 @@ from bagua.algorithms.exchanges.parts import Matrices, Named, Not, Parts, Select
 from bagua.algorithms.exchanges.tuples import Promise as Promise
 from bagua.algorithms.exchanges.values import Add, Blend, Buffers, Difference, Gradients, Mean, Replace, Sum, Weights
 from bagua.algorithms.gradients.bytegrad import ByteGradAlgorithm, ByteGradAlgorithmImpl
-from bagua.algorithms.gradients.demo import DeMoAlgorithm, DeMoAlgorithmImpl
 from bagua.algorithms.gradients.dion import DionAlgorithm, DionAlgorithmImpl
 from bagua.algorithms.gradients.gradient_allreduce import GradientAllReduceAlgorithm, GradientAllReduceAlgorithmImpl
 from bagua.algorithms.gradients.loco import LoCoAlgorithm, LoCoAlgorithmImpl
@@ -65,8 +64,6 @@ __all__ = [
     "ByteGradAlgorithmImpl",
     "ChocoAlgorithm",
     "ChocoAlgorithmImpl",
-    "DeMoAlgorithm",
-    "DeMoAlgorithmImpl",
     "DecentralizedAlgorithm",
     "DecentralizedAlgorithmImpl",
     "DiLoCoAlgorithm",
@@ -150,7 +147,6 @@ registry.register("choco", ChocoAlgorithm)
 registry.register("qadam", QAdamAlgorithm)
 registry.register("one_bit_adam", OneBitAdamAlgorithm)
 registry.register("loco", LoCoAlgorithm)
-registry.register("demo", DeMoAlgorithm)
 registry.register("dion", DionAlgorithm)
 registry.register("one_bit_lamb", OneBitLambAlgorithm)
 registry.register("zero_one_adam", ZeroOneAdamAlgorithm)

@@ -5,10 +5,6 @@ from bagua.compression.base import check_codec as check_codec
 from bagua.compression.block_top_k import BlockTopK
 from bagua.compression.by_size import BySize
 from bagua.compression.casting import BFloat16, Float16
-from bagua.compression.dct import DCTTopK
-from bagua.compression.dct import check_side as check_side
-from bagua.compression.dct import from_coefficients as from_coefficients
-from bagua.compression.dct import to_coefficients as to_coefficients
 from bagua.compression.e3m0 import E3M0
 from bagua.compression.identity import Identity
 from bagua.compression.levels import Int2, Int4
@@ -22,7 +18,6 @@ __all__ = [
     "BlockTopK",
     "BySize",
     "Codec",
-    "DCTTopK",
     "Float16",
     "Identity",
     "Int2",
@@ -46,5 +41,4 @@ register("int2", Int2)
 register("sign", Sign)
 register("topk", TopK)
 register("block_topk", BlockTopK)
-register("dct_topk", DCTTopK)
 register("by_size", BySize)

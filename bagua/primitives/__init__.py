@@ -2,7 +2,6 @@
 
 from bagua.primitives.centralized import allreduce_sum, reducer_sum, scatter_gather_sum
 from bagua.primitives.codec_reducers import AllGatherReducer, ContributorsReducer, ScatterGatherReducer
-from bagua.primitives.cosines import CosineReducer
 from bagua.primitives.decentralized import (
     DifferenceExchange,
     hierarchical_neighbour_average,
@@ -29,7 +28,6 @@ __all__ = [
     "AllGatherReducer",
     "AveragedFeedback",
     "ContributorsReducer",
-    "CosineReducer",
     "DifferenceExchange",
     "DionReducer",
     "ErrorFeedback",

@@ -96,7 +96,7 @@ class ContributorsReducer(CodecReducer):
         >>> ContributorsReducer(TopK(0.1))
         ContributorsReducer(codec=TopK(ratio=0.1))
 
-    Source: the repositories of CCLoco and DeMo.
+    Source: the repository of CCLoco.
     """
 
     def reduce(

@@ -47,7 +47,7 @@ QUICK = {
     "top_k": partial(TopKAlgorithm, warmup_steps=2, density_steps=4),
 }
 #: Those that step along directions are held to the contract in test_directions.py.
-DIRECTIONS = ("demo", "dion")
+DIRECTIONS = ("dion",)
 SYNCHRONOUS = [
     QUICK[name]() if name in QUICK else Algorithm.init(name)
     for name in registry

@@ -1,4 +1,4 @@
-"""DeMo, Dion and LoCo against their formulas, for all ranks at once in one process; and what must not pass for them."""
+"""Dion and LoCo against their formulas, for all ranks at once in one process; and what must not pass for them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-import bagua.comm
-from bagua.algorithms import Algorithm, DeMoAlgorithm, DionAlgorithm, LoCoAlgorithm
+from bagua.algorithms import Algorithm, DionAlgorithm, LoCoAlgorithm
 from bagua.compression import Metadata, MinMaxUInt8
 from bagua.errors import ConfigurationError
 from bagua.optim import DionOptimizer
@@ -25,7 +24,6 @@ from tests.algorithms.stacked import (
     loss_of,
     mean,
     model_of,
-    only_parameters,
     simulate,
     train,
 )
@@ -39,88 +37,6 @@ pytestmark = pytest.mark.threads
 def nothing(_: int, flats: Flats) -> torch.Tensor:
     """The mutant that does not communicate."""
     return flats[0]
-
-
-# DeMo.
-
-LR, DECAY = 0.002, 0.1
-
-
-def signed(parameters):
-    return torch.optim.SGD(parameters, lr=LR, weight_decay=DECAY)
-
-
-def cosine_basis(side: int) -> torch.Tensor:
-    """The orthonormal DCT-II, by its definition."""
-    rows = []
-    for k in range(side):
-        scale = math.sqrt((1 if k == 0 else 2) / side)
-        rows.append([scale * math.cos(math.pi * (2 * i + 1) * k / (2 * side)) for i in range(side)])
-    return torch.tensor(rows, dtype=torch.float64)
-
-
-class DeMo:
-    """d <- decay d + lr g; the largest coefficients of blocks leave d; their mean over senders; the sign of that."""
-
-    def __init__(self, layout: Layout, *, decay: float = 0.9, senders: bool = True, feedback: bool = True) -> None:
-        self.layout, self.decay, self.senders, self.feedback = layout, decay, senders, feedback
-        self.d: dict[int, torch.Tensor] = {}
-        self.basis = cosine_basis(8)
-
-    def __call__(self, index: int, flats: Flats) -> torch.Tensor:
-        g = torch.stack(flats)
-        d = self.decay * self.d.get(index, torch.zeros_like(g)) + LR * g
-        filled = torch.nn.functional.pad(d, (0, -g.shape[1] % 64)).view(SIZE, -1, 8, 8)
-        coefficients = (self.basis @ filled @ self.basis.t()).flatten(2)
-        chosen = coefficients.abs().topk(4).indices
-        sent = torch.zeros_like(coefficients).scatter(2, chosen, coefficients.gather(2, chosen))
-        if self.feedback:
-            mask = only_parameters(torch.ones(g.shape[1]).double(), self.layout[index][1])
-            d = (d - self.back(sent, g.shape[1])) * mask
-        self.d[index] = d
-        count = (sent != 0).sum(dim=0).clamp(min=1) if self.senders else 2.0
-        return self.back((sent.sum(dim=0) / count).unsqueeze(0), g.shape[1])[0].sign()
-
-    def back(self, coefficients: torch.Tensor, numel: int) -> torch.Tensor:
-        blocks = coefficients.unflatten(2, (8, 8))
-        return (self.basis.t() @ blocks @ self.basis).flatten(1)[:, :numel]
-
-
-def test_demo_steps_by_the_sign_of_common_coefficients(thread_ranks):
-    algorithm = DeMoAlgorithm(decay=0.9, side=8, kept=4, value_bits=None)
-    results = thread_ranks(SIZE, train, algorithm, signed)
-    assert_same_on_all_ranks([state for state, _ in results])
-    state, layout = results[0]
-    assert len(layout) > 1
-    assert_close(state, simulate(layout, DeMo(layout), signed))
-    mutants: dict[str, Combine] = {
-        "no momentum": DeMo(layout, decay=0.0),
-        "mean over all": DeMo(layout, senders=False),
-        "no feedback": DeMo(layout, feedback=False),
-        "exact": mean,
-        "nothing": nothing,
-    }
-    for name, mutant in mutants.items():
-        assert differs(state, simulate(layout, mutant, signed)), name
-
-
-def test_demo_weights_gradients_by_their_learning_rates(thread_ranks):
-    """A gradient that came with no learning rate leaves nothing in the momentum."""
-
-    def train_after(idle: int) -> State:
-        model = mlp()
-        optimizer = signed(model.parameters())
-        wrapped = with_bagua(model, [optimizer], DeMoAlgorithm(side=8, kept=2))
-        for step in range(idle + 1):
-            optimizer.param_groups[0]["lr"] = LR if step == idle else 0.0
-            optimizer.zero_grad()
-            harness.loss_of(wrapped, bagua.comm.get_rank(), step if step < idle else 7).backward()
-            optimizer.step()
-        return snapshot(model)
-
-    idle, at_once = thread_ranks(2, train_after, 3)[0], thread_ranks(2, train_after, 0)[0]
-    assert_close(idle, at_once)
-    assert differs(at_once, snapshot(mlp()))
 
 
 # LoCo.
@@ -183,7 +99,7 @@ def test_loco_feeds_an_average_of_what_is_lost_back(thread_ranks):
 
 # Dion.
 
-RANK, MU, DION_LR, EPS = 2, 0.9, 0.02, 1e-8
+RANK, MU, DION_LR, DECAY, EPS = 2, 0.9, 0.02, 0.1, 1e-8
 
 
 def dion(parameters):
@@ -282,22 +198,9 @@ def test_dion_refuses_another_optimizer(thread_ranks, case):
     thread_ranks(2, wrap)
 
 
-def test_demo_refuses_an_optimizer_with_momentum(thread_ranks):
-    def wrap() -> None:
-        model = mlp()
-        for optimizer in (sgd(model.parameters()), torch.optim.Adam(model.parameters())):
-            with pytest.raises(ConfigurationError, match="momentum=0"):
-                with_bagua(model, [optimizer], DeMoAlgorithm())
-
-    thread_ranks(2, wrap)
-
-
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: DeMoAlgorithm(decay=0.0),
-        lambda: DeMoAlgorithm(side=6),
-        lambda: DeMoAlgorithm(kept=0),
         lambda: LoCoAlgorithm(averaging=0.0),
         lambda: LoCoAlgorithm(reset_every=0),
         lambda: LoCoAlgorithm(block_numel=12),
@@ -324,7 +227,7 @@ class QuickDion(DionAlgorithm):
     optimizer_class = staticmethod(lambda parameters: DionOptimizer(parameters, lr=0.001, matrix_rank=2))
 
 
-@pytest.fixture(params=[DeMoAlgorithm(side=8, kept=16), QuickDion(matrix_rank=2)], ids=repr)
+@pytest.fixture(params=[QuickDion(matrix_rank=2)], ids=repr)
 def algorithm(request) -> Algorithm:
     return request.param
 

@@ -15,7 +15,6 @@ from bagua.compression import (
     BlockTopK,
     BySize,
     Codec,
-    DCTTopK,
     Identity,
     Int2,
     Int4,
@@ -42,7 +41,6 @@ CODECS = [
     Int2(block_numel=72, seed=3),
     TopK(ratio=0.4),
     BlockTopK(block_numel=48, kept=5, value_bits=2),
-    DCTTopK(side=4, kept=3, value_bits=None),
     BySize(threshold_bytes=64, small=Sign(), large=TopK(0.5)),
 ]
 
@@ -210,8 +208,6 @@ def test_codecs_are_found_by_name():
         (BlockTopK, {"kept": 0}),
         (BlockTopK, {"kept": 5000}),
         (BlockTopK, {"value_bits": 4}),
-        (DCTTopK, {"side": 6}),
-        (DCTTopK, {"kept": 5000}),
         (BySize, {"threshold_bytes": -1}),
         (BySize, {"small": Identity}),
     ],

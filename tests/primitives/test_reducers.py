@@ -10,7 +10,6 @@ from bagua.compression import BlockTopK, Float16, Identity, Metadata, MinMaxUInt
 from bagua.errors import ConfigurationError, InvalidTensorError
 from bagua.primitives import (
     AllGatherReducer,
-    CosineReducer,
     ErrorFeedback,
     MatrixBlock,
     PowerSGDReducer,
@@ -32,7 +31,7 @@ PLAIN: list[SumReducer] = [
     RandomKReducer(0.2, seed=5),
     PowerSGDReducer(matrix_rank=2),
     SparseReducer(TopK(0.1), gather_ranks=2),
-    CosineReducer(AllGatherReducer(BlockTopK(64, 8)), side=8),
+    AllGatherReducer(BlockTopK(64, 8)),
 ]
 WITH_FEEDBACK: list[SumReducer] = [ErrorFeedback(reducer) for reducer in PLAIN]
 NUMEL = 203

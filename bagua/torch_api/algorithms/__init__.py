@@ -13,7 +13,6 @@ from bagua.torch_api.algorithms import async_model_average, base, bytegrad, dece
 from bagua.torch_api.algorithms._newer import MODULES
 
 choco = MODULES["choco"]
-demo = MODULES["demo"]
 diloco = MODULES["diloco"]
 dion = MODULES["dion"]
 local_sgd = MODULES["local_sgd"]
@@ -37,7 +36,6 @@ __all__ = [
     "bytegrad",
     "choco",
     "decentralized",
-    "demo",
     "diloco",
     "dion",
     "gradient_allreduce",

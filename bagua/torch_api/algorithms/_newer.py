@@ -23,7 +23,6 @@ MODULES = {
     name: _module(name, summary, f"{algorithm}Algorithm", f"{algorithm}AlgorithmImpl", *others)
     for name, algorithm, summary, *others in (
         ("choco", "Choco", "gossip in few bits"),
-        ("demo", "DeMo", "steps by the sign of the largest cosine coefficients of momenta"),
         ("diloco", "DiLoCo", "training alone for many steps", "Outer"),
         ("dion", "Dion", "orthonormal directions of low rank"),
         ("local_sgd", "LocalSGD", "training alone for many steps"),
