@@ -19,7 +19,6 @@ from bagua.parallel import AutotuneSettings, BaguaModule, bagua_init, install_wi
 from bagua.torch_api import (
     algorithms,
     communication,
-    contrib,
     data_parallel,
     distributed,
     distributed_define,
@@ -32,38 +31,22 @@ from bagua.torch_api.communication import (
     ProcessGroup,
     ReduceOp,
     Work,
-    allgather,
-    allgather_inplace,
     allgather_object,
     allreduce,
     allreduce_coalesced,
-    allreduce_coalesced_inplace,
-    allreduce_inplace,
-    alltoall,
-    alltoall_inplace,
-    alltoall_v,
-    alltoall_v_inplace,
     barrier,
     broadcast,
     broadcast_coalesced,
     broadcast_object,
     destroy_process_group,
     from_torch_group,
-    gather,
-    gather_inplace,
     gather_object,
-    get_backend,
     get_default_group,
     init_process_group,
     is_initialized,
     new_group,
     recv,
     reduce,
-    reduce_inplace,
-    reduce_scatter,
-    reduce_scatter_inplace,
-    scatter,
-    scatter_inplace,
     scatter_object,
     send,
     sendrecv,
@@ -86,24 +69,15 @@ __all__ = [
     "Work",
     "advise",
     "algorithms",
-    "allgather",
-    "allgather_inplace",
     "allgather_object",
     "allreduce",
     "allreduce_coalesced",
-    "allreduce_coalesced_inplace",
-    "allreduce_inplace",
-    "alltoall",
-    "alltoall_inplace",
-    "alltoall_v",
-    "alltoall_v_inplace",
     "bagua_init",
     "barrier",
     "broadcast",
     "broadcast_coalesced",
     "broadcast_object",
     "communication",
-    "contrib",
     "data_parallel",
     "destroy_process_group",
     "distributed",
@@ -111,10 +85,7 @@ __all__ = [
     "env",
     "exceptions",
     "from_torch_group",
-    "gather",
-    "gather_inplace",
     "gather_object",
-    "get_backend",
     "get_default_group",
     "get_local_rank",
     "get_local_size",
@@ -128,11 +99,6 @@ __all__ = [
     "new_group",
     "recv",
     "reduce",
-    "reduce_inplace",
-    "reduce_scatter",
-    "reduce_scatter_inplace",
-    "scatter",
-    "scatter_inplace",
     "scatter_object",
     "send",
     "sendrecv",
@@ -142,7 +108,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> NoReturn:
-    advice = "" if name.startswith("_") else did_you_mean(_ELSEWHERE.get(name, name), __all__)
+    if name in _OUTPUT_FIRST:
+        advice = f"bagua.comm.{name} has it, and takes the tensor that receives first"
+    else:
+        advice = "" if name.startswith("_") else did_you_mean(_ELSEWHERE.get(name, name), __all__)
     raise AttributeError(f"module 'bagua.torch_api' has no attribute {name!r}" + (f". {advice}" if advice else ""))
 
 
@@ -153,6 +122,9 @@ _ELSEWHERE = {
     "size": "get_world_size",
     "local_rank": "get_local_rank",
 }
+
+#: Bagua 0.9 took the tensor that is sent first. An old call must not run with its tensors exchanged.
+_OUTPUT_FIRST = ("allgather", "alltoall", "alltoall_v", "gather", "reduce_scatter", "scatter")
 
 install_with_bagua()
 install_torch_backend()

@@ -23,8 +23,6 @@ HOMES = (
     "bagua.optim",
     "bagua.parallel",
     "bagua.parallel.decentralized",
-    "bagua.torch_api.collectives",
-    "bagua.utilities.data",
 )
 
 

@@ -5,6 +5,8 @@ torchrun --nproc_per_node 2 -m tests.clients.original_examples
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -16,34 +18,23 @@ from bagua.torch_api.algorithms import (
     gradient_allreduce,
     q_adam,
 )
-from bagua.torch_api.contrib import LoadBalancingDistributedSampler
 
 
 def primitives() -> None:
     rank, size = bagua.get_rank(), bagua.get_world_size()
     own = torch.full((2,), rank + 1.0)
-    total, everything = size * (size + 1) / 2, torch.arange(1.0, size + 1).repeat_interleave(2)
+    total = size * (size + 1) / 2
     if rank == 0:
         bagua.send(own, 1)
     elif rank == 1:
         bagua.recv(received := torch.zeros(2), 0)
         assert received.tolist() == [1, 1]
-    bagua.broadcast(shared := own.clone(), src=0)
+    bagua.broadcast(shared := own.clone())
     assert shared.tolist() == [1, 1]
-    bagua.allreduce(own, summed := torch.zeros(2))
-    bagua.allreduce_inplace(in_place := own.clone(), op=bagua.ReduceOp.SUM)
-    assert summed.tolist() == in_place.tolist() == [total, total]
-    bagua.reduce(own, at_one := torch.zeros(2), dst=1)
-    assert at_one.tolist() == ([total, total] if rank == 1 else [0, 0])
-    bagua.allgather(own, gathered := torch.zeros(2 * size))
-    assert torch.equal(gathered, everything)
-    bagua.scatter(everything, part := torch.zeros(2), src=0)
-    assert torch.equal(part, own)
-    bagua.reduce_scatter(everything, part)
-    assert torch.equal(part, size * own)
-    bagua.alltoall(own.repeat(size), exchanged := torch.zeros(2 * size))
-    assert torch.equal(exchanged, everything)
-    bagua.alltoall_inplace(exchanged)
+    bagua.allreduce(summed := own.clone(), op=bagua.ReduceOp.SUM)
+    assert summed.tolist() == [total, total]
+    bagua.reduce(at_one := own.clone(), dst=1)
+    assert at_one.tolist() == ([total, total] if rank == 1 else own.tolist())
     bagua.barrier()
 
 
@@ -78,7 +69,7 @@ def train(name: str) -> float:
         "qadam": lambda: q_adam.QAdamAlgorithm(optimizer),
     }[name]()
     model = model.with_bagua([optimizer], algorithm)
-    sampler = LoadBalancingDistributedSampler(data, lambda sample: int(sample[1]))
+    sampler: Any = torch.utils.data.DistributedSampler(data, bagua.get_world_size(), bagua.get_rank())
     loader = torch.utils.data.DataLoader(data, batch_size=32, sampler=sampler)
     for epoch in range(4):
         sampler.set_epoch(epoch)

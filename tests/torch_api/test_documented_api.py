@@ -176,10 +176,10 @@ def test_with_bagua_is_on_every_module_as_documented():
 
 
 NAMES = {
-    "": """allreduce broadcast reduce allgather gather scatter reduce_scatter alltoall alltoall_v send recv sendrecv
-        barrier allreduce_coalesced broadcast_coalesced broadcast_object allgather_object gather_object scatter_object
-        allreduce_inplace reduce_inplace init_process_group destroy_process_group is_initialized new_group
-        from_torch_group get_default_group get_rank get_world_size get_local_rank get_local_size get_node_rank
+    "": """allreduce broadcast reduce send recv sendrecv barrier allreduce_coalesced broadcast_coalesced
+        broadcast_object allgather_object gather_object scatter_object
+        init_process_group destroy_process_group is_initialized new_group from_torch_group
+        get_default_group get_rank get_world_size get_local_rank get_local_size get_node_rank
         ReduceOp bagua_init DistributedAlgorithm BaguaModule communication algorithms data_parallel distributed
         env""",
     "communication": """init_process_group allreduce broadcast reduce is_initialized new_group from_torch_group

@@ -12,10 +12,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "coming_from_bagua.md"
 #: By module below ``bagua.torch_api``.
 EXIST = {
     "": "init_process_group is_initialized get_rank get_world_size get_local_rank get_local_size get_node_rank "
-    "get_backend new_group from_torch_group send recv broadcast broadcast_coalesced broadcast_object barrier ReduceOp "
-    "allreduce allreduce_inplace allreduce_coalesced_inplace reduce reduce_inplace allgather allgather_inplace gather "
-    "gather_inplace scatter scatter_inplace reduce_scatter reduce_scatter_inplace alltoall alltoall_inplace alltoall_v "
-    "alltoall_v_inplace",
+    "new_group from_torch_group send recv broadcast broadcast_coalesced broadcast_object barrier ReduceOp "
+    "allreduce allreduce_coalesced reduce",
     "communication": "init_process_group allreduce broadcast BaguaProcessGroup BaguaSingleCommunicatorPy",
     "algorithms": "gradient_allreduce bytegrad decentralized q_adam async_model_average base Algorithm",
     "algorithms.base": "Algorithm AlgorithmImpl GlobalAlgorithmRegistry",
@@ -27,9 +25,6 @@ EXIST = {
     "algorithms.async_model_average": "AsyncModelAverageAlgorithm AsyncModelAverageAlgorithmImpl",
     "distributed": "BaguaModule",
     "data_parallel": "DistributedDataParallel",
-    "contrib": "LoadBalancingDistributedSampler LoadBalancingDistributedBatchSampler CacheLoader CachedDataset",
-    "contrib.load_balancing_data_loader": "LoadBalancingDistributedSampler LoadBalancingDistributedBatchSampler",
-    "contrib.cached_dataset": "CachedDataset",
     "env": "get_rank get_world_size get_local_rank get_local_size get_node_rank",
 }
 REPLACED = (
@@ -37,8 +32,9 @@ REPLACED = (
     "data_parallel.functional.all_reduce bagua_module_name bagua_build_params bagua_train_step_counter "
     "parameters_to_ignore bagua_autotune_client bagua_ddp to_bagua_process_group BaguaTensor BaguaBucket "
     "bagua.torch_api.utils BaguaHyperparameter AutotuneService bagua.torch_api.checkpoint fuse_optimizer "
-    "contrib.sync_batchnorm.SyncBatchNorm RedisStore ClusterStore bagua.torch_api.moe bagua.distributed.launch "
     "bagua.distributed.run get_autotune_* get_bagua_service_port find_free_network_port get_default_bucket_size "
+    "get_backend allreduce_inplace allreduce_coalesced_inplace reduce_inplace allgather gather scatter reduce_scatter alltoall "
+    "alltoall_v contrib.LoadBalancingDistributedSampler contrib.CacheLoader "
     "get_master_addr is_report_metrics_switch_on show_version bagua_sys_perf --bagua_service_port"
 )
 

@@ -35,6 +35,6 @@ if isinstance(model, bagua.BaguaModule):
 DistributedDataParallel(layer, optimizers=optimizer, static_graph=True)
 DistributedDataParallel(layer, optimizer=optimizer)  # type: ignore[arg-type]
 
-bagua.allgather(tensor, tensor, async_op=True, timeout=3.0)
-bagua.allgather(tensor, tensor, asynchronous=True)  # type: ignore[call-arg]
-bagua.alltoall(tensor, tensor, timeout="long")  # type: ignore[arg-type]
+bagua.allreduce(tensor, async_op=True, timeout=3.0)
+bagua.allreduce(tensor, asynchronous=True)  # type: ignore[call-arg]
+bagua.broadcast(tensor, timeout="long")  # type: ignore[arg-type]
