@@ -51,7 +51,6 @@ MUTANT = "silent"
 BASELINES = {
     "qadam": "adam",
     "one_bit_adam": "adam",
-    "zero_one_adam": "adam",
     "one_bit_lamb": "lamb",
     "dion": "dion_optimizer",
 }
@@ -64,7 +63,6 @@ RECIPES: dict[str, dict[str, str]] = {
         "dion_optimizer": "lr=0.05",
         "qadam": "lr=0.03,warmup_steps={fifth}",
         "one_bit_adam": "lr=0.03,warmup_steps={fifth}",
-        "zero_one_adam": "lr=0.03,warmup_steps={fifth}",
         "one_bit_lamb": "lr=0.02,warmup_steps={fifth}",
         "dion": "lr=0.05",
         "sign_sgd": "lr=0.03,warmup_steps={fifth}",
@@ -80,7 +78,6 @@ RECIPES: dict[str, dict[str, str]] = {
         "dion_optimizer": "lr=0.02",
         "qadam": "lr=0.006,warmup_steps={fifth}",
         "one_bit_adam": "lr=0.006,warmup_steps={fifth}",
-        "zero_one_adam": "lr=0.006,warmup_steps={fifth}",
         "one_bit_lamb": "lr=0.01,warmup_steps={fifth}",
         "dion": "lr=0.02",
         "sign_sgd": "lr=0.05,warmup_steps={fifth}",
@@ -90,7 +87,7 @@ RECIPES: dict[str, dict[str, str]] = {
 #: The largest loss over the baseline's that is promised.
 LIMITS = {
     "bytegrad": 1.005,
-    **dict.fromkeys(("qadam", "one_bit_adam", "one_bit_lamb", "zero_one_adam", "dion", "loco"), 1.02),
+    **dict.fromkeys(("qadam", "one_bit_adam", "one_bit_lamb", "dion", "loco"), 1.02),
     **dict.fromkeys(("power_sgd", "sign_sgd", "top_k", "sparse_loco"), 1.02),
     **dict.fromkeys(("decentralized", "low_precision_decentralized", "choco"), 1.03),
 }

@@ -35,8 +35,6 @@ _WARM_UP_STEPS, _LEAST_STEPS, _MOST_STEPS = 2, 2, 120
 _STEPS_READ = 16
 #: Calls whose bytes are those of one share of many.
 _OF_SHARES = ("allgather", "gather", "scatter", "reduce_scatter", "alltoall")
-#: Steps of an algorithm whose intervals are irregular.
-_STEPS_OF_IRREGULAR = 32
 
 
 class _Gradient(torch.autograd.Function):
@@ -241,10 +239,7 @@ def _steps_of(algorithm: Algorithm, steady: Sequence[Exchange]) -> int:
             expected="exchanges in lockstep",
             seen=repr(algorithm),
         )
-    regular = [one.when.steps for one in steady if one.how is not None and one.when.regular]
-    period = max(regular, default=1)
-    if any(not one.when.regular for one in steady):
-        period = max(period, _STEPS_OF_IRREGULAR)
+    period = max((one.when.steps for one in steady if one.how is not None), default=1)
     if period > _MOST_STEPS:
         raise ConfigurationError(
             "a period is too long to be rehearsed", argument="algorithm", expected=f"{_MOST_STEPS} steps", seen=period

@@ -34,7 +34,6 @@ from bagua.algorithms.gradients.scatter_gather import (
 )
 from bagua.algorithms.gradients.sign_sgd import SignSGDAlgorithm, SignSGDAlgorithmImpl
 from bagua.algorithms.gradients.top_k import TopKAlgorithm, TopKAlgorithmImpl
-from bagua.algorithms.gradients.zero_one_adam import ZeroOneAdamAlgorithm, ZeroOneAdamAlgorithmImpl
 from bagua.algorithms.local.between_islands import BetweenIslands, LetIn, OverIslands
 from bagua.algorithms.local.diloco import DiLoCoAlgorithm, DiLoCoAlgorithmImpl
 from bagua.algorithms.local.local_sgd import LocalSGDAlgorithm, LocalSGDAlgorithmImpl
@@ -127,8 +126,6 @@ __all__ = [
     "TopKAlgorithmImpl",
     "Weights",
     "What",
-    "ZeroOneAdamAlgorithm",
-    "ZeroOneAdamAlgorithmImpl",
     "around",
     "as_algorithm",
     "bound_form",
@@ -149,7 +146,6 @@ registry.register("one_bit_adam", OneBitAdamAlgorithm)
 registry.register("loco", LoCoAlgorithm)
 registry.register("dion", DionAlgorithm)
 registry.register("one_bit_lamb", OneBitLambAlgorithm)
-registry.register("zero_one_adam", ZeroOneAdamAlgorithm)
 registry.register("local_sgd", LocalSGDAlgorithm)
 registry.register("slowmo", SlowMoAlgorithm)
 registry.register("diloco", DiLoCoAlgorithm)

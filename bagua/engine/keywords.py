@@ -60,7 +60,6 @@ class AlgorithmOptions(TypedDict, total=False):
     codec: Codec | str | None
     communication_interval: int
     consensus_step: float
-    decay: float
     density_steps: int
     eager: bool
     embeddings: str | None
@@ -70,7 +69,6 @@ class AlgorithmOptions(TypedDict, total=False):
     grace: float | Literal["auto"]
     inner: Algorithm | str | None
     kept: int
-    longest_period: int
     matrix_rank: int
     merge: Literal["rda", "mean"]
     mix: Literal["blend", "add"]
@@ -82,19 +80,16 @@ class AlgorithmOptions(TypedDict, total=False):
     overlap: int
     peer_selection_mode: str | Topology
     peer_timeout_s: float
-    period_steps: int
     q_adam_optimizer: QAdamOptimizer | None
     quorum: int | None
     ratio: float
     reset_every: int
     seed: int
-    side: int
     start_after: int
     sync_every: int
     sync_interval_ms: float
     topology: str | Topology
     value_bits: int | None
-    variance_steps: int
     warmup_steps: int
     weight: Literal["tokens", "equal"]
 

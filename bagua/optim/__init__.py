@@ -13,7 +13,6 @@ from bagua.optim.dion import DionOptimizer
 from bagua.optim.muon import Muon
 from bagua.optim.one_bit_lamb import OneBitLambOptimizer
 from bagua.optim.qadam import QAdamOptimizer
-from bagua.optim.zero_one_adam import ZeroOneAdamOptimizer
 
 __all__ = [
     "AccumAdam",
@@ -23,7 +22,6 @@ __all__ = [
     "Muon",
     "OneBitLambOptimizer",
     "QAdamOptimizer",
-    "ZeroOneAdamOptimizer",
     "lr_scheduler_fn_cosine_with_warmup",
     "optim_fn_accum_adam",
     "optim_fn_accum_adamw",

@@ -234,7 +234,6 @@ TIMED_FORMS = {
     "qadam": ("qadam:warmup_steps=3",),
     "one_bit_adam": ("one_bit_adam:warmup_steps=3",),
     "one_bit_lamb": ("one_bit_lamb:warmup_steps=3",),
-    "zero_one_adam": ("zero_one_adam:warmup_steps=3",),
 }
 
 

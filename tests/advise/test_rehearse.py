@@ -29,8 +29,6 @@ FACTS = ModelFacts(
     tuple(ParameterFacts(f"p{n}", shape, "float32", 0.01 * (n + 1)) for n, shape in enumerate(SHAPES)),
     (0.05, 0.05, 0.06),
 )
-#: These need steps with their optimizers before they compress.
-UNPREPARED = {"zero_one_adam"}
 
 
 def rehearsed(name: str, hosts: int = 4, per_host: int = 1, **options: object) -> Rehearsal:
@@ -113,7 +111,7 @@ def test_neighbours_are_few() -> None:
     assert rehearsed("gradient_allreduce").meeting == 4
 
 
-@pytest.mark.parametrize("name", [name for name in registry if name not in UNPREPARED])
+@pytest.mark.parametrize("name", list(registry))
 def test_each_registered_algorithm_is_predicted_or_refused(name: str) -> None:
     algorithm = Algorithm.init(name)
     if algorithm.in_background:

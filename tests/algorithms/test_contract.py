@@ -16,7 +16,6 @@ from tests.algorithms.toys import (
     QuickOneBitAdam,
     QuickOneBitLamb,
     QuickQAdam,
-    QuickZeroOneAdam,
     Rounded,
     WarmsUp,
 )
@@ -41,7 +40,6 @@ QUICK = {
     "qadam": QuickQAdam,
     "one_bit_adam": QuickOneBitAdam,
     "one_bit_lamb": QuickOneBitLamb,
-    "zero_one_adam": partial(QuickZeroOneAdam, longest_period=1),
     "loco": partial(LoCoAlgorithm, warmup_steps=0),
     "sign_sgd": partial(SignSGDAlgorithm, warmup_steps=0),
     "top_k": partial(TopKAlgorithm, warmup_steps=2, density_steps=4),

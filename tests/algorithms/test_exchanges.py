@@ -111,28 +111,9 @@ def test_rounds_are_counted_by_starts():
         assert [when.round(t) for t in due] == list(range(1, len(due) + 1))
 
 
-@dataclass(frozen=True)
-class Growing(Every):
-    """In steps 2, 4, 8, 16, ..."""
-
-    steps: int = 2
-
-    def due(self, t: int, shift: int = 0) -> bool:
-        return t > 1 and t & (t - 1) == 0
-
-
-def test_growing_intervals_promise_no_more_than_they_keep():
-    assert [Growing().round(t) for t in (1, 2, 3, 4, 8, 17)] == [0, 1, 1, 2, 3, 4]
-    seldom = Growing(1)
-    assert Algorithm.of(gradients(when=seldom)).promise == "consensus"
-    assert Algorithm.of(gradients(when=seldom)).ranks_differ
-    with pytest.raises(ConfigurationError, match="both replace gradients"):
-        Algorithm.of(gradients(when=Growing()), gradients(when=Every(2, 1), label="b"))
-    with pytest.raises(ConfigurationError, match="replaces what the second one writes"):
-        Algorithm.of(
-            Exchange(Weights(), Growing(4), Mix("ring"), Replace(), lag=2),
-            Exchange(Weights(), Every(4, 2), Mean(), Replace(), label="b"),
-        )
+def test_gradients_that_are_exchanged_seldom_promise_no_equal_ranks():
+    seldom = Algorithm.of(gradients(when=Every(2)))
+    assert (seldom.promise, seldom.ranks_differ) == ("consensus", True)
 
 
 def test_parts_are_due_one_after_the_other():

@@ -25,10 +25,9 @@ from bagua.algorithms import (
     Then,
     Weights,
     What,
-    ZeroOneAdamAlgorithm,
 )
 from bagua.comm import ProcessGroup, Work
-from bagua.optim import OneBitLambOptimizer, QAdamOptimizer, ZeroOneAdamOptimizer
+from bagua.optim import OneBitLambOptimizer, QAdamOptimizer
 from bagua.primitives import ReducerMemory, State
 
 
@@ -207,16 +206,3 @@ class QuickOneBitLamb(OneBitLambAlgorithm):
     """One-bit LAMB that soon compresses."""
 
     optimizer_class = QuickLamb
-
-
-class QuickAlone(ZeroOneAdamOptimizer):
-    """Ranks step alone within a test."""
-
-    def __init__(self, parameters: Any, lr: float = 0.01) -> None:
-        super().__init__(parameters, lr=lr, warmup_steps=3, eps=0.01)
-
-
-class QuickZeroOneAdam(ZeroOneAdamAlgorithm):
-    """0/1 Adam that soon steps alone."""
-
-    optimizer_class = QuickAlone

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.gloo, pytest.mark.timeout(DEADLINE_S + 60)]
 #: of others lasts longer.
 REMEMBERING = {
     *("qadam", "one_bit_adam", "decentralized", "low_precision_decentralized", "choco"),
-    *("local_sgd", "slowmo", "diloco", "one_bit_lamb", "zero_one_adam"),
+    *("local_sgd", "slowmo", "diloco", "one_bit_lamb"),
 }
 
 

@@ -20,7 +20,7 @@ from bagua.algorithms import (
 from bagua.errors import ConfigurationError
 from bagua.optim import DionOptimizer
 from bagua.parallel import with_bagua
-from tests.algorithms.toys import QuickOneBitAdam, QuickOneBitLamb, QuickQAdam, QuickZeroOneAdam
+from tests.algorithms.toys import QuickOneBitAdam, QuickOneBitLamb, QuickQAdam
 from tests.contract.algorithms import optimizer_maker, spread
 from tests.harness import loss_of, mean_gradients, mlp, snapshot
 from tests.membership.training import joined, new_store, run
@@ -32,7 +32,6 @@ QUICK = {
     "qadam": QuickQAdam,
     "one_bit_adam": QuickOneBitAdam,
     "one_bit_lamb": QuickOneBitLamb,
-    "zero_one_adam": partial(QuickZeroOneAdam, longest_period=1),
     "loco": partial(LoCoAlgorithm, warmup_steps=0),
     "sign_sgd": partial(SignSGDAlgorithm, warmup_steps=0),
     "top_k": partial(TopKAlgorithm, warmup_steps=1, density_steps=2),

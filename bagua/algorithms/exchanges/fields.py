@@ -249,9 +249,6 @@ class Then(ABC):
 class Every:
     """In every ``steps``-th step: those whose number in the phase, from 1, is ``offset`` more than a multiple of it.
 
-    Subclasses may have other intervals: they override ``due``, and ``steps`` is the shortest one. ``round`` then asks
-    ``due`` for every step so far; where that takes too long, they override it as well.
-
     Args:
         steps: from one start to the next.
         offset: shift of the steps; negative ones start that much earlier.
@@ -272,14 +269,7 @@ class Every:
         """Whether it starts in step ``t`` of the phase, from 1; ``shift`` steps later for some parts."""
         return (t - self.offset - shift) % self.steps == 0
 
-    @property
-    def regular(self) -> bool:
-        """Whether it is due by ``steps`` and ``offset`` alone."""
-        return type(self).due is Every.due
-
     def round(self, t: int, shift: int = 0) -> int:
         """How many times it has started in the phase up to step ``t``."""
-        if not self.regular:
-            return sum(self.due(step, shift) for step in range(1, t + 1))
         begin = -self.offset - shift
         return (t + begin) // self.steps - begin // self.steps

@@ -86,14 +86,9 @@ def _starts(exchange: Exchange) -> Iterator[int]:
         yield exchange.when.offset + exchange.parts.shift(part, exchange.when.steps)
 
 
-def _common_period(one: Exchange, other: Exchange) -> int:
-    """What differences between their steps are known up to; irregular ones may be due in any."""
-    return math.gcd(one.when.steps, other.when.steps) if one.when.regular and other.when.regular else 1
-
-
 def _meet(one: Exchange, other: Exchange) -> bool:
     """Whether both are folded in some step."""
-    common = _common_period(one, other)
+    common = math.gcd(one.when.steps, other.when.steps)
     return any(
         (here + one.lag - there - other.lag) % common == 0
         for here, there in itertools.product(_starts(one), _starts(other))
@@ -107,7 +102,7 @@ def _is_undone(flight: Exchange, other: Exchange) -> bool:
     start: Moment = (0, 3 * POINTS.index(flight.starts_at) + 2)
     end: Moment = (flight.lag, 3 * POINTS.index(flight.folds_at))
     place = 3 * POINTS.index(other.folds_at) + (1 if other.at_once else 0)
-    common = _common_period(flight, other)
+    common = math.gcd(flight.when.steps, other.when.steps)
     return any(
         start < (later, place) < end and (there + other.lag - here - later) % common == 0
         for later in range(flight.lag + 1)
@@ -134,5 +129,4 @@ def differ_between_ranks(exchanges: Sequence[Exchange]) -> bool:
 
 
 def _synchronizes(exchange: Exchange) -> bool:
-    each = exchange.when.regular and exchange.when.steps == 1
-    return each and exchange.then.replaces and "gradients" in exchange.writes
+    return exchange.when.steps == 1 and exchange.then.replaces and "gradients" in exchange.writes

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,8 +22,6 @@ from bagua.compression import MinMaxUInt8
 from bagua.errors import ConfigurationError
 from bagua.optim import QAdamOptimizer
 from bagua.primitives import ScatterGatherReducer, SumReducer
-
-Owner = TypeVar("Owner", bound=QAdamOptimizer)
 
 
 @dataclass(frozen=True)
@@ -173,7 +171,7 @@ def _by_beta(flight: Flight) -> Iterator[tuple[float, list[torch.Tensor], list[t
     """Gradients and momenta of the parameters, by what the momentum decays with."""
     groups: dict[float, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for parameter, gradient in zip(flight.bucket.parameters, flight.bucket.gradient_views, strict=True):
-        owner, group = owner_in(flight, parameter, QAdamOptimizer)
+        owner, group = _owner_of(flight, parameter)
         gradients, momenta = groups.setdefault(group["betas"][0], ([], []))
         gradients.append(gradient)
         momenta.append(owner.momentum(parameter))
@@ -183,15 +181,15 @@ def _by_beta(flight: Flight) -> Iterator[tuple[float, list[torch.Tensor], list[t
 def _scalings(flight: Flight) -> list[float]:
     """What the momentum of each parameter is multiplied by; nothing where no optimizer scales any."""
     parameters = flight.bucket.parameters
-    scalings = [owner_in(flight, one, QAdamOptimizer)[0].scaling(one) for one in parameters]
+    scalings = [_owner_of(flight, one)[0].scaling(one) for one in parameters]
     return scalings if any(one != 1.0 for one in scalings) else []
 
 
-def owner_in(flight: Flight, parameter: torch.Tensor, kind: type[Owner]) -> tuple[Owner, dict[str, Any]]:
-    """The optimizer of ``parameter``, of which ``check`` has found that it is of this kind, and its parameter group."""
+def _owner_of(flight: Flight, parameter: torch.Tensor) -> tuple[QAdamOptimizer, dict[str, Any]]:
+    """The optimizer of ``parameter``, which ``check`` has found to be one, and its parameter group."""
     owner = flight.model.owner_of(parameter)
     assert owner is not None
-    assert isinstance(owner[0], kind)
+    assert isinstance(owner[0], QAdamOptimizer)
     return owner[0], owner[1]
 
 

@@ -48,8 +48,8 @@ def brings_lost_gradients(exchanges: Iterable[Exchange]) -> bool:
 
 
 def longest_period(exchanges: Iterable[Exchange]) -> int:
-    """Steps from one start to the next at most; where periods vary, more than are likely."""
-    return max((one.when.steps if one.when.regular else 1024 for one in exchanges), default=1)
+    """Steps from one start to the next at most."""
+    return max((one.when.steps for one in exchanges), default=1)
 
 
 def is_chunked(exchanges: Iterable[Exchange]) -> bool:

@@ -153,7 +153,7 @@ class Course:
         self._of_arrival = parts.by == "arrival"
         self.together = _together(self.tracks, of_arrival=self._of_arrival)
         self._shifts = [parts.shift(part, exchange.when.steps) for part in range(parts.n)]
-        self._always = exchange.when.regular and exchange.when.steps == 1
+        self._always = exchange.when.steps == 1
         self._parts = frozenset(range(parts.n))
         how = exchange.how
         self._contributions = 1.0 if lane is None or how is None else how.ranks(lane.group)

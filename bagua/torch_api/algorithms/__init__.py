@@ -25,7 +25,6 @@ sign_sgd = MODULES["sign_sgd"]
 slowmo = MODULES["slowmo"]
 sparse_loco = MODULES["sparse_loco"]
 top_k = MODULES["top_k"]
-zero_one_adam = MODULES["zero_one_adam"]
 
 __all__ = [
     "Algorithm",
@@ -50,5 +49,4 @@ __all__ = [
     "slowmo",
     "sparse_loco",
     "top_k",
-    "zero_one_adam",
 ]

@@ -35,6 +35,5 @@ MODULES = {
         ("slowmo", "SlowMo", "training alone for many steps", "SlowStep"),
         ("sparse_loco", "SparseLoCo", "training alone for many steps, and few elements sent then"),
         ("top_k", "TopK", "the largest elements of a gradient"),
-        ("zero_one_adam", "ZeroOneAdam", "Adam that sends one bit for each element, and not in every step"),
     )
 }

@@ -1,0 +1,182 @@
+"""One-bit LAMB against its formula, for all ranks at once in one process; and what must not pass for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bagua.algorithms import OneBitLambAlgorithm
+from bagua.errors import ConfigurationError
+from bagua.optim import OneBitLambOptimizer, QAdamOptimizer
+from bagua.parallel import with_bagua
+from tests.algorithms.lossy_simulation import Layout
+from tests.algorithms.stacked import (
+    SIZE,
+    STEPS,
+    CodedSlices,
+    Flats,
+    differs,
+    flatten,
+    gradients_of,
+    model_of,
+    one_bit_of_rows,
+    only_parameters,
+    train,
+)
+from tests.harness import State, assert_close, assert_same_on_all_ranks, mlp, snapshot
+
+pytestmark = pytest.mark.threads
+
+BLOCK, BETA1, BETA2, EPS, LR = 16, 0.9, 0.99, 1e-3, 0.003
+
+
+class SignsOfSlices:
+    """The sum of what everyone has, slice by slice in signs, with a residual for what either coding loses."""
+
+    def __init__(self, places: list[tuple[str, int]], *, feedback: bool = True, exact: bool = False) -> None:
+        self.exchange = CodedSlices(lambda rows: one_bit_of_rows(rows, BLOCK), places)
+        self.feedback, self.exact, self.residuals = feedback, exact, torch.zeros(SIZE, 1, dtype=torch.float64)
+
+    def __call__(self, flats: Flats) -> torch.Tensor:
+        """The mean of ``flats``, or what is left of it."""
+        if self.exact:
+            return torch.stack(flats).mean(dim=0)
+        result, lost = self.exchange(torch.stack(flats) / SIZE + self.residuals)
+        self.residuals = lost if self.feedback else self.residuals
+        return only_parameters(result, self.exchange.places)
+
+
+def at(flat: torch.Tensor, name: str, places: list[tuple[str, int]]) -> torch.Tensor:
+    shape = model_of().get_parameter(name).shape
+    offset = dict(places)[name]
+    return flat[offset : offset + shape.numel()].view(shape)
+
+
+# One-bit LAMB.
+
+LAMB_WARMUP, DECAY = 20, 0.1
+
+
+def lamb(parameters):
+    return OneBitLambOptimizer(
+        parameters, lr=LR, warmup_steps=LAMB_WARMUP, betas=(BETA1, BETA2), eps=EPS, weight_decay=DECAY
+    )
+
+
+class Lamb:
+    """The published rule for all tensors of one model; momenta of the compressed stage are given to it."""
+
+    def __init__(self, model: torch.nn.Module, *, freshens: bool = True) -> None:
+        self.x = {name: one.detach() for name, one in model.named_parameters()}
+        zeros = {name: torch.zeros_like(one) for name, one in self.x.items()}
+        self.m, self.v, self.w = zeros, dict(zeros), dict(zeros)
+        self.ratios: dict[str, float] = {}
+        self.factors = dict.fromkeys(self.x, 1.0)
+        self.freshens = freshens
+
+    def step(self, t: int, momenta: State) -> None:
+        for name, x in self.x.items():
+            gradient = (momenta[name] - BETA1 * self.m[name]) / (1 - BETA1)
+            self.m[name] = momenta[name]
+            if t <= LAMB_WARMUP:
+                self.v[name] = BETA2 * self.v[name] + (1 - BETA2) * gradient**2
+            self.w[name] = BETA2 * self.w[name] + (1 - BETA2) * gradient**2
+            denominator = (self.v[name] / (1 - BETA2 ** min(t, LAMB_WARMUP))).sqrt() + EPS
+            direction = self.m[name] / (1 - BETA1**t) / denominator + DECAY * x
+            if t <= LAMB_WARMUP:
+                ratio = min(max(float(x.norm() / direction.norm()), 0.01), 10.0)
+                self.ratios[name] = 0.9 * self.ratios[name] + 0.1 * ratio if name in self.ratios else ratio
+            else:
+                fresh = (self.w[name] / (1 - BETA2**t)).sqrt() + EPS
+                before = self.factors[name]
+                factor = min(max(float((denominator / fresh).max()), 0.5, 0.9 * before), 4.0, 1.1 * before)
+                self.factors[name] = factor if self.freshens else 1.0
+                ratio = self.factors[name] * self.ratios[name]
+            x.sub_(LR * ratio * direction)
+            if t == LAMB_WARMUP:  # Elements that were as good as dead get the mean of the others.
+                alive = self.v[name] >= 2.0**-16 * self.v[name].mean()
+                mean = self.v[name].sum() / alive.sum()
+                self.v[name] = torch.where(alive, self.v[name], mean)
+                self.w[name] = self.v[name].clone()
+
+
+def simulate_lamb(
+    layout: Layout, *, scaled: bool = True, feedback: bool = True, exact: bool = False, freshens: bool = True
+) -> State:
+    model = model_of()
+    rule = Lamb(model, freshens=freshens)
+    exchanges = [SignsOfSlices(places, feedback=feedback, exact=exact) for _, places in layout]
+    scaling = dict.fromkeys(rule.x, 1.0)
+    for t in range(1, STEPS + 1):
+        of_ranks = [gradients_of(model, rank, t - 1) for rank in range(SIZE)]
+        own = [{name: BETA1 * rule.m[name] + (1 - BETA1) * g for name, g in one.items()} for one in of_ranks]
+        if t == LAMB_WARMUP + 1 and scaled:
+            sizes = {name: float(m.square().mean().sqrt()) for name, m in rule.m.items()}
+            scaling = {name: sum(sizes.values()) / len(sizes) / size for name, size in sizes.items()}
+        momenta: State = {}
+        for exchange, (numel, places) in zip(exchanges, layout, strict=True):
+            flats = [flatten({name: m * scaling[name] for name, m in one.items()}, numel, places) for one in own]
+            result = exchange(flats) if t > LAMB_WARMUP else torch.stack(flats).mean(dim=0)
+            momenta.update({name: at(result, name, places) / scaling[name] for name, _ in places})
+        with torch.no_grad():
+            rule.step(t, momenta)
+    return snapshot(model)
+
+
+def test_one_bit_lamb_is_the_formula(thread_ranks):
+    results = thread_ranks(SIZE, train, OneBitLambAlgorithm(block_numel=BLOCK), lamb)
+    assert_same_on_all_ranks([state for state, _ in results])
+    state, layout = results[0]
+    assert len(layout) > 1
+    assert_close(state, simulate_lamb(layout))
+    for mutant in ({"scaled": False}, {"feedback": False}, {"exact": True}, {"freshens": False}):
+        assert differs(state, simulate_lamb(layout, **mutant)), mutant
+
+
+class Reads(TorchDispatchMode):
+    """Counts what waits for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*arguments, **keywords or {})
+
+
+@pytest.mark.parametrize("steps", [LAMB_WARMUP // 2, LAMB_WARMUP + 2], ids=["in the warm-up", "after it"])
+def test_one_bit_lamb_does_not_read_a_number_for_each_tensor(steps):
+    counts = []
+    for size in (1, 9):
+        optimizer = lamb([torch.nn.Parameter(torch.ones(3) * (1 + number)) for number in range(size)])
+        for _ in range(steps):
+            optimizer.zero_grad()
+            sum(one.square().sum() for one in optimizer.param_groups[0]["params"]).backward()
+            with Reads() as reads:
+                optimizer.step()
+        counts.append(reads.count)
+    assert counts[0] == counts[1]
+
+
+def test_another_optimizer_is_refused(thread_ranks):
+    def wrap() -> None:
+        model = mlp()
+        with pytest.raises(ConfigurationError, match="OneBitLambOptimizer"):
+            with_bagua(model, [QAdamOptimizer(model.parameters())], OneBitLambAlgorithm())
+
+    thread_ranks(2, wrap)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: OneBitLambAlgorithm(block_numel=12),
+        lambda: OneBitLambOptimizer([torch.nn.Parameter(torch.ones(1))], ratio_beta=1.0),
+        lambda: OneBitLambOptimizer([torch.nn.Parameter(torch.ones(1))], warmup_steps=0),
+    ],
+)
+def test_options_out_of_range_are_refused_at_once(make):
+    with pytest.raises(ConfigurationError):
+        make()
