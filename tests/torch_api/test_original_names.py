@@ -33,8 +33,8 @@ REPLACED = (
     "parameters_to_ignore bagua_autotune_client bagua_ddp to_bagua_process_group BaguaTensor BaguaBucket "
     "bagua.torch_api.utils BaguaHyperparameter AutotuneService bagua.torch_api.checkpoint fuse_optimizer "
     "bagua.distributed.run get_autotune_* get_bagua_service_port find_free_network_port get_default_bucket_size "
-    "get_backend allreduce_inplace allreduce_coalesced_inplace reduce_inplace allgather gather scatter reduce_scatter alltoall "
-    "alltoall_v contrib.LoadBalancingDistributedSampler contrib.CacheLoader "
+    "get_backend allreduce_inplace allreduce_coalesced_inplace reduce_inplace allgather gather scatter reduce_scatter "
+    "alltoall alltoall_v contrib.LoadBalancingDistributedSampler contrib.CacheLoader "
     "get_master_addr is_report_metrics_switch_on show_version bagua_sys_perf --bagua_service_port"
 )
 
