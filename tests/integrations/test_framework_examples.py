@@ -166,14 +166,6 @@ def test_each_entry_point_goes_on_from_what_the_one_before_saved(tmp_path):
         assert max(learned(output)) < 0.5 * first[0]
 
 
-def test_the_fabric_example_learns_and_saves(tmp_path):
-    pytest.importorskip("lightning", reason="needs the extra lightning")
-    saved = tmp_path / "saved.ckpt"
-    losses = learned(torchrun("examples/use_fabric.py", "--checkpoint", str(saved), "--steps", "51"))
-    assert losses[-1] < 0.5 * losses[0]
-    assert saved.exists()
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_island_that_ray_starts_again_is_a_newcomer():

@@ -12,11 +12,14 @@ import torch
 from torch import nn
 
 import bagua.comm
-from bagua.algorithms import AsyncModelAverageAlgorithm, GradientAllReduceAlgorithm, registry
+from bagua.algorithms import Algorithm, AsyncModelAverageAlgorithm, GradientAllReduceAlgorithm, registry
 from bagua.errors import ConfigurationError, UnsupportedAlgorithmException
-from tests.harness import assert_close, assert_same_on_all_ranks
+from bagua.parallel import with_bagua
+from tests.harness import assert_close, assert_same_on_all_ranks, snapshot
 
 pl = pytest.importorskip("lightning.pytorch", reason="needs the extra lightning")
+
+from lightning.fabric import Fabric  # noqa: E402
 
 from bagua.integrations.lightning import BaguaStrategy  # noqa: E402
 from tests.integrations import lightning_runs as runs  # noqa: E402
@@ -35,7 +38,7 @@ def _allreduces() -> int:
 
 @pytest.fixture(scope="module")
 def results():
-    jobs = (_through_both, _all_verbs, _average_in_the_background, _normalize, _refused)
+    jobs = (_through_both, _all_verbs, _average_in_the_background, _normalize, _refused, _inside_fabric)
     return run_all(dict.fromkeys(jobs, ()))
 
 
@@ -239,6 +242,47 @@ def test_what_an_algorithm_cannot_use_and_another_transport_than_there_is_are_re
     assert results[_refused] == [None, None]
 
 
+# A wrapped model inside Fabric.
+
+
+def _inside_fabric() -> list[tuple[Any, Any]]:
+    """Weights of a model that Fabric trains, and of the same model without Fabric."""
+    ends = []
+    for name in ("gradient_allreduce", "local_sgd"):
+        states = []
+        for inside in (True, False):
+            torch.manual_seed(bagua.comm.get_rank())
+            module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+            optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+            options = {"sync_every": 2} if name == "local_sgd" else {}
+            model: Any = with_bagua(module, optimizer, Algorithm.init(name, **options))
+            fabric = Fabric(accelerator="cpu", devices=1)
+            if inside:
+                model, optimizer = fabric.setup(model, optimizer)
+            for step in range(4):
+                random = torch.Generator().manual_seed(100 * step + bagua.comm.get_rank())
+                inputs = torch.randn(8, 4, generator=random)
+                loss = nn.functional.mse_loss(model(inputs), inputs[:, :1])
+                fabric.backward(loss) if inside else loss.backward()
+                if inside:
+                    fabric.clip_gradients(model, optimizer, max_norm=1.0)
+                else:
+                    nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            states.append(snapshot(module))
+        ends.append((states[0], states[1]))
+    return ends
+
+
+def test_fabric_trains_a_wrapped_model_as_it_is_trained_without(results):
+    for ends in results[_inside_fabric]:
+        for inside, alone in ends:
+            assert all(torch.equal(inside[name], alone[name]) for name in alone)
+    for ends in zip(*results[_inside_fabric], strict=True):
+        assert_same_on_all_ranks([inside for inside, _ in ends])
+
+
 @pytest.mark.filterwarnings("ignore:The .srun. command is available")  # Lightning says so where Slurm is installed.
 def test_unknown_algorithms_are_answered_with_those_that_exist():
     for wrong in (lambda: BaguaStrategy("bogus"), lambda: runs.trainer("bagua_bogus")):
@@ -257,21 +301,14 @@ def test_options_for_torchs_ddp_are_refused(option):
         BaguaStrategy(**{option: None})
 
 
-@pytest.mark.parametrize(
-    ("module", "missing", "extra"),
-    [
-        ("lightning", ("lightning", "pytorch_lightning"), "lightning"),
-        ("pytorch_lightning", ("pytorch_lightning",), "pytorch-lightning"),
-    ],
-)
-def test_a_missing_package_is_named_with_the_extra_that_installs_it(module, missing, extra, monkeypatch):
-    for name in missing:
+def test_a_missing_package_is_named_with_the_extra_that_installs_it(monkeypatch):
+    for name in ("lightning", "pytorch_lightning"):
         for loaded in [key for key in sys.modules if key.partition(".")[0] == name]:
             monkeypatch.delitem(sys.modules, loaded)
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, f"bagua.integrations.{module}", raising=False)
-    with pytest.raises(ImportError, match=rf"pip install 'bagua-torch\[{extra}\]'"):
-        __import__(f"bagua.integrations.{module}")
+    monkeypatch.delitem(sys.modules, "bagua.integrations.lightning", raising=False)
+    with pytest.raises(ImportError, match=r"pip install 'bagua-torch\[lightning\]'"):
+        __import__("bagua.integrations.lightning")
 
 
 @pytest.mark.parametrize(("algorithm", "wanted"), [("gradient_allreduce", True), ("diloco", False), ("async", False)])
