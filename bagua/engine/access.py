@@ -16,7 +16,6 @@ from bagua.engine.average import GlobalAverage
 from bagua.engine.hooks import BackwardHooks
 from bagua.engine.joining import check_joinable, join_block
 from bagua.engine.schedule.shares import SampleCount
-from bagua.errors import ConfigurationError
 
 
 class EngineAccess:
@@ -129,8 +128,7 @@ class EngineAccess:
         members of the epoch, which call this after equally many steps.
 
         Raises:
-            ConfigurationError: members merge by a quorum, each at its own pace; or, at the end of the block: the mean
-                was trained on.
+            ConfigurationError: at the end of the block: the mean was trained on.
             CollectiveMismatchError: another island exchanges something else now.
 
         Example:
@@ -148,15 +146,6 @@ class EngineAccess:
         if not closing:
             yield
             return
-        if reducer.execution.courses.apart:
-            raise ConfigurationError(
-                "members that merge by a quorum never come to one point together",
-                argument="global_average",
-                expected="an algorithm whose ranks exchange at the same step",
-                seen=repr(reducer.formation.declaration),
-                advice="Evaluate the weights of this member, or call bagua_finish() on all members: they have one "
-                "model then, and can train on.",
-            )
         beyond = [one for one in closing if one.alone]
         with GlobalAverage(reducer, buffers=True, beyond=beyond):
             yield

@@ -267,14 +267,10 @@ class Formation:
         """Training goes on, or is saved: begin again from weights that were loaded, unless they were put back.
 
         What belongs to them may have been restored in the same step: that stays.
-
-        Raises:
-            ConfigurationError: others count on the weights that were there before.
         """
-        step, executed = self.phases.step, self.execution.courses
-        loaded = self.equality.note_load(step, self.group, self.registration, executed.check_loads)
-        if loaded and self.phases.restored_at != step:
-            executed.weights_were_replaced()
+        step = self.phases.step
+        if self.equality.note_load(step, self.group, self.registration) and self.phases.restored_at != step:
+            self.execution.courses.weights_were_replaced()
 
     def flush(self) -> None:
         """Leave no exchange owed or under way. Collective if the algorithm is."""

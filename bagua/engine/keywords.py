@@ -62,15 +62,12 @@ class AlgorithmOptions(TypedDict, total=False):
     consensus_step: float
     density_steps: int
     eager: bool
-    embeddings: str | None
     error_feedback: bool | float
-    fragment_order: Literal["strided", "bytes"] | None
+    fragment_order: Literal["strided", "bytes"]
     fragments: int
-    grace: float | Literal["auto"]
     inner: Algorithm | str | None
     kept: int
     matrix_rank: int
-    merge: Literal["rda", "mean"]
     mix: Literal["blend", "add"]
     momentum: float | None
     on_peer_loss: Literal["raise", "continue"]
@@ -81,7 +78,6 @@ class AlgorithmOptions(TypedDict, total=False):
     peer_selection_mode: str | Topology
     peer_timeout_s: float
     q_adam_optimizer: QAdamOptimizer | None
-    quorum: int | None
     ratio: float
     reset_every: int
     seed: int
@@ -91,7 +87,6 @@ class AlgorithmOptions(TypedDict, total=False):
     topology: str | Topology
     value_bits: int | None
     warmup_steps: int
-    weight: Literal["tokens", "equal"]
 
 
 class InitOptions(SwitchOptions, AlgorithmOptions, total=False):

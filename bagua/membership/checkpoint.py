@@ -68,14 +68,13 @@ def write_state(file: Path, facts: Sequence[str], state: Mapping[str, object]) -
         raise
 
 
-def read_state(file: Path, facts: Sequence[str], *, by_quorum: bool) -> dict[str, Any]:
+def read_state(file: Path, facts: Sequence[str]) -> dict[str, Any]:
     """The state that ``write_state`` has written.
 
     Args:
         file: path of the file.
         facts: facts about the model and its training here, which must be those of the file, but for the algorithm: its
-            options may be others, except where a quorum merges.
-        by_quorum: True if a quorum merges what is learned here.
+            options may be others.
 
     Raises:
         ConfigurationError: there is no such file, or it belongs to another model.
@@ -85,9 +84,7 @@ def read_state(file: Path, facts: Sequence[str], *, by_quorum: bool) -> dict[str
         theirs, state = list(saved["facts"]), dict(saved["state"])
     except Exception as error:  # torch has many ways to say that it is no such file
         raise unusable(file, error) from error
-    # Results of a quorum that were on their way fit the fragments of that algorithm only.
-    exactly = by_quorum or "pending" in state
-    here, there = (list(facts), theirs) if exactly else (_of_model(facts), _of_model(theirs))
+    here, there = _of_model(facts), _of_model(theirs)
     different = [(one, other) for one, other in zip(here, there, strict=False) if one != other]
     if different or len(here) != len(there):
         one, other = different[0] if different else (f"{len(here)} facts", f"{len(there)} facts")

@@ -71,16 +71,8 @@ class Samples(Protocol):
     def begin(self, seat: int, epoch: Epoch) -> None:
         """This island has come in, with this epoch."""
 
-    @property
-    def recorded(self) -> int:
-        """Samples that this rank has trained on since it came in."""
-
-    def said(self, counting: int | None = None) -> Tally:
-        """What this rank says in an exchange.
-
-        Args:
-            counting: how many of ``recorded`` count if the exchange does; None for all.
-        """
+    def said(self) -> Tally:
+        """What this rank says in an exchange."""
 
     def hear(self, said: Mapping[int, Tally], room: int) -> None:
         """What all have said, and how many newcomers may come, if the exchange comes to count."""
@@ -111,14 +103,13 @@ class Counterparts:
         receiver: fetches the state, if this island is a newcomer.
 
     Attributes:
-        give: returns the state of this rank, in parts by name; None if no newcomer needs it any more.
+        give: returns the state of this rank, in parts by name.
         take: replaces it, and goes on after a step: its number, or -1 for the one that the state tells.
         step: returns the number of the last step.
         at: last exchange that counts and last step, when this rank was between two steps last.
         under_way: number of the exchange that is under way, on the first rank of the island.
         attempt: the exchange that is under way.
         samples: deals out samples, and agrees on them in exchanges; None if there is no sampler.
-        counting: returns how many samples count if the exchange that is under way does; None if all do.
         room: how many newcomers the members of the last attempt have agreed on, where samples are dealt out.
     """
 
@@ -143,14 +134,13 @@ class Counterparts:
         self._ranks = ranks
         self._receiver = receiver
         self._donor = Donor(lambda: [*self.at])
-        self.give: Callable[[], Mapping[str, object] | None] = dict
+        self.give: Callable[[], Mapping[str, object]] = dict
         self.take: Callable[[Mapping[str, Any], int], None] = _ignore
         self.step: Callable[[], int] = int
         self.at = (0, 0)
         self.under_way = 0
         self.attempt: Attempt = _ignore
         self.samples: Samples | None = None
-        self.counting: Callable[[], int] | None = None
         self.room = 0
         self._sent_before = 0
 
@@ -215,7 +205,7 @@ class Counterparts:
                 self._agree(group, self.samples, waiting)
 
     def _agree(self, group: ProcessGroup, samples: Samples, waiting: int) -> None:
-        own = torch.tensor([waiting, *samples.said(None if self.counting is None else self.counting())])
+        own = torch.tensor([waiting, *samples.said()])
         told = torch.empty(group.size * own.numel(), dtype=own.dtype)
         group.global_communicator.allgather(told, own)
         rows = told.view(group.size, -1).tolist()
@@ -230,7 +220,8 @@ class Counterparts:
         def look() -> dict[int, Offer | None]:
             if self._is_over(epoch):
                 raise CommunicatorClosedError("the others went on before it had the state", rank=self._presence.seat)
-            return self._offers_in(epoch, donors)
+            offers = self._offers(donors)
+            return {seat: offer if offer and offer.epoch == epoch.number else None for seat, offer in offers.items()}
 
         self._receiver.receive(look)
 
@@ -251,24 +242,8 @@ class Counterparts:
         self._receiver.receive(look, kept=_OWN_PARTS)
 
     def donors(self, epoch: Epoch) -> tuple[int, ...]:
-        """Seats of those who give the state that ``epoch`` begins with.
-
-        Several ranks receive that of one island. With a quorum others offer theirs, too: one may make no step for long.
-        """
-        return epoch.donors[: MOST_DONORS if self._ranks == 1 or self.counting is not None else 1]
-
-    def chosen(self, epoch: Epoch) -> tuple[int, ...]:
-        """Seats of those from whom all ranks of this island receive the state; none if it is too early to say."""
-        donors = self.donors(epoch)
-        if self._ranks == 1 or len(donors) == 1 or self._is_over(epoch):
-            return donors
-        offers = self._offers_in(epoch, donors)
-        return tuple(seat for seat in donors if not offers or offers.get(seat) is not None)[:1]
-
-    def _offers_in(self, epoch: Epoch, seats: Sequence[int]) -> dict[int, Offer | None]:
-        """What those of ``seats`` offer in ``epoch`` that are not gone."""
-        offers = self._offers(seats)
-        return {seat: offer if offer and offer.epoch == epoch.number else None for seat, offer in offers.items()}
+        """Seats of those who give the state that ``epoch`` begins with: several ranks receive that of one island."""
+        return epoch.donors[: MOST_DONORS if self._ranks == 1 else 1]
 
     @property
     def has(self) -> int:
@@ -302,29 +277,17 @@ class Counterparts:
         if self.samples is not None:
             self.samples.take(samples)
 
-    def state(self) -> dict[str, object] | None:
-        """The state of this rank, with its position in the data; None if no newcomer needs it any more."""
-        given = self.give()
-        return None if given is None else {**given, "samples": None if self.samples is None else self.samples.give()}
+    def state(self) -> dict[str, object]:
+        """The state of this rank, with its position in the data."""
+        return {**self.give(), "samples": None if self.samples is None else self.samples.give()}
 
     def _offer(self, told: Sequence[int]) -> None:
         """Offer newcomers the state: that of the last exchange, told with the epoch."""
         exchange, epoch = told
-        state = self.state()
-        if state is None:
-            return
-        offer = self._donor.offer(state, exchange, epoch, _LASTING_PARTS)
+        offer = self._donor.offer(self.state(), exchange, epoch, _LASTING_PARTS)
         if offer.problem:
             _log.warning("islands: newcomers cannot come in, because the state cannot be sent: %s", offer.problem)
         self._presence.tell(offer=offer)
-
-    def is_awaited(self) -> bool:
-        """Whether a newcomer of the epoch has yet to receive the state."""
-        epoch, roster = self.epoch, self._presence.roster
-        assert epoch is not None
-        gone = roster.gone(epoch.number)
-        here = [roster.records.get(seat) for seat in epoch.newcomers if seat not in gone]
-        return any(record is None or record.epoch < epoch.number for record in here)
 
     @property
     def offered(self) -> int:

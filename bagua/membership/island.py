@@ -14,7 +14,7 @@ from bagua.errors import CommunicationError, LeftOutError, PeerLostError, StoreL
 Act = Callable[[Any], None]
 #: How long the ranks of an island wait for each other. Who dies or stops is noticed long before.
 _PATIENCE_S = 7 * 24 * 3600.0
-#: How long a rank waits before it leaves, or raises what ends the island, for those that have yet to come there.
+#: How long a rank that raises what ends the island waits for those that have yet to come there.
 _MEETING_S = 60.0
 #: What ends a call on all ranks of an island.
 _ENDS = (LeftOutError, TooFewMembersError, StoreLostError, errors.CollectiveMismatchError)
@@ -48,7 +48,6 @@ class Island:
 
     def __init__(self, group: ProcessGroup | None) -> None:
         self._group = group
-        self._beside: ProcessGroup | None = None
         self.rank = 0 if group is None else group.rank
         self.size = 1 if group is None else group.size
         self.acts: Mapping[str, tuple[Act, tuple[type[CommunicationError], ...]]] = {}
@@ -77,7 +76,7 @@ class Island:
         except _ENDS as error:
             with contextlib.suppress(CommunicationError):  # Whatever becomes of them, this is what has ended it here.
                 self._tell(_RAISE, _described(error))
-            self._meet(self._group)  # Who leaves then takes the connections away, and with them what was told.
+            self._meet()  # Who leaves then takes the connections away, and with them what was told.
             raise
         self._tell(_RETURN, result())
 
@@ -94,7 +93,7 @@ class Island:
             if name == _RETURN:
                 return value
             if name == _RAISE:
-                self._meet(self._group)
+                self._meet()
                 raise _raised(value)
             self._carry_out(name, value)
 
@@ -117,25 +116,6 @@ class Island:
             made.append(make())
         return made[0]
 
-    def open_beside(self) -> None:
-        """Connect once more, for what one thread says while another one is in a call. Collective."""
-        if self._group is not None and self._beside is None:
-            self._beside = self._group.duplicate("beside")
-
-    def spread(self, value: object = None, *, beside: bool = False) -> Any:
-        """What the first rank gives, on all of them. Collective.
-
-        Args:
-            value: numbers, strings, tensors and lists of these; of the first rank.
-            beside: use the connections of ``open_beside``.
-        """
-        group = self._beside if beside else self._group
-        return value if group is None else group.global_communicator.broadcast_object(value, timeout=_PATIENCE_S)
-
-    def meet_beside(self) -> None:
-        """Wait until all ranks have come here, or one of them is lost, or does not come. Collective."""
-        self._meet(self._beside)
-
     def abort(self, reason: str, culprit: int | None = None) -> None:
         """Break the connections of the island, from any thread.
 
@@ -143,15 +123,13 @@ class Island:
             reason: why; of another rank what it did, beginning with "it".
             culprit: rank of the island to blame; None for this one.
         """
-        for group in (self._group, self._beside):
-            if group is not None:
-                group.abort(reason, None if culprit is None else group.ranks[culprit])
+        if self._group is not None:
+            self._group.abort(reason, None if culprit is None else self._group.ranks[culprit])
 
     def close(self) -> None:
         """Give the connections back. Idempotent."""
-        for group in (self._group, self._beside):
-            if group is not None:
-                group.close()
+        if self._group is not None:
+            self._group.close()
 
     def _carry_out(self, name: str, value: object) -> FailedAct | None:
         act, failures = self.acts[name]
@@ -170,11 +148,10 @@ class Island:
         lost = sorted({seat for _, one in failed for seat in one.lost})
         return FailedAct(f"rank {rank} of this island: {first.problem}", tuple(lost))
 
-    @staticmethod
-    def _meet(group: ProcessGroup | None) -> None:
-        if group is not None:
+    def _meet(self) -> None:
+        if self._group is not None:
             with contextlib.suppress(CommunicationError):
-                group.global_communicator.barrier(timeout=_MEETING_S)
+                self._group.global_communicator.barrier(timeout=_MEETING_S)
 
     def _tell(self, name: str, value: object) -> None:
         if self._group is not None:

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, Protocol
 from typing_extensions import Self
 
 from bagua import __version__
-from bagua.checks import check_numbers
 from bagua.comm import (
     Cells,
     KeyStore,
@@ -28,7 +27,6 @@ from bagua.comm import (
     part_of,
 )
 from bagua.errors import (
-    CommunicationError,
     CommunicatorClosedError,
     ConfigurationError,
     PeerLostError,
@@ -39,8 +37,6 @@ from bagua.membership.counterparts import Attempt, Counterparts, Samples, connec
 from bagua.membership.epochs import Epoch
 from bagua.membership.follower import Follower
 from bagua.membership.island import Island, different, require_same
-from bagua.membership.merging.fragments import Merge
-from bagua.membership.merging.merges import Merges
 from bagua.membership.participant import Participant
 from bagua.membership.position import Position
 from bagua.membership.presence import Presence, take_seat
@@ -101,7 +97,6 @@ class Islands:
         name: name of the run.
         ranks: ranks of this island, as the default group numbers them; none for a process alone.
         size: islands that begin together.
-        merges: merges of members that train each at its own pace.
     """
 
     def __init__(
@@ -157,7 +152,6 @@ class Islands:
                 self._presence, self._cells, self._island, self._counterparts,
                 size=size, minimum=minimum, timeout_s=timeout_s, deadlines=deadlines,
             )  # fmt: skip
-        self.merges = Merges(self.seat, self.exchange, self.rest, deadlines.poll_s, island=self._island)
         self._presence.start(self._watch)
         _living.add(self)
 
@@ -171,9 +165,7 @@ class Islands:
         """Who is alive, who takes part, and who was part of the last result."""
         epoch = self._counterparts.epoch
         in_epoch = () if epoch is None else epoch.members
-        last = self.merges.last
-        contributed = self._participant.contributed if last is None else last.seats
-        return Members(self._presence.roster.alive(), in_epoch, contributed)
+        return Members(self._presence.roster.alive(), in_epoch, self._participant.contributed)
 
     def metrics(self) -> dict[str, float]:
         """What ``bagua.torch_api.metrics`` says of islands, where there is a default group; here it is always there.
@@ -201,37 +193,20 @@ class Islands:
         """Have ``callback(members, why)`` called after each change, in the thread that exchanges."""
         self._callbacks.append(callback)
 
-    def count_tokens(self, tokens: float) -> None:
-        """This process has trained on so many tokens, or samples, more. With a quorum, differences count by them.
-
-        Args:
-            tokens: those of this step, before the optimizer steps. Who never calls this counts steps. In an island of
-                several ranks those of the first one count.
-        """
-        check_numbers(lambda count: count >= 0, "a number from 0", tokens=tokens)
-        self.merges.count(tokens)
-
-    def tape(self) -> tuple[Merge, ...]:
-        """The latest merges by a quorum, the oldest first: with the optimizer of each member, they make a run anew."""
-        return self.merges.tape()
-
     def leave(self, reason: str = "it left") -> None:
         """Go, and tell the others, who then do not wait. Idempotent; happens at the end of the process at the latest.
 
-        Of an island of several ranks, all leave. With a quorum each waits up to 60 seconds for the others to come here:
-        a rank that is some steps behind needs to hear from the first one in each of them.
+        Of an island of several ranks, all leave.
 
         Args:
             reason: reason that ``why()`` of the others gives.
         """
-        self._island.meet_beside()
         self._leave(reason)
 
     def _leave(self, reason: str, error: BaseException | None = None) -> None:
         if not self._left:
             self._left = reason
             self._presence.leave(reason)
-            self.merges.stop(self._end_calls)
             if self._counterparts.samples is not None:  # Nobody is left to agree with.
                 self._counterparts.samples.resume()
             self._counterparts.close()
@@ -240,10 +215,6 @@ class Islands:
             self._island.close()
             close_store(self._whole_store)
             _living.discard(self)
-
-    def _end_calls(self, reason: str) -> None:
-        self._counterparts.abort(reason)
-        self._island.abort(reason)
 
     def __enter__(self) -> Self:
         return self
@@ -261,7 +232,7 @@ class Islands:
 
     # What the layers above call.
 
-    def bind(self, facts: Sequence[str], training: Training, *, early: bool = True, by_quorum: bool = False) -> None:
+    def bind(self, facts: Sequence[str], training: Training, *, early: bool = True) -> None:
         """Come in with a model. Waits until this process takes part and has the state.
 
         Args:
@@ -269,7 +240,6 @@ class Islands:
             training: the model as it is trained here.
             early: a newcomer may receive the state before it comes in, while the others train on. That pays if they
                 make several steps between two exchanges.
-            by_quorum: True if a quorum merges what is learned; see ``merges``.
 
         Raises:
             CollectiveMismatchError: the others train something else.
@@ -292,26 +262,18 @@ class Islands:
         self._island.share(lambda: require_same(self._cells, "model", told, "models"))
         self._bound = True
         counterparts.give, counterparts.take, counterparts.step = training.give, training.take, training.step
-        if by_quorum:
-            counterparts.give = self.merges.giving(training.give, counterparts.is_awaited)
-            counterparts.take = self.merges.taking(training.take)
-            counterparts.counting = self.merges.counting
-            self._island.open_beside()
         with self._leaving():
-            self._begin_from_file(told, by_quorum)
+            self._begin_from_file(told)
             self._participant.join(early=early)
         self._facts = told
         if samples is not None and counterparts.epoch is not None:
             samples.begin(self.seat, counterparts.epoch)
-        if by_quorum:
-            with self._leaving():
-                self.merges.start(samples)
 
-    def _begin_from_file(self, facts: list[str], by_quorum: bool) -> None:
+    def _begin_from_file(self, facts: list[str]) -> None:
         """Have the state of the file, if the run has not begun: who gives the others theirs is not known yet."""
         if self._resume is None or not self._island.share(lambda: self._cells.read([epoch_name(1)])[0] is None):
             return
-        state = read_state(self._resume, facts, by_quorum=by_quorum)
+        state = read_state(self._resume, facts)
         if state["samples"] is not None:  # Seats are given out anew: none of them has drawn anything.
             state["samples"] = Position(**state["samples"]).without_members()._asdict()
         try:
@@ -322,23 +284,17 @@ class Islands:
     def save_if_lost(self, error: BaseException | str) -> None:
         """Training ended here with ``error``: save the state if the store is lost, and that is wanted. Never raises."""
         file = self._checkpoint
-        if file is None or not self._facts or not isinstance(error, CommunicationError) or not self._lacks_store(error):
+        if file is None or not self._facts or not isinstance(error, StoreLostError):
             return
         self._checkpoint = None  # A step may be given up twice.
         try:
-            state = self._counterparts.state()
-            assert state is not None  # In the thread that trains it is there at once.
-            write_state(file, self._facts, state)
+            write_state(file, self._facts, self._counterparts.state())
             told = f"The state of this process is in {file}; join_islands(resume=...) begins from it."
         except Exception as failure:  # noqa: BLE001 - the error that ends training must not be replaced
             told = f"Its state could not be saved in {file}: {type(failure).__name__}: {failure}."
             _log.exception("islands: seat %d could not save its state in %s", self.seat, file)
         self._history.append(told)
         error.advice = f"{error.advice} {told}"
-
-    def _lacks_store(self, error: CommunicationError) -> bool:
-        """Whether the store is lost: another rank of this island may have ended its training before this one knew."""
-        return isinstance(error, StoreLostError) or isinstance(self.merges.await_end(), StoreLostError)
 
     def _refuse_other_samples(self, fact: str) -> None:
         """Models of the ranks of an island were compared with each other, but not what deals out their samples."""

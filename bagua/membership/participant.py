@@ -169,19 +169,10 @@ class Participant:
     def _get_state(self, epoch: Epoch) -> FailedAct | None:
         """Receive the state that ``epoch`` begins with, if it is not here, and go on where the others are."""
         if self._presence.seat in epoch.newcomers:
-            return self._island.do("receive", self._choose_donors(epoch)) or self._island.do("take", -1)
+            return self._island.do("receive", self._counterparts.donors(epoch)) or self._island.do("take", -1)
         if self._counterparts.has != epoch.base:
             return FailedAct(f"it has the state of exchange {self._counterparts.has}, and {epoch.base} counts")
         return self._island.do("take", self._counterparts.latest_step())
-
-    def _choose_donors(self, epoch: Epoch) -> list[int]:
-        """Seats of those who give this island the state: of one that is between two steps, for several ranks."""
-        started = time.monotonic()
-        while not (chosen := self._counterparts.chosen(epoch)):
-            self._note(f"waiting for the state of one of the seats {list(self._counterparts.donors(epoch))}")
-            self._wait(started)
-        self.waiting_for = ""
-        return [*chosen]
 
     # Exchanges.
 

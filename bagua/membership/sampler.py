@@ -15,17 +15,13 @@ from bagua.membership.epochs import Epoch
 from bagua.membership.islands import Islands
 from bagua.membership.position import Position, Tally
 
-#: Batches that a loader may draw while members agree on what each has drawn.
-_AHEAD = 4
-
 
 class ElasticSampler(Sampler[int]):
     """Deals the samples of a data set out to islands, and to the ranks of each.
 
     What an island has trained on counts when an exchange does to which it contributed. Samples of an island that was
     lost before are drawn again by the others, so in each pass over the data every sample counts once. A newcomer draws
-    from where the others are. Each rank agrees with its counterparts in the exchanges that happen anyway. With a quorum
-    these are made beside the training, and a sample counts when all parts of what was learned from it are merged.
+    from where the others are. Each rank agrees with its counterparts in the exchanges that happen anyway.
 
     Make it before ``with_bagua(..., between=islands)``, which waits for the others, and iterate after it. Tell it on
     what was trained: let ``batches`` do that, or call ``record``.
@@ -74,12 +70,10 @@ class ElasticSampler(Sampler[int]):
         #: Numbers that this rank has drawn and not contributed; how many it has given out, and trained on.
         self._own: list[int] = []
         self._given = self._trained = 0
-        #: How many of those that this rank has trained on count already, and the largest batch.
-        self._settled = self._batch = 0
         self._proposed: tuple[Position, int] | None = None
         self._changed = threading.Condition()
-        #: A pass is under way; and this rank has said what it has drawn: more may become another's.
-        self._draws = self._agreeing = False
+        #: This rank has said what it has drawn: more may become another's.
+        self._agreeing = False
         self._orders: dict[int, torch.Tensor] = {}
         self.number_of_pass = 0
         islands.deal_out(self)
@@ -101,7 +95,7 @@ class ElasticSampler(Sampler[int]):
                 seen="an iteration before it",
             )
         with self._changed:
-            self._given, self._draws = self._trained, True
+            self._given = self._trained
         while (number := self._next()) is not None:
             yield self._index(number)
         self.number_of_pass += 1
@@ -134,7 +128,6 @@ class ElasticSampler(Sampler[int]):
                     seen=samples,
                 )
             self._trained += samples
-            self._batch = max(self._batch, samples)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The batches of a ``DataLoader`` that has this sampler; each is recorded when it is handed out.
@@ -198,26 +191,11 @@ class ElasticSampler(Sampler[int]):
         self._lane = self._position.lane_of(seat) if seat in own else len(own) + epoch.newcomers.index(seat)
         self.number_of_pass = self._position.number(self._lane, 0) // self._samples
 
-    @property
-    def recorded(self) -> int:
-        """Samples that this rank has trained on since it came in."""
+    def said(self) -> Tally:
+        """What this rank says in an exchange. From then on it draws nothing more, until ``settle`` or ``resume``."""
         with self._changed:
-            return self._settled + self._trained
-
-    def said(self, counting: int | None = None) -> Tally:
-        """What this rank says in an exchange. From then on it draws nothing more, until ``settle`` or ``resume``.
-
-        Args:
-            counting: how many of ``recorded`` count if the exchange does; training goes on meanwhile, with what is
-                drawn here. None for all: the training waits.
-        """
-        with self._changed:
-            if counting is not None:
-                wanted = self._given + _AHEAD * self._batch
-                while self._draws and len(self._own) < wanted and self._draw():
-                    pass
             self._agreeing = True
-            return Tally(self._lane or 0, self._drawn, self._trained if counting is None else counting - self._settled)
+            return Tally(self._lane or 0, self._drawn, self._trained)
 
     def hear(self, said: Mapping[int, Tally], room: int) -> None:
         """What all have said in an exchange that may come to count; see ``Position.exchanged``."""
@@ -229,7 +207,6 @@ class ElasticSampler(Sampler[int]):
         with self._changed:
             (self._position, counted), self._proposed = self._proposed, None
             del self._own[:counted]
-            self._settled += counted
             self._trained -= counted
             self._given -= counted
             self._drawn = 0
@@ -263,7 +240,6 @@ class ElasticSampler(Sampler[int]):
         with self._changed:
             self._changed.wait_for(lambda: self._given < len(self._own) or not self._agreeing)
             if self._given == len(self._own) and not self._draw():
-                self._draws = False
                 return None
             self._given += 1
             return self._own[self._given - 1]

@@ -8,7 +8,6 @@ from bagua.optim.companions import (
     optim_fn_adam,
     optim_fn_adamw,
 )
-from bagua.optim.delayed_nesterov import DelayedNesterov
 from bagua.optim.dion import DionOptimizer
 from bagua.optim.muon import Muon
 from bagua.optim.one_bit_lamb import OneBitLambOptimizer
@@ -17,7 +16,6 @@ from bagua.optim.qadam import QAdamOptimizer
 __all__ = [
     "AccumAdam",
     "AccumAdamW",
-    "DelayedNesterov",
     "DionOptimizer",
     "Muon",
     "OneBitLambOptimizer",

@@ -102,10 +102,8 @@ def come_in(engine: BackwardHooks, islands: Islands | None, optimizers: Sequence
     state = _State(engine.reducer, engine.reducer.optimizers if optimizers is None else optimizers)
     try:
         exchanges = engine.reducer.formation.declaration.every_exchange()
-        by_quorum = any(one.how is not None and one.how.apart for one in exchanges)
-        # What is merged by a quorum has no moment between two exchanges of all.
-        early = not (by_quorum or any("gradients" in one.needs for one in exchanges))
-        islands.bind(engine.reducer.formation.facts, state, early=early, by_quorum=by_quorum)
+        early = not any("gradients" in one.needs for one in exchanges)
+        islands.bind(engine.reducer.formation.facts, state, early=early)
         engine.reducer.after_failure = islands.save_if_lost
         gauges = engine.reducer.group.gauges
         gauges.update(islands.metrics())
@@ -143,19 +141,10 @@ class _State:
         with torch.no_grad():
             for name, tensor in state["tensors"].items():
                 here[name].copy_(tensor)
-        if any(one.how is not None and one.how.apart for one in reducer.formation.declaration.every_exchange()):
-            self._take_anchor(state["engine"]["parameters"], here)
         for optimizer, found in zip(self._optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(found)
         engine = state["engine"]
         reducer.load_state_dict({**engine, "step": max(step, engine["step"])})
-
-    def _take_anchor(self, kept: Mapping[str, Mapping[str, torch.Tensor]], here: Mapping[str, torch.Tensor]) -> None:
-        """Begin at the anchor: what its donor has learned since is for that one to contribute."""
-        for name, values in kept.items():
-            for key, value in values.items():
-                if key.rpartition(".")[2] == "anchor":
-                    here[name].detach().copy_(value)
 
 
 def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

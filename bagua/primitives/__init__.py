@@ -14,9 +14,6 @@ from bagua.primitives.hierarchical import has_two_levels as has_two_levels
 from bagua.primitives.hierarchical import hierarchical_sum, on_leaders
 from bagua.primitives.hierarchical import through_leaders as through_leaders
 from bagua.primitives.memory import MatrixBlock, ReducerMemory, State
-from bagua.primitives.memory import summing_dtype as summing_dtype
-from bagua.primitives.merging import radial_directional_mean as radial_directional_mean
-from bagua.primitives.merging import weighted_mean as weighted_mean
 from bagua.primitives.power_sgd import PowerSGDReducer
 from bagua.primitives.power_sgd import orthonormal as orthonormal
 from bagua.primitives.random_k import RandomKReducer

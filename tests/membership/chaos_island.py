@@ -1,7 +1,4 @@
-"""An island for `bagua chaos`: trains without end, and prints what all islands share after each outer step.
-
-With ``--quorum`` each trains at its own pace, so steps of the same number have no common digest.
-"""
+"""An island for `bagua chaos`: trains without end, and prints what all islands share after each outer step."""
 
 from __future__ import annotations
 
@@ -20,16 +17,12 @@ def main() -> None:
     parser.add_argument("--sync-every", type=int, default=4)
     parser.add_argument("--pause", type=float, default=0.01, help="seconds of sleep in each step")
     parser.add_argument("--width", type=int, default=64, help="of the layer, whose weights are 8 times as many")
-    parser.add_argument("--quorum", type=int, default=None, help="differences that make a merge; default: all")
-    parser.add_argument("--overlap", type=int, default=0, help="steps that a merge may take, with --quorum")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     model = torch.nn.Linear(arguments.width, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with bagua.join_islands(size=arguments.size, minimum=1, timeout=120.0) as islands:
-        algorithm = bagua.algorithms.Algorithm.init(
-            "diloco", sync_every=arguments.sync_every, quorum=arguments.quorum, overlap=arguments.overlap
-        )
+        algorithm = bagua.algorithms.Algorithm.init("diloco", sync_every=arguments.sync_every)
         model = model.with_bagua(optimizer, algorithm, between=islands)
         data = torch.randn(4, arguments.width, generator=torch.Generator().manual_seed(islands.seat))
         data /= arguments.width**0.5  # Training converges at any width.
@@ -41,8 +34,7 @@ def main() -> None:
             if step % arguments.sync_every == 0:
                 alive, in_epoch, contributed = map(len, islands.members())
                 digest = hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdigest()[:16]
-                common = f"{digest=} " if arguments.quorum is None else ""
-                print(f"{step=} {common}{alive=} {in_epoch=} {contributed=}", flush=True)
+                print(f"{step=} {digest=} {alive=} {in_epoch=} {contributed=}", flush=True)
             time.sleep(arguments.pause)
 
 

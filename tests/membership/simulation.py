@@ -3,10 +3,6 @@
 The steps of members are those of ``bagua.membership.epochs``; what is simulated is who makes the next step, and who
 dies, stops, wakes, is taken for dead while it is well, or comes. An actor is an island: each rank of it exchanges with
 its counterparts, in any order, and what the island holds all of them hold.
-
-With a quorum, each member learns at its own pace, and an exchange merges the differences that are ready when its
-members look around: at least so many, and others in a later one. The first rank of an island exchanges for all of its
-ranks, and tells them how that has ended.
 """
 
 from __future__ import annotations
@@ -22,22 +18,16 @@ UP, STOPPED, DEAD, OUT, DONE = "up", "stopped", "dead", "out", "done"
 COMING, SENT, HAS_RESULT, FAILED = range(4)
 
 
-#: The epoch whose members made a result; with a quorum also whose differences, as (seat, number of the difference).
-Made = tuple[int, tuple[tuple[int, int], ...]]
-
-
 class Actor(NamedTuple):
     """One island. ``standing`` is None while it has no state; ``at`` is then the epoch that it waits in."""
 
     how: str
     standing: Standing | None
     at: int  # number of the epoch whose cell it has read last
-    lineage: tuple[Made, ...] = ()  # how each applied exchange was made
-    made: Made = (0, ())  # the same of the result that it holds
+    lineage: tuple[int, ...] = ()  # the epoch whose members made each applied exchange
+    made: int = 0  # the same of the result that it holds
     failed_in: int = 0  # of a newcomer: epoch in which it reported that it got no state
     ranks: tuple[int, ...] = ()  # how far each rank is in the attempt that is under way, or was the last one
-    learned: int = 0  # differences that it has made, one after the other
-    ready: int = 0  # number of the one that is not merged yet; 0 if there is none
     has: int = -1  # of a newcomer: number of the exchange whose state it has received
 
 
@@ -51,8 +41,6 @@ class World(NamedTuple):
     held: frozenset[tuple[int, int, int]]  # (epoch, seat, exchange): it holds the result
     calls: frozenset[tuple[int, int]]  # (epoch, exchange): the barrier has told that somebody waits
     silent: frozenset[tuple[int, int]]  # (epoch, exchange): the barrier has told that nobody does
-    said: frozenset[tuple[int, int, int, int]] = frozenset()  # (epoch, exchange, seat, what is ready there), in a look
-    chosen: frozenset[tuple[int, int]] = frozenset()  # (epoch, exchange): all have seen that the quorum is there
 
 
 class Rules(NamedTuple):
@@ -66,8 +54,6 @@ class Rules(NamedTuple):
     ranks: int = 1
     together: bool = True
     minimum: int | None = 1
-    quorum: int = 0  # 0: all take part in each exchange
-    forget_when: str = "applied"  # the result is applied; "held" and "passed", the own barrier, are wrong
     #: Newcomers can receive the state before they come in, and again if others went on.
     early: bool = True
     stale: bool = False  # found wrong: who has the state of an earlier exchange comes in, too
@@ -103,9 +89,6 @@ def moves(world: World, rules: Rules) -> Iterator[Move]:
             lesser = world._replace(faults=world.faults - 1)
             yield f"kill {seat}", _with(lesser, seat, actor._replace(how=DEAD))
             yield f"stop {seat}", _with(lesser, seat, actor._replace(how=STOPPED))
-        if rules.quorum and actor.standing is not None and not actor.ready and actor.learned < rules.exchanges:
-            number = actor.learned + 1
-            yield f"learn {seat}", _with(world, seat, actor._replace(learned=number, ready=number))
         if actor.standing is None:
             yield from _as_newcomer(world, seat, actor, rules)
         elif actor.standing.report is None:
@@ -178,8 +161,7 @@ def _taking_part(world: World, seat: int, actor: Actor, standing: Standing, rule
             entered = standing.enter()
             ranks = (SENT, *[COMING] * (rules.ranks - 1))
             sent = world.sent | {(number, seat, entered.entered, 0)}
-            after = _with(world, seat, actor._replace(standing=entered, ranks=ranks))._replace(sent=sent)
-            yield f"enter {seat}", _says(after, seat, number, entered.entered)
+            yield f"enter {seat}", _with(world, seat, actor._replace(standing=entered, ranks=ranks))._replace(sent=sent)
     elif all((number, other, standing.held) in world.held for other in epoch.members):
         yield from _pass_barrier(world, seat, actor, number, standing.held)
     broken = _with(world, seat, actor._replace(standing=standing.stop()))
@@ -189,30 +171,15 @@ def _taking_part(world: World, seat: int, actor: Actor, standing: Standing, rule
         yield f"cut {seat}", broken._replace(faults=world.faults - 1)
 
 
-def _says(world: World, seat: int, number: int, exchange: int) -> World:
-    """The member says what is ready, in the place of what it said in the look before."""
-    others = {one for one in world.said if one[:3] != (number, exchange, seat)}
-    return world._replace(said=frozenset(others | {(number, exchange, seat, world.actors[seat].ready)}))
-
-
-def _made(world: World, number: int, exchange: int) -> Made:
-    differences = sorted(one[2:] for one in world.said if one[:2] == (number, exchange) and one[3])
-    return number, tuple(differences)
-
-
 def _in_attempt(world: World, seat: int, actor: Actor, standing: Standing, rules: Rules) -> Iterator[Move]:
     """Each rank exchanges with its counterparts."""
     number, exchange, members = standing.epoch.number, standing.entered, standing.epoch.members
     for rank, how in enumerate(actor.ranks):
-        if rules.quorum and rank:
-            if how == COMING and actor.ranks[0] in (HAS_RESULT, FAILED):
-                yield f"hear {seat}.{rank}", _with(world, seat, _moved(actor, rank, actor.ranks[0]))
-            continue
         if how == COMING:
             sent = world.sent | {(number, seat, exchange, rank)}
             yield f"send {seat}.{rank}", _with(world, seat, _moved(actor, rank, SENT))._replace(sent=sent)
         if how == SENT and all((number, other, exchange, rank) in world.sent for other in members):
-            yield from _reduce(world, seat, rank, (number, exchange), min(rules.quorum, len(members)))
+            yield f"reduce {seat}.{rank}", _with(world, seat, _moved(actor, rank, HAS_RESULT))
         if how in (COMING, SENT):
             broken = _with(world, seat, _moved(actor, rank, FAILED))
             if any(_refuses(world.actors[other], number, rank) for other in members if other != seat):
@@ -221,24 +188,11 @@ def _in_attempt(world: World, seat: int, actor: Actor, standing: Standing, rules
                 yield f"cut {seat}.{rank}", broken._replace(faults=world.faults - 1)
 
 
-def _reduce(world: World, seat: int, rank: int, place: tuple[int, int], quorum: int) -> Iterator[Move]:
-    """Have the result; with a quorum only if enough is ready, or look around once more."""
-    actor = world.actors[seat]
-    if len(_made(world, *place)[1]) >= quorum:
-        after = _with(world, seat, _moved(actor, rank, HAS_RESULT))
-        yield f"reduce {seat}.{rank}", after._replace(chosen=world.chosen | {place}) if quorum else after
-    if quorum and place not in world.chosen and (*place, seat, actor.ready) not in world.said:
-        yield f"look {seat}", _says(world, seat, *place)
-
-
 def _after_attempt(world: World, seat: int, actor: Actor, standing: Standing, rules: Rules) -> Iterator[Move]:
     """The ranks of the island have told each other how they fared."""
     number, exchange = standing.epoch.number, standing.entered
     if all(how == HAS_RESULT for how in (actor.ranks if rules.together else actor.ranks[:1])):
-        made = _made(world, number, exchange) if rules.quorum else (number, ())
-        after = actor._replace(standing=standing.hold(), made=made)
-        if rules.forget_when == "held":
-            after = _forgot(after)
+        after = actor._replace(standing=standing.hold(), made=number)
         if not rules.barrier:
             after = _applied(after)
         held = world.held | {(number, seat, exchange)}
@@ -270,12 +224,7 @@ def _pass_barrier(world: World, seat: int, actor: Actor, number: int, exchange: 
 
 def _applied(actor: Actor) -> Actor:
     _check_ranks(actor)
-    return _forgot(actor._replace(standing=actor.standing.apply(), lineage=(*actor.lineage, actor.made)))
-
-
-def _forgot(actor: Actor) -> Actor:
-    """Its difference is on its way no more, if it is part of the result that it holds."""
-    return actor._replace(ready=0) if (actor.standing.seat, actor.ready) in actor.made[1] else actor
+    return actor._replace(standing=actor.standing.apply(), lineage=(*actor.lineage, actor.made))
 
 
 def _check_ranks(actor: Actor) -> None:
@@ -352,34 +301,19 @@ def _follow(world: World, seat: int, actor: Actor, standing: Standing, cell: Epo
     after = actor._replace(standing=standing.follow(cell), at=cell.number, lineage=actor.lineage + missed)
     if missed:
         _check_ranks(actor)
-        after = after if rules.forget_when == "passed" else _forgot(after)
     return f"follow {seat}", _with(world, seat, after)
 
 
 def check(world: World) -> None:
     """No two processes differ in what made any exchange, those included that were killed, stopped or left out."""
-    found: dict[int, tuple[int, Made]] = {}
+    found: dict[int, tuple[int, int]] = {}
     for seat, actor in enumerate(world.actors):
         if actor.standing is not None and len(actor.lineage) != actor.standing.applied:
             raise ViolationError(f"seat {seat} has a state of {len(actor.lineage)} exchanges: {actor.standing}")
         for exchange, made in enumerate(actor.lineage, start=1):
             other, elsewhere = found.setdefault(exchange, (seat, made))
             if elsewhere != made:
-                raise ViolationError(
-                    f"exchange {exchange}: seat {seat} has epoch {made[0]}'s, seat {other} {elsewhere[0]}'s: "
-                    f"{made[1]} and {elsewhere[1]}"
-                )
-        if actor.standing is not None:
-            _check_counted_once(seat, actor)
-
-
-def _check_counted_once(seat: int, actor: Actor) -> None:
-    """What a member has learned is part of one merge, or waits for it: neither lost nor counted twice."""
-    merged = [number for _, differences in actor.lineage for owner, number in differences if owner == seat]
-    held = actor.made[1] if actor.standing.held > actor.standing.applied else ()
-    waiting = {actor.ready, *(number for owner, number in held if owner == seat)} - {0}
-    if len({*merged, *waiting}) != len(merged) + len(waiting) or len({*merged, *waiting}) != actor.learned:
-        raise ViolationError(f"seat {seat} has made {actor.learned} differences: merged {merged}, waiting {waiting}")
+                raise ViolationError(f"exchange {exchange}: seat {seat} has epoch {made}'s, seat {other} {elsewhere}'s")
 
 
 def explore(rules: Rules, most: int = 10_000_000) -> int:
@@ -433,7 +367,7 @@ def _as_dead(actor: Actor) -> Actor:
     if standing is not None:
         applied = standing.applied
         standing = standing._replace(entered=applied, held=applied)
-    return actor._replace(standing=standing, ranks=(), made=(0, ()), has=-1)
+    return actor._replace(standing=standing, ranks=(), made=0, has=-1)
 
 
 def _check_goes_on(world: World, found: list[Move], rules: Rules) -> None:

@@ -11,13 +11,12 @@ import torch
 import bagua.torch_api as bagua
 from bagua.algorithms import Algorithm
 from bagua.comm import open_store, serve_store_at
-from bagua.errors import CollectiveMismatchError, ConfigurationError, PeerLostError, StoreLostError
+from bagua.errors import CollectiveMismatchError, ConfigurationError, StoreLostError
 from bagua.membership.checkpoint import write_state
 from bagua.parallel import with_bagua
 from bagua.testing import ThreadRanks
 from bagua.testing.ranks import RankDiedError
-from tests.membership import test_elastic, test_islands_of_ranks, test_quorum_of_ranks, test_quorum_training
-from tests.membership.test_quorum_training import until
+from tests.membership import test_elastic, test_islands_of_ranks
 from tests.membership.training import (
     PERIOD,
     RATE,
@@ -29,6 +28,7 @@ from tests.membership.training import (
     new_store,
     run,
     train,
+    until,
     vanish,
     wrapped,
 )
@@ -150,33 +150,6 @@ def test_with_gradients_in_each_step_the_weights_of_the_last_one_are_saved(tmp_p
     assert torch.equal(remembered[0]["momentum_buffer"], saved["optimizers"][0]["state"][0]["momentum_buffer"])
 
 
-def test_a_member_that_merges_by_a_quorum_saves_the_anchor(tmp_path):
-    loss, file = Loss(), tmp_path / "{seat}.pt"
-
-    def island():
-        with joined(loss.store, 2, checkpoint=file) as islands:
-            model = test_quorum_training.wrapped(islands, test_quorum_training.diloco(grace=0.0))
-            step = 0
-            while True:
-                step += 1
-                loss.before(islands, step)
-                test_quorum_training.local_step(model, *model.bagua_optimizers, islands.seat)
-
-    def beginning():
-        with joined(new_store(), 1, resume=tmp_path / "0.pt") as islands:
-            model = test_quorum_training.wrapped(islands, test_quorum_training.diloco(grace=0.0))
-            return test_quorum_training.weights_of(model), test_quorum_training.finished(islands, model)
-
-    (error,) = survivors(run(2, island))
-    assert isinstance(error, StoreLostError)
-    ((begun, _),) = run(1, beginning)
-    kept = torch.load(tmp_path / "0.pt")["state"]["state"]["engine"]["parameters"]
-    anchors = [value for state in kept.values() for key, value in state.items() if key.endswith("anchor")]
-    assert len(anchors) == len(begun)
-    for anchor in anchors:
-        assert any(torch.equal(anchor, weights) for weights in begun)
-
-
 def test_ranks_of_an_island_save_files_of_their_own(tmp_path):
     loss, file = Loss(4), tmp_path / "{seat}-{rank}.pt"
 
@@ -200,44 +173,6 @@ def test_ranks_of_an_island_save_files_of_their_own(tmp_path):
         assert torch.equal(begun, weights)
         assert sorted(rows) == [3 * PERIOD, 4 * PERIOD]
     assert torch.equal(first[1][4 * PERIOD][0], second[1][4 * PERIOD][0])
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_ranks_that_merge_by_a_quorum_save_files_whichever_learns_of_it_first(tmp_path, first):
-    loss, file = Loss(4), tmp_path / "{seat}-{rank}.pt"
-
-    def island(_):
-        with test_islands_of_ranks.together(loss.store, 2, checkpoint=file) as islands:
-            model = test_islands_of_ranks.wrapped(islands, test_quorum_training.diloco(sync_every=1000))
-            for step in range(1, 1000):
-                loss.before(islands, step)
-                if step > PERIOD and islands.place[0] == first:
-                    until(lambda: islands.merges._error)
-                test_quorum_of_ranks.step_of(islands, model)
-
-    ends = [end for ends in test_islands_of_ranks.run_islands(2, island) for end in survivors(ends)]
-    assert [type(end) for end in ends] == [StoreLostError] * 2, ends
-    one, other = (torch.load(tmp_path / f"0-{rank}.pt")["state"]["state"] for rank in range(2))
-    assert torch.equal(one["tensors"]["weight"], other["tensors"]["weight"])
-
-
-def test_a_rank_whose_training_ends_because_that_of_another_does_saves_its_file(tmp_path):
-    loss, file = Loss(4), tmp_path / "{seat}-{rank}.pt"
-
-    def island(_):
-        with test_islands_of_ranks.together(loss.store, 2, checkpoint=file) as islands:
-            model = test_islands_of_ranks.wrapped(islands, test_quorum_training.diloco(sync_every=1000))
-            for _ in range(PERIOD):
-                test_quorum_of_ranks.step_of(islands, model)
-            loss.before(islands, PERIOD + 1)
-            error = PeerLostError("rank 1 gave its training up", peers=[1])
-            islands.save_if_lost(error)
-            return error.advice
-
-    advice = [end for ends in test_islands_of_ranks.run_islands(2, island) for end in survivors(ends)]
-    for rank, told in enumerate(advice):
-        assert f"0-{rank}.pt" in told
-        assert torch.load(tmp_path / f"0-{rank}.pt")["state"]["state"]["engine"]["step"] == PERIOD
 
 
 def test_a_state_that_cannot_be_saved_does_not_hide_why_training_ended(tmp_path):
@@ -379,36 +314,14 @@ def test_a_new_run_draws_what_members_of_the_old_one_had_drawn(tmp_path, count):
     assert sorted(number for ends in (before, after) for trained in ends for number in trained) == list(range(48))
 
 
-def _with_other_options(file):
-    with joined(new_store(), 1) as islands:
-        quorum(islands, sync_every=2)
-        write_state(file, islands._facts, islands._counterparts.state())
-
-
-def _without_a_quorum(file):
-    with joined(new_store(), 1) as islands:
-        wrapped(islands, "diloco")
-        write_state(file, islands._facts, islands._counterparts.state())
-
-
-def quorum(islands, sync_every):
-    return wrapped(islands, Algorithm.init("diloco", sync_every=sync_every, quorum=1))
-
-
-@pytest.mark.parametrize("make", [_with_other_options, _without_a_quorum])
-def test_a_quorum_begins_from_what_the_same_algorithm_has_saved(tmp_path, make):
-    """Results that were on their way belong to its fragments."""
+def test_the_options_of_the_algorithm_may_be_others(tmp_path):
     file = tmp_path / "state.pt"
-    make(file)
-    with joined(new_store(), 1, resume=file) as islands, pytest.raises(ConfigurationError, match="another model or tr"):
-        quorum(islands, sync_every=4)
-
-
-def test_a_file_of_a_quorum_is_for_a_quorum(tmp_path):
-    file = tmp_path / "state.pt"
-    _with_other_options(file)
-    with joined(new_store(), 1, resume=file) as islands, pytest.raises(ConfigurationError, match="quorum=1"):
-        wrapped(islands, "diloco")
+    with joined(new_store(), 1) as islands:
+        model = wrapped(islands, "diloco")
+        write_state(file, islands._facts, islands._counterparts.state())
+    with joined(new_store(), 1, resume=file) as islands:
+        begun = wrapped(islands, Algorithm.init("diloco", sync_every=9, outer_lr=0.1))
+    assert torch.equal(begun.weight, model.weight)
 
 
 def test_a_state_that_could_not_be_read_again_is_not_written(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -41,6 +40,7 @@ from tests.membership.training import (
     run_islands,
     together,
     train,
+    until,
     vanish,
     wrapped,
 )
@@ -170,7 +170,7 @@ def test_a_newcomer_starts_from_the_state_of_the_others_and_contributes(algorith
                 if step == PERIOD + 1:
                     seen.set()
                     assert came.wait(60)
-                    _until(lambda: islands.rest() or 2 in islands.members().in_epoch)
+                    until(lambda: islands.rest() or 2 in islands.members().in_epoch)
                     assert inside.wait(60)
 
             rows = train(islands, model, 5 * PERIOD, let_in if number < 2 else lambda step: None)
@@ -193,13 +193,6 @@ def _numbered(count, job, store):
         return job(store, number)
 
     return run(count, numbered)
-
-
-def _until(true):
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def test_an_island_that_was_stopped_is_told_that_the_others_went_on():
@@ -240,7 +233,7 @@ def test_who_leaves_in_the_middle_of_an_exchange_learns_it_at_once():
             assert inside.wait(60)
 
             def leave():
-                _until(lambda: islands._counterparts.busy)
+                until(lambda: islands._counterparts.busy)
                 islands.leave()
                 left.set()
 
@@ -264,7 +257,7 @@ def test_signs_of_life_go_on_after_an_error():
 
             presence.roster.look = fail_once
             beat = presence._record.beat
-            _until(lambda: presence._record.beat > beat + 3)
+            until(lambda: presence._record.beat > beat + 3)
 
     assert run(1, island, new_store()) == [None]
 
@@ -419,7 +412,7 @@ def test_without_the_store_islands_train_on():
                     store.on.clear()
 
             rows = train(islands, model, 4 * PERIOD, lose_store)
-            _until(lambda: "nobody is there" in islands.why())
+            until(lambda: "nobody is there" in islands.why())
             return rows
 
     assert check_rows("diloco", 0, run(2, island)) == [(0, 1)] * 4
@@ -492,19 +485,6 @@ def test_who_can_give_no_signs_of_life_has_left():
             pass
         with joined(store, 1) as other:
             return other._presence.roster.left()
-
-    assert run(1, island, new_store()) == [{0}]
-
-
-def test_who_can_make_no_merges_has_left():
-    """It would give signs of life, and others would wait for its differences for good."""
-
-    def island(store):
-        with joined(store, 1) as islands:
-            with no_thread("bagua-merges"):
-                wrapped(islands, Algorithm.init("diloco", sync_every=2, quorum=1))
-            with joined(store, 1) as other:
-                return other._presence.roster.left()
 
     assert run(1, island, new_store()) == [{0}]
 

@@ -46,32 +46,6 @@ def test_an_island_that_holds_what_its_first_rank_holds_is_found_wrong():
         explore(Rules(2, 1, 1, ranks=2, together=False))
 
 
-#: members, exchanges, faults, processes that come later; and the quorum.
-OF_QUORUMS = [((2, 2, 1, 0), 1), ((2, 1, 1, 1), 1)]
-THOROUGH_OF_QUORUMS = [((2, 1, 2, 0), 2), ((3, 1, 1, 0), 1), ((3, 1, 1, 0), 2), ((2, 2, 2, 0), 1), ((2, 2, 1, 1), 2)]
-
-
-@pytest.mark.parametrize(
-    ("size", "quorum"), OF_QUORUMS + (THOROUGH_OF_QUORUMS if len(SIZES) > len(QUICK) else []), ids=str
-)
-def test_no_order_of_events_loses_a_difference_or_counts_it_twice(size, quorum):
-    assert explore(Rules(*size, quorum=quorum, early=False)) > 500
-
-
-def test_no_order_of_events_lets_the_ranks_of_an_island_differ_with_a_quorum():
-    assert explore(Rules(2, 1, 1, ranks=2, quorum=1, early=False)) > 500
-    with pytest.raises(ViolationError, match="takes in a result that some of its ranks do not have"):
-        explore(Rules(2, 1, 1, ranks=2, quorum=1, early=False, together=False))
-
-
-@pytest.mark.parametrize(
-    ("forget_when", "what"), [("held", r"merged \[\], waiting set\(\); "), ("passed", r"merged \[1\], waiting \{1\}; ")]
-)
-def test_differences_that_are_forgotten_too_early_or_too_late_are_found(forget_when, what):
-    with pytest.raises(ViolationError, match=what):
-        explore(Rules(2, 2, 1, quorum=1, forget_when=forget_when, early=False))
-
-
 def test_a_newcomer_that_comes_in_with_an_older_state_is_found_wrong():
     with pytest.raises(ViolationError, match="seat 1 has a state of 0 exchanges"):
         explore(Rules(1, 2, 0, 1, stale=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -157,6 +158,14 @@ def vanish(islands: Islands) -> None:
     """End this thread as ``kill -9`` ends a process: no goodbye, no sign of life."""
     fall_silent(islands)
     raise RankKilled
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for what another thread does; it fails after a minute."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 def run(count: int, job: Callable[..., Any], *arguments: Any, deadline_s: float = 60.0) -> list[Any]:

@@ -72,15 +72,12 @@ class How(ABC):
             exchanges go on in the background, results are taken in when they are there, and the bound form of the
             algorithm has a ``Plane``.
         chunked: buckets are padded so that they split evenly over the ranks.
-        apart: results come when they come, over connections that nothing else uses: only folds wait for them. Until a
-            flight is folded, the weights have what it sent, so checkpoints leave it out.
         side_by_side: flights of several buckets may run at a time, each on a group of its own: each needs only its
             bucket, its memory, and the group that ``run`` is given.
     """
 
     lockstep: ClassVar[bool] = True
     chunked: ClassVar[bool] = False
-    apart: ClassVar[bool] = False
     side_by_side: ClassVar[bool] = False
 
     @property
@@ -125,14 +122,6 @@ class How(ABC):
 
         Raises:
             ConfigurationError: it cannot.
-        """
-        return
-
-    def check_loads(self) -> None:
-        """Weights are replaced from outside, between two steps. Not collective.
-
-        Raises:
-            ConfigurationError: others count on what was there before, and cannot be asked.
         """
         return
 

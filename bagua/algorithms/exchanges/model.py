@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ class Model:
         parameters: trainable parameters, by name.
         optimizers: optimizers of the model.
         buffers: returns the floating-point buffers as they are now, by name.
-        embeddings: names of the parameters that are tables of embeddings.
     """
 
     def __init__(
@@ -23,9 +22,7 @@ class Model:
         parameters: Mapping[str, torch.nn.Parameter],
         optimizers: Sequence[torch.optim.Optimizer] = (),
         buffers: Callable[[], Mapping[str, torch.Tensor]] = dict,
-        embeddings: Collection[str] = (),
     ) -> None:
-        self.embeddings = frozenset(embeddings)
         self.buffers = buffers
         self.parameters = dict(parameters)
         self.optimizers = list(optimizers)

@@ -17,7 +17,6 @@ from bagua.algorithms.exchanges.flight import Flight
 from bagua.algorithms.exchanges.parts import Parts
 from bagua.algorithms.exchanges.values import WHOLE, Sum
 from bagua.algorithms.gradients.gradient_allreduce import GradientAllReduceAlgorithm
-from bagua.algorithms.local.decoupled import ByQuorum, decoupled, ending
 from bagua.checks import check_flags, check_kind
 from bagua.comm import Communicator, ProcessGroup
 from bagua.errors import CollectiveMismatchError, ConfigurationError
@@ -174,17 +173,11 @@ class OverIslands(WithInner):
         check_kind(Algorithm, "an Algorithm", inner=self.inner)
         check_flags(elastic=self.elastic, sharded=self.sharded)
         for one in self.inner.every_exchange():
-            if isinstance(one.how, ByQuorum):
-                _check_quorum(one.how, self.islands, sharded=self.sharded)
-            else:
-                _check(one, elastic=self.elastic)
+            _check(one, elastic=self.elastic)
 
     def exchanges(self, phase: Hashable = 0) -> tuple[Exchange, ...]:
         """Those of the inner algorithm, over the islands; inside an island of several ranks, gradients in each step."""
         inside = [one.labelled("inside the island") for one in GradientAllReduceAlgorithm().exchanges()]
-        if self._by_quorum:
-            (outer,) = self.inner.exchanges(phase)
-            return (*(inside if self.islands.ranks else ()), *decoupled(outer, self.islands))
         found = [one if one.how is None else self._between(one, one.how) for one in self.inner.exchanges(phase)]
         if self.sharded or not self.islands.ranks or any("gradients" in one.needs for one in found):
             inside = []
@@ -192,19 +185,12 @@ class OverIslands(WithInner):
         return (*inside, *found, let_in.labelled("newcomers"))
 
     def closing(self) -> tuple[Exchange, ...]:
-        """With a quorum, what members have yet to merge; else the means over all ranks of all members."""
-        if self._by_quorum:
-            (outer,) = self.inner.exchanges()
-            return ending(outer, self.islands)
+        """The means over all ranks of all members."""
         return tuple(
             dataclasses.replace(one, how=BetweenIslands(one.how, self.islands, True, f"the mean of all {one.label}"))
             for one in self.inner.closing()
             if isinstance(one.how, Sum)
         )
-
-    @property
-    def _by_quorum(self) -> bool:
-        return any(isinstance(one.how, ByQuorum) for one in self.inner.every_exchange())
 
     def _between(self, exchange: Exchange, how: How) -> Exchange:
         assert isinstance(how, Sum)
@@ -231,20 +217,6 @@ def _check(exchange: Exchange, *, elastic: bool) -> None:
         raise _refused("gradients would be exchanged in each step", exchange, advice)
     if exchange.lag:
         raise _refused("newcomers come in when nothing is on its way", exchange, "Use overlap=0.")
-
-
-def _check_quorum(how: ByQuorum, islands: Islands, *, sharded: bool) -> None:
-    if sharded:
-        problem = "the first rank of an island merges for all by a quorum, and has but one shard"
-        raise _refused(problem, how, "Use quorum=None.")
-    if how.quorum > islands.size:
-        raise ConfigurationError(
-            "a quorum of more islands than begin together",
-            argument="quorum",
-            expected=f"at most size, which is {islands.size}",
-            seen=how.quorum,
-            advice="Pass size= to join_islands, or a smaller quorum.",
-        )
 
 
 def _require_same(purpose: str, communicator: Communicator) -> None:

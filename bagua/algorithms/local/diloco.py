@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 
@@ -13,7 +13,6 @@ from bagua.algorithms.exchanges.fields import Every
 from bagua.algorithms.exchanges.outer import EagerStep, Outer, OuterStep
 from bagua.algorithms.exchanges.parts import Parts
 from bagua.algorithms.exchanges.values import Add, Blend, Difference, Replace
-from bagua.algorithms.local.decoupled import ByQuorum, Merging, Weighting
 from bagua.algorithms.local.local_updates import LocalUpdates
 from bagua.checks import check_choice, check_flags, check_kind, check_numbers, check_whole
 from bagua.compression import Codec, as_codec
@@ -23,14 +22,6 @@ from bagua.primitives import ErrorFeedback, ScatterGatherReducer, SumReducer
 FragmentOrder = Literal["strided", "bytes"]
 Landing = Literal["blend", "add"]
 _NAMES = ("nesterov", "sgd")
-#: What cannot be had with a quorum: what all members would have to do in one step.
-_WITH_QUORUM: dict[str, Any] = {
-    "eager": False,
-    "start_after": 0,
-    "average_buffers": False,
-    "inner": None,
-}
-_WITHOUT_QUORUM: dict[str, Any] = {"grace": "auto", "weight": "tokens", "merge": "rda", "embeddings": None}
 #: What a codec must keep at least of the square of any block, where nothing feeds back what it loses.
 _LEAST_CONTRACTION = 0.05
 #: Rate and momentum of the outer optimizer, by the least ``sync_every`` that they suit; see ``defaults_for``.
@@ -72,8 +63,7 @@ class DiLoCoAlgorithm(LocalUpdates):
         outer_lr: its learning rate, above 0; None for 1.0, below 32 steps and from 500 steps on for 0.7.
         outer_momentum: its momentum, from 0 and less than 1; None for 0.6, from 500 steps on for 0.9.
         fragments: parts of the model that are exchanged one after the other.
-        fragment_order: ``strided``: layers are dealt out; ``bytes``: parts of equal size. None: ``strided``, and
-            ``bytes`` with a quorum.
+        fragment_order: ``strided``: layers are dealt out; ``bytes``: parts of equal size.
         overlap: steps from the start of an exchange to its end; less than ``sync_every``.
         blend: the share of what a rank has learned meanwhile that it keeps, from 0 to 1.
         mix: ``blend``, or ``add``: what was learned meanwhile is added to the anchor, so that nothing of it is lost.
@@ -82,18 +72,9 @@ class DiLoCoAlgorithm(LocalUpdates):
             ``bagua_finish()``.
         codec: codec that differences are sent in, as ``Float16()``, or its name, as ``"int4"``; None for all bits.
         error_feedback: True adds what the codec loses to the next difference; a number adds that part of it, as 0.9.
-            With a quorum the owner of a part adds what was lost of the merged difference to the next one.
         anchor_dtype: ``float32``, or ``weights`` for the dtype of the weights: half the memory where that is bfloat16.
         anchor_device: ``cpu`` for an anchor, and an outer optimizer, in the memory of the host; None for where the
             weights are.
-        quorum: between islands, each trains at its own pace: the difference of a part is merged when so many are there,
-            and who comes later is part of its next merge; see ``ByQuorum``. None: all wait for all.
-        grace: with a quorum, seconds to wait for more; ``auto`` for the time that ``overlap`` hides anyway.
-        weight: with a quorum, ``tokens``: by the tokens since the last merge, times those of each step, as
-            ``Islands.count_tokens`` was told; or ``equal``.
-        merge: with a quorum, ``rda``, the radial-directional mean of each tensor, and the mean of embeddings; or
-            ``mean``.
-        embeddings: with ``rda``, pattern of the names of more tensors whose mean is taken, as those of an output layer.
         start_after: so many steps at the beginning exchange gradients instead.
         average_buffers: take the mean of floating-point buffers, too, after each ``sync_every``-th step.
         hierarchical: sum inside each host first, with all bits.
@@ -117,7 +98,7 @@ class DiLoCoAlgorithm(LocalUpdates):
     outer_lr: float | None = None
     outer_momentum: float | None = None
     fragments: int = 1
-    fragment_order: FragmentOrder | None = None
+    fragment_order: FragmentOrder = "strided"
     overlap: int = 0
     blend: float = 0.0
     mix: Landing = "blend"
@@ -126,11 +107,6 @@ class DiLoCoAlgorithm(LocalUpdates):
     error_feedback: bool | float = False
     anchor_dtype: Literal["float32", "weights"] = "float32"
     anchor_device: Literal["cpu"] | None = None
-    quorum: int | None = None
-    grace: float | Literal["auto"] = "auto"
-    weight: Weighting = "tokens"
-    merge: Merging = "rda"
-    embeddings: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.outer, Outer):
@@ -141,7 +117,7 @@ class DiLoCoAlgorithm(LocalUpdates):
             expected = "a number from 0 and less than 1, or None"
             check_numbers(lambda part: 0 <= part < 1, expected, outer_momentum=self.outer_momentum)
         check_whole(1, fragments=self.fragments)
-        check_choice((*get_args(FragmentOrder), None), fragment_order=self.fragment_order)
+        check_choice(get_args(FragmentOrder), fragment_order=self.fragment_order)
         check_whole(0, overlap=self.overlap)
         check_numbers(lambda part: 0 <= part <= 1, "a number from 0 to 1", blend=self.blend)
         check_choice(get_args(Landing), mix=self.mix)
@@ -172,26 +148,14 @@ class DiLoCoAlgorithm(LocalUpdates):
             raise _refused("blend", "0 without overlap, and with mix='add'", self.blend)
         if self.error_feedback and self.codec is None:
             raise _refused("error_feedback", "False without a codec, which loses nothing", self.error_feedback)
-        self._check_quorum()
         if not self.error_feedback:
             _check_keeps_enough(self.codec)
-
-    def _check_quorum(self) -> None:
-        """Refuse what has no meaning with a quorum, or without."""
-        without, reason = _WITHOUT_QUORUM, "without a quorum"
-        if self.quorum is not None:
-            without, reason = _WITH_QUORUM, "with a quorum"
-        for name, default in without.items():
-            if getattr(self, name) != default:
-                raise _refused(name, f"{default!r} {reason}", getattr(self, name))
-        if self.merge == "mean" and self.embeddings is not None:
-            raise _refused("embeddings", "None with merge='mean', which takes the mean of everything", self.embeddings)
 
     @property
     def outer_exchange(self) -> Exchange:
         """Differences, each part by itself, and a step of the anchor."""
         how = self.mean(self._reducer)
-        parts = Parts(self.fragments, self.fragment_order or ("strided" if self.quorum is None else "bytes"))
+        parts = Parts(self.fragments, self.fragment_order)
         scope: Literal["local", "shared"] = "local" if self.eager else "shared"
         what = Difference(scope=scope, dtype=self.anchor_dtype, device=self.anchor_device)
         if self.eager:
@@ -199,17 +163,7 @@ class DiLoCoAlgorithm(LocalUpdates):
             return Exchange(what, Every(self.sync_every), how, step, lag=self.sync_every, parts=parts)
         when = Every(self.sync_every, offset=-self.overlap)
         then = OuterStep(self._optimizer, self._land)
-        return Exchange(what, when, self._by_quorum or how, then, lag=self.overlap, parts=parts)
-
-    @property
-    def _by_quorum(self) -> ByQuorum | None:
-        if self.quorum is None:
-            return None
-        assert self.codec is None or isinstance(self.codec, Codec)
-        feedback = float(self.error_feedback)
-        return ByQuorum(
-            self.quorum, self.grace, self.weight, self.merge, self.embeddings, self.overlap, self.codec, feedback
-        )
+        return Exchange(what, when, how, then, lag=self.overlap, parts=parts)
 
     @property
     def _optimizer(self) -> Outer:

@@ -276,9 +276,7 @@ def checked_model(
         ConfigurationError: the model cannot be trained this way.
     """
     named = dict(zip(registration.names, registration.parameters, strict=True))
-    tables = {id(one.weight) for one in module.modules() if isinstance(one, torch.nn.Embedding | torch.nn.EmbeddingBag)}
-    embeddings = [name for name, parameter in named.items() if id(parameter) in tables]
-    model = Model(named, optimizers, partial(floating_buffers_of, module), embeddings)
+    model = Model(named, optimizers, partial(floating_buffers_of, module))
     declaration.check(model)
     for one in declaration.every_exchange():
         for dtype in {parameter.dtype for parameter in named.values()}:

@@ -17,7 +17,7 @@ from bagua.engine.schedule.gauges import forget_gauges
 from bagua.engine.schedule.shares import SampleShares
 from bagua.engine.schedule.tracks import Clock, Course, Lane, Track, memory_for
 from bagua.engine.state.saving import Remembered, collect, key_of, restore
-from bagua.primitives import ReducerMemory, State
+from bagua.primitives import State
 
 
 def describe(group: ProcessGroup, activity: Callable[[], str] | None) -> None:
@@ -114,11 +114,6 @@ class Courses:
         """What is remembered now, once for each label and bucket."""
         return list(self._places.values())
 
-    @property
-    def apart(self) -> bool:
-        """Whether results come when they come."""
-        return any(course.apart for course in self.courses)
-
     def forget(self) -> None:
         """Buckets are formed anew, and everything begins from its start."""
         self._parts.clear()
@@ -164,12 +159,6 @@ class Courses:
     def _note_fresh(self, track: Track, states: Iterable[State]) -> None:
         self.fresh.update({(track, one.name): list(track.names) for one in states if one.start == "weights"})
 
-    def check_loads(self) -> None:
-        """Refuse weights from outside where that is too late; see ``How.check_loads``."""
-        for course in self.courses:
-            if course.exchange.how is not None:
-                course.exchange.how.check_loads()
-
     def weights_were_replaced(self) -> None:
         """Begin again from the weights: what was remembered of others, and flights from them, say nothing of these."""
         for track in self.places:
@@ -210,13 +199,10 @@ class Courses:
         options: EngineOptions,
         clock: Clock,
     ) -> None:
-        """Have ``exchanges`` made now, from start to fold, in this thread. Collective.
-
-        They remember what is remembered under their label, and nothing else.
-        """
+        """Have ``exchanges`` made now, from start to fold, in this thread. They remember nothing. Collective."""
         for one in exchanges:
             found = self._buckets_of(one, buckets, model, options)
-            made = [Track(one.label, part, bucket, self._memory_of(one, bucket)) for part, bucket in found]
+            made = [Track(one.label, part, bucket, memory_for(bucket)) for part, bucket in found]
             lane = Lane(self._group, {bucket.device: CallerExecutor() for _, bucket in found})
             prepared = None if one.how is None else one.how.prepare(self._group)
             course = Course(one, made, model, (lane,), prepared, self.shares)
@@ -229,24 +215,19 @@ class Courses:
     ) -> Course:
         tracks = [self._track(exchange, part, bucket) for part, bucket in buckets]
         lanes = () if exchange.how is None else lanes
-        if lanes and exchange.how is not None and exchange.how.apart:
-            # The thread that trains waits itself: what it does meanwhile it does between two steps.
-            lanes = (Lane(lanes[0].group, {bucket.device: CallerExecutor() for _, bucket in buckets}),)
         prepared = None if not lanes or exchange.how is None else self._prepare(exchange, exchange.how, lanes[0])
         exchange.then.enter([bucket for _, bucket in buckets], model)
         return Course(exchange, tracks, model, lanes, prepared, self.shares)
 
     def _track(self, exchange: Exchange, part: int, bucket: Bucket) -> Track:
-        track = Track(exchange.label, part, bucket, self._memory_of(exchange, bucket))
-        self._places.setdefault((exchange.label, id(bucket)), track)
+        key = (exchange.label, id(bucket))
+        known = self._places.get(key)
+        track = Track(exchange.label, part, bucket, memory_for(bucket) if known is None else known.memory)
+        self._places.setdefault(key, track)
         new = [one for one in exchange.states() if one.name not in track.memory.declared]
         track.memory.declare(new)
         self._note_fresh(track, new)
         return track
-
-    def _memory_of(self, exchange: Exchange, bucket: Bucket) -> ReducerMemory:
-        known = self._places.get((exchange.label, id(bucket)))
-        return memory_for(bucket) if known is None else known.memory
 
     def prepare(self, exchanges: Sequence[Exchange]) -> None:
         """Have exchanges that share the connections of the model make what they need. Collective."""

@@ -341,9 +341,8 @@ class Scheduler:
             track.flights.clear()
 
     def settle(self) -> list[tuple[Track, Flight]]:
-        """Wait for exchanges under way, but fold nothing; the flights, by track. Those that go apart go on."""
-        together = [course for course in self.courses if not course.apart]
-        flights = [(track, flight) for course in together for track in course.tracks for flight in track.flights]
+        """Wait for exchanges under way, but fold nothing; the flights, by track."""
+        flights = [(track, flight) for track in self.tracks for flight in track.flights]
         for _, flight in flights:
             flight.wait()
             flight.wait = nothing

@@ -125,7 +125,6 @@ class Course:
         together: tracks that are folded together; for buckets by arrival, one list for each bucket.
         due: parts that start in this step.
         at_work: the bucket that is being exchanged, or waited for; None if there is none.
-        apart: see ``How.apart``.
         gathering_scale: factor on gradients, by which they are multiplied when they are gathered; None where the factor
             is on what is made of them.
     """
@@ -166,7 +165,6 @@ class Course:
         self.gathering_scale = None if scales is None else scales.scale(self._contributions)
         self._in_place = in_place and exchange.lag == 0
         self._gathers = in_place and not self._of_arrival
-        self.apart = how is not None and how.apart
         self._gauges = None if lane is None or exchange.how is None else Gauges(exchange, lane.group)
         self._all_drop = (self._ranks > 1 or exchange.alone) and self._is_dropped_by_all()
 
@@ -321,8 +319,8 @@ class Course:
             raise
 
     def _tear(self, flights: Sequence[Flight], error: BaseException) -> None:
-        """What is remembered may be of two moments now. An exchange that waits for others in its fold knows better."""
-        if self.exchange.how is not None and not self.apart:
+        """What is remembered may be of two moments now."""
+        if self.exchange.how is not None:
             for flight in flights:
                 if flight.state:
                     flight.memory.tear(error)

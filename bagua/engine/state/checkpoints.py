@@ -40,10 +40,9 @@ def save(formation: Formation, *, copy: bool = True) -> dict[str, Any]:
 
 def digest(formation: Formation) -> str:
     """See ``EngineAccess.bagua_state_digest``. Nothing is owed to the optimizers. Collective."""
-    executed = formation.execution.courses
     weights = {} if formation.declaration.ranks_differ else formation.model.parameters
-    step = 0 if executed.apart else formation.phases.step  # Ranks have made different numbers of steps.
-    return compare_states(step, weights, executed.places, formation.communicator)
+    places = formation.execution.courses.places
+    return compare_states(formation.phases.step, weights, places, formation.communicator)
 
 
 def check(formation: Formation, state_dict: dict[str, Any]) -> tuple[dict[str, Any], list[list[int]]]:
@@ -79,7 +78,6 @@ def load(formation: Formation, state_dict: dict[str, Any]) -> None:
         formation: formation whose exchanges go on.
         state_dict: as ``save`` returned it.
     """
-    formation.execution.courses.check_loads()
     saved, members = check(formation, state_dict)
     own = _own_part(formation, saved)
     formation.execution.suspend()  # Results of what was there before must not be folded into weights that are loaded.

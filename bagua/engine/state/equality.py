@@ -91,9 +91,9 @@ class EqualityCheck:
         if self._looks:
             self._begins = self._next = step
 
-    def note_load(self, step: int, group: ProcessGroup, registration: Registration, check: Callable[[], None]) -> bool:
-        """Training goes on with ``step``: whether weights were loaded before it, and not put back; see ``settle``."""
-        if not self.loads.settle(step, registration.trained_now, check):
+    def note_load(self, step: int, group: ProcessGroup, registration: Registration) -> bool:
+        """Training goes on with ``step``: whether weights were loaded before it, and not put back."""
+        if not self.loads.settle(step, registration.trained_now):
             return False
         if not self._differ:
             self.loads.tell(group)

@@ -1,1 +1,0 @@
-"""Merges by a quorum: who contributes what, and when it is merged."""
