@@ -89,7 +89,7 @@ LIMITS = {
     "bytegrad": 1.005,
     **dict.fromkeys(("qadam", "one_bit_adam", "one_bit_lamb", "dion", "loco"), 1.02),
     **dict.fromkeys(("power_sgd", "sign_sgd", "top_k", "sparse_loco"), 1.02),
-    **dict.fromkeys(("decentralized", "low_precision_decentralized", "choco"), 1.03),
+    **dict.fromkeys(("decentralized", "low_precision_decentralized"), 1.03),
 }
 LOCAL = ("local_sgd", "slowmo", "diloco")
 #: Of local updates, by the least steps from one exchange to the next.

@@ -40,7 +40,6 @@ from bagua.algorithms.local.local_sgd import LocalSGDAlgorithm, LocalSGDAlgorith
 from bagua.algorithms.local.local_updates import LocalUpdates
 from bagua.algorithms.local.slowmo import SlowMoAlgorithm, SlowMoAlgorithmImpl, SlowStep
 from bagua.algorithms.local.sparse_loco import SparseLoCoAlgorithm, SparseLoCoAlgorithmImpl
-from bagua.algorithms.neighbors.choco import ChocoAlgorithm, ChocoAlgorithmImpl
 from bagua.algorithms.neighbors.decentralized import DecentralizedAlgorithm, DecentralizedAlgorithmImpl
 from bagua.algorithms.neighbors.low_precision_decentralized import (
     LowPrecisionDecentralizedAlgorithm,
@@ -61,8 +60,6 @@ __all__ = [
     "ByHost",
     "ByteGradAlgorithm",
     "ByteGradAlgorithmImpl",
-    "ChocoAlgorithm",
-    "ChocoAlgorithmImpl",
     "DecentralizedAlgorithm",
     "DecentralizedAlgorithmImpl",
     "DiLoCoAlgorithm",
@@ -140,7 +137,6 @@ registry.register("top_k", TopKAlgorithm)
 registry.register("sign_sgd", SignSGDAlgorithm)
 registry.register("decentralized", DecentralizedAlgorithm)
 registry.register("low_precision_decentralized", LowPrecisionDecentralizedAlgorithm)
-registry.register("choco", ChocoAlgorithm)
 registry.register("qadam", QAdamAlgorithm)
 registry.register("one_bit_adam", OneBitAdamAlgorithm)
 registry.register("loco", LoCoAlgorithm)

@@ -59,7 +59,6 @@ class AlgorithmOptions(TypedDict, total=False):
     clip_norm: float | None
     codec: Codec | str | None
     communication_interval: int
-    consensus_step: float
     density_steps: int
     eager: bool
     error_feedback: bool | float

@@ -130,7 +130,7 @@ def _check(algorithm: Algorithm) -> None:
             raise ConfigurationError(
                 "FSDP keeps the gradients of what it shards to itself, so only weights can be exchanged",
                 argument="algorithm",
-                expected="diloco, local_sgd, slowmo or sparse_loco, with start_after=0 and without inner; or choco, or "
+                expected="diloco, local_sgd, slowmo or sparse_loco, with start_after=0 and without inner; or "
                 "low_precision_decentralized",
                 seen=repr(algorithm),
                 advice="For gradients use bagua.integrations.ddp_comm_hooks.register_fsdp_hook.",

@@ -160,18 +160,10 @@ class DifferenceExchange:
 
     Calls share the memory that they work in, so they come one after the other.
 
-    With a ``consensus_step`` weights stay apart from estimates (CHOCO-SGD), which then may follow them from afar, so
-    that the codec may lose most of each difference::
-
-        z_i = y_i - w_i
-        w_i <- w_i + Q(z_i);  v_i <- v_i + sum_j W_ij Q(z_j)
-        x_i = y_i + consensus_step (W_ii w_i + v_i - w_i)
-
     Args:
         mixing: symmetric and doubly stochastic, or weighted by the sizes of hosts; the
             same in every round.
         codec: for the differences.
-        consensus_step: above 0 and at most 1, less for codecs that lose more; None: weights become the estimate.
 
     Example:
         >>> from bagua.comm import solo_group
@@ -185,14 +177,12 @@ class DifferenceExchange:
         >>> tensor
         tensor([1., 1., 1.])
 
-    Papers: Tang et al., Communication compression for decentralized training, 2018 (DCD-PSGD); Koloskova, Stich, Jaggi,
-    Decentralized Stochastic Optimization and Gossip Algorithms with Compressed Communication, 2019 (CHOCO-SGD).
+    Paper: Tang et al., Communication compression for decentralized training, 2018 (DCD-PSGD).
     """
 
-    def __init__(self, mixing: Round, codec: Codec, consensus_step: float | None = None) -> None:
+    def __init__(self, mixing: Round, codec: Codec) -> None:
         self._mixing = mixing
         self._codec = codec
-        self._consensus_step = consensus_step
         self._mark = zlib.crc32(repr(mixing).encode()) + 1
         self._buffers: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
 
@@ -220,10 +210,7 @@ class DifferenceExchange:
         metadata = Metadata.of(estimate)
         nbytes = self._codec.compressed_bytes(metadata)
         difference = self._buffer("difference", communicator, estimate)
-        if self._consensus_step is None:
-            torch.add(neighbours, estimate, alpha=pull - 1.0, out=difference).add_(tensor)
-        else:
-            torch.sub(tensor, estimate, out=difference)
+        torch.add(neighbours, estimate, alpha=pull - 1.0, out=difference).add_(tensor)
         sent = self._buffer("sent", communicator, estimate, nbytes, torch.uint8)
         self._codec.for_draw(communicator.rank, step).compress(difference, out=sent)
         own = self._codec.decompress(sent, metadata, out=difference)
@@ -235,10 +222,7 @@ class DifferenceExchange:
         if not _is_finite(own):
             return
         estimate.add_(own)
-        if self._consensus_step is None:
-            tensor.copy_(estimate)
-        else:
-            tensor.add_(torch.add(neighbours, estimate, alpha=pull, out=difference), alpha=self._consensus_step)
+        tensor.copy_(estimate)
 
     def _receive(self, sent: torch.Tensor, communicator: Communicator) -> list[tuple[float, torch.Tensor]]:
         """The neighbours' compressed differences, with their weights."""

@@ -35,8 +35,6 @@ from bagua.compression import Codec, registry
 from bagua.primitives import AllGatherReducer, ErrorFeedback
 from bagua.topology import available
 
-#: Of the steps of CHOCO-SGD, with which any codec will do.
-CONSENSUS_STEP = 0.5
 #: Topologies with the same neighbours in each round.
 STATIC = {"complete", "erdos_renyi", "exponential", "hypercube", "ring", "star", "torus"}
 
@@ -109,7 +107,7 @@ class Case:
         """How ranks communicate."""
         codec = Codec.init(self.codec) if self.codec else None
         if self.topology and codec is not None:
-            return DifferenceMix(self.topology, codec, self.by_host, consensus_step=CONSENSUS_STEP)
+            return DifferenceMix(self.topology, codec, self.by_host)
         if self.topology:
             return Mix(self.topology, self.by_host)
         if codec is None:
@@ -143,14 +141,16 @@ class Case:
 
     @property
     def _refusal_of_codec(self) -> str:
+        kept = Codec.init(self.codec).contraction
+        loses = kept is not None and kept < 0.5
         if self.topology:
+            if loses:
+                return "would drop most of each update"
             if self.topology not in STATIC:
                 return "neighbours follow each other's changes"
             alike = self.topology != "exponential" or self.by_host  # Two hosts do.
             return "" if alike else "neighbours must give each other the same weight"
-        kept = Codec.init(self.codec).contraction
-        loses = self.subject in ("weights", "added") and kept is not None and kept < 0.5
-        return "weights would become what is left" if loses else ""
+        return "weights would become what is left" if loses and self.subject in ("weights", "added") else ""
 
     @property
     def steps(self) -> int:

@@ -12,7 +12,6 @@ import torch
 import bagua.comm
 from bagua.algorithms import (
     Algorithm,
-    ChocoAlgorithm,
     DiLoCoAlgorithm,
     Every,
     Exchange,
@@ -35,7 +34,6 @@ from tests.algorithms import lossy_simulation
 from tests.algorithms.lossy_simulation import Layout
 from tests.algorithms.stacked import (
     SIZE,
-    STEPS,
     Combine,
     Flats,
     differs,
@@ -365,53 +363,13 @@ def test_a_codec_that_loses_nearly_all_needs_feedback(codec):
     assert DiLoCoAlgorithm(codec=Int2(seed=3)).codec.unbiased
 
 
-# CHOCO.
+# Gossip.
 
 
-def ring(size: int) -> torch.Tensor:
-    weights = torch.eye(size, dtype=torch.float64)
-    return (weights + weights.roll(1, 0) + weights.roll(-1, 0)) / 3
-
-
-def simulate_choco(layout: Layout, gamma: float, *, exact: bool = False, silent: bool = False) -> list[State]:
-    models, mixing = [model_of() for _ in range(SIZE)], ring(SIZE)
-    optimizers = [sgd(model.parameters()) for model in models]
-    replicas: dict[int, Flats] = {}
-    for step in range(STEPS):
-        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            optimizer.step()
-        for index, (numel, places) in enumerate(layout if not silent else []):
-            x = [flatten(snapshot(model), numel, places) for model in models]
-            if index not in replicas:
-                replicas[index] = [one.clone() for one in x]
-                continue
-            changes = [weights - known for weights, known in zip(x, replicas[index], strict=True)]
-            sent = changes if exact else [largest_of_blocks(change, 64, 8) for change in changes]
-            replicas[index] = [known + change for known, change in zip(replicas[index], sent, strict=True)]
-            known = torch.stack(replicas[index])
-            for rank, model in enumerate(models):
-                write(model, x[rank] + gamma * (mixing[rank] @ known - known[rank]), places)
-    return [snapshot(model) for model in models]
-
-
-def test_choco_moves_towards_what_is_known_of_neighbours(thread_ranks):
-    algorithm = ChocoAlgorithm(codec=BlockTopK(64, 8, None), consensus_step=0.4)
-    results = thread_ranks(SIZE, train, algorithm, sgd)
-    layout = results[0][1]
-    for (state, _), expected in zip(results, simulate_choco(layout, 0.4), strict=True):
-        assert_close(state, expected)
-    first = results[0][0]
-    for mutant in ({"gamma": 0.3}, {"gamma": 0.4, "exact": True}, {"gamma": 0.4, "silent": True}):
-        assert differs(first, simulate_choco(layout, **mutant)[0])
-
-
-def test_gossip_whose_weights_become_what_was_sent_refuses_what_choco_takes():
+def test_gossip_whose_weights_become_what_was_sent_refuses_codecs_that_drop_most_of_it():
     for codec in (BlockTopK(), Sign(), Int2()):
-        with pytest.raises(ConfigurationError, match="ChocoAlgorithm"):
+        with pytest.raises(ConfigurationError, match="DiLoCoAlgorithm"):
             LowPrecisionDecentralizedAlgorithm(codec=codec)
-        assert ChocoAlgorithm(codec=codec).codec == codec
 
 
 @pytest.mark.parametrize(
@@ -428,10 +386,8 @@ def test_gossip_whose_weights_become_what_was_sent_refuses_what_choco_takes():
         lambda: SparseLoCoAlgorithm(error_feedback="buffer", hierarchical=False),
         lambda: SparseLoCoAlgorithm(average="some"),
         lambda: SparseLoCoAlgorithm(kept=0),
-        lambda: ChocoAlgorithm(codec="nothing"),
-        lambda: ChocoAlgorithm(codec=None),
-        lambda: ChocoAlgorithm(consensus_step=0.0),
-        lambda: ChocoAlgorithm(topology="one-peer-exp"),
+        lambda: LowPrecisionDecentralizedAlgorithm(codec=None),
+        lambda: LowPrecisionDecentralizedAlgorithm(topology="one-peer-exp"),
         lambda: DiLoCoAlgorithm(codec="int4", error_feedback=1.5),
         lambda: DiLoCoAlgorithm(codec=4),
     ],

@@ -79,7 +79,7 @@ def test_who_is_only_named_takes_part_at_the_rate_that_suits_the_task_and_so_doe
         ("diloco:sync_every=20,codec='int2',error_feedback=0.9", "diloco:sync_every=20", 1.01),
         ("sparse_loco:start_after=900", BASELINE, 1.02),
         ("sparse_loco:kept=32,lr=0.03", "diloco:sync_every=10,start_after=100,lr=0.03", 1.01),
-        ("choco:topology='ring'", BASELINE, 1.03),
+        ("low_precision_decentralized:topology='ring'", BASELINE, 1.03),
         ("adam", BASELINE, None),
     ],
 )

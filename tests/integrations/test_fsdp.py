@@ -13,9 +13,9 @@ from torch.distributed.fsdp import fully_shard
 import bagua.comm
 from bagua.algorithms import (
     Algorithm,
-    ChocoAlgorithm,
     DiLoCoAlgorithm,
     LocalSGDAlgorithm,
+    LowPrecisionDecentralizedAlgorithm,
     SlowMoAlgorithm,
     SparseLoCoAlgorithm,
 )
@@ -134,7 +134,13 @@ def test_shards_are_exchanged_as_whole_models_would_be(process_ranks):
     sparse = SparseLoCoAlgorithm(
         4, start_after=0, kept=4096, value_bits=None, error_feedback="weights", average="all", hierarchical=False
     )
-    algorithms = [streaming, SlowMoAlgorithm(4), LocalSGDAlgorithm(4), ChocoAlgorithm(codec=Identity()), sparse]
+    algorithms = [
+        streaming,
+        SlowMoAlgorithm(4),
+        LocalSGDAlgorithm(4),
+        LowPrecisionDecentralizedAlgorithm(codec=Identity()),
+        sparse,
+    ]
     of_whole = process_ranks(2, train_whole, algorithms)
     of_shards = process_ranks(4, train_sharded, algorithms)
     for rank, by_algorithm in enumerate(of_shards):
@@ -199,7 +205,7 @@ def resume_sharded(algorithm: Algorithm) -> bool:
 
 
 def test_training_of_shards_resumes_bit_by_bit(process_ranks):
-    for algorithm in (DiLoCoAlgorithm(4, overlap=3), ChocoAlgorithm()):
+    for algorithm in (DiLoCoAlgorithm(4, overlap=3), LowPrecisionDecentralizedAlgorithm()):
         assert all(process_ranks(4, resume_sharded, algorithm))
 
 

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.gloo, pytest.mark.timeout(DEADLINE_S + 60)]
 #: Those that remember something, with this model: remainders, weights of each rank, that warm-up has ended. The warm-up
 #: of others lasts longer.
 REMEMBERING = {
-    *("qadam", "one_bit_adam", "decentralized", "low_precision_decentralized", "choco"),
+    *("qadam", "one_bit_adam", "decentralized", "low_precision_decentralized"),
     *("local_sgd", "slowmo", "diloco", "one_bit_lamb"),
 }
 

@@ -201,7 +201,7 @@ def _check_contraction(exchange: Exchange) -> None:
             argument="how",
             expected=f"one that keeps at least {LEAST_CONTRACTION:.0%}, as Mean(ScatterGatherReducer(MinMaxUInt8()))",
             seen=repr(what),
-            advice="Send Difference() and take an OuterStep, or use ChocoAlgorithm: both keep weights whole.",
+            advice="Send Difference() and take an OuterStep: that keeps weights whole.",
         )
 
 

@@ -9,7 +9,7 @@ import torch
 
 from bagua.algorithms.exchanges.fields import LEAST_CONTRACTION, How
 from bagua.algorithms.exchanges.flight import Flight
-from bagua.checks import check_flags, check_numbers
+from bagua.checks import check_flags
 from bagua.comm import Communicator, ProcessGroup, Work
 from bagua.compression import Codec, Metadata, check_codec
 from bagua.errors import ConfigurationError
@@ -127,8 +127,6 @@ class DifferenceMix(How):
         topology: a name, or a ``bagua.topology.Topology``: the same in every round, and symmetric.
         codec: codec of the differences.
         hierarchical: as for ``Mix``.
-        consensus_step: step size of CHOCO-SGD, above 0 and at most 1, with which the codec may lose most of each
-            difference; None: weights become what was sent.
 
     Raises:
         ConfigurationError: a topology that is not static, or a codec with which this cannot converge.
@@ -137,15 +135,11 @@ class DifferenceMix(How):
     topology: str | Topology
     codec: Codec
     hierarchical: bool = False
-    consensus_step: float | None = None
 
     def __post_init__(self) -> None:
         check_flags(hierarchical=self.hierarchical)
         check_codec(self.codec)
-        if self.consensus_step is None:
-            self._check_contraction()
-        else:
-            check_numbers(lambda step: 0 < step <= 1, "a number above 0, at most 1", consensus_step=self.consensus_step)
+        self._check_contraction()
         if not create(self.topology).static:
             raise ConfigurationError(
                 "neighbours follow each other's changes, so they must stay the same",
@@ -163,7 +157,7 @@ class DifferenceMix(How):
                 argument="codec",
                 expected=f"one that keeps at least {LEAST_CONTRACTION:.0%} of the square of any block, as MinMaxUInt8",
                 seen=f"{self.codec!r}, which may keep {contraction:.2%}",
-                advice="Use ChocoAlgorithm, in which weights stay apart from what was sent.",
+                advice="For fewer bits use DiLoCoAlgorithm, in which weights stay apart from what is sent.",
             )
 
     @property
@@ -198,7 +192,7 @@ class DifferenceMix(How):
                 expected="a symmetric one, as ring, torus, hypercube, star or complete",
                 seen=repr(self.topology),
             )
-        return rounds.by_host, DifferenceExchange(rounds.round(1), self.codec, self.consensus_step)
+        return rounds.by_host, DifferenceExchange(rounds.round(1), self.codec)
 
     def run(self, flight: Flight, group: ProcessGroup) -> None:
         """Send the compressed difference, and follow the neighbours'."""

@@ -12,7 +12,6 @@ from bagua.algorithms import (
 from bagua.torch_api.algorithms import async_model_average, base, bytegrad, decentralized, gradient_allreduce, q_adam
 from bagua.torch_api.algorithms._newer import MODULES
 
-choco = MODULES["choco"]
 diloco = MODULES["diloco"]
 dion = MODULES["dion"]
 local_sgd = MODULES["local_sgd"]
@@ -33,7 +32,6 @@ __all__ = [
     "async_model_average",
     "base",
     "bytegrad",
-    "choco",
     "decentralized",
     "diloco",
     "dion",

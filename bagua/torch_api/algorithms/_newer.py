@@ -22,7 +22,6 @@ def _module(name: str, summary: str, *names: str) -> ModuleType:
 MODULES = {
     name: _module(name, summary, f"{algorithm}Algorithm", f"{algorithm}AlgorithmImpl", *others)
     for name, algorithm, summary, *others in (
-        ("choco", "Choco", "gossip in few bits"),
         ("diloco", "DiLoCo", "training alone for many steps", "Outer"),
         ("dion", "Dion", "orthonormal directions of low rank"),
         ("local_sgd", "LocalSGD", "training alone for many steps"),
