@@ -65,9 +65,8 @@ class ReducerState(HookState):
         ConfigurationError: an argument that cannot be used.
 
     Example:
-        >>> from bagua.primitives import RandomKReducer
-        >>> ReducerState(ErrorFeedback(RandomKReducer(ratio=0.1)))
-        ReducerState(ErrorFeedback(reducer=RandomKReducer(ratio=0.1, seed=0), decay=1.0))
+        >>> ReducerState(ErrorFeedback(PowerSGDReducer(matrix_rank=2)))
+        ReducerState(ErrorFeedback(reducer=PowerSGDReducer(matrix_rank=2, seed=0), decay=1.0))
     """
 
     def __init__(

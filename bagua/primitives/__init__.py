@@ -16,7 +16,6 @@ from bagua.primitives.hierarchical import through_leaders as through_leaders
 from bagua.primitives.memory import MatrixBlock, ReducerMemory, State
 from bagua.primitives.power_sgd import PowerSGDReducer
 from bagua.primitives.power_sgd import orthonormal as orthonormal
-from bagua.primitives.random_k import RandomKReducer
 from bagua.primitives.reducers import ErrorFeedback, SumReducer
 from bagua.primitives.sparse import SparseReducer
 
@@ -31,7 +30,6 @@ __all__ = [
     "MatrixBlock",
     "MomentumCorrection",
     "PowerSGDReducer",
-    "RandomKReducer",
     "ReducerMemory",
     "ScatterGatherReducer",
     "SparseReducer",

@@ -20,10 +20,11 @@ from bagua.algorithms import (
     TopKAlgorithm,
 )
 from bagua.buckets import Bucket
+from bagua.compression import BlockTopK
 from bagua.engine.schedule.tracks import memory_for
 from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTensorError
 from bagua.parallel import with_bagua
-from bagua.primitives import ErrorFeedback, RandomKReducer
+from bagua.primitives import AllGatherReducer, ErrorFeedback
 from tests.algorithms.lossy_simulation import (
     Combine,
     Layout,
@@ -214,20 +215,20 @@ def test_matrices_lie_row_by_row_in_flat_memory():
 
 
 @dataclass(frozen=True)
-class RandomKSgd(ReducedGradients):
-    """A composition that is not registered: randomly chosen elements, with error feedback."""
+class BlockTopKSgd(ReducedGradients):
+    """A composition that is not registered: the largest elements of each block, with error feedback."""
 
-    ratio: float = 0.2
+    kept: int = 16
 
     @property
     def reducer(self) -> ErrorFeedback:
-        return ErrorFeedback(RandomKReducer(self.ratio))
+        return ErrorFeedback(AllGatherReducer(BlockTopK(64, self.kept)))
 
 
 class TestComposition(AlgorithmContract):
     @pytest.fixture
     def algorithm(self):
-        return RandomKSgd()
+        return BlockTopKSgd()
 
     @pytest.fixture
     def pool(self, thread_pool):

@@ -21,7 +21,7 @@ from bagua.optim import (
     optim_fn_adam,
     optim_fn_adamw,
 )
-from bagua.primitives import AllGatherReducer, ErrorFeedback, PowerSGDReducer, RandomKReducer, ScatterGatherReducer
+from bagua.primitives import AllGatherReducer, ErrorFeedback, PowerSGDReducer, ScatterGatherReducer
 from bagua.topology import Cycle, ErdosRenyi, FunctionTopology, Hierarchical, RandomMatching, Ring
 
 FLAGS = [
@@ -108,8 +108,6 @@ def test_an_optimizer_of_another_kind_is_no_qadam():
         (lambda: ErrorFeedback(3), "reducer"),
         (lambda: PowerSGDReducer(seed="x"), "seed"),
         (lambda: PowerSGDReducer(matrix_rank="x"), "matrix_rank"),
-        (lambda: RandomKReducer(seed="x"), "seed"),
-        (lambda: RandomKReducer(ratio="x"), "ratio"),
         (lambda: RandomMatching(seed="x"), "seed"),
         (lambda: ErdosRenyi(seed=None), "seed"),
         (lambda: ErdosRenyi(probability="x"), "probability"),

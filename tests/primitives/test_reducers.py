@@ -13,7 +13,6 @@ from bagua.primitives import (
     ErrorFeedback,
     MatrixBlock,
     PowerSGDReducer,
-    RandomKReducer,
     ScatterGatherReducer,
     SparseReducer,
     SumReducer,
@@ -28,7 +27,6 @@ PLAIN: list[SumReducer] = [
     AllGatherReducer(TopK(0.1)),
     ScatterGatherReducer(MinMaxUInt8(block_numel=32)),
     ScatterGatherReducer(Identity()),
-    RandomKReducer(0.2, seed=5),
     PowerSGDReducer(matrix_rank=2),
     SparseReducer(TopK(0.1), gather_ranks=2),
     AllGatherReducer(BlockTopK(64, 8)),
@@ -158,26 +156,6 @@ def test_scatter_gather_of_a_codec_codes_slices_then_their_sums(thread_ranks, si
     result = thread_ranks(size, _reduce_one, ScatterGatherReducer(codec))[0]
     torch.testing.assert_close(result, torch.cat(expected))
     assert not torch.equal(result.double(), exact_sum(size))
-
-
-def test_random_k_keeps_one_of_each_part_and_is_right_on_average():
-    communicator = bagua.comm.solo_group().global_communicator
-    reducer, total, steps = RandomKReducer(0.1), torch.zeros(25), 2000
-    for step in range(steps):
-        flat = torch.arange(1.0, 26.0)
-        memory = reducer.memory(communicator, flat)
-        memory.step = step
-        reducer.reduce(flat, communicator, memory)
-        assert (flat != 0).sum() == 3  # 2.5, rounded up
-        total += flat
-    torch.testing.assert_close(total / steps, torch.arange(1.0, 26.0), rtol=0.2, atol=0)
-
-
-def test_random_k_draws_alike_on_all_ranks_and_anew_in_each_step(thread_ranks):
-    first, second = thread_ranks(2, _reduce_one, RandomKReducer(0.2))
-    assert torch.equal(first, second)
-    other = thread_ranks(2, _reduce_one, RandomKReducer(0.2, seed=1))[0]
-    assert not torch.equal(first != 0, other != 0)
 
 
 def _sum_low_rank() -> tuple[torch.Tensor, torch.Tensor]:
@@ -327,13 +305,11 @@ def test_tensors_without_elements_and_of_other_dtypes(reducer):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: RandomKReducer(0.0),
-        lambda: RandomKReducer(1.5),
         lambda: PowerSGDReducer(0),
         lambda: PowerSGDReducer(1.5),
-        lambda: ErrorFeedback(ErrorFeedback(RandomKReducer())),
+        lambda: ErrorFeedback(ErrorFeedback(PowerSGDReducer(1))),
         lambda: ErrorFeedback(Sign()),
-        lambda: RandomKReducer("0.5"),
+        lambda: PowerSGDReducer("1"),
         lambda: AllGatherReducer("sign"),
         lambda: ScatterGatherReducer(None),
     ],
