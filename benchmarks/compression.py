@@ -18,7 +18,7 @@ from bagua.compression import Codec, Metadata
 from benchmarks.paired import Comparison, add_arguments, compare, conclude, measure
 
 LIMITS = {("minmax_uint8", "compress"): 5.0, ("minmax_uint8", "decompress"): 2.5}
-CODECS = ("float16", "bfloat16", "minmax_uint8", "e3m0", "int4", "int2", "sign", "topk", "block_topk")
+CODECS = ("float16", "bfloat16", "minmax_uint8", "int4", "int2", "sign", "topk", "block_topk")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 

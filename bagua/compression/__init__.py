@@ -5,7 +5,6 @@ from bagua.compression.base import check_codec as check_codec
 from bagua.compression.block_top_k import BlockTopK
 from bagua.compression.by_size import BySize
 from bagua.compression.casting import BFloat16, Float16
-from bagua.compression.e3m0 import E3M0
 from bagua.compression.identity import Identity
 from bagua.compression.levels import Int2, Int4
 from bagua.compression.minmax_uint8 import MinMaxUInt8
@@ -13,7 +12,6 @@ from bagua.compression.sign import Sign
 from bagua.compression.top_k import TopK
 
 __all__ = [
-    "E3M0",
     "BFloat16",
     "BlockTopK",
     "BySize",
@@ -35,7 +33,6 @@ register("identity", Identity)
 register("float16", Float16)
 register("bfloat16", BFloat16)
 register("minmax_uint8", MinMaxUInt8)
-register("e3m0", E3M0)
 register("int4", Int4)
 register("int2", Int2)
 register("sign", Sign)

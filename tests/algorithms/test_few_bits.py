@@ -344,7 +344,7 @@ def test_a_rank_without_data_keeps_what_it_has_not_sent(thread_ranks):
         assert_close(state, snapshot(model))
 
 
-@pytest.mark.parametrize("codec", ["int4", "int2", "e3m0", "sign", "block_topk", "minmax_uint8"])
+@pytest.mark.parametrize("codec", ["int4", "int2", "sign", "block_topk", "minmax_uint8"])
 def test_diloco_takes_every_codec_by_its_name(thread_ranks, codec):
     """Ranks end alike, and elsewhere than with all bits."""
     exact = thread_ranks(2, train, DiLoCoAlgorithm(5, outer="sgd"), sgd, 10)[0][0]
