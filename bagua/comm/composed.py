@@ -14,7 +14,7 @@ from bagua.comm.pipeline import Timeout
 from bagua.comm.reduction import ReduceOp, reduction_name
 from bagua.comm.transports.memory.copying import copy_pieces
 from bagua.comm.work import Steps, Work
-from bagua.errors import ConfigurationError, InvalidTensorError
+from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTensorError
 
 
 def broadcast_object(
@@ -48,11 +48,11 @@ def broadcast_object(
     def steps() -> Steps:
         length = calls.lengths([0 if own is None else own.numel()])
         yield from calls.make(communicator.broadcast, length, root)
-        data = own if own is not None else calls.room(int(length))
+        data = own if own is not None else calls.room(int(length), root)
         yield from calls.make(communicator.broadcast, data, root)
         return data
 
-    return calls.result(steps(), failure, lambda data: obj if own is not None else calls.decoded(data))
+    return calls.result(steps(), failure, lambda data: obj if own is not None else calls.decoded(data, root))
 
 
 def allgather_object(
@@ -107,8 +107,10 @@ def _collect(calls: _ObjectCalls, obj: object, dst: int | None) -> Any:
         lengths = calls.lengths([0] * communicator.size)
         yield from calls.make(communicator.allgather, lengths, calls.lengths([own.numel()]))
         counts = lengths.tolist()
-        padded = calls.padded(own, max(counts))
-        data = calls.room(communicator.size * max(counts)) if dst in (None, communicator.rank) else None
+        longest = counts.index(max(counts))
+        padded = calls.padded(own, counts[longest], longest)
+        rows = communicator.size if dst in (None, communicator.rank) else 0
+        data = calls.room(rows * counts[longest], longest) if rows else None
         if dst is None:
             yield from calls.make(communicator.allgather, data, padded)
         else:
@@ -120,7 +122,7 @@ def _collect(calls: _ObjectCalls, obj: object, dst: int | None) -> Any:
         if data is None:
             return None
         rows = data.view(len(counts), -1)
-        return [calls.decoded(row[:count]) for row, count in zip(rows, counts, strict=True)]
+        return [calls.decoded(row[:count], rank) for rank, (row, count) in enumerate(zip(rows, counts, strict=True))]
 
     return calls.result(steps(), failure, finish)
 
@@ -152,12 +154,12 @@ def scatter_object(
         lengths = calls.lengths([part.numel() for part in parts] or [0] * communicator.size)
         yield from calls.make(communicator.broadcast, lengths, root)
         counts = lengths.tolist()
-        data = calls.room(max(counts))
-        table = torch.cat([calls.padded(part, max(counts)) for part in parts]) if parts else None
+        data = calls.room(max(counts), root)
+        table = torch.cat([calls.padded(part, max(counts), root) for part in parts]) if parts else None
         yield from calls.make(communicator.scatter, data, table, root)
         return data[: counts[communicator.rank]]
 
-    return calls.result(steps(), failure, calls.decoded)
+    return calls.result(steps(), failure, lambda data: calls.decoded(data, root))
 
 
 def send_object(
@@ -206,11 +208,11 @@ def recv_object(
     def steps() -> Steps:
         length = calls.lengths([0])
         yield from calls.make(recv, communicator, length, src)
-        data = calls.room(int(length))
+        data = calls.room(int(length), src)
         yield from calls.make(recv, communicator, data, src)
         return data
 
-    return calls.result(steps(), None, calls.decoded)
+    return calls.result(steps(), None, lambda data: calls.decoded(data, src))
 
 
 class _ObjectCalls:
@@ -230,12 +232,21 @@ class _ObjectCalls:
     def lengths(self, lengths: list[int]) -> torch.Tensor:
         return torch.tensor(lengths, device=self._home)
 
-    def room(self, length: int) -> torch.Tensor:
-        return torch.zeros(length, dtype=torch.uint8, device=self._home)
+    def room(self, length: int, sender: int) -> torch.Tensor:
+        """Memory for ``length`` bytes, which takes no page before the bytes of rank ``sender`` come."""
+        try:
+            return torch.empty(length, dtype=torch.uint8, device=self._home)
+        except RuntimeError as error:
+            culprit = self.communicator.ranks[sender]
+            raise CollectiveMismatchError(
+                f"rank {culprit} announces an object of {length} bytes", peers=(culprit,)
+            ) from error
 
-    def padded(self, data: torch.Tensor, length: int) -> torch.Tensor:
-        padded = self.room(length)
+    def padded(self, data: torch.Tensor, length: int, sender: int) -> torch.Tensor:
+        """``data`` with zeros up to the length that rank ``sender`` has."""
+        padded = self.room(length, sender)
         padded[: data.numel()] = data
+        padded[data.numel() :] = 0
         return padded
 
     def encoded(self, obj: object) -> tuple[torch.Tensor, ConfigurationError | None]:
@@ -267,8 +278,8 @@ class _ObjectCalls:
         news = [encode_failure(str(failure)).to(self._home)] * size
         return news if rank == root else [], failure
 
-    def decoded(self, data: torch.Tensor) -> Any:
-        return decode(data, allow_pickle=self._allow_pickle)
+    def decoded(self, data: torch.Tensor, sender: int) -> Any:
+        return decode(data, sender=self.communicator.ranks[sender], allow_pickle=self._allow_pickle)
 
     def result(self, steps: Steps, failure: ConfigurationError | None, finish: Callable[[Any], Any]) -> Any:
         """What ``finish`` makes of what came, or ``failure``, which peers have got in place of an object by then."""

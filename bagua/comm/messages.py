@@ -17,6 +17,7 @@ class Caller(Protocol):
 
     rank: int
     size: int
+    ranks: tuple[int, ...]
     intake: Intake
     pipeline: CallPipeline
 

@@ -33,8 +33,9 @@ _FLOAT8 = frozenset(
     if hasattr(torch, name)
 )
 _REDUCIBLE = _FLOATS | _COMPLEX | _INTEGERS | _BOOL
-#: The dtypes that collectives carry.
-COMMUNICABLE = _REDUCIBLE | _FLOAT8
+_COPIED = _FLOAT8 | {torch.uint16, torch.uint32, torch.uint64}
+#: The dtypes that collectives carry; those that are only copied among them.
+COMMUNICABLE = _REDUCIBLE | _COPIED
 
 _ALLOWED: dict[str, frozenset[torch.dtype]] = {
     "sum": _REDUCIBLE,
@@ -134,9 +135,9 @@ def check_communicable(dtype: torch.dtype, argument: str) -> None:
         )
 
 
-def dtype_by_name(name: str) -> torch.dtype:
-    """The communicable dtype that prints as ``torch.<name>``."""
-    return next(dtype for dtype in COMMUNICABLE if str(dtype) == f"torch.{name}")
+def dtype_by_name(name: object) -> torch.dtype | None:
+    """The communicable dtype that prints as ``torch.<name>``, if there is one."""
+    return next((dtype for dtype in COMMUNICABLE if str(dtype) == f"torch.{name}"), None)
 
 
 def bytes_reduction(name: str) -> str:

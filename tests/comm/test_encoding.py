@@ -1,5 +1,6 @@
 """Whatever has a safe encoding comes back as it was; nothing else gets in or out."""
 
+import json
 import pickle
 import struct
 from collections import OrderedDict
@@ -10,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bagua.comm.objects import decode, encode, encode_failure
-from bagua.errors import ConfigurationError, InvalidTensorError
+from bagua.comm.objects import as_bytes, decode, encode, encode_failure
+from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTensorError
 
 LEAVES = st.one_of(
     st.none(),
@@ -119,7 +120,140 @@ def test_a_failure_arrives_as_one():
         decode(encode_failure("no such thing"))
 
 
-def test_padding_behind_the_data_does_no_harm():
-    data = encode(["x", b"y", torch.ones(3)])
-    padded = torch.cat([data, torch.zeros(20, dtype=torch.uint8)])
-    assert decode(padded)[:2] == ["x", b"y"]
+HEADER = struct.Struct("<BQ")
+
+
+def message(document, blobs=b"", flag=0):
+    text = document if isinstance(document, bytes) else json.dumps(document).encode()
+    return HEADER.pack(flag, len(text)) + text + blobs
+
+
+def read(raw):
+    """What ``raw`` holds; None if it is refused, as from its sender. Memory grows by what came, and little else."""
+    data = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+    try:
+        found = decode(data, sender=7)
+    except CollectiveMismatchError as error:
+        assert error.peers == (7,)
+        assert "rank 7" in str(error)
+        return None
+    except ConfigurationError as error:  # It is a failure of the sender, or pickle.
+        assert error.argument in ("obj", "allow_pickle")
+        return None
+    assert sum(tensor.nbytes for tensor in tensors_in(found)) <= len(raw)
+    return found
+
+
+def tensors_in(value):
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        yield from tensors_in([*value.values()])
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        message(["tensor", "uint8", [1500 << 20]], b"\x01"),
+        message(["tensor", "float32", [8]]),
+        message(["tensor", "int64", [2**40, 2**40]], b"12345678"),
+        message(["tensor", "uint8", [0, 2**70]]),
+        message(["tensor", "uint8", [-1, -2]], b"ab"),
+        message(["tensor", "uint8", [True]], b"a"),
+        message(["tensor", "uint8", 2], b"ab"),
+        message(["tensor", "quint8", [2]], b"ab"),
+        message(["tensor", "uint8"], b"ab"),
+        message(["bytes", 10], b"abc"),
+        message(["bytes", 2.0], b"ab"),
+        message(["list", ["bytes", 3], ["bytes", -3], ["bytes", 3]], b"abcdef"),
+        message(["bytes", 2], b"abc"),
+        message(["evil", 2], b"ab"),
+        message(["complex", 1, "j"]),
+        message(["dict", [["list"], 1]]),
+        message(["dict", 3]),
+        message(["set", ["list"]]),
+        message([["list"], 1]),
+        message({"a": 1}),
+        message([]),
+        message(b"[" * 100_000 + b"]" * 100_000),
+        message(b"9" * 10_000),
+        message(b"\xff\xfe"),
+        message(1, flag=9),
+        HEADER.pack(0, 1 << 62) + b"1",
+        HEADER.pack(0, 3)[:5],
+        b"",
+    ],
+    ids=lambda raw: repr(raw[9:45]),
+)
+def test_bytes_that_are_no_object_are_one_error_that_names_their_sender(raw):
+    data = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+    with pytest.raises(CollectiveMismatchError, match="bytes of rank 7 are no object"):
+        decode(data, sender=7)
+
+
+def test_a_failure_that_is_no_text_is_shown():
+    assert read(message(b"", b"\xff\xfe", flag=2)) is None
+    with pytest.raises(ConfigurationError, match=r"\\xff"):
+        decode(torch.frombuffer(bytearray(message(b"", b"\xff", flag=2)), dtype=torch.uint8))
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_are_another_error(raw):
+    read(raw)
+
+
+@given(st.binary(max_size=80), st.binary(max_size=30))
+def test_no_document_is_another_error(document, blobs):
+    read(message(document, blobs))
+
+
+TENSORS = st.sampled_from([torch.arange(5), torch.ones(2, 3), torch.zeros(0), torch.tensor(1, dtype=torch.uint16)])
+DOCUMENTS = st.recursive(
+    st.one_of(LEAVES, TENSORS), lambda inner: st.one_of(st.lists(inner), st.dictionaries(KEYS, inner)), max_leaves=6
+)
+
+
+@given(DOCUMENTS, st.data())
+def test_a_message_that_was_changed_is_refused_or_has_nothing_that_was_not_sent(value, data):
+    raw = bytearray(as_bytes(encode(value)))
+    cut = data.draw(st.integers(0, len(raw)))
+    way = data.draw(st.sampled_from(["cut", "more", "flip", "delete"]))
+    if way == "cut":
+        raw = raw[:cut]
+    elif way == "more":
+        raw += data.draw(st.binary(min_size=1, max_size=9))
+        assert read(raw) is None
+    elif way == "delete":
+        del raw[cut : cut + data.draw(st.integers(1, 9))]
+    elif cut < len(raw):
+        raw[cut] ^= 1 << data.draw(st.integers(0, 7))
+    read(raw)
+
+
+def test_objects_end_at_a_depth_that_both_sides_know():
+    def nested(levels):
+        value = 1
+        for _ in range(levels):
+            value = [value]
+        return value
+
+    assert decode(encode(nested(100))) == nested(100)
+    with pytest.raises(ConfigurationError, match="too deeply"):
+        encode(nested(101))
+    assert read(message(json.loads(json.dumps(tagged(101))))) is None
+
+
+def tagged(levels):
+    value = 1
+    for _ in range(levels):
+        value = ["list", value]
+    return value
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_unsigned_integers_come_back(dtype):
+    tensor = torch.tensor([0, 1, 40_000]).to(dtype)
+    assert torch.equal(decode(encode(tensor)), tensor)

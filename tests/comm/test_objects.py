@@ -10,7 +10,7 @@ import torch
 
 from bagua.comm import composed, get_default_group
 from bagua.comm.communicator import Communicator
-from bagua.errors import CommunicatorClosedError, ConfigurationError, PeerLostError
+from bagua.errors import CollectiveMismatchError, CommunicatorClosedError, ConfigurationError, PeerLostError
 from bagua.testing import ThreadRanks
 from tests.comm import c10d_ranks
 
@@ -35,10 +35,10 @@ def test_an_error_between_two_messages_breaks_the_communicator(
     """Else the next message would be taken for the rest of the object."""
     real = composed._ObjectCalls.room
 
-    def fails(calls: composed._ObjectCalls, length: int) -> torch.Tensor:
+    def fails(calls: composed._ObjectCalls, length: int, sender: int) -> torch.Tensor:
         if calls.communicator.rank == 1:
             raise error("in the middle")
-        return real(calls, length)
+        return real(calls, length, sender)
 
     monkeypatch.setattr(composed._ObjectCalls, "room", fails)
 
@@ -91,3 +91,31 @@ def test_an_error_of_an_object_waits_for_those_who_ask() -> None:
     found = on_threads(4, job)
     failed, none = ([4.0, 4.0], "ConfigurationError", True), ([4.0, 4.0], "NoneType", True)
     assert found == [failed, none, failed, none]
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("length", [-1, 2**62])
+def test_a_length_that_cannot_be_is_an_error_that_names_the_sender(length: int) -> None:
+    def job(comm: Communicator) -> tuple[int, ...]:
+        if comm.rank == 1:
+            comm.send(torch.tensor([length]), 0)
+            return (1,)
+        with pytest.raises(CollectiveMismatchError, match="rank 1 announces") as caught:
+            comm.recv_object(1)
+        return caught.value.peers
+
+    assert on_threads(2, job) == [(1,), (1,)]
+
+
+@pytest.mark.threads
+def test_bytes_that_are_no_object_name_the_sender() -> None:
+    def job(comm: Communicator) -> tuple[int, ...]:
+        if comm.rank == 1:
+            comm.send(torch.tensor([3]), 0)
+            comm.send(torch.ones(3, dtype=torch.uint8), 0)
+            return (1,)
+        with pytest.raises(CollectiveMismatchError, match="bytes of rank 1 are no object") as caught:
+            comm.recv_object(1)
+        return caught.value.peers
+
+    assert on_threads(2, job) == [(1,), (1,)]

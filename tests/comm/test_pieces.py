@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import socket
 import threading
 
@@ -10,6 +11,7 @@ import pytest
 
 from bagua.comm import Fetch, PhaseDeadline, PieceServer, Source, ask_now
 from bagua.comm.pieces import fetching, server
+from bagua.comm.pieces.server import LENGTH
 
 
 @pytest.fixture(autouse=True)
@@ -176,3 +178,64 @@ def test_contents_are_written_in_another_thread_before_anybody_has_their_digests
     servers[0].wait_until_filled()
     assert content == b"hello"
     assert fetched([source])[1][1] == {"text": b"hello"}
+
+
+def liar(answer):
+    """A source that gives ``answer`` to whatever it is asked, and then says nothing."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        with server, server.accept()[0] as connection:
+            connection.recv(4096)
+            connection.sendall(answer)
+            connection.recv(4096)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return Source("127.0.0.1", server.getsockname()[1], "key", 1)
+
+
+def said(text: bytes) -> bytes:
+    return LENGTH.pack(len(text)) + text
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (LENGTH.pack(1 << 62), "too many"),
+        (said(b"[]"), "what it offers"),
+        (said(b'{"a": 1}'), "what a is"),
+        (said(b'{"a": [7, 3]}'), "what a is"),
+        (said(b'{"a": [-7, []]}'), "what a is"),
+        (said(b'{"a": [4611686018427387904, ["x"]]}'), "what a is"),
+        (said(b'{"a": [1, [["x"]]]}'), "what a is"),
+        (said(b"[" * 100_000), "recursion"),
+        (said(b"\xff"), "utf-8"),
+        (LENGTH.pack(9) + b"no", "slow|timed out"),
+    ],
+)
+def test_an_answer_that_is_not_understood_or_does_not_end_gives_the_source_up(servers, answer, why):
+    source = liar(answer)
+    fetch = Fetch({}, frozenset(), PhaseDeadline(0.5))
+    assert fetch.run(lambda: [source]) is None
+    assert re.search(why, fetch.failures[source])
+    good, fetch = servers[0].offer({"a": text(1)}), Fetch({}, frozenset(), PhaseDeadline(60.0))
+    assert fetch.run(lambda: [liar(answer), good])[0] == good
+
+
+@pytest.mark.parametrize("answer", [said(b"{}"), said(b'["x"]'), LENGTH.pack(1 << 40), said(b"[" * 4000)])
+def test_news_that_are_no_numbers_are_none(answer):
+    assert ask_now(liar(answer), 60.0) is None
+
+
+def test_strangers_get_little_time_and_few_connections(servers, monkeypatch):
+    monkeypatch.setattr(server, "_FIRST_S", 0.05)
+    monkeypatch.setattr(server, "_MOST_CONNECTIONS", 2)
+    source = servers[0].offer({"a": text(1)})
+    strangers = [socket.create_connection((source.host, source.port)) for _ in range(3)]
+    for stranger in strangers:
+        stranger.settimeout(60)
+        assert stranger.recv(1) == b""  # It was refused, or its time is over.
+        stranger.close()
+    while servers[0]._server.connections:
+        threading.Event().wait(0.01)
+    assert fetched([source])[1][1] == {"a": text(1)}

@@ -73,7 +73,7 @@ def unsuitable(device: torch.device) -> list[Any]:
     """What no transport carries."""
     meta = torch.ones(2, device="meta")
     sparse = torch.eye(2, device=device).to_sparse()
-    foreign = torch.ones(2, dtype=torch.uint16, device=device)
+    foreign = torch.empty(2, dtype=torch.bits16, device=device)
     return [[1.0, 2.0], None, 3.0, meta, sparse, foreign]
 
 

@@ -98,10 +98,10 @@ def send_unsafe_objects() -> None:
             assert isinstance(error, ConfigurationError), f"{error!r}"
             assert "obj" in str(error), str(error)
             assert comm.usable
-    error = caught(lambda: comm.broadcast_object(endless, size - 1)).error
+    error = caught(lambda: comm.broadcast_object(10**5000, size - 1)).error
     assert isinstance(error, ConfigurationError), f"{error!r}"
-    assert "RecursionError" in str(error)
-    assert isinstance(error.__cause__, RecursionError) == (rank == size - 1)
+    assert "ValueError" in str(error)
+    assert isinstance(error.__cause__, ValueError) == (rank == size - 1)
     if size == 1 or rank in (0, size - 1):
         error = caught(lambda: comm.gather_object(Fraction(1, 3) if rank == size - 1 else "harmless")).error
         assert "Fraction" in str(error), str(error)

@@ -18,7 +18,7 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 #: Every dtype that is reduced, and every one that is at least carried.
 REDUCED = (*FLOATS, *COMPLEX, *INTEGERS, torch.bool)
-COPIED = (*REDUCED, torch.float8_e4m3fn, torch.float8_e5m2)
+COPIED = (*REDUCED, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint64)
 
 _ORDERED = (*FLOATS, *INTEGERS, torch.bool)
 _BITS = (*INTEGERS, torch.bool)

@@ -189,3 +189,19 @@ def wait_below_a_wait():
 
 def test_a_handler_may_wait_between_two_looks(thread_ranks):
     assert thread_ranks(2, wait_below_a_wait)[1] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("left", [{"": b"x"}, {"": b"999999"}, {"": b"1", "/0": b"no object"}, {"": b"0"}])
+def test_what_a_stranger_leaves_in_the_store_is_one_error(thread_ranks, left):
+    def job():
+        rank = dist.get_rank()
+        mail = tagged.mail_of(bagua.comm.get_default_group().global_communicator)
+        if rank == 0:
+            for key, value in sorted(left.items(), reverse=True):
+                mail._store.set(f"0/1/5/0{key}", value)
+            return ()
+        with pytest.raises(CollectiveMismatchError) as caught:
+            dist.recv(torch.empty(1), 0, tag=5)
+        return caught.value.peers
+
+    assert thread_ranks(2, job) == [(), (0,)]

@@ -12,6 +12,11 @@ from typing import Any, NamedTuple
 from bagua.comm.pieces.phase_deadline import PhaseDeadline
 from bagua.comm.pieces.server import LENGTH, PIECE_BYTES, Source, digest_of, digests_of
 
+#: A list of the digests of a state of one terabyte has a quarter of that.
+_CATALOGUE_BYTES = 64 * 1024 * 1024
+#: What a source says of itself.
+_NEWS_BYTES = 4096
+
 
 class _Place(NamedTuple):
     """Where a piece belongs."""
@@ -111,20 +116,23 @@ class Fetch:
                 with self._changed:
                     self._connections[source] = connection
                 # Digests are taken when they are asked for first, which takes longer than any piece.
-                self._hear(source, json.loads(_asked(connection, source, [source.number], None)))
+                catalogue = _asked(connection, source, [source.number], self._deadline.most_s, _CATALOGUE_BYTES)
+                self._hear(source, _offer_of(json.loads(catalogue)))
                 while (task := self._next_task(source)) is not None:
                     self._take(connection, source, *task)
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it answers that is not understood, others may have it
             with self._changed:
                 self._give_up(source, str(error) or type(error).__name__)
 
-    def _hear(self, source: Source, offered: Mapping[str, list[Any]]) -> None:
+    def _hear(self, source: Source, offered: dict[str, tuple[int, list[str]]]) -> None:
         """Take in what it offers."""
-        names = offered.keys() - self._without
+        wanted = {name: content for name, content in offered.items() if name not in self._without}
         with self._changed:
-            self._offers[source] = {name: (offered[name][0], offered[name][1]) for name in names}
+            self._offers[source] = wanted
             self._places[source] = {
-                digest: _Place(name, piece) for name in names for piece, digest in enumerate(offered[name][1])
+                digest: _Place(name, piece)
+                for name, (_, digests) in wanted.items()
+                for piece, digest in enumerate(digests)
             }
             self._changed.notify_all()
 
@@ -152,9 +160,10 @@ class Fetch:
 
     def _take(self, connection: socket.socket, source: Source, digest: str, place: _Place) -> None:
         started = time.monotonic()
-        piece = _asked(connection, source, [source.number, *place], self._deadline.seconds)
-        if digest_of(memoryview(piece)) != digest:
-            raise ValueError("what it sent has another digest than it said")
+        length, _ = self._offers[source][place.name]
+        piece = _asked(connection, source, [source.number, *place], self._deadline.seconds, PIECE_BYTES)
+        if digest_of(memoryview(piece)) != digest or len(piece) != min(PIECE_BYTES, length - place.piece * PIECE_BYTES):
+            raise ValueError("what it sent has another digest, or another length, than it said")
         with self._changed:
             self._deadline.note(time.monotonic() - started)
             self._pieces[digest] = memoryview(piece)
@@ -173,12 +182,32 @@ class Fetch:
 
 
 def ask_now(source: Source, timeout_s: float) -> list[int] | None:
-    """What a source says of itself at this moment; None if it does not answer."""
+    """What a source says of itself at this moment; None if it does not answer, or not with whole numbers."""
     try:
         with _connected(source, timeout_s) as connection:
-            return list(json.loads(_asked(connection, source, ["now"], timeout_s)))
-    except (OSError, ValueError):
+            news = json.loads(_asked(connection, source, ["now"], timeout_s, _NEWS_BYTES))
+    except (OSError, ValueError, RecursionError):
         return None
+    understood = isinstance(news, list) and all(type(number) is int for number in news)
+    return news if understood else None
+
+
+def _offer_of(catalogue: Any) -> dict[str, tuple[int, list[str]]]:
+    """Length and digests of each content.
+
+    Raises:
+        ValueError: ``catalogue`` is none.
+    """
+    if not isinstance(catalogue, dict):
+        raise ValueError("it does not say what it offers")  # noqa: TRY004 - what a peer sent is a value
+    found = {}
+    for name, content in catalogue.items():
+        length, digests = content if isinstance(content, list) and len(content) == 2 else (-1, [])
+        counts = type(length) is int and length >= 0 and isinstance(digests, list)
+        if not counts or len(digests) != -(-length // PIECE_BYTES) or not all(isinstance(one, str) for one in digests):
+            raise ValueError(f"it does not say what {name} is")
+        found[name] = (length, digests)
+    return found
 
 
 def _connected(source: Source, timeout_s: float) -> socket.socket:
@@ -192,25 +221,41 @@ def _shut(connection: socket.socket) -> None:
         connection.close()
 
 
-def _asked(connection: socket.socket, source: Source, question: list[Any], limit_s: float | None) -> bytearray:
-    """What the other end answers within ``limit_s``.
+def _asked(
+    connection: socket.socket, source: Source, question: list[Any], limit_s: float, limit_bytes: int
+) -> bytearray:
+    """What the other end answers.
+
+    Args:
+        connection: connection to ``source``.
+        source: process that is asked.
+        question: what is asked of it.
+        limit_s: seconds until all of the answer must be here.
+        limit_bytes: the longest answer.
 
     Raises:
         OSError: it has gone, or is late.
         ValueError: it has nothing like that.
     """
+    until = time.monotonic() + limit_s
     connection.settimeout(limit_s)
     connection.sendall(json.dumps([source.key, *question]).encode() + b"\n")
-    (length,) = LENGTH.unpack(_received(connection, LENGTH.size))
+    (length,) = LENGTH.unpack(_received(connection, LENGTH.size, until))
     if length < 0:
         raise ValueError("it offers that no longer")
-    return _received(connection, length)
+    if length > limit_bytes:
+        raise ValueError(f"it answers with {length} bytes, where {limit_bytes} are too many")
+    return _received(connection, length, until)
 
 
-def _received(connection: socket.socket, length: int) -> bytearray:
+def _received(connection: socket.socket, length: int, until: float) -> bytearray:
     found = bytearray(length)
     rest = memoryview(found)
     while rest:
+        left_s = until - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("it answers too slowly")
+        connection.settimeout(left_s)
         count = connection.recv_into(rest)
         if not count:
             raise ConnectionResetError("it closed the connection")

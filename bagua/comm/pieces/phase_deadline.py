@@ -18,6 +18,9 @@ class PhaseDeadline:
         most_s: largest deadline, and that of the first time, in seconds: what the user allows.
         least_s: smallest deadline, in seconds.
 
+    Attributes:
+        most_s: the largest deadline, in seconds.
+
     Example:
         >>> deadline = PhaseDeadline(60.0)
         >>> deadline.seconds
@@ -29,7 +32,7 @@ class PhaseDeadline:
     """
 
     def __init__(self, most_s: float, least_s: float = 1.0) -> None:
-        self._most_s = most_s
+        self.most_s = most_s
         self._least_s = min(least_s, most_s)
         self._durations: deque[float] = deque(maxlen=_KEPT)
         self._first: list[float] = []
@@ -49,8 +52,8 @@ class PhaseDeadline:
     def seconds(self) -> float:
         """Seconds that it may take the next time."""
         if not self._durations:
-            return self._most_s
-        return min(max(self.usual_s, _TIMES_FIRST * median(self._first), self._least_s), self._most_s)
+            return self.most_s
+        return min(max(self.usual_s, _TIMES_FIRST * median(self._first), self._least_s), self.most_s)
 
     @property
     def known(self) -> bool:

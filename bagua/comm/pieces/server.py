@@ -9,6 +9,7 @@ import socket
 import socketserver
 import struct
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -22,6 +23,11 @@ PIECE_BYTES = 4 * 1024 * 1024
 #: Begins each answer.
 LENGTH = struct.Struct("<q")
 _NOTHING = LENGTH.pack(-1)
+#: Connections at a time: more than there are members, and little for the system.
+_MOST_CONNECTIONS = 256
+#: Seconds until the first question must be there, and until each later one: who fetches may wait for other sources.
+_FIRST_S, _LATER_S = 10.0, 3600.0
+_LONGEST_QUESTION = 4096
 
 
 class Source(NamedTuple):
@@ -181,24 +187,47 @@ class _Server(socketserver.ThreadingTCPServer):
         self.server_close()
         self._thread.join()
 
+    def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ARG002 - as in the standard library
+        """Whether there is room for one more."""
+        if len(self.connections) >= _MOST_CONNECTIONS:
+            return False
+        self.connections.add(request)
+        return True
+
+    def shutdown_request(self, request: Any) -> None:
+        """It has ended, or there was no room for it."""
+        self.connections.discard(request)
+        super().shutdown_request(request)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """The process that asks has gone, or asks nonsense: that ends its connection, and nothing else."""
 
 
-class _Connection(socketserver.StreamRequestHandler):
+class _Connection(socketserver.BaseRequestHandler):
     """Answers one who asks, line by line."""
 
     server: _Server
+    request: socket.socket
 
     def handle(self) -> None:
-        self.server.connections.add(self.connection)
-        try:
-            if self.server.ending:
-                return
-            for line in iter(lambda: self.rfile.readline(4096), b""):
-                answer = self.server.answer(json.loads(line))
-                self.connection.sendall(_NOTHING if answer is None else LENGTH.pack(len(answer)))
-                if answer is not None:
-                    self.connection.sendall(answer)
-        finally:
-            self.server.connections.discard(self.connection)
+        limit_s = _FIRST_S
+        while not self.server.ending and (line := self._line(time.monotonic() + limit_s)):
+            answer = self.server.answer(json.loads(line))
+            if answer is None:
+                self.request.sendall(_NOTHING)
+                continue
+            self.request.settimeout(_LATER_S)
+            self.request.sendall(LENGTH.pack(len(answer)))
+            self.request.sendall(answer)
+            limit_s = _LATER_S
+
+    def _line(self, until: float) -> bytes:
+        """The next question; empty at the end."""
+        line = b""
+        while not line.endswith(b"\n"):
+            self.request.settimeout(max(until - time.monotonic(), 0.001))
+            piece = self.request.recv(_LONGEST_QUESTION)
+            line += piece
+            if not piece or len(line) > _LONGEST_QUESTION:
+                return b""
+        return line

@@ -37,6 +37,8 @@ T = TypeVar("T")
 
 #: The store takes no values that are much larger.
 _PIECE_BYTES = 4 * 2**20
+#: Digits of the number of pieces: 400 GB, and no list of names that fills the memory.
+_LONGEST_COUNT = 5
 #: How long to sleep between two looks, at first and at most.
 _SHORTEST_S, _LONGEST_S = 0.0002, 0.005
 
@@ -119,19 +121,37 @@ class Mail:
         """Whether a message can be fetched."""
         return self._talk(lambda: self._store.check([key]))
 
-    def fetch(self, key: str) -> torch.Tensor:
-        """Take a message that is there out of the store."""
+    def fetch(self, key: str, src: int) -> torch.Tensor:
+        """Take a message of rank ``src`` that is there out of the store."""
+        count = self._talk(lambda: self._store.get(key))
+        if not count.isdigit() or len(count) > _LONGEST_COUNT:
+            raise self.mismatch(src, "the number of pieces of a message", repr(count[:40]))
+        places = [f"{key}/{index}" for index in range(int(count))]
 
         def take() -> bytes:
-            places = [f"{key}/{index}" for index in range(json.loads(self._store.get(key)))]
             data = b"".join(self._store.get(place) for place in places)
             for place in (key, *places):
                 self._store.delete_key(place)
             return data
 
-        received = decode(torch.frombuffer(bytearray(self._talk(take)), dtype=torch.uint8))
-        assert isinstance(received, torch.Tensor)
+        data = bytearray(self._talk(take))
+        message = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        received = decode(message, sender=self.ranks[src])
+        if not isinstance(received, torch.Tensor):
+            raise self.mismatch(src, "a tensor", type(received).__name__)
         return received
+
+    def mismatch(self, src: int, expected: object, seen: object) -> CollectiveMismatchError:
+        """The error of a message of rank ``src`` that is not what this rank receives."""
+        return CollectiveMismatchError(
+            "sender and receiver disagree",
+            rank=self.ranks[self.rank],
+            call="recv",
+            communicator=self.label,
+            peers=(self.ranks[src],),
+            expected=expected,
+            seen=seen,
+        )
 
     def require_open(self, kind: str) -> None:
         """Raise ``CommunicatorClosedError`` if the communicator is closed or broken."""
@@ -234,11 +254,13 @@ class _Message:
     def take(self) -> None:
         """Move the message, which is there, from the store into its tensor."""
         assert self._key is not None
+        assert self.source is not None
         with self._breaking():
-            received = self._mail.fetch(self._key)
+            received, own = self._mail.fetch(self._key, self.source), self._tensor
             self._taken = True
-            if received.dtype is not self._tensor.dtype or received.numel() != self._tensor.numel():
-                raise self._mismatch(received)
+            if received.dtype is not own.dtype or received.numel() != own.numel():
+                expected, seen = (f"{tensor.numel()} x {tensor.dtype}" for tensor in (own, received))
+                raise self._mail.mismatch(self.source, expected, seen)
             copy_pieces([self._tensor], [received.view(-1)])
 
     @contextmanager
@@ -259,18 +281,6 @@ class _Message:
             communicator=self._mail.label,
             peers=() if sender is None else (sender,),
             timeout_s=limit_s,
-        )
-
-    def _mismatch(self, received: torch.Tensor) -> CollectiveMismatchError:
-        assert self.source is not None
-        return CollectiveMismatchError(
-            "sender and receiver disagree",
-            rank=self._mail.ranks[self._mail.rank],
-            call="recv",
-            communicator=self._mail.label,
-            peers=(self._mail.ranks[self.source],),
-            expected=f"{self._tensor.numel()} x {self._tensor.dtype}",
-            seen=f"{received.numel()} x {received.dtype}",
         )
 
 
