@@ -74,6 +74,7 @@ class AlgorithmOptions(TypedDict, total=False):
     outer_lr: float | None
     outer_momentum: float | None
     overlap: int
+    pace: Literal["equal", "own"]
     peer_selection_mode: str | Topology
     peer_timeout_s: float
     q_adam_optimizer: QAdamOptimizer | None

@@ -322,7 +322,7 @@ class Reducer:
         if scheduler is None:
             raise not_formed()
         if phases.between_steps:
-            phases.step += 1
+            phases.advance()
             return
         find_unused = self.formation.options.find_unused_parameters
         missing = scheduler.missing() if phases.follows_gradients else []
@@ -335,7 +335,7 @@ class Reducer:
         if find_unused and self.group.size > 1 and sends_gradients(phases.exchanges):
             self.formation.restore_unused(without)
         self.formation.compare_ranks()
-        phases.step += 1
+        phases.advance(scheduler.clock.stride)
         self._versions = self.formation.registration.versions if scheduler.owes else []
 
     # Between backward passes.

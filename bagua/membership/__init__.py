@@ -2,6 +2,9 @@
 
 from bagua.membership.islands import Islands, Members
 from bagua.membership.joining import join_islands
+from bagua.membership.pace import Announced as Announced
+from bagua.membership.pace import Pace as Pace
+from bagua.membership.pace import contributions as contributions
 from bagua.membership.sampler import ElasticSampler
 
 __all__ = ["ElasticSampler", "Islands", "Members", "join_islands"]

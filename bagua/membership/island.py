@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from bagua import errors
 from bagua.comm import Cells, ProcessGroup
 from bagua.errors import CommunicationError, LeftOutError, PeerLostError, StoreLostError, TooFewMembersError
@@ -115,6 +117,13 @@ class Island:
         with self.leading(lambda: made[0]):
             made.append(make())
         return made[0]
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """The sums of the values of all ranks. Collective."""
+        told = torch.tensor(values, dtype=torch.float64)
+        if self._group is not None:
+            self._group.global_communicator.allreduce(told, timeout=_PATIENCE_S)
+        return told.tolist()
 
     def abort(self, reason: str, culprit: int | None = None) -> None:
         """Break the connections of the island, from any thread.

@@ -5,19 +5,20 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import functools
 import logging
 import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
 
 from typing_extensions import Self
 
 from bagua import __version__
+from bagua.checks import check_numbers
 from bagua.comm import (
     Cells,
     KeyStore,
@@ -37,6 +38,7 @@ from bagua.membership.counterparts import Attempt, Counterparts, Samples, connec
 from bagua.membership.epochs import Epoch
 from bagua.membership.follower import Follower
 from bagua.membership.island import Island, different, require_same
+from bagua.membership.pace import Announced, Pace
 from bagua.membership.participant import Participant
 from bagua.membership.position import Position
 from bagua.membership.presence import Presence, take_seat
@@ -97,6 +99,7 @@ class Islands:
         name: name of the run.
         ranks: ranks of this island, as the default group numbers them; none for a process alone.
         size: islands that begin together.
+        pace: pace of this island, and the steps that all have agreed on.
     """
 
     def __init__(
@@ -134,7 +137,7 @@ class Islands:
         self._checkpoint, self._resume = (place_of(one, self.seat, self._island.rank) for one in (checkpoint, resume))
         self._facts: list[str] = []
         self._presence = Presence(self._cells, self.seat, self._island, deadlines, time.monotonic)
-        connection = functools.partial(
+        connection = partial(
             connect,
             self._store,
             self._presence,
@@ -152,6 +155,7 @@ class Islands:
                 self._presence, self._cells, self._island, self._counterparts,
                 size=size, minimum=minimum, timeout_s=timeout_s, deadlines=deadlines,
             )  # fmt: skip
+        self.pace = Pace(self.seat)
         self._presence.start(self._watch)
         _living.add(self)
 
@@ -192,6 +196,15 @@ class Islands:
     def on_change(self, callback: Callable[[Members, str], object]) -> None:
         """Have ``callback(members, why)`` called after each change, in the thread that exchanges."""
         self._callbacks.append(callback)
+
+    def count_tokens(self, tokens: float) -> None:
+        """This process has trained on so many tokens, or samples, more: with ``pace="own"`` islands count by them.
+
+        Args:
+            tokens: those of this step, before the optimizer steps. If one never calls this, all count by steps.
+        """
+        check_numbers(lambda count: count >= 0, "a number from 0", tokens=tokens)
+        self.pace.count(tokens)
 
     def leave(self, reason: str = "it left") -> None:
         """Go, and tell the others, who then do not wait. Idempotent; happens at the end of the process at the latest.
@@ -261,13 +274,18 @@ class Islands:
         self._refuse_other_samples(told[-1])
         self._island.share(lambda: require_same(self._cells, "model", told, "models"))
         self._bound = True
-        counterparts.give, counterparts.take, counterparts.step = training.give, training.take, training.step
+        counterparts.give = lambda: {**training.give(), "pace": dict(self.pace.numbers)}
+        counterparts.take, counterparts.step = partial(self._take, training), training.step
         with self._leaving():
             self._begin_from_file(told)
             self._participant.join(early=early)
         self._facts = told
         if samples is not None and counterparts.epoch is not None:
             samples.begin(self.seat, counterparts.epoch)
+
+    def _take(self, training: Training, state: Mapping[str, Any], step: int) -> None:
+        self.pace.numbers = state["pace"]
+        training.take(state, step)
 
     def _begin_from_file(self, facts: list[str]) -> None:
         """Have the state of the file, if the run has not begun: who gives the others theirs is not known yet."""
@@ -326,10 +344,16 @@ class Islands:
         """Rank of this process in its island, and the size of the island."""
         return self._island.rank, self._island.size
 
+    def announce(self, part: Hashable, period: int) -> Announced:
+        """What this island says in an exchange, for all of its ranks; see ``Pace.announce``. Collective among these."""
+        self._check_open()
+        with self._leaving(), self.pace.waiting():
+            return Announced(*self._island.total(self.pace.announce(part, period)))
+
     def exchange(self, attempt: Attempt) -> None:
         """Have an exchange happen for all members or for none; see ``Participant.exchange``."""
         self._check_open()
-        with self._leaving():
+        with self._leaving(), self.pace.waiting():
             self._participant.exchange(attempt)
             if self._counterparts.samples is not None:
                 self._counterparts.samples.settle()
@@ -337,7 +361,7 @@ class Islands:
     def rest(self) -> None:
         """This process is between two steps: newcomers may come in."""
         if not self._left:
-            with self._leaving():
+            with self._leaving(), self.pace.waiting():
                 self._participant.rest()
 
     def _check_open(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -14,6 +14,7 @@ from bagua.algorithms.exchanges.model import Model
 from bagua.buckets import Bucket
 from bagua.checks import check_kind, check_whole
 from bagua.comm import ProcessGroup, Work
+from bagua.membership import Pace
 from bagua.primitives import State
 
 #: The moments of a step, in their order.
@@ -241,6 +242,8 @@ class Every:
     Args:
         steps: from one start to the next.
         offset: shift of the steps; negative ones start that much earlier.
+        pace: pace of a member whose steps each stand for some of the fastest one, which are counted then; None where
+            all make the same steps.
 
     Example:
         >>> [t for t in range(1, 10) if Every(3).due(t)], [t for t in range(1, 10) if Every(3, offset=1).due(t)]
@@ -249,14 +252,21 @@ class Every:
 
     steps: int = 1
     offset: int = 0
+    pace: Pace | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_whole(1, steps=self.steps)
         check_kind(int, "a whole number", offset=self.offset)
 
-    def due(self, t: int, shift: int = 0) -> bool:
-        """Whether it starts in step ``t`` of the phase, from 1; ``shift`` steps later for some parts."""
-        return (t - self.offset - shift) % self.steps == 0
+    def due(self, t: int, shift: int = 0, stride: int = 1) -> bool:
+        """Whether it starts in step ``t`` of the phase, from 1; ``shift`` steps later for some parts.
+
+        Args:
+            t: number of the step; of several that are made as one, of the last one.
+            shift: steps by which a part is later.
+            stride: how many steps are made as one.
+        """
+        return (t - self.offset - shift) % self.steps < stride
 
     def round(self, t: int, shift: int = 0) -> int:
         """How many times it has started in the phase up to step ``t``."""

@@ -6,7 +6,7 @@ import dataclasses
 import zlib
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -14,13 +14,15 @@ from bagua.algorithms.base import Algorithm, WithInner
 from bagua.algorithms.exchanges.exchange import Exchange
 from bagua.algorithms.exchanges.fields import Every, How, Then
 from bagua.algorithms.exchanges.flight import Flight
+from bagua.algorithms.exchanges.model import Model
 from bagua.algorithms.exchanges.parts import Parts
 from bagua.algorithms.exchanges.values import WHOLE, Sum
 from bagua.algorithms.gradients.gradient_allreduce import GradientAllReduceAlgorithm
+from bagua.algorithms.local.local_updates import LocalUpdates
 from bagua.checks import check_flags, check_kind
 from bagua.comm import Communicator, ProcessGroup
 from bagua.errors import CollectiveMismatchError, ConfigurationError
-from bagua.membership import Islands
+from bagua.membership import Announced, Islands, contributions
 from bagua.primitives import State
 
 
@@ -36,6 +38,8 @@ class BetweenIslands(How):
         inner: how they communicate.
         islands: who may take part.
         of_ranks: the ranks of an island hold different things, whose sum or mean it contributes.
+        period: steps of the fastest member from one outer step to the next, where each trains at its own pace: members
+            count by what they have trained on. 0 where all make the same steps, and count alike.
         purpose: purpose in words, which members compare before each exchange; empty where all exchanges have the same.
 
     Raises:
@@ -46,6 +50,7 @@ class BetweenIslands(How):
     islands: Islands
     of_ranks: bool = False
     purpose: str = ""
+    period: int = 0
 
     def __post_init__(self) -> None:
         check_kind(Islands, "what join_islands returned", islands=self.islands)
@@ -86,16 +91,20 @@ class BetweenIslands(How):
         if self.of_ranks and group.size > 1:
             group.global_communicator.allreduce(whole.mul_(self.inner.scale(group.size)))
         contribution = self._share(whole, group)
+        part = None if self.of_ranks else (self.purpose, *flight.bucket.names)
+        own = self.islands.announce(part, self.period) if self.period else Announced()
+        told: dict[int, Announced] = {}
 
         def attempt(members: ProcessGroup) -> None:
             # A call that failed may still write to the memory that it was given.
             flight.flat = contribution.clone()
             flight.memory.forget_proposals()
+            if self.period or (self.purpose and flight.flat.numel()):
+                told.clear()
+                told.update(_tell(self.purpose, own, members.global_communicator))
             if not flight.flat.numel():
                 return
-            if self.purpose:
-                _require_same(self.purpose, members.global_communicator)
-            scale = self.inner.scale(members.size)
+            scale = self.inner.scale(contributions(told, self.islands.seat) if self.period else members.size)
             if scale != 1.0:
                 flight.flat.mul_(scale)
             work = self.inner.run(flight, members)
@@ -103,6 +112,8 @@ class BetweenIslands(How):
                 work.wait()
 
         self.islands.exchange(attempt)
+        if self.period and part is not None:
+            self.islands.pace.agree(told, part, self.period)
         flight.flat = self._put_together(flight.flat, whole, group)
         if self.of_ranks and flight.flat is not whole:  # What follows works on gradients where they lie.
             flight.flat = whole.copy_(flight.flat)
@@ -186,17 +197,29 @@ class OverIslands(WithInner):
 
     def closing(self) -> tuple[Exchange, ...]:
         """The means over all ranks of all members."""
-        return tuple(
-            dataclasses.replace(one, how=BetweenIslands(one.how, self.islands, True, f"the mean of all {one.label}"))
-            for one in self.inner.closing()
-            if isinstance(one.how, Sum)
-        )
+        return tuple(self._mean(one, one.how) for one in self.inner.closing() if isinstance(one.how, Sum))
+
+    def _mean(self, exchange: Exchange, how: Sum) -> Exchange:
+        purpose = f"the mean of all {exchange.label}"
+        return dataclasses.replace(exchange, how=BetweenIslands(how, self.islands, True, purpose, self._period))
+
+    def check(self, model: Model) -> None:
+        """What the inner algorithm refuses, but for a pace of its own, which needs islands."""
+        inner: Any = self.inner
+        (dataclasses.replace(inner, pace="equal") if self._period else inner).check(model)
+
+    @property
+    def _period(self) -> int:
+        """``sync_every``, where each member trains at its own pace; else 0."""
+        return self.inner.sync_every if isinstance(self.inner, LocalUpdates) and self.inner.pace == "own" else 0
 
     def _between(self, exchange: Exchange, how: How) -> Exchange:
         assert isinstance(how, Sum)
         purpose = exchange.label or "an outer step" if self.inner.ranks_differ else ""
         if "gradients" not in exchange.needs:
-            return dataclasses.replace(exchange, how=BetweenIslands(how, self.islands, purpose=purpose))
+            when = dataclasses.replace(exchange.when, pace=self.islands.pace) if self._period else exchange.when
+            between = BetweenIslands(how, self.islands, purpose=purpose, period=self._period)
+            return dataclasses.replace(exchange, when=when, how=between)
         # One barrier for each step, when nothing else is on its way.
         between = BetweenIslands(how, self.islands, of_ranks=True, purpose=purpose)
         return dataclasses.replace(exchange, how=between, at="backward ends", until="backward ends", parts=WHOLE)
@@ -219,12 +242,13 @@ def _check(exchange: Exchange, *, elastic: bool) -> None:
         raise _refused("newcomers come in when nothing is on its way", exchange, "Use overlap=0.")
 
 
-def _require_same(purpose: str, communicator: Communicator) -> None:
-    """Refuse to mix what islands exchange for different reasons, before anything is sent. Collective."""
-    own = torch.tensor([zlib.crc32(purpose.encode())])
-    told = torch.empty(communicator.size, dtype=own.dtype)
-    communicator.allgather(told, own)
-    others = [seat for seat, one in zip(communicator.ranks, told.tolist(), strict=True) if one != own.item()]
+def _tell(purpose: str, own: Announced, communicator: Communicator) -> dict[int, Announced]:
+    """What each member says, by seat. Refuses to mix what islands exchange for different reasons. Collective."""
+    said = torch.tensor([zlib.crc32(purpose.encode()), *own], dtype=torch.float64)
+    heard = torch.empty(communicator.size * said.numel(), dtype=said.dtype)
+    communicator.allgather(heard, said)
+    rows = dict(zip(communicator.ranks, heard.view(communicator.size, -1).tolist(), strict=True))
+    others = [seat for seat, (reason, *_) in rows.items() if reason != said[0].item()]
     if others:
         raise CollectiveMismatchError(
             "islands exchange different things",
@@ -235,6 +259,7 @@ def _require_same(purpose: str, communicator: Communicator) -> None:
             advice="Make equally many steps on all islands before bagua_finish() and global_average(): see "
             "model.bagua_step.",
         )
+    return {seat: Announced(*row) for seat, (_, *row) in rows.items()}
 
 
 def _check_memory(how: Sum) -> None:

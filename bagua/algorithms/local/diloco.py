@@ -79,6 +79,7 @@ class DiLoCoAlgorithm(LocalUpdates):
         average_buffers: take the mean of floating-point buffers, too, after each ``sync_every``-th step.
         hierarchical: sum inside each host first, with all bits.
         inner: exchange of the ranks of one host in each step, as ``gradient_allreduce``; see ``LocalUpdates``.
+        pace: ``equal``, or between islands ``own``: each makes the steps that it can; see ``LocalUpdates``.
 
     Raises:
         ConfigurationError: an option of a wrong type or out of its range, or options that contradict each other.
@@ -142,6 +143,8 @@ class DiLoCoAlgorithm(LocalUpdates):
         if self.eager and (self.overlap or self.mix != "blend"):
             name = "overlap" if self.overlap else "mix"
             raise _refused(name, "not given: with eager, exchanges take a period", getattr(self, name))
+        if self.eager and self.pace == "own":
+            raise _refused("eager", "False with pace='own': its exchanges take a period, which differs", self.eager)
         if self.fragments > self.sync_every:
             raise _refused("fragments", f"at most sync_every, which is {self.sync_every}", self.fragments)
         if self.blend and (self.mix == "add" or not self.overlap):

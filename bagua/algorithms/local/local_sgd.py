@@ -24,13 +24,14 @@ class LocalSGDAlgorithm(LocalUpdates):
         average_buffers: take the mean of floating-point buffers, too, after each ``sync_every``-th step.
         hierarchical: sum inside each host first.
         inner: exchange of the ranks of one host in each step, as ``gradient_allreduce``; see ``LocalUpdates``.
+        pace: ``equal``, or between islands ``own``: each makes the steps that it can; see ``LocalUpdates``.
 
     Raises:
         ConfigurationError: an option of a wrong type or out of its range.
 
     Example:
-        >>> LocalSGDAlgorithm(sync_every=16)
-        LocalSGDAlgorithm(sync_every=16, start_after=0, hierarchical=True, average_buffers=False, inner=None)
+        >>> LocalSGDAlgorithm(sync_every=16).outer_exchange.when
+        Every(steps=16, offset=0)
 
     Papers: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019. Lin et al., "Don't Use Large
     Mini-Batches, Use Local SGD", ICLR 2020.

@@ -6,6 +6,7 @@ import dataclasses
 from abc import abstractmethod
 from collections.abc import Hashable
 from dataclasses import KW_ONLY, dataclass
+from typing import Literal, get_args
 
 from bagua.algorithms.base import Algorithm, ByHost, as_algorithm
 from bagua.algorithms.declarations import DistributedAlgorithm
@@ -13,10 +14,11 @@ from bagua.algorithms.exchanges.exchange import Exchange
 from bagua.algorithms.exchanges.fields import Every
 from bagua.algorithms.exchanges.model import Model
 from bagua.algorithms.exchanges.values import WHOLE, Buffers, Gradients, Mean, Replace, Sum
-from bagua.checks import check_flags, check_kind, check_whole
+from bagua.checks import check_choice, check_flags, check_kind, check_whole
 from bagua.errors import ConfigurationError
 from bagua.primitives import SumReducer
 
+PaceChoice = Literal["equal", "own"]
 _TOGETHER, _ALONE = "together", "alone"
 
 
@@ -31,9 +33,13 @@ class LocalUpdates(ByHost):
         average_buffers: floating-point buffers, as running means, become their means after each ``sync_every``-th step.
         inner: exchange of the ranks of one host in each step, as ``gradient_allreduce``: hosts then train alone, each
             as one rank would, and one rank of each takes part in the exchanges between them. None: ranks train alone.
+        pace: ``equal``: all make ``sync_every`` steps. ``own``, between islands: the fastest island makes so many, and
+            the others those that they can make meanwhile, so that nobody waits; what each has learned counts by the
+            tokens, or steps, behind it. See ``bagua.membership``.
 
     Raises:
-        ConfigurationError: an option of a wrong type or out of its range.
+        ConfigurationError: an option of a wrong type or out of its range; when the model is wrapped, ``own`` without
+            ``between=islands``.
     """
 
     sync_every: int = 8
@@ -42,9 +48,18 @@ class LocalUpdates(ByHost):
     hierarchical: bool = True
     average_buffers: bool = False
     inner: Algorithm | str | None = None
+    pace: PaceChoice = "equal"
 
     def __post_init__(self) -> None:
         check_whole(1, sync_every=self.sync_every)
+        check_choice(get_args(PaceChoice), pace=self.pace)
+        if self.pace == "own" and self.start_after:
+            raise ConfigurationError(
+                "steps that all make together have one pace",
+                argument="start_after",
+                expected="0 with pace='own'",
+                seen=self.start_after,
+            )
         check_whole(0, start_after=self.start_after)
         check_flags(hierarchical=self.hierarchical, average_buffers=self.average_buffers)
         expected = "an algorithm that sums gradients in each step, as gradient_allreduce, or None"
@@ -58,7 +73,14 @@ class LocalUpdates(ByHost):
         _ = self._inside, self.outer_exchange  # Refuse options that they cannot use.
 
     def check(self, model: Model) -> None:
-        """What the inner algorithm refuses."""
+        """Refuse a pace of its own where nobody agrees on it, and what the inner algorithm refuses."""
+        if self.pace == "own":
+            raise ConfigurationError(
+                "ranks of one group make the same steps: only islands agree on a pace for each",
+                argument="pace",
+                expected="with_bagua(..., between=islands), or pace='equal'",
+                seen=self.pace,
+            )
         if isinstance(self.inner, Algorithm):
             self.inner.check(model)
 

@@ -51,6 +51,7 @@ class SparseLoCoAlgorithm(LocalUpdates):
         average_buffers: take the mean of floating-point buffers, too, after each ``sync_every``-th step.
         hierarchical: sum inside each host first, with all bits.
         inner: exchange of the ranks of one host in each step, as ``gradient_allreduce``; see ``LocalUpdates``.
+        pace: ``equal``, or between islands ``own``: each makes the steps that it can; see ``LocalUpdates``.
 
     Raises:
         ConfigurationError: an option of a wrong type or out of its range.

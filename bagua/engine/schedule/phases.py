@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
-from bagua.algorithms import Algorithm, Exchange, Model
+from bagua.algorithms import Algorithm, Every, Exchange, Model
 from bagua.engine.schedule import courses
 from bagua.engine.schedule.tracks import Clock
 
@@ -16,7 +16,7 @@ class Phases:
         size: number of ranks.
 
     Attributes:
-        step: synchronized backward passes so far.
+        step: synchronized backward passes so far; of the fastest member, where each trains at its own pace.
         began: step with which the phase began.
         restored_at: step with which training went on from a checkpoint; -1 if it did not.
         exchanges: exchanges that are made in the phase; none before the first is entered.
@@ -31,6 +31,7 @@ class Phases:
         self.between_steps, self.follows_gradients = False, True
         self._size = size
         self._phase: Hashable = None
+        self._paced = Every()
 
     def bind(self, algorithm: Algorithm, model: Model) -> None:
         """Take the phases of ``algorithm`` for ``model``; they count when one is entered."""
@@ -58,6 +59,7 @@ class Phases:
         self._phase, self.exchanges = phase, self.made(self._algorithm.exchanges(phase))
         self.between_steps = courses.is_between_steps(self.exchanges)
         self.follows_gradients = courses.follows_gradients(self.exchanges)
+        self._paced = next((one.when for one in self.exchanges if one.when.pace is not None), Every())
 
     def go_to(self, step: int, began: int) -> None:
         """Go on with step ``step``, of a phase that began with step ``began``: both come from a checkpoint."""
@@ -67,4 +69,12 @@ class Phases:
 
     def clock(self, loss_scale: float) -> Clock:
         """The training step that comes next, or is under way."""
-        return Clock(self.step, self.step - self.began + 1, loss_scale)
+        done, pace = self.step - self.began, self._paced.pace
+        stride = 1 if pace is None else pace.stride(done, self._paced.steps)
+        return Clock(self.step, done + stride, loss_scale, stride)
+
+    def advance(self, stride: int = 1) -> None:
+        """A step is over, which stands for so many."""
+        self.step += stride
+        if self._paced.pace is not None:
+            self._paced.pace.step()

@@ -34,13 +34,15 @@ class Clock(NamedTuple):
 
     Attributes:
         step: number of the training step, from 0.
-        t: its number in the phase, from 1.
+        t: its number in the phase, from 1; of several, that of the last one.
         loss_scale: factor by which the loss is multiplied in it.
+        stride: steps of the fastest member for which it stands.
     """
 
     step: int = -1
     t: int = 0
     loss_scale: float = 1.0
+    stride: int = 1
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,8 @@ class Course:
         when = self.exchange.when
         self.due = self._parts
         if not self._always:
-            self.due = frozenset(part for part, shift in enumerate(self._shifts) if when.due(clock.t, shift))
+            shifts = enumerate(self._shifts)
+            self.due = frozenset(part for part, shift in shifts if when.due(clock.t, shift, clock.stride))
 
     def is_due(self, track: Track) -> bool:
         """Whether ``track`` starts in this step."""

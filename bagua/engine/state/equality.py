@@ -102,10 +102,14 @@ class EqualityCheck:
     def concerns(self, step: int) -> bool:
         """Whether there is something to look at when ``step`` ends: the same on all ranks, or only on this one."""
         if self.paused:
-            if step == self._next and self._every:
-                self._next += 1  # As soon as all have data again.
+            if self._is_next(step) and self._every:
+                self._next = step + 1  # As soon as all have data again.
             return False
-        return step in (self._next, self.loads.step)
+        return self._is_next(step) or step == self.loads.step
+
+    def _is_next(self, step: int) -> bool:
+        """Whether it is time to look; a step may stand for several."""
+        return 0 <= self._next <= step
 
     def look(self, step: int, belief: Belief, group: ProcessGroup) -> bool:
         """Compare at the end of ``step``. Collective in the steps that all ranks know.
@@ -116,7 +120,7 @@ class EqualityCheck:
         Raises:
             CollectiveMismatchError: on all ranks, if there is a difference that is not to be repaired.
         """
-        if step != self._next:
+        if not self._is_next(step):
             if not self._differ:
                 self.loads.warn_if_alone(step, group)
             return False

@@ -1,0 +1,482 @@
+"""Islands that train each at its own pace, and come to each outer step together. No clock here is a real one."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bagua.algorithms import Algorithm, Every, Parts
+from bagua.comm import get_rank, solo_group
+from bagua.engine.options import EngineOptions
+from bagua.engine.state.equality import EqualityCheck
+from bagua.errors import CollectiveMismatchError, ConfigurationError
+from bagua.membership import Announced, Pace, contributions, participant
+from bagua.membership.checkpoint import write_state
+from bagua.membership.pace import numbers_of
+from bagua.parallel import with_bagua
+from bagua.testing.ranks import RankDiedError
+from tests.membership.training import joined, new_store, run, run_islands, together, vanish
+
+H = 6
+RATE = 0.05
+#: Seconds of a step, by seat: the second island is three times slower than the first.
+STEP_S = (1.0, 3.0, 2.0)
+
+paces = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=5)
+periods = st.integers(1, 40)
+
+
+@given(step_s=paces, period=periods)
+def test_numbers_are_those_of_the_formula_and_the_fastest_makes_a_whole_period(step_s, period):
+    found = numbers_of({seat: Announced(one) for seat, one in enumerate(step_s)}, period)
+    fastest = min(step_s)
+    assert found == {seat: max(1, round(period * fastest / one)) for seat, one in enumerate(step_s)}
+    assert found[step_s.index(fastest)] == period
+
+
+def test_who_has_measured_nothing_counts_as_equal():
+    assert numbers_of({0: Announced(1.0), 3: Announced(), 4: Announced(2.0)}, 8) == {0: 8, 3: 8, 4: 4}
+    assert numbers_of({0: Announced(), 1: Announced()}, 8) == {0: 8, 1: 8}
+
+
+def events_of(seat: int, step_s: list[float], period: int, parts: Parts, count: int):
+    """What a member exchanges in so many periods, and how many steps it makes in each but the first."""
+    pace, when = Pace(seat), Every(period)
+    found, steps, done = [], [0] * count, 0
+    while done < count * period:
+        stride = pace.stride(done, period)
+        steps[done // period] += 1
+        done += stride
+        for part in range(parts.n):
+            if when.due(done, parts.shift(part, period), stride):
+                found.append((when.round(done, parts.shift(part, period)), part))
+                pace.agree({other: Announced(one) for other, one in enumerate(step_s)}, part, period)
+    return found, steps[1:], pace.numbers
+
+
+@given(step_s=paces, period=periods, parts=st.integers(1, 8))
+def test_all_exchange_the_same_in_the_same_order_whatever_their_paces(step_s, period, parts):
+    cut = Parts(min(parts, period), "bytes")
+    told = [events_of(seat, step_s, period, cut, 4) for seat in range(len(step_s))]
+    for seat, (events, steps, numbers) in enumerate(told):
+        assert events == told[0][0]
+        assert numbers == told[0][2]
+        assert steps == [numbers[seat]] * 3
+    assert [part for _, part in told[0][0]] == list(range(cut.n)) * 4
+
+
+@given(numbers=st.lists(st.integers(1, 40), min_size=1, max_size=6), period=periods)
+def test_a_period_ends_with_a_step_whatever_its_number_was_before(numbers, period):
+    """Numbers change in the middle of a period, too, where parts of a model are exchanged one after the other."""
+    pace, done = Pace(0), 0
+    for number in [*numbers, *numbers]:
+        pace.numbers = {0: number}
+        stride = pace.stride(done, period)
+        assert 1 <= stride <= period - done % period
+        done += stride
+
+
+def test_a_mean_counts_by_tokens_where_all_count_them_and_else_by_steps():
+    told = {0: Announced(1.0, 6, 60.0), 1: Announced(3.0, 2, 40.0)}
+    assert [contributions(told, seat) for seat in told] == [100 / 60, 100 / 40]
+    told[1] = told[1]._replace(tokens=0.0)
+    assert [contributions(told, seat) for seat in told] == [8 / 6, 8 / 2]
+    told[1] = Announced()
+    assert [contributions(told, seat) for seat in told] == [1.0, float("inf")]
+    assert contributions({0: Announced(), 1: Announced()}, 0) == 2
+
+
+def test_the_median_of_the_last_period_is_announced_without_what_was_waited():
+    now = [0.0]
+    pace = Pace(0, lambda: now[0])
+    for took in (9.0, 9.0, 9.0, 1.0, 50.0, 3.0):
+        now[0] += took
+        with pace.waiting():
+            now[0] += 100.0
+        pace.step()
+    assert pace.announce("part", 3).step_s == 3.0
+    assert pace.announce("part", 1).step_s == 3.0
+    assert pace.announce("part", 5).step_s == 9.0
+    assert pace.announce("part", 5).steps == 6
+
+
+# Islands that are threads.
+
+
+class Member:
+    """An island that trains two layers by a clock of its own, whose steps take ``step_s`` seconds."""
+
+    def __init__(self, islands, algorithm, step_s, tokens=0):
+        self.islands, self.step_s, self.tokens = islands, step_s, tokens
+        self.now = 0.0
+        islands.pace._clock = lambda: self.now
+        self.model = new_model(islands.seat)
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)
+        with_bagua(self.model, optimizer, algorithm, between=islands)
+        self.steps = 0
+
+    def step(self):
+        (optimizer,) = self.model.bagua_optimizers
+        self.now += self.step_s
+        optimizer.zero_grad()
+        loss_of(self.model, self.islands.seat).backward()
+        if self.tokens:
+            self.islands.count_tokens(self.tokens)
+        optimizer.step()
+        self.steps += 1
+
+    def train(self, end, before=lambda: None):
+        """Train up to a step of the fastest one; after each period: its end, own steps so far, and the weights."""
+        found = []
+        while self.model.bagua_step < end:
+            before()
+            self.step()
+            if self.model.bagua_step % H == 0:
+                found.append((self.model.bagua_step, self.steps, weights_of(self.model)))
+        return found
+
+
+def new_model(seat):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(2, 1, bias=False)).double()
+    generator = torch.Generator().manual_seed(seat)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def loss_of(model, seat):
+    data = torch.eye(3, dtype=torch.float64)[[seat % 3, (seat + 1) % 3]] * (1 + seat / 4)
+    return model(data).square().sum()
+
+
+def weights_of(model):
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def check_equal(found, parts=1):
+    """All have the same weights, bit by bit, after each period; of two parts the last one."""
+    for rows in zip(*found, strict=True):
+        for end, _, weights in rows[1:]:
+            assert end == rows[0][0]
+            for here, there in list(zip(weights, rows[0][2], strict=True))[parts - 1 :]:
+                assert torch.equal(here, there)
+
+
+def expected(algorithm, parts, tokens, periods):
+    """The weights after each period, and the steps of each member up to there, in plain torch."""
+    models = [new_model(0) for _ in STEP_S]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=RATE) for model in models]
+    anchor = [torch.nn.Parameter(one) for one in weights_of(models[0])]
+    outer = torch.optim.SGD(anchor, lr=0.7, momentum=0.6, nesterov=True)
+    slow = [torch.zeros_like(one) for one in anchor]
+    numbers = [H] * len(STEP_S)
+    at, made = [0] * len(STEP_S), [0] * len(STEP_S)
+    since = [[0] * len(STEP_S) for _ in range(parts)]
+    found = []
+    for period in range(periods):
+        for part in range(parts):
+            due = period * H + (part + 1) * H // parts
+            for seat, model in enumerate(models):
+                while at[seat] < due:
+                    grid = [period * H + u * H // numbers[seat] for u in range(1, numbers[seat] + 1)]
+                    at[seat] = next(end for end in grid if end > at[seat])
+                    optimizers[seat].zero_grad()
+                    loss_of(model, seat).backward()
+                    optimizers[seat].step()
+                    made[seat] += 1
+            counts = [(now - before) * (one or 1) for now, before, one in zip(made, since[part], tokens, strict=True)]
+            since[part] = list(made)
+            for layer in range(2) if parts == 1 else [part]:
+                ends = [weights_of(model)[layer] for model in models]
+                mean = sum(count * end for count, end in zip(counts, ends, strict=True)) / sum(counts)
+                with torch.no_grad():
+                    if algorithm == "slowmo":
+                        slow[layer].mul_(0.6).add_((anchor[layer] - mean) / RATE)
+                        mean = anchor[layer] - RATE * slow[layer]
+                    elif algorithm == "diloco":
+                        outer.zero_grad()
+                        anchor[layer].grad = anchor[layer] - mean
+                        outer.step()
+                        mean = anchor[layer].detach().clone()
+                    anchor[layer].copy_(mean)
+                    for model in models:
+                        list(model.parameters())[layer].copy_(mean)
+            numbers = [max(1, round(H * min(STEP_S) / one)) for one in STEP_S]
+        found.append((list(made), weights_of(models[0])))
+    return found
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("tokens", [(0, 0, 0), (10, 30, 20)], ids=["steps", "tokens"])
+@pytest.mark.parametrize(
+    ("algorithm", "options", "parts"),
+    [
+        ("local_sgd", {}, 1),
+        ("slowmo", {}, 1),
+        ("diloco", {"outer_lr": 0.7, "outer_momentum": 0.6}, 1),
+        ("diloco", {"outer_lr": 0.7, "outer_momentum": 0.6, "fragments": 2}, 2),
+        ("sparse_loco", {"start_after": 0, "block_numel": 8, "kept": 8, "value_bits": None, "average": "all"}, 1),
+    ],
+    ids=["local_sgd", "slowmo", "diloco", "streaming", "sparse_loco"],
+)
+def test_members_of_unequal_pace_train_as_plain_torch_does(algorithm, options, parts, tokens):
+    """Each makes its number of steps, and counts by what it has trained on."""
+    chosen = Algorithm.init(algorithm, sync_every=H, pace="own", **options)
+
+    def island(store):
+        with joined(store, 3) as islands:
+            seat = islands.seat
+            return seat, Member(islands, chosen, STEP_S[seat], tokens[seat]).train(4 * H)
+
+    found = [rows for _, rows in sorted(run(3, island, new_store()), key=lambda one: one[0])]
+    check_equal(found, parts)
+    for number, (made, weights) in enumerate(expected(algorithm, parts, tokens, 4)):
+        assert [rows[number][1] for rows in found] == made
+        torch.testing.assert_close(found[0][number][2], weights, rtol=0, atol=1e-12)
+
+
+@pytest.mark.threads
+def test_a_member_that_changes_its_pace_makes_another_number_of_steps():
+    def island(store):
+        with joined(store, 2) as islands:
+            member = Member(islands, Algorithm.init("local_sgd", sync_every=H, pace="own"), STEP_S[islands.seat])
+
+            def change():
+                if islands.seat == 1 and member.model.bagua_step == 2 * H + 3:  # In the middle of a period.
+                    member.step_s = 1.0
+                if islands.seat == 0 and member.model.bagua_step == 3 * H:
+                    member.step_s = 2.0
+
+            return islands.seat, member.train(6 * H, change), islands.pace.numbers
+
+    (_, fast, numbers), (_, slow, others) = sorted(run(2, island, new_store()), key=lambda one: one[0])
+    check_equal([fast, slow])
+    assert [row[1] for row in fast] == [6, 12, 18, 24, 27, 30]
+    # Of two steps one took 3 s and one 1 s, which is a median of 2 s: 3 steps, and then as the other one.
+    assert [row[1] for row in slow] == [6, 8, 10, 13, 19, 25]
+    assert numbers == others == {0: 3, 1: 6}
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("place", ["a step", "an exchange"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_member_that_dies_leaves_the_others_a_pace_of_their_own(fragments, place, victim):
+    algorithm = Algorithm.init("diloco", sync_every=H, pace="own", fragments=fragments)
+
+    def island(store):
+        with joined(store, 3) as islands:
+            member = Member(islands, algorithm, STEP_S[islands.seat])
+
+            def die():
+                if islands.seat == victim and member.model.bagua_step == 2 * H:
+                    if place == "a step":
+                        vanish(islands)
+                    islands._participant.exchange = lambda attempt: vanish(islands)
+
+            return member.train(5 * H, die), islands.pace.numbers, islands.members().contributed
+
+    ends = run(3, island, new_store())
+    assert sum(isinstance(end, RankDiedError) for end in ends) == 1, ends
+    found = [end for end in ends if not isinstance(end, BaseException)]
+    check_equal([rows for rows, *_ in found], fragments)
+    left = [seat for seat in range(3) if seat != victim]
+    fastest = min(STEP_S[seat] for seat in left)
+    for _, numbers, contributed in found:
+        assert contributed == tuple(left)
+        assert numbers == {seat: round(H * fastest / STEP_S[seat]) for seat in left}
+
+
+@pytest.mark.threads
+def test_a_member_that_leaves_is_not_waited_for():
+    def island(store):
+        with joined(store, 3) as islands:
+            member = Member(islands, Algorithm.init("local_sgd", sync_every=H, pace="own"), STEP_S[islands.seat])
+            found = member.train(2 * H)
+            if islands.seat == 0:
+                return found
+            return found + member.train(5 * H)
+
+    found = sorted(run(3, island, new_store()), key=len)
+    check_equal(found[1:])
+    assert sorted(rows[-1][1] for rows in found[1:]) == [6 + 2 + 2 + 2 * 4, 6 + 3 + 3 + 2 * 6]
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("early", [True, False])
+def test_a_newcomer_begins_with_a_whole_period_and_then_has_a_pace_of_its_own(fragments, early, monkeypatch):
+    monkeypatch.setattr(participant, "_ROUNDS", participant._ROUNDS if early else 0)
+    algorithm = Algorithm.init("diloco", sync_every=H, pace="own", fragments=fragments)
+    settled, lock, numbers = threading.Event(), threading.Lock(), iter(range(3))
+
+    def island(store):
+        with lock:
+            late = next(numbers) == 2
+        assert not late or settled.wait(60)
+        with joined(store, 2, minimum=1) as islands:
+            member = Member(islands, algorithm, STEP_S[islands.seat])
+            assert not late or set(islands.pace.numbers) == {0, 1}
+            begun = member.model.bagua_step
+            found, ends = [], 0
+            while ends < 3:  # Outer steps with all three.
+                end = member.model.bagua_step
+                found += member.train(end + H - end % H)
+                ends += islands.members().contributed == (0, 1, 2)
+                if len(found) == 2:
+                    settled.set()
+            return islands.seat, begun, found, islands.pace.numbers
+
+    ends = sorted(run(3, island, new_store()), key=lambda one: one[0])
+    shared = min(len(rows) for _, _, rows, _ in ends)
+    check_equal([rows[-shared:] for _, _, rows, _ in ends], fragments)
+    for *_, numbers in ends:
+        assert numbers == {0: 6, 1: 2, 2: 3}
+    _, begun, rows, _ = ends[2]
+    made = [row[1] for row in rows]
+    # The rest of the period in which it came, step by step, at least until its first contribution.
+    assert made[0] == rows[0][0] - begun or (fragments > 1 and made[0] >= min(H // 2, rows[0][0] - begun))
+    assert made[-1] - made[-2] == 3
+
+
+@pytest.mark.threads
+def test_a_run_that_is_resumed_goes_on_with_the_numbers_of_its_seats(tmp_path):
+    algorithm, file = Algorithm.init("local_sgd", sync_every=H, pace="own"), tmp_path / "state.pt"
+
+    def island(store):
+        with joined(store, 2) as islands:
+            member = Member(islands, algorithm, STEP_S[islands.seat])
+            found = member.train(2 * H)
+            if islands.seat == 0:
+                write_state(file, islands._facts, islands._counterparts.state())
+            return found
+
+    def resumed(store):
+        with joined(store, 2, resume=file) as islands:
+            member = Member(islands, algorithm, STEP_S[islands.seat])
+            assert islands.pace.numbers == {0: 6, 1: 2}
+            return islands.seat, member.train(3 * H)
+
+    check_equal(run(2, island, new_store()))
+    ends = sorted(run(2, resumed, new_store()), key=lambda one: one[0])
+    check_equal([rows for _, rows in ends])
+    assert [rows[-1][1] for _, rows in ends] == [6, 2]
+
+
+@pytest.mark.threads
+def test_means_at_an_end_count_by_what_was_trained_since_the_last_outer_step():
+    def island(store):
+        with joined(store, 2) as islands:
+            member = Member(islands, Algorithm.init("local_sgd", sync_every=H, pace="own"), STEP_S[islands.seat])
+            member.train(H)
+            member.train(H + 3)
+            own = weights_of(member.model)
+            for _ in range(2):  # The first one changes nothing for the second.
+                with member.model.global_average():
+                    mean = weights_of(member.model)
+            member.model.bagua_finish()
+            finished = weights_of(member.model)
+            member.model.bagua_finish()  # Nobody has learned anything since.
+            return islands.seat, own, mean, finished, weights_of(member.model)
+
+    (_, first, *means), (_, second, *others) = sorted(run(2, island, new_store()), key=lambda one: one[0])
+    for found in (*means, *others):
+        for one, other, mean in zip(first, second, found, strict=True):
+            torch.testing.assert_close(mean, (3 * one + other) / 4, rtol=0, atol=1e-12)
+
+
+@pytest.mark.threads
+def test_the_ranks_of_an_island_have_one_pace_and_count_their_tokens_together():
+    store = new_store()
+
+    def rank(_):
+        with together(store, 2) as islands:
+            chosen = Algorithm.init("local_sgd", sync_every=H, pace="own")
+            slower = 1.0 + get_rank() / 10  # Each rank measures for itself.
+            member = Member(islands, chosen, STEP_S[islands.seat] * slower, 10 * (1 + get_rank()))
+            found = member.train(3 * H)
+            return islands.seat, member.steps, islands.pace.numbers, found, islands.announce("another part", H)
+
+    islands = run_islands(2, rank)
+    check_equal([rows for ranks in islands for *_, rows, _ in ranks])
+    for ranks in islands:
+        for seat, steps, numbers, _, announced in ranks:
+            assert numbers == {0: 6, 1: 2}
+            assert steps == (18, 10)[seat]
+            assert announced == Announced(pytest.approx((2.1, 6.3)[seat]), 2 * steps, 30 * steps)
+
+
+@pytest.mark.threads
+def test_after_each_step_all_make_the_same_steps():
+    def island(store):
+        with joined(store, 2) as islands:
+            member = Member(islands, Algorithm.init("local_sgd", sync_every=1, pace="own"), STEP_S[islands.seat])
+            member.train(H)
+            return member.steps, weights_of(member.model)
+
+    (made, weights), (others, same) = run(2, island, new_store())
+    assert made == others == H
+    assert all(torch.equal(here, there) for here, there in zip(weights, same, strict=True))
+
+
+@pytest.mark.threads
+def test_buffers_that_are_averaged_count_alike_on_all():
+    algorithm = Algorithm.init("local_sgd", sync_every=H, pace="own", average_buffers=True)
+
+    def island(store):
+        with joined(store, 2) as islands:
+            member = Member(islands, algorithm, STEP_S[islands.seat])
+            return member.train(3 * H)
+
+    check_equal(run(2, island, new_store()))
+
+
+def test_members_that_disagree_about_their_pace_are_refused():
+    store, (own, equal) = new_store(), (Algorithm.init("local_sgd", pace=pace) for pace in ("own", "equal"))
+    with joined(store, 1) as first, joined(store, 1) as second:
+        Member(first, own, 1.0)
+        with pytest.raises(CollectiveMismatchError, match="pace='equal'"):
+            Member(second, equal, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "argument"),
+    [
+        ("diloco", {"eager": True}, "eager"),
+        ("diloco", {"start_after": 3}, "start_after"),
+        ("local_sgd", {"pace": "fast"}, "pace"),
+    ],
+)
+def test_what_has_no_meaning_with_a_pace_of_its_own_is_refused(name, options, argument):
+    with pytest.raises(ConfigurationError) as caught:
+        Algorithm.init(name, **{"sync_every": H, "pace": "own", **options})
+    assert caught.value.argument == argument
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "slowmo", "diloco"])
+def test_ranks_of_one_group_are_refused(name):
+    model = new_model(0)
+    with pytest.raises(ConfigurationError, match="only islands agree on a pace for each") as caught:
+        with_bagua(model, [], Algorithm.init(name, pace="own"), solo_group())
+    assert caught.value.argument == "pace"
+
+
+def test_negative_tokens_are_refused():
+    with joined(new_store(), 1) as islands, pytest.raises(ConfigurationError, match="tokens"):
+        islands.count_tokens(-1)
+
+
+def test_a_step_that_stands_for_several_is_compared_once():
+    """The ranks of an island look at their weights when the step to look in is among those that one stands for."""
+    check = EqualityCheck(Algorithm.init("diloco"), EngineOptions(check_every=4))
+    looked = []
+    for step in range(0, 30, 3):
+        if check.concerns(step):
+            looked.append(step)
+            check._next = check._after(step)
+    assert looked == [0, 6, 9, 12, 18, 21, 24]
