@@ -8,6 +8,7 @@ survive pickling with all their attributes, so they cross process boundaries.
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -35,6 +36,9 @@ __all__ = [
     "UnsupportedAlgorithmException",
 ]
 
+#: How ranks that came late are told of, by ``CollectiveTimeoutError.of``.
+_LATE = re.compile(r"it did not come within (\S+) s(?:, nor did ([\d, ]+))?")
+
 
 def blame(error: BaseException, rank: int, call: str) -> tuple[int, str]:
     """Who is to blame for ``error``, and what that rank did: what other ranks are told.
@@ -57,6 +61,29 @@ def blame(error: BaseException, rank: int, call: str) -> tuple[int, str]:
         return error.peers[0], error.reason
     detail = error.problem if isinstance(error, BaguaError) else str(error)
     return rank, f"it left {call} with {type(error).__name__}" + (f": {detail}" if detail else "")
+
+
+def relayed(culprit: int, reason: str, rank: int, *, teller: int | None = None, **facts: Any) -> CommunicationError:
+    """The error of a rank that is told who ended a communicator, and why: the other half of ``blame``.
+
+    Args:
+        culprit: global rank to blame.
+        reason: deed of the culprit, as ``blame`` words it.
+        rank: global rank that raises.
+        teller: global rank that says so, which is at fault if it gave up a rank that lives.
+        facts: other arguments of the error.
+
+    Example:
+        >>> relayed(1, "it did not come within 2 s, nor did 3", 0)
+        CollectiveTimeoutError('the call did not complete before its deadline (late ranks 1, 3). Look at ...')
+    """
+    late = _LATE.fullmatch(reason)
+    if late is not None:
+        others = [int(one) for one in (late[2] or "").split(", ") if one]
+        return CollectiveTimeoutError.of((culprit, *others), float(late[1]), rank, **facts)
+    if culprit == rank and teller is not None:
+        return PeerLostError.of(teller, f"it gave up rank {rank}: {reason}", **facts)
+    return PeerLostError.of(culprit, reason, **facts)
 
 
 def how_it_ended(exit_code: int | None) -> str:
@@ -304,9 +331,41 @@ class CommunicationError(BaguaError, RuntimeError):
 
 
 class CollectiveTimeoutError(CommunicationError, TimeoutError):
-    """A collective did not complete before its deadline; ``peers`` names the ranks that did not come."""
+    """A collective did not complete before its deadline; ``peers`` names the ranks that came late, or not yet."""
 
-    _shown = _facts("missing ranks")
+    _shown = _facts("late ranks")
+
+    @classmethod
+    def of(cls, late: Sequence[int], deadline_s: float, rank: int, **facts: Any) -> CollectiveTimeoutError:
+        """The error that names the ranks which came late, or not yet: the same on all ranks, and on these.
+
+        Args:
+            late: global ranks that did not come in time; empty if they are not known.
+            deadline_s: seconds that the first rank that gave up had waited.
+            rank: global rank that raises.
+            facts: other arguments of the class.
+
+        Example:
+            >>> error = CollectiveTimeoutError.of((2,), 3.0, rank=0)
+            >>> error.problem, error.reason
+            ('the call did not complete before its deadline', 'it did not come within 3 s')
+            >>> CollectiveTimeoutError.of((2,), 3.0, rank=2).problem
+            'this rank came late: others gave the call up after 3 s'
+        """
+        late = tuple(late)
+        problem = "the call did not complete before its deadline"
+        if rank in late:
+            problem = f"this rank came late: others gave the call up after {deadline_s:g} s"
+        elif not late:
+            problem += ", and which rank is late is not known"
+        others = f", nor did {', '.join(map(str, late[1:]))}" if late[1:] else ""
+        return cls(
+            problem,
+            peers=late,
+            reason=f"it did not come within {deadline_s:g} s{others}" if late else "",
+            advice="Look at what the late ranks do, or allow more time with timeout=.",
+            **{"timeout_s": deadline_s, **facts},
+        )
 
 
 class PeerLostError(CommunicationError, ConnectionError):

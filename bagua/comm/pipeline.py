@@ -16,7 +16,7 @@ from bagua.comm.call import COLLECTIVES, KINDS, POINT_TO_POINT, Call
 from bagua.comm.lifetime.forks import family, forked_error
 from bagua.comm.lifetime.turns import Turns
 from bagua.comm.operands import as_seconds
-from bagua.comm.records.recorder import CallRecord, Place, Recorder, came_late, observers
+from bagua.comm.records.recorder import CallRecord, Place, Recorder, observers
 from bagua.comm.records.statistics import Statistics
 from bagua.comm.transports.base import DONE, Handle, Transport
 from bagua.comm.work import Composite, Steps, Work
@@ -368,7 +368,7 @@ class CallPipeline:
         record.state = "failed"
         if isinstance(error, CommunicationError):
             self._complete_facts(error, call, record.begun)
-            if came_late(error.reason, self._global_rank, self._recorder.clock() - record.begun):
+            if isinstance(error, CollectiveTimeoutError) and self._global_rank in error.peers:
                 record.state = "late"
         if self._broken is None:
             self._broken = error

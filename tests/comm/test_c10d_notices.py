@@ -17,9 +17,16 @@ from torch.distributed import FileStore, HashStore
 
 from bagua.comm.transports.base import Membership
 from bagua.comm.transports.failure import notices as c10d_notices
-from bagua.comm.transports.failure.finder import FailureFinder, ended_error, lost_error, timeout_error
+from bagua.comm.transports.failure.finder import FailureFinder, ended_error, lost_error
 from bagua.comm.transports.failure.notices import Cause, Findings, Mailbox
-from bagua.errors import CollectiveTimeoutError, CommunicatorClosedError, PeerLostError, TransportUnavailableError
+from bagua.errors import (
+    CollectiveTimeoutError,
+    CommunicatorClosedError,
+    PeerLostError,
+    TransportUnavailableError,
+    blame,
+    relayed,
+)
 
 RANKS = (4, 5, 6, 7)
 CAUSE = Cause(5, 7, "aborted", "it had enough")
@@ -231,11 +238,15 @@ def test_what_a_lost_connection_meant(
     assert str(error).count("lost rank") <= 1
 
 
-def test_a_timeout_names_the_ranks_that_did_not_come() -> None:
-    error = timeout_error((0, 2), 10.0, 10.0)
-    assert type(error) is CollectiveTimeoutError
-    assert (error.peers, error.timeout_s) == ((0, 2), 10.0)
-    assert "missing ranks 0, 2" in str(error)
+@pytest.mark.parametrize("late", [(5,), (0, 4, 12)])
+def test_who_came_late_is_told_alike_on_all_ranks(late: tuple[int, ...]) -> None:
+    first = CollectiveTimeoutError.of(late, 2.5, 7)
+    culprit, reason = blame(first, 7, "a call")
+    for rank in (7, *late):
+        told = relayed(culprit, reason, rank, teller=7)
+        assert type(told) is CollectiveTimeoutError
+        assert (told.peers, told.timeout_s) == (late, 2.5)
+        assert ("this rank came late" in str(told)) == (rank in late)
 
 
 def test_a_call_after_the_end_names_who_ended_it() -> None:
@@ -268,7 +279,7 @@ def test_too_many_open_files_end_no_rank_with_another_error(
 
 
 def test_connections_close_though_no_notice_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_memory(*_: object) -> None:
+    def no_memory(*_: object, **__: object) -> None:
         raise MemoryError
 
     monkeypatch.setattr(Mailbox, "tell", no_memory)

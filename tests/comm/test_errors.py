@@ -111,7 +111,7 @@ def test_a_message_names_lost_and_missing_ranks_once():
     assert "fewer batches" in str(lost)
     assert "fewer batches" not in str(PeerLostError.of(3, "it was killed by SIGKILL"))
     late = CollectiveTimeoutError("2 of 3 ranks did not come", peers=[0, 2])
-    assert str(late) == "2 of 3 ranks did not come (missing ranks 0, 2)"
+    assert str(late) == "2 of 3 ranks did not come (late ranks 0, 2)"
 
 
 def test_what_is_not_known_is_not_mentioned():

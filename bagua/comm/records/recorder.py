@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-import re
 import threading
 import time
 from collections import deque
@@ -70,25 +69,6 @@ class CallRecord:
         self.state = "started"
         #: What the recorder's clock of standing still showed when it began; None for a call of the code that computes.
         self.blocked_s: float | None = None
-
-
-def came_late(reason: str, rank: int, elapsed_s: float) -> bool:
-    """Whether peers had given this rank up when it came to a call.
-
-    Args:
-        reason: words of the peer that broke the communicator, about itself.
-        rank: global rank of this process.
-        elapsed_s: seconds from the beginning of the call to its failure.
-
-    Example:
-        >>> came_late("it gave up rank 1: it did not come within 3 s", 1, 0.0)
-        True
-        >>> came_late("it gave up after 3.0 s", 1, 0.1), came_late("it gave up after 3.0 s", 1, 2.9)
-        (True, False)
-    """
-    # Who had come in time has waited about as long as the peer.
-    waited = re.match(r"it gave up after ([\d.]+) s", reason)
-    return reason.startswith(f"it gave up rank {rank}:") or bool(waited and elapsed_s < float(waited[1]) / 2)
 
 
 class CallTimes(NamedTuple):

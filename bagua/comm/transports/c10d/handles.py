@@ -43,9 +43,12 @@ class C10dHandle(Handle):
         finish: completes the call after the works.
         timeout_s: its deadline, from now.
         kept: tensors that must live until the call is complete.
+
+    Attributes:
+        peer: the one rank that the call waits for, inside the communicator; None for a collective.
     """
 
-    __slots__ = ("_error", "_failures", "_finish", "_kept", "_started", "_timeout_s", "_works")
+    __slots__ = ("_error", "_failures", "_finish", "_kept", "_started", "_timeout_s", "_works", "peer")
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class C10dHandle(Handle):
         self._kept = kept
         self._started = time.monotonic()
         self._error: BaseException | None = None
+        self.peer: int | None = None
 
     def wait(self, timeout_s: float | None = None) -> None:
         if self._works is None:
@@ -129,6 +133,11 @@ class C10dHandle(Handle):
     def elapsed_s(self) -> float:
         """Seconds since the call was started."""
         return time.monotonic() - self._started
+
+    def _timed_out(self) -> CommunicationError:
+        """End the communicator because the deadline passed, or the caller wants to wait no longer."""
+        impatient = self._left_s(None) > SLICE_S
+        return self._failures.timed_out(self.elapsed_s(), self._timeout_s, peer=self.peer, impatient=impatient)
 
     def _left_s(self, until: float | None) -> float:
         """Seconds until the deadline, or until the earlier moment ``until``."""
@@ -203,7 +212,7 @@ class HostHandle(C10dHandle):
             if self._failures.peers_left():  # Their notice may come before their connections close.
                 raise self._failures.failed(error, self.elapsed_s(), self._timeout_s)
             if left <= 0:
-                timed_out = self._failures.timed_out(self.elapsed_s(), self._timeout_s)
+                timed_out = self._timed_out()
                 self.settle()
                 raise timed_out from error
             try:
@@ -217,7 +226,7 @@ class HostHandle(C10dHandle):
         # The backend has the same deadline, and its clock may be a little ahead; perhaps no thread has waited before.
         overdue = self._left_s(None) <= SLICE_S and "timed out" in str(failure).lower()
         if overdue:
-            return self._failures.timed_out(self.elapsed_s(), self._timeout_s)
+            return self._timed_out()
         return self._failures.failed(failure, self.elapsed_s(), self._timeout_s)
 
     def settle(self, limit_s: float = 1.0) -> None:
@@ -250,7 +259,7 @@ class StreamHandle(C10dHandle):
             until = time.monotonic() + timeout_s
             while not self.is_completed():
                 if self._left_s(until) <= 0:
-                    raise self._failures.timed_out(self.elapsed_s(), self._timeout_s)
+                    raise self._timed_out()
                 time.sleep(_POLL_S)
         self._failures.check_usable()
         for work in self._works or ():

@@ -150,6 +150,7 @@ class C10dTransport(Transport):
             raise self.failures.failed(error, 0.0, timeout_s) from error
         new_handle = channel.message if channel.takes_messages(call) else channel.collective
         handle = new_handle(self.failures, works, where_allowed(finish, target), timeout_s, (source, target))
+        handle.peer = _one_peer(call)
         if asynchronous or channel.group.on_stream:
             self._keep(handle)
         return handle
@@ -229,6 +230,12 @@ class C10dTransport(Transport):
         self._outstanding.clear()
         for channel in set(self._channels.values()):
             channel.group.disown()
+
+
+def _one_peer(call: Call) -> int | None:
+    """The only rank that ``call`` waits for, if there is just one."""
+    one = call.kind in POINT_TO_POINT and call.root >= 0 and call.source in (-1, call.root)
+    return call.root if one else None
 
 
 def _disconnect(channels: dict[str, _Channel]) -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from bagua.comm.long_wait import LongWait
 from bagua.comm.transports.base import Membership
 from bagua.comm.transports.failure.notices import Cause, Findings, Mailbox
-from bagua.errors import CollectiveTimeoutError, CommunicationError, CommunicatorClosedError, PeerLostError
+from bagua.errors import (
+    CollectiveTimeoutError,
+    CommunicationError,
+    CommunicatorClosedError,
+    PeerLostError,
+    relayed,
+)
 
 #: What is known of a rank that refuses connections.
 ENDED = "it ended, or closed its communicator"
@@ -89,21 +95,47 @@ class FailureFinder:
 
     # What a call has met.
 
-    def timed_out(self, elapsed_s: float, timeout_s: float) -> CommunicationError:
-        """End the communicator because a deadline passed; the error to raise."""
-        if not self._break(self._own_cause("timed out", f"it gave up after {elapsed_s:.1f} s"), announce=True):
-            return self.ended()
-        return self._timeout_error(elapsed_s, timeout_s)
+    def timed_out(
+        self, elapsed_s: float, timeout_s: float, *, peer: int | None = None, impatient: bool = False
+    ) -> CommunicationError:
+        """End the communicator because this rank waits no longer; the error to raise.
 
-    def _timeout_error(self, elapsed_s: float, timeout_s: float) -> CommunicationError:
+        Args:
+            elapsed_s: seconds since the call was started.
+            timeout_s: deadline of the call, in seconds.
+            peer: the one rank that the call waited for, inside the communicator; None for a collective.
+            impatient: the deadline has not passed; the caller waited for less.
+        """
+        late = () if peer is None else (self._membership.ranks[peer],)
+        error = CollectiveTimeoutError.of(late, timeout_s, self._global_rank, elapsed_s=elapsed_s, timeout_s=timeout_s)
+        if impatient:
+            cause = self._own_cause("aborted", f"it gave up after a wait of {elapsed_s:.1f} s")
+        elif late:
+            cause = Cause(self._global_rank, *late, "late", error.reason)
+        else:
+            cause = self._own_cause("timed out", "it gave up")._replace(waited_s=elapsed_s)
+        if not self._break(cause, announce=True):
+            return self.ended()
+        return error if late else self._timeout_error(elapsed_s, timeout_s, late=False)
+
+    def _timeout_error(self, elapsed_s: float, timeout_s: float, *, late: bool) -> CommunicationError:
+        """What each rank raises when all know that a deadline passed: who is late, unless a rank has died."""
         found = self._mailbox.find_out(everyone=True)
-        return timeout_error(sorted(found.lost + found.silent), elapsed_s, timeout_s)
+        known = None if found.cause is None or found.cause.kind == "timed out" else found.cause
+        if known is not None or found.lost:
+            problem = TimeoutError("the deadline passed")
+            return lost_error(problem, found._replace(cause=known), self._global_rank, elapsed_s, timeout_s)
+        missing = {*found.silent, *found.late, *([self._global_rank] if late else [])}
+        return CollectiveTimeoutError.of(
+            sorted(missing), timeout_s, self._global_rank, elapsed_s=elapsed_s, timeout_s=timeout_s
+        )
 
     def failed(self, error: BaseException, elapsed_s: float, timeout_s: float) -> CommunicationError:
         """End the communicator because a call failed; the error to raise."""
         found = self._mailbox.look()
         cause = self._named(found)
-        if not self._break(cause or self._own_cause("failed", f"its call failed: {error}"), announce=cause is not None):
+        own = self._own_cause("failed", f"its call failed: {error}")
+        if not self._break(cause or own, announce=cause is not None, late=_is_late(cause, elapsed_s)):
             return self.ended()
         if cause is None:
             # Who died a moment ago may still answer; those who are well say so as soon as their calls fail.
@@ -114,10 +146,8 @@ class FailureFinder:
                 self._cause = cause  # Other calls that were under way name the same rank.
                 if cause.rank == self._global_rank:
                     self._mailbox.tell(cause)
-        if cause is not None and cause.kind == "timed out" and elapsed_s >= timeout_s / 2:
-            # This rank waited as well; the other one's clock was only a little ahead.
-            self._mailbox.tell(None)
-            return self._timeout_error(elapsed_s, timeout_s)
+        if cause is not None and cause.kind == "timed out":
+            return self._timeout_error(elapsed_s, timeout_s, late=_is_late(cause, elapsed_s))
         return lost_error(error, found, self._global_rank, elapsed_s, timeout_s)
 
     def _named(self, found: Findings) -> Cause | None:
@@ -134,7 +164,7 @@ class FailureFinder:
         with self._verdict:  # Who comes meanwhile waits for the verdict.
             self._error = judge()
 
-    def _break(self, cause: Cause, *, announce: bool) -> bool:
+    def _break(self, cause: Cause, *, announce: bool, late: bool = False) -> bool:
         """Close all connections; False if that has happened before."""
         with self._lock:
             if self._cause is not None:
@@ -143,7 +173,7 @@ class FailureFinder:
         try:
             if announce:
                 # Before the connections close: a rank that this wakes looks for the cause.
-                self._mailbox.tell(cause)
+                self._mailbox.tell(cause, late=late)
         finally:
             self._disconnect()
         return True
@@ -173,26 +203,22 @@ class FailureFinder:
         self._cause = self._cause or self._own_cause("forked", "the communicator is the parent's")
 
 
+def _is_late(cause: Cause | None, elapsed_s: float) -> bool:
+    """Whether a rank whose call failed after ``elapsed_s`` came when others had given up.
+
+    Who came in time has waited about as long as the rank that gave up.
+    """
+    return cause is not None and elapsed_s < cause.waited_s / 2
+
+
 # What a broken connection meant, in the words of ``bagua.errors``.
 
 
 def ended_error(cause: Cause, rank: int) -> CommunicationError:
     """Of a call on a communicator that rank ``rank`` itself ended, earlier or in another thread."""
     if cause.culprit != rank:
-        return PeerLostError.of(cause.culprit, cause.reason)
+        return relayed(cause.culprit, cause.reason, rank)
     return CommunicatorClosedError(f"this rank ended the communicator before ({cause.kind}): {cause.reason}")
-
-
-def timeout_error(missing: Sequence[int], elapsed_s: float, timeout_s: float) -> CollectiveTimeoutError:
-    """A deadline passed, and ``missing`` did not come."""
-    return CollectiveTimeoutError(
-        "the call did not complete before its deadline",
-        peers=missing,
-        reason=f"it did not come within {timeout_s:g} s",
-        elapsed_s=elapsed_s,
-        timeout_s=timeout_s,
-        advice="Find out what these ranks are doing. Pass timeout= if they may take this long.",
-    )
 
 
 def lost_error(
@@ -201,10 +227,8 @@ def lost_error(
     """A connection closed, or a call of ``rank`` failed on the way with ``error``."""
     facts: dict[str, Any] = {"elapsed_s": elapsed_s, "timeout_s": timeout_s}
     cause = found.cause
-    if cause is not None and cause.culprit == rank:
-        return PeerLostError.of(cause.rank, f"it gave up rank {rank}: {cause.reason}", **facts)
     if cause is not None:
-        return PeerLostError.of(cause.culprit, cause.reason, **facts)
+        return relayed(cause.culprit, cause.reason, rank, teller=cause.rank, **facts)
     if len(found.lost) == 1:
         return PeerLostError.of(found.lost[0], ENDED, **facts)
     if found.lost:

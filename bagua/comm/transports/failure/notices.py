@@ -57,12 +57,14 @@ class Cause(NamedTuple):
         culprit: the rank to blame.
         kind: ``aborted``, ``timed out``, ``closed``, ``failed`` or ``lost``.
         reason: deed of the culprit; begins with "it".
+        waited_s: seconds that ``rank`` had waited when it gave up.
     """
 
     rank: int
     culprit: int
     kind: str
     reason: str
+    waited_s: float = 0.0
 
 
 class Findings(NamedTuple):
@@ -72,11 +74,13 @@ class Findings(NamedTuple):
         cause: content of the first notice, if one came.
         lost: ranks that ended, or closed the communicator.
         silent: ranks that sent no notice and are not known to be lost.
+        late: ranks that came when others had given up.
     """
 
     cause: Cause | None = None
     lost: tuple[int, ...] = ()
     silent: tuple[int, ...] = ()
+    late: tuple[int, ...] = ()
 
 
 class _Address(NamedTuple):
@@ -103,6 +107,7 @@ class Mailbox:
         #: Hosts whose mailboxes were reached once: elsewhere a refusal proves nothing.
         self._reached: set[int] = set()
         self._heard: set[int] = set()
+        self._late: set[int] = set()
         self._cause: Cause | None = None
         self._reading = threading.Lock()
         self._letters: list[tuple[socket.socket, bytearray]] = []
@@ -144,9 +149,14 @@ class Mailbox:
 
     # Notices.
 
-    def tell(self, cause: Cause | None) -> None:
-        """Tell all other ranks that calls fail here, and why if that is known. Never raises, never blocks for long."""
-        notice = json.dumps({"rank": self._membership.rank, "cause": cause and _shortened(cause)})
+    def tell(self, cause: Cause | None, *, late: bool = False) -> None:
+        """Tell all other ranks that calls fail here, and why if that is known. Never raises, never blocks for long.
+
+        Args:
+            cause: why, if that is known.
+            late: this rank came when others had given up.
+        """
+        notice = json.dumps({"rank": self._membership.rank, "cause": cause and _shortened(cause), "late": late})
         self._reach(self._others, notice.encode())
 
     def cause(self) -> Cause | None:
@@ -187,7 +197,9 @@ class Mailbox:
             return  # Empty, from a rank that only looked whether this one is there; or a stranger's.
         with contextlib.suppress(ValueError, KeyError, TypeError):
             content = json.loads(notice)
-            self._heard.add(int(content["rank"]))
+            self._heard.add(rank := int(content["rank"]))
+            if content.get("late"):
+                self._late.add(rank)
             if content["cause"] is not None and self._cause is None:
                 self._cause = Cause(*content["cause"])
 
@@ -220,9 +232,7 @@ class Mailbox:
         unheard = [rank for rank in answers if rank not in self._heard]
         lost = [rank for rank in unheard if answers[rank] is False and members.nodes[rank] in self._reached]
         silent = [rank for rank in unheard if rank not in lost]
-        return Findings(
-            cause, tuple(members.ranks[rank] for rank in lost), tuple(members.ranks[rank] for rank in silent)
-        )
+        return Findings(cause, *(tuple(members.ranks[rank] for rank in found) for found in (lost, silent, self._late)))
 
     def _unheard(self) -> list[int]:
         return [rank for rank in self._others if rank not in self._heard]

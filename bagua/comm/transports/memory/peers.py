@@ -32,6 +32,7 @@ from bagua.errors import (
     CommunicatorClosedError,
     PeerLostError,
     blame,
+    relayed,
 )
 
 #: Read in every barrier. ``LineState.OPEN`` is 0.
@@ -309,7 +310,7 @@ class Peers(ABC):
         own, culprit = self._words[self.rank][Words.STATE], self._words[self.rank][Words.CULPRIT]
         if own == LineState.BROKEN and culprit != self.global_rank:
             # Another call of this rank that was under way has found it first.
-            return PeerLostError.of(culprit, self.own.reason)
+            return relayed(culprit, self.own.reason, self.global_rank)
         if own != LineState.OPEN:
             return CommunicatorClosedError(f"this rank ended the communicator during the call: {self.own.reason}")
         for other in self._others:
@@ -328,18 +329,11 @@ class Peers(ABC):
         culprit = line.words[Words.CULPRIT]
         if state == LineState.MISMATCHED:
             return CollectiveMismatchError("ranks disagree on what they are doing", peers=(culprit,), seen=line.reason)
-        if culprit == self.global_rank:
-            return PeerLostError.of(self.ranks[other], f"it gave up rank {culprit}: {line.reason}")
-        return PeerLostError.of(culprit, line.reason)
+        return relayed(culprit, line.reason, self.global_rank, teller=self.ranks[other])
 
     def _timeout(self, waited: tuple[int, ...], deadline: Deadline) -> CollectiveTimeoutError:
-        return CollectiveTimeoutError(
-            f"{len(waited)} of {self.size} ranks did not come in time",
-            peers=self.named(waited),
-            reason=f"it did not come within {deadline.timeout_s:g} s",
-            timeout_s=deadline.timeout_s,
-            advice="Look at what these ranks do, or allow more time with timeout=.",
-        )
+        late = self.named(waited)
+        return CollectiveTimeoutError.of(late, deadline.timeout_s, self.global_rank, timeout_s=deadline.timeout_s)
 
     def named(self, members: Sequence[int]) -> tuple[int, ...]:
         """Global ranks of ``members``."""
