@@ -20,7 +20,6 @@ from bagua.errors import (
 )
 from bagua.membership.epochs import Epoch
 from bagua.membership.island import Act
-from bagua.membership.position import Tally
 from bagua.membership.presence import Presence
 from bagua.membership.roster import Deadlines, SeatRecord, record_name
 from bagua.membership.transfer import MOST_DONORS, Donor, Offer, Receiver
@@ -68,20 +67,17 @@ class Samples(Protocol):
     def fact(self) -> str:
         """What all islands have in common."""
 
-    def begin(self, seat: int, epoch: Epoch) -> None:
-        """This island has come in, with this epoch."""
+    def begin(self) -> None:
+        """This island has come in."""
 
-    def said(self) -> Tally:
-        """What this rank says in an exchange."""
+    def said(self) -> int:
+        """How many samples this rank has drawn since the last exchange."""
 
-    def hear(self, said: Mapping[int, Tally], room: int) -> None:
-        """What all have said, and how many newcomers may come, if the exchange comes to count."""
+    def hear(self, said: Mapping[int, int]) -> None:
+        """What all have said, by seat, if the exchange comes to count."""
 
     def settle(self) -> None:
         """The exchange counts."""
-
-    def resume(self) -> None:
-        """What this rank said last does not count."""
 
     def give(self) -> dict[str, Any]:
         """What a newcomer needs."""
@@ -110,7 +106,6 @@ class Counterparts:
         under_way: number of the exchange that is under way, on the first rank of the island.
         attempt: the exchange that is under way.
         samples: deals out samples, and agrees on them in exchanges; None if there is no sampler.
-        room: how many newcomers the members of the last attempt have agreed on, where samples are dealt out.
     """
 
     def __init__(
@@ -141,7 +136,6 @@ class Counterparts:
         self.under_way = 0
         self.attempt: Attempt = _ignore
         self.samples: Samples | None = None
-        self.room = 0
         self._sent_before = 0
 
     @property
@@ -194,23 +188,15 @@ class Counterparts:
         _log.info("islands: epoch %d of seats %s: %s", epoch.number, list(epoch.members), epoch.why)
         self._tell(epoch)
 
-    def _attempt(self, waiting: int) -> None:
+    def _attempt(self, _: object) -> None:
         """Run the exchange, and agree on samples: a rank that has the result has heard what all have said."""
         self._donor.settle()
         with self.call() as group:
-            if self.samples is not None:
-                self.samples.resume()
             self.attempt(group)
             if self.samples is not None:
-                self._agree(group, self.samples, waiting)
-
-    def _agree(self, group: ProcessGroup, samples: Samples, waiting: int) -> None:
-        own = torch.tensor([waiting, *samples.said()])
-        told = torch.empty(group.size * own.numel(), dtype=own.dtype)
-        group.global_communicator.allgather(told, own)
-        rows = told.view(group.size, -1).tolist()
-        self.room = max(row[0] for row in rows)
-        samples.hear({seat: Tally(*row[1:]) for seat, row in zip(group.ranks, rows, strict=True)}, self.room)
+                told = torch.empty(group.size, dtype=torch.int64)
+                group.global_communicator.allgather(told, torch.tensor([self.samples.said()]))
+                self.samples.hear(dict(zip(group.ranks, told.tolist(), strict=True)))
 
     def _receive(self, donors: Sequence[int]) -> None:
         """Fetch the state that the epoch begins with, for this rank, from its counterparts in these islands."""

@@ -40,7 +40,6 @@ from bagua.membership.follower import Follower
 from bagua.membership.island import Island, different, require_same
 from bagua.membership.pace import Announced, Pace
 from bagua.membership.participant import Participant
-from bagua.membership.position import Position
 from bagua.membership.presence import Presence, take_seat
 from bagua.membership.roster import Deadlines
 from bagua.membership.transfer import Receiver
@@ -220,8 +219,6 @@ class Islands:
         if not self._left:
             self._left = reason
             self._presence.leave(reason)
-            if self._counterparts.samples is not None:  # Nobody is left to agree with.
-                self._counterparts.samples.resume()
             self._counterparts.close()
             if error is not None:  # The other ranks may be waiting for this one.
                 self._island.abort(reason)
@@ -280,8 +277,8 @@ class Islands:
             self._begin_from_file(told)
             self._participant.join(early=early)
         self._facts = told
-        if samples is not None and counterparts.epoch is not None:
-            samples.begin(self.seat, counterparts.epoch)
+        if samples is not None:
+            samples.begin()
 
     def _take(self, training: Training, state: Mapping[str, Any], step: int) -> None:
         self.pace.numbers = state["pace"]
@@ -292,8 +289,8 @@ class Islands:
         if self._resume is None or not self._island.share(lambda: self._cells.read([epoch_name(1)])[0] is None):
             return
         state = read_state(self._resume, facts)
-        if state["samples"] is not None:  # Seats are given out anew: none of them has drawn anything.
-            state["samples"] = Position(**state["samples"]).without_members()._asdict()
+        if state["samples"] is not None:  # Seats are given out anew.
+            state["samples"]["lanes"] = [*range(self.size)]
         try:
             self._counterparts.replace(state, -1)
         except Exception as error:

@@ -84,15 +84,14 @@ class Participant:
         """Come in: with the others at the beginning, or as a newcomer. Waits until this island has the state.
 
         Args:
-            early: newcomers receive the state before they come in, where that is possible: several ranks receive it
-                together, and samples are dealt out from one exchange to the next.
+            early: newcomers receive the state before they come in, if they have one rank: several receive it together.
 
         Raises:
             TooFewMembersError: too few others came.
             StoreLostError: the store does not answer.
             ConfigurationError: no member can send its state.
         """
-        self._early = early and self._island.size == 1 and self._counterparts.samples is None
+        self._early = early and self._island.size == 1
         self._presence.tell(waiting=True, admit=not self._early)
         with self._island.leading(self._outcome):
             self._wait_for_the_state(time.monotonic())
@@ -212,7 +211,7 @@ class Participant:
         """Whether the exchange has happened, for all members. The island holds what all of its ranks hold."""
         assert self.standing is not None
         self._counterparts.under_way = self.standing.entered
-        failure = self._island.do("attempt", len(self._strangers()))
+        failure = self._island.do("attempt")
         if failure is not None:
             self._stop(failure)
             return False
@@ -231,7 +230,7 @@ class Participant:
         called = torch.tensor([len(self._strangers())])
         with self._counterparts.call() as group:
             group.global_communicator.allreduce(called, ReduceOp.MAX)
-        return bool(called) if self._counterparts.samples is None else self._counterparts.room > 0
+        return bool(called)
 
     def _strangers(self, *, admit: bool = True) -> list[int]:
         """Seats of those who wait, and are no members: all, or those who want to be let in without the state."""
@@ -318,11 +317,8 @@ class Participant:
         if late:
             stuck = set(epoch.members) - reports.keys() - gone.keys()
             gone |= dict.fromkeys(stuck, f"it did not come to its next exchange within {self._timeout_s:g} s")
-        waiting, resting = self._strangers(), standing.report is not None and standing.report.resting
         ready = {seat: roster.records[seat].has for seat in self._strangers(admit=False)}
-        if resting and standing.applied and self._counterparts.samples is not None:
-            waiting = waiting[: self._counterparts.room]  # There are samples for so many until the next exchange.
-        return next_epoch(epoch, reports, gone, waiting, self._minimum, roster.left(), ready)
+        return next_epoch(epoch, reports, gone, self._strangers(), self._minimum, roster.left(), ready)
 
     def _cell(self, number: int, propose: Callable[[], Epoch | str] | None = None) -> Epoch | None:
         """Epoch ``number``, if it is written; else what ``propose`` returns, if no other process comes first."""

@@ -150,6 +150,38 @@ def test_an_island_of_shards_goes_and_comes_again(process_ranks):
             assert contributed == crowds[step // PERIOD - 1]
 
 
+def train_at_own_pace(where: str) -> tuple[int, dict[int, int], int, list[State]]:
+    """Seat, numbers of steps, own steps, and the weights after each period of six; the second island takes thrice."""
+    period, now = 6, [0.0]
+    mesh = mesh_of(SHARDS)
+    with joined(where, own_group(SHARDS), "a run") as islands:
+        islands.pace._clock = lambda: now[0]
+        model = uneven(islands.seat)
+        fully_shard(model, mesh=mesh)
+        optimizer = optimizer_of(model)
+        exchange = exchange_shards(model, optimizer, LocalSGDAlgorithm(period, pace="own"), between=islands)
+        found, steps = [], 0
+        while exchange.bagua_step < 3 * period:
+            now[0] += 1.0 + 2.0 * islands.seat
+            steps += 1
+            train_step(model, optimizer, steps)
+            if exchange.bagua_step % period == 0:
+                found.append(whole(model))
+        exchange.bagua_close()
+        return islands.seat, islands.pace.numbers, steps, found
+
+
+def test_islands_of_shards_have_a_pace_of_their_own(process_ranks):
+    store, where = serve_store_at("127.0.0.1", 0)
+    rows = process_ranks(4, train_at_own_pace, where)
+    del store
+    for seat, numbers, steps, found in rows:
+        assert numbers == {0: 6, 1: 2}
+        assert steps == (18, 10)[seat]
+        for one, other in zip(found, rows[0][3], strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 # What is sent, and refused.
 
 

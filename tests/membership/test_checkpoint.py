@@ -307,11 +307,13 @@ def train_on(store, count, file):
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_a_new_run_draws_what_members_of_the_old_one_had_drawn(tmp_path, count):
+def test_a_new_run_draws_what_nobody_had_drawn_before(tmp_path, count):
+    """What loaders of the old run had drawn ahead is left out of this pass."""
     file = tmp_path / "state.pt"
     before = run(2, train_behind_a_loader_that_is_ahead, new_store(), file)
     after = run(count, train_on, new_store(), count, file)
-    assert sorted(number for ends in (before, after) for trained in ends for number in trained) == list(range(48))
+    trained = [number for ends in (before, after) for trained in ends for number in trained]
+    assert sorted(trained) == [number for number in range(48) if not 16 <= number < 24]
 
 
 def test_the_options_of_the_algorithm_may_be_others(tmp_path):

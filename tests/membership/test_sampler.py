@@ -1,8 +1,7 @@
-"""What islands that come and go draw from a data set: no sample is lost, and none counts twice."""
+"""What islands that come and go draw from a data set: each sample once, and again what a lost island had drawn."""
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import Counter
 from types import SimpleNamespace
@@ -16,8 +15,6 @@ from torch.utils.data import DataLoader
 from bagua.algorithms import Algorithm
 from bagua.errors import ConfigurationError
 from bagua.membership import ElasticSampler
-from bagua.membership.epochs import Epoch
-from bagua.membership.position import Tally
 from bagua.parallel import with_bagua
 from tests.membership.training import PERIOD, joined, new_model, new_store, run, vanish, wrapped
 
@@ -29,70 +26,70 @@ class Place(SimpleNamespace):
         self.sampler = sampler
 
 
-def new_sampler(seat, samples, *, rank=0, ranks=1, **options):
-    return ElasticSampler(range(samples), Place(seat=seat, place=(rank, ranks)), **options)
+def new_sampler(seat, samples, *, rank=0, ranks=1, size=1, **options):
+    return ElasticSampler(range(samples), Place(seat=seat, place=(rank, ranks), size=size), **options)
 
 
 class Crowd:
-    """Members that exchange, and what they have trained on; told by their indices, and nothing else."""
+    """Members that exchange, and what they have drawn and trained on; told by their indices, and nothing else."""
 
     def __init__(self, samples, founders):
-        self.samples = samples
-        self.passes = {}
-        self.done = Counter()
-        self.members = {}
-        self.here = {}
-        self.taken = 0
-        self.room = 0
+        self.samples, self.founders = samples, founders
+        self.passes, self.members, self.here = {}, {}, {}
+        #: Indices that count; those since the last exchange, by seat; and those that only loaders of lost ones had.
+        self.trained, self.pending, self.lost = Counter(), {}, Counter()
+        self.taken = self.repeats = self.ahead = 0
         for seat in range(founders):
-            self._come(seat, Epoch(1, tuple(range(founders)), newcomers=tuple(range(1, founders))))
+            self._come(seat)
 
-    def _come(self, seat, epoch, state=None):
-        sampler = new_sampler(seat, self.samples)
+    def _come(self, seat, state=None):
+        sampler = new_sampler(seat, self.samples, size=self.founders)
         if state is not None:
             sampler.take(state)
-        sampler.begin(seat, epoch)
-        self.members[seat] = sampler
-        self.here[seat] = []
+        sampler.begin()
+        self.members[seat], self.here[seat], self.pending[seat] = sampler, [], Counter()
         self.passes[seat] = iter(sampler)
         self.taken = max(self.taken, seat + 1)
 
     def train(self, seat, samples, ahead):
         """Train on some; a loader draws some more ahead."""
-        sampler = self.members[seat]
-        drawn = self.here[seat]
-        while len(drawn) - self.trained(seat) < samples + ahead:
+        sampler, drawn = self.members[seat], self.here[seat]
+        while len(drawn) < samples + ahead:
             index = next(self.passes[seat], None)
             if index is None:
                 self.passes[seat] = iter(sampler)
-                del drawn[self.trained(seat) :]  # A loader that is begun anew forgets what it had loaded.
+                drawn.clear()  # A loader that is begun anew forgets what it had loaded.
             else:
                 drawn.append(index)
         sampler.record(samples)
-
-    def trained(self, seat):
-        return self.members[seat]._trained
+        self.pending[seat].update(drawn[:samples])
+        del drawn[:samples]
 
     def exchange(self, lost, waiting):
         """One exchange, before which some are lost, and after which some come."""
+        uncounted = []
         for seat in lost:
             if len(self.members) > 1 and seat in self.members:
-                del self.members[seat]
+                gone = self.members.pop(seat)
+                self.lost.update(gone._index(number) for number in gone._own)
+                if seat in gone._lanes:  # Nothing of a newcomer has counted.
+                    self.repeats += self.pending[seat].total()
+                    self.trained += self.pending[seat]
+                    uncounted += map(gone._number, range(gone._drawn))
         said = {seat: sampler.said() for seat, sampler in self.members.items()}
         for seat, sampler in self.members.items():
-            count = said[seat].trained
-            self.done.update(self.here[seat][:count])
-            del self.here[seat][:count]
-            sampler.hear(said, waiting)
-            sampler.settle()
-        positions = [sampler.give() for sampler in self.members.values()]
-        assert all(position == positions[0] for position in positions)
+            if seat not in sampler._lanes:
+                self.repeats += said[seat]
+            sampler.hear(said)
         for seat, sampler in self.members.items():
-            assert tuple(sampler._own) == positions[0]["own"][seat]
-        comers = range(self.taken, self.taken + waiting)
-        members = tuple(sorted([*self.members, *comers]))
-        for seat in comers:
-            self._come(seat, Epoch(2, members, newcomers=tuple(comers)), positions[0])
+            sampler.settle()
+            self.trained += self.pending[seat]
+            self.pending[seat] = Counter()
+        positions = [sampler.give() for sampler in self.members.values()]
+        self.ahead += sum(number >= positions[0]["first"] for number in uncounted)
+        assert all(position == positions[0] for position in positions)
+        for seat in range(self.taken, self.taken + waiting):
+            self._come(seat, positions[0])
 
 
 events = st.lists(
@@ -105,55 +102,69 @@ events = st.lists(
 )
 
 
+def numbered(sampler, position):
+    """How often each index is expected, up to a position."""
+    left = set(position["left"])
+    return Counter(sampler._index(number) for number in range(position["first"]) if number not in left)
+
+
 @settings(deadline=None)
 @given(founders=st.integers(1, 3), events=events)
-def test_in_each_pass_every_sample_counts_once_whoever_comes_and_goes(founders, events):
-    samples = 7
-    crowd = Crowd(samples, founders)
+def test_as_long_as_no_island_is_lost_or_comes_every_sample_is_drawn_once(founders, events):
+    crowd = Crowd(7, founders)
+    for trained, _, _ in events:
+        for seat, count, ahead in trained:
+            if seat in crowd.members:
+                crowd.train(seat, count, ahead)
+        crowd.exchange((), 0)
+    sampler = crowd.members[0]
+    waiting = Counter(one._index(number) for one in crowd.members.values() for number in one._own)
+    assert crowd.trained + waiting == numbered(sampler, sampler.give())
+    assert sampler.again == 0
+
+
+@settings(deadline=None)
+@given(founders=st.integers(1, 3), events=events)
+def test_what_is_trained_on_twice_is_told_and_nothing_else_is(founders, events):
+    """At most what lost islands had drawn since their last exchange, and newcomers before their first.
+
+    Nobody knows of what a lost island had drawn when it was further than all others.
+    """
+    crowd = Crowd(7, founders)
     for trained, lost, waiting in events:
         for seat, count, ahead in trained:
             if seat in crowd.members:
                 crowd.train(seat, count, ahead)
         crowd.exchange(lost, waiting)
-    # From here on nobody comes or goes, until all have ended the pass in which the last one is.
-    passes = max(sampler.number_of_pass for sampler in crowd.members.values()) + 1
-    while any(sampler.number_of_pass < passes for sampler in crowd.members.values()):
-        for seat in crowd.members:
-            crowd.train(seat, 1, 0)
-        crowd.exchange((), 0)
-    position = next(iter(crowd.members.values())).give()
-    missing = {*position["left"], *(number for numbers in position["own"].values() for number in numbers)}
-    assert min(missing, default=position["first"]) >= passes * samples
-    orders = [
-        torch.randperm(samples, generator=torch.Generator().manual_seed(turn)).tolist()
-        for turn in range(position["first"] // samples + 1)
-    ]
-    counted = [divmod(number, samples) for number in range(position["first"]) if number not in missing]
-    assert crowd.done == Counter(orders[turn][place] for turn, place in counted)
+    # Newcomers of the last exchange take part in another one.
+    crowd.exchange((), 0)
+    sampler = next(iter(crowd.members.values()))
+    expected = numbered(sampler, sampler.give())
+    waiting = Counter(one._index(number) for one in crowd.members.values() for number in one._own)
+    twice = (crowd.trained - expected).total()
+    assert twice <= crowd.repeats
+    assert twice <= sampler.again + crowd.ahead
+    assert not expected - crowd.trained - waiting - crowd.lost  # Only what loaders of lost ones had is left out.
 
 
-def test_a_loader_that_has_nothing_left_waits_until_members_have_agreed():
-    """What one lane gave before the exchange another one gives after it."""
-    sampler = new_sampler(0, 40, shuffle=False)
-    sampler.begin(0, Epoch(1, (0, 1), newcomers=(1,)))
-    drawn = iter(sampler)
-    assert [next(drawn) for _ in range(2)] == [0, 2]
-    sampler.record(1)
-    own = sampler.said()
-    assert own == Tally(0, 2, 1)
-    found, reader = [], threading.Thread(target=lambda: found.extend(itertools.islice(drawn, 6)), daemon=True)
-    reader.start()
-    sampler.hear({0: own}, 0)
+def test_who_drew_more_gets_more_lanes():
+    sampler = new_sampler(0, 10**6, size=3)
+    sampler.begin()
+    sampler.hear({0: 240, 1: 240, 2: 80})
     sampler.settle()
-    reader.join(60)
-    assert found == [1, 3, 4, 5, 6, 7]
+    lanes = sampler.give()["lanes"]
+    assert Counter(lanes) == {0: 8, 1: 8, 2: 3}
+    assert lanes[:5] == [0, 1, 2, 0, 1]
+    assert len(sampler.give()["left"]) == 159  # What the third one had not drawn, up to the cursor.
+    sampler.hear({0: 240, 1: 240, 2: 80})
+    assert len(sampler._proposed["left"]) == 10
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_each_pass_has_all_samples_over_all_ranks(shuffle):
     members = [new_sampler(0, 11, rank=rank, ranks=2, shuffle=shuffle) for rank in range(2)]
     for sampler in members:
-        sampler.begin(0, Epoch(1, (0,)))
+        sampler.begin()
     passes = []
     for _ in range(2):
         assert [len(sampler) for sampler in members] == [6, 5]
@@ -166,25 +177,30 @@ def test_each_pass_has_all_samples_over_all_ranks(shuffle):
 
 def test_what_was_loaded_and_not_trained_on_is_given_out_again():
     sampler = new_sampler(0, 10, shuffle=False)
-    sampler.begin(0, Epoch(1, (0,)))
+    sampler.begin()
     drawn = iter(sampler)
     assert [next(drawn) for _ in range(5)] == [0, 1, 2, 3, 4]
     sampler.record(2)
+    assert len(sampler) == 8
     assert list(sampler) == [2, 3, 4, 5, 6, 7, 8, 9]
 
 
-def test_training_goes_on_where_it_was_saved():
-    members = [new_sampler(seat, 12, shuffle=False) for seat in range(2)]
-    for sampler in members:
-        sampler.begin(sampler._seat, Epoch(1, (0, 1)))
-        drawn = iter(sampler)
-        for _ in range(4):
-            next(drawn)
-        sampler.record(3)
-    again = new_sampler(7, 12, shuffle=False)
-    again.load_state_dict(members[1].state_dict())
-    again.begin(7, Epoch(1, (7,)))
-    assert list(again) == [0, 2, 4, 6, 7, 8, 9, 10, 11]  # The other one may not have exchanged what it trained on.
+def test_training_goes_on_at_the_last_exchange():
+    sampler = new_sampler(0, 12, shuffle=False)
+    sampler.begin()
+    drawn = iter(sampler)
+    assert [next(drawn) for _ in range(5)] == [0, 1, 2, 3, 4]
+    sampler.record(3)
+    sampler.hear({0: sampler.said()})
+    sampler.settle()
+    assert next(drawn) == 5
+    again = new_sampler(7, 12, shuffle=False, size=8)
+    again.load_state_dict(sampler.state_dict())
+    assert (again._first, again._left) == (5, [3, 4])  # Those that were not trained on come first.
+    again = new_sampler(0, 12, shuffle=False)
+    again.load_state_dict(sampler.state_dict())
+    again.begin()
+    assert list(again) == [3, 4, 5, 6, 7, 8, 9, 10, 11]
 
 
 def test_what_cannot_be_gone_on_from_is_refused():
@@ -192,7 +208,7 @@ def test_what_cannot_be_gone_on_from_is_refused():
     with pytest.raises(ConfigurationError, match="this position cannot be gone on from"):
         other.load_state_dict(sampler.state_dict())
     state = sampler.state_dict()
-    sampler.begin(0, Epoch(1, (0,)))
+    sampler.begin()
     with pytest.raises(ConfigurationError, match="one that comes after it"):
         sampler.load_state_dict(state)
 
@@ -223,7 +239,7 @@ def test_a_sampler_comes_before_the_model_and_alone():
             ElasticSampler(range(9), islands)
 
 
-def test_workers_of_a_loader_draw_ahead_and_only_what_was_trained_on_counts():
+def test_workers_of_a_loader_draw_ahead_and_what_they_drew_is_trained_on_next():
     data = list(range(24))
     with joined(new_store(), 1) as islands:
         sampler = ElasticSampler(data, islands, shuffle=False)
@@ -267,60 +283,52 @@ def test_what_an_island_that_died_had_not_contributed_is_trained_on_by_the_other
                 if islands.seat == 1 and step == PERIOD + 2:
                     vanish(islands)
 
-            return train_on(sampler, model, die)
+            return train_on(sampler, model, die), sampler.again
 
     ends = [end for end in run(3, island, new_store()) if not isinstance(end, BaseException)]
     assert len(ends) == 2
-    trained = [index for trained in ends for index in trained]
+    trained = [index for trained, _ in ends for index in trained]
     missing = set(range(24)) - set(trained)
     assert len(trained) == len(set(trained))
     assert len(missing) == 2 * PERIOD  # What the one that died had contributed before.
+    assert [again for _, again in ends] == [2 * PERIOD] * 2  # Its part of the period in which it died.
 
 
 @pytest.mark.threads
-def test_a_newcomer_draws_what_nobody_else_does():
-    came, seen, steps = threading.Event(), threading.Event(), 5 * PERIOD
+@pytest.mark.parametrize("pace", ["equal", "own"])
+def test_a_newcomer_draws_what_others_do_not_when_it_takes_part(pace):
+    """Before that it repeats something, and all know how much."""
+    settled, lock, numbers = threading.Event(), threading.Lock(), iter(range(3))
 
-    def island(store, number):
-        if number == 2:
-            assert seen.wait(60)
-        with joined(store, 2) as islands:
-            if number == 2:
-                came.set()
-            sampler = ElasticSampler(range(100), islands, shuffle=False)
-            model = wrapped(islands, "local_sgd")
-            (optimizer,) = model.bagua_optimizers
-            step, trained = model.bagua_step, []
-            for batch in sampler.batches(DataLoader(range(100), batch_size=2, sampler=sampler)):
-                step += 1
-                if step == PERIOD + 1 and number < 2:
-                    seen.set()
-                if step == 2 * PERIOD and number < 2:  # The next exchange has to see it.
-                    assert came.wait(60)
-                    records = islands._presence.roster.records
-                    while 2 not in records or not records[2].waiting:
-                        threading.Event().wait(0.002)
-                        records = islands._presence.roster.records
-                trained += batch.tolist()
-                optimizer.zero_grad()
-                model(torch.ones(1, 3)).sum().backward()
-                optimizer.step()
-                if step == steps:
-                    break
-            return trained, sampler.give()
-
-    lock, numbers, store = threading.Lock(), iter(range(3)), new_store()
-
-    def numbered():
+    def island(store):
         with lock:
-            number = next(numbers)
-        return island(store, number)
+            late = next(numbers) == 2
+        assert not late or settled.wait(60)
+        with joined(store, 2) as islands:
+            sampler = ElasticSampler(range(10**5), islands, shuffle=False)
+            model = wrapped(islands, Algorithm.init("local_sgd", sync_every=PERIOD, pace=pace))
+            (optimizer,) = model.bagua_optimizers
+            first, trained, drawn = [], [], iter(sampler)
+            contributed = 0
+            while contributed < 3:
+                for _ in range(PERIOD - model.bagua_step % PERIOD):
+                    mine = [next(drawn) for _ in range(1 + islands.seat)]  # Some draw more.
+                    (trained if not late or 2 in islands.members().contributed else first).extend(mine)
+                    sampler.record(len(mine))
+                    optimizer.zero_grad()
+                    model(torch.ones(1, 3)).sum().backward()
+                    optimizer.step()
+                    if model.bagua_step % PERIOD == 0:
+                        break
+                contributed += 2 in islands.members().contributed
+                settled.set()
+            return first, trained, sampler.give()
 
-    ends = run(3, numbered)
-    position = ends[0][1]
-    assert all(other == position for _, other in ends)
-    assert sorted(len(trained) for trained, _ in ends) == [2 * 3 * PERIOD, 2 * steps, 2 * steps]
-    trained = [index for trained, _ in ends for index in trained]
+    ends = run(3, island, new_store())
+    position = ends[0][2]
+    assert all(other == position for *_, other in ends)
+    first = [index for first, _, _ in ends for index in first]
+    trained = [index for _, trained, _ in ends for index in trained]
+    assert position["again"] == len(first) > 0
     assert len(trained) == len(set(trained))
-    waiting = {*position["left"], *(number for numbers in position["own"].values() for number in numbers)}
-    assert set(trained) == set(range(position["first"])) - waiting
+    assert set(trained) == set(range(position["first"])) - set(position["left"])
