@@ -22,7 +22,6 @@ from bagua.engine.options import (
 )
 from bagua.engine.reducer import Reducer
 from bagua.engine.schedule.executor import Executor, create_executor
-from bagua.engine.schedule.shares import SampleCount
 from bagua.engine.start import begin_training, refuse_in_join, replace_engine
 from bagua.engine.start import start_listeners as start_listeners
 from bagua.engine.state.agreement import compare
@@ -53,7 +52,6 @@ __all__ = [
     "Reducer",
     "ReducerOptions",
     "Remembered",
-    "SampleCount",
     "Setting",
     "SwitchOptions",
     "TensorDeclaration",

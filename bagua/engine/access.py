@@ -15,7 +15,6 @@ from bagua.engine.autotune.search import Setting
 from bagua.engine.average import GlobalAverage
 from bagua.engine.hooks import BackwardHooks
 from bagua.engine.joining import check_joinable, join_block
-from bagua.engine.schedule.shares import SampleCount
 
 
 class EngineAccess:
@@ -57,15 +56,12 @@ class EngineAccess:
         divide_by_initial_world_size: bool = True,
         enable: bool = True,
         throw_on_early_termination: bool = False,
-    ) -> AbstractContextManager[SampleCount]:
+    ) -> AbstractContextManager[None]:
         """Train with another number of batches on each rank in this block. Collective.
 
         A rank that comes to the end of the block makes the steps of the others with nothing to add: its gradients count
-        as zero, its weights as they are. In means of weights that ranks have trained alone, as those of ``local_sgd``
-        and ``diloco``, each counts by the steps that it has made with data since the last mean; where batches differ in
-        size, tell the block how large they are: ``with model.join() as batch:`` and ``batch.count(len(inputs))`` before
-        each forward pass. Where ranks hold equal weights, all take weights, buffers and optimizer state of a rank that
-        came last. Inside, each step costs one small exchange more.
+        as zero, its weights as they are, and all ranks count alike. Where ranks hold equal weights, all take weights,
+        buffers and optimizer state of a rank that came last. Inside, each step costs one small exchange more.
 
         Args:
             divide_by_initial_world_size: divide gradients by the number of all ranks; otherwise by that of those
@@ -94,7 +90,7 @@ class EngineAccess:
         engine = self._bagua_engine
         reducer = engine.reducer
         if not enable or reducer.group.size == 1:
-            return nullcontext(SampleCount())
+            return nullcontext()
         check_joinable(reducer.formation.declaration, by_initial_size=divide_by_initial_world_size)
         return join_block(
             engine,

@@ -8,10 +8,9 @@ from typing import Protocol
 
 import torch
 
-from bagua.algorithms import Algorithm, Gradients
+from bagua.algorithms import Algorithm, Gradients, Sum
 from bagua.engine.reducer import Reducer
 from bagua.engine.schedule.courses import is_between_steps
-from bagua.engine.schedule.shares import SampleCount
 from bagua.engine.state.replicas import tensors_of
 from bagua.errors import CollectiveMismatchError, ConfigurationError
 
@@ -51,7 +50,6 @@ class Joining:
 
     Attributes:
         active: ranks of the group that make this step with data.
-        batch: size of the batches of this rank.
     """
 
     def __init__(self, reducer: Reducer, *, by_initial_size: bool, throws: bool) -> None:
@@ -65,7 +63,6 @@ class Joining:
         self._throws = throws
         self._announced = -1
         self._has_data, self._over = True, False
-        self.batch = SampleCount()
         self.active: tuple[int, ...] = tuple(range(group.size))
 
     def announce(self) -> bool:
@@ -78,14 +75,12 @@ class Joining:
             return False
         self._announced = self._reducer.step
         told = torch.zeros(self._communicator.size, dtype=torch.int64)
-        told[self._communicator.rank] = self.batch.samples if self._has_data else 0
+        told[self._communicator.rank] = self._has_data
         self._communicator.allreduce(told)
-        samples = told.tolist()
-        present = tuple(rank for rank, here in enumerate(samples) if here)
+        present = tuple(rank for rank, here in enumerate(told.tolist()) if here)
         self._over = not present
         if present:
             self.active = present
-            self._reducer.execution.courses.shares.note(self._reducer.step, samples)
             self._reducer.formation.equality.paused = len(present) < self._communicator.size
             self._check_all_have_data()
         return True
@@ -169,7 +164,7 @@ class Engine(Protocol):
 @contextmanager
 def join_block(
     engine: Engine, before_step: Callable[[], None], *, by_initial_size: bool, throws: bool
-) -> Iterator[SampleCount]:
+) -> Iterator[None]:
     """At the end of this block, make the steps of the ranks that have data left. Collective.
 
     Args:
@@ -178,24 +173,23 @@ def join_block(
         by_initial_size: as for ``Joining``.
         throws: as for ``Joining``.
     """
+    joining = Joining(engine.reducer, by_initial_size=by_initial_size, throws=throws)
 
     def step() -> None:
         before_step()
-        _step_without_data(engine)
+        _step_without_data(engine, joining)
 
-    joining = Joining(engine.reducer, by_initial_size=by_initial_size, throws=throws)
     engine.joining = joining
     try:
-        yield joining.batch
+        yield
         joining.follow(step)
     finally:
         engine.joining = None
-        engine.reducer.execution.courses.shares.forget()
         joining.close()
         engine.reducer.formation.equality.paused = False
 
 
-def _step_without_data(engine: Engine) -> None:
+def _step_without_data(engine: Engine, joining: Joining) -> None:
     """Take part in a step with zeros for gradients, and with the weights as they are."""
     reducer = engine.reducer
     engine.enter_step()
@@ -208,8 +202,21 @@ def _step_without_data(engine: Engine) -> None:
     if reducer.phases.follows_gradients and not reducer.options.find_unused_parameters:
         reducer.execution.scheduler.fill_missing(reducer.execution.scheduler.missing())
     reducer.mark_on_complete()
+    if reducer.phases.follows_gradients and _is_made_of_optimizers(reducer.formation.declaration):
+        joining.rescale()
+        for optimizer in reducer.optimizers:
+            optimizer.step()
     reducer.after_optimizers()
     _forget_gradients(reducer)
+
+
+def _is_made_of_optimizers(algorithm: Algorithm) -> bool:
+    """Whether a rank whose optimizers stand still would send what is out of date.
+
+    Momenta are; and so are the weights of a host, which one of its ranks sends.
+    """
+    hosts = (one.how.over == "between" for one in algorithm.every_exchange() if isinstance(one.how, Sum))
+    return algorithm.optimizer_class is not None or any(hosts)
 
 
 def _forget_gradients(reducer: Reducer) -> None:

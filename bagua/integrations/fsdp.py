@@ -26,7 +26,7 @@ from bagua.algorithms import (
 )
 from bagua.checks import check_kind
 from bagua.comm import Communicator, ProcessGroup, ReduceOp, as_group, solo_group
-from bagua.engine import EngineAccess, SampleCount, compare, optimizer_list
+from bagua.engine import EngineAccess, compare, optimizer_list
 from bagua.errors import ConfigurationError
 from bagua.integrations._sharded import LocalState, local_of, ranks_of_mesh, refuse_shared_mesh, sharded_parts
 from bagua.membership import Islands
@@ -385,14 +385,14 @@ class ShardExchange(EngineAccess):
         divide_by_initial_world_size: bool = True,  # noqa: ARG002 - as of other models
         enable: bool = True,
         throw_on_early_termination: bool = False,  # noqa: ARG002 - as of other models
-    ) -> AbstractContextManager[SampleCount]:
+    ) -> AbstractContextManager[None]:
         """Refused, unless it is off: FSDP needs all shards in each forward pass.
 
         Raises:
             ConfigurationError: it is on.
         """
         if not enable:
-            return nullcontext(SampleCount())
+            return nullcontext()
         raise ConfigurationError(
             "ranks that hold shards cannot run out of data one after the other",
             argument="enable",

@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
 
 import bagua.comm
-from bagua.algorithms import (
-    Algorithm,
-    AsyncModelAverageAlgorithm,
-    Difference,
-    Every,
-    Exchange,
-    LocalUpdates,
-    Mean,
-    Outer,
-    OuterStep,
-    Parts,
-    Replace,
-    Weights,
-    registry,
-)
+from bagua.algorithms import Algorithm, AsyncModelAverageAlgorithm, LocalUpdates, registry
 from bagua.errors import CollectiveMismatchError, ConfigurationError, PeerLostError
 from bagua.parallel import BaguaModule, DistributedDataParallel, with_bagua
+from tests.algorithms.toys import QuickOneBitAdam, QuickOneBitLamb, QuickQAdam
 from tests.contract.algorithms import optimizer_maker
 from tests.harness import loss_of, mlp, sgd
 
@@ -125,28 +111,25 @@ PERIOD = 3
 IN_PERIOD = ((3, 3, 3), (2, 3, 3), (0, 3, 1))
 
 
-def expected_alone(sizes, outer=None):
-    """In plain torch: ranks train alone, and each counts in a mean by the samples it has trained on since.
+def expected_alone(outer=None):
+    """In plain torch: ranks train alone, and all count alike in a mean, with data or without.
 
     Args:
-        sizes: samples of each batch of each rank; of all alike before the block.
         outer: makes the outer optimizer; None for the mean itself.
     """
     anchor, models = list(mlp().parameters()), [mlp() for _ in range(RANKS)]
     optimizers = [sgd(model.parameters()) for model in models]
     stepper, made = outer and outer(anchor), [0] * RANKS
-    for number, batches in enumerate(IN_PERIOD):
+    for batches in IN_PERIOD:
         for rank, model in enumerate(models):
             for _ in range(batches[rank]):
                 optimizers[rank].zero_grad()
                 loss_of(model, rank, made[rank]).backward()
                 optimizers[rank].step()
                 made[rank] += 1
-        trained = [size * count if number else count for size, count in zip(sizes, batches, strict=True)]
         for place, one in enumerate(anchor):
             ends = torch.stack([list(model.parameters())[place].detach() for model in models])
-            shares = torch.tensor(trained).div(sum(trained)).view(-1, *[1] * one.dim())
-            one.grad = one.detach() - (ends * shares).sum(0)
+            one.grad = one.detach() - ends.mean(0)
         if stepper:
             stepper.step()
         for place, one in enumerate(anchor):
@@ -157,23 +140,17 @@ def expected_alone(sizes, outer=None):
     return weights_of(models[0])
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (4, 1, 2)])
 @pytest.mark.parametrize("name", ["local_sgd", "diloco"])
-def test_ranks_that_train_alone_count_by_what_they_have_trained_on(thread_ranks, name, sizes):
+def test_ranks_that_train_alone_all_count_alike(thread_ranks, name):
     options = {"outer_lr": 0.7, "outer_momentum": 0.5} if name == "diloco" else {}
 
     def outer(parameters):
         return torch.optim.SGD(parameters, lr=0.7, momentum=0.5, nesterov=True)
 
     def rank_trains():
-        rank = bagua.comm.get_rank()
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        with_bagua(model, [optimizer], Algorithm.init(name, sync_every=PERIOD, **options))
+        model, optimizer, rank = wrapped(Algorithm.init(name, sync_every=PERIOD, **options))
         train(model, optimizer, rank, IN_PERIOD[0])
-        with model.join() as batch:
-            if sizes[rank] != 1:
-                batch.count(sizes[rank])
+        with model.join():
             for step in range(PERIOD, sum(batches[rank] for batches in IN_PERIOD)):
                 optimizer.zero_grad()
                 loss_of(model, rank, step).backward()
@@ -182,84 +159,65 @@ def test_ranks_that_train_alone_count_by_what_they_have_trained_on(thread_ranks,
 
     rows = thread_ranks(RANKS, rank_trains)
     for row in rows:
-        for mine, wanted in zip(row, expected_alone(sizes, outer if options else None), strict=True):
+        for mine, wanted in zip(row, expected_alone(outer if options else None), strict=True):
             torch.testing.assert_close(mine, wanted)
 
 
-STEP_AT_ONCE = OuterStep(Outer(torch.optim.SGD, lr=1.0), Replace())
-
-
-@pytest.mark.parametrize("batches", list(itertools.product((3, 4, 5, 6), (8,))))
+@pytest.mark.parametrize("batches", [(0, 8), (1, 8), (5, 8)])
 @pytest.mark.parametrize(
-    ("exchange", "lag"),
+    "algorithm",
     [
-        (Exchange(Difference(), Every(3, offset=-1), Mean(), STEP_AT_ONCE, lag=1, parts=Parts(1, "strided")), 1),
-        (Exchange(Weights(), Every(3), Mean(), Replace(), at="safe", parts=Parts(1, "strided")), 0),
+        QuickQAdam(),
+        QuickOneBitAdam(),
+        QuickOneBitLamb(),
+        *map(Algorithm.init, ("gradient_allreduce", "bytegrad", "dion")),
     ],
-    ids=["undone while the mean was on its way", "before the optimizers step"],
+    ids=repr,
 )
-def test_a_rank_counts_by_what_is_left_of_its_training(thread_ranks, exchange, lag, batches):
-    """Steps that a result undoes teach nobody, and those that come after a start are not in what was sent."""
+def test_a_rank_without_data_is_one_whose_gradients_are_zero(thread_ranks, algorithm, batches):
+    """Momenta, too: one that stood still would add what is old in every step that follows."""
 
-    def rank_trains():
-        model, optimizer, rank = wrapped(Algorithm.of(exchange))
+    def rank_trains(joins):
+        rank = bagua.comm.get_rank()
+        model = mlp()
+        optimizer = optimizer_maker(algorithm)(model.parameters())
+        with_bagua(model, [optimizer], algorithm, bucket_bytes=ONE_BUCKET_BYTES)
+        with model.join(enable=joins):
+            for step in range(batches[rank] if joins else max(batches)):
+                optimizer.zero_grad()
+                (loss_of(model, rank, step) * (step < batches[rank])).backward()
+                optimizer.step()
+        return weights_of(model)
+
+    assert_equal(thread_ranks(2, rank_trains, True) + thread_ranks(2, rank_trains, False))
+
+
+def test_a_host_trains_on_though_its_leader_has_no_data(thread_ranks):
+    def rank_trains(batches):
+        model, optimizer, rank = wrapped(Algorithm.init("local_sgd", sync_every=2, inner="gradient_allreduce"))
         with model.join():
             train(model, optimizer, rank, batches)
         return weights_of(model)
 
-    models = trained_alone(exchange, lag, batches)
-    for row, model in zip(thread_ranks(2, rank_trains), models, strict=True):
-        for mine, wanted in zip(row, model.parameters(), strict=True):
-            torch.testing.assert_close(mine, wanted.detach())
-
-
-def trained_alone(exchange, lag, batches):
-    """In plain torch: the models of ranks whose means land at once, or a step later."""
-    models = [mlp() for _ in batches]
+    leader, other = (thread_ranks(4, rank_trains, batches, hosts=[2, 2]) for batches in ((0, 4, 4, 4), (4, 0, 4, 4)))
+    assert_equal(leader)
+    assert_equal(other)
+    start = weights_of(mlp())
+    assert any(not torch.allclose(one, before, atol=1e-3) for one, before in zip(leader[0], start, strict=True))
+    models = [mlp(), mlp()]
     optimizers = [sgd(model.parameters()) for model in models]
-    begins, counts, result = exchange.at == "safe", [0] * len(batches), None
-    for step in range(max(batches)):
-        due = exchange.when.due(step + 1)
-        for turn in (not begins, begins):  # The exchange, or the step of the optimizers, comes first.
-            if turn:
-                for rank in (rank for rank, count in enumerate(batches) if step < count):
-                    optimizers[rank].zero_grad()
-                    loss_of(models[rank], rank, step).backward()
-                    optimizers[rank].step()
-                    counts[rank] += 1
-                continue
-            if result is not None:
-                land(models, result)
-                result, counts = None, [0] * len(batches)
-            if due:
-                result = mean_by(models, counts)
-                counts = [0] * len(batches)
-                if not lag:
-                    land(models, result)
-                    result = None
-    return models
-
-
-def mean_by(models, counts):
-    shares = torch.tensor(counts).div(sum(counts))
-    found = zip(*(model.parameters() for model in models), strict=True)
-    return [sum(share * one.detach() for share, one in zip(shares, ones, strict=True)) for ones in found]
-
-
-def land(models, result):
-    for model in models:
-        for one, mean in zip(model.parameters(), result, strict=True):
-            one.data.copy_(mean)
-
-
-def test_a_number_of_samples_that_is_none_is_refused(thread_ranks):
-    def rank_trains():
-        model = mlp()
-        with_bagua(model, [sgd(model.parameters())], "local_sgd")
-        with model.join() as batch, pytest.raises(ConfigurationError, match="samples must be a whole number >= 1"):
-            batch.count(0)
-
-    thread_ranks(2, rank_trains)
+    for step in range(4):
+        for host, model in enumerate(models):
+            optimizers[host].zero_grad()
+            sum(loss_of(model, rank, step) for rank in ((1,), (2, 3))[host]).div(2).backward()
+            optimizers[host].step()
+        if step % 2:
+            for one, other_one in zip(models[0].parameters(), models[1].parameters(), strict=True):
+                mean = (one.data + other_one.data) / 2
+                one.data.copy_(mean)
+                other_one.data.copy_(mean)
+    for mine, wanted in zip(leader[0], models[0].parameters(), strict=True):
+        torch.testing.assert_close(mine, wanted.detach())
 
 
 def test_a_rank_without_any_data_makes_all_steps_of_the_others(thread_ranks):

@@ -35,7 +35,6 @@ class What(ABC):
             gathered. With no lag it is sent from there, and the result stays there.
         exchangeable_weights: weights are sent from where they lie, so that is memory which the transport can read
             without a copy.
-        learned: it is what a rank has learned alone, so in a mean ranks may count by what they have trained on.
         from_anchor: it is the anchor minus the weights, as both are.
         in_full: it is weights or the like themselves, of which nothing may be missing, and no change of them.
         max_lag: the largest lag that makes sense; None for any.
@@ -45,7 +44,6 @@ class What(ABC):
     reads: ClassVar[frozenset[str]]
     in_place: ClassVar[bool] = False
     exchangeable_weights: ClassVar[bool] = False
-    learned: ClassVar[bool] = False
     from_anchor: ClassVar[bool] = False
     in_full: ClassVar[bool] = False
     max_lag: ClassVar[int | None] = None
@@ -137,15 +135,6 @@ class How(ABC):
     def ranks(self, group: ProcessGroup) -> float:
         """How many contributions like that of this rank make one mean: the size of ``group``, if all take part."""
         return group.size
-
-    def contributors(self, group: ProcessGroup) -> Sequence[int]:
-        """Numbers of the ranks of ``group`` whose training a contribution like that of this rank stands for."""
-        return (group.rank,)
-
-    @property
-    def by_share(self) -> bool:
-        """Whether it is a mean in which some ranks may count more than others."""
-        return False
 
     def scale(self, ranks: float) -> float:
         """Factor on what is sent, for so many ``ranks``; costs nothing where it is copied anyway."""

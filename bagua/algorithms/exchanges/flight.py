@@ -22,7 +22,6 @@ class Flight:
         round: how many times this exchange has started in its phase, this time included.
         ranks: how many contributions like this one make one mean; see ``How.ranks``.
         loss_scale: factor by which the loss was multiplied in that step; 1.0 without a ``GradScaler``.
-        speaker: rank of those that train together which had data for longest; None if all have data.
         scale: factor on what is sent; see ``How.scale``.
         rescale: at the fold, what brings gradients of that step to the loss scale of this one.
         early: at the fold, whether training was interrupted before its time.
@@ -56,7 +55,7 @@ class Flight:
             "ranks",
             "reads",
         ),
-        *("rescale", "round", "scale", "sent", "speaker", "step", "t", "unfilled", "wait"),
+        *("rescale", "round", "scale", "sent", "step", "t", "unfilled", "wait"),
     )
 
     def __init__(
@@ -74,7 +73,6 @@ class Flight:
         flat: torch.Tensor,
         reads: frozenset[str] = frozenset(),
         prepared: Any = None,
-        speaker: int | None = None,
         wait: Callable[[], object],
     ) -> None:
         self.step, self.t, self.round = step, t, round
@@ -94,7 +92,6 @@ class Flight:
         self.sent: torch.Tensor | None = None
         self.lost: torch.Tensor | None = None
         self.prepared = prepared
-        self.speaker = speaker
         self.wait = wait
 
     @property

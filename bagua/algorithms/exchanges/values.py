@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -48,7 +47,6 @@ class Weights(What):
     """The weights."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"weights"})
-    learned: ClassVar[bool] = True
     in_full: ClassVar[bool] = True
 
     def fill(self, flight: Flight) -> None:
@@ -61,7 +59,6 @@ class Buffers(What):
     """The floating-point buffers of the module, as running means; with ``Parts(1, "strided")`` all at once."""
 
     reads: ClassVar[frozenset[str]] = frozenset({"buffers"})
-    learned: ClassVar[bool] = True
     in_full: ClassVar[bool] = True
 
     def fill(self, flight: Flight) -> None:
@@ -88,7 +85,6 @@ class Difference(What):
     device: Literal["cpu"] | None = None
 
     reads: ClassVar[frozenset[str]] = frozenset({"weights", "anchor"})
-    learned: ClassVar[bool] = True
     from_anchor: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -200,20 +196,11 @@ class Sum(How):
             return group.size
         return group.local_size if self.over == "inside" else group.size / group.local_size
 
-    def contributors(self, group: ProcessGroup) -> Sequence[int]:
-        """This rank, or those of its host."""
-        if self.over != "between":
-            return (group.rank,)
-        return [rank for rank, node in enumerate(group.nodes) if node == group.nodes[group.rank]]
-
     def run(self, flight: Flight, group: ProcessGroup) -> Work | None:
         """Sum what lies in the flight."""
         if self.over == "inside":
             return self._sum(flight, group.intra_node_communicator)
         if self.over == "between":
-            if flight.speaker is not None:  # The leader may have had no data, so that its weights stayed behind.
-                source = self.contributors(group).index(flight.speaker)
-                group.intra_node_communicator.broadcast(flight.flat, source)
             through_leaders(flight.flat, group, lambda _, leaders: self._sum(flight, leaders, wait=True))
             return None
         if self.reducer is None:
@@ -252,11 +239,6 @@ class Mean(Sum):
         >>> Mean(over="between")
         Mean(reducer=None, hierarchical=False, over='between')
     """
-
-    @property
-    def by_share(self) -> bool:
-        """Where ranks train alone, or hosts."""
-        return self.over != "inside"
 
     def scale(self, ranks: float) -> float:
         """Dividing before the sum keeps 16-bit values in range."""

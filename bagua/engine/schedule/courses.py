@@ -14,7 +14,6 @@ from bagua.engine.options import EngineOptions
 from bagua.engine.schedule.belongings import Belongings
 from bagua.engine.schedule.executor import CallerExecutor, ThreadExecutor, create_executor
 from bagua.engine.schedule.gauges import forget_gauges
-from bagua.engine.schedule.shares import SampleShares
 from bagua.engine.schedule.tracks import Clock, Course, Lane, Track, memory_for
 from bagua.engine.state.saving import Remembered, collect, key_of, restore
 from bagua.primitives import State
@@ -45,11 +44,6 @@ def lag_of_gradients(exchanges: Iterable[Exchange]) -> int:
 def brings_lost_gradients(exchanges: Iterable[Exchange]) -> bool:
     """Whether what an exchange of gradients has lost may come with a later one."""
     return any(one.how is not None and one.how.state() for one in exchanges if "gradients" in one.needs)
-
-
-def longest_period(exchanges: Iterable[Exchange]) -> int:
-    """Steps from one start to the next at most."""
-    return max((one.when.steps for one in exchanges), default=1)
 
 
 def is_chunked(exchanges: Iterable[Exchange]) -> bool:
@@ -85,17 +79,14 @@ class Courses:
     Args:
         group: private to the model.
         belongings: threads and groups of the model, to be given back with it.
-        longest: longest period of an exchange, in steps.
 
     Attributes:
-        shares: shares of the ranks in means of what they have learned.
         places: state that is remembered now, once for each label and bucket.
         fresh: names of the parameters whose state wants to start from the weights, by place and name of the state.
     """
 
-    def __init__(self, group: ProcessGroup, belongings: Belongings, longest: int) -> None:
+    def __init__(self, group: ProcessGroup, belongings: Belongings) -> None:
         self._group = group
-        self.shares = SampleShares(longest)
         self._belongings = belongings
         self._groups: dict[str, ProcessGroup] = {}
         self._prepared: dict[tuple[str, str], Any] = {}
@@ -205,7 +196,7 @@ class Courses:
             made = [Track(one.label, part, bucket, memory_for(bucket)) for part, bucket in found]
             lane = Lane(self._group, {bucket.device: CallerExecutor() for _, bucket in found})
             prepared = None if one.how is None else one.how.prepare(self._group)
-            course = Course(one, made, model, (lane,), prepared, self.shares)
+            course = Course(one, made, model, (lane,), prepared)
             for tracks in course.together:
                 course.set_off(tracks, clock)
             course.cut(clock)
@@ -217,7 +208,7 @@ class Courses:
         lanes = () if exchange.how is None else lanes
         prepared = None if not lanes or exchange.how is None else self._prepare(exchange, exchange.how, lanes[0])
         exchange.then.enter([bucket for _, bucket in buckets], model)
-        return Course(exchange, tracks, model, lanes, prepared, self.shares)
+        return Course(exchange, tracks, model, lanes, prepared)
 
     def _track(self, exchange: Exchange, part: int, bucket: Bucket) -> Track:
         key = (exchange.label, id(bucket))

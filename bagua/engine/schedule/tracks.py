@@ -11,22 +11,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bagua.algorithms import Exchange, Flight, How, Model, Point
+from bagua.algorithms import Exchange, Flight, How, Model
 from bagua.buckets import Bucket
 from bagua.comm import Communicator, ProcessGroup, Work
 from bagua.engine.buckets.layout import unusable
 from bagua.engine.schedule.executor import Executor, nothing
 from bagua.engine.schedule.gauges import Gauges
-from bagua.engine.schedule.shares import SampleShares
 from bagua.engine.schedule.spans import shown
 from bagua.engine.state.saving import paste, propose_again
 from bagua.errors import BaguaError
 from bagua.primitives import MatrixBlock, ReducerMemory
 
 _log = logging.getLogger("bagua")
-
-#: Points at which weights have the update of the step.
-_AFTER_UPDATES: tuple[Point, ...] = ("bucket stepped", "stepped")
 
 
 class Clock(NamedTuple):
@@ -121,7 +117,6 @@ class Course:
         model: model whose parameters they are.
         lanes: lanes that run it, its tracks in turn; none for local actions.
         prepared: return value of ``How.prepare``.
-        shares: shares of the ranks in means of what they have learned.
 
     Attributes:
         together: tracks that are folded together; for buckets by arrival, one list for each bucket.
@@ -138,7 +133,6 @@ class Course:
         model: Model,
         lanes: Sequence[Lane],
         prepared: Any,
-        shares: SampleShares,
     ) -> None:
         self.exchange = exchange
         self.tracks = list(tracks)
@@ -158,9 +152,6 @@ class Course:
         self._parts = frozenset(range(parts.n))
         how = exchange.how
         self._contributions = 1.0 if lane is None or how is None else how.ranks(lane.group)
-        self._shares = shares
-        self._contributors = () if lane is None or how is None else tuple(how.contributors(lane.group))
-        self._by_share = how is not None and how.by_share and exchange.what is not None and exchange.what.learned
         self._uniform = how is not None and how.uniform
         in_place = exchange.what is not None and exchange.what.in_place
         scales = how if in_place and self._of_arrival else None
@@ -251,42 +242,21 @@ class Course:
         bucket = track.bucket
         what = self.exchange.what
         local = self.exchange.how is None
-        ranks = self._contributions
-        speaker: int | None = None
-        if self._shares and self._lane is not None and self._by_share:
-            steps = self._steps_until(clock, shift)
-            ranks = self._shares.contributions(steps, self._contributors)
-            if len(self._contributors) > 1:
-                speaker = self._shares.longest(steps, self._contributors)
         return Flight(
             step=clock.step,
             t=clock.t,
             round=self.exchange.when.round(clock.t, shift),
-            ranks=ranks,
+            ranks=self._contributions,
             loss_scale=clock.loss_scale,
-            scale=1.0 if self.exchange.how is None else self.exchange.how.scale(ranks),
+            scale=1.0 if self.exchange.how is None else self.exchange.how.scale(self._contributions),
             bucket=bucket,
             memory=track.memory,
             model=self._model,
             flat=bucket.allocate_gradients() if self._in_place else _NOTHING if local else track.take_buffer(),
             reads=frozenset() if what is None else what.reads,
             prepared=self._prepared,
-            speaker=speaker,
             wait=nothing,
         )
-
-    def _steps_until(self, clock: Clock, shift: int) -> range:
-        """The steps since the part started last, in which was learned what starts now.
-
-        What was learned while the last result was on its way does not count, if that has taken the place of it.
-        """
-        one = self.exchange
-        before = next((t for t in range(clock.t - 1, 0, -1) if one.when.due(t, shift)), 0)
-        late, undone = one.starts_at not in _AFTER_UPDATES, 0
-        if before and one.then.overwrites and "weights" in one.writes:
-            undone = one.lag + late - (one.folds_at not in _AFTER_UPDATES)
-        begun = clock.step - clock.t + 1
-        return range(begun + (before - late if before else 0) + undone, clock.step + 1 - late)
 
     def returned(self, track: Track, saved: Mapping[str, Any]) -> Flight:
         """A flight that was saved when its result was there."""
