@@ -239,16 +239,14 @@ class Formation:
         """Compare what must be equal on all ranks, in the steps in which that is due.
 
         Raises:
-            CollectiveMismatchError: on all ranks, if there is a difference that is not to be repaired.
+            CollectiveMismatchError: on all ranks, if there is a difference beyond rounding.
         """
         step = self.phases.step
         if not self.equality.concerns(step):
             return
         self.execution.settle()
-        executed = self.execution.courses
-        belief = Belief(self.module, self.model, self.execution.buckets, executed.places)
-        if self.equality.look(step, belief, self.group) and self.phases.restored_at != step:
-            executed.weights_were_replaced()
+        belief = Belief(self.model, self.execution.buckets, self.execution.courses.places)
+        self.equality.look(step, belief, self.group)
 
     # What starts from weights.
 

@@ -11,7 +11,6 @@ from bagua.algorithms import Algorithm, DistributedAlgorithm, Outer
 from bagua.comm import Group
 from bagua.compression import Codec
 from bagua.engine.autotune.settings import AutotuneSettings
-from bagua.engine.options import OnDifference
 from bagua.optim import QAdamOptimizer
 from bagua.topology import Topology
 
@@ -25,7 +24,6 @@ class EngineKeywords(TypedDict, total=False):
     check_every: int | None
     find_unused_parameters: bool
     grad_scaler: torch.amp.GradScaler | None
-    on_difference: OnDifference
     process_group: Group | None
 
 

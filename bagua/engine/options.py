@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from types import NoneType
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
 from bagua.algorithms import Algorithm, DistributedAlgorithm, GradientAllReduceAlgorithm, as_algorithm
 from bagua.buckets import check_align_bytes
-from bagua.checks import check_choice, check_flags, check_kind, check_whole, did_you_mean, wrong_type
+from bagua.checks import check_flags, check_kind, check_whole, did_you_mean, wrong_type
 from bagua.comm import ProcessGroup
 from bagua.engine.autotune.settings import AutotuneSettings, TuningMode, tuning_from
 from bagua.engine.buckets.layout import bucket_lists
@@ -32,10 +32,9 @@ class BucketType(Enum):
 
 DEFAULT_BUCKET_BYTES = 10_000_000
 #: What to do if ranks do not hold what they should: an error, or all go on with what rank 0 holds.
-OnDifference = Literal["raise", "repair"]
 _AGREED = (
     *("bucket_bytes", "align_bytes", "chunking", "fusion", "find_unused_parameters", "delay_reduce"),
-    *("check_every", "on_difference"),
+    "check_every",
 )
 
 
@@ -57,7 +56,6 @@ class EngineOptions:
         check_every: steps from one comparison of what must be equal on all ranks to the next, after those in the first
             step and, where ranks hold equal weights, in the second one; 0 for the first step alone; None for 100 where
             ranks hold equal weights, and what suits the algorithm elsewhere.
-        on_difference: ``raise`` if the comparison finds more than rounding, or ``repair``: give all ranks rank 0's.
 
     Raises:
         ConfigurationError: a value that cannot be used.
@@ -74,7 +72,6 @@ class EngineOptions:
     intra_comm_root_rank: int = 0
     autotune: bool | AutotuneSettings | None = None
     check_every: int | None = None
-    on_difference: OnDifference = "raise"
 
     def __post_init__(self) -> None:
         check_bucket_bytes(self.bucket_bytes)
@@ -88,7 +85,6 @@ class EngineOptions:
         check_grad_scaler(self.grad_scaler)
         if self.check_every is not None:
             check_whole(0, check_every=self.check_every)
-        check_choice(get_args(OnDifference), on_difference=self.on_difference)
         object.__setattr__(self, "buckets", bucket_lists(self.buckets))
         object.__setattr__(self, "_tuning", tuning_from(self.autotune))
 

@@ -19,7 +19,6 @@ from bagua.engine.options import (
     DEFAULT_BUCKET_BYTES,
     BucketType,
     EngineOptions,
-    OnDifference,
     check_module,
     chosen_algorithm,
     optimizer_list,
@@ -58,7 +57,7 @@ class Reducer:
         bucket_bytes: a bucket is closed when it holds so many bytes.
         find_unused_parameters: a parameter without a gradient counts as zero; otherwise it is an error.
         delay_reduce: start no exchange before the end of backward.
-        grad_scaler, intra_comm_root_rank, autotune, check_every, on_difference: as in ``EngineOptions``.
+        grad_scaler, intra_comm_root_rank, autotune, check_every: as in ``EngineOptions``.
         unknown: refused.
 
     Attributes:
@@ -105,7 +104,6 @@ class Reducer:
         intra_comm_root_rank: int = 0,
         autotune: bool | AutotuneSettings | None = None,
         check_every: int | None = None,
-        on_difference: OnDifference = "raise",
         **unknown: Never,
     ) -> None:
         refuse_unknown(unknown, Reducer.__init__.__kwdefaults__ or ())
@@ -122,7 +120,6 @@ class Reducer:
             intra_comm_root_rank=intra_comm_root_rank,
             autotune=autotune,
             check_every=check_every,
-            on_difference=on_difference,
         )
         declaration = chosen_algorithm(
             algorithm,

@@ -20,7 +20,6 @@ from bagua.engine import (
     BackwardHooks,
     EngineAccess,
     EngineOptions,
-    OnDifference,
     Reducer,
     begin_training,
     check_module,
@@ -157,7 +156,6 @@ def with_bagua(
     grad_scaler: torch.amp.GradScaler | None = None,
     autotune: bool | AutotuneSettings | None = None,
     check_every: int | None = None,
-    on_difference: OnDifference = "raise",
     between: Islands | None = None,
     elastic: bool = False,
     **unknown: Never,
@@ -187,9 +185,6 @@ def with_bagua(
         check_every: compare what must be equal on all ranks in the first step, in the second one if ranks hold equal
             weights, and then after so many; 0 for the first step alone; None for 100 where ranks hold equal weights,
             and what suits the algorithm elsewhere.
-        on_difference: ``raise`` a ``CollectiveMismatchError`` that names the first difference and the ranks, or
-            ``repair``: give all ranks rank 0's weights, optimizer state and settings, and warn. Ranks that only round
-            differently are warned of once.
         between: islands that ``join_islands`` returned: this island trains with others that come and go, by
             ``diloco``, ``local_sgd`` or ``slowmo``; its ranks exchange gradients in each step. Waits until it takes
             part; a newcomer starts from the state of the others.
@@ -235,7 +230,6 @@ def with_bagua(
         grad_scaler=grad_scaler,
         autotune=autotune,
         check_every=check_every,
-        on_difference=on_difference,
     )
     group, over = group_of_island(process_group, between), over_islands(algorithm, between, elastic=elastic)
     come_in(_start(self, optimizers, over, group, options, broadcast_buffers=broadcast_buffers, warn=True), between)

@@ -26,8 +26,8 @@ with_bagua(layer, optimizer, "bytegrad", bucket_bytes=1000)
 with_bagua(layer, optimizer, "bytegrad", bucket_byte=1000)  # type: ignore[arg-type]
 
 model: torch.nn.Linear = bagua.with_bagua(layer, optimizer)  # The class of the module stays.
-bagua.with_bagua(layer, optimizer, "bytegrad", check_every=10, on_difference="repair")
-bagua.with_bagua(layer, optimizer, "bytegrad", on_difference="ignore")  # type: ignore[arg-type]
+bagua.with_bagua(layer, optimizer, "bytegrad", check_every=10)
+bagua.with_bagua(layer, optimizer, "bytegrad", check_every="now")  # type: ignore[arg-type]
 if isinstance(model, bagua.BaguaModule):
     model.switch_to("bytegrad").bagua_close()
     model.switch_to(3)  # type: ignore[arg-type]

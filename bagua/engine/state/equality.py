@@ -17,8 +17,6 @@ from bagua.engine.buckets.registration import Registration
 from bagua.engine.options import EngineOptions
 from bagua.engine.state.digests import digest_of_gradients, quick_digest
 from bagua.engine.state.loads import Loads
-from bagua.engine.state.replicas import broadcast_optimizer_state, broadcast_parameters, ignored_parameters
-from bagua.engine.state.rounding import differ_by_rounding
 from bagua.engine.state.saving import Holder, digest_of, shared_tensors
 from bagua.errors import CollectiveMismatchError
 
@@ -27,6 +25,9 @@ _log = logging.getLogger("bagua")
 #: Steps from one look to the next where ranks hold equal weights after each step.
 DEFAULT_CHECK_EVERY = 100
 _SETTINGS = "settings of optimizers"
+#: The largest difference that is rounding, over the largest element of a tensor: so many units in the last place of its
+#: dtype, and never more than this share. Ranks on other processors step from equal gradients with other last bits.
+_ROUNDING_UNITS, _ROUNDING_SHARE = 256, 0.03
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,11 @@ class Belief:
     """What a rank holds, of what must be equal on all.
 
     Args:
-        module: module that is trained.
         model: its weights by name, and their optimizers.
         buckets: buckets in which the weights lie.
         places: places that hold what is remembered.
     """
 
-    module: torch.nn.Module
     model: Model
     buckets: Sequence[Bucket]
     places: Sequence[Holder]
@@ -63,7 +62,7 @@ class EqualityCheck:
 
     Args:
         algorithm: says what must be equal.
-        options: how often to look, and what to do about a difference.
+        options: how often to look.
 
     Attributes:
         loads: record of weights that were loaded into the model.
@@ -75,19 +74,17 @@ class EqualityCheck:
         self.paused = False
         self._differ = algorithm.ranks_differ
         self._every = _usual(algorithm) if options.check_every is None else options.check_every
-        self._repairs = options.on_difference == "repair"
         self._looks = not algorithm.in_background
         self._next = 0 if self._looks else -1
         self._begins = 0
         self._leaves_gradients = not any("gradients" in one.needs for one in algorithm.every_exchange())
         #: Where gradients are exchanged before buckets would be formed: digests of those that this rank computed.
         self._watches, self._first_gradients = bool(options.buckets), list[str]()
-        #: When ranks were known to be equal last, and whether they were told that they round differently.
-        self._equal_at, self._rounds = 0, False
+        #: Whether ranks were told that they round differently.
+        self._rounds = False
 
     def restart(self, step: int) -> None:
         """All ranks go on with ``step``: look at its end."""
-        self._equal_at = step
         if self._looks:
             self._begins = self._next = step
 
@@ -111,36 +108,26 @@ class EqualityCheck:
         """Whether it is time to look; a step may stand for several."""
         return 0 <= self._next <= step
 
-    def look(self, step: int, belief: Belief, group: ProcessGroup) -> bool:
+    def look(self, step: int, belief: Belief, group: ProcessGroup) -> None:
         """Compare at the end of ``step``. Collective in the steps that all ranks know.
 
-        Returns:
-            Whether all ranks have taken what rank 0 holds.
-
         Raises:
-            CollectiveMismatchError: on all ranks, if there is a difference that is not to be repaired.
+            CollectiveMismatchError: on all ranks, if there is a difference beyond rounding.
         """
         if not self._is_next(step):
             if not self._differ:
                 self.loads.warn_if_alone(step, group)
-            return False
+            return
         self._next = self._after(step)
         communicator = group.global_communicator
         if step == 0 and (self._leaves_gradients or self._watches):  # Otherwise they were compared with the buckets.
             own = self._own_gradients(belief.model)
             warn_of_equal_gradients(communicator.allgather_object(own), group.rank)
-        difference, by_rounding = self._difference(step, belief, communicator)
-        if difference is None:
-            self._equal_at = step
-            return False
-        if by_rounding:
-            self._tell_of_rounding(difference, communicator)
-        elif not self._repairs:
+        difference, by_rounding = self._difference(belief, communicator)
+        if difference is not None and not by_rounding:
             raise difference
-        if self._repairs:
-            _take_from_first_rank(belief, communicator, "" if by_rounding else difference.problem)
-            self._equal_at = step
-        return self._repairs and not by_rounding
+        if difference is not None:
+            self._tell_of_rounding(difference, communicator)
 
     def _after(self, step: int) -> int:
         """The step after ``step`` to look in: that after the first update shows what optimizers did differently."""
@@ -170,15 +157,12 @@ class EqualityCheck:
     def _tell_of_rounding(self, difference: CollectiveMismatchError, communicator: Communicator) -> None:
         if communicator.rank == 0 and not self._rounds:
             _log.warning(
-                "%s, but only by rounding, as on other processors or with other numbers of threads. Training goes on; "
-                "on_difference='repair' gives all ranks rank 0's weights at each comparison",
+                "%s, but only by rounding, as on other processors or with other numbers of threads. Training goes on",
                 difference.problem,
             )
         self._rounds = True
 
-    def _difference(
-        self, step: int, belief: Belief, communicator: Communicator
-    ) -> tuple[CollectiveMismatchError | None, bool]:
+    def _difference(self, belief: Belief, communicator: Communicator) -> tuple[CollectiveMismatchError | None, bool]:
         """The first difference, and whether rounding explains all of them."""
         everyone = _gather(self._quick(belief), communicator)
         if len(set(everyone)) == 1:
@@ -190,9 +174,7 @@ class EqualityCheck:
         if error is not None and len({count for count, _ in counts}) == 1:
             names = _differing_tensors(lines)
             held = {(kind, name): tensor for kind, name, tensor in self._tensors(belief)}
-            by_rounding = bool(names) and differ_by_rounding(
-                [held[name] for name in names], step - self._equal_at, communicator
-            )
+            by_rounding = bool(names) and differ_by_rounding([held[name] for name in names], communicator)
         communicator.barrier()  # A rank that raises ends the communicator: others may still be receiving.
         loads.count = max(count for count, _ in counts)
         return error, by_rounding
@@ -324,12 +306,11 @@ def _advice(kind: str, loads: Sequence[list[int]], ranks: Sequence[int]) -> str:
         told = ", ".join(f"rank {rank}" for rank, _ in loaded)
         return (
             f"Only {told} loaded weights, before step {loaded[0][1]}. Call load_state_dict on every rank, or before "
-            "the model is wrapped, which gives all ranks rank 0's. on_difference='repair' does that by itself."
+            "the model is wrapped, which gives all ranks rank 0's."
         )
     return (
         "Change weights on all ranks alike, by optimizers with the same settings: with_bagua(model, optimizer) "
-        "compares those. on_difference='repair' gives all ranks rank 0's weights instead; check_every=0 looks in the "
-        "first step only."
+        "compares those. check_every=0 looks in the first step only."
     )
 
 
@@ -356,21 +337,28 @@ def warn_of_other_settings(model: Model, communicator: Communicator) -> None:
         )
 
 
-def _take_from_first_rank(belief: Belief, communicator: Communicator, told: str) -> None:
-    """Give all ranks what rank 0 holds. Collective.
+def differ_by_rounding(tensors: Sequence[torch.Tensor], communicator: Communicator) -> bool:
+    """Whether what ranks hold is the same but for rounding. Collective.
 
     Args:
-        belief: belief of this rank.
+        tensors: tensors of this rank, equal in shapes and dtypes on all ranks.
         communicator: communicator of the ranks.
-        told: why, for a warning; empty for none.
     """
-    if communicator.rank == 0 and told:
-        _log.warning("%s; all ranks go on with what rank 0 holds", told)
-    broadcast_parameters(belief.module, broadcast_buffers=False, comm=communicator)
-    own = ignored_parameters(belief.module)
-    broadcast_optimizer_state(belief.model.optimizers, comm=communicator, own=own)
-    for _, tensor in shared_tensors(belief.places):
-        communicator.broadcast(tensor)
+    rounds = True
+    for own in tensors:
+        of_first = own.detach().clone()
+        communicator.broadcast(of_first)
+        rounds = rounds and _is_rounded(own.detach(), of_first)
+    return all(communicator.allgather_object(rounds))
+
+
+def _is_rounded(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    share = min(_ROUNDING_UNITS * torch.finfo(one.dtype).eps, _ROUNDING_SHARE)
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    largest = float(other.to(wide).abs().nan_to_num(0.0, 0.0).max()) if other.numel() else 0.0
+    return torch.allclose(one.to(wide), other.to(wide), rtol=0.0, atol=share * largest, equal_nan=True)
 
 
 def warn_of_equal_gradients(digests: Sequence[str], rank: int) -> None:
