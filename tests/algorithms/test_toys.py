@@ -220,6 +220,6 @@ def _parameters_of(remembered: dict) -> dict[str, State]:
 
 
 def test_a_local_sgd_that_never_exchanges_would_be_noticed(thread_ranks, monkeypatch):
-    monkeypatch.setattr(Every, "due", lambda self, t, shift=0: False)
+    monkeypatch.setattr(Every, "due", lambda self, t, *_: False)
     first, second = thread_ranks(2, _train, LocalSgd(period=2), 6)
     assert not torch.equal(first["0.weight"], second["0.weight"])
