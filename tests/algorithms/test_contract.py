@@ -78,7 +78,7 @@ def test_training_resumes_bit_exactly_in_new_processes(process_ranks):
     alone = [(algorithm,) for algorithm in algorithms]
     whole = process_ranks(2, of_each, train, alone)
     saved = process_ranks(2, of_each, train_and_save, alone)
-    checkpoints = [list(of_ranks) for of_ranks in zip(*saved, strict=True)]
+    checkpoints = [[one for (one,) in of_ranks] for of_ranks in zip(*saved, strict=True)]
     calls = [(algorithm, saved, ONE_BUCKET_BYTES) for algorithm, saved in zip(algorithms, checkpoints, strict=True)]
     resumed = process_ranks(2, of_each, resume_and_train, calls)
     for algorithm, *states in zip(algorithms, *whole, *resumed, strict=True):

@@ -26,11 +26,13 @@ from bagua.algorithms import (
     EagerStep,
     Every,
     Exchange,
+    Gradients,
     LocalSGDAlgorithm,
     Mean,
     Outer,
     OuterStep,
     Parts,
+    Replace,
     SlowMoAlgorithm,
     SparseLoCoAlgorithm,
     Weights,
@@ -85,6 +87,23 @@ class TestLocalUpdates(AlgorithmContract):
     test_host_layouts_work_or_are_refused = None
     test_the_suite_notices_that_nothing_is_exchanged = None
     test_one_rank_alone_trains_as_without_bagua = None
+
+
+@pytest.mark.threads
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        DiLoCoAlgorithm(4, start_after=3),
+        LocalSGDAlgorithm(3, start_after=4),
+        Algorithm.of(Exchange(Gradients(), Every(), Mean(), Replace(), lag=1)),
+        SparseLoCoAlgorithm(3, start_after=4, block_numel=8, kept=4),
+    ],
+    ids=repr,
+)
+def test_what_has_phases_or_a_delay_resumes_at_each_step_and_knows_no_scale(algorithm, pool):
+    contract = AlgorithmContract()
+    contract.test_training_resumes_bit_exactly_with_the_saved_buckets(algorithm, pool)
+    contract.test_the_scale_of_the_loss_changes_nothing(algorithm, pool)
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:

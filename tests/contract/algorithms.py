@@ -237,14 +237,23 @@ class AlgorithmContract:
     # What is remembered.
 
     def test_training_resumes_bit_exactly_with_the_saved_buckets(self, algorithm: Algorithm, pool: RankPool) -> None:
+        """At every step: also where a phase ends."""
         whole = pool.run(train, algorithm, size=2)
-        saved = pool.run(train_and_save, algorithm, size=2)
-        resumed = pool.run(resume_and_train, algorithm, saved, ONE_BUCKET_BYTES, size=2)
-        for before, after in zip(whole, resumed, strict=True):
+        saved = pool.run(train_and_save, algorithm, range(1, STEPS), size=2)
+        for step, of_ranks in enumerate(zip(*saved, strict=True), start=1):
+            resumed = pool.run(resume_and_train, algorithm, list(of_ranks), ONE_BUCKET_BYTES, step, size=2)
+            for before, after in zip(whole, resumed, strict=True):
+                differing = [name for name, value in before.items() if not torch.equal(value, after[name])]
+                assert not differing, f"resumed after {step} steps"
+
+    def test_the_scale_of_the_loss_changes_nothing(self, algorithm: Algorithm, pool: RankPool) -> None:
+        """Bit by bit: it is a power of two."""
+        plain = pool.run(train, algorithm, size=2)
+        for before, after in zip(plain, pool.run(train_with_a_growing_scale, algorithm, size=2), strict=True):
             assert_same_on_all_ranks([before, after])
 
     def test_state_is_saved_under_the_names_of_parameters(self, algorithm: Algorithm, pool: RankPool) -> None:
-        for saved in pool.run(train_and_save, algorithm, size=2):
+        for (saved,) in pool.run(train_and_save, algorithm, size=2):
             buckets = saved["algorithm"]["buckets"]
             assert sorted(name for bucket in buckets for name in bucket) == sorted(mlp().state_dict())
 
@@ -379,28 +388,44 @@ def train_with_an_inf(algorithm: Algorithm) -> State:
     return settled(model)
 
 
-def train_and_save(algorithm: Algorithm) -> dict[str, Any]:
-    """Half of the steps, then what a checkpoint of this rank holds."""
+def train_with_a_growing_scale(algorithm: Algorithm) -> State:
+    """Train with a ``GradScaler`` that doubles the scale after every third step."""
+    rank = bagua.comm.get_rank()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+    model, optimizer = build(algorithm, seed=rank, scaler=scaler)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, rank, step)).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+    return settled(model)
+
+
+def train_and_save(algorithm: Algorithm, moments: Iterable[int] = (STEPS // 2,)) -> list[dict[str, Any]]:
+    """What a checkpoint of this rank holds after so many steps each."""
     rank = bagua.comm.get_rank()
     model, optimizer = build(algorithm)
-    train_steps(model, optimizer, rank, range(STEPS // 2))
-    remembered = model.bagua_state_dict()
-    return {
-        "model": snapshot(model),
-        "optimizer": pickle.loads(pickle.dumps(optimizer.state_dict())),
-        "algorithm": pickle.loads(pickle.dumps(remembered)),
-    }
+    made, saved = 0, []
+    for moment in moments:
+        train_steps(model, optimizer, rank, range(made, moment))
+        made = moment
+        remembered = model.bagua_state_dict()
+        state = {"model": snapshot(model), "optimizer": optimizer.state_dict(), "algorithm": remembered}
+        saved.append(pickle.loads(pickle.dumps(state)))
+    return saved
 
 
-def resume_and_train(algorithm: Algorithm, saved: list[dict[str, Any]], bucket_bytes: int) -> State:
-    """The other half, after a new start from the checkpoints of all ranks."""
+def resume_and_train(
+    algorithm: Algorithm, saved: list[dict[str, Any]], bucket_bytes: int, made: int = STEPS // 2
+) -> State:
+    """The rest of the steps, after a new start from the checkpoints of all ranks."""
     rank = bagua.comm.get_rank()
     model, optimizer = build(algorithm, seed=5, bucket_bytes=bucket_bytes)
     model.load_state_dict(saved[rank]["model"])
     optimizer.load_state_dict(saved[rank]["optimizer"])
     model.load_bagua_state_dict(saved[rank]["algorithm"])
-    train_steps(model, optimizer, rank, range(STEPS // 2, STEPS))
-    return snapshot(model)
+    train_steps(model, optimizer, rank, range(made, STEPS))
+    return settled(model)
 
 
 def switch_away_and_back(algorithm: Algorithm) -> State:

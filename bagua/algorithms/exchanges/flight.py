@@ -21,7 +21,8 @@ class Flight:
         t: number of that step in its phase, from 1.
         round: how many times this exchange has started in its phase, this time included.
         ranks: how many contributions like this one make one mean; see ``How.ranks``.
-        loss_scale: factor by which the loss was multiplied in that step; 1.0 without a ``GradScaler``.
+        loss_scale: factor by which the loss was multiplied in that step; 1.0 without a ``GradScaler``, and where no
+            gradients are sent.
         scale: factor on what is sent; see ``How.scale``.
         rescale: at the fold, what brings gradients of that step to the loss scale of this one.
         early: at the fold, whether training was interrupted before its time.

@@ -156,6 +156,8 @@ class Course:
         in_place = exchange.what is not None and exchange.what.in_place
         scales = how if in_place and self._of_arrival else None
         self.gathering_scale = None if scales is None else scales.scale(self._contributions)
+        #: The scale of the loss is in gradients, and in nothing else that is sent.
+        self._scaled = "gradients" in exchange.needs
         self._in_place = in_place and exchange.lag == 0
         self._gathers = in_place and not self._of_arrival
         self._gauges = None if lane is None or exchange.how is None else Gauges(exchange, lane.group)
@@ -247,7 +249,7 @@ class Course:
             t=clock.t,
             round=self.exchange.when.round(clock.t, shift),
             ranks=self._contributions,
-            loss_scale=clock.loss_scale,
+            loss_scale=clock.loss_scale if self._scaled else 1.0,
             scale=1.0 if self.exchange.how is None else self.exchange.how.scale(self._contributions),
             bucket=bucket,
             memory=track.memory,
@@ -303,7 +305,7 @@ class Course:
         for track, flight in zip(tracks, flights, strict=True):
             flight.finite = finite
             flight.early = clock.t < flight.t + self.exchange.lag
-            flight.rescale = clock.loss_scale / flight.loss_scale
+            flight.rescale = clock.loss_scale / flight.loss_scale if self._scaled else 1.0
             if self.exchange.how is not None:
                 flight.memory.settle(flight.flat)
             if self._gauges is not None:

@@ -31,7 +31,8 @@ def save(formation: Formation, *, copy: bool = True) -> dict[str, Any]:
         "rank": formation.group.rank,
         "world_size": formation.group.size,
         "step": formation.phases.step,
-        "began": formation.phases.began,
+        # A phase that is over belongs to the past: the next one begins with the step that comes.
+        "began": formation.phases.step if formation.phases.is_over else formation.phases.began,
         "buckets": [list(bucket.names) for bucket in formation.execution.buckets],
         **shared,
         name_of_rank(formation.group.rank): {**own, "flights": flights},
