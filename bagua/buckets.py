@@ -279,15 +279,6 @@ class Bucket:
         """Copy ``flat``, laid out like this bucket, into the weights."""
         torch._foreach_copy_(list(self.parameters), self.views(flat))
 
-    @torch.no_grad()
-    def sample_weights(self, step: int) -> torch.Tensor:
-        """The weight at each ``step``-th place of flat memory; 0 where none is."""
-        sample = torch.zeros(-(-self.numel // step), dtype=self.dtype, device=self.device)
-        for offset, weights in zip(self.offsets, self.memory(), strict=True):
-            taken = weights[-offset % step :: step]
-            sample[-(-offset // step) :][: taken.numel()] = taken
-        return sample
-
     def memory(self) -> list[torch.Tensor]:
         """The elements of each parameter in the order of flat memory, where they lie; copies where they have gaps."""
         return [_memory_of(parameter.detach()) for parameter in self.parameters]

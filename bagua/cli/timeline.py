@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bagua.errors import ConfigurationError
-from bagua.observe import write_chakra, write_timeline
+from bagua.observe import write_timeline
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -24,19 +24,10 @@ def main(arguments: Sequence[str]) -> int:
         epilog="Ranks write their traces if the job was started with BAGUA_TRACE=DIR.",
     )
     parser.add_argument("folder", metavar="DIR", help="BAGUA_TRACE, for the latest job; or the folder of a job")
-    parser.add_argument("-o", "--output", metavar="FILE", help="where to write; default: DIR/timeline.json, DIR/chakra")
-    parser.add_argument(
-        "--format",
-        choices=("chrome", "chakra"),
-        default="chrome",
-        help="chakra: execution traces for network simulators, FILE.RANK.et; default: chrome",
-    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="where to write; default: DIR/timeline.json")
     parsed = parser.parse_args(arguments)
-    path = Path(parsed.output or Path(parsed.folder) / ("chakra" if parsed.format == "chakra" else "timeline.json"))
+    path = Path(parsed.output or Path(parsed.folder) / "timeline.json")
     try:
-        if parsed.format == "chakra":
-            print("\n".join(map(str, write_chakra(parsed.folder, path))))
-            return 0
         made = write_timeline(parsed.folder, path)
     except (ConfigurationError, OSError) as error:
         print(f"bagua timeline: {error}", file=sys.stderr)

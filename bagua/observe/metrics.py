@@ -22,8 +22,7 @@ def metrics() -> dict[str, float]:
         ``comm/straggler``: the rank that came last most often in the last seconds, or for which others waited longest;
         -1 if none stands out.
         ``comm/alive``, ``comm/epoch_members``, ``comm/contributed``: ranks that gave a sign of life, that belong to the
-        job, and that took part in the last exchange; islands, if the model trains between islands. Where they exist:
-        ``comm/consensus_distance``, ``comm/staleness_steps``, ``comm/outer_cosine``, ``comm/residual_norm``.
+        job, and that took part in the last exchange; islands, if the model trains between islands.
 
     Raises:
         NotInitializedError: without ``init_process_group``.

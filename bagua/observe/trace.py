@@ -12,7 +12,7 @@ import time
 from collections import deque
 from typing import Any
 
-from bagua.comm import Call, CallRecord, Place, Recorder
+from bagua.comm import CallRecord, Place, Recorder
 from bagua.errors import ConfigurationError
 from bagua.observe.folders import usable_folder
 
@@ -74,8 +74,6 @@ class TraceFile:
             "waited": round(record.waited_s * 1e6, 1),
             "last": record.waited_for,
         }
-        if call.kind in ("send", "recv", "sendrecv"):
-            line["between"] = _ends(call, place)
         self._add(line)
 
     def span(self, name: str, begun: float, ended: float, facts: dict[str, Any]) -> None:
@@ -121,13 +119,3 @@ class TraceFile:
         """Write the rest."""
         self._ended = True
         self.flush()
-
-
-def _ends(call: Call, place: Place) -> tuple[int, int]:
-    """Global ranks from which a message comes, and to which one goes; -1 where that is not known."""
-    source, destination = {
-        "send": (place.rank, call.root),
-        "recv": (call.root, place.rank),
-        "sendrecv": (call.source, call.root),
-    }[call.kind]
-    return place.ranks[source] if source >= 0 else -1, place.ranks[destination] if destination >= 0 else -1

@@ -50,7 +50,6 @@ RUN_TIME_PACKAGES = {"bagua", "torch", "typing_extensions"}
 EXTRA_PACKAGES = {
     "bagua.compression": {"triton"},  # if PyTorch brought it along
     "bagua.cli": {"rich", "matplotlib"},
-    "bagua.observe": {"wandb"},
 }
 
 # Packages that users enter by each of their modules.

@@ -174,14 +174,6 @@ def test_weights_are_read_and_written_with_and_without_fusion(fusion):
         assert parameter.requires_grad
 
 
-@pytest.mark.parametrize("step", [1, 3, 7, 1001])
-@pytest.mark.parametrize("fusion", [True, False])
-def test_a_sample_of_the_weights_is_that_of_flat_memory(step, fusion):
-    bucket = _bucket(*_mixed(), fusion=fusion)
-    bucket.fuse_weights()
-    assert torch.equal(bucket.sample_weights(step), bucket.read_weights(bucket.empty())[::step])
-
-
 def test_padding_is_what_belongs_to_no_parameter():
     parameters = [nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(20)), nn.Parameter(torch.randn(1))]
     bucket = _bucket(*parameters)

@@ -1,4 +1,4 @@
-"""``metrics()`` on ranks that train: names, sums, who is late, and what exchanges say about training."""
+"""``metrics()`` on ranks that train: names, sums, and who is late."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch
 
 import bagua.comm
 import bagua.torch_api as bagua_api
-from bagua.engine.schedule import gauges
 from bagua.observe.straggler import Reading, latest_rank
 from bagua.testing import ThreadRanks
-from bagua.torch_api.algorithms import async_model_average, decentralized, diloco, gradient_allreduce, local_sgd, top_k
+from bagua.torch_api.algorithms import async_model_average, gradient_allreduce
 from tests.membership import training as islands_of_threads
 
 pytestmark = pytest.mark.threads
@@ -97,88 +96,28 @@ def test_who_is_blamed(mine, others, straggler):
     assert latest_rank(0, mine, others) == straggler
 
 
-def gauges_of(algorithm: object, steps: int) -> tuple[dict[str, float], torch.Tensor]:
-    model = train(algorithm, steps)
-    weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-    return bagua_api.metrics(), weights
+def close(model: torch.nn.Module) -> None:
+    model.bagua_close()
 
 
-def test_the_distance_of_local_updates_is_that_from_the_mean(thread_ranks):
-    # The last step is the one before a mean: its distance is known from the weights themselves.
-    seen = thread_ranks(2, weights_before_the_mean)
-    mean = (seen[0][1] + seen[1][1]) / 2
-    for found, weights in seen:
-        assert found["comm/consensus_distance"] == pytest.approx(float((weights - mean).norm()), rel=1e-4)
+def drop(model: torch.nn.Module) -> None:
+    """Nothing more refers to it when this returns."""
 
 
-def weights_before_the_mean() -> tuple[dict[str, float], torch.Tensor]:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(8, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before: list[torch.Tensor] = []
-    # Runs before the engine's own hook, which takes the mean.
-    optimizer.register_step_post_hook(
-        lambda *_: before.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone())
-    )
-    model.with_bagua([optimizer], local_sgd.LocalSGDAlgorithm(sync_every=3))
-    generator = torch.Generator().manual_seed(bagua.comm.get_rank())
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.randn(16, 8, generator=generator)).square().mean().backward()
-        optimizer.step()
-    return bagua_api.metrics(), before[-1]
-
-
-def test_gossip_and_outer_steps_leave_their_gauges(thread_ranks, monkeypatch):
-    monkeypatch.setattr(gauges, "_PAUSE_S", 0.0)
-    for found, _ in thread_ranks(2, gauges_of, decentralized.DecentralizedAlgorithm(peer_selection_mode="ring"), 3):
-        assert found["comm/consensus_distance"] > 0
-        assert found["comm/staleness_steps"] == 0.0
-    for found, _ in thread_ranks(2, gauges_of, diloco.DiLoCoAlgorithm(sync_every=2), 6):
-        assert -1.0 <= found["comm/outer_cosine"] <= 1.0
-        assert found["comm/consensus_distance"] > 0
-
-
-def test_what_was_not_sent_is_measured(thread_ranks):
-    for found, _ in thread_ranks(2, gauges_of, top_k.TopKAlgorithm(ratio=0.05, warmup_steps=0), 3):
-        assert found["comm/residual_norm"] > 0
-
-
-def after_the_model() -> list[bool]:
-    """Whether residuals are measured: with error feedback, another algorithm, with it again, and when all is over."""
-    seen = []
-    torch.manual_seed(0)
-    model = torch.nn.Linear(8, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    compressed = top_k.TopKAlgorithm(ratio=0.05, warmup_steps=0)
-    for algorithm in (compressed, gradient_allreduce.GradientAllReduceAlgorithm(), compressed, None):
-        if algorithm is None:
-            model.bagua_close()
-        else:
-            model.with_bagua([optimizer], algorithm)
-            for _ in range(2):
-                model(torch.ones(2, 8)).square().mean().backward()
-                optimizer.step()
-        seen.append("comm/residual_norm" in bagua_api.metrics())
-    return seen
-
-
-def test_gauges_end_with_what_they_measure(thread_ranks):
-    assert thread_ranks(2, after_the_model) == [[True, False, True, False]] * 2
-
-
-def test_gauges_of_a_model_that_is_dropped_end(thread_ranks):
-    def drop() -> bool:
-        model = train(top_k.TopKAlgorithm(ratio=0.05, warmup_steps=0), 2)
-        assert "comm/residual_norm" in bagua_api.metrics()
-        del model
-        until = time.monotonic() + 20.0  # The groups of the model are closed in the background.
-        while "comm/residual_norm" in bagua_api.metrics() and time.monotonic() < until:
+@pytest.mark.parametrize("end", [close, drop])
+def test_what_is_measured_on_a_model_ends_with_it(thread_ranks, end):
+    def measured() -> list[float]:
+        models = [train(gradient_allreduce.GradientAllReduceAlgorithm(), 1)]
+        models[0]._bagua_engine.reducer.group.gauges["comm/contributed"] = 7.0
+        seen = [bagua_api.metrics()["comm/contributed"]]
+        end(models.pop())
+        until = time.monotonic() + 20.0  # The groups of a model that is dropped are closed in the background.
+        while bagua_api.metrics()["comm/contributed"] == 7.0 and time.monotonic() < until:
             gc.collect()  # It does nothing while another thread collects.
             time.sleep(0.01)
-        return "comm/residual_norm" in bagua_api.metrics()
+        return [*seen, bagua_api.metrics()["comm/contributed"]]
 
-    assert thread_ranks(2, drop) == [False, False]
+    assert thread_ranks(2, measured) == [[7.0, 2.0]] * 2
 
 
 def test_members_of_the_epoch_are_counted_and_not_those_of_the_group():
@@ -217,11 +156,6 @@ def test_those_who_met_in_the_background_are_counted(thread_ranks):
         return found["comm/epoch_members"], found["comm/contributed"]
 
     assert thread_ranks(3, averaged) == [(3, 3)] * 3
-
-
-def test_exact_gradients_leave_no_gauges(thread_ranks):
-    for found in thread_ranks(2, counted):
-        assert not {"comm/consensus_distance", "comm/outer_cosine", "comm/residual_norm"} & set(found)
 
 
 def test_a_record_of_all_that_is_kept_is_small():

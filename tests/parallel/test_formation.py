@@ -236,21 +236,3 @@ def test_what_is_owed_belongs_to_the_step_in_which_it_became_due(thread_ranks, m
     thread_ranks(2, train)
     assert {t for _, t in started} == {3}
     assert {rank for rank, _ in started} == {0, 1}
-
-
-def test_gauges_of_an_earlier_phase_go_and_those_of_others_stay(thread_ranks):
-    def train() -> None:
-        model = layers()
-        with_bagua(model, [torch.optim.SGD(model.parameters(), lr=0.1)], "top_k")
-        formation = model._bagua_engine.reducer.formation
-        formation.group.gauges["comm/alive"] = 2.0
-        model(torch.ones(2, 4)).sum().backward()
-        assert formation.group.gauges["comm/alive"] == 2.0
-        executed = formation.execution.courses
-        lane = executed._group_of("of an earlier phase")
-        lane.gauges["comm/residual_norm"] = 1.0
-        formation.reset()
-        model(torch.ones(2, 4)).sum().backward()
-        assert lane.gauges == {}
-
-    thread_ranks(2, train)

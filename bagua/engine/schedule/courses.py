@@ -13,7 +13,6 @@ from bagua.comm import Communicator, ProcessGroup
 from bagua.engine.options import EngineOptions
 from bagua.engine.schedule.belongings import Belongings
 from bagua.engine.schedule.executor import CallerExecutor, ThreadExecutor, create_executor
-from bagua.engine.schedule.gauges import forget_gauges
 from bagua.engine.schedule.tracks import Clock, Course, Lane, Track, memory_for
 from bagua.engine.state.saving import Remembered, collect, key_of, restore
 from bagua.primitives import State
@@ -173,8 +172,6 @@ class Courses:
         labels = {one.label for one in executed}
         self._places = {key: track for key, track in self._places.items() if key[0] in labels}
         self.fresh = {place: names for place, names in self.fresh.items() if place[0].label in labels}
-        for group in (self._group, *self.groups):
-            forget_gauges(group)
         lanes = self._lanes(executed, buckets)
         self.courses = [
             self._course(one, self._buckets_of(one, buckets, model, options), model, lanes.get(one.label, ()))

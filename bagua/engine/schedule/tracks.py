@@ -16,7 +16,6 @@ from bagua.buckets import Bucket
 from bagua.comm import Communicator, ProcessGroup, Work
 from bagua.engine.buckets.layout import unusable
 from bagua.engine.schedule.executor import Executor, nothing
-from bagua.engine.schedule.gauges import Gauges
 from bagua.engine.schedule.spans import shown
 from bagua.engine.state.saving import paste, propose_again
 from bagua.errors import BaguaError
@@ -160,7 +159,6 @@ class Course:
         self._scaled = "gradients" in exchange.needs
         self._in_place = in_place and exchange.lag == 0
         self._gathers = in_place and not self._of_arrival
-        self._gauges = None if lane is None or exchange.how is None else Gauges(exchange, lane.group)
         self._all_drop = (self._ranks > 1 or exchange.alone) and self._is_dropped_by_all()
 
     def _is_dropped_by_all(self) -> bool:
@@ -308,8 +306,6 @@ class Course:
             flight.rescale = clock.loss_scale / flight.loss_scale if self._scaled else 1.0
             if self.exchange.how is not None:
                 flight.memory.settle(flight.flat)
-            if self._gauges is not None:
-                self._gauges.look(flight, clock.t)
             self.exchange.then.fold(flight)
             if self._gathers:
                 track.bucket.return_gradients()
