@@ -12,14 +12,9 @@ from bagua.errors import ConfigurationError
 #: Every variable of ours.
 _OURS = (
     "BAGUA_ADVICE",
-    "BAGUA_AUTOTUNE",
-    "BAGUA_AUTOTUNE_MAX_SAMPLES",
-    "BAGUA_AUTOTUNE_SAMPLING_CONFIDENCE_TIME_S",
-    "BAGUA_AUTOTUNE_WARMUP_TIME_S",
     "BAGUA_DEBUG",
     "BAGUA_FLIGHT_DIR",
     "BAGUA_ISLANDS",
-    "BAGUA_IS_OUTPUT_AUTOTUNE_LOG",
     "BAGUA_LOG",
     "BAGUA_SHM_STAGING_BYTES",
     "BAGUA_TIMEOUT_S",
@@ -95,7 +90,7 @@ def launcher_variables() -> dict[str, str]:
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
-def _seconds(name: str, *, zero: bool = False) -> float | None:
+def _seconds(name: str) -> float | None:
     text = os.environ.get(name)
     if not text:
         return None
@@ -103,11 +98,11 @@ def _seconds(name: str, *, zero: bool = False) -> float | None:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not (seconds > 0 or (zero and seconds == 0)):  # nan is no time either
+    if not seconds > 0:  # nan is no time either
         raise ConfigurationError(
-            f"an environment variable is not a {'' if zero else 'positive '}number of seconds",
+            "an environment variable is not a positive number of seconds",
             argument=name,
-            expected=f"seconds {'>=' if zero else '>'} 0",
+            expected="seconds > 0",
             seen=repr(text),
         )
     return seconds
@@ -170,31 +165,6 @@ def shm_staging_bytes() -> int:
             seen=found,
         )
     return found
-
-
-def autotune_level() -> int | None:
-    """``BAGUA_AUTOTUNE``: 1 tunes every model during training, 0 none, or None."""
-    return _integer(("BAGUA_AUTOTUNE",))
-
-
-def autotune_warmup_time_s() -> float | None:
-    """``BAGUA_AUTOTUNE_WARMUP_TIME_S``: seconds before the first sample is taken, or None."""
-    return _seconds("BAGUA_AUTOTUNE_WARMUP_TIME_S", zero=True)
-
-
-def autotune_sampling_confidence_time_s() -> float | None:
-    """``BAGUA_AUTOTUNE_SAMPLING_CONFIDENCE_TIME_S``: seconds that one sample takes at least, or None."""
-    return _seconds("BAGUA_AUTOTUNE_SAMPLING_CONFIDENCE_TIME_S", zero=True)
-
-
-def autotune_max_samples() -> int | None:
-    """``BAGUA_AUTOTUNE_MAX_SAMPLES``: samples before the final choice at the latest, or None."""
-    return _integer(("BAGUA_AUTOTUNE_MAX_SAMPLES",))
-
-
-def autotune_log() -> bool:
-    """``BAGUA_IS_OUTPUT_AUTOTUNE_LOG=1``: write the samples to a CSV file in the directory for temporary files."""
-    return _switch("BAGUA_IS_OUTPUT_AUTOTUNE_LOG")
 
 
 def unknown_variables() -> list[str]:

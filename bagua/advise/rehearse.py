@@ -281,9 +281,7 @@ def _run(
 def _wrap(
     twin: _Twin, optimizer: torch.optim.Optimizer, algorithm: Algorithm, group: ProcessGroup, bucket_bytes: int
 ) -> None:
-    with_bagua(
-        twin, [optimizer], algorithm, process_group=group, bucket_bytes=bucket_bytes, autotune=False, check_every=0
-    )
+    with_bagua(twin, [optimizer], algorithm, process_group=group, bucket_bytes=bucket_bytes, check_every=0)
 
 
 def _step(twin: _Twin, optimizer: torch.optim.Optimizer, journal: _Journal) -> float:

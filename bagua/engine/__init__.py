@@ -1,8 +1,6 @@
 """The engine: hooks into autograd and optimizers, buckets, and the schedule of their exchanges."""
 
 from bagua.engine.access import EngineAccess
-from bagua.engine.autotune.search import Setting
-from bagua.engine.autotune.settings import AutotuneSettings
 from bagua.engine.average import FLOAT_BUFFERS, GlobalAverage
 from bagua.engine.hooks import BackwardHooks
 from bagua.engine.keywords import InitOptions, ReducerOptions, SwitchOptions
@@ -39,7 +37,6 @@ from bagua.engine.state.saving import Remembered, collect, merged, renamed, rest
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
     "FLOAT_BUFFERS",
-    "AutotuneSettings",
     "BackwardHooks",
     "BucketType",
     "EngineAccess",
@@ -50,7 +47,6 @@ __all__ = [
     "Reducer",
     "ReducerOptions",
     "Remembered",
-    "Setting",
     "SwitchOptions",
     "TensorDeclaration",
     "allreduce_optimizer_state",

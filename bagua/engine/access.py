@@ -11,7 +11,6 @@ import torch
 from bagua.algorithms import AlgorithmImpl
 from bagua.buckets import Bucket
 from bagua.checks import check_flags
-from bagua.engine.autotune.search import Setting
 from bagua.engine.average import GlobalAverage
 from bagua.engine.hooks import BackwardHooks
 from bagua.engine.joining import check_joinable, join_block
@@ -36,11 +35,6 @@ class EngineAccess:
     def bagua_buckets(self) -> list[Bucket]:
         """The buckets; none before the first backward pass."""
         return self._bagua_engine.reducer.buckets
-
-    @property
-    def bagua_setting(self) -> Setting:
-        """The size of buckets, and whether to exchange hierarchically; ``autotune`` changes it."""
-        return self._bagua_engine.reducer.formation.setting
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

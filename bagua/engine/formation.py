@@ -13,14 +13,12 @@ import torch
 from bagua.algorithms import Algorithm, AlgorithmImpl
 from bagua.buckets import Bucket
 from bagua.comm import Communicator, Group, ProcessGroup, as_group, close_with, get_default_group
-from bagua.engine.autotune.search import Setting
 from bagua.engine.buckets.layout import bucket_lists, log_buckets, name_of, positions_of
 from bagua.engine.buckets.order import GradientOrder
 from bagua.engine.buckets.registration import Registration, buffers_of, checked_model, warn_of_strangers
-from bagua.engine.failure import StepFailure
 from bagua.engine.gradients import restore_unused
-from bagua.engine.meeting import meet
-from bagua.engine.options import EngineOptions, check_bucket_bytes, check_leader, check_optional_flag
+from bagua.engine.meeting import StepFailure, meet
+from bagua.engine.options import EngineOptions, Setting, check_bucket_bytes, check_leader, check_optional_flag
 from bagua.engine.schedule import courses
 from bagua.engine.schedule.belongings import Belongings
 from bagua.engine.schedule.execution import Execution

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bagua.engine.autotune.tuner import Autotuner
+from bagua.engine.autotune import Autotuner
 from bagua.engine.buckets.layout import shared
 from bagua.engine.gradients import has_finite_gradients, refuse_graph
 from bagua.engine.joining import Joining
@@ -239,8 +239,6 @@ class BackwardHooks:
         if reducer.formation.idle or self._retired:
             return
         if not training or not torch.is_grad_enabled():
-            if self.tuner.automatic:
-                self.tuner.forward(training=False)
             return
         reducer.formation.failure.check()
         self.announce()
@@ -265,8 +263,6 @@ class BackwardHooks:
         if reducer.before_step():
             self.remove_hooks()
             self.create_hooks()
-        if self.tuner.automatic:
-            self.tuner.forward(training=True)
 
     def after_forward(self, output: Any) -> None:
         """A forward pass has returned ``output``: its backward pass will be noticed there."""

@@ -10,7 +10,6 @@ import torch
 from bagua.algorithms import Algorithm, DistributedAlgorithm, Outer
 from bagua.comm import Group
 from bagua.compression import Codec
-from bagua.engine.autotune.settings import AutotuneSettings
 from bagua.optim import QAdamOptimizer
 from bagua.topology import Topology
 
@@ -18,7 +17,6 @@ from bagua.topology import Topology
 class EngineKeywords(TypedDict, total=False):
     """What each entry point takes."""
 
-    autotune: bool | AutotuneSettings | None
     bucket_bytes: int
     buckets: Sequence[Sequence[torch.Tensor | str]]
     check_every: int | None

@@ -1,11 +1,18 @@
-"""Waiting until all ranks have changed their models alike, which each of them does by itself."""
+"""Ranks that change the model, or cannot go on: waiting until all have changed it alike, and telling the others."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 from bagua.comm import LongWait, ProcessGroup, gather_values
-from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
+from bagua.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicatorClosedError,
+    PeerLostError,
+    blame,
+)
 
 _SLICE_S = 0.2
 _ADVICE = "Change the model on every rank before the same step: load_state_dict and requires_grad_ on all of them."
@@ -64,3 +71,46 @@ def _stuck(group: ProcessGroup, stuck: list[int], change: str) -> CollectiveMism
         peers=stuck,
         advice=_ADVICE,
     )
+
+
+class StepFailure:
+    """What a rank could not finish, and has told the others that wait for it.
+
+    Args:
+        group: private to the model.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._problem = ""
+
+    def tell(self, reason: BaseException | str, doing: str, others: Iterable[ProcessGroup] = ()) -> None:
+        """End what cannot be finished here; ranks that wait for the rest of it get ``PeerLostError``.
+
+        Args:
+            reason: error that was raised here, or words.
+            doing: words for what this rank was doing.
+            others: connections of the model beside its group.
+        """
+        rank = self._group.ranks[self._group.rank]
+        if isinstance(reason, str):
+            problem, culprit, told = reason, rank, f"it gave up: {reason}"
+        else:
+            problem = str(getattr(reason, "problem", None) or repr(reason))
+            culprit, told = blame(reason, rank, doing)
+        for group in (self._group, *others):
+            group.abort(told, culprit)
+        self._problem = self._problem or problem
+
+    def check(self) -> None:
+        """Raise if something could not be finished.
+
+        Raises:
+            CommunicatorClosedError: it could not.
+        """
+        if self._problem:
+            raise CommunicatorClosedError(
+                f"this model can no longer be synchronized: {self._problem}",
+                rank=self._group.ranks[self._group.rank],
+                advice="Wrap it anew on all ranks, from a checkpoint: ranks may have made different steps.",
+            )

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,6 @@ from bagua.algorithms import Algorithm, DistributedAlgorithm, GradientAllReduceA
 from bagua.buckets import check_align_bytes
 from bagua.checks import check_flags, check_kind, check_whole, did_you_mean, wrong_type
 from bagua.comm import ProcessGroup
-from bagua.engine.autotune.settings import AutotuneSettings, TuningMode, tuning_from
 from bagua.engine.buckets.layout import bucket_lists
 from bagua.errors import ConfigurationError
 
@@ -31,11 +30,22 @@ class BucketType(Enum):
 
 
 DEFAULT_BUCKET_BYTES = 10_000_000
-#: What to do if ranks do not hold what they should: an error, or all go on with what rank 0 holds.
 _AGREED = (
     *("bucket_bytes", "align_bytes", "chunking", "fusion", "find_unused_parameters", "delay_reduce"),
     "check_every",
 )
+
+
+class Setting(NamedTuple):
+    """What can be tuned while a model trains.
+
+    Args:
+        bucket_bytes: a bucket is closed when it holds so many bytes.
+        hierarchical: inside each host first, then between hosts.
+    """
+
+    bucket_bytes: int
+    hierarchical: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +62,6 @@ class EngineOptions:
         delay_reduce: start no exchange before the end of backward.
         grad_scaler: the ``GradScaler`` of the training loop.
         intra_comm_root_rank: the local rank that speaks for its host, on every host.
-        autotune: True, or the settings, to tune; None leaves that to ``BAGUA_AUTOTUNE``.
         check_every: steps from one comparison of what must be equal on all ranks to the next, after those in the first
             step and, where ranks hold equal weights, in the second one; 0 for the first step alone; None for 100 where
             ranks hold equal weights, and what suits the algorithm elsewhere.
@@ -70,7 +79,6 @@ class EngineOptions:
     delay_reduce: bool = False
     grad_scaler: torch.amp.GradScaler | None = None
     intra_comm_root_rank: int = 0
-    autotune: bool | AutotuneSettings | None = None
     check_every: int | None = None
 
     def __post_init__(self) -> None:
@@ -86,19 +94,11 @@ class EngineOptions:
         if self.check_every is not None:
             check_whole(0, check_every=self.check_every)
         object.__setattr__(self, "buckets", bucket_lists(self.buckets))
-        object.__setattr__(self, "_tuning", tuning_from(self.autotune))
-
-    @property
-    def tuning(self) -> tuple[TuningMode, AutotuneSettings]:
-        """Who measures for tuning, and how."""
-        found: tuple[TuningMode, AutotuneSettings] = vars(self)["_tuning"]
-        return found
 
     @property
     def facts(self) -> list[str]:
         """One line for each option that all ranks must have in common, but for the buckets."""
-        mode, settings = self.tuning
-        return [*(f"{name}={getattr(self, name)}" for name in _AGREED), f"autotune={mode.value}, {settings.agreed}"]
+        return [f"{name}={getattr(self, name)}" for name in _AGREED]
 
 
 def chosen_algorithm(

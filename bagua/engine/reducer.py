@@ -12,7 +12,6 @@ from typing_extensions import Never
 from bagua.algorithms import Algorithm, AlgorithmImpl, DistributedAlgorithm, as_algorithm
 from bagua.buckets import Bucket
 from bagua.comm import Group
-from bagua.engine.autotune.settings import AutotuneSettings
 from bagua.engine.buckets.layout import changed_by_others, check_place, foreign, not_formed, unused
 from bagua.engine.formation import Formation
 from bagua.engine.options import (
@@ -57,7 +56,7 @@ class Reducer:
         bucket_bytes: a bucket is closed when it holds so many bytes.
         find_unused_parameters: a parameter without a gradient counts as zero; otherwise it is an error.
         delay_reduce: start no exchange before the end of backward.
-        grad_scaler, intra_comm_root_rank, autotune, check_every: as in ``EngineOptions``.
+        grad_scaler, intra_comm_root_rank, check_every: as in ``EngineOptions``.
         unknown: refused.
 
     Attributes:
@@ -102,7 +101,6 @@ class Reducer:
         delay_reduce: bool = False,
         grad_scaler: torch.amp.GradScaler | None = None,
         intra_comm_root_rank: int = 0,
-        autotune: bool | AutotuneSettings | None = None,
         check_every: int | None = None,
         **unknown: Never,
     ) -> None:
@@ -118,7 +116,6 @@ class Reducer:
             delay_reduce=delay_reduce,
             grad_scaler=grad_scaler,
             intra_comm_root_rank=intra_comm_root_rank,
-            autotune=autotune,
             check_every=check_every,
         )
         declaration = chosen_algorithm(

@@ -14,7 +14,6 @@ from bagua import observe
 from bagua.algorithms import Algorithm, DistributedAlgorithm, as_algorithm, registry
 from bagua.checks import install_command
 from bagua.comm import get_default_group, init_process_group, is_initialized
-from bagua.engine import AutotuneSettings
 from bagua.errors import ConfigurationError
 from bagua.integrations._batch_norm import SynchronizedBatchNorms
 from bagua.integrations._pauses import finish, go_on, pause
@@ -54,7 +53,6 @@ class BaguaStrategy(DDPStrategy):
         find_unused_parameters: a parameter without a gradient counts as zero; otherwise it is an error.
         forward_sync_buffers: take rank 0's buffers before each forward pass; None does so where the algorithm keeps
             weights equal.
-        autotune: as for ``with_bagua``.
         strategy_options: options of Lightning's ``DDPStrategy``, except those for torch's DDP: ``accelerator``,
             ``parallel_devices``, ``cluster_environment``, ``checkpoint_io``, ``precision_plugin``,
             ``process_group_backend``, ``timeout``, ``start_method``.
@@ -84,7 +82,6 @@ class BaguaStrategy(DDPStrategy):
         bucket_bytes: int | None = None,
         find_unused_parameters: bool = False,
         forward_sync_buffers: bool | None = None,
-        autotune: bool | AutotuneSettings | None = None,
         **strategy_options: Any,
     ) -> None:
         self._algorithm = as_algorithm(algorithm)
@@ -97,7 +94,6 @@ class BaguaStrategy(DDPStrategy):
             "forward_sync_buffers": (
                 not self._algorithm.ranks_differ if forward_sync_buffers is None else forward_sync_buffers
             ),
-            "autotune": autotune,
         }
         self._bagua_timeout = strategy_options.get("timeout")
         unknown = [name for name in _FOR_HOOKS_OF_TORCH if name in strategy_options]

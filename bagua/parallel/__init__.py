@@ -2,11 +2,9 @@
 
 from bagua.engine import (
     DEFAULT_BUCKET_BYTES,
-    AutotuneSettings,
     BackwardHooks,
     BucketType,
     Reducer,
-    Setting,
     TensorDeclaration,
     allreduce_optimizer_state,
     allreduce_parameters,
@@ -31,7 +29,6 @@ from bagua.parallel.switch import ModelSwitchWrapper, bagua_init
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
-    "AutotuneSettings",
     "BackwardHooks",
     "BaguaModule",
     "BucketType",
@@ -40,7 +37,6 @@ __all__ = [
     "ModelSwitchWrapper",
     "OverlappingWrapper",
     "Reducer",
-    "Setting",
     "TensorDeclaration",
     "allreduce_optimizer_state",
     "allreduce_parameters",

@@ -13,7 +13,6 @@ from bagua.algorithms import Algorithm, DistributedAlgorithm
 from bagua.checks import check_flags
 from bagua.comm import ProcessGroup
 from bagua.engine import (
-    AutotuneSettings,
     begin_training,
     broadcast_buffers_of,
     check_grad_scaler,
@@ -74,9 +73,6 @@ class DistributedDataParallel(OverlappingWrapper):
         algorithm: algorithm that says what is exchanged, and when.
         bucket_bytes: like ``bucket_cap_mb``, in bytes.
         grad_scaler: the ``GradScaler`` of the training loop, if there is one.
-        autotune: True or ``AutotuneSettings``: find out during training how large buckets
-            should be and whether to exchange hierarchically; None leaves that to
-            ``BAGUA_AUTOTUNE``.
         unknown: anything else is a ``TypeError`` that names the above.
 
     Raises:
@@ -120,7 +116,6 @@ class DistributedDataParallel(OverlappingWrapper):
         algorithm: Algorithm | DistributedAlgorithm | str = DistributedAlgorithm.GradientAllReduce,
         bucket_bytes: int | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
-        autotune: bool | AutotuneSettings | None = None,
         **unknown: Never,
     ) -> None:
         refuse_unknown(unknown, list(inspect.signature(DistributedDataParallel).parameters)[:-1])
@@ -147,7 +142,6 @@ class DistributedDataParallel(OverlappingWrapper):
             bucket_bytes=bucket_bytes_from(bucket_cap_mb, bucket_bytes),
             find_unused_parameters=find_unused_parameters or static_graph,
             grad_scaler=grad_scaler,
-            autotune=autotune,
         )
         self.process_group = group
         self._input_device = device

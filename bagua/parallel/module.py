@@ -16,7 +16,6 @@ from bagua.checks import check_flags
 from bagua.comm import Group
 from bagua.engine import (
     DEFAULT_BUCKET_BYTES,
-    AutotuneSettings,
     BackwardHooks,
     EngineAccess,
     EngineOptions,
@@ -154,7 +153,6 @@ def with_bagua(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     find_unused_parameters: bool = False,
     grad_scaler: torch.amp.GradScaler | None = None,
-    autotune: bool | AutotuneSettings | None = None,
     check_every: int | None = None,
     between: Islands | None = None,
     elastic: bool = False,
@@ -179,9 +177,6 @@ def with_bagua(
         find_unused_parameters: a parameter without a gradient counts as zero; otherwise it
             is an error.
         grad_scaler: the ``GradScaler`` of the training loop, if there is one.
-        autotune: True or ``AutotuneSettings``: find out during training how large buckets
-            should be and whether to exchange hierarchically; None leaves that to
-            ``BAGUA_AUTOTUNE``.
         check_every: compare what must be equal on all ranks in the first step, in the second one if ranks hold equal
             weights, and then after so many; 0 for the first step alone; None for 100 where ranks hold equal weights,
             and what suits the algorithm elsewhere.
@@ -228,7 +223,6 @@ def with_bagua(
         find_unused_parameters=find_unused_parameters,
         delay_reduce=delay_reduce,
         grad_scaler=grad_scaler,
-        autotune=autotune,
         check_every=check_every,
     )
     group, over = group_of_island(process_group, between), over_islands(algorithm, between, elastic=elastic)

@@ -54,7 +54,7 @@ class ModelSwitchWrapper(EngineAccess, DistributedModule):
             for gradient allreduce and True for other algorithms that can.
         message_size: a bucket is closed when it holds so many bytes.
         intra_comm_root_rank: the local rank that speaks for its host, on every host.
-        kwargs: ``align_bytes``, ``autotune``, ``chunking``, ``fusion``, ``buckets``,
+        kwargs: ``align_bytes``, ``chunking``, ``fusion``, ``buckets``,
             ``process_group``, ``bucket_bytes`` (another name of ``message_size``),
             ``find_unused_parameters``, ``grad_scaler``; see ``Reducer``.
 
@@ -163,8 +163,6 @@ class ModelSwitchWrapper(EngineAccess, DistributedModule):
     def report_metrics(self, score_record_list: Sequence[float]) -> None:
         """Note measured speeds of the setting in force, for ``ask_and_update_hyperparameters``.
 
-        From the first call on, the engine does not measure by itself any more.
-
         Args:
             score_record_list: samples per second, or any score where more is better; since
                 the last call. The median of all that was reported for a setting counts.
@@ -179,15 +177,14 @@ class ModelSwitchWrapper(EngineAccess, DistributedModule):
         """Apply the setting that tuning tries next: a bucket size, and hierarchical or flat. Collective.
 
         Called on all ranks after the same step, between the optimizer's step and the next
-        forward pass. It changes nothing while the warm-up lasts, while the setting in force
-        has not been measured for long enough, and after the final choice.
+        forward pass. Each call is a sample of the setting in force. It changes nothing after the final choice.
 
         Returns:
             Whether anything was changed.
 
         Raises:
             ConfigurationError: on all ranks, if some rank has reported nothing since a
-                setting was tried, or rank 0 cannot write the log.
+                setting was tried.
             CollectiveMismatchError: on all ranks, if they ask at different steps.
             CollectiveTimeoutError: not all ranks ask.
         """

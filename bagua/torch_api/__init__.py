@@ -15,7 +15,7 @@ from bagua.checks import did_you_mean
 from bagua.comm import TorchBackendOptions, install_torch_backend
 from bagua.membership import ElasticSampler, Islands, Members, join_islands
 from bagua.observe import metrics
-from bagua.parallel import AutotuneSettings, BaguaModule, bagua_init, install_with_bagua, with_bagua
+from bagua.parallel import BaguaModule, bagua_init, install_with_bagua, with_bagua
 from bagua.torch_api import (
     algorithms,
     communication,
@@ -56,7 +56,6 @@ from bagua.torch_api.env import get_local_rank, get_local_size, get_node_rank, g
 
 __all__ = [
     "NON_MEMBER",
-    "AutotuneSettings",
     "BaguaModule",
     "Communicator",
     "DistributedAlgorithm",

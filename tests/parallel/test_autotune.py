@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import weakref
 
@@ -12,9 +11,9 @@ from torch import nn
 
 import bagua.comm
 from bagua.algorithms import GradientAllReduceAlgorithm
-from bagua.engine.autotune.tuner import Autotuner, ladders_of
+from bagua.engine.autotune import Sweep, settings_of
+from bagua.engine.options import Setting
 from bagua.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError, ConfigurationError
-from bagua.parallel import AutotuneSettings, Setting
 from bagua.torch_api import bagua_init
 from tests.algorithms.toys import LocalSgd, Rounded, WarmsUp
 from tests.harness import (
@@ -28,11 +27,9 @@ from tests.harness import (
     snapshot,
     train_steps,
 )
-from tests.parallel.wrapping import WRAPS
 
 pytestmark = pytest.mark.threads
 
-AT_ONCE = AutotuneSettings(0, 0)
 #: The settings that give mlp() different buckets: each parameter alone, weights with their bias, half, everything.
 SIZES = [1, 1024, 2048]
 
@@ -42,30 +39,36 @@ def score_of(setting: Setting) -> float:
     return {1: 1.0, 1024: 3.0, 2048: 2.0}[setting.bucket_bytes] + 0.5 * setting.hierarchical
 
 
+def setting_of(wrapped) -> Setting:
+    return wrapped._bagua_engine.reducer.formation.setting
+
+
+def settled(wrapped) -> bool:
+    return wrapped._bagua_engine.tuner._final
+
+
 def tune_by_hand(wrapped, optimizer, steps, score=score_of) -> list[Setting]:
     """Train, report and ask after every step; the setting of each step."""
     rank, settings = bagua.comm.get_rank(), []
     for step in steps:
         train_steps(wrapped, optimizer, rank, [step])
-        before = wrapped.bagua_setting
+        before = setting_of(wrapped)
         settings.append(before)
         wrapped.report_metrics([score(before)])
-        assert wrapped.ask_and_update_hyperparameters() == (wrapped.bagua_setting != before)
+        assert wrapped.ask_and_update_hyperparameters() == (setting_of(wrapped) != before)
     return settings
 
 
 @pytest.mark.parametrize("hosts", [[1, 1], [2, 1]], ids=str)
-def test_the_best_setting_is_found_and_training_does_not_notice(thread_ranks, monkeypatch, hosts):
-    monkeypatch.setenv("BAGUA_AUTOTUNE_WARMUP_TIME_S", "0")
-    monkeypatch.setenv("BAGUA_AUTOTUNE_SAMPLING_CONFIDENCE_TIME_S", "0")
+def test_the_best_setting_is_found_and_training_does_not_notice(thread_ranks, hosts):
     ranks = sum(hosts)
 
     def train():
         model = mlp()
         wrapped, optimizer = bagua_init(model, adam(model.parameters()), message_size=1)
         settings = tune_by_hand(wrapped, optimizer, range(30))
-        assert wrapped.bagua_algorithm.options.hierarchical == wrapped.bagua_setting.hierarchical
-        assert len(wrapped.bagua_buckets) == {1: 6, 1024: 2}[wrapped.bagua_setting.bucket_bytes]
+        assert wrapped.bagua_algorithm.options.hierarchical == setting_of(wrapped).hierarchical
+        assert len(wrapped.bagua_buckets) == {1: 6, 1024: 2}[setting_of(wrapped).bucket_bytes]
         return settings, snapshot(model)
 
     results = thread_ranks(ranks, train, hosts=hosts)
@@ -79,112 +82,31 @@ def test_the_best_setting_is_found_and_training_does_not_notice(thread_ranks, mo
     assert_close(results[0][1], reference(mlp(), adam, ranks, range(30)))
 
 
-class SimulatedTime:
-    """Seconds of one rank: each step takes longer the worse the setting is."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def train(self, wrapped, optimizer, steps) -> list[Setting]:
-        settings = []
-        for step in steps:
-            train_steps(wrapped, optimizer, bagua.comm.get_rank(), [step])
-            settings.append(wrapped.bagua_setting)
-            self.now_s += 1.0 / score_of(wrapped.bagua_setting)
-        return settings
-
-
-def test_the_engine_measures_by_itself(thread_ranks):
-    def train():
-        model, time = mlp(), SimulatedTime()
-        wrapped, optimizer = bagua_init(
-            model, sgd(model.parameters()), message_size=1, autotune=AutotuneSettings(20, 5)
-        )
-        engine = wrapped._bagua_engine
-        engine.tuner = Autotuner(engine.reducer, time)
-        settings = time.train(wrapped, optimizer, range(250))
-        return settings, snapshot(model)
-
-    results = thread_ranks(2, train)
-    settings = results[0][0]
-    assert all(other == settings for other, _ in results)
-    assert set(settings[:20]) == {Setting(1)}, "while the warm-up lasts, at one step a second"
-    assert set(settings[-50:]) == {Setting(1024)}
-    assert {setting.bucket_bytes for setting in settings} == set(SIZES)
-    assert_close(results[0][1], reference(mlp(), sgd, 2, range(250)))
-
-
-@pytest.mark.parametrize("wrap", WRAPS)
-def test_every_way_in_tunes_when_the_environment_says_so(thread_ranks, monkeypatch, wrap, tmp_path):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    for name in ("AUTOTUNE", "IS_OUTPUT_AUTOTUNE_LOG"):
-        monkeypatch.setenv(f"BAGUA_{name}", "1")
-    for name in ("WARMUP_TIME_S", "SAMPLING_CONFIDENCE_TIME_S"):
-        monkeypatch.setenv(f"BAGUA_AUTOTUNE_{name}", "0")
-
-    def train():
-        model = mlp()
-        optimizer = sgd(model.parameters())
-        wrapped = WRAPS[wrap](model, optimizer, bucket_bytes=1)
-        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(60))
-        return wrapped.bagua_setting, snapshot(model)
-
-    results = thread_ranks(2, train)
-    (log,) = tmp_path.iterdir()
-    final = log.read_text().splitlines()[-1].split(",")
-    assert final[-1] == "1"
-    assert [setting for setting, _ in results] == [Setting(int(final[1]))] * 2
-    assert_same_on_all_ranks([state for _, state in results])
-
-
-def test_without_tuning_reports_are_taken_and_nothing_changes(thread_ranks):
-    def check() -> None:
-        model = mlp()
-        wrapped, optimizer = bagua_init(model, sgd(model.parameters()), message_size=1, autotune=False)
-        assert set(tune_by_hand(wrapped, optimizer, range(12))) == {Setting(1)}
-        assert wrapped.score_record_list == [1.0]
-
-    thread_ranks(2, check)
-
-
 @pytest.mark.parametrize(("size", "algorithm"), [(1, "allreduce"), (2, "async")])
 def test_where_there_is_nothing_to_tune_asking_changes_nothing(thread_ranks, size, algorithm):
     def check() -> None:
         model = mlp()
-        wrapped, optimizer = bagua_init(model, sgd(model.parameters()), algorithm, message_size=1, autotune=AT_ONCE)
+        wrapped, optimizer = bagua_init(model, sgd(model.parameters()), algorithm, message_size=1)
         assert set(tune_by_hand(wrapped, optimizer, range(8))) == {Setting(1)}
 
     thread_ranks(size, check)
 
 
-def test_reports_of_the_user_take_the_place_of_what_the_engine_measures(thread_ranks):
-    def train() -> Setting:
-        model = mlp()
-        wrapped, optimizer = bagua_init(model, sgd(model.parameters()), message_size=1, autotune=AT_ONCE)
-        train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(60))
-        assert wrapped._bagua_engine.tuner.settled
-        settings = tune_by_hand(wrapped, optimizer, range(60, 80))
-        assert {setting.bucket_bytes for setting in settings} >= {1024, 2048}
-        return wrapped.bagua_setting
-
-    assert thread_ranks(2, train) == [Setting(1024)] * 2
-
-
 def test_what_an_algorithm_remembers_survives_every_change(thread_ranks):
     """Rounding leaves a residual for each element; were it lost or mixed up, the weights would differ."""
 
-    def train(autotune):
+    def train(tunes):
         model = mlp()
         algorithm = Rounded(grain=2.0**-4)
-        wrapped, optimizer = bagua_init(model, sgd(model.parameters()), algorithm, message_size=1, autotune=autotune)
+        wrapped, optimizer = bagua_init(model, sgd(model.parameters()), algorithm, message_size=1)
+        if not tunes:
+            train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(20))
+            return 1, snapshot(model)
         settings = tune_by_hand(wrapped, optimizer, range(20))
         return len(set(settings)), snapshot(model)
 
     still = thread_ranks(2, train, False)
-    tuned = thread_ranks(2, train, AT_ONCE)
+    tuned = thread_ranks(2, train, True)
     assert [count for count, _ in still + tuned] == [1, 1, 3, 3]
     assert_same_on_all_ranks([state for _, state in still + tuned])
 
@@ -194,10 +116,9 @@ def test_an_algorithm_with_a_memory_keeps_its_form(thread_ranks):
         wrapped, _ = bagua_init(mlp(), [], GradientAllReduceAlgorithm(), message_size=1)
         wrapped(torch.zeros(1, 8)).sum().backward()
         reducer = wrapped._bagua_engine.reducer
-        assert len(ladders_of(reducer.formation, tune_hierarchical=True)) == 2
-        assert len(ladders_of(reducer.formation, tune_hierarchical=False)) == 1
+        assert len({one.hierarchical for one in settings_of(reducer.formation)}) == 2
         reducer.execution.courses.places[0].memory.state["residual"] = torch.zeros(1)
-        assert len(ladders_of(reducer.formation, tune_hierarchical=True)) == 1
+        assert len({one.hierarchical for one in settings_of(reducer.formation)}) == 1
 
     thread_ranks(3, check, hosts=[2, 1])
 
@@ -209,9 +130,8 @@ def test_a_new_phase_is_tuned_anew(thread_ranks):
         model = mlp()
         optimizer = sgd(model.parameters())
         wrapped, _ = bagua_init(model, optimizer, WarmsUp(warmup_steps=25), message_size=1)
-        wrapped._bagua_engine.tuner = Autotuner(tuned_reducer(wrapped))
         settings = tune_by_hand(wrapped, optimizer, range(50))
-        assert wrapped._bagua_engine.tuner.settled
+        assert settled(wrapped)
         return settings
 
     (settings, _) = thread_ranks(2, train)
@@ -220,24 +140,17 @@ def test_a_new_phase_is_tuned_anew(thread_ranks):
     assert settings[-1] == Setting(1024)
 
 
-def tuned_reducer(wrapped):
-    """The reducer, with tuning that neither waits nor measures for long."""
-    reducer = wrapped._bagua_engine.reducer
-    reducer.formation.options = dataclasses.replace(reducer.options, autotune=AT_ONCE)
-    return reducer
-
-
 def test_a_change_of_the_model_is_tuned_anew(thread_ranks):
     def train():
         model = mlp()
         optimizer = sgd(model.parameters())
-        wrapped, _ = bagua_init(model, optimizer, message_size=1, find_unused_parameters=True, autotune=AT_ONCE)
+        wrapped, _ = bagua_init(model, optimizer, message_size=1, find_unused_parameters=True)
         tune_by_hand(wrapped, optimizer, range(20))
-        assert wrapped._bagua_engine.tuner.settled
+        assert settled(wrapped)
         model[4].requires_grad_(False)
         settings = tune_by_hand(wrapped, optimizer, range(20, 40), lambda setting: float(setting.bucket_bytes))
-        assert wrapped._bagua_engine.tuner.settled
-        return settings, wrapped.bagua_setting
+        assert settled(wrapped)
+        return settings, setting_of(wrapped)
 
     ((settings, last), (_, other)) = thread_ranks(2, train)
     assert settings[0] == Setting(1024)
@@ -253,14 +166,14 @@ def test_a_loaded_layout_makes_way(thread_ranks):
         wrapped, optimizer = bagua_init(first, sgd(first.parameters()), message_size=2048)
         train_steps(wrapped, optimizer, rank, range(2))
         saved = wrapped.bagua_state_dict()
-        wrapped, optimizer = bagua_init(second, sgd(second.parameters()), message_size=1, autotune=AT_ONCE)
+        wrapped, optimizer = bagua_init(second, sgd(second.parameters()), message_size=1)
         wrapped.load_bagua_state_dict(saved)
         assert len(wrapped.bagua_buckets) == 1
         wrapped.report_metrics([1.0])
         assert wrapped.ask_and_update_hyperparameters() is False, "the size is what it was"
         assert len(wrapped.bagua_buckets) == 6
         tune_by_hand(wrapped, optimizer, range(2, 20))
-        assert wrapped.bagua_setting == Setting(1024)
+        assert setting_of(wrapped) == Setting(1024)
 
     thread_ranks(2, train)
 
@@ -271,7 +184,6 @@ def test_buckets_that_the_user_wants_stay(thread_ranks):
         names = [name for name, _ in model.named_parameters()]
         buckets = [names[3:], names[:3]]
         wrapped, optimizer = bagua_init(model, sgd(model.parameters()), message_size=1, buckets=buckets)
-        wrapped._bagua_engine.tuner = Autotuner(tuned_reducer(wrapped))
         settings = tune_by_hand(wrapped, optimizer, range(8), lambda setting: float(setting.hierarchical))
         assert [sorted(bucket.names) for bucket in wrapped.bagua_buckets] == [sorted(names[3:]), sorted(names[:3])]
         assert {setting.hierarchical for setting in settings} == {False, True}
@@ -329,6 +241,26 @@ class Alternating(nn.Module):
         return inputs
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_a_sweep_measures_all_and_the_best_again(noise):
+    settings = [Setting(2**power) for power in range(10, 20)]
+    scores = {setting: 1.0 - 0.2 * abs(power - 14) for setting, power in zip(settings, range(10, 20), strict=True)}
+    sweep, random = Sweep(settings), torch.Generator().manual_seed(0)
+    while (setting := sweep.following()) is not None:
+        sweep.samples[setting].append(scores[setting] + noise * float(torch.rand(1, generator=random)))
+    assert sweep.best == Setting(2**14)
+    assert [len(samples) for samples in sweep.samples.values()] == [3 if one == sweep.best else 1 for one in settings]
+
+
+def test_one_lucky_sample_decides_nothing():
+    first, second = Setting(1), Setting(2)
+    sweep = Sweep([first, second])
+    for score in (1.0, 1.05, 1.0, 0.7, 1.0):  # The second one is lucky the first time.
+        sweep.samples[sweep.following()].append(score)
+    assert sweep.best == first
+    assert sweep.following() is None
+
+
 # What goes wrong.
 
 
@@ -353,7 +285,7 @@ def test_asking_at_different_steps_is_an_error_on_all_ranks_and_can_be_survived(
     def check() -> None:
         rank = bagua.comm.get_rank()
         model = mlp()
-        wrapped, optimizer = bagua_init(model, sgd(model.parameters()), LocalSgd(period=100), autotune=AT_ONCE)
+        wrapped, optimizer = bagua_init(model, sgd(model.parameters()), LocalSgd(period=100))
         train_steps(wrapped, optimizer, rank, range(2 + rank))
         wrapped.report_metrics([1.0])
         with pytest.raises(CollectiveMismatchError, match="step") as caught:
@@ -385,31 +317,11 @@ def test_a_rank_that_does_not_ask_is_named_and_set_free(thread_ranks):
     thread_ranks(3, check)
 
 
-def test_what_goes_wrong_on_rank_0_is_an_error_on_all_ranks(thread_ranks, tmp_path):
-    def check() -> None:
-        model = mlp()
-        settings = AutotuneSettings(0, 0, log_file=str(tmp_path / "missing" / "log.csv"))
-        wrapped, optimizer = bagua_init(model, sgd(model.parameters()), autotune=settings)
-        with pytest.raises(ConfigurationError, match="FileNotFoundError"):
-            train_steps(wrapped, optimizer, bagua.comm.get_rank(), range(20))
-
-    thread_ranks(2, check)
-
-
-def test_ranks_must_tune_alike(thread_ranks):
-    def check() -> None:
-        model = mlp()
-        with pytest.raises(CollectiveMismatchError, match="autotune"):
-            bagua_init(model, sgd(model.parameters()), autotune=bagua.comm.get_rank() == 1)
-
-    thread_ranks(2, check)
-
-
 def tune_on_processes() -> Setting:
     model = mlp()
-    wrapped, optimizer = bagua_init(model, sgd(model.parameters()), message_size=1, autotune=AT_ONCE)
+    wrapped, optimizer = bagua_init(model, sgd(model.parameters()), message_size=1)
     tune_by_hand(wrapped, optimizer, range(20))
-    return wrapped.bagua_setting
+    return setting_of(wrapped)
 
 
 @pytest.mark.gloo

@@ -23,8 +23,8 @@ from bagua.algorithms import (
 from bagua.comm import solo_group
 from bagua.engine.buckets.order import GradientOrder
 from bagua.engine.buckets.registration import Registration
-from bagua.engine.failure import StepFailure
 from bagua.engine.formation import Formation
+from bagua.engine.meeting import StepFailure
 from bagua.engine.options import EngineOptions
 from bagua.engine.schedule.phases import Phases
 from bagua.engine.schedule.tracks import Clock, Course, Track

@@ -8,7 +8,6 @@ from torch import nn
 
 from bagua import parallel
 from bagua.comm import solo_group
-from bagua.engine.autotune.settings import AutotuneSettings
 from bagua.engine.reducer import BucketType, Reducer
 from bagua.errors import ConfigurationError, InvalidTypeError
 from bagua.parallel.overlapping import DistributedModule, OverlappingWrapper
@@ -78,7 +77,6 @@ def decentralized(**given):
         (data_parallel, ["init_sync", "find_unused_parameters", "gradient_as_bucket_view", "static_graph"]),
         (data_parallel, ["broadcast_buffers", "forward_sync_buffers", "check_reduction"]),
         (decentralized, ["param_as_bucket_view", "sync_buffer_in_global_avg", "find_unused_parameters", "init_sync"]),
-        (AutotuneSettings, ["tune_hierarchical"]),
     ],
 )
 @pytest.mark.parametrize("wrong", ["no", 1])
@@ -100,7 +98,6 @@ def test_flags(make, flags, wrong):
         (with_bagua, "grad_scaler", 3),
         (with_bagua, "bucket_bytes", "x"),
         (with_bagua, "align_bytes", "x"),
-        (with_bagua, "autotune", "x"),
         (switch_wrapper, "module", 3),
         (switch_wrapper, "optimizer", "sgd"),
         (switch_wrapper, "algorithm", 3),
@@ -141,10 +138,6 @@ def test_flags(make, flags, wrong):
         (decentralized, "bucket_size_in_mb", 0),
         (decentralized, "process_group", 3),
         (decentralized, "_local_world_size", "x"),
-        (AutotuneSettings, "warmup_time_s", "x"),
-        (AutotuneSettings, "max_samples", "x"),
-        (AutotuneSettings, "search", 3),
-        (AutotuneSettings, "log_file", 3),
     ],
 )
 def test_other_arguments(make, argument, wrong):

@@ -136,7 +136,6 @@ class DecentralizedDataParallel(OverlappingWrapper):
             bucket_bytes=bucket_bytes,
             find_unused_parameters=find_unused_parameters,
             delay_reduce=grad_clip_norm > 0 and grad_clip_scope == "model",
-            autotune=False,
         )
         self._rounds = repr(mix.rounds(group))
         self._stepping = stepping

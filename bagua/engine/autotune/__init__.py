@@ -1,1 +1,0 @@
-"""Tuning the engine while a model trains."""
