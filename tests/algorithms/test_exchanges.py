@@ -46,7 +46,7 @@ from bagua.algorithms import (
 from bagua.comm import ProcessGroup, Work
 from bagua.comm.transports.memory.transport import MemoryTransport
 from bagua.compression import Codec, MinMaxUInt8, TopK, registry
-from bagua.engine import Setting
+from bagua.engine.options import Setting
 from bagua.errors import CollectiveMismatchError, ConfigurationError, InvalidTypeError
 from bagua.parallel import DistributedDataParallel, bagua_init, with_bagua
 from bagua.primitives import AllGatherReducer, ErrorFeedback, PowerSGDReducer, ScatterGatherReducer
